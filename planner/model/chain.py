@@ -135,7 +135,7 @@ def chain_of(
             "the model is compiled as a whole by `torch.compile`, which hides its layers",
             hint="compile its blocks instead, or leave `torch.compile` out",
         )
-    _refuse_sparse(model)
+    refuse_sparse(model)
     # Children that must stay together are no layers of their own: then it is cut as any other module is.
     if _is_plain_sequential(model) and not uncut and not _shares_state(model, example_inputs):
         layers = tuple(_flatten(model, ""))
@@ -250,7 +250,12 @@ def _is_plain_sequential(module: nn.Module) -> bool:
     return isinstance(module, nn.Sequential) and type(module).forward is nn.Sequential.forward and not hooked
 
 
-def _refuse_sparse(model: nn.Module) -> None:
+def refuse_sparse(model: nn.Module) -> None:
+    """Refuse a model that holds sparse tensors.
+
+    Raises:
+        ModelError: It does.
+    """
     named = [*model.named_parameters(), *model.named_buffers()]
     for name, tensor in [*named, *(("an attribute", tensor) for tensor in loose_tensors(model))]:
         if tensor.layout != torch.strided:

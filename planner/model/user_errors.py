@@ -6,6 +6,9 @@ import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import ModuleType
+
+from torch import nn
 
 from planner.core.errors import FileError, ModelError, UsageError
 
@@ -40,6 +43,18 @@ def user_code(path: str, what: str) -> Iterator[None]:
     finally:
         if folder in sys.path:
             sys.path.remove(folder)
+
+
+def place_in_model(model: nn.Module, error: BaseException) -> str:
+    """Return `file:line` of the model's own code that raised an error; empty if other code did."""
+    modules = {sys.modules.get(type(part).__module__) for part in model.modules()}
+    files = {getattr(module, "__file__", None) for module in modules if not _is_of(module, "torch", "planner")}
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename in files]
+    return f"{frames[-1].filename}:{frames[-1].lineno}" if frames else ""
+
+
+def _is_of(module: ModuleType | None, *packages: str) -> bool:
+    return module is not None and module.__name__.partition(".")[0] in packages
 
 
 def _first_cause(error: BaseException) -> BaseException:

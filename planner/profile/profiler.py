@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from planner.core.cost.planning import GENERATOR
+from planner.core.errors import ModelError, PlannerError
 from planner.core.values.partial import Partial
 from planner.core.values.profile import Device, Environment, Model, Profile
 from planner.device.kinds import kind_of
@@ -19,6 +20,7 @@ from planner.model.lean import build_lean
 from planner.model.load import LoadedModel
 from planner.model.optimizer_scope import check_optimizer
 from planner.model.precision import dtype_of
+from planner.model.user_errors import place_in_model
 from planner.profile.backends.choice import backend_of
 from planner.profile.company import Company, neighbours
 from planner.profile.structure import find_chain
@@ -90,6 +92,9 @@ def profile_model(
             measured = backend.measure(task)
     except KeyboardInterrupt as error:
         raise InterruptedProfileError(kept.partial()) from error
+    except Exception as error:
+        _raise_of_model(chain.model, error)
+        raise
     return Profile(
         generator=GENERATOR,
         model=kept.header.model,
@@ -126,6 +131,18 @@ def check_optimizer_of(loaded: LoadedModel, device: str) -> None:
             model = build_lean(loaded.build)
         parameters = list((model or loaded.build()).parameters())
     check_optimizer(loaded.build_optimizer, parameters, where)
+
+
+def _raise_of_model(model: nn.Module, error: Exception) -> None:
+    """Explain an error that the model's own code raised after its layers had run before."""
+    place = "" if isinstance(error, PlannerError) else place_in_model(model, error)
+    if place:
+        first_line = str(error).partition("\n")[0]
+        raise ModelError(
+            f"{place} raised {type(error).__name__} while layers were measured: {first_line}",
+            hint="layers run many times there, with micro-batches of all sizes in turn; if this one keeps something of "
+            "the size of a micro-batch, measure a single size (`--batch-sizes 4`)",
+        ) from error
 
 
 @contextmanager

@@ -13,7 +13,7 @@ from planner.core.values.balance import Balance
 from planner.core.values.units import counted
 from planner.executor.build.own_stage import BuildError, build_only, emptied
 from planner.executor.run.shapes import shapes_of
-from planner.model.chain import Chain, Layer, chain_digest, outlined
+from planner.model.chain import Chain, Layer, chain_digest, outlined, refuse_sparse
 from planner.model.closures import outlying_tensors
 from planner.model.ghosts import Ghost, absent
 from planner.model.growth import SIZES
@@ -49,6 +49,7 @@ def build_structure(loaded: LoadedModel) -> Chain:
             model = loaded.build()
     except Exception:  # construction that depends on values; an error of the user's comes again
         model = full = loaded.build()
+    refuse_sparse(model)
     if any(not tensor.is_meta for tensor in _all_tensors(model)):
         # A copy in which every tensor is replaced: a finished model stays as it is, and what is tied stays tied.
         model = copy.deepcopy(model, {id(tensor): _emptied(tensor) for tensor in _all_tensors(model)})

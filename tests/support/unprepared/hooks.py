@@ -82,6 +82,22 @@ def build_model():
     a.register_hook(lambda g: g + 0.05 * (a.detach() - b.detach()))
     return m
 """,
+    "pull_between_blocks": """
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList([Block() for _ in range(4)])
+        first, last = self.blocks[0].up.weight, self.blocks[3].up.weight
+        first.register_hook(lambda g: g + 0.05 * (first.detach() - last.detach()))
+
+    def forward(self, x):
+        for b in self.blocks:
+            x = b(x)
+        return x
+
+def build_model():
+    return Net()
+""",
     "forward_hook_scales": """
 class Net(nn.Module):
     def __init__(self):

@@ -30,6 +30,9 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.utils._pytree import tree_map_only
 
 import planner
+import planner.api.profiling
+import planner.executor
+import planner.profile.backends.measured  # what is imported here, forked processes need not
 from planner.core.errors import PlannerError
 from planner.core.values.balance import Balance, StageBalance
 from planner.core.values.plan import Recompute

@@ -317,10 +317,10 @@ class Net(nn.Module):
     def forward(self, x):
         x = x * 1
         for layer in self.layers:
-            y = F.relu(layer(x), inplace=True)
+            y = layer(x)
             y += x
             y[:, 0] *= 0.5
-            x = y
+            x = F.silu(y, inplace=True) if layer is self.layers[-1] else torch.tanh(y)
         return x
 
 def build_model():

@@ -432,3 +432,52 @@ def test_the_reference_has_the_losses_of_a_loop_written_by_hand() -> None:
         optimizer.step()
         optimizer.zero_grad()
     assert losses == pytest.approx(expected, rel=1e-6)
+
+
+def test_a_deviation_over_the_batch_is_compared_with_two_samples() -> None:
+    """It is no number for one sample, and so is the loss."""
+
+    class Standardized(nn.Module):
+        def forward(self, value: Tensor) -> Tensor:
+            centered = value - value.mean(0)
+            return centered / (centered.square().sum(0) / (len(value) - 1) + 0.1).sqrt()
+
+    found = checked(lambda: nn.Sequential(block(), Standardized(), block()))
+    assert found.proof.cuts == 4, found.proof.reason
+
+
+def test_a_loss_that_is_no_number_is_refused() -> None:
+    """The message says so, and not that the cut is wrong."""
+
+    class Overflows(nn.Module):
+        def forward(self, value: Tensor) -> Tensor:
+            return value.square().add(1).log().sub(1e6).log()
+
+    with pytest.raises(ModelError, match="the loss is nan in step 0 of a plain loop"):
+        checked(lambda: nn.Sequential(block(), block(), Overflows()))
+
+
+class Grows(nn.Module):
+    """Runs two blocks, and later all four."""
+
+    def __init__(self, *, frozen: bool = False) -> None:
+        super().__init__()
+        self.blocks, self.head, self.frozen = nn.ModuleList(block() for _ in range(4)), nn.Linear(WIDTH, 2), frozen
+        self.calls = 0
+        self.blocks.requires_grad_(not frozen)
+
+    def forward(self, value: Tensor) -> Tensor:
+        self.calls += 1
+        if self.frozen and self.calls == 30:
+            self.blocks.requires_grad_(True)
+        for layer in self.blocks[: 2 if self.calls < 30 and not self.frozen else 4]:
+            value = layer(value)
+        return self.head(value)
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_code_that_takes_another_path_later_is_refused(frozen: bool) -> None:
+    """A curriculum would end a run in the middle; blocks that are trained from some step on would stay as they are."""
+    with pytest.raises(ModelError, match="took another path than when it was profiled") as refused:
+        checked(lambda: Grows(frozen=frozen))
+    assert "curriculum" in refused.value.hint

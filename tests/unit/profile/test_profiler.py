@@ -574,3 +574,19 @@ def test_every_unit_gets_what_it_gets_in_the_model() -> None:
     fresh = last.fresh()[0]
     assert fresh.data_ptr() != last.values[0].data_ptr()
     assert fresh.requires_grad
+
+
+def test_a_layer_that_fails_after_it_has_run_is_named() -> None:
+    """The line, and what to do, not that it is a bug: a queue for another micro-batch size, say."""
+    calls: list[None] = []
+
+    class Fails(nn.Linear):
+        def forward(self, value: Tensor) -> Tensor:
+            calls.append(None)
+            if len(calls) > 12:
+                raise RuntimeError("the queue is full")
+            return super().forward(value)
+
+    with pytest.raises(ModelError, match=r"test_profiler.py:\d+ raised RuntimeError while layers") as refused:
+        profile_of_model(loaded_model(lambda: nn.Sequential(Fails(8, 8), nn.Linear(8, 4)), 8))
+    assert "--batch-sizes" in refused.value.hint

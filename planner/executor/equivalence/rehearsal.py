@@ -1,0 +1,84 @@
+"""Many forwards of stages without training: does the model's code take the same path every time?
+
+The comparison with the reference trains for two steps. Code that takes another path later, as in a curriculum or a
+loop that ends by the data, would end a run in the middle. Stages of the model's own forward notice it, and raise.
+"""
+
+import time
+from functools import partial
+from itertools import pairwise
+from multiprocessing.connection import Connection
+
+import torch
+
+from planner.executor.build.building import StageRange, build_stages
+from planner.executor.equivalence.isolation import Child, ChildError
+from planner.executor.run.random_state import StepSeeds
+from planner.model.autocast import layers_in
+from planner.model.chain import Chain
+from planner.model.load import LoadedModel
+from planner.model.nests import tensors_in
+from planner.model.refusals import another_path
+from planner.model.stage import ModelStage
+
+_FORWARDS = 64
+_LIMIT_S = 1.0
+_MOST_STAGES = 4
+_SAMPLES = 2
+_MOST_PARAMETERS = 20_000_000
+"""Larger models are not run so often."""
+
+
+def rehearse(loaded: LoadedModel, chain: Chain, *, limit_s: float) -> None:
+    """Run forwards of all layers, in a process of their own, until one takes another path or time is up.
+
+    Args:
+        loaded: The model.
+        chain: Its layers, on the meta device.
+        limit_s: The process is ended after so many seconds.
+
+    Raises:
+        ChildError: One took another path, which is an error of the model.
+    """
+    if chain.outline is None or sum(p.numel() for p in chain.model.parameters()) > _MOST_PARAMETERS:
+        return
+    child = Child(partial(_forwards, loaded, chain), limit_s=limit_s)
+    try:
+        child.result()
+    except ChildError as error:
+        if error.is_user_error:
+            raise
+        # Whatever else is raised here is no matter of the path: a run would raise it in its first steps.
+    finally:
+        child.end()
+
+
+def _forwards(loaded: LoadedModel, chain: Chain, _connection: Connection) -> None:
+    count = len(chain.layers)
+    stages = min(_MOST_STAGES, count)
+    edges = [round(n * count / stages) for n in range(stages + 1)]
+    device = torch.device("cpu")
+    ranges = [StageRange(first, end) for first, end in pairwise(edges)]
+    # Built apart, so that each lacks the parameters of the others, as in a run.
+    built = [build_stages(loaded, chain, [one], seed=0, device=device)[0] for one in ranges]
+    modules = [layers[0].module for layers in built]
+    now = [0]
+    for first, module in zip(edges, modules, strict=False):
+        assert isinstance(module, ModelStage)
+        module.keep_state()
+        module.call_at_layers(lambda layer, first=first: StepSeeds(0, now[0]).plant(first + layer, 0))
+    end = time.monotonic() + _LIMIT_S
+    first_trained: list[bool] = []
+    while now[0] < _FORWARDS and time.monotonic() < end:
+        torch.manual_seed(now[0])
+        batch = loaded.example_batch(_SAMPLES)
+        value, trained = batch.inputs, [p.requires_grad for module in modules for p in module.parameters()]
+        with layers_in(loaded.precision, device):
+            for module in modules:
+                value = module(value)
+                trained += [tensor.requires_grad for tensor in tensors_in(value)]
+            loaded.loss_fn(value, batch.targets)
+        first_trained = first_trained or trained
+        if trained != first_trained:
+            raise another_path(f"forward {now[0] + 1} computes gradients of other tensors than the first")
+        now[0] += 1
