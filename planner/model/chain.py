@@ -230,9 +230,10 @@ def _described(layer: Layer) -> dict[str, Any]:
 
 
 def _printed(module: nn.Module) -> str:
-    """Return what a module prints, or its classes where one prints itself: that may read values, absent on a rank."""
+    """Return what a module prints, or its classes where one prints values, absent on a rank: itself, or observers."""
     own = any(
-        type(part).__repr__ is not nn.Module.__repr__ and not type(part).__module__.startswith("torch.")
+        type(part).__module__.startswith("torch.ao.")
+        or (type(part).__repr__ is not nn.Module.__repr__ and not type(part).__module__.startswith("torch."))
         for part in module.modules()
     )
     if not own:

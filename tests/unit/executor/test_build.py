@@ -256,3 +256,20 @@ def test_a_weight_computed_from_parameters_of_another_stage_is_not_held() -> Non
     assert isinstance(layer.module, ModelStage)
     weights = [vars(part)["weight"] for part in layer.module.model.layers]
     assert [isinstance(weight, Absent) for weight in weights] == [False, True, True]
+
+
+def test_a_sparse_buffer_is_refused_before_a_dense_one_takes_its_place() -> None:
+    """Some sparse tensors can only be made with values, and the structure of such a model is that of a copy."""
+
+    class Graph(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            ends = torch.arange(4)
+            sparse = torch.sparse_coo_tensor(torch.stack([ends, ends.flip(0)]), torch.ones(4), (4, 4))
+            self.register_buffer("adjacency", sparse.coalesce())
+
+        def forward(self, value: torch.Tensor) -> torch.Tensor:
+            return value
+
+    with pytest.raises(ModelError, match=r'"0.adjacency" is a sparse tensor'):
+        build_structure(loaded_model(lambda: nn.Sequential(Graph(), nn.Linear(8, 8)), 8))

@@ -239,3 +239,16 @@ def test_the_digest_holds_no_addresses() -> None:
         )
         digests.add(done.stdout)
     assert len(digests) == 1
+
+
+def test_the_digest_of_observers_knows_no_values() -> None:
+    """Quantization-aware modules print ranges that they have seen: `inf` at first, and nothing on the meta device."""
+
+    class Observed(nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(4, 4)
+            self.observer = torch.ao.quantization.MinMaxObserver(quant_min=0, quant_max=127)
+
+    with torch.device("meta"):
+        empty = nn.Sequential(Observed(), Observed())
+    assert chain_digest(chain_of(empty), {}) == chain_digest(chain_of(nn.Sequential(Observed(), Observed())), {})
