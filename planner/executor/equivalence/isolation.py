@@ -115,7 +115,7 @@ def _described(error: BaseException) -> dict[str, Any]:
     """Return what `ChildError` is made of, for an error of the child or of a child of its own."""
     if isinstance(error, ChildError):
         return {"message": error.message, "hint": error.hint, "is_user_error": error.is_user_error}
-    first = str(error).partition("\n")[0]
+    first = str(error).partition("\n")[0].partition(" Hint: ")[0]
     if isinstance(error, PlannerError):
         return {"message": first, "hint": error.hint, "is_user_error": isinstance(error, ModelError)}
     return {"message": f"{type(error).__name__}: {first}"}

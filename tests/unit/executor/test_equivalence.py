@@ -481,3 +481,18 @@ def test_code_that_takes_another_path_later_is_refused(frozen: bool) -> None:
     with pytest.raises(ModelError, match="took another path than when it was profiled") as refused:
         checked(lambda: Grows(frozen=frozen))
     assert "curriculum" in refused.value.hint
+
+
+class Clamped(nn.Linear):
+    """Keeps its weights small, as critics of adversarial training do."""
+
+    def forward(self, value: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.weight.clamp_(-0.2, 0.2)
+        return super().forward(value)
+
+
+def test_weights_that_forward_changes_in_place_are_refused_with_what_to_do() -> None:
+    """A plain loop can: it runs the backward of a micro-batch before the next forward."""
+    with pytest.raises(ModelError, match=r"a parameter in place: do it after the optimizer's step"):
+        checked(lambda: nn.Sequential(*(nn.Sequential(Clamped(WIDTH, WIDTH), nn.ReLU()) for _ in range(3))))

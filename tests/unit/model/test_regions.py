@@ -343,6 +343,33 @@ def test_a_model_that_is_differentiated_as_a_whole_is_refused() -> None:
         chain_of(Potential(), values)
 
 
+class InnerStep(nn.Module):
+    """A step of gradient descent within forward, as in meta-learning, then more layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before, self.fast = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.after = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
+
+    def forward(self, value: Tensor) -> Tensor:
+        """(b, WIDTH) to the same."""
+        value = self.before(value)
+        weights = dict(self.fast.named_parameters())
+        loss = torch.func.functional_call(self.fast, weights, value).square().mean()
+        gradients = torch.autograd.grad(loss, list(weights.values()), create_graph=True)
+        moved = {name: weight - 0.1 * g for (name, weight), g in zip(weights.items(), gradients, strict=True)}
+        value = torch.func.functional_call(self.fast, moved, value)
+        for layer in self.after:
+            value = torch.tanh(layer(value))
+        return value
+
+
+def test_code_that_differentiates_is_not_run_again_in_a_later_stage() -> None:
+    """A stage that begins behind it in the same module has no graph to differentiate: there is no such cut."""
+    with pytest.raises(ModelError, match=r"cannot be cut.*`torch.autograd.grad` in `forward` differentiates"):
+        chain_of(InnerStep(), values)
+
+
 class Unvalued(Potential):
     """A potential that also reads a value."""
 
