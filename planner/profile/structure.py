@@ -8,6 +8,7 @@ from torch import nn
 
 from planner.core.values.profile import Profile
 from planner.core.values.units import format_bytes
+from planner.model.attributes import Attributes
 from planner.model.chain import Chain, chain_digest
 from planner.model.lean import build_lean, move_buffers
 from planner.model.load import LoadedModel
@@ -34,10 +35,12 @@ def find_chain(loaded: LoadedModel, device: torch.device) -> tuple[Chain, bool]:
     with suppress(Exception):  # what needs values somewhere is built whole, and an error of the user's comes again
         chain = _checked_chain(loaded, build_lean(loaded.build))
         if all(parameter.is_meta for parameter in chain.model.parameters()):
+            attributes = Attributes(chain.model.named_modules())
             try:
                 trace_units(chain, loaded, (1,), device, ghosts=True)
             except TooFewSamplesError:
                 trace_units(chain, loaded, (2,), device, ghosts=True)
+            attributes.restore()  # numbers that a forward changes, such as a rate of dropout, are in the digest
             move_buffers(chain.model, device)
             return chain, True
     return _checked_chain(loaded, loaded.build(), device), False

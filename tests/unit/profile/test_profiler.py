@@ -590,3 +590,19 @@ def test_a_layer_that_fails_after_it_has_run_is_named() -> None:
     with pytest.raises(ModelError, match=r"test_profiler.py:\d+ raised RuntimeError while layers") as refused:
         profile_of_model(loaded_model(lambda: nn.Sequential(Fails(8, 8), nn.Linear(8, 4)), 8))
     assert "--batch-sizes" in refused.value.hint
+
+
+def test_numbers_that_a_forward_changes_leave_the_digest_as_it_was() -> None:
+    """A rate of dropout that falls: every rank finds the digest of a model that has not run."""
+
+    class Anneals(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second, self.drop = nn.Linear(8, 8), nn.Linear(8, 4), nn.Dropout(0.5)
+
+        def forward(self, value: Tensor) -> Tensor:
+            self.drop.p *= 0.9
+            return self.second(self.drop(self.first(value)))
+
+    loaded = loaded_model(Anneals, 8)
+    assert profile_of_model(loaded).model.digest == chain_digest(loaded.chain(Anneals()), {})
