@@ -30,6 +30,7 @@ from planner.model.operators import OperatorWatch, decides, written_tensors
 from planner.model.recording import END, Call, Join, KeptState, Operator, Recording
 from planner.model.refusals import code_told, refuse_backward
 from planner.model.regions import Region, RegionFinder, without_reentrance
+from planner.model.seeding import host_draws
 
 
 def record(model: nn.Module, inputs: Any, *, loss_of: Callable[[Any], object] | None = None, ghosts: bool) -> Recording:
@@ -58,7 +59,9 @@ def record(model: nn.Module, inputs: Any, *, loss_of: Callable[[Any], object] | 
         if not ghosts:  # There is no backward, so nothing need be kept for one.
             stack.enter_context(saved_tensors_hooks(_forget, refuse_backward))
         stack.enter_context(without_reentrance())
+        before = host_draws()
         output = recorder.output_of(model, inputs)
+        recorder.recording.draws_on_host = host_draws() != before
         recorder.note_outputs(output, None if loss_of is None else addresses_read(loss_of, output))
         del output
         states = written_states(recorder.recording, *recorder.changed_tensors(model))

@@ -138,5 +138,7 @@ class Recording:
     output_nest: Nest = field(default_factory=Nest)
     states: tuple[KeptState, ...] = ()
     """What the model keeps from one forward to the next."""
+    draws_on_host: bool = False
+    """Whether the forward draws from Python's or NumPy's generator."""
     unread: frozenset[int] = frozenset()
     """Those of the versions in `outputs` that the loss does not read."""

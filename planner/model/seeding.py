@@ -36,6 +36,12 @@ def seed_host(seed: int) -> None:
     np.random.seed(seed % (1 << 32))
 
 
+def host_draws() -> tuple[object, ...]:
+    """Return what changes when Python's or NumPy's generator is drawn from."""
+    _, keys, *rest = np.random.get_state(legacy=True)
+    return random.getstate(), keys.tobytes(), *rest
+
+
 @lru_cache(maxsize=256)  # asked for every micro-batch again
 def _of_layer(seed: int, step: int, layer: int) -> int:
     return _next(_next(_next(0, seed), step), layer)

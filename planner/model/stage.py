@@ -50,7 +50,10 @@ class ModelStage(nn.Module):
         self._part.when_begun, self._part.when_done = begun, done
 
     def call_at_layers(self, listener: Callable[[int], None]) -> None:
-        """Has `listener` called in each forward where one of its layers begins: 0 for the stage's first, and so on."""
+        """Has `listener` called in each forward where one of its layers begins: 0 for the stage's first, and so on.
+
+        Where the model draws from Python's or NumPy's generator, also for layers before the stage: -1 for the last.
+        """
         self._part.listen(listener)
 
     def keep_state(self) -> None:

@@ -84,6 +84,8 @@ class StageForward:
             if self._begun:  # there is no call in front whose end would begin the stage, and its first layer
                 self._part.when_begun()
                 self._begin_layer(0)
+            else:
+                self._begin_earlier(0)
             try:
                 output = part.model(*args, **kwargs)
                 self._end_gap()
@@ -189,10 +191,18 @@ class StageForward:
         """What begins or ends at a time of the recording does so."""
         if time == self._part.begin:
             self._part.when_begun()
+        if time < self._part.begin:
+            self._begin_earlier(time)
         self._begin_layer(time)
         if time == self._part.stop:
             self._part.when_done()
             raise _Finished  # out of all the code that is open, whatever it would do with results
+
+    def _begin_earlier(self, time: int) -> None:
+        """Seed code that runs again before the stage as the earlier layer that it is in."""
+        numbers = [number for begin, number in self._part.earlier if begin <= time]
+        if numbers:
+            self._part.when_layer_begins(numbers[-1])
 
     def _begin_layer(self, time: int) -> None:
         layer = self._part.layer_at.get(time)

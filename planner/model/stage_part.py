@@ -46,6 +46,8 @@ class Part:
         self.when_layer_begins: Callable[[int], None] = lambda _layer: None
         self.layer_at: dict[int, int] = {}
         """By time: which layer of the stage begins; empty while nobody listens."""
+        self.earlier: list[tuple[int, int]] = []
+        """Times at which earlier layers begin, and their numbers, from the stage's first: -1 is just before it."""
         self._layers = range(first, end)
         self._cuts = [outline.times(layer, layer + 1)[0] for layer in self._layers]
         self._watch([self.begin, self.stop])
@@ -68,8 +70,14 @@ class Part:
         self.leftovers = [change for change in self.leftovers if key_of(change) not in self.kept]
 
     def listen(self, listener: Callable[[int], None]) -> None:
-        """Has `listener` called where a layer begins: cuts within the stage are watched, too."""
+        """Has `listener` called where a layer begins: cuts within the stage are watched, too.
+
+        Code before the stage runs once more. Where it draws from generators of the host, it must draw the same.
+        """
         self.when_layer_begins = listener
+        if self.outline.recording.draws_on_host:
+            first = self._layers.start
+            self.earlier = [(self.outline.times(layer, layer + 1)[0], layer - first) for layer in range(first)]
         self.layer_at = {time: layer for layer, time in enumerate(self._cuts)}
         self._watch([*self._cuts, self.stop])
 

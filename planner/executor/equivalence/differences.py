@@ -39,6 +39,8 @@ class Differences:
     """Tensors of optimizer state."""
     own_values: dict[str, str] = field(default_factory=dict)
     """Digests of the tensors whose initial values are not the reference's, by name."""
+    writes_state: bool = False
+    """Whether forwards write into parameters, buffers or tensors in attributes."""
     file_numbers: dict[str, float] = field(default_factory=dict)
     """Module-level numbers at the end, where the stage has changed them."""
 

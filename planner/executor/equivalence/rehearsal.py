@@ -77,7 +77,9 @@ def _forwards(loaded: LoadedModel, chain: Chain, _connection: Connection) -> Non
             for module in modules:
                 value = module(value)
                 trained += [tensor.requires_grad for tensor in tensors_in(value)]
-            loaded.loss_fn(value, batch.targets)
+            loss = loaded.loss_fn(value, batch.targets)
+        if not torch.isfinite(loss.detach()).all():
+            raise another_path(f"the loss of forward {now[0] + 1} is no number: code may read tensors of other stages")
         first_trained = first_trained or trained
         if trained != first_trained:
             raise another_path(f"forward {now[0] + 1} computes gradients of other tensors than the first")

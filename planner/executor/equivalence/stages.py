@@ -29,6 +29,7 @@ from planner.executor.equivalence.differences import (
 )
 from planner.executor.pipeline import Pipeline
 from planner.model.chain import Chain
+from planner.model.held import loose_tensors
 from planner.model.load import LoadedModel
 from planner.model.reference import (
     ReferenceOptions,
@@ -93,7 +94,10 @@ class _Rank:
         optimizer = pipeline.optimizer(loaded.build_optimizer) if options.updates else None
         for step in range(options.steps):
             inputs, targets = pipeline.own_part(*mini_batch(loaded, options, step))
+            versions = self._versions()
             with pipeline.step(inputs, targets) as loss:
+                now = self._versions()
+                self._found.writes_state |= any(now.get(key, version) != version for key, version in versions.items())
                 self._compare_step(loss, step, at_start)
                 if optimizer is not None:
                     optimizer.step()
@@ -128,6 +132,11 @@ class _Rank:
         """Return this rank's parameters and buffers by name."""
         buffers = {n: b for module in self._pipeline.modules for n, b in module.named_buffers(remove_duplicate=False)}
         return {**buffers, **self._named}
+
+    def _versions(self) -> dict[int, int]:
+        """Return how often each tensor that forwards may write into was written, by identity."""
+        loose = [tensor for module in self._pipeline.modules for tensor in loose_tensors(module)]
+        return {id(tensor): tensor._version for tensor in (*self._held().values(), *loose)}
 
     def _compare_step(self, loss: float, step: int, at_start: dict[str, float]) -> None:
         right = self._state(f"gradients-{step}")

@@ -36,7 +36,7 @@ def expect_values(parameters: Mapping[str, Tensor]) -> None:
         gradient = parameter.grad
         if isinstance(gradient, Ghost | FakeTensor) or (gradient is not None and gradient.is_meta):
             raise ModelError(
-                f'a hook on "{name}" reads a tensor that this stage does not have, such as a parameter of another stage',
+                f'a hook on "{name}" reads a tensor that this stage does not have, such as another stage\'s parameter',
                 hint="let hooks read the gradient, tensors of the same module, and nothing else",
             )
 

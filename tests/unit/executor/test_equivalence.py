@@ -476,7 +476,7 @@ class Grows(nn.Module):
 
 
 @pytest.mark.parametrize("frozen", [False, True])
-def test_code_that_takes_another_path_later_is_refused(frozen: bool) -> None:
+def test_code_that_takes_another_path_later_is_refused(*, frozen: bool) -> None:
     """A curriculum would end a run in the middle; blocks that are trained from some step on would stay as they are."""
     with pytest.raises(ModelError, match="took another path than when it was profiled") as refused:
         checked(lambda: Grows(frozen=frozen))
@@ -496,3 +496,42 @@ def test_weights_that_forward_changes_in_place_are_refused_with_what_to_do() -> 
     """A plain loop can: it runs the backward of a micro-batch before the next forward."""
     with pytest.raises(ModelError, match=r"a parameter in place: do it after the optimizer's step"):
         checked(lambda: nn.Sequential(*(nn.Sequential(Clamped(WIDTH, WIDTH), nn.ReLU()) for _ in range(3))))
+
+
+class Unmasked(nn.Module):
+    """Writes into a buffer that backward reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.width = block(), 2
+        self.register_buffer("mask", torch.zeros(WIDTH))
+
+    def forward(self, value: Tensor) -> Tensor:
+        self.mask[: self.width] = 1
+        self.width = min(WIDTH, self.width + 1)
+        return value + self.layer(value) * self.mask
+
+
+def test_buffers_that_a_later_forward_writes_before_a_backward_reads_them_are_refused() -> None:
+    """Recomputed stages train right: those that keep the graphs of several micro-batches are compared as well."""
+    with pytest.raises(ModelError, match="modified by an inplace operation"):
+        checked(lambda: nn.Sequential(Unmasked(), block(), Unmasked()))
+
+
+class Mixes(nn.Module):
+    """Draws a number of NumPy where its forward begins, and uses it between later blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.third = block(), block(), block()
+
+    def forward(self, value: Tensor) -> Tensor:
+        share = np.random.beta(0.5, 0.5)  # noqa: NPY002 - what users write
+        value = self.second(self.first(value))
+        return self.third(share * value + (1 - share) * value.flip(1))
+
+
+def test_numbers_that_code_between_modules_draws_are_the_same_in_all_stages() -> None:
+    """The code before a stage runs once more in it, and draws from the generators as they were."""
+    found = checked(Mixes)
+    assert (found.proof.cuts, found.warnings) == (2, ())
