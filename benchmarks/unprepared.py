@@ -26,6 +26,25 @@ from planner.device.machine import cpu_name  # noqa: E402
 from tests.support.unprepared import UnpreparedModel, unprepared_models  # noqa: E402
 from tests.support.unprepared.running import MICRO_BATCH_SIZE, MICRO_BATCHES, STEPS, Outcome, try_model  # noqa: E402
 
+_TEXT = """\
+# Models that nothing was prepared for
+
+`python benchmarks/unprepared.py` on {cpu}, {cores} cores, torch {torch},
+Python {python}. {models} small models as users write them (`tests/support/unprepared`). Each is profiled, check
+included. A model that is not refused is trained as a pipeline of two stages and of three, without recomputation (1F1B)
+and, where the profile allows it, with recomputation (GPipe): {steps} steps of {micro_batches} micro-batches of {size}
+samples, each rank in a process of its own. A plain PyTorch loop in another process trains the same micro-batches.
+
+Error: the largest difference of a loss, relative to the loss, or of a parameter or buffer at the end, relative to how
+far it moved. A model is right if that is at most 1e-4, or at most ten times what the plain loop makes of a rounding
+error in its initial parameters. A model is refused if `profile` says no, and what to do.
+
+{right} are right, {refused} refused, {wrong} wrong, {late} died late, {unhelpful} were refused without help. Of
+those that are right, {removed} lost some cuts, and {kept} must not be recomputed.
+
+| kind | model | verdict | error | pipelines | profile | problem |
+|---|---|---|---|---|---|---|"""
+
 _GOOD = ("right", "refused")
 
 
@@ -54,34 +73,30 @@ def _page(models: list[UnpreparedModel], outcomes: list[Outcome]) -> str:
     removed = sum("cannot be cut" in outcome.profiled for outcome in outcomes)
     kept = sum("recomputed stages" in outcome.profiled for outcome in outcomes)
     rows = [_row(model, outcome) for model, outcome in zip(models, outcomes, strict=True)]
-    return "\n".join(
-        [
-            "# Models that nothing was prepared for",
-            "",
-            f"`python benchmarks/unprepared.py` on {cpu_name()}, {os.cpu_count()} cores, torch {torch.__version__},",
-            f"Python {platform.python_version()}. {len(models)} small models as users write them",
-            "(`tests/support/unprepared`). Each is profiled, check included. A model that is not refused is trained as",
-            "a pipeline of two and of three stages, without recomputation (1F1B) and, where the profile allows it, with",
-            f"recomputation (GPipe): {STEPS} steps of {MICRO_BATCHES} micro-batches of {MICRO_BATCH_SIZE} samples, each rank in a process",
-            "of its own. A plain PyTorch loop in another process trains the same micro-batches. Error: the largest",
-            "difference of a loss, relative to the loss, and of a parameter or buffer at the end, relative to how far it",
-            "moved. A model is right if that is at most 1e-4, or at most ten times what the plain loop makes of a",
-            "rounding error in its initial parameters. It is refused if `profile` says no, and says what to do.",
-            "",
-            f"{counts['right']} right, {counts['refused']} refused, {counts['wrong']} wrong, {counts['died late']} died late, "
-            f"{counts['unhelpful']} refused without help. Of those that are right, {removed} had cuts removed, and",
-            f"{kept} must not be recomputed.",
-            "",
-            "| kind | model | verdict | error | pipelines | profile | problem |",
-            "|---|---|---|---|---|---|---|",
-            *rows,
-        ]
+    text = _TEXT.format(
+        cpu=cpu_name(),
+        cores=os.cpu_count(),
+        torch=torch.__version__,
+        python=platform.python_version(),
+        models=len(models),
+        steps=STEPS,
+        micro_batches=MICRO_BATCHES,
+        size=MICRO_BATCH_SIZE,
+        right=counts["right"],
+        refused=counts["refused"],
+        wrong=counts["wrong"],
+        late=counts["died late"],
+        unhelpful=counts["unhelpful"],
+        removed=removed,
+        kept=kept,
     )
+    return "\n".join([text, *rows])
 
 
 def _row(model: UnpreparedModel, outcome: Outcome) -> str:
     error = f"{outcome.error:.0e}" if outcome.runs and outcome.verdict in ("right", "wrong") else ""
-    cells = (model.kind, model.name, outcome.verdict, error, str(len(outcome.runs) or ""), outcome.profiled, outcome.problem)
+    runs = str(len(outcome.runs) or "")
+    cells = (model.kind, model.name, outcome.verdict, error, runs, outcome.profiled, outcome.problem)
     return "| " + " | ".join(" ".join(cell.split()).replace("|", "\\|") for cell in cells) + " |"
 
 

@@ -22,7 +22,7 @@ from tests.support.unprepared import (
 
 __all__ = ["PRELUDE", "UnpreparedModel", "unprepared_models"]
 
-PRELUDE = '''
+PRELUDE = """
 import copy
 import functools
 import math
@@ -58,7 +58,7 @@ class Block(nn.Module):
 
     def forward(self, x):
         return x + self.down(torch.tanh(self.up(self.norm(x))))
-'''
+"""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -64,7 +64,12 @@ class WSConv(nn.Conv2d):
 
 def build_model():
     return nn.Sequential(
-        WSConv(2, 8, 3, padding=1), nn.GroupNorm(2, 8), nn.ReLU(), WSConv(8, 8, 3, padding=1), nn.Flatten(), nn.Linear(200, 3)
+        WSConv(2, 8, 3, padding=1),
+        nn.GroupNorm(2, 8),
+        nn.ReLU(),
+        WSConv(8, 8, 3, padding=1),
+        nn.Flatten(),
+        nn.Linear(200, 3),
     )
 
 def example_batch(n):
@@ -75,7 +80,14 @@ def loss_fn(out, y):
 """,
     "batch_norm": """
 def build_model():
-    return nn.Sequential(nn.Linear(D, D), nn.BatchNorm1d(D), nn.ReLU(), nn.Linear(D, D), nn.BatchNorm1d(D), nn.Linear(D, D))
+    return nn.Sequential(
+        nn.Linear(D, D),
+        nn.BatchNorm1d(D),
+        nn.ReLU(),
+        nn.Linear(D, D),
+        nn.BatchNorm1d(D),
+        nn.Linear(D, D),
+    )
 """,
     "batch_norm_cumulative": """
 class Net(nn.Module):
@@ -134,7 +146,10 @@ def build_model():
     "instance_norm_tracked": """
 def build_model():
     return nn.Sequential(
-        nn.Conv1d(3, 4, 3, padding=1), nn.InstanceNorm1d(4, track_running_stats=True), nn.ReLU(), nn.Conv1d(4, 3, 3, padding=1)
+        nn.Conv1d(3, 4, 3, padding=1),
+        nn.InstanceNorm1d(4, track_running_stats=True),
+        nn.ReLU(),
+        nn.Conv1d(4, 3, 3, padding=1),
     )
 
 def example_batch(n):
@@ -173,7 +188,9 @@ V = 12
 class LM(nn.Module):
     def __init__(self):
         super().__init__()
-        self.emb, self.body, self.head = nn.Embedding(V, D), nn.ModuleList([Block(), Block()]), nn.Linear(D, V, bias=False)
+        self.emb = nn.Embedding(V, D)
+        self.body = nn.ModuleList([Block(), Block()])
+        self.head = nn.Linear(D, V, bias=False)
         self.head.weight = self.emb.weight.requires_grad_(False)
         self.a, self.b = nn.Parameter(torch.randn(D, 2) * 0.3), nn.Parameter(torch.zeros(2, V))
 
@@ -197,7 +214,8 @@ def loss_fn(out, y):
 class Net(nn.Module):
     def __init__(self):
         super().__init__()
-        self.backbone, self.head = nn.Sequential(Block(), Block(), nn.Dropout(0.1)), nn.Sequential(Block(), nn.Linear(D, D))
+        self.backbone = nn.Sequential(Block(), Block(), nn.Dropout(0.1))
+        self.head = nn.Sequential(Block(), nn.Linear(D, D))
         self.backbone.requires_grad_(False).eval()
 
     def forward(self, x):
@@ -258,7 +276,14 @@ class Cast(nn.Module):
         return x.to(self.dtype)
 
 def build_model():
-    return nn.Sequential(Block(), Cast(torch.bfloat16), Block().bfloat16(), Cast(torch.float64), Block().double(), Cast(torch.float32))
+    return nn.Sequential(
+        Block(),
+        Cast(torch.bfloat16),
+        Block().bfloat16(),
+        Cast(torch.float64),
+        Block().double(),
+        Cast(torch.float32),
+    )
 """,
     "quantization_aware": """
 class Fake(torch.autograd.Function):
@@ -307,7 +332,9 @@ def build_model():
 class Bag(nn.Module):
     def __init__(self):
         super().__init__()
-        self.bag, self.blocks, self.out = nn.EmbeddingBag(20, D, sparse=True), nn.ModuleList([Block(), Block()]), nn.Linear(D, 3)
+        self.bag = nn.EmbeddingBag(20, D, sparse=True)
+        self.blocks = nn.ModuleList([Block(), Block()])
+        self.out = nn.Linear(D, 3)
 
     def forward(self, ids):
         x = self.bag(ids)
@@ -331,7 +358,9 @@ def build_optimizer(ps):
 class Net(nn.Module):
     def __init__(self):
         super().__init__()
-        self.emb, self.blocks, self.out = nn.Embedding(20, D, max_norm=1.0), nn.ModuleList([Block(), Block()]), nn.Linear(D, 20)
+        self.emb = nn.Embedding(20, D, max_norm=1.0)
+        self.blocks = nn.ModuleList([Block(), Block()])
+        self.out = nn.Linear(D, 20)
 
     def forward(self, ids):
         x = self.emb(ids)

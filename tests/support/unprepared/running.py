@@ -6,6 +6,7 @@ nothing of the package but the seeds of layers (`planner.model.seeding`).
 
 import importlib.util
 import itertools
+import math
 import os
 import shutil
 import sys
@@ -19,7 +20,7 @@ from functools import partial
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import numpy as np
 import torch
@@ -35,7 +36,6 @@ import planner.executor
 import planner.profile.backends.measured  # what is imported here, forked processes need not
 from planner.core.errors import PlannerError
 from planner.core.values.balance import Balance, StageBalance
-from planner.core.values.plan import Recompute
 from planner.core.values.profile import Profile
 from planner.executor.build.building import build_structure
 from planner.executor.equivalence.check import layer_starts
@@ -45,6 +45,9 @@ from planner.model.load import load_model
 from planner.model.reference import LayerStart
 from planner.model.seeding import layer_seed, seed_host, seed_process
 from tests.support.unprepared import UnpreparedModel
+
+if TYPE_CHECKING:
+    from planner.core.values.plan import Recompute
 
 __all__ = ["Outcome", "Verdict", "try_model"]
 
@@ -374,9 +377,7 @@ def _shake(model: nn.Module, seed: int) -> None:
             parameter.mul_(1 + 1e-7 * torch.from_numpy(signs.choice([-1.0, 1.0], tuple(parameter.shape))))
 
 
-def _noise(
-    path: Path, starts: Sequence[LayerStart | None], plain: _Trained, initial: Mapping[str, Tensor]
-) -> float:
+def _noise(path: Path, starts: Sequence[LayerStart | None], plain: _Trained, initial: Mapping[str, Tensor]) -> float:
     """Return how far the plain loop goes from itself where parameters begin with a rounding error."""
     found = [_in_child(partial(_plain_loop, path, starts, initial, seed)) for seed in range(_SHAKES)]
     return max(_difference(replace(other, initial=initial), plain)[0] for other in found)
@@ -386,13 +387,14 @@ def _difference(trained: _Trained, plain: _Trained) -> tuple[float, str]:
     """Return the largest relative difference, and what it is of."""
     worst = (0.0, "")
     for step, (one, other) in enumerate(zip(trained.losses, plain.losses, strict=True)):
-        error = abs(one - other) / max(abs(other), 1e-6) if one == one or other == other else 0.0
-        worst = max(worst, (float("inf") if error != error else error, f"loss of step {step}: {one:.6g} for {other:.6g}"))
-    for name, right in plain.tensors.items():
+        error = abs(one - other) / max(abs(other), 1e-6)
+        error = math.inf if math.isnan(error) else error
+        worst = max(worst, (error, f"loss of step {step}: {one:.6g} for {other:.6g}"))
+    for name, expected in plain.tensors.items():
         if name not in trained.tensors:
             worst = max(worst, (float("inf"), f"`{name}` is on no stage"))
             continue
-        ours, right, start = (_wide(t) for t in (trained.tensors[name], right, trained.initial[name]))
+        ours, right, start = (_wide(t) for t in (trained.tensors[name], expected, trained.initial[name]))
         if not right.numel():
             continue
         moved = max(float((right - start).abs().max()), 1e-4 * float(right.abs().max()), 1e-9)

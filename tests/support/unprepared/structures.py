@@ -289,7 +289,9 @@ class Layer(nn.Module):
 class Net(nn.Module):
     def __init__(self):
         super().__init__()
-        self.emb, self.layers, self.head = nn.Embedding(10, D), nn.ModuleList([Layer(), Layer(), Layer()]), nn.Linear(D, 3)
+        self.emb = nn.Embedding(10, D)
+        self.layers = nn.ModuleList([Layer(), Layer(), Layer()])
+        self.head = nn.Linear(D, 3)
 
     def forward(self, ids, sizes):
         pad = torch.arange(ids.shape[1])[None] >= sizes[:, None]
@@ -329,7 +331,12 @@ def build_model():
     "sequential_in_place": """
 def build_model():
     return nn.Sequential(
-        nn.Linear(D, D), nn.ReLU(inplace=True), nn.Linear(D, D), nn.Dropout(0.1, inplace=True), nn.SiLU(inplace=True), nn.Linear(D, D)
+        nn.Linear(D, D),
+        nn.ReLU(inplace=True),
+        nn.Linear(D, D),
+        nn.Dropout(0.1, inplace=True),
+        nn.SiLU(inplace=True),
+        nn.Linear(D, D),
     )
 """,
     "complex_spectrum": """
