@@ -24,6 +24,7 @@ from planner.core.errors import ModelError
 from planner.core.values.proof import Proof
 from planner.executor.build.building import build_structure
 from planner.executor.equivalence.isolation import Child, ChildError
+from planner.executor.equivalence.rehearsal import rehearse
 from planner.executor.equivalence.rounds import Found, Round
 from planner.executor.equivalence.subject import STEPS, CheckRequest, Digests, Subject, layer_starts
 from planner.model.load import LoadedModel
@@ -75,7 +76,8 @@ def check_equivalence(
             why = next(iter(found.wrong.values()))
             raise ModelError(
                 f"the model cannot be cut: its stages do not train as it does in a plain loop ({why})",
-                hint="hand on what later modules need in what `forward` returns, not in attributes or global variables",
+                hint="hand on what later modules need in what `forward` returns, not in global variables, closures or "
+                "hooks, and keep what lasts from step to step in buffers of the module (`register_buffer`)",
             )
         loaded = replace(loaded, uncut=(*loaded.uncut, *found.wrong))
 
@@ -153,8 +155,13 @@ def _compared(request: CheckRequest, folder: Path, waiting: Sequence[Child], pro
     for size, child in zip(_SIZES, waiting, strict=True):
         try:
             subject = Subject.of(request, chain, size)
-            return Round.of(request, subject, folder, child, progress=progress).compare()
+            found = Round.of(request, subject, folder, child, progress=progress).compare()
         except ChildError as error:  # of batch normalization, say, which wants two samples
             first = first or error
+            continue
+        if not found.wrong and request.ends is None:
+            progress("repeating forwards")
+            rehearse(request.loaded, chain, limit_s=request.limit_s)
+        return found
     assert first is not None
     raise first

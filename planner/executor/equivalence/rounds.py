@@ -33,6 +33,11 @@ from planner.model.reference import ReferenceOptions, Shake, State, train_refere
 _MOST_STAGES = 8
 """Ranks that are alive at a time."""
 
+_IN_PLACE_HINT = (
+    "stages run forwards of several micro-batches before the first backward, so neither `forward` nor a hook may "
+    "change a parameter in place: do it after the optimizer's step; give a buffer a new tensor instead"
+)
+
 _DRAWS = 2
 """How often parameters are changed to see what the model makes of rounding errors: which ReLU turns over is chance."""
 
@@ -121,7 +126,8 @@ class Round:
 
     def _verdict(self, cuts: Sequence[int]) -> "_Verdict":
         found, problem = self._train(cuts, "except-last")
-        if not problem:
+        # What is recomputed keeps no graph that the forward of another micro-batch could write into.
+        if not problem and not any(rank.writes_state for rank in found):
             return _Verdict(found)
         again, still = self._train(cuts, "never")
         if not still:
@@ -155,7 +161,8 @@ class Round:
             raise
         except ChildError as error:
             if not _is_of_connection(error):
-                return [], error.message
+                changes = "modified by an inplace operation" in error.message
+                return [], "; ".join(filter(None, [error.message, error.hint or (_IN_PLACE_HINT if changes else "")]))
             found = self._run(trial)  # the connection was at fault, not a stage
         different = _different_copies(found)
         if different:
