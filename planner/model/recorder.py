@@ -112,7 +112,6 @@ class _Recorder:
         self._finder = RegionFinder(type(self).run.__code__, self.recording.regions)
         self._watch = FunctionWatch()
         self._gradient = -1  # number of the region of the call of `torch.autograd.grad` at work
-        self._differentiating: dict[int, list[Region]] = {}  # by call, those whose `torch.autograd.grad` it has called
 
     def output_of(self, model: nn.Module, inputs: Any) -> Any:
         """What the model returns; whatever torch refuses is told of the module whose code did it."""
@@ -186,9 +185,8 @@ class _Recorder:
 
         def noted(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
             created = (self.recording.flow.nodes[self._version_of(t)]["created"] for t in tensors_in(inputs))
-            region = Region(begin=min(created, default=self._time), end=END, differentiated=True, calls_modules=True)
+            region = Region(begin=min(created, default=self._time), end=END, call=self._stack[-1], calls_modules=True)
             self.recording.regions.append(region)
-            self._differentiating.setdefault(self._stack[-1] if self._stack else -1, []).append(region)
             self._gradient = len(self.recording.regions) - 1
             try:
                 return grad(outputs, inputs, *args, **kwargs)
@@ -252,8 +250,8 @@ class _Recorder:
             for change in attributes.changes()
         )
         call.exit = self._tick()
-        for region in self._differentiating.pop(call.number, ()):
-            region.end = call.exit  # the code of the call runs again in a stage that begins within it
+        for region in self.recording.regions:
+            region.end = call.exit if region.call == call.number else region.end
         self._finder.around(sys._getframe(1), call.exit)
         if self._stack:
             self._watch.begin_gap(self._function)
@@ -408,7 +406,6 @@ class _Recorder:
 
 def _forget(_: Any) -> Any:
     """Keeps nothing."""
-    return None
 
 
 @contextmanager

@@ -150,11 +150,9 @@ def train_reference(
                 begin = partial(begin_micro_batch, step)
                 loss = _accumulate(model, loaded, batches, scale=scale, begin_micro_batch=begin)
             if scale == 1.0 and not math.isfinite(loss):
-                raise ModelError(
-                    f"the loss is {loss} in step {step} of a plain loop, with micro-batches of "
-                    f"{counted(options.micro_batch_size, 'sample')}",
-                    hint="check `loss_fn` and the learning rate; deviations over the batch need two samples or more",
-                )
+                with_samples = f"with micro-batches of {counted(options.micro_batch_size, 'sample')}"
+                hint = "check `loss_fn` and the learning rate; deviations over the batch need two samples or more"
+                raise ModelError(f"the loss is {loss} in step {step} of a plain loop, {with_samples}", hint=hint)
             scale = _unscale(trained, scale)
             losses.append(loss)
             write(f"gradients-{step}", partial(_after_backward, loaded, model, loss))

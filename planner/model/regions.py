@@ -35,8 +35,11 @@ class Region:
     end: int
     function: str = ""
     """Name of the autograd function; empty for a checkpoint."""
-    differentiated: bool = False
-    """Whether it is what `torch.autograd.grad` differentiates, and that call."""
+    call: int = -1
+    """Of what `torch.autograd.grad` differentiates, the call of a module whose code does it; -1 for other regions.
+
+    The region ends with that call: a stage that begins within it would run that code again, without the graph.
+    """
     calls_modules: bool = False
     """Whether a module was called in it; where none was, its code can be run again like any other."""
 
@@ -47,7 +50,7 @@ class Region:
     @property
     def problem(self) -> str:
         """Why that cannot be."""
-        if self.differentiated:
+        if self.call >= 0:
             return (
                 "`torch.autograd.grad` in `forward` differentiates the code there, so one stage needs its whole graph "
                 "(layers before its inputs, and after the module that returns the gradients, can be cut)"

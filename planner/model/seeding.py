@@ -4,6 +4,7 @@
 
 import random
 from functools import lru_cache
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -38,7 +39,7 @@ def seed_host(seed: int) -> None:
 
 def host_draws() -> tuple[object, ...]:
     """Return what changes when Python's or NumPy's generator is drawn from."""
-    _, keys, *rest = np.random.get_state(legacy=True)
+    _, keys, *rest = cast("tuple[Any, ...]", np.random.get_state(legacy=True))
     return random.getstate(), keys.tobytes(), *rest
 
 

@@ -66,7 +66,7 @@ def _forwards(loaded: LoadedModel, chain: Chain, _connection: Connection) -> Non
     for first, module in zip(edges, modules, strict=False):
         assert isinstance(module, ModelStage)
         module.keep_state()
-        module.call_at_layers(lambda layer, first=first: StepSeeds(0, now[0]).plant(first + layer, 0))
+        module.call_at_layers(partial(_plant, now, first))
     end = time.monotonic() + _LIMIT_S
     first_trained: list[bool] = []
     while now[0] < _FORWARDS and time.monotonic() < end:
@@ -84,3 +84,8 @@ def _forwards(loaded: LoadedModel, chain: Chain, _connection: Connection) -> Non
         if trained != first_trained:
             raise another_path(f"forward {now[0] + 1} computes gradients of other tensors than the first")
         now[0] += 1
+
+
+def _plant(now: list[int], first: int, layer: int) -> None:
+    """Seed the generators for a layer of a stage in the forward of now."""
+    StepSeeds(0, now[0]).plant(first + layer, 0)
