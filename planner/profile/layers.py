@@ -26,6 +26,8 @@ class Costs:
     """Bytes of the layer's own state that its forward writes."""
     optimizer: Sequence[OptimizerCost]
     """By layer: layers of one digest may be in groups with other options."""
+    boundary_peaks: Sequence[int]
+    """By layer: transient bytes of the optimizer's step as it goes on to it from the layer in front."""
     flops: Mapping[str, int]
     """Operations of a forward at the smallest size."""
     times: Mapping[Key, Times]
@@ -84,6 +86,7 @@ def _layer_profile(
         tied_bytes=tied_bytes,
         optimizer_us=round(optimizer.step_us, 1),
         optimizer_peak_bytes=optimizer.peak_bytes,
+        optimizer_boundary_peak_bytes=costs.boundary_peaks[n],
         optimizer_sparse_peak=optimizer.sparse_peak,
         forward_us=tuple(round(t.forward_us, 1) for t in times),
         backward_us=tuple(round(t.backward_us, 1) for t in times),

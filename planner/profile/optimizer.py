@@ -3,7 +3,7 @@
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
-from itertools import cycle
+from itertools import cycle, pairwise
 
 import torch
 from torch import Tensor, nn
@@ -59,13 +59,14 @@ def measure_optimizer(
     """
     cost = OptimizerCost()
     build = _in_place(whole, module, stands_for or module)
-    if trained := _dense(module, sparse or {}):
+    if trained := dense_parameters(module, sparse or {}):
         cost = _over_dense(trained, build, meter=meter, clock=clock, repeats=repeats, between_bytes=between_bytes)
     if not sparse:
         return cost
     parameters = dict(module.named_parameters())
     copies = {
-        name: sparse_copy(parameters[name], gradient, _rows(parameters[name])) for name, gradient in sparse.items()
+        name: sparse_copy(parameters[name], gradient, _rows(parameters[name], _share([parameters[name]])))
+        for name, gradient in sparse.items()
     }
     optimizer = check_step(lambda _: build((parameters[name], copy) for name, copy in copies.items()), copies)
     states = _states(optimizer, list(copies.values()), [parameters[name] for name in sparse])
@@ -83,10 +84,11 @@ def measure_optimizer(
 def peaks_add(module: nn.Module, whole: ModelOptimizer, *, meter: Meter, sparse: Collection[str] = ()) -> bool:
     """Whether the optimizer's transients grow with the number of parameters (`foreach`) or with the largest one.
 
-    Those whose gradients are sparse are left out.
+    Those whose gradients are sparse are left out. One parameter alone would not tell: the step of a second one may
+    begin with a tensor of the first.
     """
-    once, twice = (_step_peak_bytes(_dense(module, sparse), whole.over, meter, times) for times in (1, 2))
-    return twice > 1.5 * once > 0
+    twice, thrice = (_step_peak_bytes(dense_parameters(module, sparse), whole.over, meter, times) for times in (2, 3))
+    return thrice > 1.25 * twice > 0
 
 
 def _in_place(
@@ -97,7 +99,8 @@ def _in_place(
     return lambda copies: whole.over((place[id(p)], copy) for p, copy in copies)
 
 
-def _dense(module: nn.Module, sparse: Collection[str]) -> list[nn.Parameter]:
+def dense_parameters(module: nn.Module, sparse: Collection[str]) -> list[nn.Parameter]:
+    """Return the trained parameters whose names are not in `sparse`."""
     return [p for name, p in module.named_parameters() if p.requires_grad and name not in sparse]
 
 
@@ -114,6 +117,57 @@ def first_of_same_cost(modules: Sequence[nn.Module], digests: Sequence[str], who
     ]
 
 
+def boundary_peaks(
+    layers: Sequence[Sequence[Tensor]], whole: ModelOptimizer, *, device: torch.device, meter: Meter
+) -> list[int]:
+    """Return the transient bytes of a step as it goes on to each layer from the one in front; 0 for the first.
+
+    An optimizer that steps parameter by parameter, such as torch's Adam, may release the last tensor of one only in
+    the step of the next. Two large parameters in a row then need more than either layer alone.
+
+    Args:
+        layers: Trained parameters of each layer with dense gradients. Their values are not read.
+        whole: Optimizer of the whole model, whose order of parameters counts.
+        device: Device to step on.
+        meter: Meter of that device.
+    """
+    groups, found = whole.groups(), dict[tuple[object, ...], int]()
+    places = {id(p): (g, n) for g, group in enumerate(groups) for n, p in enumerate(group.parameters)}
+
+    def peak(first: Tensor, second: Tensor) -> int:
+        key = (groups[places[id(first)][0]].cost_options, *((p.shape, p.stride(), p.dtype) for p in (first, second)))
+        if key not in found:
+            found[key] = _peak_of_two(first, second, whole, device, meter)
+        return found[key]
+
+    present = [{id(p): p for p in layer if id(p) in places} for layer in layers]
+    joins = [_joins(front, behind, places) for front, behind in pairwise(present)]
+    return [0, *(max((peak(*two) for two in pairs), default=0) for pairs in joins)]
+
+
+def _joins(
+    front: Mapping[int, Tensor], behind: Mapping[int, Tensor], places: Mapping[int, tuple[int, int]]
+) -> list[tuple[Tensor, Tensor]]:
+    """Return the pairs of parameters that two layers step in a row and none of them alone; `places` is the order."""
+    both = {**front, **behind}
+    return [
+        (both[first], both[second])
+        for first, second in pairwise(sorted(both, key=places.__getitem__))
+        if places[first][0] == places[second][0]  # an optimizer steps its groups apart
+        and not any({first, second} <= layer.keys() for layer in (front, behind))
+    ]
+
+
+def _peak_of_two(first: Tensor, second: Tensor, whole: ModelOptimizer, device: torch.device, meter: Meter) -> int:
+    share = _share((first, second))
+    copies = [nn.Parameter(torch.zeros_like(_part(p.detach(), share), device=device)) for p in (first, second)]
+    for copy in copies:
+        copy.grad = torch.zeros_like(copy)
+    optimizer = whole.over(zip((first, second), copies, strict=True))
+    optimizer.step()
+    return round(meter.measure(optimizer.step).peak_bytes / share)
+
+
 def _over_dense(
     trained: Sequence[nn.Parameter],
     build: Callable[[Copies], torch.optim.Optimizer],
@@ -123,7 +177,8 @@ def _over_dense(
     repeats: int,
     between_bytes: int,
 ) -> OptimizerCost:
-    copies = [nn.Parameter(_part(p).detach().clone()) for p in trained]
+    part = _share(trained)
+    copies = [nn.Parameter(_part(p, part).detach().clone()) for p in trained]
     share = sum(p.numel() for p in trained) / sum(copy.numel() for copy in copies)
     for copy in copies:
         # Not zeros: a CPU's AdamW takes twice as long over them, and training does not have them.
@@ -158,7 +213,8 @@ def _states(optimizer: torch.optim.Optimizer, copies: Sequence[Tensor], paramete
 def _step_peak_bytes(
     trained: Sequence[nn.Parameter], build: Callable[[Copies], torch.optim.Optimizer], meter: Meter, times: int
 ) -> int:
-    copies = [nn.Parameter(_part(p).detach().clone()) for _ in range(times) for p in trained]
+    part = _share(trained)
+    copies = [nn.Parameter(_part(p, part).detach().clone()) for _ in range(times) for p in trained]
     for copy in copies:
         copy.grad = torch.zeros_like(copy)
     if not copies:
@@ -179,14 +235,18 @@ def _add_like(optimizer: torch.optim.Optimizer, first: Tensor, more: Tensor) -> 
         optimizer.state[more] = deepcopy(optimizer.state[first])
 
 
-def _part(parameter: Tensor) -> Tensor:
-    """The first rows of a large parameter, or all of it."""
-    rows = _rows(parameter)
-    return parameter[:rows] if parameter.dim() and rows < len(parameter) else parameter
+def _share(parameters: Sequence[Tensor]) -> float:
+    """Return the share of the rows of each parameter that is measured, equal for all: 1 if none is large."""
+    return min(1.0, _MOST_NUMBERS / max((p.numel() for p in parameters), default=1))
 
 
-def _rows(parameter: Tensor) -> int:
-    return max(1, _MOST_NUMBERS * len(parameter) // parameter.numel()) if parameter.dim() else 1
+def _part(parameter: Tensor, share: float) -> Tensor:
+    """Return the first rows of a parameter."""
+    return parameter[: _rows(parameter, share)] if parameter.dim() else parameter
+
+
+def _rows(parameter: Tensor, share: float) -> int:
+    return max(1, int(share * len(parameter))) if parameter.dim() else 1
 
 
 def _whole_bytes(state: Tensor, part: Tensor, parameter: Tensor) -> int:

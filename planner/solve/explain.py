@@ -157,7 +157,9 @@ def _other_optimizers(profile: Profile) -> Iterator[tuple[str, Profile]]:
         for layer in profile.layers:
             gradients = layer.parameter_bytes if layer.gradient_bytes is None else layer.gradient_bytes
             state = copies * gradients
-            layers.append(replace(layer, optimizer_bytes=state, optimizer_peak_bytes=0))
+            layers.append(
+                replace(layer, optimizer_bytes=state, optimizer_peak_bytes=0, optimizer_boundary_peak_bytes=0)
+            )
         other = replace(profile, layers=tuple(layers))
         if sum(a.optimizer_bytes for a in other.layers) < sum(a.optimizer_bytes for a in profile.layers):
             yield name, other

@@ -140,7 +140,9 @@ def _with_optimizer(profile: Profile, *, copies: int) -> Profile:
     layers = []
     for layer in profile.layers:
         gradients = layer.parameter_bytes if layer.gradient_bytes is None else layer.gradient_bytes
-        layers.append(replace(layer, optimizer_bytes=copies * gradients, optimizer_peak_bytes=0))
+        layers.append(
+            replace(layer, optimizer_bytes=copies * gradients, optimizer_peak_bytes=0, optimizer_boundary_peak_bytes=0)
+        )
     return replace(profile, layers=tuple(layers))
 
 

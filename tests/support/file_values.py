@@ -59,6 +59,7 @@ def full_layer(n: int) -> LayerProfile:
         tied_bytes=100,
         optimizer_us=3.5,
         optimizer_peak_bytes=64,
+        optimizer_boundary_peak_bytes=96,
         optimizer_sparse_peak=2.5,
         forward_us=(10.1 + n, 40.2),
         backward_us=(20.3, 80.4),

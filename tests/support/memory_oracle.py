@@ -249,7 +249,10 @@ class _Stages:
         self.optimizer_peak = (
             sums(costs.state.optimizer_peak)
             if costs.optimizer_peaks_add
-            else highest(costs.state.optimizer_peak[columns])
+            else np.maximum(
+                highest(costs.state.optimizer_peak[columns]),
+                highest(np.where(last > first, costs.state.optimizer_boundary_peak[columns], 0.0)),
+            )
         )
         self.output = np.broadcast_to(costs.boundaries.output[None, columns], self.buffers.shape)
         self.copied_input = costs.boundaries.copied_input[firsts][:, None]

@@ -44,6 +44,8 @@ class State:
     optimizer: FloatArray
     optimizer_peak: FloatArray
     """Transient bytes of the optimizer's step."""
+    optimizer_boundary_peak: FloatArray
+    """Transient bytes as that step goes on to a layer from the one in front of it in the same stage."""
     buffers: FloatArray
     rewritten: FloatArray
     """What of the layer's state its forward writes: kept as it was for each micro-batch that is to be recomputed."""

@@ -118,6 +118,7 @@ class CostTable:
                 parameters=_constant(layers, lambda layer: layer.parameter_bytes),
                 optimizer=_constant(layers, lambda layer: layer.optimizer_bytes),
                 optimizer_peak=_constant(layers, lambda layer: layer.optimizer_peak_bytes),
+                optimizer_boundary_peak=_constant(layers, lambda layer: layer.optimizer_boundary_peak_bytes),
                 buffers=_constant(layers, lambda layer: layer.buffer_bytes),
                 rewritten=_constant(layers, lambda layer: layer.rewritten_bytes),
                 casts=_constant(layers, lambda layer: layer.cast_bytes),

@@ -313,8 +313,11 @@ class _Window:
         return total
 
     def _optimizer_peak(self) -> FloatArray:
-        peak = self.costs.state.optimizer_peak
-        return self.sums(peak) if self.costs.optimizer_peaks_add else self.highest(peak[self.columns])
+        state = self.costs.state
+        if self.costs.optimizer_peaks_add:
+            return self.sums(state.optimizer_peak)
+        boundary = np.where(self.last > self.first, state.optimizer_boundary_peak[self.columns], 0.0)
+        return self.highest(np.maximum(state.optimizer_peak[self.columns], boundary))
 
     def _peaks(self, output: FloatArray) -> Peaks:
         costs, levels, edge, columns = self.costs, self.costs.levels, self.costs.boundaries, self.columns

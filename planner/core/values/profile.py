@@ -239,6 +239,8 @@ class LayerProfile:
     """The optimizer's step over this layer's parameters, once per mini-batch."""
     optimizer_peak_bytes: int = 0
     """Transient bytes of that step."""
+    optimizer_boundary_peak_bytes: int = 0
+    """Transient bytes as that step goes on to this layer from the one in front, if a stage has both."""
     optimizer_sparse_peak: float = 0.0
     """Transient bytes of that step per byte of sparse gradients."""
     forward_us: tuple[float, ...]

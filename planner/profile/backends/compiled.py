@@ -108,6 +108,7 @@ class CompiledBackend:
                 # A program writes into no buffer.
                 rewritten_bytes=dict.fromkeys(distinct, 0),
                 optimizer=[optimizer[unit.digest] for unit in records.units],
+                boundary_peaks=[0] * len(records.units),
                 flops=dict.fromkeys(distinct, 0),
                 times={
                     key: Times(forward_us=layers[key].forward_us, backward_us=layers[key].backward_us, spread=0.0)

@@ -37,7 +37,13 @@ from planner.model.optimizers import ModelOptimizer
 from planner.model.stage import ModelStage
 from planner.profile.layers import Costs, Measured, layer_profiles
 from planner.profile.memory import measure_casts
-from planner.profile.optimizer import OptimizerCost, first_of_same_cost, measure_optimizer
+from planner.profile.optimizer import (
+    OptimizerCost,
+    boundary_peaks,
+    dense_parameters,
+    first_of_same_cost,
+    measure_optimizer,
+)
 from planner.profile.passes import InHalves, Whole, time_once
 from planner.profile.records import Records, Ways, record_memory, record_sizes
 from planner.profile.rewriting import rewritten_bytes
@@ -98,12 +104,14 @@ class EstimatedBackend:
                 for n in dict.fromkeys(first)
             }
             optimizer = [by_first[n] for n in first]
+            layers = [dense_parameters(unit.module, records.sparse(unit.digest)) for unit in units]
             times, half_times_us = _times(task, records, clock)
             costs = Costs(
                 records=records,
                 casts_bytes=records.of_each(partial(measure_casts, meter=meter)),
                 rewritten_bytes=records.of_each(rewritten_bytes),
                 optimizer=optimizer,
+                boundary_peaks=boundary_peaks(layers, whole, device=self.device, meter=meter),
                 flops=records.of_each(clock.flops_of),
                 times=times,
                 half_times_us=half_times_us,

@@ -19,7 +19,14 @@ from planner.model.optimizers import ModelOptimizer
 from planner.profile.flops import forward_flops
 from planner.profile.layers import Costs, Measured, layer_profiles
 from planner.profile.memory import measure_casts
-from planner.profile.optimizer import OptimizerCost, first_of_same_cost, measure_optimizer, peaks_add
+from planner.profile.optimizer import (
+    OptimizerCost,
+    boundary_peaks,
+    dense_parameters,
+    first_of_same_cost,
+    measure_optimizer,
+    peaks_add,
+)
 from planner.profile.records import Records, Ways, record_memory, record_sizes
 from planner.profile.regret import regret
 from planner.profile.rewriting import rewritten_bytes
@@ -90,6 +97,7 @@ class MeasuredBackend:
             casts_bytes=casts_bytes,
             rewritten_bytes=rewritten,
             optimizer=optimizer,
+            boundary_peaks=_boundary_peaks(task, records, self.device, meter),
             flops=records.of_each(forward_flops),
             times=times,
             half_times_us={key: half_times_of(task.kept.half_samples[key], times[key]) for key in records.inputs},
@@ -129,6 +137,11 @@ def _optimizer_costs(task: Task, records: Records, meter: Meter, clock: Clock) -
         for n, (digest, _) in zip(distinct, task.steps.each(keys, records.names), strict=True)
     }
     return [costs[n] for n in first]
+
+
+def _boundary_peaks(task: Task, records: Records, device: torch.device, meter: Meter) -> list[int]:
+    layers = [dense_parameters(unit.module, records.sparse(unit.digest)) for unit in records.units]
+    return boundary_peaks(layers, _whole(task), device=device, meter=meter)
 
 
 def _whole(task: Task) -> ModelOptimizer:

@@ -158,6 +158,7 @@ def _at_size(plain: ChainCosts, micro_batches: int) -> dict[str, object]:
         "accumulated": costs.sparse.accumulated,
         "has_backward": costs.has_backward.astype(float),
         "optimizer_peak": costs.state.optimizer_peak,
+        "optimizer_boundary_peak": costs.state.optimizer_boundary_peak,
         "input": edge.input,
         "output": edge.output,
         "unsaved_output": edge.unsaved_output,

@@ -105,7 +105,8 @@ function stageOf(c, f, e, M, fixed) {
     parameters: tied(c, "parameters", "parameter_bytes", f, e),
     optimizer: tied(c, "optimizer", "optimizer_bytes", f, e),
     optimizerPeak: fixed.peaks_add
-      ? sumOf(c, "optimizer_peak", f, e) : highest(f, e, (n) => c.optimizer_peak[n]),
+      ? sumOf(c, "optimizer_peak", f, e)
+      : highest(f, e, (n) => Math.max(c.optimizer_peak[n], n > f ? c.optimizer_boundary_peak[n] : 0)),
     buffers: sumOf(c, "buffers", f, e) + sumOf(c, "attributes", f, e),
     casts: tied(c, "casts", "cast_bytes", f, e),
     rewritten: sumOf(c, "rewritten", f, e),
