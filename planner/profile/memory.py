@@ -181,19 +181,23 @@ def _boundaries(unit: Unit, received: UnitInput) -> tuple[tuple[BoundaryTensor, 
     fixed = _storages([*unit.module.parameters(), *unit.module.buffers()])
     tensors = (output for output in outputs if isinstance(output, Tensor))
     output_sizes = [0 if storage_key(output) in fixed else storage_of(output).nbytes() for output in tensors]
+    carry = [tensor.requires_grad for tensor in (*values, *outputs) if isinstance(tensor, Tensor)]
     watched = [StorageWeakRef(storage_of(t)) for t in (*values, *outputs) if isinstance(t, Tensor)]
     values.clear()
     outputs.clear()
     kept = [not watch.expired() for watch in watched]
     del started
     num = len(input_sizes)
-    inputs = [BoundaryTensor(bytes=size, kept=keep) for size, keep in zip(input_sizes, kept[:num], strict=True)]
+    inputs = [
+        BoundaryTensor(bytes=size, kept=keep, carries=carries)
+        for size, keep, carries in zip(input_sizes, kept[:num], carry[:num], strict=True)
+    ]
     # An output lies where the first tensor with the same storage does, if that is one in front of it.
     sources = [first if (first := keys.index(keys[place])) < place else -1 for place in range(num, len(keys))]
     results = [
-        BoundaryTensor(bytes=size, kept=keep, alias=source, relayed=passes)
-        for size, keep, source, passes in zip(
-            output_sizes, kept[num:], sources, _relayed(unit, received, sources), strict=True
+        BoundaryTensor(bytes=size, kept=keep, alias=source, relayed=passes, carries=carries)
+        for size, keep, source, passes, carries in zip(
+            output_sizes, kept[num:], sources, _relayed(unit, received, sources), carry[num:], strict=True
         )
     ]
     return tuple(inputs), tuple(results)

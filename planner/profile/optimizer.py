@@ -237,7 +237,7 @@ def _add_like(optimizer: torch.optim.Optimizer, first: Tensor, more: Tensor) -> 
 
 def _share(parameters: Sequence[Tensor]) -> float:
     """Return the share of the rows of each parameter that is measured, equal for all: 1 if none is large."""
-    return min(1.0, _MOST_NUMBERS / max((p.numel() for p in parameters), default=1))
+    return min(1.0, _MOST_NUMBERS / max((1, *(p.numel() for p in parameters))))
 
 
 def _part(parameter: Tensor, share: float) -> Tensor:

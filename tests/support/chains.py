@@ -75,9 +75,11 @@ def record(
     )
 
 
-def tensor(size: int, *, kept: bool = False, alias: int = -1, relayed: bool = False) -> BoundaryTensor:
+def tensor(
+    size: int, *, kept: bool = False, alias: int = -1, relayed: bool = False, carries: bool = True
+) -> BoundaryTensor:
     """A tensor that crosses a boundary."""
-    return BoundaryTensor(bytes=size, kept=kept, alias=alias, relayed=relayed)
+    return BoundaryTensor(bytes=size, kept=kept, alias=alias, relayed=relayed, carries=carries)
 
 
 def heavy_chain(seed: int, num_layers: int) -> Profile:
@@ -153,6 +155,11 @@ def with_programs(profile: Profile, seed: int) -> Profile:
     return replace(profile, layers=tuple(replace(layer, program=programs()) for layer in profile.layers))
 
 
+def _carries(size: int) -> bool:
+    """Return whether a tensor that passes by, of so many bytes per sample, carries a gradient."""
+    return size % 3 > 0
+
+
 def _random_layers(rng: random.Random, num_layers: int, sizes: Sequence[int], *, exact: bool) -> Iterator[LayerProfile]:
     crossing = 20  # bytes per sample in front of the layer
     skip = None  # bytes per sample that pass by, beside it
@@ -164,26 +171,34 @@ def _random_layers(rng: random.Random, num_layers: int, sizes: Sequence[int], *,
         writes_input = alias == 0 and rng.random() < 0.5
         passing = None if skip is None or n == num_layers - 1 or rng.random() < 0.2 else skip
         reads, begins = rng.random() < 0.3, skip is None and n < num_layers - 1 and rng.random() < 0.6
-        gradient = rng.randint(0, output)
+        gradient, passing_gradient = rng.randint(0, output), passing if passing and _carries(passing) else 0
         details = tuple(
             record(
                 internal=saved * s,
                 given=[
                     tensor(crossing * s, kept=keeps_input),
-                    *([] if skip is None else [tensor(skip * s, kept=reads)]),
+                    *([] if skip is None else [tensor(skip * s, kept=reads, carries=_carries(skip))]),
                 ],
                 made=[
                     tensor(output * s, kept=keeps_output, alias=alias),
-                    *([] if passing is None else [tensor(passing * s, alias=1, relayed=not reads)]),
+                    *(
+                        []
+                        if passing is None
+                        else [tensor(passing * s, alias=1, relayed=not reads, carries=_carries(passing))]
+                    ),
                     # What goes into this layer is what passes by the next ones.
-                    *([tensor(crossing * s, alias=0, relayed=reads and alias < 0)] if begins else []),
+                    *(
+                        [tensor(crossing * s, alias=0, relayed=reads and alias < 0, carries=_carries(crossing))]
+                        if begins
+                        else []
+                    ),
                 ],
                 forward=(saved + output + peak) * s,
                 no_grad=(output + peak) * s,
                 first_backward=(saved + 2 * peak) * s + parameters,
                 backward=(saved + 2 * peak) * s,
-                end_first=(saved + 2 * peak + gradient + (passing or 0)) * s + parameters,
-                end_backward=(saved + 2 * peak + gradient + (passing or 0)) * s,
+                end_first=(saved + 2 * peak + gradient + passing_gradient) * s + parameters,
+                end_backward=(saved + 2 * peak + gradient + passing_gradient) * s,
                 target=3 * s if n == num_layers - 1 else 0,
                 writes_input=writes_input,
             )

@@ -268,10 +268,12 @@ class _Stages:
         self.data = micro_batches * (
             np.where(first == 0, costs.boundaries.input[0], 0.0) + np.where(is_last, costs.target, 0.0)
         )
-        self.output_gradient = np.where(is_last, 0.0, self.output)
+        self.output_gradient = np.where(is_last, 0.0, costs.boundaries.output_gradient[None, columns])
+        self.sent_output = np.where(is_last, 0.0, self.output)
         self.forward_only = np.broadcast_to(~costs.has_backward[None, columns], self.buffers.shape)
         # Of the model's own input there is none anyway.
-        self.input_gradient = np.where(costs.has_backward[firsts - 1][:, None], self.input, 0.0)
+        sent = np.where((firsts > 0) & costs.has_backward[firsts - 1], costs.boundaries.input_gradient[firsts], 0.0)
+        self.input_gradient = sent[:, None]
         # What the stage received is counted as that, whichever of its layers it goes into.
         without_received = costs.levels.forward[columns] - passing.in_front(
             passing.unkept, costs.boundaries.unkept_input[columns]
@@ -423,7 +425,7 @@ def _moments(s: _Stages, in_flight: int, recompute: Recompute) -> Iterator[_Mome
     gradients = nothing if gpipe else s.gradients
     # GPipe waits for its sends at the end of the phase only: until then their handles hold what was sent. 1F1B has
     # waited before the next backward, but for an input's gradient in the cool-down: a micro-batch less is there then.
-    sent = s.input_gradient + s.output_gradient if gpipe else nothing
+    sent = s.input_gradient + s.sent_output if gpipe else nothing
 
     if recompute == "never":
         own = s.input + s.copied_input
@@ -477,7 +479,7 @@ def _bucket_moments(s: _Stages, in_flight: int, recompute: Recompute) -> Iterato
     if s.micro_batches == 1:
         moment = s.first_backward_moment(held, first)
     else:
-        sends = (s.micro_batches - 1) * s.output_gradient if in_flight == s.micro_batches else np.zeros_like(held)
+        sends = (s.micro_batches - 1) * s.sent_output if in_flight == s.micro_batches else np.zeros_like(held)
         inputs = (s.micro_batches - 1 if in_flight == s.micro_batches else 1) * s.input_gradient
         moment = s.backward_moment(held, later, sends + inputs)
     yield moment._replace(transfer=moment.transfer + s.bucket)

@@ -77,6 +77,9 @@ class Boundaries:
     input: FloatArray
     """What crosses the boundary in front of each layer; for layer 0 the model's input."""
     output: FloatArray
+    input_gradient: FloatArray
+    """Gradients of `input`, of tensors that carry one."""
+    output_gradient: FloatArray
     unsaved_output: FloatArray
     """The part of `output` that `Levels.saved` does not hold: what a stage that ends here holds in addition."""
     unkept_input: FloatArray

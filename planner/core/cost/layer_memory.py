@@ -256,7 +256,7 @@ def _peaks(costs: ChainCosts, first: int, end: int, copied: FloatArray, own_copy
     casts = np.rint(costs.state.casts[stage])
     casts_behind = casts.sum() - np.cumsum(casts)
     # The gradient of the stage's own output is counted with the engine's transfers.
-    again = np.append(output[:-1], 0.0) + forward + rewritten
+    again = np.append(np.rint(costs.boundaries.output_gradient[first : end - 1]), 0.0) + forward + rewritten
     own_output = output[-1] - gone_by
     later = np.stack([own_copy + backward, copied + np.maximum(again, backward)]) + casts_behind
     later += waiting_in(costs, "later", first, end)

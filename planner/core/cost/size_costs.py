@@ -66,6 +66,8 @@ def additive_costs(layers: Sequence[LayerProfile], n: int) -> SizeCosts:
         boundaries=Boundaries(
             input=np.append(0.0, output[:-1]),
             output=output,
+            input_gradient=np.append(0.0, output[:-1]),
+            output_gradient=output,
             # Whether `saved` already holds the output is not known: a layer that saves nothing holds none of it.
             unsaved_output=np.maximum(output - saved, 0.0),
             unkept_input=nothing,
@@ -145,21 +147,27 @@ def exact_costs(layers: Sequence[LayerProfile], n: int) -> SizeCosts:
 
 
 def _boundaries(details: Sequence[MemoryDetail], storages: CrossingStorages) -> Boundaries:
-    # A boundary is crossed tensor by tensor, also where several lie in one storage.
-    received = np.array([sum([tensor.bytes for tensor in detail.inputs]) for detail in details], dtype=float)
-    behind = np.array(storages.bytes_behind(), dtype=float)
-    crossed = np.concatenate([received[:1], np.maximum(behind[:-1], received[1:]), behind[-1:]])
-    unkept = np.array(storages.unkept_behind(), dtype=float)
+    # Tensors cross one by one, also those of one storage. Inside a stage, and where it ends, whole storages are held.
+    received = _sums([[tensor.bytes for tensor in detail.inputs] for detail in details])
+    gradients = _sums([[tensor.bytes for tensor in detail.inputs if tensor.carries] for detail in details])
+    behind, unkept = (np.array(sizes, float) for sizes in (storages.bytes_behind(), storages.unkept_behind()))
+    output = np.append(np.maximum(behind[:-1], received[1:]), behind[-1])
     writes = np.array(writes_received(details))
     return Boundaries(
-        input=crossed[:-1],
-        output=crossed[1:],
+        input=received,
+        output=output,
+        input_gradient=gradients,
+        output_gradient=np.append(gradients[1:], behind[-1]),
         unsaved_output=unkept,
         # The input that nobody keeps is still alive while its layer runs; the model's own input is counted elsewhere.
         unkept_input=np.append(0.0, unkept[:-1]),
-        input_alive=np.append(0.0, crossed[1:-1]),
-        copied_input=crossed[:-1] * writes,
+        input_alive=np.append(0.0, output[:-1]),
+        copied_input=received * writes,
     )
+
+
+def _sums(sizes: Sequence[Sequence[int]]) -> FloatArray:
+    return np.array([sum(each) for each in sizes], dtype=float)
 
 
 def _exact_levels(
@@ -205,8 +213,8 @@ def _exact_levels(
 def _held_at_end(storages: CrossingStorages, boundaries: Boundaries) -> FloatArray:
     """What the engine holds where a stage ends with a layer: outputs, but those of layers in front, and gradients."""
     # What the layers in front made, the layer's own peak does not count; and of the loss no gradient is received.
-    held: FloatArray = 2 * boundaries.output - np.array(storages.passing(), dtype=float)
-    held[-1] -= boundaries.output[-1]
+    held: FloatArray = boundaries.output + boundaries.output_gradient - np.array(storages.passing(), dtype=float)
+    held[-1] -= boundaries.output_gradient[-1]
     return held
 
 

@@ -213,6 +213,10 @@ class _Window:
         unsaved = edge.unsaved_output[self.last]
         forward_only = np.broadcast_to(~costs.has_backward[self.last], shape)
         crossing = np.where(is_last, 0.0, output)
+        gets_gradient, sends_gradient = (
+            ~(forward_only | is_last),
+            costs.has_backward[self.firsts - 1] & (self.firsts > 0),
+        )
         saved = self.sums(costs.levels.saved) + unsaved - passing.unkept + copied_input
         gradients = self._tied(costs.gradients, "gradient_bytes") + self.sums(costs.sparse.accumulated)
         peaks = self._peaks(output)
@@ -238,9 +242,8 @@ class _Window:
             own_output=output - passing.all,
             # Tensors that lie in one storage are sent one by one, and held as what they are: part of what is saved.
             sent_output=np.where(passing.all > 0, crossing, np.minimum(crossing, saved)),
-            output_gradient=np.where(forward_only, 0.0, crossing),
-            # Of the model's own input there is none anyway.
-            input_gradient=np.where(costs.has_backward[self.firsts - 1][:, None], received, 0.0),
+            output_gradient=np.where(gets_gradient, edge.output_gradient[self.last], 0.0),
+            input_gradient=np.where(sends_gradient, edge.input_gradient[self.firsts], 0.0)[:, None],
             saved=saved,
             forward_only=forward_only,
             peaks=replace(peaks, first_message=first_message, message=message),

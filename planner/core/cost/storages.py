@@ -48,7 +48,8 @@ class CrossingStorages:
         self.until: list[int] = []
         self.kept: list[bool] = []
         self.kept_by_reader: list[bool] = []
-        self.relaying: dict[int, list[int]] = {}
+        self.relaying: dict[int, dict[int, int]] = {}
+        """By storage, the layers that a tensor in it passes by, with the bytes of its gradient."""
         self.behind: list[set[int]] = []
         self.received: list[list[int]] = []
         crossing = [self._new(-1, place, tensor) for place, tensor in enumerate(details[0].inputs)]
@@ -81,8 +82,11 @@ class CrossingStorages:
             storage = crossing[tensor.alias]
             self.kept[storage] |= tensor.kept
             self.kept_by_reader[storage] |= tensor.kept and self.origin[storage] < layer
-            if tensor.relayed and layer not in self.relaying.setdefault(storage, []):
-                self.relaying[storage].append(layer)
+            if tensor.relayed and tensor.carries:
+                # Of a view its gradient is as large as the tensor, not as the storage.
+                given = self.details[layer].inputs
+                size = given[tensor.alias].bytes if tensor.alias < len(given) else self.bytes[storage]
+                self.relaying.setdefault(storage, {}).setdefault(layer, size)
             return storage
         return self._new(layer, len(before), tensor)
 
@@ -106,11 +110,11 @@ class CrossingStorages:
     def relays(self) -> dict[Relay, int]:
         """The tensors that pass by, with the bytes of their gradients; layers one after the other are one relay."""
         relays = {}
-        for n, layers in self.relaying.items():
-            begins = [layer for layer in layers if layer - 1 not in layers]
-            ends = [layer for layer in layers if layer + 1 not in layers]
+        for n, sizes in self.relaying.items():
+            begins = [layer for layer in sizes if layer - 1 not in sizes]
+            ends = [layer for layer in sizes if layer + 1 not in sizes]
             for first, last in zip(begins, ends, strict=True):
-                relays[Relay(self.origin[n], self.place[n], first, last)] = self.bytes[n]
+                relays[Relay(self.origin[n], self.place[n], first, last)] = min(sizes[first], self.bytes[n])
         return relays
 
     def passing(self) -> list[int]:

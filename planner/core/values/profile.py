@@ -93,6 +93,8 @@ class BoundaryTensor:
     inputs, an output before it; -1 for a storage of its own."""
     relayed: bool = False
     """Whether it is an input that only passes by: its gradient, if it has one, becomes that input's as it is."""
+    carries: bool = True
+    """Whether it carries a gradient. Masks and integers carry none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -161,6 +161,8 @@ def _at_size(plain: ChainCosts, micro_batches: int) -> dict[str, object]:
         "optimizer_boundary_peak": costs.state.optimizer_boundary_peak,
         "input": edge.input,
         "output": edge.output,
+        "boundary_input_gradient": edge.input_gradient,
+        "boundary_output_gradient": edge.output_gradient,
         "unsaved_output": edge.unsaved_output,
         "unkept_input": edge.unkept_input,
         "input_alive": edge.input_alive,

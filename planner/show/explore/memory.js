@@ -115,8 +115,8 @@ function stageOf(c, f, e, M, fixed) {
     copied,
     ownOutput: output - passed,
     sentOutput: passed > 0 ? crossing : Math.min(crossing, saved),
-    outputGradient: c.has_backward[l] ? crossing : 0,
-    inputGradient: f > 0 && c.has_backward[f - 1] ? input : 0,
+    outputGradient: c.has_backward[l] && !isLast ? c.boundary_output_gradient[l] : 0,
+    inputGradient: f > 0 && c.has_backward[f - 1] ? c.boundary_input_gradient[f] : 0,
     forwardOnly: !c.has_backward[l],
     message: fixed.bucket_bytes ? Math.min(fixed.bucket_bytes, gradients) : 0,
   };

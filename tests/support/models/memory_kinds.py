@@ -215,6 +215,24 @@ class Pruned(nn.Module):
         return result
 
 
+class Compared(nn.Module):
+    """An autoencoder whose last layer compares the input with what is made of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.decoder = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+
+    def forward(self, value: Tensor) -> Tensor:
+        """(b, tokens, width) to a number."""
+        code = value
+        for layer in self.encoder:
+            code = torch.relu(layer(code))
+        for layer in self.decoder:
+            code = layer(torch.relu(code))
+        return functional.mse_loss(code, value)
+
+
 def pruned_in_a_row() -> nn.Sequential:
     """The layers of `Pruned` in a Sequential."""
     model = Pruned()
@@ -245,6 +263,7 @@ KINDS: dict[str, Callable[[], nn.Module]] = {
     "mixture": Mixture,
     "tiny": Tiny,
     "repeated": Repeated,
+    "compared": Compared,
     "pruned": Pruned,
     "pruned in a row": pruned_in_a_row,
 }
@@ -261,6 +280,7 @@ def example_batch(batch_size: int, kind: str = "recurrent") -> tuple[Tensor, Ten
         "dense": lambda: torch.randn(batch_size, 3, 4, 4),
         "sparse": lambda: torch.randint(20 * WORDS, (batch_size, TOKENS)),
         "tiny": lambda: torch.randn(batch_size, 8),
+        "compared": lambda: torch.randn(batch_size, 4 * TOKENS, WIDTH),
     }
     words: Callable[[], Tensor] = lambda: torch.randint(WORDS, (batch_size, TOKENS))  # noqa: E731
     return inputs.get(kind, words)(), torch.zeros(batch_size)

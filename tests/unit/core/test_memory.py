@@ -360,6 +360,49 @@ def skip_chain(*, known: bool, front: int = 300) -> ChainCosts:
     return costs_at(chain(*layers), 1)
 
 
+def two_tensors(*, made: BoundaryTensor, given: BoundaryTensor) -> ChainCosts:
+    """Four layers that make 16 bytes each; the second tensor is made by layer 0, passes layer 1 and ends in layer 2."""
+    skips = {0: [made], 1: [dataclasses.replace(made, alias=1, relayed=True)]}
+    peaks = {"forward": 50, "no_grad": 40, "first_backward": 300, "backward": 300}
+    layers = [
+        layer(
+            str(n),
+            detail=record(
+                internal=10,
+                given=[tensor(8 if n == 0 else 16), *([given] if n in {1, 2} else [])],
+                made=[tensor(4 if n == 3 else 16), *skips.get(n, [])],
+                end_first=316 + (100 + 100 * made.carries) * (n == 0),
+                end_backward=316 + (100 + 100 * made.carries) * (n == 0),
+                **peaks,
+            ),
+        )
+        for n in range(4)
+    ]
+    return costs_at(chain(*layers), 1)
+
+
+@pytest.mark.parametrize("recompute", CHOICES)
+@pytest.mark.parametrize(("stage", "gradients"), [((0, 1), 1), ((1, 2), 2), ((2, 4), 1), ((0, 4), 0)])
+def test_a_mask_has_no_gradient(stage: tuple[int, int], gradients: int, recompute: Recompute) -> None:
+    """A stage receives none for what it sends, and sends none for what it received."""
+    carrying, mask = (
+        stages_in(two_tensors(made=size, given=size), np.array([stage[0]]), slice(*stage), micro_batches=4)
+        for size in (tensor(100), tensor(100, carries=False))
+    )
+    less = [(one.output_gradient + one.input_gradient)[0, -1].item() for one in (carrying, mask)]
+    assert less[0] - less[1] == 100 * gradients
+    assert mask.input[0, -1] == carrying.input[0, -1]
+
+
+def test_a_view_is_received_without_the_storage_that_it_is_a_view_of() -> None:
+    """Torch's `mse_loss` returns a number in the storage of all errors: the stage that makes it holds that."""
+    whole, view = (two_tensors(made=tensor(100), given=tensor(size)) for size in (100, 4))
+    stages = [stages_in(costs, np.array([0, 1]), slice(0, 4), micro_batches=4) for costs in (whole, view)]
+    assert [one.output[0, 0].item() for one in stages] == [116, 116]
+    crossing = [(one.input[1, 0], one.input_gradient[1, 0], one.output_gradient[0, 0]) for one in stages]
+    assert crossing == [(116, 116, 116), (20, 20, 20)]
+
+
 @pytest.mark.parametrize(("recompute", "more"), [("never", 10 + 16), ("always", 16)])
 def test_what_passes_by_is_held_once(recompute: Recompute, more: int) -> None:
     """Layer 1 receives 116 bytes and sends 116, of which 100 are the same storage; their gradients likewise."""

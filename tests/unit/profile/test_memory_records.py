@@ -23,9 +23,9 @@ def given(*, grad: bool = True) -> Tensor:
     return torch.randn(B, N, requires_grad=grad)
 
 
-def tensor(size: int, *, kept: bool, alias: int = -1, relayed: bool = False) -> BoundaryTensor:
+def tensor(size: int, *, kept: bool, alias: int = -1, relayed: bool = False, carries: bool = True) -> BoundaryTensor:
     """What crosses a boundary."""
-    return BoundaryTensor(bytes=size, kept=kept, alias=alias, relayed=relayed)
+    return BoundaryTensor(bytes=size, kept=kept, alias=alias, relayed=relayed, carries=carries)
 
 
 class WithInput(nn.Module):
@@ -34,6 +34,14 @@ class WithInput(nn.Module):
     def forward(self, value: Tensor) -> tuple[Tensor, Tensor]:
         """Two tensors of shape (B, N)."""
         return torch.relu(value), value
+
+
+class WithMask(nn.Module):
+    """(something new, a mask)."""
+
+    def forward(self, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Two tensors of shape (B, N)."""
+        return torch.sigmoid(value), value > 0
 
 
 class Stashing(torch.autograd.Function):
@@ -104,9 +112,17 @@ class Stash(nn.Module):
             lambda: nn.Embedding(10, N),
             lambda: torch.randint(10, (B, 3)),
             0,
-            [tensor(8 * B * 3, kept=True)],
+            [tensor(8 * B * 3, kept=True, carries=False)],
             [tensor(3 * ROW, kept=False)],
             id="embedding keeps the indices",
+        ),
+        pytest.param(
+            WithMask,
+            given,
+            0,
+            [tensor(ROW, kept=False)],
+            [tensor(ROW, kept=True), tensor(B * N, kept=False, carries=False)],
+            id="a mask carries no gradient",
         ),
         pytest.param(
             lambda: nn.BatchNorm1d(N),

@@ -32,6 +32,15 @@ def test_gradients_of_the_last_use_of_a_block_wait_while_it_runs(tmp_path: Path)
         assert abs(predicted / measured - 1) < 0.001, (key, predicted, measured)
 
 
+def test_an_input_that_passes_by_has_no_gradient(tmp_path: Path) -> None:
+    """The loss compares the input with the output, so the middle stage hands it on: nearly to the byte."""
+    found = predictions(KINDS, {"kind": "compared"}, tmp_path, micro_batches=(4,), schedule="1f1b")
+    middle = {recompute: sizes for (_, recompute, stage), sizes in found.items() if stage == 1}
+    assert len(middle) == 2
+    for recompute, (predicted, measured) in middle.items():
+        assert abs(predicted / measured - 1) < 0.001, (recompute, predicted, measured)
+
+
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
 @pytest.mark.parametrize("kind", ["pruned", "pruned in a row"])
 def test_weights_that_each_forward_makes_anew(tmp_path: Path, kind: str, schedule: str) -> None:
