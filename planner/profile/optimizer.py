@@ -45,6 +45,7 @@ def measure_optimizer(
     repeats: int,
     between_bytes: int = 0,
     sparse: Mapping[str, Tensor] | None = None,
+    idle: Collection[str] = (),
 ) -> OptimizerCost:
     """Steps an optimizer over copies of the module's trainable parameters; the state comes with the first step.
 
@@ -52,7 +53,7 @@ def measure_optimizer(
     another place of the model, if not this one itself.
 
     Between two steps over this layer a training step touches `between_bytes`: by then that much less is in the cache.
-    `sparse` has the sparse gradients of a micro-batch, by name of the parameter.
+    `sparse` has the sparse gradients of a micro-batch, by name of the parameter. Those in `idle` have no gradients.
 
     Raises:
         ModelError: The optimizer takes no sparse gradients.
@@ -60,7 +61,10 @@ def measure_optimizer(
     cost = OptimizerCost()
     build = _in_place(whole, module, stands_for or module)
     if trained := dense_parameters(module, sparse or {}):
-        cost = _over_dense(trained, build, meter=meter, clock=clock, repeats=repeats, between_bytes=between_bytes)
+        without = {id(p) for name, p in module.named_parameters() if name in idle}
+        cost = _over_dense(
+            trained, without, build, meter=meter, clock=clock, repeats=repeats, between_bytes=between_bytes
+        )
     if not sparse:
         return cost
     parameters = dict(module.named_parameters())
@@ -170,6 +174,7 @@ def _peak_of_two(first: Tensor, second: Tensor, whole: ModelOptimizer, device: t
 
 def _over_dense(
     trained: Sequence[nn.Parameter],
+    idle: Collection[int],
     build: Callable[[Copies], torch.optim.Optimizer],
     *,
     meter: Meter,
@@ -180,10 +185,12 @@ def _over_dense(
     part = _share(trained)
     copies = [nn.Parameter(_part(p, part).detach().clone()) for p in trained]
     share = sum(p.numel() for p in trained) / sum(copy.numel() for copy in copies)
-    for copy in copies:
+    for copy in (copy for p, copy in zip(trained, copies, strict=True) if id(p) not in idle):
         # Not zeros: a CPU's AdamW takes twice as long over them, and training does not have them.
         copy.grad = 1e-3 * torch.randn_like(copy)
     optimizer = build(zip(trained, copies, strict=True))
+    if all(copy.grad is None for copy in copies):
+        return OptimizerCost(state_bytes=_states(optimizer, copies, trained))
     evicting = torch.empty(min(between_bytes, CACHE_BYTES) // 4, device=copies[0].device)
 
     def timed_us() -> float:

@@ -9,14 +9,14 @@ what they read and make, are those of a real run; from them come
   real times are longer, by a factor that differs less between layers than the times do.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
@@ -35,6 +35,7 @@ from planner.model.nests import tensors_in
 from planner.model.operators import OperatorWatch
 from planner.model.optimizers import ModelOptimizer
 from planner.model.stage import ModelStage
+from planner.profile.idle import idle_parameters
 from planner.profile.layers import Costs, Measured, layer_profiles
 from planner.profile.memory import measure_casts
 from planner.profile.optimizer import (
@@ -97,14 +98,16 @@ class EstimatedBackend:
             check_ties(task.chain.layers, lambda n: records.sparse(records.units[n].digest))
             peaks_add = _peaks_add(task)
             whole = ModelOptimizer(task.loaded.build_optimizer, task.chain.model.parameters())
-            units = records.units
+            units, idle = records.units, idle_parameters(task, records)
             first = first_of_same_cost([unit.module for unit in units], [unit.digest for unit in units], whole)
             by_first = {
-                n: _optimizer_cost(units[n].module, whole, meter, clock, peaks_add=peaks_add)
+                n: _optimizer_cost(units[n], whole, meter, clock, peaks_add=peaks_add, idle=idle[units[n].digest])
                 for n in dict.fromkeys(first)
             }
             optimizer = [by_first[n] for n in first]
-            layers = [dense_parameters(unit.module, records.sparse(unit.digest)) for unit in units]
+            layers = [
+                dense_parameters(unit.module, {*records.sparse(unit.digest), *idle[unit.digest]}) for unit in units
+            ]
             times, half_times_us = _times(task, records, clock)
             costs = Costs(
                 records=records,
@@ -220,11 +223,17 @@ def _peaks_add(task: Task) -> bool:
 
 
 def _optimizer_cost(
-    module: nn.Module, whole: ModelOptimizer, meter: GhostMeter, clock: RooflineClock, *, peaks_add: bool
+    unit: Unit,
+    whole: ModelOptimizer,
+    meter: GhostMeter,
+    clock: RooflineClock,
+    *,
+    peaks_add: bool,
+    idle: Collection[str],
 ) -> OptimizerCost:
-    cost = measure_optimizer(module, whole, meter=meter, clock=clock, repeats=1)
+    cost = measure_optimizer(unit.module, whole, meter=meter, clock=clock, repeats=1, idle=idle)
     # What takes all parameters at once makes a copy of them.
-    copy_bytes = sum(p.nbytes for p in module.parameters() if p.requires_grad)
+    copy_bytes = sum(p.nbytes for p in dense_parameters(unit.module, idle))
     return replace(cost, peak_bytes=copy_bytes) if peaks_add else cost
 
 

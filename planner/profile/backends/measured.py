@@ -1,7 +1,7 @@
 """Costs of layers that run on a device of this machine."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -17,6 +17,7 @@ from planner.model.lean import fill
 from planner.model.load import LoadedModel
 from planner.model.optimizers import ModelOptimizer
 from planner.profile.flops import forward_flops
+from planner.profile.idle import idle_parameters
 from planner.profile.layers import Costs, Measured, layer_profiles
 from planner.profile.memory import measure_casts
 from planner.profile.optimizer import (
@@ -79,12 +80,13 @@ class MeasuredBackend:
         check_ties(task.chain.layers, lambda n: records.sparse(records.units[n].digest))
         casts_bytes = records.of_each(partial(measure_casts, meter=meter))
         rewritten = records.of_each(rewritten_bytes)
-        before = _optimizer_costs(task, records, meter, clock)
+        idle = idle_parameters(task, records)
+        before = _optimizer_costs(task, records, idle, meter, clock)
         give_freed_memory_back()
         times = _times(task, records, clock)
         give_freed_memory_back()
         # Once more, at another time: its few steps in a row may all have met a busy machine.
-        after = _optimizer_costs(task, records, meter, clock)
+        after = _optimizer_costs(task, records, idle, meter, clock)
         updating_us = statistics_us(
             records.distinct, records.inputs, size=records.sizes[0], clock=clock, repeats=task.options.repeats
         )
@@ -97,7 +99,7 @@ class MeasuredBackend:
             casts_bytes=casts_bytes,
             rewritten_bytes=rewritten,
             optimizer=optimizer,
-            boundary_peaks=_boundary_peaks(task, records, self.device, meter),
+            boundary_peaks=_boundary_peaks(task, records, idle, self.device, meter),
             flops=records.of_each(forward_flops),
             times=times,
             half_times_us={key: half_times_of(task.kept.half_samples[key], times[key]) for key in records.inputs},
@@ -116,7 +118,9 @@ def _fill(task: Task, device: torch.device, units: Sequence[Unit]) -> None:
     fill(running, task.chain.model, device)
 
 
-def _optimizer_costs(task: Task, records: Records, meter: Meter, clock: Clock) -> list[OptimizerCost]:
+def _optimizer_costs(
+    task: Task, records: Records, idle: Mapping[str, Collection[str]], meter: Meter, clock: Clock
+) -> list[OptimizerCost]:
     # Parameters and gradients of all layers.
     between_bytes = 2 * sum(p.nbytes for layer in task.chain.layers for p in layer.module.parameters())
     units, whole = records.units, _whole(task)
@@ -133,15 +137,20 @@ def _optimizer_costs(task: Task, records: Records, meter: Meter, clock: Clock) -
             repeats=task.options.repeats,
             between_bytes=between_bytes,
             sparse=records.sparse(digest),
+            idle=idle[digest],
         )
         for n, (digest, _) in zip(distinct, task.steps.each(keys, records.names), strict=True)
     }
     return [costs[n] for n in first]
 
 
-def _boundary_peaks(task: Task, records: Records, device: torch.device, meter: Meter) -> list[int]:
-    layers = [dense_parameters(unit.module, records.sparse(unit.digest)) for unit in records.units]
-    return boundary_peaks(layers, _whole(task), device=device, meter=meter)
+def _boundary_peaks(
+    task: Task, records: Records, idle: Mapping[str, Collection[str]], device: torch.device, meter: Meter
+) -> list[int]:
+    stepped = [
+        dense_parameters(unit.module, {*records.sparse(unit.digest), *idle[unit.digest]}) for unit in records.units
+    ]
+    return boundary_peaks(stepped, _whole(task), device=device, meter=meter)
 
 
 def _whole(task: Task) -> ModelOptimizer:

@@ -75,6 +75,43 @@ def test_the_peak_of_a_step(name: str, build: Callable[[], nn.Sequential]) -> No
     assert -0.01 <= memory.total / truth - 1 <= 0.05, (memory, truth)
 
 
+class WithUnusedHead(nn.Module):
+    """Computes a head that nobody uses; with `asks`, only where the values say so."""
+
+    def __init__(self, *, asks: bool = False) -> None:
+        super().__init__()
+        self.used, self.head, self.asks = nn.Linear(16, 16), nn.Linear(16, 500), asks
+
+    def forward(self, value: Tensor) -> Tensor:
+        """Shape (b, 16)."""
+        if not self.asks or value.sum().item() > 1e9:
+            self.head(value)
+        result: Tensor = self.used(value)
+        return result
+
+
+@pytest.mark.parametrize("name", ["sgd", "momentum", "adam", "adagrad", "adafactor"])
+def test_a_parameter_without_gradient_has_the_state_that_the_optimizer_gives_it(name: str) -> None:
+    """None mostly, but Adagrad makes all of its state at first."""
+    loaded = loaded_model(lambda: nn.Sequential(WithUnusedHead(), nn.ReLU()), 16, build_optimizer=OPTIMIZERS[name])
+    trained = WithUnusedHead()
+    optimizer = loaded.build_optimizer(trained.parameters())
+    trained(torch.randn(2, 16)).sum().backward()
+    optimizer.step()
+    state = [t for entry in optimizer.state.values() for t in entry.values() if isinstance(t, Tensor)]
+    profile = profile_of_model(loaded)
+    assert profile.layers[0].optimizer_bytes == sum(t.untyped_storage().nbytes() for t in state)
+
+
+def test_a_layer_that_asks_for_values_may_use_all_parameters_in_the_next_step() -> None:
+    """The state of its unused head counts: other values would use it."""
+    loaded = loaded_model(
+        lambda: nn.Sequential(WithUnusedHead(asks=True), nn.ReLU()), 16, build_optimizer=OPTIMIZERS["adam"]
+    )
+    layer = profile_of_model(loaded).layers[0]
+    assert layer.optimizer_bytes >= 2 * layer.parameter_bytes
+
+
 def test_only_parameters_that_are_stepped_in_a_row_meet() -> None:
     """Adam keeps a temporary of a parameter until the next one of its group, which need not be in the next layer."""
     layers = [[nn.Parameter(torch.zeros(1000))] for _ in range(3)]

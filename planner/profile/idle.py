@@ -1,0 +1,56 @@
+"""Parameters that no output of their layer depends on, such as those of an unused head.
+
+They never get a gradient, so most optimizers make no state for them.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from planner.model.chain import tied_parameters
+from planner.model.nests import tensors_in
+from planner.model.operators import OperatorWatch, decides
+from planner.profile.records import Records
+from planner.profile.task import Task
+from planner.profile.units import Unit, UnitInput
+
+
+def idle_parameters(task: Task, records: Records) -> dict[str, frozenset[str]]:
+    """Return, by digest, the names of the trained parameters in a layer that never get a gradient.
+
+    None is found in layers that ask for values: with the next ones they may use other parameters (experts, say).
+    A parameter that other layers share does not count, since it may get its gradient there.
+    """
+    found = {digest: frozenset[str]() for digest in records.distinct}
+    if not task.lean:
+        return found
+    for digest, unit in records.distinct.items():
+        found[digest] = _without_gradient(unit, records.inputs[digest, records.sizes[0]])
+    tied = tied_parameters(task.chain.layers)
+    for layer, unit in zip(task.chain.layers, records.units, strict=True):
+        names = zip(layer.parameter_names(), dict(layer.module.named_parameters()), strict=True)
+        found[unit.digest] -= {name for full, name in names if full in tied}
+    return found
+
+
+def _without_gradient(unit: Unit, received: UnitInput) -> frozenset[str]:
+    asks: list[bool] = []
+
+    def ran(func: Any, args: Any, kwargs: Any) -> None:
+        given = list(tensors_in((args, kwargs)))
+        # Truth values of the model's own inputs are mostly checks, such as whether a mask hides anything.
+        is_check = func is torch.ops.aten._local_scalar_dense.default and given[0].dtype is torch.bool
+        asks.append(decides(func, given) and not is_check)
+
+    unit.module.zero_grad()
+    with OperatorWatch(before=ran):
+        outputs = unit.run(received.non_leaves(), received)
+    if any(asks):
+        return frozenset()
+    carrying = [output for output in outputs if isinstance(output, Tensor) and output.requires_grad]
+    if carrying:
+        torch.autograd.backward(carrying, [torch.ones_like(output) for output in carrying])
+    names = frozenset(name for name, p in unit.module.named_parameters() if p.requires_grad and p.grad is None)
+    unit.module.zero_grad()
+    return names
