@@ -28,6 +28,7 @@ import torch.distributed as dist
 from planner.core.errors import ExitCode, PlannerError, TrainingError
 from planner.core.values.printable import printable_lines
 from planner.executor.watch.explain import explained, hang, is_lost_contact, left_alone, name_of_rank
+from planner.executor.watch.handlers import SignalHandlers
 from planner.executor.watch.position import ANY, Position
 from planner.executor.watch.store import holds_store, job_store, rank_here
 
@@ -62,6 +63,8 @@ class Watch:
         self._ending = threading.Event()
         self._store: Any = _store_of_all() if self._world > 1 and _is_launched() else None
         self._wake = socket.socketpair()
+        self._handlers: SignalHandlers | None = None
+        self._process = os.getpid()
         self._beats = 0
         self._seen: dict[int, tuple[int, float]] = {}
         """By rank, its last beat and when that was first seen."""
@@ -72,8 +75,7 @@ class Watch:
         # Only the main thread may set handlers; elsewhere (in a notebook's worker, say) signals stay the program's.
         if threading.current_thread() is threading.main_thread():
             self._wake[1].setblocking(False)
-            self._woken_before = signal.set_wakeup_fd(self._wake[1].fileno(), warn_on_full_buffer=False)
-            self._handled_before = {number: signal.signal(number, self._on_signal) for number in _SIGNALS}
+            self._handlers = SignalHandlers(_SIGNALS, self._on_signal, self._wake[1].fileno())
         if self._store is not None:
             # A connection of its own: one that waits in the main thread would hold up the beats.
             self._thread_store = self._store.clone()
@@ -82,6 +84,8 @@ class Watch:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         """Ends the process where the block failed."""
+        if os.getpid() != self._process:
+            return  # a forked child process leaves the block: it is no rank
         try:
             if isinstance(error, SystemExit) and not isinstance(error, Stopped):
                 self._end_by_exit(error)
@@ -124,10 +128,8 @@ class Watch:
             self._thread.join()
             with suppress(dist.DistError):  # without torchrun the first rank held the store, and may have left before
                 self._store.set(f"left/{self._rank}", "1")
-        if hasattr(self, "_handled_before"):
-            for number, handler in self._handled_before.items():
-                signal.signal(number, handler)
-            signal.set_wakeup_fd(self._woken_before)
+        if self._handlers is not None:
+            self._handlers.restore()
         for end in self._wake:
             end.close()
 

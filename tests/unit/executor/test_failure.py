@@ -130,3 +130,31 @@ def test_a_rank_may_leave_after_the_one_that_held_the_store(tmp_path: Path) -> N
     """As under a launcher that has none: the first rank holds it."""
     (tmp_path / "worker.py").write_text(LEAVES_LATER)
     assert "Traceback" not in run_ranks(2, ["worker.py"], tmp_path)
+
+
+TERMINATES_A_CHILD = """
+import os, signal, time
+from planner.executor.watch.failure import Watch
+
+with Watch(60.0) as watch:
+    child = os.fork()
+    if not child:
+        time.sleep(60.0)
+        os._exit(0)
+    time.sleep(0.1)
+    os.kill(child, signal.SIGTERM)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGTERM
+    time.sleep(1.0)
+    assert watch._signal == 0
+    if not os.fork():
+        raise SystemExit(0)  # leaves the block in the child: the job must not take it for this rank
+    os.wait()
+    assert watch._store is None or not watch._store.check(["quit"])
+"""
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_terminated_child_process_is_no_signal_to_the_job(tmp_path: Path, count: int) -> None:
+    """SIGTERM ends a forked child, as `multiprocessing.Pool` ends its workers, and the training continues."""
+    (tmp_path / "worker.py").write_text(TERMINATES_A_CHILD)
+    assert "Traceback" not in run_ranks(count, ["worker.py"], tmp_path)
