@@ -96,6 +96,7 @@ class Trainer:
         names = self._relay.names(list(observed.sums)) if metrics is not None else []
         numbers = [sum_of(losses), observed.samples, *(observed.sums.get(name, 0.0) for name in names)]
         loss, samples, *sums = self._relay.everywhere(numbers, len(numbers))
+        self._relay.finish()  # a script may end with its evaluation
         self._job.position.at("between steps")
         means = {name: total / samples for name, total in zip(names, sums, strict=True)}
         return Evaluation(loss=loss, metrics=means, outputs=observed.outputs())

@@ -1,0 +1,38 @@
+"""Loops without `pipeline_script`: every rank has the last loss before a process ends."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.support.ranks import run_ranks
+from tests.support.training import ROOT, Case, write_balance
+
+TWO = Case(model=ROOT / "tests/support/models/mischief.py", balance=(2, 3))
+
+ENDS_AT_ONCE = """
+import sys, time
+from planner.executor import Pipeline
+
+pipeline = Pipeline("balance.yaml")
+if pipeline.rank == 0:
+    received = pipeline._trainer._relay.everywhere
+    pipeline._trainer._relay.everywhere = lambda *values: time.sleep(0.5) or received(*values)
+(inputs, targets), = pipeline.batches(1)
+if sys.argv[1] == "step":
+    with pipeline.step(inputs, targets) as loss:
+        pass
+    pipeline.close()
+else:
+    loss = pipeline.evaluate(inputs, targets)
+print(f"rank {pipeline.rank}: {loss}")
+"""
+
+
+@pytest.mark.parametrize("call", ["step", "evaluate"])
+def test_every_rank_has_the_loss_where_the_last_stage_ends_first(tmp_path: Path, call: str) -> None:
+    """`close()` after a step, and `evaluate()` itself, wait until the loss has been sent."""
+    write_balance(TWO, tmp_path / "balance.yaml")
+    (tmp_path / "worker.py").write_text(ENDS_AT_ONCE)
+    said = sorted(line for line in run_ranks(2, ["worker.py", call], tmp_path).splitlines() if "rank" in line)
+    assert [line.partition(": ")[0] for line in said] == ["rank 0", "rank 1"]
+    assert len({line.partition(": ")[2] for line in said}) == 1
