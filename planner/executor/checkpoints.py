@@ -17,6 +17,7 @@ import shutil
 import signal
 import sys
 from collections.abc import Mapping
+from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -49,6 +50,9 @@ from planner.executor.watch.position import ANY
 
 if TYPE_CHECKING:
     from planner.executor.keep.writing import Writing
+
+_LONGEST = timedelta(days=1)
+"""No limit: writing takes as long as the disk needs, and the watch finds ranks that make no progress."""
 
 
 class Checkpoints:
@@ -100,7 +104,7 @@ class Checkpoints:
         self._partial: Path | None = None
         pipeline.position.at("opening the checkpoints", waits_for=ANY)
         # On GPUs too: what is agreed on here are paths and errors, and files are written from a thread of their own.
-        self._group = dist.new_group(backend="gloo") if dist.get_world_size() > 1 else None
+        self._group = dist.new_group(backend="gloo", timeout=_LONGEST) if dist.get_world_size() > 1 else None
         # In a thread, from a copy in the host's memory. On the CPU the copy would take memory that the plan counts on.
         self._is_async = kind_of(pipeline.device).has_own_memory and self._group is not None
         self._place = RunFolder(folder, rank=pipeline.rank, group=self._group, tell=self._tell)
@@ -174,7 +178,13 @@ class Checkpoints:
         self._partial = partial_of(self._folder, step)
         self._saved_step = step
         try:
-            self._pending = _writing()(self._state(), self._partial, group=self._group, in_thread=self._is_async)
+            self._pending = _writing()(
+                self._state(),
+                self._partial,
+                group=self._group,
+                in_thread=self._is_async,
+                position=self._pipeline.position,
+            )
         except NotWrittenError as error:
             self._save_failed(error)
         else:

@@ -66,6 +66,8 @@ class Watch:
         self._handlers: SignalHandlers | None = None
         self._process = os.getpid()
         self._beats = 0
+        self._written_bytes = self._written_by_all_bytes = 0
+        """Bytes of checkpoints that this rank has reported, and that all ranks had at the last look."""
         self._seen: dict[int, tuple[int, float]] = {}
         """By rank, its last beat and when that was first seen."""
         self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
@@ -322,6 +324,7 @@ class Watch:
             self._leave_quietly(ExitCode.ERROR)
         if self._rank == 0 and not self._asked and store.check(["asked"]):
             self._asked = int(store.get("asked"))
+        self._follow_writing(store)
         # Who computes for long is no failure by itself: only who waits may call it one.
         if self.position.waits_for is not None and self.position.idle_s > self._timeout_s:
             self._tell(self._hanging(store))
@@ -335,6 +338,18 @@ class Watch:
             elif not self.saves_on_stop and time.monotonic() - self._signalled > _SILENT_S + 2 * _BEAT_S:
                 store.set(f"left/{self._rank}", "1")
                 self._leave(128 + self._signal)
+
+    def _follow_writing(self, store: Any) -> None:
+        """Report bytes written, and restart this rank's clock where any rank wrote some: it waits for a slow disk."""
+        written = self.position.written_bytes - self._written_bytes
+        late_s = min(_SILENT_S, self._timeout_s / 2)
+        if not written and (self.position.waits_for is None or self.position.idle_s < late_s):
+            return
+        self._written_bytes += written
+        by_all = store.add("written", written)
+        if by_all != self._written_by_all_bytes:
+            self._written_by_all_bytes = by_all
+            self.position.wait_anew()
 
     def _silent_while_beating(self, store: Any) -> list[int]:
         """Ranks that give no sign of life; `_silent` looks for seconds, this a little with every beat."""

@@ -24,6 +24,8 @@ class Position:
         self.predicted_bytes: dict[int, int] = {}
         """Peak memory that the plan predicts for each stage; empty where it is not known."""
         self.step = 0
+        self.written_bytes = 0
+        """Bytes of checkpoints that this rank has put on the disk so far."""
         self._now: tuple[str, int | None, int | None] = ("at the start", None, None)
         self._since = time.monotonic()
 
@@ -36,6 +38,10 @@ class Position:
             waits_for: The stage that must send or receive first, `ANY` if it may be any, None if nobody must.
         """
         self._now = (doing, stage, waits_for)
+        self._since = time.monotonic()
+
+    def wait_anew(self) -> None:
+        """Restart the clock of `idle_s`: what this rank waits for makes progress."""
         self._since = time.monotonic()
 
     @property
