@@ -1,6 +1,8 @@
 """`python -m planner` is the command `gpipe-plan`: as little as there must be before Ctrl-C is one line."""
 
+import fcntl
 import gc
+import io
 import os
 import signal
 import sys
@@ -17,6 +19,7 @@ def main() -> NoReturn:
     """The console script; Ctrl-C ends it with one line and exit code 130, also while modules are imported."""
     signal.signal(signal.SIGINT, _leave)
     sys.unraisablehook = _once_more
+    _keep_output_for_results()
     from planner.cli.main import run  # noqa: PLC0415 - takes time, in which people press Ctrl-C, too
 
     try:
@@ -31,6 +34,26 @@ def main() -> NoReturn:
         # has to: triton, which comes with some releases, complains at the end of what it finds left.
         gc.freeze()
     sys.exit(code)
+
+
+def _keep_output_for_results() -> None:
+    """Move standard output to a descriptor that no library knows; what they print goes to standard error.
+
+    Until the process ends: what C's `printf` holds back is written then.
+    """
+    if sys.stdout is not sys.__stdout__ or not isinstance(sys.stdout, io.TextIOWrapper):
+        return  # closed, or put in place by a program that calls this one
+    results = fcntl.fcntl(1, fcntl.F_DUPFD_CLOEXEC, 3)  # never 2, which may be closed
+    elsewhere = os.open(os.devnull, os.O_WRONLY) if sys.stderr is None else 2
+    os.dup2(elsewhere, 1)
+    before = sys.stdout
+    sys.stdout = io.TextIOWrapper(
+        os.fdopen(results, "wb"),
+        encoding=before.encoding,
+        errors=before.errors,
+        line_buffering=before.line_buffering,
+        write_through=before.write_through,
+    )
 
 
 def _once_more(unraisable: "UnraisableHookArgs") -> None:

@@ -171,6 +171,8 @@ def _code_after(console: Console, error: PlannerError, code: int) -> int:
     if _is_interrupt(error):
         console.interrupted()
         return ExitCode.INTERRUPTED
+    if isinstance(error.__cause__, OSError):
+        forget(sys.stdout)  # it may be full: what could not be written would fail once more at exit
     console.error(error)
     return code
 

@@ -18,6 +18,7 @@ import numpy as np
 from planner.core.extras import is_installed
 from planner.solve.arrays import FloatArray, IntArray
 from planner.solve.cut_programme import CutProgramme, Ways
+from planner.solve.quiet import without_output
 
 _SAFE = 1e-6
 """The solver's tolerances, several times over: by so much of it the bound is lowered."""
@@ -78,7 +79,8 @@ class BranchAndBound:
         # It loads longer than all else that a short command needs.
         self._highs: Any = importlib.import_module("highspy")
         self._programme = programme
-        self._solver = self._highs.Highs()
+        with without_output():
+            self._solver = self._highs.Highs()
         self._solver.setOptionValue("output_flag", False)
         self._solver.setOptionValue("threads", 1)
         self._solver.passModel(self._model())

@@ -40,6 +40,7 @@ import numpy as np
 from planner.core.extras import check_installed, importing
 from planner.solve.arcs import ArcProblem, Plan, narrow, step_us
 from planner.solve.arrays import FloatArray, IntArray
+from planner.solve.quiet import without_output
 
 Solver = Literal["auto", "highs", "cbc"]
 Status = Literal["optimal", "feasible", "infeasible", "unknown"]
@@ -116,7 +117,8 @@ def _solve(problem: ArcProblem, root_us: float, time_limit_s: float | None, solv
         # PuLP 3.3 warns of every way to make a variable that 3.3.0 had, and of the CBC it brings along.
         warnings.simplefilter("ignore", DeprecationWarning)
         programme = _Programme(pulp, problem, unit_us)
-        programme.lp.solve(_solver(pulp, solver, time_limit_s))
+        with without_output():
+            programme.lp.solve(_solver(pulp, solver, time_limit_s))
     status: Status = "unknown"
     if programme.lp.sol_status == pulp.LpSolutionOptimal:
         status = "optimal"

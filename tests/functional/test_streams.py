@@ -1,5 +1,6 @@
 """Pipes, closed and full streams, Ctrl-C at any moment: what a shell does to a command."""
 
+import json
 import os
 import re
 import stat
@@ -86,6 +87,31 @@ def test_messages_need_no_stderr(folder: Path) -> None:
         ran = shell(f"plan solve --devices 2 --mem 8GB --batch 4 {closed}; plan show nothing.yaml {closed}", folder)
         assert ran.code == 2
         assert "no such file" not in ran.out
+
+
+def test_standard_output_carries_the_result_alone(folder: Path) -> None:
+    """Whatever a library prints: at once, or held back by C's `printf` until the process ends."""
+    script = folder / "noisy.py"
+    script.write_text(
+        """
+import ctypes, os, sys
+from planner import __main__
+from planner.cli import main
+run = main.run
+def noisy(arguments):
+    os.write(1, b"banner\\n")
+    ctypes.CDLL(None).printf(b"held back\\n")
+    return run(arguments)
+main.run = noisy
+__main__.main()
+"""
+    )
+    for closed in ("", "2>&-", "2>/dev/null"):
+        arguments = SOLVE.removeprefix("plan ")
+        ran = shell(f"'{PYTHON}' noisy.py {arguments} -o p.yaml --format json {closed}", folder)
+        assert ran.code == 0, ran
+        assert json.loads(ran.out)["schema"].startswith("gpipe-plan/plan/")
+        assert ("banner\n" in ran.err and "held back\n" in ran.err) == (not closed)
 
 
 MODULES = [

@@ -1,0 +1,43 @@
+"""Solvers that print."""
+
+import ctypes
+import os
+from typing import Any
+
+import highspy
+import pytest
+
+from planner.solve.milp import solve_arcs
+from planner.solve.quiet import without_output
+from tests.unit.solve.test_milp import chain_problem
+from tests.unit.solve.test_several_chunks import bounds_of, many_of
+
+
+def test_a_solvers_banner_is_dropped(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    """HiGHS 1.16 prints one to file descriptor 1 when it is made, before it can be told not to."""
+    make = highspy.Highs
+    made = 0
+
+    def loud() -> Any:
+        nonlocal made
+        made += 1
+        os.write(1, b"Running HiGHS\n")
+        ctypes.CDLL(None).printf(b"held back\n")
+        return make()
+
+    monkeypatch.setattr(highspy, "Highs", loud)
+    solve_arcs(chain_problem(6, (1, 1), 3), solver="highs")
+    many = many_of("interleaved", 0)
+    assert many is not None
+    bounds_of(many, 1.0)
+    assert made >= 2
+    assert capfd.readouterr() == ("", "")
+
+
+def test_what_is_printed_around_it_stays(capfd: pytest.CaptureFixture[str]) -> None:
+    """Only the block's output is dropped."""
+    os.write(1, b"before\n")
+    with without_output():
+        os.write(1, b"dropped\n")
+    os.write(1, b"after\n")
+    assert capfd.readouterr().out == "before\nafter\n"
