@@ -12,9 +12,10 @@ from torch.utils._pytree import tree_map_only
 from planner.core.errors import UsageError
 from planner.core.schedule import schedule_of
 from planner.executor.job import Job
-from planner.executor.run.loader import Loader, checked_state, drawn_alike, epochs, example_of
+from planner.executor.run.loader import Loader, check_sampler, checked_state, drawn_alike, epochs, example_of
 from planner.executor.run.losses import UNCOUNTED, loss_counts, weights_of
 from planner.executor.run.parts import Part, micro_batches_of, parts_of, size_of, tensors_of
+from planner.executor.run.same_batch import BatchDigest, check_same_batch, digest_of_batch
 from planner.model.label_counts import label_count
 from planner.model.load import Batch, LoadedModel, to_device
 from planner.model.precision import to_precision
@@ -30,10 +31,17 @@ class MiniBatches:
         self._loader: Loader | None = None
         self._loader_state: Mapping[str, Any] | None = None
         """What a checkpoint holds of the loader, until there is the loader again."""
+        self._first: BatchDigest | None = None
+        """Of the first mini-batch of this process, or of the first one after a resume."""
+        self.is_compared = False
+        """Whether that was compared with the other ranks'."""
 
     def between(self, begin: int, end: int, loader: Iterable[Any] | None = None) -> Iterator[Batch]:
         """This rank's parts of the mini-batches of steps `begin` to `end` - 1: see `Pipeline.batches`."""
         drawn: Iterator[Any]
+        if loader is not None and check_sampler(loader, self._job.place):
+            yield from starmap(self._needed, islice(self._begun(loader, begin), max(0, end - begin)))
+            return
         if loader is not None:
             drawn = islice(self._begun(loader, begin), max(0, end - begin))
         elif self._loader_state is not None:
@@ -55,6 +63,7 @@ class MiniBatches:
         """What this process needs of a mini-batch that every process has: see `Pipeline.own_part`."""
         place = self._job.place
         batch = Batch(inputs, targets)
+        self._note(batch, is_whole=True)
         size, replica, replicas = size_of(batch), place.replica, place.num_replicas
         if replicas > 1 and size is not None:
             if size < replicas:
@@ -65,13 +74,28 @@ class MiniBatches:
             first, end = size * replica // replicas, size * (replica + 1) // replicas
             # Copies: views would keep the other replicas' samples in memory.
             batch = Batch(*tree_map_only(Tensor, lambda t: t[first:end].clone(), tuple(batch)))
-        inputs, targets = batch
+        return self._needed(*batch)
+
+    def _needed(self, inputs: Any, targets: Any) -> Batch:
+        """Return a replica's part of a mini-batch with shapes in place of what this rank does not need."""
+        place = self._job.place
+        self._note(Batch(inputs, targets), is_whole=False)
         if not place.is_first:
             # The last stage counts labels, which are among the inputs of a model that computes its own loss.
             kept = {"labels": inputs["labels"]} if place.is_last and self._counts_labels(inputs) else None
             inputs = to_device(inputs, _META)
             inputs = inputs if kept is None else {**inputs, **kept}
         return Batch(inputs, targets if place.is_last else to_device(targets, _META))
+
+    def compare(self) -> None:
+        """Compare the first mini-batch over all ranks; every rank must call it before its first step.
+
+        Raises:
+            UsageError: A rank has other inputs or targets than another one.
+        """
+        self.is_compared = True
+        if self._first is not None:
+            check_same_batch(self._first)
 
     def parts(self, batch: Batch) -> Iterator[Part]:
         """The parts in which this replica's mini-batch is trained on.
@@ -80,6 +104,7 @@ class MiniBatches:
             UsageError: It is larger than planned.
         """
         balance = self._job.balance
+        self._note(batch, is_whole=False)
         planned = balance.replica_batch
         size = size_of(batch) or planned
         if planned < size <= balance.batch:
@@ -140,6 +165,11 @@ class MiniBatches:
     def load_state_dict(self, state: Any) -> None:
         """Goes on from `state_dict`, once there is the loader."""
         self._loader_state = checked_state(state)
+        self._first, self.is_compared = None, False
+
+    def _note(self, batch: Batch, *, is_whole: bool) -> None:
+        if self._first is None:
+            self._first = digest_of_batch(batch, self._job.place, is_whole=is_whole)
 
     def _counts_labels(self, inputs: Any) -> bool:
         return bool(self._model.counted_labels) and isinstance(inputs, dict) and "labels" in inputs

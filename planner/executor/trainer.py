@@ -1,7 +1,7 @@
 """Steps of a training, and evaluations in between: all that is done with the stages of one process."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 from weakref import ref
@@ -56,10 +56,7 @@ class Trainer:
             UsageError: A mini-batch is larger than planned.
             ModelError: What is left of one is too small a micro-batch for a layer.
         """
-        parts = [part for inputs, targets in batches for part in self._mini_batches.parts(Batch(inputs, targets))]
-        for part in parts:
-            self._make_engine(part)
-        self._job.position.step = self.step_index
+        parts = self._prepared(batches)
         with self._recorder.step():
             loss = self._compute(parts)
             with self._recorder.optimizer(stage=self._job.place.stages[0]):
@@ -117,6 +114,19 @@ class Trainer:
             self._loss_scale.load_state_dict(state["loss_scale"])
 
     # Private methods: training
+
+    def _prepared(self, batches: Iterable[tuple[Any, Any]]) -> list[Part]:
+        """Return the parts of a step's mini-batches, after all that can be found before anything is sent."""
+        parts = [part for inputs, targets in batches for part in self._mini_batches.parts(Batch(inputs, targets))]
+        for part in parts:
+            self._make_engine(part)
+        self._job.position.step = self.step_index
+        if self._mini_batches.is_compared:
+            return parts
+        self._job.position.at("the comparison of the mini-batch", waits_for=ANY)
+        with self._recorder.paused() if not self.losses else nullcontext():
+            self._mini_batches.compare()
+        return parts
 
     def _make_engine(self, part: Part) -> None:
         """Made on every rank before anything is sent: a micro-batch too small for a layer is found on all of them."""

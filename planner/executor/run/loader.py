@@ -10,16 +10,18 @@ passed over: exact, at the price of loading them again.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
+from functools import reduce
 from itertools import chain, islice
 from typing import Any
 
 import torch
 
 from planner.core.errors import ModelError, UsageError
+from planner.executor.run.placement import Place
 from planner.executor.run.random_state import HostStates, OwnStates
 from planner.model.load import Batch, LoadedModel
 
-_HOLD_GENERATORS = ("", "sampler", "batch_sampler", "batch_sampler.sampler")
+_SAMPLERS = ("", "sampler", "batch_sampler", "batch_sampler.sampler")
 
 
 def drawn_alike(batches: Iterable[Any], seed: int) -> Iterator[Any]:
@@ -169,6 +171,37 @@ class Loader:
             return iter(self.loader)
 
 
+def check_sampler(loader: Any, place: Place) -> bool:
+    """Return True if the loader's sampler gives each replica its own part of the data.
+
+    Raises:
+        UsageError: A sampler splits the data over ranks that are no replicas, or not as the replicas are numbered.
+    """
+    split = next(filter(None, (_split_of(part) for _, part in _parts(loader))), None)
+    if split is None:
+        return False
+    number, rank = split
+    if (number, rank) == (place.num_replicas, place.replica):
+        return True
+    given = f"the loader's sampler gives rank {place.rank} part {rank} of {number} of the data"
+    if place.num_replicas == 1:
+        raise UsageError(
+            f"{given}, but the ranks are stages of one pipeline: inputs and targets would be of different samples",
+            hint="leave the sampler out (`shuffle=True` instead of it): every rank reads the same mini-batches",
+        )
+    raise UsageError(
+        f"{given}, but it belongs to replica {place.replica} of {place.num_replicas}",
+        hint="name the replica: `DistributedSampler(data, num_replicas=pipeline.place.num_replicas, "
+        "rank=pipeline.place.replica)`; or leave the sampler out, and each replica takes its part of every mini-batch",
+    )
+
+
+def _split_of(sampler: Any) -> tuple[int, int] | None:
+    """Return the number of parts and the own part of a `DistributedSampler`, or of one that is made like it."""
+    number, rank = getattr(sampler, "num_replicas", None), getattr(sampler, "rank", None)
+    return (number, rank) if isinstance(number, int) and isinstance(rank, int) and number > 1 else None
+
+
 def checked_state(state: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
     """`state`, if it has the form of `Loader.state_dict`; raises, as of one thing or another, where it has not."""
     if state is None:
@@ -198,13 +231,16 @@ def _title(loader: Any, length: int | None) -> str:
     return f"a {type(loader).__name__}" + (f" of {length} batches" if length is not None else "")
 
 
+def _parts(loader: Any) -> Iterator[tuple[str, Any]]:
+    """Yield a loader and its samplers with their attribute paths; None where there is none."""
+    for path in _SAMPLERS:
+        yield path, reduce(lambda part, name: getattr(part, name, None), filter(None, path.split(".")), loader)
+
+
 def _generators(loader: Any) -> dict[str, torch.Generator]:
     """What a loader and its samplers draw from beside the global generators, each once."""
     held: dict[str, torch.Generator] = {}
-    for path in _HOLD_GENERATORS:
-        part = loader
-        for name in path.split(".") if path else ():
-            part = getattr(part, name, None)
+    for path, part in _parts(loader):
         generator = getattr(part, "generator", None)
         if isinstance(generator, torch.Generator) and all(generator is not other for other in held.values()):
             held[path] = generator

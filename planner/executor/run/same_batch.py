@@ -1,0 +1,78 @@
+"""Comparison of a mini-batch over ranks: its inputs are read with the first stage, its targets with the last.
+
+Ranks that draw different mini-batches would train on the inputs of some samples with the targets of others.
+"""
+
+import hashlib
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from planner.core.errors import UsageError
+from planner.executor.run.parts import tensors_of
+from planner.executor.run.placement import Place
+from planner.model.load import Batch
+
+
+class BatchDigest(NamedTuple):
+    """Digests of a mini-batch on one rank; None of what the rank was given no values of."""
+
+    replica: int | None
+    """The replica whose part of a mini-batch it is; None for a whole mini-batch."""
+    inputs: str | None
+    targets: str | None
+
+
+def digest_of_batch(batch: Batch, place: Place, *, is_whole: bool) -> BatchDigest:
+    """Return the digests that every rank must agree on: of the whole mini-batch, or of one replica's part.
+
+    Ranks between the first and the last stage use neither inputs nor targets, and have no digests.
+    """
+    replica = None if is_whole else place.replica
+    if not (place.is_first or place.is_last):
+        return BatchDigest(replica, None, None)
+    return BatchDigest(replica, _digest_of(batch.inputs), _digest_of(batch.targets))
+
+
+def check_same_batch(own: BatchDigest) -> None:
+    """Compare the digests of all ranks; every rank must call it.
+
+    Raises:
+        UsageError: A rank has other inputs or targets than another rank of its pipeline.
+    """
+    if dist.get_world_size() == 1:
+        return
+    digests: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(digests, own)
+    seen: dict[tuple[str, int | None], tuple[int, str]] = {}
+    for rank, digest in enumerate(digests):
+        for what, value in (("inputs", digest.inputs), ("targets", digest.targets)):
+            if value is None:
+                continue
+            first, expected = seen.setdefault((what, digest.replica), (rank, value))
+            if value != expected:
+                raise UsageError(
+                    f"rank {rank} has other {what} in its first mini-batch than rank {first}: inputs and targets would "
+                    "be of different samples",
+                    hint="give every rank the same mini-batches: from the same files, in the same order, without a "
+                    "sampler that splits them over ranks",
+                )
+
+
+def _digest_of(value: Any) -> str | None:
+    """Return a digest of the tensors in a nest; None if there are none, or only stand-ins (meta, or one value each)."""
+    tensors = tensors_of(value)
+    if any(tensor.is_meta for tensor in tensors) or all(map(_is_constant, tensors)):
+        return None
+    digest = hashlib.sha256()
+    for tensor in tensors:
+        digest.update(f"{tuple(tensor.shape)} {tensor.dtype}".encode())
+        dense = tensor.detach().to_dense() if tensor.layout != torch.strided else tensor.detach()
+        digest.update(dense.cpu().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
+def _is_constant(tensor: Tensor) -> bool:
+    return tensor.numel() == 0 or bool((tensor == tensor.reshape(-1)[0]).all())

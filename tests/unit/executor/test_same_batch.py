@@ -1,0 +1,102 @@
+"""Mini-batches that differ between ranks: inputs of some samples, targets of others."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+from planner.core.errors import UsageError
+from planner.executor.run.loader import check_sampler
+from planner.executor.run.placement import Place
+from planner.executor.run.same_batch import digest_of_batch
+from planner.model.load import Batch
+from tests.support.ranks import run_ranks
+from tests.support.training import ROOT, Case, write_balance
+
+TWO = Case(model=ROOT / "tests/support/models/mischief.py", balance=(2, 3))
+STAGE = Place(rank=1, replica=0, num_replicas=1, position=1, num_devices=2, stages=(1,), order=(0, 1), num_stages=2)
+REPLICA = replace(STAGE, replica=1, num_replicas=2, position=0, num_devices=1, stages=(0,), order=(0,), num_stages=1)
+DATA = TensorDataset(torch.arange(8.0))
+
+TRAIN = """
+import sys
+from pathlib import Path
+import torch
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+from planner.executor import Pipeline
+from planner.executor.watch.failure import Watch
+
+with Watch(60.0) as watch:
+    pipeline = Pipeline("balance.yaml", watch=watch)
+    data = torch.randn(16, 16, generator=torch.Generator().manual_seed(3))
+    dataset = TensorDataset(data, data.flip(0))
+    loader = DataLoader(dataset, 4, sampler=DistributedSampler(dataset))
+    how = sys.argv[1]
+    if how == "loader":
+        batches = pipeline.batches(2, loader)
+    elif how == "own_part":
+        batches = (pipeline.own_part(*pair) for pair in loader)
+    else:
+        batches = loader
+    for inputs, targets in batches:
+        with pipeline.step(inputs, targets) as loss:
+            pass
+    pipeline.close()
+    Path(f"trained-{pipeline.rank}").write_text(f"{len(pipeline.losses)} {loss}")
+"""
+
+
+def test_a_sampler_that_splits_over_stages_is_refused() -> None:
+    """In a loader or in its batch sampler; one over a single part splits nothing."""
+    for loader in (
+        DataLoader(DATA, sampler=DistributedSampler(DATA, 2, 1)),
+        DataLoader(DATA, batch_sampler=torch.utils.data.BatchSampler(DistributedSampler(DATA, 2, 1), 2, False)),
+    ):
+        with pytest.raises(UsageError, match="rank 1 part 1 of 2 of the data, but the ranks are stages of one"):
+            check_sampler(loader, STAGE)
+    assert not check_sampler(DataLoader(DATA, sampler=DistributedSampler(DATA, 1, 0)), STAGE)
+    assert not check_sampler(DataLoader(DATA, shuffle=True), STAGE)
+
+
+def test_a_sampler_over_replicas_must_be_that_of_the_replica() -> None:
+    """With its number and its rank."""
+    assert check_sampler(DataLoader(DATA, sampler=DistributedSampler(DATA, 2, 1)), REPLICA)
+    for number, rank in ((2, 0), (4, 1)):
+        with pytest.raises(UsageError, match=rf"part {rank} of {number} .* belongs to replica 1 of 2") as refused:
+            check_sampler(DataLoader(DATA, sampler=DistributedSampler(DATA, number, rank)), REPLICA)
+        assert "num_replicas=pipeline.place.num_replicas, rank=pipeline.place.replica" in refused.value.hint
+
+
+def test_stand_ins_have_no_digest() -> None:
+    """Inputs on the meta device or all zero, in place of those that a rank does not need, are not compared."""
+    batch = Batch(torch.empty(4, 2, device="meta"), {"a": torch.zeros(4), "b": torch.ones(4)})
+    assert digest_of_batch(batch, STAGE, is_whole=True)[1:] == (None, None)
+    real = digest_of_batch(Batch(torch.arange(4.0), torch.arange(4)), STAGE, is_whole=False)
+    assert real.replica == 0
+    assert None not in real
+    assert real.inputs != real.targets
+
+
+@pytest.mark.parametrize("how", ["loader", "own_part", "step"])
+def test_ranks_with_other_samples_do_not_train(tmp_path: Path, how: str) -> None:
+    """Every way of a `DistributedSampler` into two stages ends before the first step."""
+    write_balance(TWO, tmp_path / "balance.yaml")
+    (tmp_path / "worker.py").write_text(TRAIN)
+    with pytest.raises(AssertionError, match="would be of different samples") as failed:
+        run_ranks(2, ["worker.py", how], tmp_path)
+    expected = "gives rank" if how == "loader" else "rank 1 has other inputs in its first mini-batch than rank 0"
+    assert expected in str(failed.value)
+    assert not list(tmp_path.glob("trained-*"))
+
+
+def test_a_sampler_over_replicas_trains(tmp_path: Path) -> None:
+    """Each replica trains on its part as it comes, and all report the loss of both."""
+    write_balance(replace(TWO, balance=(5,), replicas=2, batch=16), tmp_path / "balance.yaml")
+    (tmp_path / "worker.py").write_text(TRAIN)
+    run_ranks(2, ["worker.py", "loader"], tmp_path)
+    trained = [path.read_text() for path in tmp_path.glob("trained-*")]
+    assert len(trained) == 2
+    assert len(set(trained)) == 1
+    assert trained[0].startswith("2 ")
