@@ -18,7 +18,7 @@ loads. For a CPU torch: $(BIN)/python -m pip install --no-deps --constraint cons
 --index-url https://download.pytorch.org/whl/cpu torchvision
 endef
 
-.PHONY: demo test nightly light matrix lint types contracts check docs pictures clean
+.PHONY: demo test nightly light newest lowest matrix lint types contracts check docs pictures clean
 
 demo: $(READY)
 	PATH="$(CURDIR)/$(BIN):$$PATH" scripts/demo
@@ -33,6 +33,10 @@ nightly: $(READY)
 # The wheel in an empty environment, without torch.
 light:
 	PYTHON=$(PYTHON) scripts/light
+
+# The commands and a training, with the newest and with the lowest versions of packages that pyproject.toml allows.
+newest lowest:
+	PYTHON=$(PYTHON) scripts/versions $@
 
 # Another release of torch, in an environment of its own beside .venv.
 matrix:
