@@ -51,6 +51,7 @@ from planner.executor.watch.position import ANY
 if TYPE_CHECKING:
     from planner.executor.keep.writing import Writing
 
+_NO_ROOM = "make room, then `--resume auto`"
 _LONGEST = timedelta(days=1)
 """No limit: writing takes as long as the disk needs, and the watch finds ranks that make no progress."""
 
@@ -99,7 +100,7 @@ class Checkpoints:
         self._saved_step = -1
         self._is_checked = False
         self._failed: PlannerError | None = None
-        self._is_end = False
+        self._is_end = self._is_unsettled = False
         self._pending: Writing | None = None
         self._partial: Path | None = None
         pipeline.position.at("opening the checkpoints", waits_for=ANY)
@@ -142,7 +143,7 @@ class Checkpoints:
             self.finish()
         if not is_end:
             return
-        self.finish()
+        self._settle()
         if self._failed is not None:
             raise self._failed
         if signalled:
@@ -158,19 +159,20 @@ class Checkpoints:
         step = self._pipeline.step_index
         if self._folder is None:
             return
+        self._settle()
         if step not in {0, self._saved_step}:
             self._is_end = True
             self.save()
             if self._steps is not None and step < self._steps:
                 self._tell(f"the loop ended after {step} of {self._steps} steps")
-        self.finish()
+        self._settle()
         if self._failed is not None:
             raise self._failed
 
     def save(self) -> None:
         """Saves now. Where that fails the run goes on, is told so, and keeps the checkpoints it has."""
         assert self._folder is not None
-        self.finish()
+        self._settle()
         step = self._pipeline.step_index
         if step == self._saved_step:
             return
@@ -188,8 +190,9 @@ class Checkpoints:
         except NotWrittenError as error:
             self._save_failed(error)
         else:
+            self._is_unsettled = True
             if not self._is_async:
-                self.finish()
+                self._settle()
         self._pipeline.position.at("between steps")
 
     def finish(self) -> None:
@@ -224,6 +227,25 @@ class Checkpoints:
             "ranks": {str(pipeline.rank): packed(rank_state)},
             TIED: json.dumps(names),
         }
+
+    def _settle(self) -> None:
+        """Finish the last checkpoint, and agree on whether it was committed; every rank must call it.
+
+        The first rank commits alone, while the others may train on. Its failure (a full disk) is all ranks' failure:
+        else they would not agree on which step is saved.
+        """
+        self.finish()
+        if not self._is_unsettled:
+            return
+        self._is_unsettled = False
+        if self._group is None:
+            return
+        self._pipeline.position.at("a checkpoint", waits_for=ANY)
+        box = [self._failed.message if self._failed is not None else None]
+        dist.broadcast_object_list(box, src=0, group=self._group)
+        if box[0] is not None and self._pipeline.rank != 0:
+            self._saved_step = -1
+            self._failed = FileError(box[0], path=str(self._folder), hint=_NO_ROOM)
 
     def _commit(self) -> None:
         """Makes what all ranks have written a checkpoint, and removes the oldest."""
@@ -261,7 +283,7 @@ class Checkpoints:
         left = f"{kept.name} stays the latest" if kept is not None else "there is none yet"
         free = shutil.disk_usage(self._folder).free
         message = f"the checkpoint of step {step} was not written: {error} ({format_bytes(free)} free); {left}"
-        self._failed = FileError(message, path=str(self._folder), hint="make room, then `--resume auto`")
+        self._failed = FileError(message, path=str(self._folder), hint=_NO_ROOM)
         if not self._is_end:
             self._tell(f"{self._failed.message}; training goes on", True)
 

@@ -77,7 +77,9 @@ class Trainer:
         squares = torch.zeros((), dtype=torch.float64, device=self._job.device)
         if counted:
             squares = torch.nn.utils.get_total_norm(counted).double().square()
+        self._job.position.at("the norm of the gradients", waits_for=ANY)
         dist.all_reduce(squares, group=self._groups.pipeline)
+        self._job.position.at("between steps")
         norm: Tensor = squares.sqrt()
         torch.nn.utils.clip_grads_with_norm_(trained, max_norm, norm.float())
         return float(norm)

@@ -1,0 +1,75 @@
+"""Ranks of which one alone fails or does something else: found at once or agreed on, and told of the right stage."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.support.processes import Ended, Job
+from tests.support.training import ROOT, Case, write_balance
+
+pytestmark = pytest.mark.slow
+
+TWO = Case(model=ROOT / "tests/support/models/mischief.py", balance=(2, 3))
+
+BEGIN = """
+import importlib, time
+from planner.executor import Pipeline
+from planner.executor.watch.failure import Watch
+
+with Watch({timeout}) as watch:
+    pipeline = Pipeline("balance.yaml", watch=watch, timeout_s={timeout})
+    optimizer = pipeline.optimizer(pipeline.model.build_optimizer)
+"""
+
+
+def ended(folder: Path, script: str, *, timeout: float = 30.0) -> Ended:
+    """Runs a loop of one's own on two ranks."""
+    write_balance(TWO, folder / "balance.yaml")
+    (folder / "worker.py").write_text(BEGIN.format(timeout=timeout) + script)
+    with Job(2, ["worker.py"], folder) as job:
+        return job.ended()
+
+
+COMMIT_FAILS = """
+    checkpoints = importlib.import_module("planner.executor.checkpoints")
+    saved = checkpoints.Checkpoints(pipeline, optimizer, folder="saved", every=1, steps=9)
+    saved._is_async = {is_async}
+
+    def fails(*_):
+        raise OSError(28, "No space left on device")
+
+    committing = checkpoints.commit
+    for inputs, targets in pipeline.batches(3):
+        with pipeline.step(inputs, targets):
+            optimizer.step()
+        checkpoints.commit = fails if pipeline.step_index > 1 else committing
+        saved.step_done()
+    saved.close()
+"""
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_a_commit_that_fails_on_the_first_rank_fails_on_all(tmp_path: Path, is_async: bool) -> None:  # noqa: FBT001
+    """The ranks agree that the step is not saved, try again at the end together, and end with one message."""
+    done = ended(tmp_path, COMMIT_FAILS.replace("{is_async}", str(is_async)))
+    assert done.codes == (2, 2), done
+    (error,) = done.errors
+    assert "the checkpoint of step 3 was not written: [Errno 28] No space left on device" in error
+    assert done.seconds < 10
+
+
+CLIPS_LATE = """
+    for inputs, targets in pipeline.batches(1):
+        with pipeline.step(inputs, targets):
+            if pipeline.rank == 0:
+                time.sleep(600)
+            pipeline.clip_gradients(1.0)
+"""
+
+
+def test_a_rank_that_waits_for_the_norm_of_the_gradients_says_so(tmp_path: Path) -> None:
+    """The stage that hangs before `clip_gradients` is named."""
+    done = ended(tmp_path, CLIPS_LATE, timeout=3.0)
+    (error,) = done.errors
+    assert error.startswith("error: stage 0 (layers 0 to 1) has been between steps for ")
+    assert error.endswith("stage 1 (layers 2 to 4) waits in the norm of the gradients of step 0")
