@@ -141,7 +141,7 @@ def boundary_peaks(
     def peak(first: Tensor, second: Tensor) -> int:
         key = (groups[places[id(first)][0]].cost_options, *((p.shape, p.stride(), p.dtype) for p in (first, second)))
         if key not in found:
-            found[key] = _peak_of_two(first, second, whole, device, meter)
+            found[key] = _peak_of_two(first, second, whole, device=device, meter=meter)
         return found[key]
 
     present = [{id(p): p for p in layer if id(p) in places} for layer in layers]
@@ -162,7 +162,7 @@ def _joins(
     ]
 
 
-def _peak_of_two(first: Tensor, second: Tensor, whole: ModelOptimizer, device: torch.device, meter: Meter) -> int:
+def _peak_of_two(first: Tensor, second: Tensor, whole: ModelOptimizer, *, device: torch.device, meter: Meter) -> int:
     share = _share((first, second))
     copies = [nn.Parameter(torch.zeros_like(_part(p.detach(), share), device=device)) for p in (first, second)]
     for copy in copies:

@@ -99,7 +99,7 @@ class MeasuredBackend:
             casts_bytes=casts_bytes,
             rewritten_bytes=rewritten,
             optimizer=optimizer,
-            boundary_peaks=_boundary_peaks(task, records, idle, self.device, meter),
+            boundary_peaks=_boundary_peaks(task, records, idle, device=self.device, meter=meter),
             flops=records.of_each(forward_flops),
             times=times,
             half_times_us={key: half_times_of(task.kept.half_samples[key], times[key]) for key in records.inputs},
@@ -145,7 +145,7 @@ def _optimizer_costs(
 
 
 def _boundary_peaks(
-    task: Task, records: Records, idle: Mapping[str, Collection[str]], device: torch.device, meter: Meter
+    task: Task, records: Records, idle: Mapping[str, Collection[str]], *, device: torch.device, meter: Meter
 ) -> list[int]:
     stepped = [
         dense_parameters(unit.module, {*records.sparse(unit.digest), *idle[unit.digest]}) for unit in records.units
