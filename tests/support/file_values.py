@@ -132,7 +132,15 @@ def full_profile() -> Profile:
             parameters=3003,
         ),
         proof=Proof(
-            layers=2, cuts=1, gradients=4, buffers=1, worst=6e-8, reason="it takes more", differs_recomputed="the loss"
+            layers=2,
+            cuts=1,
+            uncovered=1,
+            gradients=4,
+            buffers=1,
+            states=8,
+            worst=6e-8,
+            reason="it takes more",
+            differs_recomputed="the loss",
         ),
         device=Device(
             kind="cuda", name="NVIDIA H100 80GB HBM3", memory_bytes=85_017_493_504, how="estimated", executor=EXECUTOR
