@@ -160,7 +160,9 @@ def _traced(
     `check` is called with what it returns, and runs operators that count, too; both run in `context`.
     """
     trace: list[list[Any] | str] = []
-    held: list[str] = []
+    # Layers that run the same operators may hold other parameters, which nothing reads. All have gradients and
+    # optimizer state.
+    held = [_shape(parameter) for parameter in layer.module.parameters()]
 
     def ran(func: Any, args: Any, kwargs: Any) -> None:
         trace.append([str(func), [_shape(leaf) for leaf in tree_flatten((args, kwargs))[0]]])
@@ -171,10 +173,9 @@ def _traced(
         return tensor
 
     if isinstance(layer.module, ModelStage):
-        # How many modules a stage passes over on the way to its own says nothing about its own. But the parameters
-        # that it needs for that are its own, with gradients and optimizer state.
+        # How many modules a stage passes over on the way to its own says nothing about its own.
         layer.module.call_at_ends(begun=trace.clear)
-        held = [_shape(tensor) for tensor in layer.module.needed_to_pass_over]
+        held += [_shape(tensor) for tensor in layer.module.needed_to_pass_over]
     with OperatorWatch(before=ran), saved_tensors_hooks(saved, lambda tensor: tensor), context:
         output = _call(layer, value, size)
         if check is not None:
