@@ -11,8 +11,9 @@ import argparse
 import os
 import platform
 import sys
-import time
 from collections import Counter
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -53,19 +54,20 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("which", nargs="*", help="kinds, or models as kind:name; by default all")
     which = parser.parse_args().which
-    torch.set_num_threads(1)
     models = [m for m in unprepared_models() if not which or m.kind in which or f"{m.kind}:{m.name}" in which]
     outcomes = []
-    for number, model in enumerate(models, start=1):
-        begin = time.monotonic()
-        outcome = try_model(model)
-        took = time.monotonic() - begin
-        outcomes.append(outcome)
-        line = f"[{number}/{len(models)}] {model.kind}:{model.name} {took:.1f} s {outcome.verdict}"
-        details = "" if outcome.verdict == "right" else f" {outcome.problem} | {outcome.profiled}"
-        sys.stderr.write(f"{line}{details}\n")
+    with ProcessPoolExecutor(os.cpu_count(), get_context("spawn")) as pool:
+        for number, (model, outcome) in enumerate(zip(models, pool.map(_tried, models), strict=True), start=1):
+            outcomes.append(outcome)
+            details = "" if outcome.verdict == "right" else f" {outcome.problem} | {outcome.profiled}"
+            sys.stderr.write(f"[{number}/{len(models)}] {model.kind}:{model.name} {outcome.verdict}{details}\n")
     print(_page(models, outcomes))
     return int(any(outcome.verdict not in _GOOD for outcome in outcomes))
+
+
+def _tried(model: UnpreparedModel) -> Outcome:
+    torch.set_num_threads(1)
+    return try_model(model)
 
 
 def _page(models: list[UnpreparedModel], outcomes: list[Outcome]) -> str:

@@ -397,6 +397,10 @@ def _difference(trained: _Trained, plain: _Trained) -> tuple[float, str]:
         ours, right, start = (_wide(t) for t in (trained.tensors[name], expected, trained.initial[name]))
         if not right.numel():
             continue
+        if ours.shape != right.shape:
+            worst = max(worst, (math.inf, f"`{name}` has another shape"))
+            continue
+        start = start if start.shape == right.shape else torch.zeros_like(right)  # observers resize theirs
         moved = max(float((right - start).abs().max()), 1e-4 * float(right.abs().max()), 1e-9)
         error = float((ours - right).abs().nan_to_num(0.0).max()) / moved
         worst = max(worst, (error, f"`{name}` ends {error:.1e} of its way apart"))

@@ -1,0 +1,56 @@
+"""Models that nothing was prepared for: a model of each kind trains as its plain loop does, or is refused with help.
+
+`python benchmarks/unprepared.py` tries all of them.
+"""
+
+import pytest
+
+from tests.support.unprepared import UnpreparedModel, unprepared_models
+from tests.support.unprepared.running import try_model
+
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
+
+RIGHT = (
+    "state:running_scale_attribute",
+    "hooks:mask_of_a_weight",
+    "optimizers:layerwise_rates_by_position",
+    "ties:numpy_values_unseeded",
+    "random:mixup_in_forward",
+    "losses:ignore_index_counted",
+    "structures:dict_inputs_dataclass_outputs",
+    "modules:prepare_qat",
+    "tricks:switches_dropout_off",
+)
+
+REFUSED = (
+    "globals:count_in_blocks",
+    "optimizers:skips_large_steps",
+    "losses:curriculum_in_forward",
+    "tricks:unfreezes_gradually",
+)
+
+
+@pytest.fixture(scope="module")
+def models() -> dict[str, UnpreparedModel]:
+    """All models by kind and name."""
+    return {f"{model.kind}:{model.name}": model for model in unprepared_models()}
+
+
+def test_there_are_enough_models() -> None:
+    """No two have the same text."""
+    texts = {model.text for model in unprepared_models()}
+    assert len(texts) == len(unprepared_models()) >= 80
+
+
+@pytest.mark.parametrize("name", RIGHT)
+def test_pipelines_train_as_the_plain_loop_does(models: dict[str, UnpreparedModel], name: str) -> None:
+    """Losses of all steps and tensors at the end are the same, but for rounding errors."""
+    outcome = try_model(models[name])
+    assert outcome.verdict == "right", outcome
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_no_pipeline_trains_alike_is_refused_with_help(models: dict[str, UnpreparedModel], name: str) -> None:
+    """`profile` says no, and what to do."""
+    outcome = try_model(models[name])
+    assert outcome.verdict == "refused", outcome
