@@ -20,6 +20,7 @@ from planner.model.lean import build_lean
 from planner.model.load import LoadedModel
 from planner.model.optimizer_scope import check_optimizer
 from planner.model.precision import dtype_of
+from planner.model.shared_memory import has_hooks
 from planner.model.user_errors import place_in_model
 from planner.profile.backends.choice import backend_of
 from planner.profile.company import Company, neighbours
@@ -118,10 +119,11 @@ def company_of(loaded: LoadedModel, options: ProfileOptions) -> AbstractContextM
 
 
 def check_optimizer_of(loaded: LoadedModel, device: str) -> None:
-    """Refuse an optimizer that stages would step in another way than a plain loop does.
+    """Refuse an optimizer, or hooks, that change parameters of stages in another way than in a plain loop.
 
     Raises:
-        ModelError: The model cannot be built, or its optimizer is refused; see `check_optimizer`.
+        ModelError: The model cannot be built, or its optimizer or a hook is refused; see `check_optimizer` and
+            `check_hooks`.
         UsageError: The device does not exist here.
     """
     where = backend_of(device).device
@@ -131,6 +133,8 @@ def check_optimizer_of(loaded: LoadedModel, device: str) -> None:
             model = build_lean(loaded.build)
         parameters = list((model or loaded.build()).parameters())
     check_optimizer(loaded.build_optimizer, parameters, where)
+    if any(map(has_hooks, parameters)):
+        find_chain(loaded, where)
 
 
 def _raise_of_model(model: nn.Module, error: Exception) -> None:

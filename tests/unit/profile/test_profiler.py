@@ -22,7 +22,7 @@ from planner.device.meter import CpuMeter
 from planner.model.chain import chain_digest, chain_of
 from planner.model.load import Batch, LoadedModel
 from planner.model.optimizers import ModelOptimizer
-from planner.profile import ProfileOptions, profile_model, records
+from planner.profile import ProfileOptions, check_optimizer_of, profile_model, records
 from planner.profile.optimizer import measure_optimizer
 from planner.profile.units import trace_units
 from tests.support.measure import loaded_model, profile_of_model
@@ -606,3 +606,16 @@ def test_numbers_that_a_forward_changes_leave_the_digest_as_it_was() -> None:
 
     loaded = loaded_model(Anneals, 8)
     assert profile_of_model(loaded).model.digest == chain_digest(loaded.chain(Anneals()), {})
+
+
+def test_hooks_on_tied_weights_are_refused_before_anything_is_compared() -> None:
+    """The reason is better than that a gradient differs."""
+
+    def build() -> nn.Module:
+        model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
+        model[2].weight = model[0].weight
+        model[0].weight.register_hook(lambda gradient: gradient.clamp(-0.1, 0.1))
+        return model
+
+    with pytest.raises(ModelError, match="is not additive"):
+        check_optimizer_of(loaded_model(build, 8), "cpu")
