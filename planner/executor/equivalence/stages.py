@@ -180,6 +180,8 @@ class _Rank:
             _, name, kind = key.split(":")
             what = f'the optimizer\'s "{kind}" of "{name}"'
             ours = tensors.get(key)
+            if key not in right.tensors:
+                what += ", which gets no gradient in a plain loop (freeze it, `requires_grad_(False)`),"
             found.compare_tensor(what, None if ours is None else sample_of(ours), right.tensors.get(key))
         for name, options in groups.items():
             for key, value in options.items():

@@ -535,3 +535,16 @@ def test_numbers_that_code_between_modules_draws_are_the_same_in_all_stages() ->
     """The code before a stage runs once more in it, and draws from the generators as they were."""
     found = checked(Mixes)
     assert (found.proof.cuts, found.warnings) == (2, ())
+
+
+def test_parameters_before_a_detached_value_are_named() -> None:
+    """A plain loop makes no gradient of them, and a weight decay leaves them as they are; a boundary sends zeros."""
+
+    class Detached(nn.Linear):
+        def forward(self, value: Tensor) -> Tensor:
+            return super().forward(value.detach())
+
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), Detached(WIDTH, WIDTH))
+    loaded = loaded_model(model, WIDTH, build_optimizer=torch.optim.AdamW)
+    with pytest.raises(ModelError, match=r'of "0.(bias|weight)", which gets no gradient in a plain loop \(freeze it'):
+        check_equivalence(loaded, budget_s=60.0)
