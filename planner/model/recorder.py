@@ -5,11 +5,11 @@ every operator between, whatever code it comes from. A third, open only in the g
 functions that a module's own code calls: what they make may cross a cut as a join.
 """
 
-import logging
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from planner.model.attributes import Attributes, left_behind
 from planner.model.calling import arguments_of, wrapped
+from planner.model.differentiation import DifferentiatesError, quiet_about_shapes, watching_gradients
 from planner.model.functions import Called, FunctionWatch, in_transform
 from planner.model.ghosts import SHAPE_ONLY, NeedsValuesError, drop_computed, storage_of
 from planner.model.held import as_ghosts, replaced_tensors
@@ -42,11 +43,26 @@ def record(model: nn.Module, inputs: Any, *, loss_of: Callable[[Any], object] | 
     Raises:
         NeedsValuesError: It asks for a value of a ghost.
     """
+    try:
+        return _record(model, inputs, loss_of=loss_of, ghosts=ghosts, keeps_graph=False)
+    except DifferentiatesError:
+        return _record(model, inputs, loss_of=loss_of, ghosts=ghosts, keeps_graph=True)
+
+
+def _record(
+    model: nn.Module,
+    inputs: Any,
+    *,
+    loss_of: Callable[[Any], object] | None,
+    ghosts: bool,
+    keeps_graph: bool,
+) -> Recording:
     recorder = _Recorder(model)
+    recorder.keeps_graph = keeps_graph or not ghosts
     with ExitStack() as stack:
         # A forward may leave tensors in attributes: none of this one is to stay there.
         stack.callback(Attributes(model.named_modules()).restore)
-        stack.enter_context(_quiet())
+        stack.enter_context(quiet_about_shapes())
         stack.enter_context(torch.random.fork_rng())
         torch.manual_seed(0)  # what is left to chance, such as layers that are skipped, goes the same way each time
         # On values, buffers are copied: a forward writes into them, into running statistics for example.
@@ -55,9 +71,11 @@ def record(model: nn.Module, inputs: Any, *, loss_of: Callable[[Any], object] | 
         recorder.note_model(model)
         recorder.note_inputs(inputs)
         stack.enter_context(torch.enable_grad())
-        stack.enter_context(recorder.noting_gradients())
-        if not ghosts:  # There is no backward, so nothing need be kept for one.
+        stack.enter_context(watching_gradients(recorder.begin_gradient))
+        if not ghosts:
             stack.enter_context(saved_tensors_hooks(_forget, refuse_backward))
+        elif not keeps_graph:  # What is kept for backward would look as if code still used it.
+            stack.enter_context(saved_tensors_hooks(_forget, _forget))
         stack.enter_context(without_reentrance())
         before = host_draws()
         output = recorder.output_of(model, inputs)
@@ -111,6 +129,7 @@ class _Recorder:
         self._below: dict[nn.Module, list[tuple[str, nn.Module]]] = {}
         self._finder = RegionFinder(type(self).run.__code__, self.recording.regions)
         self._watch = FunctionWatch()
+        self.keeps_graph = True
         self._gradient = -1  # number of the region of the call of `torch.autograd.grad` at work
 
     def output_of(self, model: nn.Module, inputs: Any) -> Any:
@@ -178,26 +197,18 @@ class _Recorder:
                 if isinstance(leaf, Constant) and not is_plain(leaf.value):
                     drop_computed(leaf.value)
 
-    @contextmanager
-    def noting_gradients(self) -> Iterator[None]:
-        """Meanwhile note what `torch.autograd.grad` differentiates, and its own operators, as a region."""
-        grad = torch.autograd.grad
+    def begin_gradient(self, inputs: Any) -> Callable[[], None]:
+        """Note what a call of `torch.autograd.grad` differentiates, and its operators until its end, as a region."""
+        if not self.keeps_graph:
+            raise DifferentiatesError
+        created = (self.recording.flow.nodes[self._version_of(t)]["created"] for t in tensors_in(inputs))
+        region = Region(begin=min(created, default=self._time), end=END, call=self._stack[-1], calls_modules=True)
+        self.recording.regions.append(region)
+        self._gradient = len(self.recording.regions) - 1
+        return partial(self._end_gradient, region)
 
-        def noted(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-            created = (self.recording.flow.nodes[self._version_of(t)]["created"] for t in tensors_in(inputs))
-            region = Region(begin=min(created, default=self._time), end=END, call=self._stack[-1], calls_modules=True)
-            self.recording.regions.append(region)
-            self._gradient = len(self.recording.regions) - 1
-            try:
-                return grad(outputs, inputs, *args, **kwargs)
-            finally:
-                self._gradient, region.end = -1, self._tick()
-
-        torch.autograd.grad = noted
-        try:
-            yield
-        finally:
-            torch.autograd.grad = grad
+    def _end_gradient(self, region: Region) -> None:
+        self._gradient, region.end = -1, self._tick()
 
     def changed_tensors(self, model: nn.Module) -> tuple[dict[int, str], dict[int, str]]:
         """Names, by storage, of what was there before the forward and still is; and paths of buffers set anew."""
@@ -406,15 +417,3 @@ class _Recorder:
 
 def _forget(_: Any) -> Any:
     """Keeps nothing."""
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """An operator that knows no shape without values is an error that is dealt with, not one to be logged."""
-    logger = logging.getLogger("torch._subclasses.fake_tensor")
-    level = logger.level
-    logger.setLevel(logging.CRITICAL + 1)
-    try:
-        yield
-    finally:
-        logger.setLevel(level)

@@ -81,12 +81,12 @@ class MeasuredBackend:
         casts_bytes = records.of_each(partial(measure_casts, meter=meter))
         rewritten = records.of_each(rewritten_bytes)
         idle = idle_parameters(task, records)
-        before = _optimizer_costs(task, records, idle, meter, clock)
+        before = _optimizer_costs(task, records, idle, meter=meter, clock=clock)
         give_freed_memory_back()
         times = _times(task, records, clock)
         give_freed_memory_back()
         # Once more, at another time: its few steps in a row may all have met a busy machine.
-        after = _optimizer_costs(task, records, idle, meter, clock)
+        after = _optimizer_costs(task, records, idle, meter=meter, clock=clock)
         updating_us = statistics_us(
             records.distinct, records.inputs, size=records.sizes[0], clock=clock, repeats=task.options.repeats
         )
@@ -119,7 +119,7 @@ def _fill(task: Task, device: torch.device, units: Sequence[Unit]) -> None:
 
 
 def _optimizer_costs(
-    task: Task, records: Records, idle: Mapping[str, Collection[str]], meter: Meter, clock: Clock
+    task: Task, records: Records, idle: Mapping[str, Collection[str]], *, meter: Meter, clock: Clock
 ) -> list[OptimizerCost]:
     # Parameters and gradients of all layers.
     between_bytes = 2 * sum(p.nbytes for layer in task.chain.layers for p in layer.module.parameters())
