@@ -8,7 +8,7 @@ import torch
 from planner.core.errors import ModelError, UsageError
 from planner.core.values.balance import Balance, StageBalance
 from planner.core.values.profile import CountedLabels, Model
-from planner.executor import prove
+from planner.executor import check_equivalence
 from planner.executor.build.building import build_structure
 from planner.executor.build.loss_check import check_loss
 from planner.files import write
@@ -173,7 +173,7 @@ def loss_fn(output, target):
 """
     loaded = loaded_of(tmp_path, text)
     assert "scale" in build_structure(loaded).layers[-1].parameter_names()
-    proof = prove(loaded, budget_s=20.0).proof
+    proof = check_equivalence(loaded, budget_s=20.0).proof
     assert (proof.cuts, proof.gradients) == (2, 6)
 
 
