@@ -175,9 +175,9 @@ class _Rank:
             what = f'the updated parameter "{name}"'
             compare_update(found, what, sample_of(parameter), right=expected, before=sample_of(before))
         tensors, groups = optimizer_state(optimizer, self._named)
-        of_ours = {key for key in right.tensors if key.startswith("optimizer:") and key.split(":")[1] in self._named}
+        of_ours = {key for key in right.tensors if key.startswith("optimizer:") and _place(key)[0] in self._named}
         for key in sorted(of_ours | tensors.keys()):
-            _, name, kind = key.split(":")
+            name, kind = _place(key)
             what = f'the optimizer\'s "{kind}" of "{name}"'
             ours = tensors.get(key)
             if key not in right.tensors:
@@ -194,3 +194,9 @@ def _rounding_scale(name: str, right: State) -> float:
     """Return the smallest scale to compare a buffer by: a running mean is no more exact than its deviation allows."""
     variance = right.tensors.get(f"buffer:{name.removesuffix('running_mean')}running_var")
     return 0.0 if not name.endswith("running_mean") or variance is None else 0.01 * math.sqrt(largest(variance))
+
+
+def _place(key: str) -> tuple[str, str]:
+    """Return the parameter, whose name may hold a colon, and the kind of a tensor of optimizer state."""
+    name, _, kind = key.removeprefix("optimizer:").rpartition(":")
+    return name, kind
