@@ -72,8 +72,9 @@ def _tried(model: UnpreparedModel) -> Outcome:
 
 def _page(models: list[UnpreparedModel], outcomes: list[Outcome]) -> str:
     counts = Counter(outcome.verdict for outcome in outcomes)
-    removed = sum("cannot be cut" in outcome.profiled for outcome in outcomes)
-    kept = sum("recomputed stages" in outcome.profiled for outcome in outcomes)
+    right = [outcome for outcome in outcomes if outcome.verdict == "right"]
+    removed = sum("cannot be cut" in outcome.profiled for outcome in right)
+    kept = sum("recomputed stages" in outcome.profiled for outcome in right)
     rows = [_row(model, outcome) for model, outcome in zip(models, outcomes, strict=True)]
     text = _TEXT.format(
         cpu=cpu_name(),

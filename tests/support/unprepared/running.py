@@ -111,7 +111,8 @@ def try_model(model: UnpreparedModel) -> Outcome:
         if profiled.profile is None:
             verdict: Verdict = "refused" if profiled.is_refusal and profiled.hint else "unhelpful"
             hint = f" ({profiled.hint})" if profiled.hint else ""
-            return Outcome(verdict=verdict, profiled=f"refused: {profiled.message}{hint}")
+            message = profiled.message.replace(f"{folder}/", "")
+            return Outcome(verdict=verdict, profiled=f"refused: {message}{hint}")
         return _trained_outcome(model, path, profiled)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
