@@ -33,16 +33,10 @@ class Differences:
 
     relative: dict[str, float] = field(default_factory=dict)
     """The largest relative difference of every tensor and number, by what it is called in messages."""
-    gradients: int = 0
-    buffers: int = 0
-    states: int = 0
-    """Tensors of optimizer state."""
     own_values: dict[str, str] = field(default_factory=dict)
     """Digests of the tensors whose initial values are not the reference's, by name."""
     writes_state: bool = False
     """Whether forwards write into parameters, buffers or tensors in attributes."""
-    file_numbers: dict[str, float] = field(default_factory=dict)
-    """Module-level numbers at the end, where the stage has changed them."""
 
     def note(self, what: str, ratio: float) -> None:
         """Note a relative difference; of several for the same thing, the largest is kept."""
