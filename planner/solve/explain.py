@@ -88,8 +88,8 @@ def _hints(asking: Asking, cases: Sequence[Case], best: Case, smallest_bytes: fl
         yield f"under {titles}, {devices} need at least `--mem` {cap}"
     counts = asking.balance is None
     if counts and len(set(inputs.memory_bytes)) == 1:
-        count = min(filter(None, map(_smallest_count, cases)), default=None)
-        if count is not None and count[0] > inputs.devices:
+        count = _fewest_devices(asking, cases)
+        if count is not None:
             yield f"`--devices {count[0]}` fits in {format_bytes(inputs.memory_bytes[0])} (M = {count[1]})"
     yield from _other_choices(asking)
     yield from _other_schedules(asking)
@@ -97,6 +97,18 @@ def _hints(asking: Asking, cases: Sequence[Case], best: Case, smallest_bytes: fl
         if _some_fits(asking, profile, inputs, asking.micro_batches):
             yield f"with {name} as optimizer it fits: profile with `--optimizer {name}`"
             break
+
+
+def _fewest_devices(asking: Asking, cases: Sequence[Case]) -> tuple[int, int] | None:
+    """Fewest devices (and their M) that fit, where as many as there are do not."""
+    count = min(filter(None, map(_smallest_count, cases)), default=None)
+    if count is None or asking.inputs.replicas:
+        return count
+    # More devices also allow more replicas than were tried, whose micro-batches may be smaller.
+    inputs = asking.inputs
+    more = replace(inputs, devices=count[0], memory_bytes=inputs.memory_bytes[:1] * count[0], speeds=(), links=())
+    cases = _with_known_moments(asking.cases_for(asking.profile, more, asking.micro_batches))
+    return min(filter(None, map(_smallest_count, cases)), default=None)
 
 
 def _other_choices(asking: Asking) -> Iterator[str]:
@@ -211,7 +223,7 @@ def _start(costs: ChainCosts) -> FloatArray:
 
 
 def _smallest_count(case: Case) -> tuple[int, int] | None:
-    """Fewest stages (and their M) that fit under the cap of the first device."""
+    """Fewest devices (and their M) that fit under the cap of the first one."""
     cap = case.caps_bytes[0]
     width = width_for(case.costs, longest_us=np.inf, cap_bytes=cap)
     most = int(min(_MOST_DEVICES, case.costs.num_layers, case.schedule.most_devices(case.micro_batches)))
@@ -223,7 +235,7 @@ def _smallest_count(case: Case) -> tuple[int, int] | None:
         ends = np.flatnonzero(behind)
         behind = np.isin(layers, (ends[:, None] + np.arange(-width, 0))[fits[ends]])
         if behind[0]:
-            return count, case.micro_batches
+            return count * case.replicas, case.micro_batches
         if not behind.any():
             return None
     return None

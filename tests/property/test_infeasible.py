@@ -12,6 +12,7 @@ from planner.core.values.profile import Profile
 from planner.core.values.units import parse_bytes
 from planner.solve import Request, solve
 from tests.support.brute_force import Space
+from tests.support.profiles import inputs_of, profile_of
 from tests.support.random_problems import Features, Problem, problems
 
 CAP = re.compile(r"with (\d+) devices? the smallest `--mem` is ([0-9.]+\w+) \((?:(\d+) replicas, )?M = (\d+)\)")
@@ -144,6 +145,18 @@ def _with_optimizer(profile: Profile, *, copies: int) -> Profile:
             replace(layer, optimizer_bytes=copies * gradients, optimizer_peak_bytes=0, optimizer_boundary_peak_bytes=0)
         )
     return replace(profile, layers=tuple(layers))
+
+
+@pytest.mark.parametrize(("replicas", "cap", "batch"), [(0, 3, 2), (2, 3, 2), (2, 4, 6), (2, 6, 4)])
+def test_devices_of_all_replicas_are_counted(replicas: int, cap: int, batch: int) -> None:
+    """Three layers of a byte of parameters and one of gradients; micro-batches of one sample make replicas tempting."""
+    profile = profile_of([0.0] * 3, parameter_bytes=1)
+    inputs = replace(inputs_of(2, batch, memory_bytes=cap), replicas=replicas)
+    problem = Problem(profile, inputs, None, Space(profile, inputs))
+    assert explained(problem)
+    error = _error(problem)
+    assert error is not None
+    assert DEVICES.search(error.hint) is not None
 
 
 @pytest.mark.parametrize(
