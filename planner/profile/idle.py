@@ -3,24 +3,26 @@
 They never get a gradient, so most optimizers make no state for them.
 """
 
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from planner.model.chain import tied_parameters
 from planner.model.nests import tensors_in
 from planner.model.operators import OperatorWatch, decides
+from planner.profile.optimizer import dense_parameters
 from planner.profile.records import Records
 from planner.profile.task import Task
 from planner.profile.units import Unit, UnitInput
 
 
 def idle_parameters(task: Task, records: Records) -> dict[str, frozenset[str]]:
-    """Return, by digest, the names of the trained parameters in a layer that never get a gradient.
+    """Return, by digest, the names of the trained parameters of its first layer that never get a gradient.
 
     None is found in layers that ask for values: with the next ones they may use other parameters (experts, say).
-    A parameter that other layers share does not count, since it may get its gradient there.
+    Nor is a parameter that a layer of the digest shares with another one, since it may get its gradient there.
     """
     found = {digest: frozenset[str]() for digest in records.distinct}
     if not task.lean:
@@ -29,9 +31,17 @@ def idle_parameters(task: Task, records: Records) -> dict[str, frozenset[str]]:
         found[digest] = _without_gradient(unit, records.inputs[digest, records.sizes[0]])
     tied = tied_parameters(task.chain.layers)
     for layer, unit in zip(task.chain.layers, records.units, strict=True):
-        names = zip(layer.parameter_names(), dict(layer.module.named_parameters()), strict=True)
+        names = zip(layer.parameter_names(), dict(records.distinct[unit.digest].module.named_parameters()), strict=True)
         found[unit.digest] -= {name for full, name in names if full in tied}
     return found
+
+
+def stepped_parameters(records: Records, idle: Mapping[str, Collection[str]]) -> list[list[nn.Parameter]]:
+    """Return the trained parameters of every layer that get dense gradients; `idle` is what `idle_parameters` found."""
+    return [
+        dense_parameters(unit.module, records.names_in(n, {*records.sparse(unit.digest), *idle[unit.digest]}))
+        for n, unit in enumerate(records.units)
+    ]
 
 
 def _without_gradient(unit: Unit, received: UnitInput) -> frozenset[str]:

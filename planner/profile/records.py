@@ -1,7 +1,7 @@
 """The memory of every distinct unit, micro-batch size by micro-batch size, as far as memory suffices."""
 
 import gc
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -74,8 +74,15 @@ class Records:
         """A figure of every distinct unit, by its digest: `figure` of the unit and its input at the smallest size."""
         return {digest: figure(unit, self.inputs[digest, self.sizes[0]]) for digest, unit in self.distinct.items()}
 
+    def names_in(self, layer: int, names: Collection[str]) -> set[str]:
+        """Return the names that parameters of a layer have there, from their `names` in the first of its digest."""
+        unit = self.units[layer]
+        first = self.distinct[unit.digest].module.named_parameters()
+        pairs = zip(unit.module.named_parameters(), first, strict=True)
+        return {own for (own, _), (name, _) in pairs if name in names}
+
     def sparse(self, digest: str) -> dict[str, Tensor]:
-        """The unit's gradients that are sparse, by name of the parameter."""
+        """The gradients of the first unit of a digest that are sparse, by name of the parameter."""
         if not self.memory[digest, self.sizes[0]].sparse_gradient_bytes:
             return {}
         return sparse_gradients(self.distinct[digest], self.inputs[digest, self.sizes[0]])

@@ -35,7 +35,7 @@ from planner.model.nests import tensors_in
 from planner.model.operators import OperatorWatch
 from planner.model.optimizers import ModelOptimizer
 from planner.model.stage import ModelStage
-from planner.profile.idle import idle_parameters
+from planner.profile.idle import idle_parameters, stepped_parameters
 from planner.profile.layers import Costs, Measured, layer_profiles
 from planner.profile.memory import measure_casts
 from planner.profile.optimizer import (
@@ -95,26 +95,31 @@ class EstimatedBackend:
         ways = Ways(device=self.device, record=partial(record_memory, task=task, meter=meter, in_halves=True))
         with as_ghosts_if_lean(task):
             records = record_sizes(task, ways)
-            check_ties(task.chain.layers, lambda n: records.sparse(records.units[n].digest))
+            check_ties(task.chain.layers, lambda n: records.names_in(n, records.sparse(records.units[n].digest)))
             peaks_add = _peaks_add(task)
             whole = ModelOptimizer(task.loaded.build_optimizer, task.chain.model.parameters())
             units, idle = records.units, idle_parameters(task, records)
             first = first_of_same_cost([unit.module for unit in units], [unit.digest for unit in units], whole)
             by_first = {
-                n: _optimizer_cost(units[n], whole, meter, clock, peaks_add=peaks_add, idle=idle[units[n].digest])
+                n: _optimizer_cost(
+                    units[n],
+                    whole,
+                    meter,
+                    clock,
+                    peaks_add=peaks_add,
+                    idle=records.names_in(n, idle[units[n].digest]),
+                )
                 for n in dict.fromkeys(first)
             }
             optimizer = [by_first[n] for n in first]
-            layers = [
-                dense_parameters(unit.module, {*records.sparse(unit.digest), *idle[unit.digest]}) for unit in units
-            ]
+            stepped = stepped_parameters(records, idle)
             times, half_times_us = _times(task, records, clock)
             costs = Costs(
                 records=records,
                 casts_bytes=records.of_each(partial(measure_casts, meter=meter)),
                 rewritten_bytes=records.of_each(rewritten_bytes),
                 optimizer=optimizer,
-                boundary_peaks=boundary_peaks(layers, whole, device=self.device, meter=meter),
+                boundary_peaks=boundary_peaks(stepped, whole, device=self.device, meter=meter),
                 flops=records.of_each(clock.flops_of),
                 times=times,
                 half_times_us=half_times_us,

@@ -17,13 +17,12 @@ from planner.model.lean import fill
 from planner.model.load import LoadedModel
 from planner.model.optimizers import ModelOptimizer
 from planner.profile.flops import forward_flops
-from planner.profile.idle import idle_parameters
+from planner.profile.idle import idle_parameters, stepped_parameters
 from planner.profile.layers import Costs, Measured, layer_profiles
 from planner.profile.memory import measure_casts
 from planner.profile.optimizer import (
     OptimizerCost,
     boundary_peaks,
-    dense_parameters,
     first_of_same_cost,
     measure_optimizer,
     peaks_add,
@@ -77,7 +76,7 @@ class MeasuredBackend:
         give_freed_memory_back()
         if not self._kind.has_own_memory:
             keep_freed_memory()
-        check_ties(task.chain.layers, lambda n: records.sparse(records.units[n].digest))
+        check_ties(task.chain.layers, lambda n: records.names_in(n, records.sparse(records.units[n].digest)))
         casts_bytes = records.of_each(partial(measure_casts, meter=meter))
         rewritten = records.of_each(rewritten_bytes)
         idle = idle_parameters(task, records)
@@ -147,10 +146,7 @@ def _optimizer_costs(
 def _boundary_peaks(
     task: Task, records: Records, idle: Mapping[str, Collection[str]], *, device: torch.device, meter: Meter
 ) -> list[int]:
-    stepped = [
-        dense_parameters(unit.module, {*records.sparse(unit.digest), *idle[unit.digest]}) for unit in records.units
-    ]
-    return boundary_peaks(stepped, _whole(task), device=device, meter=meter)
+    return boundary_peaks(stepped_parameters(records, idle), _whole(task), device=device, meter=meter)
 
 
 def _whole(task: Task) -> ModelOptimizer:

@@ -1,6 +1,7 @@
 """State and step of optimizers, measured layer by layer: against the allocator, over a real step of all layers."""
 
 from collections.abc import Callable, Iterable
+from functools import partial
 from itertools import pairwise
 
 import pytest
@@ -9,9 +10,11 @@ from torch import Tensor, nn
 
 from planner.core.cost.costs import costs_at
 from planner.core.cost.memory import stage_memory
+from planner.core.values.profile import Profile
 from planner.device.clock import CpuClock
 from planner.device.meter import CpuMeter
 from planner.model.optimizers import ModelOptimizer
+from planner.profile import ProfileOptions, profile_model
 from planner.profile.optimizer import boundary_peaks, measure_optimizer
 from tests.support.measure import loaded_model, profile_of_model
 from tests.support.moments import moments_with
@@ -110,6 +113,47 @@ def test_a_layer_that_asks_for_values_may_use_all_parameters_in_the_next_step() 
     )
     layer = profile_of_model(loaded).layers[0]
     assert layer.optimizer_bytes >= 2 * layer.parameter_bytes
+
+
+class Heads(nn.Module):
+    """Equal blocks, each with an unused head; with `shared`, the last layer uses the head of block 2."""
+
+    def __init__(self, *, shared: bool) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(WithUnusedHead() for _ in range(4))
+        self.last = nn.Linear(16, 500)
+        if shared:
+            self.last.weight = self.blocks[2].head.weight
+
+    def forward(self, value: Tensor) -> Tensor:
+        """Shape (b, 16)."""
+        for block in self.blocks:
+            value = block(value)
+        result: Tensor = self.last(value)
+        return result
+
+
+def profile_of_heads(device: str, *, shared: bool) -> Profile:
+    options = ProfileOptions(micro_batch_sizes=(2,), repeats=2, time_budget_s=0.0, device=device)
+    loaded = loaded_model(partial(Heads, shared=shared), 16, build_optimizer=OPTIMIZERS["adam"])
+    profile = profile_model(loaded, options)
+    assert profile.layers[1].digest == profile.layers[2].digest
+    return profile
+
+
+@pytest.mark.parametrize("device", ["cpu", "estimate:a100-80gb"])
+def test_a_parameter_without_gradient_in_one_layer_may_get_it_in_another(device: str) -> None:
+    """Its state counts where it is shared, though parameters of equal layers have other names."""
+    alone, sharing = (profile_of_heads(device, shared=shared).layers[2] for shared in (False, True))
+    head_bytes = 4 * 16 * 500
+    assert 2 * head_bytes <= sharing.optimizer_bytes - alone.optimizer_bytes < 2.1 * head_bytes
+
+
+@pytest.mark.parametrize("device", ["cpu", "estimate:a100-80gb"])
+def test_no_step_goes_on_from_a_parameter_without_gradient(device: str) -> None:
+    """From one block to the next, Adam meets the same parameters each time, since it skips all unused heads."""
+    _, *peaks = [layer.optimizer_boundary_peak_bytes for layer in profile_of_heads(device, shared=False).layers[:4]]
+    assert peaks == peaks[:1] * 3
 
 
 def test_only_parameters_that_are_stepped_in_a_row_meet() -> None:

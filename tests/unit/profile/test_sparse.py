@@ -111,6 +111,36 @@ def test_parameters_that_layers_share_are_refused() -> None:
         profile_of(model, sgd)
 
 
+class Tables(nn.Module):
+    """Equal blocks of one table each, whose parameters have a name of their own in each block."""
+
+    def __init__(self, *, tied: bool = False) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(table() for _ in range(6))
+        if tied:
+            self.blocks[4].weight = self.blocks[3].weight
+
+    def forward(self, numbers: Tensor) -> Tensor:
+        """Shape (b, words)."""
+        total = torch.zeros(1)
+        for block in self.blocks:
+            total = total + block(numbers).sum(dim=(1, 2))
+        return total
+
+
+def test_equal_layers_have_sparse_gradients_too() -> None:
+    """SparseAdam would fail on a dense gradient of any of them."""
+    profile = profile_of(Tables(), torch.optim.SparseAdam)
+    assert len({layer.digest for layer in profile.layers[2:5]}) == 1
+    assert all(layer.optimizer_boundary_peak_bytes == 0 for layer in profile.layers)
+
+
+def test_equal_layers_that_share_a_table_are_refused() -> None:
+    """As any others, though their parameters have other names than those of the layer that was measured."""
+    with pytest.raises(ModelError, match=r'the gradient of "blocks\.[34]\.weight", which several layers share, is'):
+        profile_of(Tables(tied=True), torch.optim.SparseAdam)
+
+
 def test_dense_gradients_leave_no_trace() -> None:
     """Costs of a model without any are what they were, without a copy."""
     costs = costs_at(profile_of(nn.Sequential(nn.Embedding(ROWS, WIDTH)), sgd), SIZE)
