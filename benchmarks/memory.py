@@ -94,8 +94,6 @@ KINDS = (
             *("fcos", "detr", "two-towers", "siamese", "top-residual", "spectral-norm", "tiny-mlp", "mamba"),
         )
     ),
-    # AdamW takes no sparse gradients.
-    Subject("dlrm-sparse", Path(__file__).resolve().parent / "memory_kinds.py", ("name=dlrm-sparse",), "sgd"),
 )
 USUAL = Table(
     title="# Predicted peak memory beside the allocator's",

@@ -81,10 +81,6 @@ KINDS: dict[str, Kind] = {
     "moe-routed": (lambda: experts.RoutedMoE(WIDTH, 4, 4, WORDS), _words),
     "fcos": (lambda: vision.FCOS(32), _pictures),
     "detr": (lambda: vision.DETR(WIDTH), _pictures),
-    "dlrm-sparse": (
-        lambda: tables.DLRM(WIDTH // 2, ITEMS, 8),
-        lambda batch: tables.clicks(batch, ITEMS, 8),
-    ),
     "two-towers": (
         lambda: tables.SharedTowers(WIDTH, ITEMS),
         lambda batch: tables.histories(batch, ITEMS, TOKENS),

@@ -16,7 +16,7 @@ from planner.executor.job import Job
 from planner.executor.measure.step_record import OnStep, StepHook, StepRecord, learning_rates
 from planner.executor.mini_batches import MiniBatches
 from planner.executor.run.evaluation import Evaluation, ForwardOnly, Metrics, Observed
-from planner.executor.run.gradients import check_gradients, check_losses, dense_part, expect_values
+from planner.executor.run.gradients import check_gradients, check_losses, expect_values
 from planner.executor.run.loss_scale import LossScale
 from planner.executor.run.losses import sum_of
 from planner.executor.run.parts import Part, micro_batches_of
@@ -73,7 +73,7 @@ class Trainer:
         """Clips by the Euclidean norm over all stages, which it returns: see `Pipeline.clip_gradients`."""
         elsewhere = {id(parameter) for parameter in self._assembly.tied.counted_elsewhere}
         trained = [parameter for parameter in self._parameters.values() if parameter.grad is not None]
-        counted = [dense_part(p.grad) for p in trained if p.grad is not None and id(p) not in elsewhere]
+        counted = [p.grad for p in trained if p.grad is not None and id(p) not in elsewhere]
         squares = torch.zeros((), dtype=torch.float64, device=self._job.device)
         if counted:
             squares = torch.nn.utils.get_total_norm(counted).double().square()

@@ -25,6 +25,7 @@ from planner.model.growth import SIZES
 from planner.model.held import loose_tensors
 from planner.model.outline import Outline, outline_of
 from planner.model.recorder import record
+from planner.model.refusals import sparse_gradients
 from planner.model.stage import ModelStage, holder_at
 
 
@@ -252,11 +253,14 @@ def _is_plain_sequential(module: nn.Module) -> bool:
 
 
 def refuse_sparse(model: nn.Module) -> None:
-    """Refuse a model that holds sparse tensors.
+    """Refuse a model that holds sparse tensors, or a layer whose gradients are sparse.
 
     Raises:
-        ModelError: It does.
+        ModelError: Names the tensor or the layer.
     """
+    for path, module in model.named_modules():
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse:
+            raise sparse_gradients(f'layer "{path}"')
     named = [*model.named_parameters(), *model.named_buffers()]
     for name, tensor in [*named, *(("an attribute", tensor) for tensor in loose_tensors(model))]:
         if tensor.layout != torch.strided:

@@ -29,7 +29,7 @@ from torch._subclasses.fake_tensor import (
 from torch.utils._mode_utils import no_dispatch
 
 from planner.core.errors import ModelError
-from planner.model.refusals import another_path
+from planner.model.refusals import another_path, sparse_gradients
 
 SHAPE_ONLY = frozenset(
     f"aten::{name}"
@@ -178,10 +178,7 @@ def storage_of(tensor: Tensor) -> torch.UntypedStorage:
     if not isinstance(tensor, Ghost):
         return tensor.untyped_storage()
     if tensor.bare.is_sparse:
-        raise ModelError(
-            "a gradient is sparse, as of `nn.Embedding(sparse=True)`: there is no estimate of these",
-            hint="profile on the device itself, or build the layer with `sparse=False`",
-        )
+        raise sparse_gradients("a layer")
     return tensor.bare.untyped_storage()
 
 

@@ -60,9 +60,8 @@ def check_optimizer(build: Builder, parameters: Iterable[Tensor], device: torch.
         sample = _sample(_groups(whole))
         together = _stepped(whole, sample, range(len(sample)), device)
         apart: dict[int, list[Tensor]] = {}
-        if together:
-            for part in (range(0, len(sample), 2), range(1, len(sample), 2)):
-                apart |= _stepped(whole, sample, part, device)
+        for part in (range(0, len(sample), 2), range(1, len(sample), 2)):
+            apart |= _stepped(whole, sample, part, device)
     differing = sum(not _is_same(results, apart[n]) for n, results in together.items())
     if differing:
         raise ModelError(
@@ -101,7 +100,7 @@ def _spread(items: Sequence[_Item], most: int) -> Sequence[_Item]:
 def _stepped(
     whole: ModelOptimizer, sample: Sequence[Tensor], part: Sequence[int], device: torch.device
 ) -> dict[int, list[Tensor]]:
-    """Step a part of the sample; for each number, the parameter, its gradients and its state. Empty if it cannot be.
+    """Step a part of the sample; for each number, the parameter, its gradients and its state.
 
     Raises:
         ModelError: The step draws random numbers, needs a closure, or fails.
@@ -114,8 +113,7 @@ def _stepped(
         former = {n: tensor.detach().clone() for n, tensor in tensors.items()}
         for n, tensor in tensors.items():
             tensor.grad = _gradient(sample[n], n, step, scales[n % 2]).to(device)
-        if not _step(optimizer):
-            return {}
+        _step(optimizer)
         for n, tensor in tensors.items():
             results[n] += [] if tensor.grad is None else [tensor.grad]
             results[n].append(torch.tensor(torch.equal(tensor, former[n])))  # a small step may be less than `_LIMIT`
@@ -134,8 +132,8 @@ def _stepped(
     return results
 
 
-def _step(optimizer: torch.optim.Optimizer) -> bool:
-    """Step; return False if the optimizer takes sparse gradients alone.
+def _step(optimizer: torch.optim.Optimizer) -> None:
+    """Step.
 
     Raises:
         ModelError: It needs a closure, or fails.
@@ -145,8 +143,6 @@ def _step(optimizer: torch.optim.Optimizer) -> bool:
         optimizer.step()
     except Exception as error:  # whatever the user's optimizer raises
         text = str(error).partition("\n")[0]
-        if "sparse" in text.lower():
-            return False
         if "closure" in text:
             raise ModelError(
                 f"{name} needs a closure in `step()`, to compute the loss again; a pipeline computes gradients once "
@@ -158,7 +154,6 @@ def _step(optimizer: torch.optim.Optimizer) -> bool:
             hint="`step()` must work as `build_optimizer` returns it, and for the parameters of one stage alone; else "
             "`--optimizer adamw`",
         ) from error
-    return True
 
 
 def _random(like: Tensor, seed: int) -> Tensor:
@@ -176,7 +171,7 @@ def _gradient(like: Tensor, n: int, step: int, scale: float) -> Tensor:
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) or (isinstance(value, Tensor) and not value.is_sparse)
+    return isinstance(value, (int, float, Tensor))
 
 
 def _is_same(one: Sequence[Tensor], other: Sequence[Tensor]) -> bool:

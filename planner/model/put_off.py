@@ -125,20 +125,19 @@ class Embedding:
 
     padding_idx: int
     scale_grad_by_freq: bool
-    sparse: bool
     is_cast: bool = False
 
     def forward(self, of: Operands) -> Tensor:
         """The rows."""
-        return torch.embedding(of.weight, of.x, self.padding_idx, self.scale_grad_by_freq, self.sparse)
+        return torch.embedding(of.weight, of.x, self.padding_idx, self.scale_grad_by_freq)
 
     def input_gradient(self, gradient: Tensor, of: Operands) -> Tensor:
         """The gradient of numbers of rows, which have none: nobody asks for it."""
         raise NotImplementedError
 
     def weight_gradients(self, gradient: Tensor, of: Operands) -> tuple[Tensor, Tensor | None]:
-        """The gradients of every row added up; sparse, if the layer is."""
-        options = (of.weight.shape[0], self.padding_idx, self.scale_grad_by_freq, self.sparse)
+        """The gradients of every row added up."""
+        options = (of.weight.shape[0], self.padding_idx, self.scale_grad_by_freq, False)
         return torch.ops.aten.embedding_backward(gradient, of.x, *options), None
 
 
@@ -215,7 +214,6 @@ def _embedding(arguments: _Arguments) -> Use:
     operator = Embedding(
         padding_idx=arguments.get("padding_idx", -1),
         scale_grad_by_freq=arguments.get("scale_grad_by_freq", False),
-        sparse=arguments.get("sparse", False),
     )
     return Use(operator, Operands(arguments["indices"], arguments["weight"], None))
 

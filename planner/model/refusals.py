@@ -50,6 +50,11 @@ def another_path(what: str) -> ModelError:
     )
 
 
+def sparse_gradients(where: str) -> ModelError:
+    """Return the error of a layer whose gradients are sparse."""
+    return ModelError(f"{where} makes sparse gradients, which are not supported", hint="build it with `sparse=False`")
+
+
 @contextmanager
 def code_told(where: str) -> Iterator[None]:
     """Explain code of `where`, the layer at work, that torch refuses, and what to write instead.

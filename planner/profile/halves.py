@@ -22,7 +22,6 @@ from planner.device.meter import Meter
 from planner.model.ghosts import storage_key, storage_of
 from planner.model.halves import PutOff, SplitBackward
 from planner.profile.memory import start_backward
-from planner.profile.sparse import sparse_bytes
 from planner.profile.units import Unit, UnitInput
 
 _Held = Literal["nothing", "outputs", "gradients"]
@@ -39,12 +38,8 @@ def measure_halves(unit: Unit, received: UnitInput, meter: Meter) -> SplitMemory
         unit.module.zero_grad()
         first = _Halves(subject)
         first.run_weight_half()
-        one = {p: p.grad.clone() for p in unit.module.parameters() if p.grad is not None and p.grad.is_sparse}
         later = _Halves(subject)
         later.run_weight_half()
-        # Two are more than one where they are sparse.
-        for parameter, gradient in one.items():
-            parameter.grad = gradient
         with_output, at_end = _Halves(subject, held="outputs"), _Halves(subject, held="gradients")
         unit.module.zero_grad()
         first_with_output = _Halves(subject, held="outputs")
@@ -149,5 +144,4 @@ def _start(outputs: list[Any], held: _Held) -> tuple[Sequence[Tensor], Sequence[
 
 
 def _gradient_bytes(unit: Unit) -> int:
-    gradients = (parameter.grad for parameter in unit.module.parameters() if parameter.grad is not None)
-    return sum(sparse_bytes(gradient) if gradient.is_sparse else gradient.nbytes for gradient in gradients)
+    return sum(parameter.grad.nbytes for parameter in unit.module.parameters() if parameter.grad is not None)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from planner.model.chain import tied_parameters
 from planner.model.nests import tensors_in
 from planner.model.operators import OperatorWatch, decides
-from planner.profile.optimizer import dense_parameters
+from planner.profile.optimizer import trained_parameters
 from planner.profile.records import Records
 from planner.profile.task import Task
 from planner.profile.units import Unit, UnitInput
@@ -37,10 +37,9 @@ def idle_parameters(task: Task, records: Records) -> dict[str, frozenset[str]]:
 
 
 def stepped_parameters(records: Records, idle: Mapping[str, Collection[str]]) -> list[list[nn.Parameter]]:
-    """Return the trained parameters of every layer that get dense gradients; `idle` is what `idle_parameters` found."""
+    """Return the trained parameters of every layer that get gradients; `idle` is what `idle_parameters` found."""
     return [
-        dense_parameters(unit.module, records.names_in(n, {*records.sparse(unit.digest), *idle[unit.digest]}))
-        for n, unit in enumerate(records.units)
+        trained_parameters(unit.module, records.names_in(n, idle[unit.digest])) for n, unit in enumerate(records.units)
     ]
 
 

@@ -87,7 +87,6 @@ def _layer_profile(
         optimizer_us=round(optimizer.step_us, 1),
         optimizer_peak_bytes=optimizer.peak_bytes,
         optimizer_boundary_peak_bytes=costs.boundary_peaks[n],
-        optimizer_sparse_peak=optimizer.sparse_peak,
         forward_us=tuple(round(t.forward_us, 1) for t in times),
         backward_us=tuple(round(t.backward_us, 1) for t in times),
         backward_input_us=tuple(round(input_us, 1) for input_us, _ in half_times),

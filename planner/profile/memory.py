@@ -23,15 +23,21 @@ from planner.core.values.profile import BoundaryTensor, MemoryDetail
 from planner.device.meter import Meter
 from planner.model.ghosts import storage_key, storage_of
 from planner.model.held import loose_tensors
+from planner.model.refusals import sparse_gradients
 from planner.model.stage import ModelStage
-from planner.profile.sparse import sparse_bytes
 from planner.profile.units import Unit, UnitInput
 
 
 def measure_memory(unit: Unit, received: UnitInput, meter: Meter) -> MemoryDetail:
-    """The record of `unit` for one micro-batch; leaves its parameters without gradients."""
+    """Return the record of `unit` for one micro-batch; its parameters are left without gradients.
+
+    Raises:
+        ModelError: The unit makes sparse gradients.
+    """
     # Lazily made things (cached tables, library workspaces) belong to no micro-batch: let them be made first.
     _Pass(unit, received, meter)
+    if any(p.grad is not None and p.grad.is_sparse for p in unit.module.parameters()):
+        raise sparse_gradients(f'layer "{unit.name}"')
     unit.module.zero_grad()
     casts_bytes = measure_casts(unit, received, meter)
     with unit.keeping_casts():
@@ -41,11 +47,7 @@ def measure_memory(unit: Unit, received: UnitInput, meter: Meter) -> MemoryDetai
         # Autocast's copies are made in the first micro-batch's forward, and in its backward their gradients turn into
         # those of the parameters at once; later ones find copies there, and their gradients wait for the end.
         first = _Pass(unit, received, meter)
-        one = {p: p.grad.clone() for p in unit.module.parameters() if p.grad is not None and p.grad.is_sparse}
         later = _Pass(unit, received, meter)
-        # Two are more than one where they are sparse: whoever measures a later backward finds one there.
-        for parameter, gradient in one.items():
-            parameter.grad = gradient
         end_later = _end_backward_peak(unit, received, meter)
         unit.module.zero_grad()
         attribute_bytes, renewed_bytes = _attribute_bytes(unit, received, meter)
@@ -62,8 +64,6 @@ def measure_memory(unit: Unit, received: UnitInput, meter: Meter) -> MemoryDetai
             end_backward_peak_bytes=max(0, end_later),
             writes_input=later.writes_input,
             target_bytes=sum(t.nbytes for t in tree_flatten(received.targets)[0] if isinstance(t, Tensor)),
-            sparse_parameter_bytes=sum(parameter.nbytes for parameter in one),
-            sparse_gradient_bytes=sum(map(sparse_bytes, one.values())),
             attribute_bytes=attribute_bytes,
             renewed_bytes=renewed_bytes,
         )

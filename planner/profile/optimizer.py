@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from copy import deepcopy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import cycle, pairwise
 
 import torch
@@ -13,7 +13,6 @@ from planner.device.machine import CACHE_BYTES
 from planner.device.meter import Meter
 from planner.model.ghosts import storage_of
 from planner.model.optimizers import ModelOptimizer
-from planner.profile.sparse import check_step, sparse_bytes, sparse_copy
 
 _MOST_NUMBERS = 2**22
 """Larger parameters are measured in part: gradient, state and transients of a whole one may take five times as much."""
@@ -25,9 +24,7 @@ class OptimizerCost:
 
     state_bytes: int = 0
     peak_bytes: int = 0
-    """Transient, above state, parameters and gradients, of those parameters whose gradients are dense."""
-    sparse_peak: float = 0.0
-    """Transient bytes of the others per byte of their gradients."""
+    """Transient, above state, parameters and gradients."""
     step_us: float = 0.0
 
 
@@ -44,7 +41,6 @@ def measure_optimizer(
     clock: Clock,
     repeats: int,
     between_bytes: int = 0,
-    sparse: Mapping[str, Tensor] | None = None,
     idle: Collection[str] = (),
 ) -> OptimizerCost:
     """Steps an optimizer over copies of the module's trainable parameters; the state comes with the first step.
@@ -53,45 +49,45 @@ def measure_optimizer(
     another place of the model, if not this one itself.
 
     Between two steps over this layer a training step touches `between_bytes`: by then that much less is in the cache.
-    `sparse` has the sparse gradients of a micro-batch, by name of the parameter. Those in `idle` have no gradients.
-
-    Raises:
-        ModelError: The optimizer takes no sparse gradients.
+    Parameters named in `idle` have no gradients.
     """
-    cost = OptimizerCost()
     build = _in_place(whole, module, stands_for or module)
-    if trained := dense_parameters(module, sparse or {}):
-        without = {id(p) for name, p in module.named_parameters() if name in idle}
-        cost = _over_dense(
-            trained, without, build, meter=meter, clock=clock, repeats=repeats, between_bytes=between_bytes
-        )
-    if not sparse:
-        return cost
-    parameters = dict(module.named_parameters())
-    copies = {
-        name: sparse_copy(parameters[name], gradient, _rows(parameters[name], _share([parameters[name]])))
-        for name, gradient in sparse.items()
-    }
-    optimizer = check_step(lambda _: build((parameters[name], copy) for name, copy in copies.items()), copies)
-    states = _states(optimizer, list(copies.values()), [parameters[name] for name in sparse])
-    size = sum(map(sparse_bytes, sparse.values()))
+    trained = trained_parameters(module)
+    if not trained:
+        return OptimizerCost()
+    without = {id(p) for name, p in module.named_parameters() if name in idle}
+    part = _share(trained)
+    copies = [nn.Parameter(_part(p, part).detach().clone()) for p in trained]
+    share = sum(p.numel() for p in trained) / sum(copy.numel() for copy in copies)
+    for copy in (copy for p, copy in zip(trained, copies, strict=True) if id(p) not in without):
+        # Not zeros: a CPU's AdamW takes twice as long over them, and training does not have them.
+        copy.grad = 1e-3 * torch.randn_like(copy)
+    optimizer = build(zip(trained, copies, strict=True))
+    if all(copy.grad is None for copy in copies):
+        return OptimizerCost(state_bytes=_states(optimizer, copies, trained))
+    evicting = torch.empty(min(between_bytes, CACHE_BYTES) // 4, device=copies[0].device)
+
+    def timed_us() -> float:
+        evicting.fill_(1.0)
+        return clock.time_us(optimizer.step)
+
+    optimizer.step()
+    state_bytes = _states(optimizer, copies, trained)
+    optimizer.step()
     peak_bytes = meter.measure(optimizer.step).peak_bytes
-    times = [clock.time_us(optimizer.step) for _ in range(repeats)]
-    return replace(
-        cost,
-        state_bytes=cost.state_bytes + states,
-        sparse_peak=round(peak_bytes / max(1, size), 4),
-        step_us=cost.step_us + typical_us(times),
+    return OptimizerCost(
+        state_bytes=state_bytes,
+        peak_bytes=round(peak_bytes * share),
+        step_us=typical_us([timed_us() for _ in range(repeats)]) * share,
     )
 
 
-def peaks_add(module: nn.Module, whole: ModelOptimizer, *, meter: Meter, sparse: Collection[str] = ()) -> bool:
-    """Whether the optimizer's transients grow with the number of parameters (`foreach`) or with the largest one.
+def peaks_add(module: nn.Module, whole: ModelOptimizer, *, meter: Meter) -> bool:
+    """Return True if the optimizer's transients grow with the number of parameters (`foreach`), not with the largest.
 
-    Those whose gradients are sparse are left out. One parameter alone would not tell: the step of a second one may
-    begin with a tensor of the first.
+    One parameter alone would not tell: the step of a second one may begin with a tensor of the first.
     """
-    twice, thrice = (_step_peak_bytes(dense_parameters(module, sparse), whole.over, meter, times) for times in (2, 3))
+    twice, thrice = (_step_peak_bytes(trained_parameters(module), whole.over, meter, times) for times in (2, 3))
     return thrice > 1.25 * twice > 0
 
 
@@ -103,9 +99,9 @@ def _in_place(
     return lambda copies: whole.over((place[id(p)], copy) for p, copy in copies)
 
 
-def dense_parameters(module: nn.Module, sparse: Collection[str]) -> list[nn.Parameter]:
-    """Return the trained parameters whose names are not in `sparse`."""
-    return [p for name, p in module.named_parameters() if p.requires_grad and name not in sparse]
+def trained_parameters(module: nn.Module, idle: Collection[str] = ()) -> list[nn.Parameter]:
+    """Return the trained parameters whose names are not in `idle`."""
+    return [p for name, p in module.named_parameters() if p.requires_grad and name not in idle]
 
 
 def first_of_same_cost(modules: Sequence[nn.Module], digests: Sequence[str], whole: ModelOptimizer) -> list[int]:
@@ -130,7 +126,7 @@ def boundary_peaks(
     the step of the next. Two large parameters in a row then need more than either layer alone.
 
     Args:
-        layers: Trained parameters of each layer with dense gradients. Their values are not read.
+        layers: Trained parameters of each layer that have gradients. Their values are not read.
         whole: Optimizer of the whole model, whose order of parameters counts.
         device: Device to step on.
         meter: Meter of that device.
@@ -170,42 +166,6 @@ def _peak_of_two(first: Tensor, second: Tensor, whole: ModelOptimizer, *, device
     optimizer = whole.over(zip((first, second), copies, strict=True))
     optimizer.step()
     return round(meter.measure(optimizer.step).peak_bytes / share)
-
-
-def _over_dense(
-    trained: Sequence[nn.Parameter],
-    idle: Collection[int],
-    build: Callable[[Copies], torch.optim.Optimizer],
-    *,
-    meter: Meter,
-    clock: Clock,
-    repeats: int,
-    between_bytes: int,
-) -> OptimizerCost:
-    part = _share(trained)
-    copies = [nn.Parameter(_part(p, part).detach().clone()) for p in trained]
-    share = sum(p.numel() for p in trained) / sum(copy.numel() for copy in copies)
-    for copy in (copy for p, copy in zip(trained, copies, strict=True) if id(p) not in idle):
-        # Not zeros: a CPU's AdamW takes twice as long over them, and training does not have them.
-        copy.grad = 1e-3 * torch.randn_like(copy)
-    optimizer = build(zip(trained, copies, strict=True))
-    if all(copy.grad is None for copy in copies):
-        return OptimizerCost(state_bytes=_states(optimizer, copies, trained))
-    evicting = torch.empty(min(between_bytes, CACHE_BYTES) // 4, device=copies[0].device)
-
-    def timed_us() -> float:
-        evicting.fill_(1.0)
-        return clock.time_us(optimizer.step)
-
-    optimizer.step()
-    state_bytes = _states(optimizer, copies, trained)
-    optimizer.step()
-    peak_bytes = meter.measure(optimizer.step).peak_bytes
-    return OptimizerCost(
-        state_bytes=state_bytes,
-        peak_bytes=round(peak_bytes * share),
-        step_us=typical_us([timed_us() for _ in range(repeats)]) * share,
-    )
 
 
 def _states(optimizer: torch.optim.Optimizer, copies: Sequence[Tensor], parameters: Sequence[Tensor]) -> int:

@@ -206,8 +206,6 @@ def _own_times(times: _Times, of_nothing: _Times, *, is_stage: bool) -> tuple[fl
 
 def _adding_us(gradient: Tensor, clock: Clock) -> float:
     """Time to add a gradient to one that is there, of which as much exists at once as no cache holds."""
-    if gradient.is_sparse:
-        return 0.0  # the next one is written beside it
     flat = gradient.as_strided((gradient.numel(),), (1,))
     there = torch.zeros_like(flat[: CACHE_BYTES // flat.element_size()])
     adding_us = 0.0

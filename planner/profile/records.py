@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import torch
-from torch import Tensor
 
 from planner.core.errors import MeasurementError
 from planner.core.values.profile import MemoryDetail, SplitMemory
@@ -16,7 +15,6 @@ from planner.device.meter import Meter
 from planner.model.refusals import TooFewSamplesError, code_told
 from planner.profile.halves import measure_halves
 from planner.profile.memory import measure_memory
-from planner.profile.sparse import sparse_gradients
 from planner.profile.task import Task
 from planner.profile.units import Key, Unit, UnitInput, trace_units
 
@@ -80,12 +78,6 @@ class Records:
         first = self.distinct[unit.digest].module.named_parameters()
         pairs = zip(unit.module.named_parameters(), first, strict=True)
         return {own for (own, _), (name, _) in pairs if name in names}
-
-    def sparse(self, digest: str) -> dict[str, Tensor]:
-        """The gradients of the first unit of a digest that are sparse, by name of the parameter."""
-        if not self.memory[digest, self.sizes[0]].sparse_gradient_bytes:
-            return {}
-        return sparse_gradients(self.distinct[digest], self.inputs[digest, self.sizes[0]])
 
 
 def record_sizes(task: Task, ways: Ways) -> Records:

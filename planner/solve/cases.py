@@ -30,7 +30,7 @@ def cases_of(profile: Profile, request: Request, *, table: CostTable | None = No
     table = table or CostTable(profile)
     costs: dict[tuple[int, bool], CostsAtSize] = {}
     cases = []
-    for replicas in replica_counts(profile, inputs):
+    for replicas in replica_counts(inputs):
         for m in micro_batch_counts(profile, request, replicas=replicas, required=inputs.replicas != 0):
             size = inputs.batch // (m * replicas)
             key = size, replicas > 1

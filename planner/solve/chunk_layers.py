@@ -25,7 +25,6 @@ import numpy as np
 from planner.core.cost.chain_costs import ChainCosts
 from planner.core.cost.device_memory import ChunkByLayers, SharedBytes, chunk_by_layers, shared_bytes
 from planner.core.cost.layer_memory import StageLayers, most_savings
-from planner.core.cost.sparse import accumulated
 from planner.core.cost.stage_time import LAYERS
 from planner.solve.arrays import FloatArray, IntArray
 from planner.solve.device_layers import Recomputation, best_first, whole_again_us
@@ -142,7 +141,6 @@ class _Stage:
 
     def __init__(self, costs: ChainCosts, first: int, end: int, micro_batches: int, *, in_halves: bool) -> None:
         self.by_layers = chunk_by_layers(costs, first, end, micro_batches=micro_batches, in_halves=in_halves)
-        costs = accumulated(costs, micro_batches)
         self.layers = StageLayers.of(costs, first, end)
         self.times_us = costs.forward_us[first:end]
         self.whole_again_us = whole_again_us(costs, first, end, micro_batches)

@@ -10,7 +10,6 @@ from planner.core.cost.chain_costs import ChainCosts
 from planner.core.cost.layer_memory import least_levels, most_savings
 from planner.core.cost.memory import linear_moments
 from planner.core.cost.moments import Moments
-from planner.core.cost.sparse import accumulated
 from planner.solve.arrays import FloatArray, IntArray
 from planner.solve.layerwise import RELATIVE
 
@@ -31,7 +30,6 @@ def least_again_us(costs: ChainCosts, firsts: IntArray, stop: int, moments: Mome
     Complexity: O(firsts · (stop - firsts[0]) · different ratios of time to bytes, at most 64).
     """
     span = slice(int(firsts[0]), stop)
-    costs = accumulated(costs, moments.micro_batches)
     saved, levels = least_levels(costs, firsts, span)
     must_go = np.full(saved.shape, -np.inf)
     for moment in linear_moments(costs, firsts, stop, moments):

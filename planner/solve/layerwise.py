@@ -29,7 +29,6 @@ from planner.core.cost.chain_costs import ChainCosts
 from planner.core.cost.layer_memory import AGAIN, KEPT, Pending, StageLayers
 from planner.core.cost.memory import linear_moments
 from planner.core.cost.moments import Moments
-from planner.core.cost.sparse import accumulated
 from planner.solve.arrays import BoolArray, FloatArray, IndexArray, IntArray
 
 RELATIVE = 1e-12
@@ -83,7 +82,6 @@ def cheapest_layers(
 
     Complexity: O((end - first) · labels); there are few where many layers are alike.
     """
-    costs = accumulated(costs, moments.micro_batches)
     linear = linear_moments(costs, np.array([first]), end, moments)
     limits = [
         Limit(cap_bytes - float(moment.fixed[0, -1]), moment.weight, -1 if moment.level is None else moment.level)

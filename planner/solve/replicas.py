@@ -1,26 +1,21 @@
 """Pipelines side by side: how many there may be, and what does not go with them."""
 
-from planner.core.cost.sparse import sparse_layer
 from planner.core.errors import UsageError
 from planner.core.values.plan import Inputs
-from planner.core.values.profile import Profile
 
 
-def replica_counts(profile: Profile, inputs: Inputs) -> list[int]:
+def replica_counts(inputs: Inputs) -> list[int]:
     """How many replicas there may be: as many as were asked for, else every number that shares the batch equally."""
     if inputs.replicas:
         return [inputs.replicas]
-    if sparse_layer(profile) is not None:
-        return [1]  # more would have to sum them
     return [r for r in range(1, inputs.devices + 1) if inputs.batch % r == 0]
 
 
-def check_replicas(profile: Profile, inputs: Inputs) -> None:
+def check_replicas(inputs: Inputs) -> None:
     """Refuses replicas that cannot be.
 
     Raises:
-        UsageError: Devices are unlike or too few, the batch cannot be shared, or gradients would have to be summed that
-            nothing sums.
+        UsageError: Devices are unlike or too few, or the batch cannot be shared.
     """
     unlike = len(set(inputs.memory_bytes)) > 1 or len(set(inputs.speeds)) > 1
     if inputs.replicas != 1 and unlike:
@@ -31,10 +26,4 @@ def check_replicas(profile: Profile, inputs: Inputs) -> None:
         raise UsageError(
             f"a batch of {inputs.batch} cannot be shared equally by {inputs.replicas} replicas",
             hint="choose a `--batch` that the replicas divide",
-        )
-    sparse = sparse_layer(profile) if inputs.replicas > 1 else None
-    if sparse is not None:
-        raise UsageError(
-            f'the gradients of layer "{sparse}" are sparse, and {inputs.replicas} replicas would have to sum them',
-            hint="leave `--replicas` out, or build the layer with `sparse=False` and profile again",
         )

@@ -256,7 +256,7 @@ def _check_request(profile: Profile, request: Request) -> None:
             hint=f"measure them between {num_devices} processes: "
             f"`torchrun --nproc-per-node {num_devices} -m planner profile-links`",
         )
-    check_replicas(profile, inputs)
+    check_replicas(inputs)
     if num_devices > num_layers and inputs.replicas == 1:
         raise UsageError(
             f"{num_devices} devices for {counted(num_layers, 'layer')}: every stage needs at least one layer",

@@ -277,7 +277,7 @@ def _relative(value: Tensor, expected: Tensor, least: float = 0.0) -> float:
 
 def _dense(tensor: Tensor | None) -> Tensor:
     assert tensor is not None
-    return (tensor.to_dense() if tensor.is_sparse else tensor).detach().clone()
+    return tensor.detach().clone()
 
 
 def _is_chain(model: Any) -> bool:

@@ -87,14 +87,10 @@ def question(seed: int) -> Case:
     if kind == 3:
         profile = with_programs(profile, seed)
     is_tied = rng.random() < 0.5
-    # Gradients that are summed, over uses or over replicas, are dense.
     replicas = rng.choice([1, 1, 2])
-    may_be_sparse = kind == 0 and not is_tied and replicas == 1
     layers = [_frozen(layer, rng) if n == 0 else layer for n, layer in enumerate(profile.layers)]
     if kind == 0:
         layers = [_in_halves(layer, rng, sizes) for layer in layers]
-    if may_be_sparse:
-        layers = [_sparse(layer, rng, sizes) for layer in layers]
         layers = [_with_attributes(layer, rng) for layer in layers]
     if is_tied:
         _tie(layers, rng)
@@ -218,17 +214,6 @@ def _cuts(rng: random.Random, num_layers: int, stages: int) -> tuple[int, ...]:
 
 def _frozen(layer: LayerProfile, rng: random.Random) -> LayerProfile:
     return replace(layer, gradient_bytes=0, cast_bytes=0, optimizer_bytes=0) if rng.random() < 0.3 else layer
-
-
-def _sparse(layer: LayerProfile, rng: random.Random, sizes: Sequence[int]) -> LayerProfile:
-    if rng.random() < 0.8:
-        return layer
-    dense = layer.parameter_bytes // 2
-    details = tuple(
-        replace(d, sparse_parameter_bytes=dense, sparse_gradient_bytes=7 * s)
-        for d, s in zip(layer.detail, sizes, strict=True)
-    )
-    return replace(layer, detail=details, optimizer_sparse_peak=2.5)
 
 
 def _with_attributes(layer: LayerProfile, rng: random.Random) -> LayerProfile:

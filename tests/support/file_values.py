@@ -60,7 +60,6 @@ def full_layer(n: int) -> LayerProfile:
         optimizer_us=3.5,
         optimizer_peak_bytes=64,
         optimizer_boundary_peak_bytes=96,
-        optimizer_sparse_peak=2.5,
         forward_us=(10.1 + n, 40.2),
         backward_us=(20.3, 80.4),
         backward_input_us=(11.5, 45.5),

@@ -14,7 +14,6 @@ from numpy.typing import NDArray
 from planner.core.cost.chain_costs import ChainCosts
 from planner.core.cost.layer_memory import StageLayers, StageLevels, cast_gradient_peaks
 from planner.core.cost.passing import Passing
-from planner.core.cost.sparse import accumulated
 from planner.core.cost.waiting import Backward
 from planner.core.values.plan import Recompute, StageMemory
 
@@ -68,7 +67,6 @@ def stage_memory(
         recomputed: With `recompute="layers"`, the layers that are recomputed, counted along the chain.
         reserve_bytes: Added as an item of its own.
     """
-    costs = accumulated(costs, micro_batches)
     stages = _Stages(costs, np.array([first]), micro_batches, slice(first, end))
     if recompute == "layers":
         stages.recompute_layers(StageLayers.of(costs, first, end).levels(frozenset(recomputed)))
@@ -126,7 +124,6 @@ def chunk_parts(
 
     With `recompute="layers"` of the one stage that ends there: in the last column.
     """
-    costs = accumulated(costs, micro_batches)
     stages = _Stages(costs, firsts, micro_batches, slice(int(firsts[0]), stop))
     if recompute == "layers":
         stages.recompute_layers(StageLayers.of(costs, int(firsts[0]), stop).levels(frozenset(recomputed)))
@@ -213,7 +210,6 @@ class _Stages:
     def __init__(
         self, costs: ChainCosts, firsts: NDArray[np.int64], micro_batches: int, columns: slice = slice(None)
     ) -> None:
-        costs = accumulated(costs, micro_batches)
         first = firsts[:, None]
         layers = np.arange(costs.num_layers)[columns]
         last = layers[None, :]
@@ -242,7 +238,7 @@ class _Stages:
         self.micro_batches, self.layers_again = micro_batches, False
         self.exact, self.compiled = costs.exact, (costs.programs is not None)
         self.parameters = tied(costs.state.parameters, "parameter_bytes")
-        self.gradients = tied(costs.gradients, "gradient_bytes") + sums(costs.sparse.accumulated)
+        self.gradients = tied(costs.gradients, "gradient_bytes")
         self.optimizer = tied(costs.state.optimizer, "optimizer_bytes")
         self.buffers, self.rewritten = sums(costs.state.buffers), sums(costs.state.rewritten)
         self.casts = tied(costs.state.casts, "cast_bytes")

@@ -59,18 +59,6 @@ class State:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Sparse:
-    """The part of the gradients that is sparse (see `planner.core.cost.sparse`)."""
-
-    gradients: FloatArray
-    """Bytes that one micro-batch makes; part of `ChainCosts.gradients`."""
-    optimizer_peak: FloatArray
-    """Transient bytes of the optimizer's step per byte of these."""
-    accumulated: FloatArray
-    """Bytes that the other micro-batches have made, beside `ChainCosts.gradients`."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Boundaries:
     """What crosses the boundaries in front of each layer and behind it."""
 
@@ -229,7 +217,6 @@ class ChainCosts:
     ties: tuple[Tie, ...]
     gradients: FloatArray
     """What the first micro-batch's backward leaves behind."""
-    sparse: Sparse
     boundaries: Boundaries
     target: float
     """What the loss reads beside the output."""

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.core.cost.chain_costs import ChainCosts, Relays, Sparse, State, Storages
+from planner.core.cost.chain_costs import ChainCosts, Relays, State, Storages
 from planner.core.cost.size_costs import SizeCosts, additive_costs, compiled_costs, exact_costs
 from planner.core.cost.storages import CrossingStorages
 from planner.core.cost.ties import ties_of
@@ -79,7 +79,6 @@ class CostTable:
             exact=self._exact,
             composed_halves=cache(lambda: _blend([(costs.halves(), weight) for costs, weight in weighted])),
             halves_assumed=self.halves_assumed,
-            sparse=self._sparse(_blend([(costs.sparse_gradients, weight) for costs, weight in weighted])),
             target=max(0.0, sum(weight * costs.target for costs, weight in weighted)),
             storages=_storages(weighted),
             relays=_relays(weighted),
@@ -126,14 +125,6 @@ class CostTable:
             "optimizer_peaks_add": self._profile.optimizer_peak == "sum",
             "ties": ties_of(layers),
         }
-
-    def _sparse(self, gradients: FloatArray) -> Sparse:
-        layers = self._profile.layers
-        return Sparse(
-            gradients=gradients,
-            optimizer_peak=np.array([layer.optimizer_sparse_peak for layer in layers]),
-            accumulated=np.zeros(len(layers)),
-        )
 
     def _at(self, n: int) -> SizeCosts:
         if n not in self._sizes:

@@ -21,7 +21,6 @@ from planner.core.cost.layer_memory import ManyLevels, StageLevels, least_levels
 from planner.core.cost.memory import one_stage
 from planner.core.cost.moments import BACKWARDS, FORWARDS, INPUT_BACKWARDS, PARTS, WEIGHT_BACKWARDS, PartName
 from planner.core.cost.parts import Size, shared_parts_of
-from planner.core.cost.sparse import accumulated
 from planner.core.cost.stages import stages_in, with_layers_again
 from planner.core.values.placement import Placement, device_of
 from planner.core.values.plan import Recompute, StageMemory
@@ -191,7 +190,7 @@ def least_totals_by_layers(
     """
     columns = slice(int(firsts[0]), stop)
     stages = stages_in(costs, firsts, columns, micro_batches=micro_batches, in_halves=in_halves)
-    saved, levels = least_levels(accumulated(costs, micro_batches), firsts, columns)
+    saved, levels = least_levels(costs, firsts, columns)
     return shared_parts_of(with_layers_again(stages, ManyLevels(saved, *levels)), "layers").totals(stages.shape)
 
 

@@ -20,7 +20,6 @@ from planner.core.cost.layer_memory import StageLayers, StageLevels
 from planner.core.cost.moments import Moment, Moments
 from planner.core.cost.parts import Parts, parts_of
 from planner.core.cost.passing import is_simple
-from planner.core.cost.sparse import accumulated
 from planner.core.cost.stages import Stages, stages_in, with_layers_again
 from planner.core.values.plan import Recompute, StageMemory
 
@@ -134,7 +133,7 @@ def one_stage(
     layers = slice(first, end)
     stages = stages_in(costs, np.array([first]), layers, micro_batches=micro_batches, in_halves=in_halves)
     if recompute == "layers":
-        every = StageLayers.of(accumulated(costs, micro_batches), first, end)
+        every = StageLayers.of(costs, first, end)
         return with_layers_again(stages, every.levels(frozenset(recomputed))), recompute
     # Where nothing in front is trained, there is no backward, and the executor recomputes nothing.
     return stages, "never" if stages.forward_only[0, -1] else recompute

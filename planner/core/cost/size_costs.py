@@ -36,7 +36,6 @@ class SizeCosts:
     forward_us: FloatArray
     backward_us: FloatArray
     gradients: FloatArray
-    sparse_gradients: FloatArray
     boundaries: Boundaries
     levels: Levels
     halves: Callable[[], Halves]
@@ -62,7 +61,6 @@ def additive_costs(layers: Sequence[LayerProfile], n: int) -> SizeCosts:
         forward_us=_per_layer(layers, lambda layer: layer.forward_us[n]),
         backward_us=_per_layer(layers, lambda layer: layer.backward_us[n]),
         gradients=gradients,
-        sparse_gradients=nothing,
         boundaries=Boundaries(
             input=np.append(0.0, output[:-1]),
             output=output,
@@ -130,13 +128,12 @@ def exact_costs(layers: Sequence[LayerProfile], n: int) -> SizeCosts:
     details = [layer.detail[n] for layer in layers]
     storages = CrossingStorages(details)
     boundaries, saved = _boundaries(details, storages), np.array(storages.saved())
-    gradients = _per_layer(layers, lambda layer: _first_gradients(layer, layer.detail[n]))
+    gradients = _per_layer(layers, gradient_bytes)
     at_end = _held_at_end(storages, boundaries)
     return SizeCosts(
         forward_us=_per_layer(layers, lambda layer: layer.forward_us[n]),
         backward_us=_per_layer(layers, lambda layer: layer.backward_us[n]),
         gradients=gradients,
-        sparse_gradients=_per_layer(layers, lambda layer: layer.detail[n].sparse_gradient_bytes),
         boundaries=boundaries,
         levels=_exact_levels(layers, details, boundaries, saved=saved, gradients=gradients, at_end=at_end),
         halves=cache(partial(_exact_halves, layers, n, saved=saved, gradients=gradients, at_end=at_end)),
@@ -300,7 +297,7 @@ def _exact_halves(
 
 def _assumed(layer: LayerProfile, n: int, *, held: float) -> SplitMemory:
     """A record for a layer without one: everything saved is kept for W, which makes all gradients."""
-    detail, gradients = layer.detail[n], round(_first_gradients(layer, layer.detail[n]))
+    detail, gradients = layer.detail[n], gradient_bytes(layer)
     return SplitMemory(
         held_bytes=round(held),
         weight_gradient_bytes=gradients,
@@ -309,12 +306,6 @@ def _assumed(layer: LayerProfile, n: int, *, held: float) -> SplitMemory:
         first_weight_peak_bytes=round(held) + gradients,
         weight_peak_bytes=round(held) + gradients,
     )
-
-
-def _first_gradients(layer: LayerProfile, detail: MemoryDetail) -> float:
-    """Bytes that the first micro-batch's backward leaves behind."""
-    dense = max(0.0, float(gradient_bytes(layer) - detail.sparse_parameter_bytes))
-    return dense + detail.sparse_gradient_bytes
 
 
 def _per_layer(layers: Sequence[LayerProfile], get: Callable[[LayerProfile], float]) -> FloatArray:

@@ -14,7 +14,6 @@ from numpy.typing import NDArray
 from planner.core.cost.chain_costs import ChainCosts, sums_before
 from planner.core.cost.layer_memory import ManyLevels, StageLevels, cast_gradient_peaks, recomputed_levels
 from planner.core.cost.passing import NothingPassing, Passing
-from planner.core.cost.sparse import accumulated
 from planner.core.cost.waiting import Backward
 from planner.core.cost.weight_backward import weight_peaks
 
@@ -141,7 +140,7 @@ def stages_in(
 
     Complexity: O(columns) for each of `firsts`.
     """
-    window = _Window(accumulated(costs, micro_batches), firsts, columns)
+    window = _Window(costs, firsts, columns)
     stages = window.stages(micro_batches)
     return replace(stages, halves=window.halves(stages)) if in_halves else stages
 
@@ -218,7 +217,7 @@ class _Window:
             costs.has_backward[self.firsts - 1] & (self.firsts > 0),
         )
         saved = self.sums(costs.levels.saved) + unsaved - passing.unkept + copied_input
-        gradients = self._tied(costs.gradients, "gradient_bytes") + self.sums(costs.sparse.accumulated)
+        gradients = self._tied(costs.gradients, "gradient_bytes")
         peaks = self._peaks(output)
         first_message, message = self._message_peaks(peaks, gradients, output)
         batch = np.where(self.first == 0, edge.input[0], 0.0) + np.where(is_last, costs.target, 0.0)

@@ -123,10 +123,6 @@ class MemoryDetail:
     """Whether it writes into its input: a stage that begins with it works on a copy."""
     target_bytes: int = 0
     """Last layer only: the targets its loss reads."""
-    sparse_parameter_bytes: int = 0
-    """Parameters whose gradients are sparse, which `gradient_bytes` counts as if they were dense."""
-    sparse_gradient_bytes: int = 0
-    """Indices and values of these gradients: every micro-batch adds as much, until the optimizer's step is done."""
     attribute_bytes: int = 0
     """Tensors that plain attributes of the layer's modules hold after a forward, and until the next one replaces them:
     neither parameters nor buffers."""
@@ -243,8 +239,6 @@ class LayerProfile:
     """Transient bytes of that step."""
     optimizer_boundary_peak_bytes: int = 0
     """Transient bytes as that step goes on to this layer from the one in front, if a stage has both."""
-    optimizer_sparse_peak: float = 0.0
-    """Transient bytes of that step per byte of sparse gradients."""
     forward_us: tuple[float, ...]
     backward_us: tuple[float, ...]
     """Recomputation not included."""

@@ -151,7 +151,7 @@ class _Rank:
         self._compare_numbers(right, at_start)
         for name, parameter in self._named.items():
             gradient = right.tensors.get(f"gradient:{name}")
-            if gradient is not None and parameter.grad is not None and not parameter.grad.is_sparse:
+            if gradient is not None and parameter.grad is not None:
                 parameter.grad.copy_(gradient)
 
     def _compare_numbers(self, right: State, at_start: dict[str, float]) -> None:

@@ -1,7 +1,7 @@
 """What a step came to: losses, outputs and gradients that must be finite."""
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,19 +11,6 @@ from torch._subclasses.fake_tensor import FakeTensor
 from planner.core.errors import ModelError, TrainingError
 from planner.executor.watch.position import Position
 from planner.model.ghosts import Ghost
-
-
-def expect_dense(gradients: Iterable[Tensor], summed_over: str) -> None:
-    """Refuses sparse gradients where they would have to be summed.
-
-    Raises:
-        ModelError: One is sparse.
-    """
-    if any(gradient.is_sparse for gradient in gradients):
-        raise ModelError(
-            f"a gradient is sparse, and cannot be summed over {summed_over}",
-            hint="build the layer with `sparse=False`, or solve without replicas",
-        )
 
 
 def expect_values(parameters: Mapping[str, Tensor]) -> None:
@@ -39,11 +26,6 @@ def expect_values(parameters: Mapping[str, Tensor]) -> None:
                 f'a hook on "{name}" reads a tensor that this stage does not have, such as another stage\'s parameter',
                 hint="let hooks read the gradient, tensors of the same module, and nothing else",
             )
-
-
-def dense_part(gradient: Tensor) -> Tensor:
-    """The numbers of a gradient, those that a sparse one has of the same row added up; norms are those of the whole."""
-    return gradient.coalesce().values() if gradient.is_sparse else gradient
 
 
 def check_losses(losses: Sequence[Tensor], mean: float, position: Position) -> None:
@@ -86,7 +68,7 @@ def check_gradients(parameters: Mapping[str, Tensor], position: Position) -> Non
         TrainingError: Naming stage and parameter.
     """
     for name, parameter in parameters.items():
-        if parameter.grad is not None and not bool(torch.isfinite(dense_part(parameter.grad)).all()):
+        if parameter.grad is not None and not bool(torch.isfinite(parameter.grad).all()):
             raise TrainingError(
                 f"the gradient of {name} on {position.name} is not finite in step {position.step}",
                 hint="a lower learning rate or clipped gradients may help",

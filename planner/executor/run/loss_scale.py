@@ -65,10 +65,9 @@ class LossScale:
         self.value, self._good_steps = float(state["value"]), int(state["good_steps"])
 
     def _by_kind(self) -> Iterable[list[Tensor]]:
-        """All gradients, those of one dtype together, as torch's operator wants them; of sparse ones the values."""
+        """All gradients, those of one dtype together, as torch's operator wants them."""
         kinds: dict[torch.dtype, list[Tensor]] = {}
         for parameter in self._parameters:
             if parameter.grad is not None:
-                gradient = parameter.grad._values() if parameter.grad.is_sparse else parameter.grad
-                kinds.setdefault(gradient.dtype, []).append(gradient)
+                kinds.setdefault(parameter.grad.dtype, []).append(parameter.grad)
         return kinds.values()

@@ -18,7 +18,6 @@ from torch import Tensor, nn
 
 from planner.core.cost.chain_costs import BUCKET_BYTES
 from planner.core.errors import ModelError
-from planner.executor.run.gradients import expect_dense
 
 
 class ReplicaGradients:
@@ -149,7 +148,6 @@ class _Bucket:
         if self._work is not None:
             return
         gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in self.parameters]
-        expect_dense(gradients, "replicas")
         is_alone = len(gradients) == 1 and gradients[0].is_contiguous()
         flat = gradients[0].view(-1) if is_alone else torch.cat([gradient.flatten() for gradient in gradients])
         places = pairwise(accumulate((p.numel() for p in self.parameters), initial=0))

@@ -41,14 +41,13 @@ from planner.profile.memory import measure_casts
 from planner.profile.optimizer import (
     OptimizerCost,
     boundary_peaks,
-    dense_parameters,
     first_of_same_cost,
     measure_optimizer,
+    trained_parameters,
 )
 from planner.profile.passes import InHalves, Whole, time_once
 from planner.profile.records import Records, Ways, record_memory, record_sizes
 from planner.profile.rewriting import rewritten_bytes
-from planner.profile.sparse import check_ties
 from planner.profile.task import Task
 from planner.profile.timing import Times, half_times_of
 from planner.profile.units import Key, Unit, UnitInput
@@ -95,7 +94,6 @@ class EstimatedBackend:
         ways = Ways(device=self.device, record=partial(record_memory, task=task, meter=meter, in_halves=True))
         with as_ghosts_if_lean(task):
             records = record_sizes(task, ways)
-            check_ties(task.chain.layers, lambda n: records.names_in(n, records.sparse(records.units[n].digest)))
             peaks_add = _peaks_add(task)
             whole = ModelOptimizer(task.loaded.build_optimizer, task.chain.model.parameters())
             units, idle = records.units, idle_parameters(task, records)
@@ -238,7 +236,7 @@ def _optimizer_cost(
 ) -> OptimizerCost:
     cost = measure_optimizer(unit.module, whole, meter=meter, clock=clock, repeats=1, idle=idle)
     # What takes all parameters at once makes a copy of them.
-    copy_bytes = sum(p.nbytes for p in dense_parameters(unit.module, idle))
+    copy_bytes = sum(p.nbytes for p in trained_parameters(unit.module, idle))
     return replace(cost, peak_bytes=copy_bytes) if peaks_add else cost
 
 

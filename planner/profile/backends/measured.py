@@ -30,7 +30,6 @@ from planner.profile.optimizer import (
 from planner.profile.records import Records, Ways, record_memory, record_sizes
 from planner.profile.regret import regret
 from planner.profile.rewriting import rewritten_bytes
-from planner.profile.sparse import check_ties
 from planner.profile.task import Task
 from planner.profile.timing import (
     Times,
@@ -76,7 +75,6 @@ class MeasuredBackend:
         give_freed_memory_back()
         if not self._kind.has_own_memory:
             keep_freed_memory()
-        check_ties(task.chain.layers, lambda n: records.names_in(n, records.sparse(records.units[n].digest)))
         casts_bytes = records.of_each(partial(measure_casts, meter=meter))
         rewritten = records.of_each(rewritten_bytes)
         idle = idle_parameters(task, records)
@@ -135,7 +133,6 @@ def _optimizer_costs(
             clock=clock,
             repeats=task.options.repeats,
             between_bytes=between_bytes,
-            sparse=records.sparse(digest),
             idle=idle[digest],
         )
         for n, (digest, _) in zip(distinct, task.steps.each(keys, records.names), strict=True)
@@ -155,7 +152,7 @@ def _whole(task: Task) -> ModelOptimizer:
 
 def _peaks_add(task: Task, records: Records, meter: Meter) -> bool:
     largest = max(records.distinct.values(), key=lambda unit: unit.parameter_bytes)
-    return peaks_add(largest.module, _whole(task), meter=meter, sparse=records.sparse(largest.digest))
+    return peaks_add(largest.module, _whole(task), meter=meter)
 
 
 def _times(task: Task, records: Records, clock: Clock) -> dict[Key, Times]:

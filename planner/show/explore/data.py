@@ -12,7 +12,6 @@ from planner.core.cost.costs import CostTable
 from planner.core.cost.evaluate import Partition
 from planner.core.cost.layer_memory import cast_gradient_peaks, recomputed_levels
 from planner.core.cost.planning import cluster_of
-from planner.core.cost.sparse import accumulated
 from planner.core.cost.waiting import staying_gradients
 from planner.core.cost.weight_backward import weight_levels
 from planner.core.schedule import KINDS
@@ -48,7 +47,7 @@ def page_data(question: Question, menu: Menu) -> str:
             "bucket_bytes": one.bucket_bytes,
         },
         "fixed": _fixed(one),
-        "sizes": {m: _at_size(costs, m) for m, costs in by_count.items()},
+        "sizes": {m: _at_size(costs) for m, costs in by_count.items()},
         **_choices(question, menu),
     }
     return json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
@@ -145,9 +144,8 @@ def _tie(tie: Tie) -> dict[str, object]:
     }
 
 
-def _at_size(plain: ChainCosts, micro_batches: int) -> dict[str, object]:
-    """The costs of M micro-batches; sums that end with a layer are taken to the end of the chain."""
-    costs = accumulated(plain, micro_batches)
+def _at_size(costs: ChainCosts) -> dict[str, object]:
+    """Return the costs at a micro-batch size; sums that end with a layer are taken to the end of the chain."""
     edge, levels = costs.boundaries, costs.levels
     arrays = {
         "forward_us": costs.forward_us,
@@ -155,7 +153,6 @@ def _at_size(plain: ChainCosts, micro_batches: int) -> dict[str, object]:
         "input_us": costs.halves.input_us,
         "weight_us": costs.halves.weight_us,
         "gradients": costs.gradients,
-        "accumulated": costs.sparse.accumulated,
         "has_backward": costs.has_backward.astype(float),
         "optimizer_peak": costs.state.optimizer_peak,
         "optimizer_boundary_peak": costs.state.optimizer_boundary_peak,

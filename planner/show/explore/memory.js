@@ -99,7 +99,7 @@ function stageOf(c, f, e, M, fixed) {
   const output = c.output[l], copied = c.copied_input[f], input = f > 0 ? c.input[f] : 0;
   const crossing = isLast ? 0 : output, passed = passing.all(l);
   const saved = sumOf(c, "saved", f, e) + c.unsaved_output[l] - passing.unkept(l) + copied;
-  const gradients = tied(c, "gradients", "gradient_bytes", f, e) + sumOf(c, "accumulated", f, e);
+  const gradients = tied(c, "gradients", "gradient_bytes", f, e);
   const s = {
     M, saved, gradients, input, output, exact: fixed.exact,
     parameters: tied(c, "parameters", "parameter_bytes", f, e),

@@ -79,12 +79,12 @@ class Dense(nn.Module):
         return result
 
 
-class Sparse(nn.Module):
-    """A table of embeddings whose gradients are sparse, and layers behind it."""
+class Table(nn.Module):
+    """Table of embeddings that is most of the model, and small layers after it."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.words = nn.Embedding(20 * WORDS, WIDTH, sparse=True)
+        self.words = nn.Embedding(20 * WORDS, WIDTH)
         self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
 
     def forward(self, words: Tensor) -> Tensor:
@@ -257,7 +257,7 @@ KINDS: dict[str, Callable[[], nn.Module]] = {
     "recurrent": Recurrent,
     "adapted": Adapted,
     "dense": Dense,
-    "sparse": Sparse,
+    "table": Table,
     "towers": Towers,
     "residual": Residual,
     "mixture": Mixture,
@@ -278,7 +278,7 @@ def example_batch(batch_size: int, kind: str = "recurrent") -> tuple[Tensor, Ten
     """Random inputs for it; the loss needs no targets."""
     inputs = {
         "dense": lambda: torch.randn(batch_size, 3, 4, 4),
-        "sparse": lambda: torch.randint(20 * WORDS, (batch_size, TOKENS)),
+        "table": lambda: torch.randint(20 * WORDS, (batch_size, TOKENS)),
         "tiny": lambda: torch.randn(batch_size, 8),
         "compared": lambda: torch.randn(batch_size, 4 * TOKENS, WIDTH),
     }
@@ -292,5 +292,5 @@ def loss_fn(output: Tensor, _target: Any) -> Tensor:
 
 
 def build_optimizer(parameters: Any) -> torch.optim.Optimizer:
-    """Takes sparse gradients, too."""
+    """Return SGD, whose step keeps nothing."""
     return torch.optim.SGD(parameters, lr=0.01)

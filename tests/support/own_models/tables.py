@@ -1,4 +1,4 @@
-"""Recommendation as people write it: sparse embeddings, towers for users and things; and what is very small."""
+"""Recommendation as people write it: embeddings, towers for users and things; and what is very small."""
 
 from typing import Any
 
@@ -24,11 +24,11 @@ def histories(batch: int, items: int = _ITEMS, length: int = _HISTORY) -> tuple[
 
 
 class DLRM(nn.Module):
-    """Facebook's (Naumov et al. 2019): numbers by a perceptron, categories by sparse embeddings, then all pairs."""
+    """Facebook's (Naumov et al. 2019): numbers by a perceptron, categories by embeddings, then all pairs."""
 
-    def __init__(self, width: int = 16, items: int = _ITEMS, fields: int = _FIELDS, *, sparse: bool = True) -> None:
+    def __init__(self, width: int = 16, items: int = _ITEMS, fields: int = _FIELDS) -> None:
         super().__init__()
-        self.tables = nn.ModuleList(nn.EmbeddingBag(items, width, mode="sum", sparse=sparse) for _ in range(fields))
+        self.tables = nn.ModuleList(nn.EmbeddingBag(items, width, mode="sum") for _ in range(fields))
         self.bottom = nn.Sequential(nn.Linear(13, 32), nn.ReLU(), nn.Linear(32, width), nn.ReLU())
         pairs = (fields + 1) * fields // 2
         self.top = nn.Sequential(
@@ -107,7 +107,7 @@ def _entry(output: Any, _targets: Any = None) -> Tensor:
 
 
 TABLES: dict[str, RealModel] = {
-    "DLRM, sparse embeddings": RealModel(family="recommendation", build=DLRM, inputs=clicks),
+    "DLRM": RealModel(family="recommendation", build=DLRM, inputs=clicks),
     "DeepFM": RealModel(family="recommendation", build=DeepFM, inputs=clicks),
     "Two towers, one encoder": RealModel(
         family="recommendation", build=SharedTowers, inputs=histories, loss=_entry,

@@ -104,7 +104,6 @@ def check(build: Callable[..., torch.optim.Optimizer]) -> None:
         lambda parameters: torch.optim.AdamW(parameters, fused=True),
         *(by_position, by_shape, Lamb),
         lambda parameters: torch.optim.SGD(list(parameters)[-1:], lr=0.1),
-        lambda parameters: torch.optim.SparseAdam(list(parameters)),
     ],
 )
 def test_what_steps_each_parameter_by_itself_is_accepted(build: Callable[..., torch.optim.Optimizer]) -> None:

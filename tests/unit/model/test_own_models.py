@@ -18,7 +18,7 @@ IN_CI = (
         "DETR by hand",
     ),
     *("U-Net, long skips", "Stochastic depth", "Frozen backbone", "weight_norm", "Siamese", "VAE", "RealNVP"),
-    *("MoE, aux_loss in attributes", "MoE, experts hit by the data", "MMoE", "DLRM, sparse embeddings"),
+    *("MoE, aux_loss in attributes", "MoE, experts hit by the data", "MMoE", "DLRM"),
     *("Two towers, one encoder", "Tiny perceptron"),
 )
 """Compared in every run of the tests; the others where `GPIPE_PLAN_ALL_MODELS` is set."""

@@ -85,13 +85,6 @@ def test_an_embedding_keeps_numbers_and_gradient() -> None:
     assert record.weight_gradient_bytes == N * 64 * 4
 
 
-def test_sparse_gradients_count_as_what_they_take() -> None:
-    """A micro-batch makes indices and values, and W makes them."""
-    numbers = torch.randint(N, (256,))
-    record = halves_of(nn.Embedding(N, 64, sparse=True), numbers)
-    assert record.weight_gradient_bytes == 256 * (64 * 4 + 8)
-
-
 def test_measuring_leaves_no_gradients() -> None:
     """Whoever measures next finds none."""
     layer = linear()
