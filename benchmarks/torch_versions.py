@@ -37,7 +37,6 @@ PAGE = ROOT / "docs/measurements/torch-versions.md"
 ROADS = ("GPipe", "1F1B", "interleaved", "halves", "recompute")
 TESTS = {
     "training": ("tests/functional/test_training.py", "tests/functional/test_split_training.py"),
-    "standalone": ("tests/functional/test_standalone.py",),
     "model": ("tests/unit/model",),
     "profile": ("tests/unit/profile",),
     "executor": ("tests/unit/executor",),

@@ -38,7 +38,7 @@ def emit(plan: File | Plan, options: EmitOptions) -> tuple[Path, ...]:
             by the prediction.
         UsageError: The executor cannot run such a plan, or the profile names no model file; the nodes do not hold its
             processes; or one of `smaller` is no smaller plan of the same training.
-        FileError: A file cannot be read or written; balance.yaml, or a standalone train.py, was edited.
+        FileError: A file cannot be read or written; balance.yaml was edited.
     """
     return written(plan, options, tell=lambda _: None, say=lambda _: None).paths
 
@@ -53,7 +53,7 @@ def written(
     from planner.emit import Places, check_engine, write_emitted  # noqa: PLC0415 - only here
 
     others = options.smaller or ()
-    check_engine(options.engine, standalone=options.standalone, launch=options.launch, has_smaller=bool(others))
+    check_engine(options.engine, launch=options.launch, has_smaller=bool(others))
     nodes = _nodes(options)
     read, place = plan_of(plan)
     source = profile_for(read, place, options.profile)
@@ -64,7 +64,6 @@ def written(
         fresh[0],
         source.profile,
         engine=options.engine,
-        standalone=options.standalone,
         folder=os.fspath(options.output),
         places=Places(plan=place, profile=source.path, smaller=tuple(where for _, where in smaller)),
         force=options.force,

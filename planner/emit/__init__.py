@@ -9,7 +9,6 @@ from planner.emit.layout import EngineFile
 from planner.emit.native import Places, decisions_digest, emit_native
 from planner.emit.reading import SUFFIXES, read_balance_list
 from planner.emit.signature import is_edited
-from planner.emit.standalone import emit_standalone
 
 __all__ = [
     "ENGINES",
@@ -22,7 +21,6 @@ __all__ = [
     "emit_engine",
     "emit_jax",
     "emit_native",
-    "emit_standalone",
     "is_edited",
     "read_balance_list",
     "write_emitted",

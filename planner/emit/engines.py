@@ -22,7 +22,6 @@ from planner.emit.native import Places, emit_native
 from planner.emit.schedule_csv import emit_schedule_csv
 from planner.emit.signature import refuse_other
 from planner.emit.split_spec import emit_split_spec
-from planner.emit.standalone import emit_standalone
 from planner.emit.torchgpipe import emit_torchgpipe
 from planner.emit.torchtitan import emit_torchtitan
 
@@ -41,16 +40,13 @@ _FORMATS: Final = {**ENGINES, "csv": emit_schedule_csv}
 """These, and the schedule alone, which several of them read."""
 
 
-def check_engine(engine: str, *, standalone: bool, launch: str | None = None, has_smaller: bool = False) -> None:
+def check_engine(engine: str, *, launch: str | None = None, has_smaller: bool = False) -> None:
     """Raises `UsageError` where there is no such engine, or it does not go with what else is asked."""
     if engine not in ("native", "jax", *_FORMATS):
         raise UsageError(f"unknown `--format {engine}`", hint=f"one of native, jax, {', '.join(_FORMATS)}")
-    if standalone and engine != "native":
-        raise UsageError(f"`--standalone` goes with the native format, not with `--format {engine}`")
     for option, is_asked in (("--launch", launch is not None), ("--smaller", has_smaller)):
-        if is_asked and (standalone or engine != "native"):
-            other = "`--standalone`" if standalone else f"`--format {engine}`"
-            raise UsageError(f"`{option}` goes with the bundled executor's train.py, not with {other}")
+        if is_asked and engine != "native":
+            raise UsageError(f"`{option}` goes with the bundled executor's train.py, not with `--format {engine}`")
     if launch is not None:
         check_launcher(launch)
 
@@ -74,7 +70,6 @@ def write_emitted(
     profile: Profile,
     *,
     engine: str,
-    standalone: bool,
     folder: str,
     places: Places,
     force: bool,
@@ -83,7 +78,7 @@ def write_emitted(
     nodes: Nodes | None = None,
     compiled: str = "",
 ) -> Written:
-    """Writes what runs `plan` to `folder`: for `engine`, or with `standalone` a script that needs torch alone.
+    """Write what runs `plan` in `engine` to `folder`.
 
     No file of `places` is overwritten, nor the model's, and none that was edited but with `force`. For the bundled
     executor there may be plans for fewer processes, which are made from the same profile (`smaller`), and a file that
@@ -95,7 +90,7 @@ def write_emitted(
             nodes do not hold the processes; or one of `smaller` is no smaller plan of the same training.
         FileError: A file cannot be written, or was edited.
     """
-    check_engine(engine, standalone=standalone, launch=launch, has_smaller=bool(smaller))
+    check_engine(engine, launch=launch, has_smaller=bool(smaller))
     profile_folder = str(Path(places.profile).parent)
     read = (places.plan, places.profile, files.model_path(profile, profile_folder), *places.smaller)
     if engine in _FORMATS:
@@ -104,12 +99,7 @@ def write_emitted(
         _check_apart(texts, read, folder)
         paths = _written(folder, texts, force=force)
         return Written(paths=paths, notes=file.notes, use=file.use)
-    names = [JAX_SCRIPT if engine == "jax" else "train.py"] + ["balance.yaml"] * (not standalone)
-    _check_apart(names, read, folder)
-    if standalone:
-        text = emit_standalone(plan, profile, folder=folder, profile_folder=profile_folder)
-        (path,) = _written(folder, {"train.py": text}, force=force)
-        return Written(paths=(path,), use=f"torchrun --nproc-per-node {len(plan.stages)} {path}")
+    _check_apart((JAX_SCRIPT if engine == "jax" else "train.py", "balance.yaml"), read, folder)
     if engine == "jax":
         emitted = emit_jax(
             plan, profile, folder=folder, profile_folder=profile_folder, places=places, compiled=compiled
@@ -123,7 +113,7 @@ def write_emitted(
         script = Path(folder, emitted.name)
         notes, use = _skipped_devices(plan), launch_line(plan.num_devices * plan.replicas, str(script))
         if launch is not None:
-            job = job_of(emitted.plans, plan.inputs, profile.device, script=script.as_posix(), nodes=nodes)
+            job = job_of(emitted.plans, plan.inputs, script=script.as_posix(), nodes=nodes)
             file = LAUNCHERS[launch](job)
             emitted, notes, use = replace(emitted, launch=file), (*notes, *file.notes), file.use
     paths = emitted.paths(folder)

@@ -861,7 +861,7 @@ OPTIONS = {
     "profile-links": "--output --device --format --quiet",
     "profile": "--output --batch-sizes --batch --repeat --time-budget --device --optimizer --set --input --format",
     "solve": "--devices --mem --batch --micro-batches --recompute --link --reserve --calibration --balance",
-    "emit": "--output --profile --launch --nodes --smaller --standalone --force --quiet",
+    "emit": "--output --profile --launch --nodes --smaller --force --quiet",
     "verify": "--profile --steps --tolerance-time --tolerance-memory --calibration --format --quiet",
     "check": "--mem --device --headroom --against --strict --profile --format --quiet",
     "explain": "--format",

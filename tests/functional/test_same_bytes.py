@@ -194,20 +194,16 @@ def a_plan_for_every_engine(folder: Path) -> None:
     planner.solve("profile.yaml", output="plan.yaml", **asked)
 
 
-@pytest.mark.parametrize("engine", ["native", "jax", "standalone", "csv", *ENGINES])
+@pytest.mark.parametrize("engine", ["native", "jax", "csv", *ENGINES])
 def test_every_format(here: Path, capsys: Capsys, engine: str) -> None:
     """The same files with the same bytes, and the function names those that the command names."""
     a_plan_for_every_engine(here)
-    options = ("--standalone",) if engine == "standalone" else ("--format", engine)
-    done = call(capsys, "emit", "plan.yaml", "-o", "out", *options)
+    done = call(capsys, "emit", "plan.yaml", "-o", "out", "--format", engine)
     assert done.code == 0, done.err
     before = {path: path.read_bytes() for path in Path("out").iterdir()}
     for path in before:
         path.unlink()
-    if engine == "standalone":
-        paths = planner.emit("plan.yaml", output="out", standalone=True)
-    else:
-        paths = planner.emit("plan.yaml", output="out", engine=engine)
+    paths = planner.emit("plan.yaml", output="out", engine=engine)
     assert {path: path.read_bytes() for path in paths} == before
     assert done.out.split() == [str(path) for path in paths]
 

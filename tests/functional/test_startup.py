@@ -109,7 +109,7 @@ def probe(folder: Path, *arguments: str) -> dict[str, Any]:
         ("compare", "plan.yaml", "plan.yaml"),
         ("sweep", "--devices", "1,2", "--mem", "1GB"),
         ("emit",),
-        ("emit", "--standalone", "--force"),
+        ("emit", "--force"),
         ("show",),
         ("show", "profile.yaml"),
         ("show", "--html", "report.html", "--svg", "step.svg", "--trace", "step.json"),

@@ -88,7 +88,7 @@ compare: format
 solve: devices mem batch micro-batches speed schedule chunks replicas recompute link links nodes inter-link allreduce
 solve: overhead reserve calibration headroom balance together apart format devices-any-order frontier explain
 solve: extrapolate output quiet
-emit: output profile format standalone force
+emit: output profile format force
 sweep: devices mem batch micro-batches schedule recompute link reserve format output
 explain: format
 schema:
@@ -103,8 +103,7 @@ for _line in _OPTIONS_OF.strip().split("\n"):
     _OPTIONS.setdefault(_name, []).extend(f"--{_word}" for _word in _words.split())
 
 _FLAGS = frozenset(
-    f"--{name}"
-    for name in ("quiet", "strict", "devices-any-order", "frontier", "explain", "extrapolate", "standalone", "force")
+    f"--{name}" for name in ("quiet", "strict", "devices-any-order", "frontier", "explain", "extrapolate", "force")
 )
 
 

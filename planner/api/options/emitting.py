@@ -34,8 +34,8 @@ class EmitOptions:
         str | None,
         Option(
             "SCHEDULER",
-            "Write what starts train.py there, too: slurm (a batch script), kubernetes (a TrainJob), skypilot "
-            "(a task) or ray (a script for Ray Train).",
+            "Write what starts train.py there, too: slurm (a batch script), kubernetes (a TrainJob) or ray (a script "
+            "for Ray Train).",
             _CLUSTER,
         ),
     ] = None
@@ -52,7 +52,4 @@ class EmitOptions:
             repeatable=True,
         ),
     ] = None
-    standalone: Annotated[
-        bool, Option("", "A train.py that needs torch alone: plain GPipe or 1F1B, nn.Sequential.", _ENGINE)
-    ] = False
     force: Annotated[bool, Option("", "Overwrite a file that was edited.")] = False

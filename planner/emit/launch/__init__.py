@@ -7,7 +7,6 @@ from planner.core.errors import UsageError
 from planner.emit.launch.job import Job, job_of
 from planner.emit.launch.kubernetes import kubernetes_file
 from planner.emit.launch.ray_train import ray_file
-from planner.emit.launch.skypilot import skypilot_file
 from planner.emit.launch.slurm import slurm_file
 from planner.emit.layout import EngineFile
 
@@ -16,7 +15,6 @@ __all__ = ["LAUNCHERS", "Job", "check_launcher", "job_of"]
 LAUNCHERS: Final[dict[str, Callable[[Job], EngineFile]]] = {
     "slurm": slurm_file,
     "kubernetes": kubernetes_file,
-    "skypilot": skypilot_file,
     "ray": ray_file,
 }
 """Schedulers, by what `emit --launch` calls them."""

@@ -18,12 +18,10 @@ from typing import Final
 from planner import __version__
 from planner.core.errors import UsageError
 from planner.core.values.balance import Balance, beside
-from planner.core.values.devices import ACCELERATORS
 from planner.core.values.nodes import Nodes, are_apart
 from planner.core.values.placement import rank_of
 from planner.core.values.plan import Inputs
 from planner.core.values.printable import spelled_out
-from planner.core.values.profile import Device
 from planner.core.values.units import counted
 from planner.emit.signature import signed
 
@@ -51,8 +49,6 @@ class Job:
     device: str
     threads: int
     """CPU threads of each process."""
-    accelerator: str
-    """What `planner.core.values.devices` calls the device of the profile; empty where it has no name for it."""
     crossing: tuple[str, ...]
     """The cuts of the largest plan that lie between nodes."""
     notes: tuple[str, ...] = ()
@@ -110,13 +106,12 @@ class Job:
         return [f"Where less is left, it goes on with {', or '.join(fewer)}."] if fewer else []
 
 
-def job_of(plans: Sequence[Balance], inputs: Inputs, device: Device, *, script: str, nodes: Nodes | None) -> Job:
+def job_of(plans: Sequence[Balance], inputs: Inputs, *, script: str, nodes: Nodes | None) -> Job:
     """The job that trains under `plans`, most processes first; by default on the nodes that the first was solved for.
 
     Args:
         plans: The cuts that the script at `script` takes.
         inputs: What was asked of the solver for the first of them.
-        device: What was profiled.
         script: The path of train.py.
         nodes: The nodes there are.
 
@@ -131,7 +126,6 @@ def job_of(plans: Sequence[Balance], inputs: Inputs, device: Device, *, script: 
         shares=shares,
         device=first.device,
         threads=first.threads,
-        accelerator=_accelerator(device),
         crossing=_crossing(first, shares[0].devices),
         notes=_notes(inputs, shares[0]),
     )
@@ -186,12 +180,6 @@ def _notes(inputs: Inputs, share: Nodes) -> tuple[str, ...]:
         used = f"the plan is for nodes of {inputs.node_devices} devices, of which {share.devices} are used here"
         return (f"{used}: `solve --nodes {share}`",)
     return ()
-
-
-def _accelerator(device: Device) -> str:
-    """The most exact of the names that go with what the device reports."""
-    named = [listed for listed in ACCELERATORS if listed.is_called(device.name)]
-    return max(named, key=lambda listed: len(listed.called)).name if named else ""
 
 
 def _described(share: Nodes) -> str:

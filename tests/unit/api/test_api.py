@@ -92,14 +92,6 @@ def test_functions_are_documented_and_typed(verb: str) -> None:
         assert re.search(rf"^ +{name}: \S", function.__doc__, re.MULTILINE), name
 
 
-def test_a_standalone_script_can_be_emitted(here: Path) -> None:
-    """Alone, without a balance.yaml beside it."""
-    profile = replace(gate.profile(), model=Model(source="model.py:build_model"))
-    plan = planner.solve(profile, devices=2, mem="8GB")
-    assert planner.emit(plan, profile=profile, output="alone", standalone=True) == (Path("alone/train.py"),)
-    assert [path.name for path in Path("alone").iterdir()] == ["train.py"]
-
-
 @pytest.mark.parametrize("verb", ["profile", "solve", "emit", "check", "explore", "verify", "sweep"])
 def test_an_unknown_keyword_is_refused_by_name(verb: str) -> None:
     """Before anything is read."""

@@ -6,7 +6,7 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -61,7 +61,7 @@ def written(profile: Profile, name: str, script: str = "out/train.py", nodes: No
     plans = [plan_of(profile, stages) for stages in (4, 2, 1)]
     emitted = emit_native(plans[0], profile, folder=".", profile_folder=".", smaller=plans[1:])
     nodes = nodes or Nodes(count=2, devices=2)
-    return LAUNCHERS[name](job_of(emitted.plans, plans[0].inputs, profile.device, script=script, nodes=nodes)).text
+    return LAUNCHERS[name](job_of(emitted.plans, plans[0].inputs, script=script, nodes=nodes)).text
 
 
 # Nodes
@@ -70,7 +70,7 @@ def written(profile: Profile, name: str, script: str = "out/train.py", nodes: No
 def crossing(profile: Profile, plan: Plan, nodes: Nodes | None) -> list[str]:
     """Stages and ranks of the cuts between nodes."""
     emitted = emit_native(plan, profile, folder=".", profile_folder=".")
-    job = job_of(emitted.plans, plan.inputs, profile.device, script="train.py", nodes=nodes)
+    job = job_of(emitted.plans, plan.inputs, script="train.py", nodes=nodes)
     return [cut.partition(", ")[2] for cut in job.crossing]
 
 
@@ -96,7 +96,7 @@ def test_nodes_get_as_many_processes_each(profile: Profile) -> None:
     def job(nodes: str, plan: Plan = four) -> Any:
         count, devices = map(int, nodes.split("x"))
         there = Nodes(count=count, devices=devices)
-        return job_of(emitted.plans, plan.inputs, profile.device, script="train.py", nodes=there)
+        return job_of(emitted.plans, plan.inputs, script="train.py", nodes=there)
 
     shares = {nodes: str(job(nodes).largest) for nodes in ("1x8", "4x2", "2x3", "4x1")}
     assert shares == {"1x8": "1x4", "4x2": "2x2", "2x3": "2x2", "4x1": "4x1"}
@@ -182,7 +182,7 @@ def test_the_job_queues_again_before_its_time_is_over(profile: Profile, tmp_path
         assert (tmp_path / "scontrol").read_text() == "requeue 77\n"
 
 
-# Kubernetes and SkyPilot
+# Kubernetes
 
 POD = "spec.runtimePatches[].trainingRuntimeSpec.template.spec.replicatedJobs[].template.spec.template.spec"
 TRAIN_JOB = {
@@ -213,24 +213,6 @@ TRAIN_JOB = {
 Source: manifests/base/crds/trainer.kubeflow.org_trainjobs.yaml; the names are those of its runtime `torch-distributed`.
 """
 
-SKY_TASK = {
-    "name": str,
-    "num_nodes": int,
-    "workdir": str,
-    "envs.BUCKET": type(None),
-    "resources.accelerators": r"\S+:\d+",
-    "resources.cpus": r"\d+\+",
-    "resources.job_recovery.max_restarts_on_errors": int,
-    "file_mounts./checkpoints.name": str,
-    "file_mounts./checkpoints.mode": "MOUNT|COPY|MOUNT_CACHED",
-    "setup": str,
-    "run": str,
-}
-"""Keys of a task that we write, and what they hold by SkyPilot 0.14.1.
-
-Source: sky/utils/schemas.py, `get_task_schema`, `get_resources_schema` and `get_storage_schema`.
-"""
-
 
 def leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
     """Every value of a document with its path; members of lists have one in common."""
@@ -244,22 +226,19 @@ def leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
         yield path, value
 
 
-@pytest.mark.parametrize(("name", "schema"), [("kubernetes", TRAIN_JOB), ("skypilot", SKY_TASK)])
 @pytest.mark.parametrize("kind", ["cuda", "cpu"])
-def test_a_manifest_has_the_fields_that_are_published(
-    profile: Profile, name: str, schema: Mapping[str, Any], kind: str
-) -> None:
+def test_a_manifest_has_the_fields_that_are_published(profile: Profile, kind: str) -> None:
     """And no others, with values of their types."""
     on_device = replace(profile, device=replace(profile.device, kind=kind))
-    document = yaml.safe_load(written(on_device, name))
+    document = yaml.safe_load(written(on_device, "kubernetes"))
     for path, value in leaves(document):
-        expected = schema[path]
+        expected = TRAIN_JOB[path]
         fits = re.fullmatch(expected, value) if isinstance(expected, str) else isinstance(value, expected)
         assert fits, (path, value)
 
 
 def test_a_manifest_starts_what_was_planned(profile: Profile) -> None:
-    """Two nodes of two processes; SkyPilot's name of the GPU."""
+    """Two nodes of two processes."""
     job = yaml.safe_load(written(profile, "kubernetes"))["spec"]["trainer"]
     assert (job["numNodes"], job["numProcPerNode"], job["resourcesPerNode"]["limits"]) == (
         2,
@@ -267,10 +246,6 @@ def test_a_manifest_starts_what_was_planned(profile: Profile) -> None:
         {"nvidia.com/gpu": "2"},
     )
     assert job["args"] == ["--max-restarts=3", "out/train.py", "--checkpoint=/checkpoints", "--resume=auto"]
-    task = yaml.safe_load(written(profile, "skypilot"))
-    assert (task["num_nodes"], task["resources"]["accelerators"]) == (2, "A100:2")
-    assert subprocess.run(["bash", "-n"], input=task["run"], text=True, check=False).returncode == 0
-    assert "--nproc-per-node 2 " in task["run"]
 
 
 # Ray
@@ -338,7 +313,7 @@ def test_a_hostile_path_stays_a_path(profile: Profile, name: str, tmp_path: Path
         assert HOSTILE in yaml.safe_load(text)["spec"]["trainer"]["args"]
     else:
         (tmp_path / "told").write_text("0")
-        assert started(tmp_path, text if name == "slurm" else yaml.safe_load(text)["run"]).wait(10) == 0
+        assert started(tmp_path, text).wait(10) == 0
         assert HOSTILE in (tmp_path / "torchrun").read_text().split("\0")
     assert not (tmp_path / "x").exists()
 
@@ -356,7 +331,7 @@ def test_what_does_not_go_together_is_refused(
         ({"nodes": "2x2"}, "`--nodes 2x2` says where `--launch` starts the script"),
         ({"launch": "slurm", "nodes": "2x"}, "expected nodes times devices"),
         ({"launch": "slurm", "nodes": "1x3"}, "4 processes cannot be shared evenly"),
-        ({"launch": "ray", "standalone": True}, "not with `--standalone`"),
+        ({"launch": "ray", "engine": "torch"}, "`--launch` goes with the bundled executor's train.py"),
         ({"smaller": [plan_of(profile, 2)], "engine": "torch"}, "not with `--format torch`"),
         ({"smaller": [plan]}, "a plan for 4 processes is no smaller one beside a plan for 4"),
         ({"smaller": [plan_of(profile, 2, batch=16)]}, "would not train the same"),
