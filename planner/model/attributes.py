@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from planner.model.leaves import Value, is_plain
 from planner.model.nests import Nest, put_together, take_apart
@@ -67,6 +68,14 @@ class Attributes:
     def changes(self) -> list[Change]:
         """What is another since this was made, as far as it is followed."""
         return [change for container in self._containers.values() for change in _changes(container)]
+
+    def tensors(self) -> list[Tensor]:
+        """Return the tensors that the attributes hold now, as far as they are followed."""
+        leaves: list[Any] = []
+        for container in self._containers.values():
+            live = dict(enumerate(container.live)) if isinstance(container.live, list) else container.live
+            leaves += tree_leaves([v for key, v in live.items() if container.keys or key not in _OF_EVERY_MODULE])
+        return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
 
     def restore(self) -> None:
         """Puts back what now holds other tensors, and what was set beside them: that they are there, for example.

@@ -45,6 +45,11 @@ class Layer:
         return {f"{self._prefix}{name}": buffer for name, buffer in self.module.named_buffers()}
 
     @property
+    def buffer_bytes(self) -> int:
+        """Bytes of all its buffers, as they are now."""
+        return sum(buffer.nbytes for buffer in self.module.buffers())
+
+    @property
     def _prefix(self) -> str:
         return "" if isinstance(self.module, ModelStage) else f"{self.name}."
 

@@ -6,7 +6,7 @@ there, too.
 """
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, cast
 
@@ -28,16 +28,10 @@ def named_tensors(module: nn.Module) -> list[tuple[str, Tensor]]:
     return [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
 
 
-def loose_tensors(module: nn.Module, parts: Iterable[nn.Module] | None = None) -> list[Tensor]:
-    """Return tensors in plain attributes, lists and dicts that are not parameters or buffers of `module`.
-
-    Args:
-        module: The module.
-        parts: The modules whose attributes count; by default `module` and all modules below it.
-    """
+def loose_tensors(module: nn.Module) -> list[Tensor]:
+    """Return tensors in plain attributes, lists and dicts that are not parameters or buffers of `module`."""
     held = {id(tensor) for tensor in (*module.parameters(), *module.buffers())}
-    parts = module.modules() if parts is None else parts
-    leaves = [leaf for part in parts for _, value in _attributes(part) for leaf in tree_leaves(value)]
+    leaves = [leaf for part in module.modules() for _, value in _attributes(part) for leaf in tree_leaves(value)]
     return [leaf for leaf in leaves if isinstance(leaf, Tensor) and id(leaf) not in held]
 
 

@@ -48,7 +48,13 @@ def written_states(recording: Recording, names: Mapping[int, str], assigned: Map
         ends = [call.exit for call in recording.calls if call.path == path]
         times.setdefault(storage, []).append(max(ends, default=END))
     return [
-        KeptState(name=names[storage], storage=storage, first=min(times[storage]), last=max(times[storage]))
+        KeptState(
+            name=names[storage],
+            storage=storage,
+            first=min(times[storage]),
+            last=max(times[storage]),
+            is_replaced=storage in assigned,
+        )
         for storage in sorted(changed & names.keys() & times.keys())
     ]
 

@@ -105,6 +105,8 @@ class KeptState:
     """Time of the last access."""
     attribute: tuple[str, tuple[Any, ...]] | None = None
     """Path of the module, and the keys from its attributes to the tensor; None for what is written in place."""
+    is_replaced: bool = False
+    """True for a buffer in whose place the forward puts another tensor."""
 
 
 @dataclass(kw_only=True)

@@ -6,7 +6,7 @@ touches on its way are absent ghosts, too. Whatever reaches an output or the nex
 The forward ends behind the stage's last module, or the join behind that. Modules are changed only while a stage runs.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -36,14 +36,29 @@ class ModelStage(nn.Module):
         return StageForward(self._part, received).result()
 
     def share_with(self, root: nn.Module) -> None:
-        """Makes this stage's parameters and buffers those of `root` too, under the names they have in the model."""
+        """Makes this stage's parameters and buffers those of `root` too, under the names they have in the model.
+
+        All but buffers that forwards replace: see `replaced_buffers`.
+        """
         for name in self._part.held:
+            if name in self._part.replaced:  # it would keep the first tensor in memory
+                continue
             *path, last = name.split(".")
             owner, holder = self._part.model.get_submodule(".".join(path)), holder_at(root, path)
             if last in owner._parameters:
                 holder._parameters[last] = owner._parameters[last]
             else:
                 holder._buffers[last] = owner._buffers[last]
+
+    def named_buffers(self, prefix: str = "", *args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:
+        """Return the stage's buffers of today."""
+        yield from super().named_buffers(prefix, *args, **kwargs)
+        for name, buffer in self.replaced_buffers():
+            yield f"{prefix}.{name}" if prefix else name, buffer
+
+    def replaced_buffers(self) -> list[tuple[str, Tensor]]:
+        """Return the buffers in whose place forwards put other tensors, by their names in the model."""
+        return [(name, held_tensor(self._part.model, name)) for name in self._part.replaced]
 
     def call_at_ends(self, begun: Callable[[], None], done: Callable[[], None] = lambda: None) -> None:
         """Has these called in each forward, behind all that lies in front of the stage, and behind its last layer."""
@@ -79,8 +94,8 @@ class ModelStage(nn.Module):
 
     @property
     def holders(self) -> list[nn.Module]:
-        """The modules of the model whose own parameters and buffers the stage needs."""
-        paths = sorted({name.rpartition(".")[0] for name in self._part.held})
+        """The modules of the model whose own parameters, buffers and kept attributes the stage needs."""
+        paths = sorted({*(name.rpartition(".")[0] for name in self._part.held), *(path for path, _ in self._part.kept)})
         return [self._part.model.get_submodule(path) for path in paths]
 
     @property

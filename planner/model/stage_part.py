@@ -37,7 +37,9 @@ class Part:
             if c.holds_tensors or (call.exit < self.begin and not call.constant)
         ]
         """What a forward leaves in attributes and does not keep: tensors, and numbers of calls that it passes over."""
-        states = (state for state in outline.recording.states if self.begin <= state.first < self.stop)
+        states = [state for state in outline.recording.states if self.begin <= state.first < self.stop]
+        self.replaced = [state.name for state in states if state.is_replaced and state.name in self.held]
+        """Buffers in whose place the stage's forwards put other tensors."""
         self.kept = [state.attribute for state in states if state.attribute is not None]
         """Attributes with tensors that the stage changes and that its later forwards read."""
         self.missing = outline.missing[first - 1] if first and self.stop == END else frozenset()

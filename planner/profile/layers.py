@@ -3,14 +3,13 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from torch import nn
-
 from planner.core.cost.costs import saved_bytes
 from planner.core.values.profile import LayerProfile, MemoryDetail
-from planner.model.chain import Chain, Layer, tied_parameters
+from planner.model.chain import Layer, tied_parameters
 from planner.model.state import collecting_bytes
 from planner.profile.optimizer import OptimizerCost
 from planner.profile.records import Records
+from planner.profile.task import Task
 from planner.profile.timing import Times
 from planner.profile.units import Key
 
@@ -46,26 +45,21 @@ class Measured:
     layers: tuple[LayerProfile, ...]
 
 
-def layer_profiles(chain: Chain, costs: Costs) -> tuple[LayerProfile, ...]:
+def layer_profiles(task: Task, costs: Costs) -> tuple[LayerProfile, ...]:
     """What every layer costs, in order."""
-    records = costs.records
+    records, chain = costs.records, task.chain
     saved = [saved_bytes([records.memory[unit.digest, size] for unit in records.units]) for size in records.sizes]
     tied = tied_parameters(chain.layers)
     return tuple(
-        _layer_profile(chain, n, costs, saved=tuple(of_size[n] for of_size in saved), tied=tied)
+        _layer_profile(task, n, costs, saved=tuple(of_size[n] for of_size in saved), tied=tied)
         for n in range(len(chain.layers))
     )
 
 
-def own_buffer_bytes(module: nn.Module) -> int:
-    """Bytes of a layer's buffers."""
-    return sum(buffer.nbytes for buffer in module.buffers())
-
-
 def _layer_profile(
-    chain: Chain, n: int, costs: Costs, *, saved: tuple[int, ...], tied: Mapping[str, tuple[str, ...]]
+    task: Task, n: int, costs: Costs, *, saved: tuple[int, ...], tied: Mapping[str, tuple[str, ...]]
 ) -> LayerProfile:
-    layer, digest, sizes = chain.layers[n], costs.records.units[n].digest, costs.records.sizes
+    layer, digest, sizes = task.chain.layers[n], costs.records.units[n].digest, costs.records.sizes
     times = [costs.times[digest, size] for size in sizes]
     half_times = [costs.half_times_us[digest, size] for size in sizes if (digest, size) in costs.half_times_us]
     halves = tuple(costs.records.halves[digest, size] for size in sizes if (digest, size) in costs.records.halves)
@@ -75,11 +69,11 @@ def _layer_profile(
     return LayerProfile(
         name=layer.name,
         digest=digest,
-        modules=chain.modules(n),
+        modules=task.chain.modules(n),
         parameter_bytes=sum(p.nbytes for p in layer.module.parameters()),
         gradient_bytes=sum(p.nbytes for p in layer.module.parameters() if p.requires_grad),
         optimizer_bytes=optimizer.state_bytes,
-        buffer_bytes=own_buffer_bytes(layer.module) + collecting_bytes(layer.module),
+        buffer_bytes=task.buffer_bytes[layer.name] + collecting_bytes(layer.module),
         cast_bytes=costs.casts_bytes[digest],
         rewritten_bytes=costs.rewritten_bytes[digest],
         tied=sharers,

@@ -21,15 +21,17 @@ from torch.utils._pytree import tree_flatten
 
 from planner.core.values.profile import BoundaryTensor, MemoryDetail
 from planner.device.meter import Meter
+from planner.model.attributes import Attributes
 from planner.model.ghosts import storage_key, storage_of
-from planner.model.held import loose_tensors
 from planner.model.refusals import sparse_gradients
 from planner.model.stage import ModelStage
 from planner.profile.units import Unit, UnitInput
 
 
-def measure_memory(unit: Unit, received: UnitInput, meter: Meter) -> MemoryDetail:
+def measure_memory(unit: Unit, received: UnitInput, meter: Meter, buffer_bytes: int) -> MemoryDetail:
     """Return the record of `unit` for one micro-batch; its parameters are left without gradients.
+
+    Its buffers had `buffer_bytes` before it ran at any size.
 
     Raises:
         ModelError: The unit makes sparse gradients.
@@ -51,6 +53,7 @@ def measure_memory(unit: Unit, received: UnitInput, meter: Meter) -> MemoryDetai
         end_later = _end_backward_peak(unit, received, meter)
         unit.module.zero_grad()
         attribute_bytes, renewed_bytes = _attribute_bytes(unit, received, meter)
+        grown_bytes = sum(buffer.nbytes for buffer in unit.module.buffers()) - buffer_bytes
         inputs, outputs = _boundaries(unit, received)
         return MemoryDetail(
             internal_bytes=max(0, later.internal_bytes),
@@ -64,7 +67,7 @@ def measure_memory(unit: Unit, received: UnitInput, meter: Meter) -> MemoryDetai
             end_backward_peak_bytes=max(0, end_later),
             writes_input=later.writes_input,
             target_bytes=sum(t.nbytes for t in tree_flatten(received.targets)[0] if isinstance(t, Tensor)),
-            attribute_bytes=attribute_bytes,
+            attribute_bytes=attribute_bytes + max(0, grown_bytes),
             renewed_bytes=renewed_bytes,
         )
 
@@ -148,8 +151,10 @@ def _attribute_bytes(unit: Unit, received: UnitInput, meter: Meter) -> tuple[int
     A forward that replaces a tensor releases the earlier one, unless the graph of an earlier forward holds it.
     """
     held = _storages([*unit.module.parameters(), *unit.module.buffers()])
-    parts = unit.module.holders if isinstance(unit.module, ModelStage) else None
-    loose = {key: size for key, size in _storages(loose_tensors(unit.module, parts)).items() if key not in held}
+    parts = unit.module.holders if isinstance(unit.module, ModelStage) else unit.module.modules()
+    # No reference to them is kept, so that the next forward releases what it replaces.
+    sizes = _storages(Attributes(("", part) for part in parts).tensors())
+    loose = {key: size for key, size in sizes.items() if key not in held}
     if not loose:
         return 0, 0
 

@@ -81,6 +81,7 @@ def profile_model(
         loaded=loaded,
         chain=chain,
         lean=lean,
+        buffer_bytes={layer.name: layer.buffer_bytes for layer in chain.layers},
         options=options,
         kept=kept,
         company=company or Company(),

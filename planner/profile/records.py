@@ -122,7 +122,7 @@ def record_memory(jobs: Sequence[Job], task: Task, meter: Meter, *, in_halves: b
     for key in task.steps.each(list(missing), names, passes=_MEMORY_PASSES):
         job = missing[key]
         with code_told(f'layer "{job.unit.name}"'):
-            kept.memory[key] = measure_memory(job.unit, job.received, meter)
+            kept.memory[key] = measure_memory(job.unit, job.received, meter, task.buffer_bytes[job.unit.name])
             if in_halves:
                 kept.halves[key] = measure_halves(job.unit, job.received, meter)
         # Layers of several sizes leave holes.

@@ -5,9 +5,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from planner.model.ghosts import storage_key, storage_of
+from planner.model.ghosts import storage_key
+from planner.model.nests import tensors_in
 from planner.model.operators import OperatorWatch, written_tensors
-from planner.model.state import Place, collecting_layers, state_owners
+from planner.model.state import Place, StateOwner, collecting_layers, state_owners
 from planner.profile.units import Unit, UnitInput
 
 
@@ -20,14 +21,16 @@ def rewritten_bytes(unit: Unit, received: UnitInput) -> int:
     """
     once, again = _written(unit, received), _written(unit, received)
     # By storage, so that what has several names counts once.
-    return sum(dict(again[place] for place in once.keys() & again.keys()).values())
+    sizes = {storage: size for place in once.keys() & again.keys() for storage, size in again[place].items()}
+    return sum(sizes.values())
 
 
-def _written(unit: Unit, received: UnitInput) -> dict[int, tuple[int, int]]:
-    """By place of the unit's state that a forward writes: its storage, and the bytes of the value."""
+def _written(unit: Unit, received: UnitInput) -> dict[int, dict[int, int]]:
+    """By place of the unit's state that a forward writes: the storages of the value, and the bytes of each."""
     deferred = set(collecting_layers(unit.module))
     owners = [owner for owner in state_owners([(unit.name, unit.module)]) if owner.module not in deferred]
-    before = [(place, place.value, _storage(place.value)) for owner in owners for place in owner.places()]
+    places = [place for owner in owners for place in (*owner.places(), *_nests(owner))]
+    before = [(place, place.value, _storages(place.value)) for place in places]
     written_into: dict[int, Tensor] = {}  # by storage, with a tensor in each, so that no other takes its address
 
     def note(func: Any, args: Any, kwargs: Any, _result: Any) -> None:
@@ -37,15 +40,20 @@ def _written(unit: Unit, received: UnitInput) -> dict[int, tuple[int, int]]:
     with torch.no_grad(), OperatorWatch(after=note):
         unit.run(values, received)
     return {
-        n: (storage._cdata, value.nbytes)
-        for n, (place, value, storage) in enumerate(before)
-        if storage is not None and _is_rewritten(place, value, storage, written_into)
+        n: {key: tensor.nbytes for key, tensor in storages.items()}
+        for n, (place, value, storages) in enumerate(before)
+        if place.value is not value
+        or _storages(place.value).keys() != storages.keys()
+        or not written_into.keys().isdisjoint(storages)
     }
 
 
-def _storage(value: Any) -> torch.UntypedStorage | None:
-    return storage_of(value) if isinstance(value, Tensor) and value.layout == torch.strided else None
+def _nests(owner: StateOwner) -> list[Place]:
+    """Return the attributes that hold several tensors; what was None before the first forward is state as well."""
+    held = vars(owner.module)
+    return [Place(owner.path, held, name) for name, value in held.items() if isinstance(value, tuple | list)]
 
 
-def _is_rewritten(place: Place, value: Tensor, storage: torch.UntypedStorage, written: dict[int, Tensor]) -> bool:
-    return place.value is not value or storage_key(value) != storage._cdata or storage._cdata in written
+def _storages(value: Any) -> dict[int, Tensor]:
+    """Return the tensors in a value, which is one or a nest of some, by their storages."""
+    return {storage_key(tensor): tensor for tensor in tensors_in(value) if tensor.layout == torch.strided}

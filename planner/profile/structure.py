@@ -8,13 +8,13 @@ from torch import nn
 
 from planner.core.values.profile import Profile
 from planner.core.values.units import format_bytes
-from planner.model.attributes import Attributes
 from planner.model.chain import Chain, chain_digest
 from planner.model.lean import build_lean, move_buffers
 from planner.model.load import LoadedModel
 from planner.model.precision import converted
 from planner.model.refusals import TooFewSamplesError
 from planner.model.shared_memory import check_hooks, has_hooks
+from planner.model.stage import ModelStage
 from planner.profile.units import trace_units
 
 
@@ -35,12 +35,10 @@ def find_chain(loaded: LoadedModel, device: torch.device) -> tuple[Chain, bool]:
     with suppress(Exception):  # what needs values somewhere is built whole, and an error of the user's comes again
         chain = _checked_chain(loaded, build_lean(loaded.build))
         if all(parameter.is_meta for parameter in chain.model.parameters()):
-            attributes = Attributes(chain.model.named_modules())
             try:
                 trace_units(chain, loaded, (1,), device, ghosts=True)
             except TooFewSamplesError:
                 trace_units(chain, loaded, (2,), device, ghosts=True)
-            attributes.restore()  # numbers that a forward changes, such as a rate of dropout, are in the digest
             move_buffers(chain.model, device)
             return chain, True
     return _checked_chain(loaded, loaded.build(), device), False
@@ -53,6 +51,9 @@ def _checked_chain(loaded: LoadedModel, model: nn.Module, device: torch.device |
     ready = converted(model, loaded.precision)
     chain = loaded.chain(ready if device is None else ready.to(device))
     check_hooks(hooked, chain.layers)
+    for layer in chain.layers:
+        if isinstance(layer.module, ModelStage):
+            layer.module.keep_state()
     return chain
 
 

@@ -114,6 +114,8 @@ class Task:
     chain: Chain
     lean: bool
     """Whether the model's parameters have no values yet: layers get them when they are measured."""
+    buffer_bytes: Mapping[str, int]
+    """Bytes of the buffers of every layer, by its name, before it runs: a forward may enlarge them."""
     options: ProfileOptions
     kept: Kept
     """What has been measured so far, also by an interrupted run."""

@@ -7,7 +7,7 @@ trace of operators it runs (operator, shapes, dtypes, numbers); units with the s
 import hashlib
 import json
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -19,6 +19,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from planner.core.errors import ModelError
 from planner.core.values.precision import Precision
+from planner.model.attributes import Attributes
 from planner.model.autocast import keeping_casts, layers_in
 from planner.model.chain import Chain, Layer
 from planner.model.ghosts import Ghost
@@ -101,7 +102,12 @@ def trace_units(
     """
     inputs: dict[Key, UnitInput] = {}
     digests: dict[Layer, str] = {}
-    with as_ghosts(chain.model) if ghosts else nullcontext(), without_reentrance():
+    with ExitStack() as stack:
+        if ghosts:
+            # No ghost stays in an attribute. Numbers are in the digest (a rate of dropout, say), and restored as well.
+            stack.callback(Attributes(chain.model.named_modules()).restore)
+            stack.enter_context(as_ghosts(chain.model))
+        stack.enter_context(without_reentrance())
         for size in sizes:
             batch = loaded.example_batch(size)
             if not ghosts:

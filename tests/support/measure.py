@@ -69,4 +69,5 @@ def memory_of(module: nn.Module, value: Any) -> MemoryDetail:
     """The memory record of `module` for the input `value`, whose tensors carry gradients where they require them."""
     leaves, spec = tree_flatten(value)
     unit = Unit(name="layer", module=module, loss_fn=None, digest="")
-    return measure_memory(unit, UnitInput(tuple(leaves), spec, None), CpuMeter())
+    buffer_bytes = sum(buffer.nbytes for buffer in module.buffers())
+    return measure_memory(unit, UnitInput(tuple(leaves), spec, None), CpuMeter(), buffer_bytes)

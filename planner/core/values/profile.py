@@ -125,7 +125,7 @@ class MemoryDetail:
     """Last layer only: the targets its loss reads."""
     attribute_bytes: int = 0
     """Tensors that plain attributes of the layer's modules hold after a forward, and until the next one replaces them:
-    neither parameters nor buffers."""
+    neither parameters nor buffers. Includes the bytes by which forwards enlarge buffers."""
     renewed_bytes: int = 0
     """The part of `attribute_bytes` that each forward makes anew and its backward reads, such as a pruned weight: a
     micro-batch that waits for its backward keeps its own."""

@@ -133,12 +133,14 @@ class StageModule(nn.Module):
         with self.statistics.collecting():
             return self._forward(*tensors)
 
-    def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:
+    def named_buffers(self, prefix: str = "", *args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:
         """The buffers of today: a layer may have put another tensor in a buffer's place."""
-        for layer in self._layers:
-            if isinstance(layer, ModelStage):
-                layer.share_with(self)
-        return super().named_buffers(*args, **kwargs)
+        parts = [layer for layer in self._layers if isinstance(layer, ModelStage)]
+        for part in parts:
+            part.share_with(self)
+        yield from super().named_buffers(prefix, *args, **kwargs)
+        for name, buffer in (each for part in parts for each in part.replaced_buffers()):
+            yield f"{prefix}.{name}" if prefix else name, buffer
 
     def finished_modules(self) -> dict[str, nn.Module]:
         """Return the modules whose forward ends in this stage, by their paths in the whole model."""

@@ -31,7 +31,7 @@ from planner.model.load import LoadedModel
 from planner.model.optimizers import ModelOptimizer
 from planner.profile.backends.compiler import Compiler
 from planner.profile.backends.estimated import GhostMeter, RooflineClock, as_ghosts_if_lean
-from planner.profile.layers import Costs, Measured, layer_profiles, own_buffer_bytes
+from planner.profile.layers import Costs, Measured, layer_profiles
 from planner.profile.memory import measure_casts
 from planner.profile.optimizer import OptimizerCost, measure_optimizer
 from planner.profile.records import Job, Records, Ways, record_sizes
@@ -115,7 +115,7 @@ class CompiledBackend:
                     for key in records.inputs
                 },
             )
-            profiles = layer_profiles(task.chain, costs)
+            profiles = layer_profiles(task, costs)
         chains = [[layers[profile.digest, size] for profile in profiles] for size in records.sizes]
         kept = list(map(_kept_outputs, chains))
         received = list(map(_received, chains))
@@ -127,7 +127,7 @@ class CompiledBackend:
             layers=tuple(
                 _with_programs(
                     profile,
-                    task.chain.layers[n].module,
+                    task.buffer_bytes[profile.name],
                     [layers[profile.digest, size] for size in records.sizes],
                     kept=[of_size[n] for of_size in kept],
                     received=[of_size[n] for of_size in received],
@@ -151,7 +151,7 @@ def _compile(jobs: Sequence[Job], task: Task, compiler: Compiler, layers: dict[K
 
 def _with_programs(
     profile: LayerProfile,
-    module: nn.Module,
+    buffer_bytes: int,
     compiled: Sequence[CompiledLayer],
     *,
     kept: Sequence[Mapping[int, bool]],
@@ -172,7 +172,7 @@ def _with_programs(
     ]
     return replace(
         profile,
-        buffer_bytes=own_buffer_bytes(module),
+        buffer_bytes=buffer_bytes,
         forward_flops=tuple(round(layer.flops) for layer in compiled),
         detail=(),
         program=tuple(programs),

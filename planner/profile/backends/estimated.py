@@ -122,9 +122,7 @@ class EstimatedBackend:
                 times=times,
                 half_times_us=half_times_us,
             )
-            return Measured(
-                sizes=records.sizes, optimizer_peaks_add=peaks_add, layers=layer_profiles(task.chain, costs)
-            )
+            return Measured(sizes=records.sizes, optimizer_peaks_add=peaks_add, layers=layer_profiles(task, costs))
 
 
 @contextmanager

@@ -104,7 +104,7 @@ class MeasuredBackend:
         return Measured(
             sizes=records.sizes,
             optimizer_peaks_add=_peaks_add(task, records, meter),
-            layers=layer_profiles(task.chain, costs),
+            layers=layer_profiles(task, costs),
         )
 
 

@@ -215,6 +215,51 @@ class Pruned(nn.Module):
         return result
 
 
+class _Cell(nn.Module):
+    """Keeps its hidden state until the next forward, as a buffer, a tensor, or a tuple."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.linear, self.kind = nn.Linear(WIDTH, WIDTH), kind
+        if kind == "buffer":
+            self.register_buffer("hidden", torch.zeros(1, 1, WIDTH))
+        else:
+            self.hidden: Any = None
+
+    def forward(self, value: Tensor) -> Tensor:
+        value = self.linear(value)
+        new = value.detach().clone()
+        old = self.hidden
+        self.hidden = (new, 2 * new) if self.kind == "tuple" else new
+        if isinstance(old, tuple):
+            old = old[1] - old[0]
+        return torch.tanh(value if old is None else value + old)
+
+
+class Carried(nn.Module):
+    """Cells that keep their hidden states, of all kinds, between blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        kinds = ("buffer", "tensor", "tuple", "tuple", "tensor", "buffer")
+        self.words = nn.Embedding(WORDS, WIDTH)
+        self.cells = nn.ModuleList(map(_Cell, kinds))
+
+    def forward(self, words: Tensor) -> Tensor:
+        """(b, tokens) to (b, tokens, width)."""
+        value = self.words(words)
+        for cell in self.cells:
+            value = cell(value)
+        result: Tensor = value
+        return result
+
+
+def carried_in_a_row() -> nn.Sequential:
+    """The layers of `Carried` in a Sequential."""
+    model = Carried()
+    return nn.Sequential(model.words, *model.cells)
+
+
 class Compared(nn.Module):
     """An autoencoder whose last layer compares the input with what is made of it."""
 
@@ -264,6 +309,8 @@ KINDS: dict[str, Callable[[], nn.Module]] = {
     "tiny": Tiny,
     "repeated": Repeated,
     "compared": Compared,
+    "carried": Carried,
+    "carried in a row": carried_in_a_row,
     "pruned": Pruned,
     "pruned in a row": pruned_in_a_row,
 }

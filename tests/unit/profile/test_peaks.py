@@ -50,6 +50,15 @@ def test_weights_that_each_forward_makes_anew(tmp_path: Path, kind: str, schedul
     assert {key: (p, m) for key, (p, m) in found.items() if not PROMISED.allows_peak(predicted=p, measured=m)} == {}
 
 
+@pytest.mark.parametrize("kind", ["carried", "carried in a row"])
+def test_state_that_modules_keep_from_one_forward_to_the_next(tmp_path: Path, kind: str) -> None:
+    """It is there all through the step, and each micro-batch that will be recomputed keeps its own: to the byte."""
+    found = predictions(KINDS, {"kind": kind}, tmp_path, micro_batches=(4,))
+    assert len(found) == 3 * 2
+    for key, (predicted, measured) in found.items():
+        assert abs(predicted / measured - 1) < 0.001, (key, predicted, measured)
+
+
 @pytest.mark.parametrize("stages", [1, 2, 3])
 def test_layers_that_are_used_twice(tmp_path: Path, stages: int) -> None:
     """By one stage or by several: their gradients wait for each other, or are summed over ranks."""

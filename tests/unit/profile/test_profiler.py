@@ -56,9 +56,9 @@ def test_equal_layers_are_measured_once(monkeypatch: pytest.MonkeyPatch) -> None
     measured: list[tuple[str, int]] = []
     measure = records.measure_memory
 
-    def counted(unit: Any, given: Any, meter: Any) -> Any:
+    def counted(unit: Any, given: Any, *rest: Any) -> Any:
         measured.append((unit.name, given.values[0].shape[0]))
-        return measure(unit, given, meter)
+        return measure(unit, given, *rest)
 
     monkeypatch.setattr(records, "measure_memory", counted)
     profile = profile_of_model(loaded_model(deep()), sizes=(1, 2))

@@ -169,10 +169,10 @@ def out_of_memory_at(size: int, error: Exception, monkeypatch: pytest.MonkeyPatc
     """Makes measuring micro-batches of `size` fail."""
     measure = records.measure_memory
 
-    def failing(unit: Any, given: Any, meter: Any) -> Any:
+    def failing(unit: Any, given: Any, *rest: Any) -> Any:
         if given.values[0].shape[0] >= size:
             raise error
-        return measure(unit, given, meter)
+        return measure(unit, given, *rest)
 
     monkeypatch.setattr(records, "measure_memory", failing)
 
@@ -259,7 +259,7 @@ def test_an_interrupted_run_goes_on_where_it_stopped(monkeypatch: pytest.MonkeyP
     loaded = loaded_model(model)
     recorded: list[str] = []
     measure = records.measure_memory
-    monkeypatch.setattr(records, "measure_memory", lambda u, g, m: (recorded.append(u.name), measure(u, g, m))[1])
+    monkeypatch.setattr(records, "measure_memory", lambda u, *rest: (recorded.append(u.name), measure(u, *rest))[1])
     monkeypatch.setattr(timing, "typical_us", min)  # which shows whether a repeat was kept
     first = interrupted(loaded, 3)
     assert len(first.measurements) == 3
