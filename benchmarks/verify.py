@@ -1,7 +1,7 @@
 """`gpipe-plan verify` of five models as pipelines of two CPU processes, before and after calibration.
 
     python benchmarks/verify.py > docs/measurements/verify.md
-    python benchmarks/verify.py --beside 1 transformer_lm     # one model, timed beside another process
+    python benchmarks/verify.py transformer_lm     # one model
 
 Prints a Markdown table with its environment. Takes about 25 minutes on a machine that does nothing else meanwhile. On
 one that does, a run can take half as long again as the next: each plan is run three times, and the run whose step is
@@ -56,7 +56,6 @@ def main() -> None:
     """Runs every case and prints its row; with names as arguments only those."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", default=list(CASES))
-    parser.add_argument("--beside", default="0", help="as `profile --beside`")
     asked = parser.parse_args()
     print("# Predicted and measured: `gpipe-plan verify` of two processes on the CPU\n")
     print(
@@ -81,8 +80,7 @@ def main() -> None:
         os.chdir(folder)
         for name in asked.names:
             case = CASES[name]
-            # In a process of its own: beside another one a model can only be timed where no backward has run.
-            profile = ("profile", str(case.model), "--batch", str(case.batch), "--beside", asked.beside, "--quiet")
+            profile = ("profile", str(case.model), "--batch", str(case.batch), "--quiet")
             subprocess.run([sys.executable, "-m", "planner", *profile], check=True, stdout=sys.stderr)
             for schedule in ("gpipe", "auto"):
                 print(f"| {name} | {' | '.join(_row(case, schedule))} |", flush=True)

@@ -20,8 +20,7 @@ from planner.core.values.cluster import ExecutorCost
 from planner.core.values.devices import TORCH_KINDS
 from planner.core.values.precision import Precision
 from planner.core.values.profile import Granularity, Profile
-from planner.core.values.units import counted, parse_us
-from planner.device.machine import usable_cores
+from planner.core.values.units import parse_us
 
 if TYPE_CHECKING:
     from planner.core.values.proof import Proof
@@ -55,34 +54,32 @@ def profile(model: File | Any | None, options: ProfileOptions) -> Profile:
     asked = _asked(model, options)
     check_installed("tpu" if options.device.startswith("tpu") else "train")
     # torch takes longer to import than everything else together.
-    from planner.profile import InterruptedProfileError, check_optimizer_of, company_of, profile_model  # noqa: PLC0415
+    from planner.profile import InterruptedProfileError, check_optimizer_of, profile_model  # noqa: PLC0415
 
     unfinished = partial_path(asked.output)
     earlier = files.read_partial(str(unfinished)) if unfinished is not None and unfinished.exists() else None
     measuring = _measuring(asked)
     loaded = _loaded(model, asked)
-    with company_of(loaded, measuring) as company:
-        check_optimizer_of(loaded, options.device)
-        loaded, proof = _checked(loaded, asked)
-        # First, because an interrupt from here on loses nothing.
-        executor = _executor_cost(options) if options.device.startswith("cpu") and asked.calibration is None else None
-        if earlier is not None:
-            options.note(f"going on from {unfinished}")
-        options.progress("", 0, 0)
-        try:
-            measured = profile_model(
-                loaded,
-                measuring,
-                options.progress,
-                warn=options.warn,
-                note=options.note,
-                earlier=earlier,
-                company=company,
-            )
-        except InterruptedProfileError as interrupt:
-            if unfinished is not None and interrupt.partial.measurements:
-                files.write(str(unfinished), interrupt.partial, header=_UNFINISHED.format(model=_name_of(model)))
-            raise
+    check_optimizer_of(loaded, options.device)
+    loaded, proof = _checked(loaded, asked)
+    # First, because an interrupt from here on loses nothing.
+    executor = _executor_cost(options) if options.device.startswith("cpu") and asked.calibration is None else None
+    if earlier is not None:
+        options.note(f"going on from {unfinished}")
+    options.progress("", 0, 0)
+    try:
+        measured = profile_model(
+            loaded,
+            measuring,
+            options.progress,
+            warn=options.warn,
+            note=options.note,
+            earlier=earlier,
+        )
+    except InterruptedProfileError as interrupt:
+        if unfinished is not None and interrupt.partial.measurements:
+            files.write(str(unfinished), interrupt.partial, header=_UNFINISHED.format(model=_name_of(model)))
+        raise
     if asked.calibration is not None:
         executor = calibrated_executor(asked.calibration, measured.device.kind)
     device = measured.device if executor is None else replace(measured.device, executor=executor)
@@ -159,8 +156,6 @@ def _asked(model: File | Any, options: ProfileOptions) -> _Asked:
     if options.threads < 1 or options.repeat < 2:
         asked_for = f"`--threads {options.threads} --repeat {options.repeat}`"
         raise UsageError(f"{asked_for}: at least 1 thread and 2 repeats are needed")
-    if options.beside:
-        _check_beside(options)
     if asked.output is not None:
         # What is no Python file is refused as such before anything is written.
         path = path_of(model) or ""
@@ -172,21 +167,6 @@ def _asked(model: File | Any, options: ProfileOptions) -> _Asked:
     return asked
 
 
-def _check_beside(options: ProfileOptions) -> None:
-    if options.beside < 0 or options.device not in ("cpu", "cpu:0"):
-        raise UsageError(
-            f"`--beside {options.beside} --device {options.device}`: it is for layers that are timed on the CPU, "
-            "beside 1 process or more",
-            hint="leave it out: devices of their own do not share what cores of one machine do",
-        )
-    if (options.beside + 1) * options.threads > usable_cores():
-        raise UsageError(
-            f"`--beside {options.beside}`: {options.beside + 1} processes of {counted(options.threads, 'thread')} need "
-            f"{(options.beside + 1) * options.threads} cores, and there are {usable_cores()}",
-            hint="as many processes as cores can run side by side, and no more are timed as they would be alone",
-        )
-
-
 def _measuring(asked: _Asked) -> "Measuring":
     from planner.profile import ProfileOptions as Measuring  # noqa: PLC0415 - torch
 
@@ -195,7 +175,6 @@ def _measuring(asked: _Asked) -> "Measuring":
         micro_batch_sizes=asked.sizes,
         device=options.device,
         threads=options.threads,
-        beside=options.beside,
         repeats=options.repeat,
         time_budget_s=asked.time_budget_s,
         until_memory_ends=options.batch_sizes == "auto",

@@ -6,7 +6,7 @@ from planner import Verb
 from planner.core.extras import importing
 
 with importing("train"):
-    from planner.profile.profiler import InterruptedProfileError, check_optimizer_of, company_of, profile_model
+    from planner.profile.profiler import InterruptedProfileError, check_optimizer_of, profile_model
     from planner.profile.structure import ModelChange, model_changes
     from planner.profile.task import ProfileOptions
     from planner.profile.units import layer_digests
@@ -16,7 +16,6 @@ __all__ = [
     "ModelChange",
     "ProfileOptions",
     "check_optimizer_of",
-    "company_of",
     "layer_digests",
     "model_changes",
     "profile_model",

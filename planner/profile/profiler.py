@@ -2,8 +2,7 @@
 
 import platform
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
-from dataclasses import replace
+from contextlib import contextmanager, suppress
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +22,6 @@ from planner.model.precision import dtype_of
 from planner.model.shared_memory import has_hooks
 from planner.model.user_errors import place_in_model
 from planner.profile.backends.choice import backend_of
-from planner.profile.company import Company, neighbours
 from planner.profile.structure import find_chain
 from planner.profile.task import Kept, ProfileOptions, Progress, Steps, Task
 
@@ -44,7 +42,6 @@ def profile_model(
     warn: Callable[[str], None] = lambda _: None,
     note: Callable[[str], None] = lambda _: None,
     earlier: Partial | None = None,
-    company: Company | None = None,
 ) -> Profile:
     """Measures every layer of the model at every micro-batch size. The model is left as it was.
 
@@ -55,7 +52,6 @@ def profile_model(
         warn: Called with what the user should know.
         note: Called with defaults that were taken.
         earlier: What an interrupted run measured; used if it was of the same model in the same environment.
-        company: Who else runs while layers are timed; nobody without it.
 
     Raises:
         ModelError: The model cannot be built, cut, or run on its example batch.
@@ -84,7 +80,6 @@ def profile_model(
         buffer_bytes={layer.name: layer.buffer_bytes for layer in chain.layers},
         options=options,
         kept=kept,
-        company=company or Company(),
         steps=Steps(progress),
         warn=warn,
         note=note,
@@ -107,16 +102,6 @@ def profile_model(
         micro_batch_sizes=measured.sizes,
         layers=measured.layers,
     )
-
-
-def company_of(loaded: LoadedModel, options: ProfileOptions) -> AbstractContextManager[Company]:
-    """Whom the model is timed beside: to be entered before it runs anywhere in this process.
-
-    Raises:
-        UsageError: The system cannot fork processes, and some are asked for.
-    """
-    alone = replace(options, beside=0)
-    return neighbours(options.beside, lambda company: profile_model(loaded, alone, company=company))
 
 
 def check_optimizer_of(loaded: LoadedModel, device: str) -> None:
@@ -200,7 +185,6 @@ def _header(loaded: LoadedModel, chain: Chain, device: Device, options: ProfileO
             python=platform.python_version(),
             dtype=loaded.precision or dtype_of(chain.model),
             threads=options.threads,
-            beside=options.beside,
         ),
         optimizer=loaded.optimizer_name,
         measurements=(),

@@ -7,7 +7,6 @@ from planner.core.values.partial import Measurement, Partial
 from planner.core.values.profile import MemoryDetail, SplitMemory
 from planner.model.chain import Chain
 from planner.model.load import LoadedModel
-from planner.profile.company import Company
 from planner.profile.timing import Samples
 from planner.profile.units import Key
 
@@ -26,8 +25,6 @@ class ProfileOptions:
     """At least so many timed repeats of every layer."""
     time_budget_s: float = 60.0
     """More repeats than that are begun only so long after the first; 0: none, and nothing is said about it."""
-    beside: int = 0
-    """How many other processes run the model while it is timed."""
     until_memory_ends: bool = False
     """Whether sizes for which memory does not suffice, or that are too small for a layer, are left out, rather than an
     error."""
@@ -119,8 +116,6 @@ class Task:
     options: ProfileOptions
     kept: Kept
     """What has been measured so far, also by an interrupted run."""
-    company: Company
-    """Who else runs while layers are timed."""
     steps: Steps
     warn: Callable[[str], None]
     """Called with what the user should know."""

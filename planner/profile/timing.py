@@ -6,7 +6,9 @@ For the same reason equal layers of a model take turns: one of them alone would 
 """
 
 import gc
+import math
 import statistics
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -30,6 +32,9 @@ _BLOCK = 5
 
 _STRETCH_BYTES = 2**28
 """Layers that keep so much are no longer timed in a row: how the row began makes no difference to the next."""
+
+_OVERHEAD_US = 100.0
+"""An executor spends more than this per micro-batch and stage: what is far below it makes no difference."""
 
 Samples = dict[Key, list[tuple[float, float]]]
 """Two times of every repeat, in microseconds: of forward and backward, or of a backward's halves, I and W."""
@@ -126,6 +131,24 @@ def times_of(samples: Sequence[tuple[float, float]]) -> Times:
     half_width = 1.96 * statistics.stdev(both) / len(both) ** 0.5
     forward_us, backward_us = (typical_us(times) for times in zip(*samples, strict=True))
     return Times(forward_us=forward_us, backward_us=backward_us, spread=half_width / mean if mean else 0.0)
+
+
+def doubt(chain: Sequence[str], samples: Mapping[Key, Sequence[tuple[float, float]]]) -> float:
+    """Return the half-width of the 95 % interval of a chain's time, as a share of it, at the worst micro-batch size.
+
+    Errors of different layers are independent. Equal layers have the same error, because they are measured once.
+
+    Args:
+        chain: Digest of every layer.
+        samples: Repeats of every digest at every micro-batch size, 2 or more.
+    """
+    counts, shares = Counter(chain), []
+    for size in {size for _, size in samples}:
+        times = [(count, times_of(samples[digest, size])) for digest, count in counts.items()]
+        widths = [count * (t.forward_us + t.backward_us) * t.spread for count, t in times]
+        total_us = sum(count * (t.forward_us + t.backward_us + _OVERHEAD_US) for count, t in times)
+        shares.append(math.hypot(*widths) / total_us)
+    return max(shares)
 
 
 def half_times_of(samples: Sequence[tuple[float, float]], whole: Times) -> tuple[float, float]:

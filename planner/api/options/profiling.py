@@ -97,15 +97,11 @@ class ProfileOptions(FormulaOptions):
         ),
     ] = None
     threads: Annotated[int, Option("N", "CPU threads per stage.", _WHERE)] = 1
-    beside: Annotated[
-        int,
-        Option("N", "On the CPU: time layers while N more processes run them, as stages on one machine do.", _WHERE),
-    ] = 0
     granularity: Annotated[
         str, Option("|".join(get_args(Granularity)), "About one layer per block, or cuts inside blocks too.", _MODEL)
     ] = "coarse"
     repeat: Annotated[
-        int, Option("N", "Timed repeats of every layer, at least; more while the plan is in doubt.", _EFFORT)
+        int, Option("N", "Timed repeats of every layer, at least; more while times are in doubt.", _EFFORT)
     ] = 10
     time_budget: Annotated[
         str, Option("60s", "Begin no repeats beyond `--repeat` after timing for so long; 0s: none.", _EFFORT)

@@ -76,8 +76,6 @@ class Environment:
     dtype: str = "float32"
     """The parameters', as the model is built; else what `--dtype` asked for (`planner.core.values.precision`)."""
     threads: int = 1
-    beside: int = 0
-    """How many other processes of the same machine ran the model while it was timed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -28,11 +28,11 @@ from planner.profile.optimizer import (
     peaks_add,
 )
 from planner.profile.records import Records, Ways, record_memory, record_sizes
-from planner.profile.regret import regret
 from planner.profile.rewriting import rewritten_bytes
 from planner.profile.task import Task
 from planner.profile.timing import (
     Times,
+    doubt,
     enough_to_leave_the_cache,
     half_times_of,
     measure_times,
@@ -41,8 +41,8 @@ from planner.profile.timing import (
 )
 from planner.profile.units import Key, Unit, with_values
 
-_REGRET = 0.01
-"""Repeats suffice when others would lead to a plan that is slower by less than this."""
+_DOUBT = 0.02
+"""Repeats suffice when the 95 % interval of the chain's time is narrower than this share of it, to either side."""
 
 
 class MeasuredBackend:
@@ -156,23 +156,20 @@ def _peaks_add(task: Task, records: Records, meter: Meter) -> bool:
 
 
 def _times(task: Task, records: Records, clock: Clock) -> dict[Key, Times]:
-    """Repeats until others would hardly lead to another plan, or the time for that is up."""
-    task.company.begin()
+    """Repeat until the chain's time is known well enough, or the time budget is used up."""
     started, budget_s = time.monotonic(), task.options.time_budget_s
 
     def doubtful() -> bool:
-        if task.company.goes_on():
-            return True
         if not budget_s:
             return False
-        share = _regret(task, records)
-        if share >= _REGRET and time.monotonic() - started > budget_s:
+        share = _doubt(task, records)
+        if share >= _DOUBT and time.monotonic() - started > budget_s:
             task.warn(
-                f"this machine is too noisy to tell the best plan: that of another run may be {share:.1%} slower or "
-                f"faster; end other programs, or allow more than `--time-budget {budget_s:g}s`"
+                f"this machine is too noisy to tell the best plan: the time of all layers is known to ±{share:.1%} "
+                f"only; end other programs, or allow more than `--time-budget {budget_s:g}s`"
             )
             return False
-        return share >= _REGRET
+        return share >= _DOUBT
 
     samples, halves = task.kept.samples, task.kept.half_samples
     for key in records.inputs:
@@ -199,6 +196,6 @@ def _kept_bytes(detail: MemoryDetail) -> int:
     return detail.internal_bytes + sum(tensor.bytes for tensor in (*detail.inputs, *detail.outputs))
 
 
-def _regret(task: Task, records: Records) -> float:
+def _doubt(task: Task, records: Records) -> float:
     samples = {key: task.kept.samples[key] for key in records.inputs}
-    return regret([unit.digest for unit in records.units], samples)
+    return doubt([unit.digest for unit in records.units], samples)

@@ -75,7 +75,6 @@ def _facts(profile: Profile, style: Style) -> list[Text]:
         plain(environment.dtype, style),
         plain(f"torch {environment.torch}", style) if environment.torch else "",
         counted(environment.threads, "thread"),
-        f"beside {counted(environment.beside, 'busy process', 'es')}" if environment.beside else "",
     ]
     sizes = ", ".join(map(str, profile.micro_batch_sizes))
     return [

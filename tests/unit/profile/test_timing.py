@@ -16,7 +16,7 @@ from planner.model.load import LoadedModel
 from planner.profile import InterruptedProfileError, ProfileOptions, passes, profile_model, records, timing
 from planner.profile.backends import measured
 from planner.profile.task import Kept
-from planner.profile.timing import measure_times
+from planner.profile.timing import doubt, measure_times
 from planner.profile.units import Unit, UnitInput
 from tests.support.measure import loaded_model, profile_of_model
 
@@ -30,16 +30,16 @@ def small() -> LoadedModel:
 
 @pytest.fixture
 def repeats(monkeypatch: pytest.MonkeyPatch) -> dict[int, list[int]]:
-    """By micro-batch size: how many repeats there were at each look at the regret."""
+    """By micro-batch size: how many repeats there were at each look at the doubt."""
     seen: dict[int, list[int]] = {}
-    look = measured._regret
+    look = measured._doubt
 
     def looked(task: Any, known: Any) -> float:
         for size in known.sizes:
             seen.setdefault(size, []).append(min(len(s) for (_, b), s in task.kept.samples.items() if b == size))
         return look(task, known)
 
-    monkeypatch.setattr(measured, "_regret", looked)
+    monkeypatch.setattr(measured, "_doubt", looked)
     return seen
 
 
@@ -66,9 +66,9 @@ def test_a_model_that_sends_more_than_it_need_is_told_so() -> None:
 
 
 def test_repeats_go_on_while_in_doubt(repeats: dict[int, list[int]], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Three at least; then five more at a time, until the regret is small."""
-    regrets = iter([0.5, 0.02, 0.009])
-    monkeypatch.setattr(measured, "regret", lambda *_: next(regrets))
+    """Three at least; then five more at a time, until the time of the chain is known well enough."""
+    doubts = iter([0.5, 0.03, 0.009])
+    monkeypatch.setattr(measured, "doubt", lambda *_: next(doubts))
     said: list[str] = []
     profile_model(small(), replace(OPTIONS, time_budget_s=60.0), warn=said.append)
     assert repeats == {1: [3, 8, 13], 2: [3, 8, 13]}
@@ -76,8 +76,8 @@ def test_repeats_go_on_while_in_doubt(repeats: dict[int, list[int]], monkeypatch
 
 
 def test_a_noisy_machine_ends_with_a_warning(repeats: dict[int, list[int]], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Once the time is up, and not before the least number of repeats; it names the regret and what to do."""
-    monkeypatch.setattr(measured, "regret", lambda *_: 0.123)
+    """Once the time is up, and not before the least number of repeats; it names the doubt and what to do."""
+    monkeypatch.setattr(measured, "doubt", lambda *_: 0.123)
     said: list[str] = []
     profile_model(small(), replace(OPTIONS, time_budget_s=1e-6), warn=said.append)
     assert repeats == {1: [3], 2: [3]}
@@ -91,6 +91,24 @@ def test_without_a_time_budget_nothing_is_judged(repeats: dict[int, list[int]]) 
     said: list[str] = []
     profile_model(small(), OPTIONS, warn=said.append)
     assert (repeats, said) == ({}, [])
+
+
+def scattered(us: float, share: float, repeats: int) -> list[tuple[float, float]]:
+    """Repeats that are by turns longer and shorter by a share."""
+    return [(us * (1 + share * (-1) ** n), 0.0) for n in range(repeats)]
+
+
+def test_doubt_falls_with_repeats_and_with_the_share_of_what_scatters() -> None:
+    """Equal layers scatter together, different ones apart, and what takes no time at all does not matter."""
+    few, many = (doubt(["a"], {("a", 1): scattered(1e6, 0.1, n)}) for n in (10, 40))
+    assert few == pytest.approx(1.96 * 0.1 * (10 / 9) ** 0.5 / 10**0.5, rel=1e-3)
+    assert 1.9 < few / many < 2.2
+    assert doubt(["a"] * 4, {("a", 1): scattered(1e6, 0.1, 10)}) == pytest.approx(few)
+    two = {("a", 1): scattered(1e6, 0.1, 10), ("b", 1): scattered(1e6, 0.1, 10)}
+    assert doubt(["a", "b"], two) == pytest.approx(few / 2**0.5)
+    worst = {("a", 1): scattered(1e6, 0.1, 10), ("a", 2): scattered(1e6, 0.0, 10)}
+    assert doubt(["a"], worst) == few
+    assert doubt(["a"], {("a", 1): scattered(1.0, 0.5, 10)}) < 0.01
 
 
 def test_large_layers_have_no_gradients_when_they_run(monkeypatch: pytest.MonkeyPatch) -> None:
