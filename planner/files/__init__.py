@@ -1,7 +1,6 @@
 """Files to values and back: strict reading, digests, atomic writing. Alone in knowing yaml and pydantic."""
 
 from planner.files.canonical import digest_of, to_plain
-from planner.files.drafts import DRAFTS, Draft
 from planner.files.places import check_outputs, model_path, profile_path, reference_path, relocated
 from planner.files.reading import (
     json_schema,
@@ -21,8 +20,6 @@ from planner.files.schedule_csv import read_schedule
 from planner.files.writing import check_writable, dump, json_text, write, write_text
 
 __all__ = [
-    "DRAFTS",
-    "Draft",
     "at_revision",
     "check_outputs",
     "check_writable",

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any, Protocol, TextIO, TypeVar
 from planner.core.errors import FileError
 from planner.files.bounds import MAX_BYTES
 from planner.files.checks import problems_of
-from planner.files.drafts import Draft, in_draft
 from planner.files.kinds import KINDS, word_of
 from planner.files.strict_yaml import Document
 from planner.files.validation import schema_of, validated
@@ -161,9 +160,9 @@ def _expected(kind: str | None, quote: str = "") -> str:
     return KINDS[kind].schema if kind else " or ".join(f"{quote}{each.schema}{quote}" for each in KINDS.values())
 
 
-def json_schema(kind: str, draft: Draft = "2020-12") -> dict[str, Any]:
-    """The JSON Schema of a kind of file, such as `profile`, in that draft of JSON Schema."""
+def json_schema(kind: str) -> dict[str, Any]:
+    """Return the JSON Schema, of draft 2020-12, of a kind of file, such as `profile`."""
     schema = schema_of(KINDS[kind].of)
     # The dataclass has a default for it, the file must not.
     schema["required"] = ["schema", *schema["required"]]
-    return in_draft(schema, draft)
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema}
