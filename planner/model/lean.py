@@ -29,14 +29,20 @@ def build_lean(build: Callable[[], nn.Module]) -> nn.Module:
     return model
 
 
-def fill(modules: Iterable[nn.Module], model: nn.Module, device: torch.device) -> None:
-    """Gives the parameters of `modules`, parts of `model`, memory and random values; what is tied stays tied.
+def fill(modules: Iterable[nn.Module], model: nn.Module, device: torch.device, *, initial: bool = True) -> None:
+    """Give the parameters of `modules`, parts of `model`, memory and values; what is tied stays tied.
 
-    Parameters that have values already are left alone.
+    Parameters that have values already are not changed.
+
+    Args:
+        modules: The modules.
+        model: The model that they are part of.
+        device: Where their memory is.
+        initial: Whether values are random; else they are whatever the memory holds.
     """
     modules = list(modules)
     wanted = {id(p) for module in modules for p in module.parameters() if p.is_meta}
-    replace_tensors(model, lambda tensor: _filled(tensor, device) if id(tensor) in wanted else tensor)
+    replace_tensors(model, lambda tensor: _filled(tensor, device, initial=initial) if id(tensor) in wanted else tensor)
     for module in modules:
         if isinstance(module, ModelStage):
             module.share_with(module)
@@ -84,11 +90,11 @@ def _share_hooks(parameter: nn.Parameter, empty: nn.Parameter) -> None:
         setattr(empty, name, getattr(parameter, name))
 
 
-def _filled(parameter: Tensor, device: torch.device) -> nn.Parameter:
+def _filled(parameter: Tensor, device: torch.device, *, initial: bool) -> nn.Parameter:
     tensor = torch.empty_strided(parameter.size(), parameter.stride(), dtype=parameter.dtype, device=device)
-    if tensor.is_floating_point() or tensor.is_complex():
+    if initial and (tensor.is_floating_point() or tensor.is_complex()):
         tensor.normal_(0.0, _SPREAD)
-    else:
+    elif initial:
         tensor.zero_()
     filled = nn.Parameter(tensor, requires_grad=parameter.requires_grad)
     copy_attributes(parameter, filled)

@@ -55,6 +55,7 @@ class LoadedModel:
     settings: dict[str, Setting]
     inputs: tuple[str, ...]
     build: Callable[[], nn.Module]
+    """Makes the model; after `torch.manual_seed(S)` with the initial values of that seed."""
     example_batch: Callable[[int], Batch]
     loss_fn: Callable[[Any, Any], Tensor]
     build_optimizer: Builder
@@ -71,6 +72,8 @@ class LoadedModel:
     """What the model is to run in; `build` returns it as it is written all the same (`planner.model.precision`)."""
     default_loss: DefaultLoss | None = None
     """What `loss_fn` comes from where the file has none."""
+    is_without_values: bool = False
+    """Whether the parameters that `build` makes have no initial values yet (`planner.model.shortened`)."""
 
     @property
     def notes(self) -> tuple[str, ...]:

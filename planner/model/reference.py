@@ -17,11 +17,10 @@ After the gradients and after the optimizer's step, the state is written to a fi
 """
 
 import math
-import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -40,17 +39,12 @@ from planner.model.label_counts import label_count
 from planner.model.lean import build_lean, fill
 from planner.model.load import Batch, LoadedModel
 from planner.model.precision import converted
+from planner.model.reference_state import State, initial_state, state_after_backward, state_after_update
 from planner.model.seeding import layer_seed, seed_host, seed_process
 from planner.model.shortened import Skipped, without_modules
-from planner.model.state import NUMBERS
 
 _LOSS_SCALE = 2.0**16
 """Scale of the loss in the first step under `fp16-mixed`; it is halved after an overflow."""
-
-_OF_EVERY_MODULE = frozenset(vars(nn.Module()))
-
-_LIBRARIES = ("torch", "transformers", "timm", "planner")
-"""Packages whose module-level numbers are no part of a model."""
 
 _CPU = torch.device("cpu")
 
@@ -83,36 +77,6 @@ class ReferenceOptions:
     """Whether parameters get random values of their own, so that only those of layers that run take memory."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class State:
-    """What a training loop has at one moment."""
-
-    loss: float
-    tensors: Mapping[str, Tensor | None]
-    """By what it is and its name, as in `gradient:head.weight`; None for a gradient that did not come about."""
-    numbers: Mapping[str, float]
-    """Numbers that modules hold in attributes, by path; the model file's, by module and name."""
-    groups: Mapping[str, Mapping[str, float]]
-    """By parameter, the options of its group in the optimizer."""
-
-    def sampled(self) -> "State":
-        """Return this state with each large tensor replaced by a sample, which suffices to verify an update."""
-        return replace(self, tensors={n: None if t is None else sample_of(t) for n, t in self.tensors.items()})
-
-    def save(self, path: Path) -> None:
-        """Write it to a file."""
-        tensors = {name: None if tensor is None else tensor.detach() for name, tensor in self.tensors.items()}
-        unfinished = path.with_suffix(".unfinished")
-        content = {"loss": self.loss, "tensors": tensors, "numbers": dict(self.numbers), "groups": dict(self.groups)}
-        torch.save(content, unfinished)
-        unfinished.replace(path)  # a reader finds all of it or nothing
-
-    @classmethod
-    def load(cls, path: Path) -> "State":
-        """Read it from a file, whose tensors stay there until they are used."""
-        return cls(**torch.load(path, mmap=True, weights_only=True))
-
-
 def train_reference(
     loaded: LoadedModel, options: ReferenceOptions, folder: Path | None, shake: "Shake | None" = None
 ) -> list[float]:
@@ -139,7 +103,9 @@ def train_reference(
     if shake is not None:
         shake(model)
     losses: list[float] = []
-    write("initial", partial(_initial, loaded, model))
+    write("initial", partial(initial_state, loaded, model))
+    if folder is not None and options.lean:
+        State.load(folder / "initial").lend_parameters(dict(model.named_parameters(remove_duplicate=False)))
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = loaded.build_optimizer(model.parameters()) if options.updates else None
     scale = _LOSS_SCALE if loaded.precision == "fp16-mixed" else 1.0
@@ -155,11 +121,11 @@ def train_reference(
                 raise ModelError(f"the loss is {loss} in step {step} of a plain loop, {with_samples}", hint=hint)
             scale = _unscale(trained, scale)
             losses.append(loss)
-            write(f"gradients-{step}", partial(_after_backward, loaded, model, loss))
+            write(f"gradients-{step}", partial(state_after_backward, loaded, model, loss))
             if optimizer is None:
                 break
             optimizer.step()
-            write(f"updated-{step}", partial(_after_update, model, loss, optimizer))
+            write(f"updated-{step}", partial(state_after_update, model, loss, optimizer))
             optimizer.zero_grad()
     return losses
 
@@ -167,42 +133,11 @@ def train_reference(
 Shake = Callable[[nn.Module], None]
 
 
-def sample_of(tensor: Tensor) -> Tensor:
-    """Return the numbers of a tensor in one dimension; of a large one a million or two, evenly spread.
-
-    The sample of a sample is the sample.
-    """
-    flat = tensor.detach().reshape(-1)
-    return flat[:: max(1, flat.numel() >> 20)].clone()
-
-
 def mini_batch(loaded: LoadedModel, options: ReferenceOptions, step: int) -> Batch:
     """Return the example mini-batch of a step, which depends on seed and step alone."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(options.seed * 1_000_003 + step)
         return loaded.example_batch(options.micro_batches * options.micro_batch_size)
-
-
-def module_numbers(modules: Mapping[str, nn.Module]) -> dict[str, float]:
-    """Return the numbers that modules hold in plain attributes, by path and name."""
-    return {
-        f"{path}.{name}": value
-        for path, module in modules.items()
-        for name, value in vars(module).items()
-        if type(value) in NUMBERS and name not in _OF_EVERY_MODULE
-    }
-
-
-def file_numbers(loaded: LoadedModel, model: nn.Module) -> dict[str, float]:
-    """Return the module-level numbers of the files that the model's classes and its loss are written in."""
-    names = {type(module).__module__ for module in model.modules()} | {getattr(loaded.loss_fn, "__module__", "")}
-    own = sorted(name for name in names if name in sys.modules and not name.startswith(_LIBRARIES))
-    return {
-        f"{name}:{variable}": value
-        for name in own
-        for variable, value in vars(sys.modules[name]).items()
-        if type(value) in NUMBERS
-    }
 
 
 def _built(loaded: LoadedModel, options: ReferenceOptions) -> nn.Module:
@@ -370,51 +305,3 @@ def _update(norm: _BatchNorm, sums: Tensor) -> None:
         momentum = 1 / float(norm.num_batches_tracked) if momentum is None else momentum
     for running, new in ((norm.running_mean, mean), (norm.running_var, variance)):
         running.lerp_(new.to(running.dtype), 0.0 if momentum is None else momentum)
-
-
-def _initial(loaded: LoadedModel, model: nn.Module) -> State:
-    """Return parameters, buffers and numbers."""
-    tensors = {f"parameter:{name}": p for name, p in model.named_parameters(remove_duplicate=False)}
-    return State(loss=0.0, tensors={**tensors, **_buffers(model)}, numbers=_numbers(loaded, model), groups={})
-
-
-def _after_backward(loaded: LoadedModel, model: nn.Module, loss: float) -> State:
-    """Return gradients, buffers and numbers."""
-    gradients = {f"gradient:{name}": p.grad for name, p in model.named_parameters(remove_duplicate=False)}
-    return State(loss=loss, tensors={**gradients, **_buffers(model)}, numbers=_numbers(loaded, model), groups={})
-
-
-def _after_update(model: nn.Module, loss: float, optimizer: torch.optim.Optimizer) -> State:
-    """Return samples of parameters and of the optimizer's state."""
-    named = dict(model.named_parameters(remove_duplicate=False))
-    tensors, groups = optimizer_state(optimizer, named)
-    tensors |= {f"parameter:{name}": parameter for name, parameter in named.items()}
-    return State(loss=loss, tensors=tensors, numbers={}, groups=groups).sampled()
-
-
-def _buffers(model: nn.Module) -> dict[str, Tensor | None]:
-    return {f"buffer:{name}": buffer for name, buffer in model.named_buffers(remove_duplicate=False)}
-
-
-def _numbers(loaded: LoadedModel, model: nn.Module) -> dict[str, float]:
-    return module_numbers(dict(model.named_modules())) | file_numbers(loaded, model)
-
-
-def optimizer_state(
-    optimizer: torch.optim.Optimizer, named: Mapping[str, Tensor]
-) -> tuple[dict[str, Tensor | None], dict[str, dict[str, float]]]:
-    """Return an optimizer's tensors and numbers by parameter and key, and the numbers of each parameter's group."""
-    names: dict[int, list[str]] = {}
-    for name, parameter in named.items():
-        names.setdefault(id(parameter), []).append(name)
-    tensors: dict[str, Tensor | None] = {}
-    groups: dict[str, dict[str, float]] = {}
-    for group in optimizer.param_groups:
-        options = {key: float(value) for key, value in group.items() if type(value) in NUMBERS}
-        named_here = [(name, p) for p in group["params"] for name in names.get(id(p), ())]
-        for name, parameter in named_here:
-            groups[name] = options
-            state = optimizer.state.get(parameter, {}).items()
-            kept = {key: value for key, value in state if isinstance(value, Tensor | int | float)}
-            tensors |= {f"optimizer:{name}:{key}": torch.as_tensor(value) for key, value in kept.items()}
-    return tensors, groups

@@ -12,9 +12,11 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from planner.model.chain import Chain
+from planner.model.lean import build_lean, fill
 from planner.model.leaves import Constant, Leaf, Passed, Value
 from planner.model.load import LoadedModel
 from planner.model.nests import Nest, put_together, take_apart
@@ -75,9 +77,23 @@ def skipped_modules(chain: Chain, layers: Sequence[int]) -> tuple[Skipped, ...] 
     return tuple(skipped)
 
 
-def shortened(loaded: LoadedModel, skipped: Sequence[Skipped]) -> LoadedModel:
-    """Return the model without some of its layers; it is built whole first."""
-    return replace(loaded, build=lambda: without_modules(loaded.build(), skipped))
+def shortened(loaded: LoadedModel, skipped: Sequence[Skipped], *, lean: bool = False) -> LoadedModel:
+    """Return the model without some of its layers; it is built whole first.
+
+    Args:
+        loaded: The model.
+        skipped: What is left out.
+        lean: Whether parameters are built without initial values. Their memory is reserved, not written.
+    """
+
+    def build() -> nn.Module:
+        if not lean:
+            return without_modules(loaded.build(), skipped)
+        model = without_modules(build_lean(loaded.build), skipped)
+        fill([model], model, torch.device("cpu"), initial=False)
+        return model
+
+    return replace(loaded, build=build, is_without_values=lean)
 
 
 def without_modules(model: nn.Module, skipped: Sequence[Skipped]) -> nn.Module:

@@ -1,5 +1,6 @@
 """The layers of one stage with their initial parameters, equal to those of `torch.manual_seed(S); build_model()`."""
 
+import contextlib
 import copy
 import shlex
 from collections.abc import Callable, Collection, Sequence
@@ -115,11 +116,7 @@ def build_stages(
         held = _held_by(chain, model, stages)
         return [*held, *outlying_tensors([model], held)]
 
-    try:
-        model = build_only(loaded.build, wanted, seed=seed)
-    except BuildError:
-        torch.manual_seed(seed)
-        model = loaded.build()
+    model = _build_parts(loaded, wanted, seed)
     model = convert(model, loaded.precision)
     if chain.outline is not None:
         held = {id(tensor) for tensor in _held_by(chain, model, stages)}
@@ -133,6 +130,15 @@ def build_stages(
         together = nn.ModuleList(layer.module for of_stage in layers for layer in of_stage).to(device)
         _move(outlying_tensors(together, together.parameters()), device)
     return layers
+
+
+def _build_parts(loaded: LoadedModel, wanted: Callable[[nn.Module], list[Tensor]], seed: int) -> nn.Module:
+    """Return the model with the tensors that are wanted and, if its construction can be followed, no others."""
+    if not loaded.is_without_values:  # else none takes memory
+        with contextlib.suppress(BuildError):
+            return build_only(loaded.build, wanted, seed=seed)
+    torch.manual_seed(seed)
+    return loaded.build()
 
 
 def like(chain: Chain, loaded: LoadedModel, model: nn.Module) -> Chain:

@@ -30,8 +30,16 @@ from planner.executor.equivalence.subject import STEPS, CheckRequest, Digests, S
 from planner.model.load import LoadedModel
 from planner.model.reference import ReferenceOptions, train_reference
 
-_SIZES = (1, 2)
-"""Samples of a micro-batch; the second is tried where the first fails."""
+
+class _Attempt(NamedTuple):
+    """How the model is trained; the next attempt is made where one fails."""
+
+    micro_batch_size: int
+    lean: bool
+    """Whether parameters of a shortened model have random values; else those that the user's code gives them."""
+
+
+_ATTEMPTS = (_Attempt(1, True), _Attempt(2, True), _Attempt(1, False), _Attempt(2, False))
 
 
 class Checked(NamedTuple):
@@ -130,7 +138,7 @@ def _in_child(request: CheckRequest, progress: Callable[[str], None]) -> Found:
 def _round(request: CheckRequest, folder: Path, connection: Connection) -> Found:
     """Run a round; `folder` is its own, and `connection` is told what is being done."""
     # Forked before anything of the model has run here, so that module-level state is as in a process of its own.
-    works = [partial(_reference, request.loaded, folder / str(size)) for size in _SIZES]
+    works = [partial(_reference, request.loaded, folder / str(number)) for number in range(len(_ATTEMPTS))]
     waiting = [Child(work, limit_s=request.limit_s) for work in works]
     try:
         return _compared(request, folder, waiting, lambda text: connection.send(("progress", text)))
@@ -152,10 +160,14 @@ def _compared(request: CheckRequest, folder: Path, waiting: Sequence[Child], pro
     if len(chain.layers) == 1:
         return Found(proof=Proof(layers=0, cuts=0, reason="there is a single layer"))
     first: ChildError | None = None
-    for size, child in zip(_SIZES, waiting, strict=True):
+    has_other_values = True
+    for number, (attempt, child) in enumerate(zip(_ATTEMPTS, waiting, strict=True)):
+        if not attempt.lean and not has_other_values:
+            break
         try:
-            subject = Subject.of(request, chain, size)
-            found = Round.of(request, subject, folder, child, progress=progress).compare()
+            subject = Subject.of(request, chain, attempt.micro_batch_size, lean=attempt.lean)
+            has_other_values = subject.has_other_values
+            found = Round.of(request, subject, folder / str(number), child, progress=progress).compare()
         except ChildError as error:  # of batch normalization, say, which wants two samples
             first = first or error
             continue

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from planner.core.values.precision import Precision
-from planner.model.reference import State
+from planner.model.reference_state import State, dense_values, largest
 
 LIMIT = 1e-4
 """Relative differences above it are no rounding errors, unless the model makes as much of one (`largest_problem`)."""
@@ -20,7 +20,7 @@ NUMBER = "the number"
 _WORST = 1e-2
 """No rounding error is larger."""
 
-_PIECE = 2**20
+_PIECE = 2**18
 """Numbers that are compared at a time."""
 
 _NOISE: Mapping[Precision, float] = {"": 1e-7, "fp32": 1e-7, "bf16": 4e-3, "bf16-mixed": 4e-3, "fp16-mixed": 5e-4}
@@ -103,12 +103,10 @@ def largest_problem(relative: Mapping[str, float], noise: Callable[[], Mapping[s
 
 def compare_gradients(found: Differences, gradients: Mapping[str, Tensor | None], right: State) -> None:
     """Compare gradients by parameter name, each relative to its largest number."""
-    ours = {name: right.tensors.get(f"gradient:{name}") for name in gradients}
     # A gradient that is nothing but rounding errors is compared with the largest of all.
-    sizes = [largest(t) for name, t in right.tensors.items() if name.startswith("gradient:") and t is not None]
-    least = 1e-5 * max(sizes, default=0.0)
+    least = 1e-5 * right.largest_gradient
     for name, gradient in gradients.items():
-        found.compare_tensor(f'the gradient of "{name}"', gradient, ours[name], least)
+        found.compare_tensor(f'the gradient of "{name}"', gradient, right.tensors.get(f"gradient:{name}"), least)
 
 
 def shaking(precision: Precision, seed: int) -> Callable[[nn.Module], None]:
@@ -132,33 +130,18 @@ def digest_of_values(tensor: Tensor) -> str:
 
 
 def largest_difference(value: Tensor, right: Tensor) -> float:
-    """Return the largest absolute difference of two tensors of one shape; NaN equals NaN.
+    """Return the largest absolute difference of two tensors of one shape; NaN equals NaN and no other number.
 
-    It is found piece by piece: whole copies in float64 would take several times the memory of the tensors.
+    It is found piece by piece: a whole tensor of differences would take as much memory again.
     """
     most = 0.0
     pieces = zip(value.detach().reshape(-1).split(_PIECE), right.detach().reshape(-1).split(_PIECE), strict=True)
     for one, other in pieces:
         if torch.equal(one, other):
             continue
-        wide = torch.complex128 if one.is_complex() else torch.float64
-        difference = (one.to(wide) - other.to(wide)).abs()
-        most = max(most, float(difference.masked_fill_(torch.isnan(one) & torch.isnan(other), 0.0).max()))
+        is_exact = one.is_floating_point() or one.is_complex()
+        equal = (one == other) | (torch.isnan(one) & torch.isnan(other))
+        numbers = one - other if is_exact else one.double() - other.double()
+        difference = largest(numbers.masked_fill_(equal, 0.0))
+        most = max(most, math.inf if math.isnan(difference) else difference)
     return most
-
-
-def dense_values(tensor: Tensor) -> Tensor:
-    """Return a tensor without its graph, dense."""
-    tensor = tensor.detach()
-    return tensor.to_dense() if tensor.layout != torch.strided else tensor
-
-
-def largest(tensor: Tensor) -> float:
-    """Return the largest absolute number of a tensor; 0 of an empty one."""
-    values = dense_values(tensor)
-    if not values.numel():
-        return 0.0
-    if not values.is_floating_point() and not values.is_complex():
-        values = values.double()
-    # A norm, which makes no tensor of absolute values.
-    return float(torch.linalg.vector_norm(values, math.inf))

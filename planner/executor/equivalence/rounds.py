@@ -28,7 +28,8 @@ from planner.executor.equivalence.isolation import Child, ChildError
 from planner.executor.equivalence.stages import Trial, run_rank
 from planner.executor.equivalence.subject import CheckRequest, Subject
 from planner.model.load import LoadedModel
-from planner.model.reference import ReferenceOptions, Shake, State, train_reference
+from planner.model.reference import ReferenceOptions, Shake, train_reference
+from planner.model.reference_state import State
 
 _MOST_STAGES = 8
 """Ranks that are alive at a time."""
@@ -72,8 +73,7 @@ class Round:
         if subject.one_by_one:
             _expect_reference(child)
             child.end()
-        size = subject.options.micro_batch_size
-        return cls(request=request, subject=subject, folder=folder / str(size), child=child, progress=progress)
+        return cls(request=request, subject=subject, folder=folder, child=child, progress=progress)
 
     def compare(self) -> Found:
         """Compare all cuts for which there is time."""

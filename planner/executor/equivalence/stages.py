@@ -25,21 +25,13 @@ from planner.executor.equivalence.differences import (
     compare_gradients,
     compare_update,
     digest_of_values,
-    largest,
 )
 from planner.executor.pipeline import Pipeline
 from planner.model.chain import Chain
 from planner.model.held import loose_tensors
 from planner.model.load import LoadedModel
-from planner.model.reference import (
-    ReferenceOptions,
-    State,
-    file_numbers,
-    mini_batch,
-    module_numbers,
-    optimizer_state,
-    sample_of,
-)
+from planner.model.reference import ReferenceOptions, mini_batch
+from planner.model.reference_state import State, file_numbers, largest, module_numbers, optimizer_state, sample_of
 
 _POLL_S = 0.01
 
@@ -117,8 +109,10 @@ class _Rank:
         """Note which initial values differ from the reference's, and replace them.
 
         An unseeded generator produces different initial values in each process. This is an error only for tensors that
-        several ranks hold.
+        several ranks hold. Parameters that were built without values take the reference's memory, which is a file.
         """
+        if self._trial.options.lean:
+            self._before.lend_parameters(self._named)
         for name, tensor in self._held().items():
             kind = "parameter" if name in self._named else "buffer"
             right = self._before.tensors.get(f"{kind}:{name}")
@@ -149,7 +143,7 @@ class _Rank:
                 expected = right.tensors[f"buffer:{name}"]
                 found.compare_tensor(f'the buffer "{name}"', buffer, expected, _rounding_scale(name, right))
         self._compare_numbers(right, at_start)
-        for name, parameter in self._named.items():
+        for name, parameter in self._named.items() if self._trial.options.updates else ():
             gradient = right.tensors.get(f"gradient:{name}")
             if gradient is not None and parameter.grad is not None:
                 parameter.grad.copy_(gradient)

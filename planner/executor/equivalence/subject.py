@@ -32,7 +32,7 @@ _MOST_BYTES = 1_600_000_000
 """Parameters, gradients and optimizer state of the reference, or of all ranks, take at most so much."""
 
 _LEAN_BYTES = 600_000_000
-"""Models with more bytes of parameters are built without them."""
+"""Models with more bytes of parameters are never built with their initial values."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,8 +72,14 @@ class Subject:
     """Why the optimizer does not take part."""
 
     @classmethod
-    def of(cls, request: CheckRequest, whole: Chain, size: int) -> "Subject":
-        """Choose it, with micro-batches of `size` samples.
+    def of(cls, request: CheckRequest, whole: Chain, size: int, *, lean: bool) -> "Subject":
+        """Choose it.
+
+        Args:
+            request: The question.
+            whole: The model.
+            size: Samples of a micro-batch.
+            lean: Whether a shortened model is built without initial values, which takes a fraction of the time.
 
         Raises:
             ChildError: What crosses the cuts cannot be told.
@@ -96,16 +102,21 @@ class Subject:
         )
         if sum(p.numel() for p in whole.model.parameters()) <= _MANY_PARAMETERS or request.ends is not None:
             return subject
-        return subject._shortened()._within_memory()
+        return subject._shortened(lean=lean)._within_memory()
 
-    def _shortened(self) -> "Subject":
+    @property
+    def has_other_values(self) -> bool:
+        """Whether parameters have random values, where there is memory for those that the user's code gives them."""
+        return self.options.lean and _bytes_of(self.whole) <= _LEAN_BYTES
+
+    def _shortened(self, *, lean: bool) -> "Subject":
         skipped = skipped_modules(self.whole, repeated_layers(self.coverage.keys))
         if not skipped:
             return self
-        loaded = shortened(self.loaded, skipped)
+        lean = lean or _bytes_of(self.whole) > _LEAN_BYTES
+        loaded = shortened(self.loaded, skipped, lean=lean)
         chain = build_structure(loaded)
-        is_lean = sum(p.nbytes for p in self.whole.model.parameters()) > _LEAN_BYTES
-        options = replace(self.options, skipped=skipped, lean=is_lean, starts=layer_starts(chain))
+        options = replace(self.options, skipped=skipped, lean=lean, starts=layer_starts(chain))
         return replace(self, loaded=loaded, chain=chain, options=options)
 
     def _within_memory(self) -> "Subject":
@@ -114,8 +125,7 @@ class Subject:
         Raises:
             ChildError: Not even one step does.
         """
-        parameters = list(self.chain.model.parameters())
-        own_bytes = sum(p.nbytes for p in parameters)
+        own_bytes = _bytes_of(self.chain)
         # Every rank that shares a parameter holds a copy.
         copies_bytes = sum(p.nbytes for layer in self.chain.layers for p in layer.module.parameters())
         most_bytes = max(own_bytes, copies_bytes)
@@ -125,7 +135,7 @@ class Subject:
             return replace(self, one_by_one=True)
         if 2 * own_bytes > _MOST_BYTES:
             wanted = format_bytes(2 * own_bytes)
-            raise ChildError(f"{len(parameters)} parameters and their gradients take {wanted} even without repeats")
+            raise ChildError(f"the parameters and their gradients take {wanted} even without repeats")
         reason = f"the optimizer was not compared: with its state it takes {format_bytes(4 * most_bytes)}"
         return replace(self, one_by_one=True, reason=reason, options=replace(self.options, steps=1, updates=False))
 
@@ -147,6 +157,10 @@ class Subject:
                     shown[first] = place
                     break
         return shown
+
+
+def _bytes_of(chain: Chain) -> int:
+    return sum(parameter.nbytes for parameter in chain.model.parameters())
 
 
 def layer_starts(chain: Chain) -> tuple[LayerStart | None, ...]:

@@ -1,5 +1,6 @@
 """The equivalence check: right stages are verified, wrong cuts are found and removed."""
 
+import math
 import os
 import random
 import signal
@@ -17,6 +18,7 @@ from planner.core.errors import ModelError
 from planner.executor.build import assembly
 from planner.executor.equivalence import check, differences, rounds, subject
 from planner.executor.equivalence.check import Checked, check_equivalence
+from planner.executor.equivalence.differences import largest_difference
 from planner.executor.equivalence.isolation import Child, ChildError
 from planner.model.cuts import Cuts
 from planner.model.nests import tensors_in
@@ -373,6 +375,42 @@ def test_a_large_model_is_compared_without_most_of_its_repeated_layers(
     found = check_equivalence(loaded, budget_s=60.0, digests=layer_digests).proof
     assert (found.uncovered, found.cuts, found.recomputed) == (0, found.layers - 1, True)
     assert 0 < found.gradients < len(list(build().parameters()))
+
+
+class Logarithms(Stack):
+    """A stack that trains only with the initial values that it gives itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.positive = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, value: Tensor) -> Tensor:
+        """Adds logarithms, which random numbers may not have."""
+        return super().forward(value + self.positive.log())
+
+
+def test_a_large_model_that_needs_its_own_initial_values_is_compared_with_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """With random ones the loss is not finite; where there is no memory for others, this is said."""
+    monkeypatch.setattr(subject, "_MANY_PARAMETERS", 0)
+    loaded = loaded_model(Logarithms, WIDTH)
+    found = check_equivalence(loaded, budget_s=60.0, digests=layer_digests).proof
+    assert (found.uncovered, found.cuts) == (0, found.layers - 1)
+    monkeypatch.setattr(subject, "_LEAN_BYTES", 0)
+    with pytest.raises(ModelError, match="the loss is nan in step 0"):
+        check_equivalence(loaded, budget_s=60.0, digests=layer_digests)
+
+
+def test_not_a_number_differs_from_every_number() -> None:
+    """And infinity from all but itself, in any dtype."""
+    nan, inf = math.nan, math.inf
+    cases = [([nan, 1.0], [0.0, 1.0], inf), ([nan], [nan], 0.0), ([inf, 1.0], [inf, 3.0], 2.0), ([inf], [-inf], inf)]
+    for value, right, difference in cases:
+        assert largest_difference(torch.tensor(value), torch.tensor(right)) == difference
+        assert largest_difference(torch.tensor(right), torch.tensor(value)) == difference
+    assert largest_difference(torch.tensor([True, False]), torch.tensor([False, False])) == 1.0
+    assert largest_difference(torch.tensor([1 + 1j]), torch.tensor([1 - 1j])) == 2.0
 
 
 def test_what_does_not_fit_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
