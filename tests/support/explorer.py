@@ -1,6 +1,6 @@
-"""Random questions for the explorer, random edits of them, what the core says of an edit, and what the page's laws say.
+"""Random questions for the explorer, random edits of them, and the figures of the core and of the page for an edit.
 
-The laws run in node, where there is one.
+The page's script runs in node, if that is installed.
 """
 
 import json
@@ -9,6 +9,7 @@ import shutil
 import subprocess
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -19,20 +20,19 @@ from planner.core.cost.planning import build_plan
 from planner.core.judge.recut import with_cuts
 from planner.core.schedule import schedule_of
 from planner.core.values.cluster import Link
-from planner.core.values.plan import Inputs, Plan, ProfileReference, RecomputePolicy, SolverReport
+from planner.core.values.plan import Inputs, Plan, ProfileReference, RecomputePolicy, SolverReport, StageMemory
 from planner.core.values.profile import LayerProfile, Profile, SplitMemory
 from planner.show.explore import Question
 from planner.show.explore.data import page_data
-from planner.show.explore.lists import menu_of
 from planner.show.explore.page import law_script
 from tests.support.chains import random_profile, with_programs
 
-__all__ = ["NODE", "Case", "answers_of", "edits_of", "figures_of", "plan_of_edit", "question"]
+__all__ = ["NODE", "Case", "answers_of", "edits_of", "figures_of", "plan_of_edit", "question", "reached"]
 
 NODE = shutil.which("node")
 
 _LOOP = """
-const { cases } = JSON.parse(require("fs").readFileSync(0, "utf8"));
+const cases = JSON.parse(require("fs").readFileSync(0, "utf8"));
 const answered = cases.map(({ data, edits }) => {
   const memo = explorer(data);
   return edits.map((state) => {
@@ -40,13 +40,19 @@ const answered = cases.map(({ data, edits }) => {
     return {
       step_us: answer.step_us, samples_per_s: answer.samples_per_s, bubble: answer.bubble,
       recompute_share: answer.recompute_share, recompute: answer.recompute,
-      forward_us: answer.times.map((stage) => stage.F), backward_us: answer.backward_us,
-      bytes: answer.memory.map(total), memory_bytes: data.memory_bytes.map((bytes) => capOf(state.scale, bytes)),
+      forward_us: answer.forward_us, backward_us: answer.backward_us,
+      bytes: answer.memory.map(total), items: answer.memory,
+      memory_bytes: data.memory_bytes.map((bytes) => capOf(state.scale, bytes)),
       ...commandsOf(data, state, answer),
     };
   });
 });
 console.log(JSON.stringify(answered));
+"""
+
+_REACH = """
+const { data, edit, moves } = JSON.parse(require("fs").readFileSync(0, "utf8")), memo = explorer(data);
+console.log(JSON.stringify(moves.map(([stage, layer]) => reach(memo, edit, stage, layer))));
 """
 
 _LINKS = (Link(), Link(latency_us=2.0, bytes_per_s=1e8), Link(latency_us=2.0, bytes_per_s=5e7, blocking=True))
@@ -60,21 +66,33 @@ class Case:
 
     def __init__(self, question: Question) -> None:
         self.question = question
-        self.data: dict[str, Any] = json.loads(page_data(question, menu_of(question)))
+        data = page_data(question)
+        self.widths = data.widths
+        self.data: dict[str, Any] = json.loads(data.text)
 
 
 def answers_of(cases: Sequence[tuple[Case, Sequence[Edit]]], folder: Path) -> list[list[dict[str, Any]]]:
-    """What the page's laws say of every edit."""
+    """Return the figures of the page for every edit."""
+    asked = [{"data": case.data, "edits": edits} for case, edits in cases]
+    answered: list[list[dict[str, Any]]] = _run(_LOOP, asked, folder)
+    return answered
+
+
+def reached(case: Case, edit: Edit, moves: Sequence[tuple[int, int]], folder: Path) -> list[dict[str, Any]]:
+    """Return where the handle of a stage stops if it is moved to a layer, for every stage and layer."""
+    found: list[dict[str, Any]] = _run(_REACH, {"data": case.data, "edit": edit, "moves": moves}, folder)
+    return found
+
+
+def _run(script: str, asked: object, folder: Path) -> Any:
     assert NODE is not None
-    script = folder / "laws.js"
-    script.write_text(law_script() + _LOOP, encoding="utf-8")
-    asked = {"cases": [{"data": case.data, "edits": edits} for case, edits in cases]}
+    path = folder / "figures.js"
+    path.write_text(law_script() + script, encoding="utf-8")
     done = subprocess.run(
-        [NODE, script], input=json.dumps(asked), capture_output=True, text=True, timeout=60, check=False
+        [NODE, path], input=json.dumps(asked), capture_output=True, text=True, timeout=60, check=False
     )
     assert done.returncode == 0, done.stderr
-    answered: list[list[dict[str, Any]]] = json.loads(done.stdout)
-    return answered
+    return json.loads(done.stdout)
 
 
 def question(seed: int) -> Case:
@@ -133,17 +151,23 @@ def question(seed: int) -> Case:
 
 
 def edits_of(case: Case, seed: int, number: int) -> list[Edit]:
-    """Random edits: any schedule, chunks and M that there is a list for, any cuts, any caps and recomputation."""
+    """Random edits: any schedule, chunks and M that there are orders for, any cuts, any caps and recomputation.
+
+    Cuts are at most `case.widths` layers from those that the page begins with.
+    """
     rng, data = random.Random(seed), case.data
     edits = []
     for _ in range(number):
         at = rng.randrange(len(data["schedules"]))
-        chunks = rng.choice(list(data["schedules"][at]["lists"]))
+        chunks = rng.choice(list(data["schedules"][at]["orders"]))
         balance = _cuts(rng, len(data["names"]), data["devices"] * int(chunks))
+        width = case.widths[len(balance)]
+        if width < len(data["names"]):
+            balance = _moved(rng, data["balances"][str(len(balance))], width)
         edit = {
             "schedule": at,
             "chunks": int(chunks),
-            "micro_batches": int(rng.choice(list(data["schedules"][at]["lists"][chunks]))),
+            "micro_batches": int(rng.choice(list(data["schedules"][at]["orders"][chunks]))),
             "balance": balance,
             "recompute": rng.choice([*_POLICIES, [rng.choice(_POLICIES[2:]) for _ in balance]]),
             "scale": rng.choice([0, 0, -20, 15]),
@@ -194,6 +218,10 @@ def figures_of(plan: Plan) -> dict[str, Any]:
         "forward_us": [stage.forward_us for stage in plan.stages],
         "backward_us": [stage.backward_us for stage in plan.stages],
         "bytes": list(plan.device_bytes()),
+        "items": [
+            {name: sum(dict(stage.memory.items())[name] for stage in stages) for name, _ in StageMemory().items()}
+            for stages in plan.by_device()
+        ],
     }
 
 
@@ -210,6 +238,15 @@ def _unlike(rng: random.Random, choices: Sequence[Any], devices: int) -> tuple[A
 def _cuts(rng: random.Random, num_layers: int, stages: int) -> tuple[int, ...]:
     ends = sorted(rng.sample(range(1, num_layers), stages - 1))
     return tuple(b - a for a, b in zip([0, *ends], [*ends, num_layers], strict=True))
+
+
+def _moved(rng: random.Random, balance: Sequence[int], width: int) -> tuple[int, ...]:
+    """Return other cuts, each at most `width` layers away."""
+    num_layers, cuts = sum(balance), [*accumulate(balance)]
+    for n, cut in enumerate(cuts[:-1]):
+        most = min(cut + width, num_layers - len(cuts) + n + 1)
+        cuts[n] = rng.randint(max(cut - width, cuts[n - 1] + 1 if n else 1), most)
+    return tuple(b - a for a, b in pairwise([0, *cuts]))
 
 
 def _frozen(layer: LayerProfile, rng: random.Random) -> LayerProfile:

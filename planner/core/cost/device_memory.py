@@ -19,8 +19,8 @@ from numpy.typing import NDArray
 from planner.core.cost.chain_costs import ChainCosts
 from planner.core.cost.layer_memory import ManyLevels, StageLevels, least_levels
 from planner.core.cost.memory import one_stage
-from planner.core.cost.moments import BACKWARDS, FORWARDS, INPUT_BACKWARDS, PARTS, WEIGHT_BACKWARDS, PartName
-from planner.core.cost.parts import Size, shared_parts_of
+from planner.core.cost.moments import FORWARDS, PARTS, RUNNING, WITH_BACKWARDS, PartName
+from planner.core.cost.parts import ITEMS, Item, Size, shared_parts_of
 from planner.core.cost.stages import stages_in, with_layers_again
 from planner.core.values.placement import Placement, device_of
 from planner.core.values.plan import Recompute, StageMemory
@@ -32,10 +32,17 @@ _MUCH: Final = 2.0**48
 """More bytes than anything holds, and few enough to be told apart to the last one when others are added."""
 
 _PLACE: Final[Mapping[PartName, int]] = {part: place for place, part in enumerate(PARTS)}
-_WITH_BACKWARDS: Final[tuple[PartName, ...]] = (*BACKWARDS, "message", *INPUT_BACKWARDS)
-_WITH_INPUT: Final[tuple[PartName, ...]] = ("held", "kept", *FORWARDS, *_WITH_BACKWARDS)
+_WITH_INPUT: Final[tuple[PartName, ...]] = ("held", "kept", *FORWARDS, *WITH_BACKWARDS)
 """The parts that have the received input of their micro-batch in them."""
-_RUNNING: Final[tuple[PartName, ...]] = (*FORWARDS, *_WITH_BACKWARDS, *WEIGHT_BACKWARDS, "weight_message")
+_RUNNING: Final = [_PLACE[part] for part in RUNNING]
+_ITEM_OF: Final[Mapping[PartName, Item]] = {
+    **dict.fromkeys(("gradients", "input_backward_gradients"), "gradients"),
+    "casts": "casts",
+    **dict.fromkeys(("held", "kept", "weight_held", "input"), "in_flight"),
+    **dict.fromkeys(("output_gradient", "input_gradient"), "transfer"),
+    "optimizer_step": "working",
+}
+"""The item of every part that is not of an action that runs."""
 
 
 class ChunkMemory(NamedTuple):
@@ -290,29 +297,34 @@ def device_memory(chunks: Sequence[ChunkMemory], moments: IntArray, reserve_byte
     """
     parts = np.stack([chunk.parts for chunk in chunks])
     peak = moments[int((moments * parts).sum(axis=(1, 2)).argmax())]
+    items = (peak[:, :, None] * itemised(parts)).sum(axis=1).astype(int)
     return tuple(
-        _itemised(chunk, dict(zip(PARTS, count.tolist(), strict=True)), reserve_bytes if v == 0 else 0)
-        for v, (chunk, count) in enumerate(zip(chunks, peak, strict=True))
+        StageMemory.of(
+            **{item: getattr(chunk.always, item) + more for item, more in zip(ITEMS, of_chunk, strict=True)},
+            reserve=reserve_bytes if v == 0 else 0,
+        )
+        for v, (chunk, of_chunk) in enumerate(zip(chunks, items.tolist(), strict=True))
     )
 
 
-def _itemised(chunk: ChunkMemory, count: Mapping[PartName, int], reserve_bytes: int) -> StageMemory:
-    there = {part: round(number * chunk.part(part)) for part, number in count.items()}
-    running = sum(there[part] for part in _RUNNING)
+def itemised(parts: FloatArray) -> FloatArray:
+    """Return the bytes of every part by the item of `ITEMS` under which a plan shows them.
+
+    Args:
+        parts: Whole bytes of each of `PARTS`; shape (..., parts).
+
+    Returns:
+        Shape (..., parts, items).
+    """
+    items = np.zeros((*parts.shape, len(ITEMS)))
+    for part, item in _ITEM_OF.items():
+        items[..., _PLACE[part], ITEMS.index(item)] = parts[..., _PLACE[part]]
+    running = parts[..., _RUNNING]
     # Of the micro-batch that runs, what it would hold if it waited counts as in flight.
-    waiting = min(round(chunk.part("held")), running)
-    received = 0
-    if any(count[part] for part in _WITH_BACKWARDS):
-        received = min(round(chunk.part("output_gradient")), running - waiting)
-    always = chunk.always
-    return StageMemory.of(
-        parameters=always.parameters,
-        gradients=always.gradients + there["gradients"] + there["input_backward_gradients"],
-        optimizer=always.optimizer,
-        buffers=always.buffers,
-        casts=there["casts"],
-        in_flight=always.in_flight + there["held"] + there["kept"] + there["weight_held"] + there["input"] + waiting,
-        transfer=there["output_gradient"] + there["input_gradient"] + received,
-        working=running - waiting - received + there["optimizer_step"],
-        reserve=reserve_bytes,
-    )
+    waiting = np.minimum(parts[..., _PLACE["held"], None], running)
+    received = np.minimum(parts[..., _PLACE["output_gradient"], None], running - waiting)
+    received = np.where([part in WITH_BACKWARDS for part in RUNNING], received, 0.0)
+    items[..., _RUNNING, ITEMS.index("in_flight")] = waiting
+    items[..., _RUNNING, ITEMS.index("transfer")] = received
+    items[..., _RUNNING, ITEMS.index("working")] = running - waiting - received
+    return items

@@ -83,6 +83,10 @@ FORWARDS: Final[tuple[PartName, ...]] = ("forward", "last_forward")
 BACKWARDS: Final[tuple[PartName, ...]] = ("first_backward", "backward", "last_backward")
 INPUT_BACKWARDS: Final[tuple[PartName, ...]] = ("first_input_backward", "input_backward", "last_input_backward")
 WEIGHT_BACKWARDS: Final[tuple[PartName, ...]] = ("first_weight_backward", "weight_backward")
+WITH_BACKWARDS: Final[tuple[PartName, ...]] = (*BACKWARDS, "message", *INPUT_BACKWARDS)
+"""Parts of an action that receives the gradient of its output."""
+RUNNING: Final[tuple[PartName, ...]] = (*FORWARDS, *WITH_BACKWARDS, *WEIGHT_BACKWARDS, "weight_message")
+"""Parts of an action that runs, of which a device has one at a time."""
 _PLACE: Final[Mapping[PartName, int]] = {part: place for place, part in enumerate(PARTS)}
 
 
@@ -180,10 +184,53 @@ class Counts(NamedTuple):
     """Until the next one runs."""
 
 
+class Change(NamedTuple):
+    """How an action changes the counts of its device.
+
+    A count is named by chunk * len(PARTS) + the part's place in `PARTS`. Changes alternate such a name and a number.
+    """
+
+    before: tuple[int, ...]
+    """Changes between the previous action and this one, transfers included."""
+    running: tuple[int, ...]
+    """Parts of which there is one while the action runs: it, and in the last backward of a stage also the message."""
+    after: tuple[int, ...]
+    """Changes when the action ends."""
+
+
+def changes_of(actions: Sequence[Sequence[Action]]) -> tuple[tuple[Change, ...], ...]:
+    """Return, per device, how each of its actions changes the counts, and then the optimizer's step of each chunk.
+
+    Counts begin with zeros.
+    """
+    last = max(action.micro_batch for action in actions[0])
+    return tuple(
+        tuple(_Walk(row, last).changes(program)) for row, program in zip(actions, programs(actions), strict=True)
+    )
+
+
 def counts_of(actions: Sequence[Sequence[Action]]) -> tuple[Counts, ...]:
     """The counts during and after every forward and backward of each device."""
-    last = max(action.micro_batch for action in actions[0])
-    return tuple(_Walk(row, last).counts(program) for row, program in zip(actions, programs(actions), strict=True))
+    chunks = len({action.stage for action in actions[0]})
+    return tuple(_counts(changes[:-chunks], chunks) for changes in changes_of(actions))
+
+
+def _counts(changes: Sequence[Change], chunks: int) -> Counts:
+    before, after = (_dense(rows, chunks) for rows in ([c.before for c in changes], [c.after for c in changes]))
+    between = np.cumsum(before + after, axis=0) - after
+    during, message = between.copy(), between.copy()
+    rows = np.arange(len(changes))
+    during[rows, [change.running[0] for change in changes]] = 1
+    message[rows, [change.running[-1] for change in changes]] = 1
+    shape = len(changes), chunks, len(PARTS)
+    return Counts(during.reshape(shape), message.reshape(shape), (between + after).reshape(shape))
+
+
+def _dense(rows: Sequence[tuple[int, ...]], chunks: int) -> IntArray:
+    dense = np.zeros((len(rows), chunks * len(PARTS)), np.int64)
+    flat = np.array([number for row in rows for number in row], np.int64).reshape(-1, 2)
+    dense[np.repeat(np.arange(len(rows)), [len(row) // 2 for row in rows]), flat[:, 0]] = flat[:, 1]
+    return dense
 
 
 _MESSAGES: Final[Mapping[Letter, PartName]] = {"B": "message", "W": "weight_message"}
@@ -196,75 +243,100 @@ class _Walk:
     def __init__(self, row: Sequence[Action], last: int) -> None:
         stages = sorted({action.stage for action in row})
         self._last = last
-        self._chunk_of = {stage: chunk for chunk, stage in enumerate(stages)}
-        self._backwards_left = [last + 1] * len(stages)
-        self._now = np.zeros((len(stages), len(PARTS)), np.int64)
+        self._bases = {stage: chunk * len(PARTS) for chunk, stage in enumerate(stages)}
+        self._backwards_left = dict.fromkeys(stages, last + 1)
+        self._now = [0] * (len(stages) * len(PARTS))
+        self._changed: dict[int, int] = {}
         ways = {(action.stage, action.kind) for action in row if action.kind in {"B", "I"}}
-        self._now[:, _PLACE["casts"]] = [max(1, sum(of == stage for of, _ in ways)) for stage in stages]
+        for stage, base in self._bases.items():
+            self._set(base, "casts", max(1, sum(of == stage for of, _ in ways)))
 
-    def counts(self, row: Sequence[Instruction]) -> Counts:
-        during, message, after = [], [], []
+    def changes(self, row: Sequence[Instruction]) -> Iterator[Change]:
         for what in row:
             if what.do != "run":
                 self._transfer(what)
                 continue
-            running, chunk = self._begin(what), self._chunk_of[what.stage]
-            during.append(self._with(chunk, running))
-            self._backwards_left[chunk] -= what.kind in _MESSAGES
-            is_final = what.kind in _MESSAGES and not self._backwards_left[chunk]
-            message.append(self._with(chunk, _MESSAGES[what.kind] if is_final else running))
+            base = self._bases[what.stage]
+            running = [base + _PLACE[self._begin(what)]]
+            before = self._noted()
+            if what.kind in _MESSAGES:
+                self._backwards_left[what.stage] -= 1
+                if not self._backwards_left[what.stage]:
+                    running.append(base + _PLACE[_MESSAGES[what.kind]])
             self._end(what)
-            after.append(self._now.copy())
-        return Counts(np.array(during), np.array(message), np.array(after))
+            yield Change(before, tuple(running), self._noted())
+        for base, counts in zip(self._bases.values(), optimizer_steps(len(self._bases)).tolist(), strict=True):
+            for other, parts in zip(self._bases.values(), counts, strict=True):
+                for part, number in zip(PARTS, parts, strict=True):
+                    self._set(other, part, 0 if part == "optimizer_step" else number)
+            yield Change(self._noted(), (base + _PLACE["optimizer_step"],), ())
 
-    def _with(self, chunk: int, running: PartName) -> IntArray:
-        counts = self._now.copy()
-        counts[chunk, _PLACE[running]] = 1
-        return counts
+    def _noted(self) -> tuple[int, ...]:
+        """Return what has changed since the last call."""
+        changed = tuple(number for change in self._changed.items() if change[1] for number in change)
+        self._changed.clear()
+        return changed
+
+    def _count(self, base: int, part: PartName) -> int:
+        return self._now[base + _PLACE[part]]
+
+    def _add(self, base: int, part: PartName, number: int) -> None:
+        place = base + _PLACE[part]
+        self._now[place] += number
+        self._changed[place] = self._changed.get(place, 0) + number
+
+    def _set(self, base: int, part: PartName, count: int) -> None:
+        if count != self._count(base, part):
+            self._add(base, part, count - self._count(base, part))
+
+    def _take(self, base: int, part: PartName) -> None:
+        """Take away one where there is any: what stays on the device is in no buffer."""
+        if self._count(base, part):
+            self._add(base, part, -1)
 
     def _transfer(self, what: Instruction) -> None:
-        here = self._now[self._chunk_of[what.stage]]
+        base = self._bases[what.stage]
         match what.do, what.kind:
             case "receive", "F":
-                here[_PLACE["input"]] += 1
+                self._add(base, "input", 1)
             case "receive", "B":
-                here[_PLACE["output_gradient"]] += 1
+                self._add(base, "output_gradient", 1)
             case "send", "B":
-                self._now[:, _PLACE["input_gradient"]] = 0
-                here[_PLACE["input_gradient"]] = 1
+                for other in self._bases.values():
+                    self._set(other, "input_gradient", int(other == base))
 
     def _begin(self, what: Instruction) -> PartName:
-        """Takes away what the micro-batch brings along; returns the part that is there while it runs."""
-        here, is_last = self._now[self._chunk_of[what.stage]], what.micro_batch == self._last
+        """Take away what the micro-batch brings along, and return the part that is there while it runs."""
+        base, is_last = self._bases[what.stage], what.micro_batch == self._last
         if what.kind == "F":
-            # The first stage receives no input, and what stays on the device is in no buffer.
-            here[_PLACE["input"]] = max(0, here[_PLACE["input"]] - 1)
+            self._take(base, "input")
             return "last_forward" if is_last else "forward"
         if what.kind == "W":
-            here[_PLACE["weight_held"]] -= 1
-            return "weight_backward" if here[_PLACE["gradients"]] else "first_weight_backward"
-        here[_PLACE["output_gradient"]] = max(0, here[_PLACE["output_gradient"]] - 1)
-        here[_PLACE["kept" if is_last else "held"]] -= 1
+            self._add(base, "weight_held", -1)
+            return "weight_backward" if self._count(base, "gradients") else "first_weight_backward"
+        self._take(base, "output_gradient")
+        self._add(base, "kept" if is_last else "held", -1)
+        has_gradients = self._count(base, "gradients")
         if what.kind == "B":
-            if not here[_PLACE["gradients"]]:
-                here[_PLACE["input_backward_gradients"]] = 0
+            if not has_gradients:
+                self._set(base, "input_backward_gradients", 0)
                 return "first_backward"
             return "last_backward" if is_last else "backward"
-        if not here[_PLACE["gradients"]] and not here[_PLACE["input_backward_gradients"]]:
+        if not has_gradients and not self._count(base, "input_backward_gradients"):
             return "first_input_backward"
         return "last_input_backward" if is_last else "input_backward"
 
     def _end(self, what: Instruction) -> None:
-        here = self._now[self._chunk_of[what.stage]]
+        base = self._bases[what.stage]
         if what.kind == "F":
-            here[_PLACE["kept" if what.micro_batch == self._last else "held"]] += 1
+            self._add(base, "kept" if what.micro_batch == self._last else "held", 1)
             return
         if what.kind == "I":
-            here[_PLACE["weight_held"]] += 1
-            here[_PLACE["input_backward_gradients"]] = 1 - here[_PLACE["gradients"]]
+            self._add(base, "weight_held", 1)
+            self._set(base, "input_backward_gradients", 1 - self._count(base, "gradients"))
             return
-        here[_PLACE["gradients"]] = 1
-        here[_PLACE["input_backward_gradients"]] = 0
+        self._set(base, "gradients", 1)
+        self._set(base, "input_backward_gradients", 0)
 
 
 @lru_cache(maxsize=1024)
@@ -274,15 +346,14 @@ def moments_of(actions: tuple[tuple[Action, ...], ...]) -> tuple[IntArray, ...]:
     Those are left out in which others have as much of everything.
     """
     return tuple(
-        _undominated(np.concatenate([counts.during, counts.message, optimizer_steps(counts)]))
+        _undominated(np.concatenate([counts.during, counts.message, optimizer_steps(counts.during.shape[1])]))
         for counts in counts_of(actions)
     )
 
 
-def optimizer_steps(counts: Counts) -> IntArray:
+def optimizer_steps(chunks: int) -> IntArray:
     """A moment for each chunk's part of the step, of which the largest counts; autocast is left by then."""
-    chunks = counts.during.shape[1]
-    steps = np.zeros((chunks, *counts.during.shape[1:]), np.int64)
+    steps = np.zeros((chunks, chunks, len(PARTS)), np.int64)
     steps[:, :, _PLACE["gradients"]] = 1
     steps[np.arange(chunks), np.arange(chunks), _PLACE["optimizer_step"]] = 1
     return steps

@@ -52,7 +52,7 @@ FloatArray = NDArray[np.float64]
 Item = Literal["parameters", "gradients", "optimizer", "buffers", "casts", "in_flight", "transfer", "working"]
 """The item of a plan's `StageMemory` under which bytes are shown."""
 
-_ITEMS: tuple[Item, ...] = get_args(Item)
+ITEMS: tuple[Item, ...] = get_args(Item)
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,12 +93,12 @@ class Parts:
 
     def of_one_stage(self) -> tuple[FloatArray, FloatArray]:
         """The bytes of the last stage, by item: what is always there, shape (items,), and (parts, items)."""
-        always, sizes = np.zeros(len(_ITEMS)), np.zeros((len(PARTS), len(_ITEMS)))
+        always, sizes = np.zeros(len(ITEMS)), np.zeros((len(PARTS), len(ITEMS)))
         for item, size in self.always.items():
-            always[_ITEMS.index(item)] = size[0, -1]
+            always[ITEMS.index(item)] = size[0, -1]
         for name, part in self.sizes.items():
             for item, size in part.items.items():
-                sizes[PARTS.index(name), _ITEMS.index(item)] = size[0, -1]
+                sizes[PARTS.index(name), ITEMS.index(item)] = size[0, -1]
         return always, sizes
 
     def totals(self, shape: tuple[int, int]) -> FloatArray:

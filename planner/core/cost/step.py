@@ -214,7 +214,7 @@ class _Held(NamedTuple):
             idle=int(at(np.zeros_like(counts.during[:1]))[0]),
             during=during.astype(int).tolist(),
             after=np.minimum(during, at(counts.after)).astype(int).tolist(),
-            optimizer_step=int(at(optimizer_steps(counts)).max()),
+            optimizer_step=int(at(optimizer_steps(counts.during.shape[1])).max()),
         )
 
 

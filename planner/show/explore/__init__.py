@@ -1,8 +1,8 @@
-"""The report with handles: a page on which cuts, M, schedule and caps can be moved, and all figures follow at once.
+"""The interactive report: a page on which cuts, M, schedule and memory limits move, and all figures follow at once.
 
-The laws stand there a second time, in JavaScript: what a schedule makes devices do (`schedule.js`), what stages hold
-(`memory.js`), and what becomes of both (`evaluate.js`). Tests hold them against the core on random edits. Schedules
-they do not know: the page brings along the lists of actions that the core made (`planner.show.explore.lists`).
+Python writes the numbers (`planner.show.explore.data`): bytes of every stage by part and item, durations, and action
+orders with what each action needs and how it changes the memory that is counted. The page adds these and takes maxima
+(`evaluate.js`). JavaScript contains no rule of the cost model and no schedule.
 """
 
 from planner.show.explore.page import explore_html

@@ -1,102 +1,244 @@
-"""What the page computes with: costs of every layer at every micro-batch size, devices, links, and lists of actions."""
+"""Data of the page: numbers of stages and cuts, action orders, and the choices that the handles offer."""
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from math import isqrt
 from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.core.cost.chain_costs import ChainCosts, Tie, sums_before
+from planner.core.cost.chain_costs import ChainCosts, Tie
 from planner.core.cost.costs import CostTable
 from planner.core.cost.evaluate import Partition
-from planner.core.cost.layer_memory import cast_gradient_peaks, recomputed_levels
+from planner.core.cost.moments import PARTS
+from planner.core.cost.parts import ITEMS
 from planner.core.cost.planning import cluster_of
-from planner.core.cost.waiting import staying_gradients
-from planner.core.cost.weight_backward import weight_levels
-from planner.core.schedule import KINDS
-from planner.core.values.cluster import Link
-from planner.core.values.plan import Plan
+from planner.core.cost.stage_time import CHOICES
+from planner.core.schedule import KINDS, Schedule
+from planner.core.values.placement import Placement
 from planner.core.values.printable import printable
-from planner.show.explore.lists import Menu
+from planner.show.explore.columns import (
+    ALONE,
+    ALONE_ONCE,
+    ALWAYS,
+    IN_PLACE,
+    SHARED,
+    byte_columns,
+    crossing_columns,
+    time_columns,
+)
+from planner.show.explore.orders import LETTERS, Listed, Menu, menu_of
 from planner.show.explore.question import Question
+from planner.show.explore.tables import Table
+from planner.show.explore.windows import Layout, Pipeline, even_balance, runs_of, stages_near
 from planner.show.html.timeline import kinds_data
 
 FloatArray = NDArray[np.float64]
 
-_FLOWS: Final = ("F", "B")
+MOST_BYTES: Final = 1_200_000
+"""Size of all tables together."""
+
+_MOST_STAGES: Final = 100_000
+"""Stages, counted once for each micro-batch size, whose numbers are computed to see whether there is room for them."""
 
 
-def page_data(question: Question, menu: Menu) -> str:
-    """The question as JSON for the scripts, fit to stand within a script element."""
-    plan, profile = question.plan, question.profile
-    table, batch = CostTable(profile), plan.inputs.batch // plan.replicas
-    plain = {m: table.at(batch // m, extrapolate=plan.inputs.extrapolate) for m in question.micro_batches}
-    by_count = {m: costs.of_replicas(plan.replicas) for m, costs in plain.items()}
-    one = by_count[plan.micro_batches]
-    data = {
-        "kinds": [_kind(letter) for letter in KINDS],
-        "timeline": kinds_data(),
-        "names": [printable(layer.name) for layer in profile.layers],
-        "replicas": plan.replicas,
-        **_devices(plan, Partition.of(plan, one.names)),
-        "traits": {
-            "exact": one.exact,
-            "peaks_add": one.optimizer_peaks_add,
-            "halves_assumed": one.halves_assumed,
-            "bucket_bytes": one.bucket_bytes,
-        },
-        "fixed": _fixed(one),
-        "sizes": {m: _at_size(costs) for m, costs in by_count.items()},
-        **_choices(question, menu),
-    }
-    return json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PageData:
+    """The data of the page, and the limits of its handles."""
+
+    text: str
+    """JSON, fit to be part of a script element."""
+    is_complete: bool
+    """Whether there was room for all orders of actions."""
+    widths: Mapping[int, int]
+    """By number of stages, how many layers a cut can be moved from where the page begins; at most L."""
 
 
-def _kind(letter: str) -> dict[str, object]:
-    kind = next(kind for kind in KINDS.values() if kind.letter == letter)
-    flow, follows = (_FLOWS.index(way) if way is not None else -1 for way in (kind.flow, kind.follows))
-    return {"letter": kind.letter, "direction": kind.direction, "flow": flow, "follows": follows}
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Chain:
+    """The chain at every micro-batch size that the page offers, and the devices that it runs on."""
+
+    question: Question
+    costs: Mapping[int, ChainCosts]
+    """By micro-batches."""
+    pipeline: Pipeline
+
+    @classmethod
+    def of(cls, question: Question) -> "_Chain":
+        """Return the chain of a question."""
+        plan, table = question.plan, CostTable(question.profile)
+        sizes = {m: plan.inputs.batch // plan.replicas // m for m in question.micro_batches}
+        costs = {m: table.at(size, extrapolate=plan.inputs.extrapolate) for m, size in sizes.items()}
+        partition = Partition.of(plan, costs[plan.micro_batches].names)
+        places = [partition.device_of(stage) for stage in range(plan.num_devices)]
+        return cls(question=question, costs=costs, pipeline=Pipeline(cluster_of(plan.inputs), places, plan.replicas))
+
+    @property
+    def one(self) -> ChainCosts:
+        """The chain at the plan's micro-batch size."""
+        return self.costs[self.question.plan.micro_batches]
 
 
-def _devices(plan: Plan, partition: Partition) -> dict[str, object]:
-    """The devices of a pipeline in its order, and what joins them."""
-    cluster, num_devices = cluster_of(plan.inputs), plan.num_devices
-    places = [partition.device_of(stage) for stage in range(num_devices)]
-    links = [cluster.link_behind(d, num_devices=num_devices, replicas=plan.replicas) for d in range(num_devices)]
-    return {
-        "devices": num_devices,
-        "places": places,
-        "memory_bytes": plan.inputs.memory_bytes,
-        "speeds": [cluster.speed(place) for place in places],
-        "links": [[*_link(link), link.blocking] for link in links],
-        "allreduce": None if cluster.allreduce is None else _link(cluster.allreduce),
-        "overhead_us": cluster.overhead_us,
-        "reserve_bytes": cluster.reserve_bytes,
-    }
+def page_data(question: Question) -> PageData:
+    """Return the data of the page.
+
+    A long chain has numbers of stages near the cuts that the page begins with. The largest numbers of stages per device
+    are left out if even those are too many.
+    """
+    chain, menu = _Chain.of(question), menu_of(question)
+    near = _Near.of(chain, menu)
+    widths = near.widths(_MOST_STAGES // len(chain.costs))
+    tables = near.tables(widths)
+    while (size := len(_text(tables))) > MOST_BYTES:
+        optional = [chunks for chunks in menu.chunks if chunks != question.plan.chunks]
+        if max(widths.values()) > 1:
+            widths = near.widths(tables["num_stages"] * MOST_BYTES // size * 4 // 5)
+        elif optional:
+            menu = menu.without(optional[-1])
+            near = _Near.of(chain, menu)
+            widths = near.widths(0)
+        else:
+            break
+        tables = near.tables(widths)
+    data = {**_devices(chain), **tables, **near.layouts_data(), **_choices(near)}
+    return PageData(text=_text(data).replace("<", "\\u003c"), is_complete=menu.is_complete, widths=widths)
 
 
-def _link(link: Link) -> list[float]:
-    return [link.latency_us, link.bytes_per_s]
+def _text(data: Mapping[str, object]) -> str:
+    return json.dumps(data, separators=(",", ":"), ensure_ascii=False)
 
 
-def _choices(question: Question, menu: Menu) -> dict[str, object]:
-    """What there is to choose from, and what the plan chose."""
-    plan = question.plan
-    names = [each.schedule.name for each in menu.schedules]
-    return {
-        "schedules": [
-            {
-                "name": each.schedule.name,
-                "title": each.schedule.title,
-                "placement": each.schedule.placement,
-                "splits": each.schedule.splits_backward,
-                "knows_moments": each.schedule.has_known_moments,
-                "is_own": bool(each.schedule.texts),
-                "lists": each.lists,
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Near:
+    """The layouts of a menu, and stages near the cuts that the page begins with."""
+
+    chain: _Chain
+    menu: Menu
+    layouts: Mapping[tuple[int, Placement], Layout]
+    """By chunks per device and placement."""
+    balances: Mapping[int, tuple[int, ...]]
+    """By number of stages, the cuts that the page begins with: the plan's, or even ones."""
+
+    @classmethod
+    def of(cls, chain: _Chain, menu: Menu) -> "_Near":
+        """Return the layouts that the schedules of `menu` use."""
+        used = sorted({(chunks, one.schedule.placement) for one in menu.schedules for chunks in one.orders})
+        layouts = {key: Layout.of(chain.pipeline, *key) for key in used}
+        plan = chain.question.plan
+        even = {s: even_balance(chain.one, s) for s in {layout.num_stages for layout in layouts.values()}}
+        return cls(chain=chain, menu=menu, layouts=layouts, balances={**even, len(plan.balance): plan.balance})
+
+    def widths(self, most: int) -> dict[int, int]:
+        """Return how far cuts can be moved if about `most` stages have numbers; at most L, and at least one layer.
+
+        Every number of stages has an equal share, so that fewer cuts can be moved further.
+        """
+        num_layers, share = self.chain.one.num_layers, most // len(self.balances)
+        num_possible = len(self.chain.pipeline.speeds) * num_layers * (num_layers + 1) // 2
+        if num_possible <= most:
+            return dict.fromkeys(self.balances, num_layers)
+        return {s: max(1, min(num_layers, isqrt(share // s) // 2)) for s in self.balances}
+
+    def tables(self, widths: Mapping[int, int]) -> dict[str, Any]:
+        """Return the numbers of stages whose cuts are at most `widths` layers from those that the page begins with."""
+        chain, pipeline = self.chain, self.chain.pipeline
+        cells, crossings = stages_near(self.layouts.values(), self.balances, widths)
+        sizes, bytes_, times = {}, Table(len(cells.first)), Table(len(cells.first))
+        sends = Table(len(crossings.cut))
+        for micro_batches, costs in chain.costs.items():
+            replicated, parts = costs.of_replicas(pipeline.replicas), self._parts(micro_batches)
+            sizes[micro_batches] = {
+                "size": costs.micro_batch_size,
+                "bytes": byte_columns(bytes_, replicated, cells, micro_batches=micro_batches, parts=parts),
+                **time_columns(times, costs, cells, pipeline),
+                **crossing_columns(sends, costs, crossings, pipeline),
+                "columns": [_heights(costs.forward_us, costs), _heights(costs.backward_us, costs)],
             }
-            for each in menu.schedules
-        ],
+        return {
+            "num_stages": len(cells.first),
+            "cells": runs_of(*cells),
+            "crossings": runs_of(*crossings),
+            "sizes": sizes,
+            "bytes": bytes_.data(),
+            "times": times.data(),
+            "sends": sends.data(),
+        }
+
+    def _parts(self, micro_batches: int) -> list[set[int]]:
+        """Return, by way to hold a stage, the parts that orders with M micro-batches count."""
+        parts: list[set[int]] = [set() for _ in range(IN_PLACE + 1)]
+        cases = ((one.schedule, chunks, by_m) for one in self.menu.schedules for chunks, by_m in one.orders.items())
+        for schedule, chunks, by_m in cases:
+            for way in set(self.ways(schedule, chunks, micro_batches)) if micro_batches in by_m else ():
+                parts[way] |= by_m[micro_batches].parts
+        return parts
+
+    def ways(self, schedule: Schedule, chunks: int, micro_batches: int) -> list[int]:
+        """Return how each stage is held: `ALONE`, …."""
+        layout = self.layouts[chunks, schedule.placement]
+        if not schedule.has_known_moments:
+            return [SHARED, *(IN_PLACE if a == b else SHARED for a, b in pairwise(layout.devices))]
+        if self.chain.one.programs is None:
+            return [ALONE] * layout.num_stages
+        in_flight = (schedule.in_flight(k, layout.num_stages, micro_batches) for k in range(layout.num_stages))
+        return [ALONE if most > 1 else ALONE_ONCE for most in in_flight]
+
+    def layouts_data(self) -> dict[str, object]:
+        """Return what the schedules run, and how stages lie on devices."""
+        links, layouts = self.chain.pipeline.links, list(self.layouts)
+        return {
+            "blocking": [link.blocking for link in links],
+            "layouts": [layout.data() for layout in self.layouts.values()],
+            "balances": self.balances,
+            "ties": [_tie(tie, is_exact=self.chain.one.exact) for tie in self.chain.one.ties if tie.these_alone],
+            "steps": [[code, *change] for code, change in self.menu.steps],
+            "schedules": [self._schedule(one, layouts) for one in self.menu.schedules],
+        }
+
+    def _schedule(self, one: Listed, layouts: Sequence[tuple[int, Placement]]) -> dict[str, object]:
+        schedule = one.schedule
+        return {
+            "name": schedule.name,
+            "title": schedule.title,
+            "is_own": bool(schedule.texts),
+            "splits": schedule.splits_backward,
+            "forward": [LETTERS.index("F")],
+            "backward": [LETTERS.index(letter) for letter in ("IW" if schedule.splits_backward else "B")],
+            "layouts": {chunks: layouts.index((chunks, schedule.placement)) for chunks in one.orders},
+            "orders": {
+                chunks: {m: [self.ways(schedule, chunks, m), of_m.devices] for m, of_m in orders.items()}
+                for chunks, orders in one.orders.items()
+            },
+        }
+
+
+def _heights(times_us: FloatArray, costs: ChainCosts) -> list[int]:
+    """Return times of layers in thousandths of the longest layer's."""
+    longest_us = float((costs.forward_us + costs.backward_us).max())
+    heights: list[int] = np.rint(times_us / longest_us * 1000 if longest_us else times_us).astype(int).tolist()
+    return heights
+
+
+def _tie(tie: Tie, *, is_exact: bool) -> list[object]:
+    """Return the layer that shares, the earlier ones, nearest first, and part, item and bytes that are there once."""
+    sizes = {
+        (ALWAYS, "parameters"): tie.parameter_bytes,
+        (ALWAYS, "optimizer"): tie.optimizer_bytes,
+        (PARTS.index("gradients") if is_exact else ALWAYS, "gradients"): tie.gradient_bytes,
+        (PARTS.index("casts"), "casts"): tie.cast_bytes,
+    }
+    shared = [number for (part, item), size in sizes.items() for number in (part, ITEMS.index(item), round(size))]
+    return [tie.second, [tie.first, *reversed(tie.earlier)], shared]
+
+
+def _choices(near: _Near) -> dict[str, object]:
+    """Return what the handles begin with, and the words of commands."""
+    question, plan = near.chain.question, near.chain.question.plan
+    names = [each.schedule.name for each in near.menu.schedules]
+    return {
         "start": {
             "schedule": names.index(plan.schedule),
             "chunks": plan.chunks,
@@ -114,146 +256,22 @@ def _choices(question: Question, menu: Menu) -> dict[str, object]:
     }
 
 
-# ---- costs
-
-
-def _fixed(costs: ChainCosts) -> dict[str, object]:
-    """What does not depend on the micro-batch size."""
-    state = costs.state
+def _devices(chain: _Chain) -> dict[str, object]:
+    """Return the devices of a pipeline in its order, and the words for everything."""
+    question, plan = chain.question, chain.question.plan
+    partition = Partition.of(plan, chain.one.names)
     return {
-        "optimizer_us": _short(costs.optimizer_us),
-        "parameters": _short(state.parameters),
-        "optimizer": _short(state.optimizer),
-        "buffers": _short(state.buffers),
-        "rewritten": _short(state.rewritten),
-        "casts": _short(state.casts),
-        "ties": [_tie(tie) for tie in costs.ties],
+        "timeline": kinds_data(),
+        "names": [printable(layer.name) for layer in question.profile.layers],
+        "kinds": list(KINDS),
+        "redone": [place for place, kind in enumerate(KINDS.values()) if kind.direction < 0],
+        "num_parts": len(PARTS),
+        "items": ITEMS,
+        "recomputes": CHOICES,
+        "devices": plan.num_devices,
+        "places": [partition.device_of(stage) for stage in range(plan.num_devices)],
+        "memory_bytes": plan.inputs.memory_bytes,
+        "reserve_bytes": chain.pipeline.cluster.reserve_bytes,
+        "batch": plan.inputs.batch,
+        "halves_assumed": chain.one.halves_assumed,
     }
-
-
-def _tie(tie: Tie) -> dict[str, object]:
-    return {
-        "first": tie.first,
-        "second": tie.second,
-        "parameter_bytes": tie.parameter_bytes,
-        "gradient_bytes": tie.gradient_bytes,
-        "optimizer_bytes": tie.optimizer_bytes,
-        "cast_bytes": tie.cast_bytes,
-        "these_alone": tie.these_alone,
-        "earlier": tie.earlier,
-    }
-
-
-def _at_size(costs: ChainCosts) -> dict[str, object]:
-    """Return the costs at a micro-batch size; sums that end with a layer are taken to the end of the chain."""
-    edge, levels = costs.boundaries, costs.levels
-    arrays = {
-        "forward_us": costs.forward_us,
-        "backward_us": costs.backward_us,
-        "input_us": costs.halves.input_us,
-        "weight_us": costs.halves.weight_us,
-        "gradients": costs.gradients,
-        "has_backward": costs.has_backward.astype(float),
-        "optimizer_peak": costs.state.optimizer_peak,
-        "optimizer_boundary_peak": costs.state.optimizer_boundary_peak,
-        "input": edge.input,
-        "output": edge.output,
-        "boundary_input_gradient": edge.input_gradient,
-        "boundary_output_gradient": edge.output_gradient,
-        "unsaved_output": edge.unsaved_output,
-        "unkept_input": edge.unkept_input,
-        "input_alive": edge.input_alive,
-        "copied_input": edge.copied_input,
-        "saved": levels.saved,
-        "forward": levels.forward,
-        "no_grad": levels.no_grad,
-        "first_backward": levels.first_backward,
-        "backward": levels.backward,
-        "end_twice_first": levels.end_twice_first,
-        "end_twice": levels.end_twice,
-        "attributes": levels.attributes,
-        "renewed": levels.renewed,
-        "staying": staying_gradients(costs),
-        **_halves(costs),
-        **_copies(costs),
-    }
-    return {
-        "size": costs.micro_batch_size,
-        "target": costs.target,
-        **{name: _short(values) for name, values in arrays.items()},
-        "spans": _spans(costs),
-        "relays": _relays(costs),
-        "programs": _programs(costs),
-    }
-
-
-def _halves(costs: ChainCosts) -> Mapping[str, FloatArray]:
-    """What is held and how high levels are where backwards run in halves."""
-    halves, weights = costs.halves, weight_levels(costs)
-    return {
-        "half_held": halves.held,
-        "weight_gradients": halves.weight_gradients,
-        "input_gradients": np.maximum(costs.gradients - halves.weight_gradients, 0.0),
-        "first_input": halves.first_input,
-        "later_input": halves.input,
-        "end_first_input": halves.first_input - halves.end_first_input,
-        "end_input": halves.input - halves.end_input,
-        "first_weight": weights.first,
-        "weight": halves.weight,
-        "weight_waiting": weights.waiting,
-        "turning": weights.turning,
-    }
-
-
-def _copies(costs: ChainCosts) -> Mapping[str, FloatArray]:
-    """What gradients of autocast's copies need; nothing without copies."""
-    if not costs.state.casts.any():
-        return {}
-    level, through = recomputed_levels(costs)
-    return {"cast_peaks": cast_gradient_peaks(costs), "cast_level": level, "cast_through": through}
-
-
-def _spans(costs: ChainCosts) -> list[list[float]]:
-    """The storages that pass by a layer: the first and the last one of these, and bytes by who keeps them."""
-    storages = costs.storages
-    by = (storages.kept_by_readers, storages.kept_by_maker, storages.kept_by_nobody)
-    sizes = np.rint(np.stack(by, axis=1)) if len(storages.maker) else np.zeros((0, 3))
-    begins, ends = (storages.maker + 1).tolist(), (storages.until - 1).tolist()
-    return [
-        [begin, end, *_plain(row)]
-        for begin, end, row in zip(begins, ends, sizes.tolist(), strict=True)
-        if begin <= end and any(row)
-    ]
-
-
-def _relays(costs: ChainCosts) -> list[list[float]]:
-    """Gradients that layers hand on as they are: the first layer that holds one beside the stage, the last, bytes."""
-    relays = costs.relays
-    firsts, sizes = (relays.first - 1).tolist(), np.rint(relays.bytes).tolist()
-    rows = zip(firsts, relays.last.tolist(), _plain(sizes), strict=True)
-    return [[first, last, size] for first, last, size in rows if first <= last]
-
-
-def _programs(costs: ChainCosts) -> dict[str, object] | None:
-    """What layers need within one program, as sums where only these are asked for."""
-    programs = costs.programs
-    if programs is None:
-        return None
-    return {
-        "level": programs.level.tolist(),
-        "carried_before": sums_before(programs.carried).tolist(),
-        "narrowed_before": sums_before(programs.narrowed).tolist(),
-        "narrowed_input_before": sums_before(programs.narrowed_input).tolist(),
-        "padding_before": (sums_before(programs.padding) + sums_before(programs.laid_out)).tolist(),
-        "waiting_before": sums_before(programs.waiting).tolist(),
-    }
-
-
-def _short(values: FloatArray) -> Any:
-    """The numbers; one for all where they are the same."""
-    plain = _plain(values.tolist())
-    return plain[0] if len(set(plain)) == 1 else plain
-
-
-def _plain(values: Sequence[float]) -> list[float]:
-    return [int(value) if value.is_integer() else value for value in values]

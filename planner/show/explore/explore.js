@@ -8,12 +8,13 @@
     ["always", "every micro-batch"],
   ];
   // Cuts that were seen last, by how many stages there are, and whether nobody has moved one.
-  const seen = { [data.start.balance.length]: [data.start.balance, false] };
-  const state = { ...data.start, balance: [...data.start.balance], recompute: data.policy, scale: 0, isEven: false };
+  const seen = Object.fromEntries(Object.entries(data.balances).map(([S, balance]) => [S, [balance, true]]));
+  seen[data.start.balance.length] = [data.start.balance, false];
+  const state = { ...data.start, balance: [...data.start.balance], recompute: data.policy, scale: 0, isEven: false, isEnd: false };
   let answer = null, begun = null, queued = false, isWaiting = true;
 
   const schedule = () => data.schedules[state.schedule];
-  const counts = () => Object.keys(schedule().lists[state.chunks]).map(Number).sort((a, b) => a - b);
+  const counts = () => Object.keys(schedule().orders[state.chunks]).map(Number).sort((a, b) => a - b);
   const placeWord = () => (state.chunks === 1 ? "stage" : "device");
   const caps = () => capsOf(data, state);
 
@@ -27,7 +28,7 @@
 
   function refreshOptions() {
     options(byId("schedule"), data.schedules.map((one, n) => [n, one.title]), state.schedule);
-    options(byId("chunks"), Object.keys(schedule().lists).map((v) => [v, v]), state.chunks);
+    options(byId("chunks"), Object.keys(schedule().orders).map((v) => [v, v]), state.chunks);
     const hasOwn = state.balance.length === data.recompute.length && !data.recompute.includes("layers");
     if (!hasOwn && state.recompute === OWN) state.recompute = data.policy;
     const able = data.may_recompute ? policies : [["never", "never"]];
@@ -39,29 +40,16 @@
     byId("cap").value = state.scale;
   }
 
-  // Even cuts by the time of layers, each stage with one at least.
-  function evenCuts(S) {
-    const chain = chainAt(memo, state.micro_batches), sums = before(chain, "forward_us").map((us, n) => us + before(chain, "backward_us")[n]);
-    const cuts = [0];
-    for (let k = 1; k < S; k++) {
-      const wanted = (sums[L] * k) / S, near = (n) => Math.abs(sums[n] - wanted);
-      let cut = cuts[k - 1] + 1;
-      while (cut < L - (S - k) && near(cut + 1) < near(cut)) cut++;
-      cuts.push(cut);
-    }
-    return [...cuts, L].slice(1).map((end, k) => end - cuts[k]);
-  }
-
   // Keeps what can be kept: the M that is nearest, and the cuts that there were for so many stages.
   function adjust() {
-    if (!schedule().lists[state.chunks]) state.chunks = Number(Object.keys(schedule().lists)[0]);
+    if (!schedule().orders[state.chunks]) state.chunks = Number(Object.keys(schedule().orders)[0]);
     const nearest = (a, b) => (Math.abs(b - state.micro_batches) < Math.abs(a - state.micro_batches) ? b : a);
     state.micro_batches = counts().reduce(nearest);
     const S = data.devices * state.chunks;
     if (state.balance.length !== S) {
       seen[state.balance.length] = [state.balance, state.isEven];
-      [state.balance, state.isEven] = seen[S] || [evenCuts(S), true];
-      state.balance = [...state.balance];
+      [state.balance, state.isEven] = [[...seen[S][0]], seen[S][1]];
+      state.isEnd = false;
       isWaiting = true;
     }
     refreshOptions();
@@ -70,12 +58,11 @@
 
   // ---- the chain and its cuts
 
-  const cutsOf = () => state.balance.reduce((cuts, layers) => [...cuts, cuts[cuts.length - 1] + layers], [0]);
-
   function moveCut(k, layer) {
-    const cuts = cutsOf(), at = Math.max(cuts[k - 1] + 1, Math.min(cuts[k + 1] - 1, layer));
-    if (at === cuts[k]) return;
-    state.isEven = false;
+    const cuts = cutsOf(state.balance), { at, isEnd } = reach(memo, asked(data, state), k, layer);
+    if (at === cuts[k] && isEnd === state.isEnd) return;
+    state.isEnd = isEnd;
+    state.isEven &&= at === cuts[k];
     state.balance[k - 1] = at - cuts[k - 1];
     state.balance[k] = cuts[k + 1] - at;
     show();
@@ -88,7 +75,7 @@
     made.addEventListener("keydown", (event) => {
       if (!(event.key in steps) || event.ctrlKey || event.metaKey || event.altKey) return;
       event.preventDefault();
-      moveCut(k, cutsOf()[k] + steps[event.key]);
+      moveCut(k, cutsOf(state.balance)[k] + steps[event.key]);
     });
     made.addEventListener("pointerdown", (event) => {
       const move = ({ clientX }) => {
@@ -107,7 +94,7 @@
   }
 
   function drawChain(slowest) {
-    const chain = byId("chain"), S = state.balance.length, cuts = cutsOf();
+    const chain = byId("chain"), S = state.balance.length, { cuts } = answer;
     if (isWaiting) {
       const stages = state.balance.map(() => make("div", { class: "stage" }));
       chain.replaceChildren(make("div", {}), ...stages, ...state.balance.slice(1).map((_, k) => handle(k + 1)));
@@ -115,9 +102,9 @@
       chain.style.minWidth = Math.max(S * 13, L * 3) + "px";
       isWaiting = false;
     }
-    chain.firstElementChild.replaceWith(columns(chainAt(memo, state.micro_batches)));
+    chain.firstElementChild.replaceWith(columns(data.sizes[state.micro_batches].columns));
     chain.querySelectorAll(".stage").forEach((stage, k) => {
-      const device = answer.program.device[k], isOver = total(answer.memory[device]) > caps()[device];
+      const device = answer.orders.layout.devices[k], isOver = total(answer.memory[device]) > caps()[device];
       stage.style.left = share(cuts[k] / L);
       stage.style.width = share(state.balance[k] / L);
       stage.className = "stage" + (k === slowest && S > 1 ? " slow" : "") + (isOver ? " over" : "");
@@ -154,8 +141,8 @@
   }
 
   function drawWords() {
-    const size = chainAt(memo, state.micro_batches).size, uniform = new Set(caps()), M = state.micro_batches;
-    byId("schedule-words").textContent = schedule().splits && data.traits.halves_assumed
+    const { size } = data.sizes[state.micro_batches], uniform = new Set(caps()), M = state.micro_batches;
+    byId("schedule-words").textContent = schedule().splits && data.halves_assumed
       ? "halves of backwards were not measured: each is taken to be half of one" : "";
     byId("chunks-words").textContent = counted(state.balance.length, "stage");
     byId("micro-batches-words").textContent = `${counted(M, "micro-batch", "es")} of ${counted(size, "sample")}`;
@@ -165,7 +152,8 @@
       ? `${bytesOption(caps()[0])} (${formatBytes(caps()[0])})` : `${formatBytes(Math.min(...uniform))} to ${formatBytes(Math.max(...uniform))}`;
     byId("micro-batches").setAttribute("aria-valuetext", byId("micro-batches-words").textContent);
     byId("cap").setAttribute("aria-valuetext", byId("cap-words").textContent);
-    byId("said").textContent = state.balance.length > MANY ? "" : `cuts ${state.balance.join(", ")}`;
+    const cuts = state.balance.length > MANY ? "" : `cuts ${state.balance.join(", ")}`;
+    byId("said").textContent = state.isEnd ? `${cuts} - the page has no numbers beyond: \`check --balance\` has` : cuts;
   }
 
   function drawCommand() {
@@ -208,7 +196,7 @@
   onChange("recompute", (value) => { state.recompute = value; });
   onChange("cap", (value) => { state.scale = Number(value); });
   byId("reset").addEventListener("click", () => {
-    Object.assign(state, data.start, { balance: [...data.start.balance], recompute: data.policy, scale: 0, isEven: false });
+    Object.assign(state, data.start, { balance: [...data.start.balance], recompute: data.policy, scale: 0, isEven: false, isEnd: false });
     isWaiting = true;
     begin();
   });

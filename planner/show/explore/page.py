@@ -3,8 +3,8 @@
 from string import Template
 
 from planner import __version__
-from planner.show.explore.data import page_data
-from planner.show.explore.lists import Menu, menu_of
+from planner.core.values.units import counted
+from planner.show.explore.data import PageData, page_data
 from planner.show.explore.question import Question
 from planner.show.html.assets import asset, policy_for, scripts, style
 from planner.show.html.parts import Section, legend, scroll, section_markup
@@ -14,7 +14,7 @@ from planner.show.views.memory import KINDS, kind_words
 from planner.show.views.numbers import not_measured
 from planner.show.views.plan import headline
 
-_SCRIPTS = ("schedule.js", "memory.js", "evaluate.js", "units.js", "command.js", "drawing.js", "explore.js")
+_SCRIPTS = ("tables.js", "evaluate.js", "units.js", "command.js", "drawing.js", "explore.js")
 """In the order in which they need each other; the last two know a page."""
 
 _BEGIN = "the plan that the handles begin with"
@@ -25,8 +25,8 @@ _FIGURES = ("step", "samples/s", "bubble", "peak memory")
 def explore_html(question: Question) -> str:
     """The page: one file that needs nothing else."""
     plan, profile = question.plan, question.profile
-    script, menu = page_script(), menu_of(question)
-    sections = (_handles(question, menu), _timeline(), _memory(), _stages(), _command())
+    script, data = page_script(), page_data(question)
+    sections = (_handles(question, data), _timeline(), _memory(), _stages(), _command())
     links = [element("a", safe(section.title), href=f"#{section.anchor}") for section in sections]
     return Template(asset("explore.html.txt", __package__)).substitute(
         title=safe(headline(plan, of=" of ", by=", ")),
@@ -34,7 +34,7 @@ def explore_html(question: Question) -> str:
         policy=policy_for(script),
         style=style() + asset("explore.css", __package__),
         script=script,
-        data=page_data(question, menu),
+        data=data.text,
         figures=_figures(),
         links="".join(links),
         sections="".join(map(section_markup, sections)),
@@ -43,7 +43,7 @@ def explore_html(question: Question) -> str:
 
 
 def law_script() -> str:
-    """The laws, and what makes commands of their answers: a script without a page."""
+    """Return the script without a page: figures of a state, and commands that make a plan of it."""
     return "\n".join(asset(name, __package__) for name in _SCRIPTS[:-2])
 
 
@@ -64,7 +64,7 @@ def _knob(name: str, words: str, control: str) -> str:
     return element("label", element("span", safe(words)), control, element("b", id=f"{name}-words"))
 
 
-def _handles(question: Question, menu: Menu) -> Section:
+def _handles(question: Question, data: PageData) -> Section:
     knobs = [
         _knob("schedule", "schedule", element("select", id="schedule")),
         _knob("chunks", "stages per device", element("select", id="chunks")),
@@ -74,7 +74,7 @@ def _handles(question: Question, menu: Menu) -> Section:
     ]
     chain = element("div", id="chain", class_="chain")
     reset = element("button", "the plan again", type="button", id="reset")
-    remarks = element("ul", *(element("li", safe(text)) for text in _remarks(question, menu)), class_="remarks")
+    remarks = element("ul", *(element("li", safe(text)) for text in _remarks(question, data)), class_="remarks")
     return Section(
         anchor="handles",
         title="Cuts and schedule",
@@ -89,7 +89,7 @@ def _handles(question: Question, menu: Menu) -> Section:
     )
 
 
-def _remarks(question: Question, menu: Menu) -> list[str]:
+def _remarks(question: Question, data: PageData) -> list[str]:
     """What the page does not do, so that nobody takes it for something else."""
     plan = question.plan
     remarks = []
@@ -99,9 +99,15 @@ def _remarks(question: Question, menu: Menu) -> list[str]:
         remarks.append("The plan might recompute single layers; here whole stages are recomputed, or none of one.")
     if not question.may_recompute:
         remarks.append("Stages of this model that are recomputed do not come out the same: nothing is recomputed here.")
-    if not menu.is_complete:
+    if not data.is_complete:
         remarks.append(
-            "Lists of very many actions are too long for a page: with more micro-batches, some schedules are missing."
+            "Orders of very many actions are too long for a page: with more micro-batches, some schedules are missing."
+        )
+    width = data.widths[len(plan.stages)]
+    if min(data.widths.values()) < len(question.profile.layers):
+        remarks.append(
+            f"The chain is too long for a page with all of its stages: each of the plan's cuts moves by at most "
+            f"{counted(width, 'layer')}, and more cuts by fewer. `gpipe-plan check --balance` judges any cuts."
         )
     return remarks
 

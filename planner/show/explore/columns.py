@@ -1,0 +1,187 @@
+"""Columns of the page's tables, all from the cost model: bytes and times of stages, and times of transfers."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Final, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from planner.core.cost.chain_costs import ChainCosts
+from planner.core.cost.device_memory import SharedBytes, held_once, itemised
+from planner.core.cost.moments import PARTS
+from planner.core.cost.parts import ITEMS, Parts, parts_of, shared_parts_of
+from planner.core.cost.stage_time import CHOICES, ChainSums, hidden_us
+from planner.core.cost.stages import Stages, stages_in
+from planner.core.schedule import KINDS
+from planner.core.values.plan import Recompute
+from planner.show.explore.tables import ZERO, Table
+from planner.show.explore.windows import Cells, Crossings, Pipeline
+
+FloatArray = NDArray[np.float64]
+IntArray = NDArray[np.int64]
+
+ALONE, ALONE_ONCE, SHARED, IN_PLACE = range(4)
+"""Ways to hold a stage: alone on its device; alone with one micro-batch in flight, which compiled programs tell apart;
+among other stages; among others with its input made by the previous stage on the same device."""
+
+ALWAYS: Final = -1
+"""In place of a part: bytes that are there whatever runs."""
+
+_MOST_AT_ONCE: Final = 1 << 14
+"""Stages whose bytes are computed together, to bound transient memory."""
+
+Components = Mapping[tuple[int, int], FloatArray]
+"""By part (an index into `PARTS`, or `ALWAYS`) and item (an index into `ITEMS`), bytes of stages."""
+
+
+class _Block(NamedTuple):
+    """Rows of a table, and the stages of a window that they are."""
+
+    rows: IntArray
+    stages: Stages
+    places: tuple[IntArray, IntArray]
+    """Per row, its place in the window."""
+    received: FloatArray
+    """Per row, the input of its first layer."""
+
+
+def byte_columns(
+    table: Table, costs: ChainCosts, cells: Cells, *, micro_batches: int, parts: Sequence[set[int]]
+) -> list[list[list[int]]]:
+    """Add the bytes that stages hold.
+
+    Args:
+        table: Table with a row per stage.
+        costs: The chain at the micro-batch size, with its replicas.
+        cells: The stages.
+        micro_batches: M.
+        parts: By way to hold a stage, the parts that orders of the page count; empty where no stage is held so.
+
+    Returns:
+        By way and by `CHOICES`: part, item and column of every component, one after the other.
+    """
+    blocks = tuple(_blocks(costs, cells, micro_batches))
+    return [
+        [_listed(table, blocks, way, choice, used={ALWAYS, *used}) for choice in CHOICES] if used else []
+        for way, used in enumerate(parts)
+    ]
+
+
+def _listed(table: Table, blocks: Sequence[_Block], way: int, choice: Recompute, *, used: set[int]) -> list[int]:
+    by_block = [_components(block, way, choice) for block in blocks]
+    listed: list[int] = []
+    for part, item in sorted({key for components in by_block for key in components if key[0] in used}):
+        column = np.zeros(table.num_rows)
+        for block, components in zip(blocks, by_block, strict=True):
+            column[block.rows] = components.get((part, item), 0.0)
+        if (place := table.add(column)) != ZERO:
+            listed += (part, item, place)
+    return listed
+
+
+def _blocks(costs: ChainCosts, cells: Cells, micro_batches: int) -> Iterator[_Block]:
+    """Yield all cells, stages that begin with neighboring layers together."""
+    firsts, group = np.unique(cells.first, return_inverse=True)
+    ends = np.zeros(len(firsts), np.int64)
+    np.maximum.at(ends, group, cells.end)
+    at = 0
+    while at < len(firsts):
+        most = np.maximum.accumulate(ends[at:])
+        sizes = np.arange(1, len(firsts) - at + 1) * (most - firsts[at])
+        stop = at + max(1, int(np.searchsorted(sizes, _MOST_AT_ONCE, side="right")))
+        columns = slice(int(firsts[at]), int(most[stop - at - 1]))
+        rows = np.flatnonzero((group >= at) & (group < stop))
+        yield _Block(
+            rows=rows,
+            stages=stages_in(costs, firsts[at:stop], columns, micro_batches=micro_batches, in_halves=True),
+            places=(group[rows] - at, cells.end[rows] - 1 - columns.start),
+            received=costs.boundaries.input[cells.first[rows]],
+        )
+        at = stop
+
+
+def _components(block: _Block, way: int, choice: Recompute) -> Components:
+    components = _chosen(block, way, choice)
+    if choice == "never" or not block.stages.forward_only.any():
+        return components
+    # Where nothing in front is trained, there is no backward, and nothing is recomputed.
+    never, forward_only = _chosen(block, way, "never"), block.stages.forward_only[block.places]
+    return {key: np.where(forward_only, never.get(key, 0.0), components.get(key, 0.0)) for key in {*never, *components}}
+
+
+def _chosen(block: _Block, way: int, choice: Recompute) -> Components:
+    stages = block.stages
+    if way in (SHARED, IN_PLACE):
+        components = _among_others(block, shared_parts_of(stages, choice), is_in_place=way == IN_PLACE)
+    else:
+        parts = parts_of(stages, choice, in_flight=1 if way == ALONE_ONCE else 2)
+        sizes = {ALWAYS: parts.always} | {PARTS.index(name): size.items for name, size in parts.sizes.items()}
+        components = {
+            (part, ITEMS.index(item)): _at(block, size) for part, items in sizes.items() for item, size in items.items()
+        }
+    # Stages without gradients send none to other replicas.
+    sends = _at(block, stages.message) > 0
+    messages = {PARTS.index("message"), PARTS.index("weight_message")}
+    return {key: size * sends if key[0] in messages else size for key, size in components.items()}
+
+
+def _among_others(block: _Block, parts: Parts, *, is_in_place: bool) -> Components:
+    """Return the components of stages that share a device, in whole bytes."""
+    sizes = np.stack([_at(block, size) for size in parts.totals(block.stages.shape)[1:]], axis=-1)
+    if is_in_place:
+        none = np.zeros(1)
+        shared = SharedBytes(none, none, none, none, received=np.rint(block.received))
+        _, sizes = held_once(none, sizes, shared, exact=block.stages.exact)
+    by_item = itemised(sizes)
+    always = {(ALWAYS, ITEMS.index(item)): np.rint(_at(block, size)) for item, size in parts.always.items()}
+    places = np.argwhere(by_item.any(axis=0)).tolist()
+    return {**always, **{(part, item): by_item[:, part, item] for part, item in places}}
+
+
+def _at(block: _Block, size: FloatArray | float) -> FloatArray:
+    return np.broadcast_to(size, block.stages.shape)[block.places]
+
+
+def time_columns(table: Table, costs: ChainCosts, cells: Cells, pipeline: Pipeline) -> dict[str, object]:
+    """Add how long stages compute.
+
+    Args:
+        table: Table with a row per stage.
+        costs: The chain at the micro-batch size.
+        cells: The stages.
+        pipeline: Devices and links.
+
+    Returns:
+        Columns: for each of `CHOICES` the durations of each kind of action, of the last micro-batch after those of the
+        others, and how much of these is recomputation; the optimizer's step; gradients summed over replicas; what the
+        stage hides of later stages' optimizers.
+    """
+    sums, speed = ChainSums.of(costs, pipeline.cluster, pipeline.replicas), np.array(pipeline.speeds)[cells.speed]
+    durations, again = [], []
+    for choice in range(len(CHOICES)):
+        busy = sums.busy_times(cells.first, cells.end, choice, speed=speed)
+        halves = sums.half_times(busy, cells.first, cells.end, speed=speed)
+        by_kind = {
+            "F": (busy.forward_us, busy.forward_us),
+            "B": (busy.backward_us, busy.last_backward_us),
+            "I": (halves.input_backward_us, halves.last_input_backward_us),
+            "W": (halves.weight_backward_us, halves.weight_backward_us),
+        }
+        durations.append([table.add(us) for letter in KINDS for us in by_kind[letter]])
+        redone = [table.add(busy.recompute_us), table.add(busy.last_recompute_us)]
+        again.append([place for kind in KINDS.values() for place in (redone if kind.direction < 0 else [ZERO, ZERO])])
+    summed_us = sums.replica_sums_us(cells.first, cells.end)
+    return {
+        "durations": durations,
+        "again": again,
+        "optimizer": table.add(sums.own_us(cells.first, cells.end, speed) - summed_us),
+        "summed": table.add(summed_us),
+        "hides": table.add(hidden_us(busy, 0.0)),
+    }
+
+
+def crossing_columns(table: Table, costs: ChainCosts, crossings: Crossings, pipeline: Pipeline) -> dict[str, int]:
+    """Add how long transfers take: one, and what a boundary hides of later stages' optimizers (see `hidden_us`)."""
+    sent = costs.boundaries.output[crossings.cut - 1].tolist()
+    send_us = [pipeline.links[link].transfer_us(size) for link, size in zip(crossings.link.tolist(), sent, strict=True)]
+    return {"send": table.add(np.array(send_us)), "send_hides": table.add(2 * np.array(send_us))}

@@ -1,0 +1,172 @@
+"""Action orders for the page: one text per device for each schedule, number of stages and number of micro-batches.
+
+The page knows no schedule. Each character of a text is a step, a row of one table for all texts: the action that the
+device runs, and the parts of memory that it adds and removes. Long orders are left out, the plan's own never.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import count
+from typing import Final
+
+from planner.core.cost.moments import PARTS, Change, changes_of
+from planner.core.errors import UsageError
+from planner.core.schedule import KINDS, SCHEDULES, Action, Schedule, schedule_of
+from planner.core.values.plan import Plan
+from planner.show.explore.question import Question
+
+MOST_ACTIONS: Final = 400_000
+"""Actions of all orders together: about as many bytes of the page."""
+
+MOST_CHUNKS: Final = 4
+"""Chunks per device that there is a choice of, as for the solver."""
+
+LETTERS: Final = tuple(KINDS)
+
+Step = tuple[int, Change]
+"""Action (4 * chunk + kind; -1 for the optimizer's step), and what it changes of the memory that is counted."""
+
+Order = tuple[str] | tuple[str, list[int]]
+"""Steps of a device; and its micro-batches where an action of a stage does not take them in turn."""
+
+
+def _character(number: int) -> str:
+    """Return the character of a step: printable ASCII without quotes, `<` and backslashes, then all from U+00A1."""
+    if number >= 90:
+        return chr(161 + number - 90)
+    code = 35 + number
+    code += code >= 60
+    return chr(code + (code >= 92))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Orders:
+    """Action orders of all devices."""
+
+    devices: tuple[Order, ...]
+    parts: frozenset[int]
+    """Parts of memory that occur, as indices into `PARTS`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Listed:
+    """A schedule with the orders that there is room for."""
+
+    schedule: Schedule
+    orders: Mapping[int, Mapping[int, Orders]]
+    """By chunks per device and micro-batches."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Menu:
+    """The choices that the page offers."""
+
+    schedules: tuple[Listed, ...]
+    steps: tuple[Step, ...]
+    is_complete: bool
+    """Whether there was room for all orders."""
+
+    @property
+    def chunks(self) -> tuple[int, ...]:
+        """Stages per device that any schedule offers."""
+        return tuple(sorted({chunks for one in self.schedules for chunks in one.orders}))
+
+    def without(self, chunks: int) -> "Menu":
+        """Return the choices without those of so many stages per device."""
+        left = [
+            replace(one, orders={n: orders for n, orders in one.orders.items() if n != chunks})
+            for one in self.schedules
+        ]
+        return replace(self, schedules=tuple(one for one in left if one.orders), is_complete=False)
+
+
+def menu_of(question: Question) -> Menu:
+    """Return the schedules that can run the plan's devices, each with its orders, the short ones first to be made."""
+    plan = question.plan
+    chosen = schedule_of(plan.schedule, plan.order), plan.chunks, plan.micro_batches
+    cases = sorted(_cases(question), key=lambda case: (case != chosen, case[1] * case[2]))
+    orders: dict[str, dict[int, dict[int, Orders]]] = {}
+    steps: dict[Step, int] = {}
+    left, is_complete = MOST_ACTIONS, True
+    for schedule, chunks, micro_batches in cases:
+        least = 2 * plan.num_devices * chunks * micro_batches
+        if left < least and (schedule, chunks, micro_batches) != chosen:
+            is_complete = False
+            break
+        try:
+            rows = schedule.actions(plan.num_devices, micro_batches, chunks)
+        except UsageError:
+            continue  # it does not run so many micro-batches
+        left -= sum(map(len, rows))
+        stages = (schedule.stages_on(device, plan.num_devices, chunks) for device in range(plan.num_devices))
+        changes = changes_of(rows)
+        orders.setdefault(schedule.name, {}).setdefault(chunks, {})[micro_batches] = Orders(
+            devices=tuple(_order(*each, steps) for each in zip(rows, stages, changes, strict=True)),
+            parts=frozenset(part % len(PARTS) for each in set().union(*changes) for part in _counted(each)),
+        )
+    listed = (
+        Listed(schedule=schedule, orders=orders[schedule.name])
+        for schedule in _schedules(question)
+        if schedule.name in orders
+    )
+    return Menu(schedules=tuple(listed), steps=tuple(steps), is_complete=is_complete)
+
+
+def _schedules(question: Question) -> Iterator[Schedule]:
+    """All schedules by name, and the plan's own if it was made for it."""
+    plan = question.plan
+    for schedule in SCHEDULES.values():
+        # Split backwards need two devices; and programs that are compiled run them whole.
+        can_split = plan.num_devices > 1 and question.profile.device.how != "compiled"
+        if not schedule.splits_backward or can_split or schedule.name == plan.schedule:
+            yield schedule
+    if plan.schedule not in SCHEDULES:
+        yield schedule_of(plan.schedule, plan.order)
+
+
+def _cases(question: Question) -> Iterator[tuple[Schedule, int, int]]:
+    """Schedule, chunks, micro-batches."""
+    plan, num_layers = question.plan, len(question.profile.layers)
+    # Devices that were put into an order of their own have a stage each.
+    is_placed = any(stage.device is not None for stage in plan.stages)
+    for schedule in _schedules(question):
+        if schedule.texts:
+            yield schedule, plan.chunks, plan.micro_batches
+            continue
+        for chunks in _chunks(schedule, plan):
+            can_run = chunks == 1 or (plan.num_devices > 1 and not is_placed)
+            if can_run and plan.num_devices * chunks <= num_layers:
+                yield from ((schedule, chunks, m) for m in question.micro_batches)
+
+
+def _chunks(schedule: Schedule, plan: Plan) -> Sequence[int]:
+    if schedule.exact_chunks is not None:
+        return (schedule.exact_chunks,)
+    if not schedule.is_chunked:
+        return (1,)
+    return sorted({*range(2, MOST_CHUNKS + 1), *([plan.chunks] if schedule.name == plan.schedule else [])})
+
+
+def _counted(change: Change) -> Iterator[int]:
+    yield from change.before[::2]
+    yield from change.running
+    yield from change.after[::2]
+
+
+def _order(row: Sequence[Action], stages: Sequence[int], changes: Sequence[Change], steps: dict[Step, int]) -> Order:
+    """Return the steps of a device, with its micro-batches where a stage does not take them in turn.
+
+    Args:
+        row: Actions of the device.
+        stages: Stages of the device.
+        changes: Of every action, and then of the optimizer's steps.
+        steps: Every step with its number; new ones are added.
+    """
+    places = {(s, kind): len(LETTERS) * v + n for v, s in enumerate(stages) for n, kind in enumerate(LETTERS)}
+    codes = [places[action.stage, action.kind] for action in row]
+    numbers = (steps.setdefault(step, len(steps)) for step in zip([*codes, *[-1] * len(stages)], changes, strict=True))
+    text = "".join(map(_character, numbers))
+    following = {code: count() for code in codes}
+    if all(next(following[code]) == action.micro_batch for code, action in zip(codes, row, strict=True)):
+        return (text,)
+    return text, [action.micro_batch for action in row]

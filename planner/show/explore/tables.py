@@ -1,0 +1,55 @@
+"""Tables of the page: columns of numbers over the same rows, each column and each row stored once."""
+
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+FloatArray = NDArray[np.float64]
+
+_DIGITS: Final = 7
+"""Digits that count, where a number is not whole."""
+
+ZERO: Final = -1
+"""The column of nothing but zeros."""
+
+
+class Table:
+    """Columns of numbers over the same rows."""
+
+    def __init__(self, num_rows: int) -> None:
+        self.num_rows = num_rows
+        self._places: dict[bytes, int] = {}
+        self._columns: list[FloatArray] = []
+
+    def add(self, values: FloatArray | float) -> int:
+        """Return the index of a column with these numbers; `ZERO` if all are zero."""
+        column = _rounded(np.broadcast_to(np.asarray(values, float), self.num_rows))
+        if not column.any():
+            return ZERO
+        place = self._places.setdefault(column.tobytes(), len(self._columns))
+        if place == len(self._columns):
+            self._columns.append(column)
+        return place
+
+    def data(self) -> dict[str, Any]:
+        """Return the table for the page: its columns, and per row its place in them where several rows are equal."""
+        if not self._columns:
+            return {"rows": None, "columns": []}
+        numbers = np.stack(self._columns, axis=1)
+        distinct, places = np.unique(numbers, axis=0, return_inverse=True)
+        if len(distinct) == len(numbers):
+            return {"rows": None, "columns": [_plain(column) for column in self._columns]}
+        return {"rows": places.ravel().tolist(), "columns": [_plain(column) for column in distinct.T]}
+
+
+def _rounded(values: FloatArray) -> FloatArray:
+    """Return the numbers with `_DIGITS` digits, or with all of those before the point."""
+    magnitudes = np.floor(np.log10(np.maximum(np.abs(values), 1e-3)))
+    scales = 10.0 ** np.maximum(_DIGITS - 1 - magnitudes, 0.0)
+    rounded: FloatArray = np.rint(values * scales) / scales + 0.0
+    return rounded
+
+
+def _plain(column: FloatArray) -> list[float]:
+    return [int(value) if value.is_integer() else value for value in column.tolist()]

@@ -1,0 +1,168 @@
+"""Stages that the page has numbers for: all of a short chain, those near the cuts that it begins with of a long one."""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise, product
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from planner.core.cost.chain_costs import ChainCosts, sums_before
+from planner.core.schedule import KINDS, Need, message_from, message_to, needed_for
+from planner.core.values.cluster import Cluster, Link
+from planner.core.values.placement import Placement, device_of
+
+IntArray = NDArray[np.int64]
+
+_FLOWS = ("F", "B")
+
+
+class Cells(NamedTuple):
+    """Stages of layers first..end-1 on devices of a speed; arrays of one length, in ascending order."""
+
+    speed: IntArray
+    """Index into `Pipeline.speeds`."""
+    first: IntArray
+    end: IntArray
+
+
+class Crossings(NamedTuple):
+    """Cuts of the chain that a link may carry; arrays of one length, in ascending order."""
+
+    link: IntArray
+    """Index into `Pipeline.links`."""
+    cut: IntArray
+
+
+class Pipeline:
+    """Devices of a pipeline with the speeds and links that occur, each listed once."""
+
+    def __init__(self, cluster: Cluster, places: Sequence[int], replicas: int) -> None:
+        self.cluster, self.replicas, self.num_devices = cluster, replicas, len(places)
+        speeds = [cluster.speed(place) for place in places]
+        self.speeds = tuple(dict.fromkeys(speeds))
+        self.speed_of = [self.speeds.index(speed) for speed in speeds]
+        self._links: dict[Link, int] = {}
+
+    @property
+    def links(self) -> tuple[Link, ...]:
+        """Links that any layout uses."""
+        return tuple(self._links)
+
+    def link(self, device: int, neighbor: int) -> int:
+        """Return the index of the link between two devices; -1 within one."""
+        if device == neighbor:
+            return -1
+        link = self.cluster.link_between(device, neighbor, num_devices=self.num_devices, replicas=self.replicas)
+        return self._links.setdefault(link, len(self._links))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """Stages on the devices of a pipeline: V on each of K, in the order of the chain."""
+
+    placement: Placement
+    devices: tuple[int, ...]
+    """Per stage, its device."""
+    speeds: tuple[int, ...]
+    """Per stage, the index of its device's speed."""
+    links: tuple[int, ...]
+    """Per boundary, the index of its link; -1 within a device."""
+
+    @classmethod
+    def of(cls, pipeline: Pipeline, chunks: int, placement: Placement) -> "Layout":
+        """Return the layout of `chunks` stages on each device."""
+        num_devices = pipeline.num_devices
+        devices = tuple(device_of(stage, num_devices, placement) for stage in range(num_devices * chunks))
+        return cls(
+            placement=placement,
+            devices=devices,
+            speeds=tuple(pipeline.speed_of[device] for device in devices),
+            links=tuple(pipeline.link(*pair) for pair in pairwise(devices)),
+        )
+
+    @property
+    def num_stages(self) -> int:
+        """S."""
+        return len(self.devices)
+
+    def data(self) -> dict[str, object]:
+        """Return what every action waits for and makes, as the page takes it: by 4 * stage + kind.
+
+        A message is flow * S + stage; a boundary is the stage before it, -1 where none is crossed.
+        """
+        every = [(kind, stage) for stage in range(self.num_stages) for kind in KINDS]
+        makes = [self._message(None if (flow := KINDS[kind].flow) is None else Need(flow, s)) for kind, s in every]
+        return {
+            "devices": self.devices,
+            "speeds": self.speeds,
+            "links": self.links,
+            "needs": [self._message(needed_for(kind, stage, self.num_stages)) for kind, stage in every],
+            "makes": makes,
+            "received": [self._boundary(stage, message_from(kind, stage, self.num_stages)) for kind, stage in every],
+            "sent": [self._boundary(stage, message_to(kind, stage, self.num_stages)) for kind, stage in every],
+        }
+
+    def _message(self, need: Need | None) -> int:
+        return -1 if need is None else _FLOWS.index(need.flow) * self.num_stages + need.stage
+
+    def _boundary(self, stage: int, neighbor: int | None) -> int:
+        if neighbor is None or self.devices[neighbor] == self.devices[stage]:
+            return -1
+        return min(stage, neighbor)
+
+
+def even_balance(costs: ChainCosts, num_stages: int) -> tuple[int, ...]:
+    """Return cuts into `num_stages` that are even by the time of layers, each stage with one layer at least."""
+    sums, num_layers = sums_before(costs.forward_us + costs.backward_us), costs.num_layers
+    cuts = [0]
+    for stage in range(1, num_stages):
+        near = np.abs(sums - sums[-1] * stage / num_stages)
+        least, most = cuts[-1] + 1, num_layers - (num_stages - stage)
+        cuts.append(least + int(near[least : most + 1].argmin()))
+    return tuple(end - first for first, end in pairwise([*cuts, num_layers]))
+
+
+def stages_near(
+    layouts: Iterable[Layout], balances: Mapping[int, Sequence[int]], widths: Mapping[int, int]
+) -> tuple[Cells, Crossings]:
+    """Return the stages between cuts that are at most `widths` layers from those of `balances`.
+
+    Args:
+        layouts: Layouts of the page.
+        balances: By number of stages, the layers of each stage that the page begins with.
+        widths: By number of stages, in layers.
+    """
+    cells: set[tuple[int, int, int]] = set()
+    crossings: set[tuple[int, int]] = set()
+    for layout in layouts:
+        near = list(_near(balances[layout.num_stages], widths[layout.num_stages]))
+        for speed, (firsts, ends) in zip(layout.speeds, pairwise(near), strict=True):
+            cells.update((speed, first, end) for first, end in product(firsts, ends) if first < end)
+        for link, cuts in zip(layout.links, near[1:], strict=False):
+            crossings.update((link, cut) for cut in cuts if link >= 0)
+    return (
+        Cells(*np.array(sorted(cells), np.int64).T),
+        Crossings(*np.array(sorted(crossings), np.int64).reshape(-1, 2).T),
+    )
+
+
+def _near(balance: Sequence[int], width: int) -> Iterator[range]:
+    """Yield where every cut may lie, both ends of the chain included."""
+    num_stages, num_layers = len(balance), sum(balance)
+    for k, cut in enumerate(accumulate(balance, initial=0)):
+        if k in (0, num_stages):
+            yield range(cut, cut + 1)
+        else:
+            yield range(max(k, cut - width), min(num_layers - num_stages + k, cut + width) + 1)
+
+
+def runs_of(*columns: IntArray) -> list[int]:
+    """Return ascending rows as runs that differ in the last number: the first row, and the last number of all."""
+    rows = np.stack(columns, axis=1)
+    is_next = (np.diff(rows[:, :-1], axis=0) == 0).all(axis=1) & (np.diff(rows[:, -1]) == 1)
+    begins = np.flatnonzero(np.concatenate([[True], ~is_next])) if len(rows) else np.zeros(0, np.int64)
+    ends = np.append(begins[1:], len(rows)) - 1 if len(rows) else begins
+    runs: list[int] = np.column_stack([rows[begins], rows[ends, -1]]).ravel().tolist()
+    return runs
