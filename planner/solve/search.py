@@ -184,7 +184,8 @@ def _promise(case: Case) -> tuple[float, ...]:
 
 def _tie_broken(answer: Answer, deadline: Deadline) -> Answer:
     """The plan with the lowest peak of those as fast as the best, as long as there is time for it."""
-    if answer.method != DYNAMIC_PROGRAMME or answer.case.policy == "layers":
+    is_reordered = answer.partition is not None and bool(answer.partition.devices)
+    if answer.method != DYNAMIC_PROGRAMME or answer.case.policy == "layers" or is_reordered:
         return answer
     case = answer.case
     try:
@@ -204,10 +205,14 @@ def _answer(
     by_stage: Answer | None,
 ) -> Answer:
     # What a question does without is not imported: `check` asks a short one.
-    if request.solver == "milp" or request.inputs.any_order:
-        from planner.solve.programme import programme_answer  # noqa: PLC0415
+    if request.solver == "milp":
+        from planner.solve.integer import integer_answer  # noqa: PLC0415
 
-        return programme_answer(case, upper_us=upper_us, deadline=deadline, any_order=request.inputs.any_order)
+        return integer_answer(case, upper_us=upper_us, deadline=deadline)
+    if request.inputs.any_order:
+        from planner.solve.any_order import any_order_answer  # noqa: PLC0415
+
+        return any_order_answer(case, upper_us=upper_us, deadline=deadline)
     if case.schedule.has_closed_form and case.policy == "layers":
         from planner.solve.layered import layered_answer  # noqa: PLC0415
 
@@ -291,8 +296,8 @@ def _check_solver(request: Request) -> None:
     if not inputs.any_order and request.solver != "milp":
         return
     what = "`--devices-any-order`" if inputs.any_order else "`--solver milp`"
-    if request.solver == "dp":
-        raise UsageError(f"{what} needs the integer programme, not `--solver dp`")
+    if inputs.any_order and request.solver == "milp":
+        raise UsageError("`--devices-any-order` needs the dynamic program, not `--solver milp`")
     if not all(schedule.has_closed_form for schedule in request.schedules):
         raise UsageError(f"{what} plans for the GPipe schedule only, not `{inputs.schedule}`")
     if inputs.recompute == "layers":

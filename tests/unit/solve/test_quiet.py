@@ -7,9 +7,10 @@ from typing import Any
 import highspy
 import pytest
 
-from planner.solve.milp import solve_arcs
+from planner.solve import Request, solve
 from planner.solve.quiet import without_output
-from tests.unit.solve.test_milp import chain_problem
+from tests.support.chains import random_profile
+from tests.support.profiles import inputs_of
 from tests.unit.solve.test_several_chunks import bounds_of, many_of
 
 
@@ -26,7 +27,7 @@ def test_a_solvers_banner_is_dropped(monkeypatch: pytest.MonkeyPatch, capfd: pyt
         return make()
 
     monkeypatch.setattr(highspy, "Highs", loud)
-    solve_arcs(chain_problem(6, (1, 1), 3), solver="highs")
+    solve(random_profile(1, 6), Request(inputs=inputs_of(2, 4), solver="milp"))
     many = many_of("interleaved", 0)
     assert many is not None
     bounds_of(many, 1.0)

@@ -146,7 +146,7 @@ NODES = {"inter_link": Link(latency_us=1.0), "node_devices": 1}
 @pytest.mark.parametrize(
     ("changes", "options", "said"),
     [
-        ({"any_order": True}, {"solver": "dp"}, "`--devices-any-order` needs the integer programme"),
+        ({"any_order": True}, {"solver": "milp"}, "`--devices-any-order` needs the dynamic program"),
         ({"any_order": True, "schedule": "1f1b"}, {}, "`--devices-any-order` plans for the GPipe schedule only"),
         ({"any_order": True, "recompute": "layers"}, {}, "`--devices-any-order` recomputes stage by stage"),
         ({"any_order": True, **NODES}, {}, "`--devices-any-order` and nodes"),

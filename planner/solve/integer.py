@@ -1,0 +1,200 @@
+"""GPipe's cuts as an integer program: a second opinion on the dynamic program, slow and easy to check.
+
+Every stage that fits is an arc from layer `first` to layer `end` at a place of the pipeline, with a variable that is 0
+or 1. The chosen arcs form a path from layer 0 to layer L. The step time (`planner.core.cost.step_time`), with F the
+forward of a stage, p and q its backward of micro-batches 0..M-2 and M-1, and C the link before it,
+
+    T = sum F + sum C + (M-1) max(F, C)  +  D  +  U
+
+is linear in them, because the place of a stage in the pipeline is known by the layer at which it begins. The backward
+visits stages from the last to the first. With sums over the chosen arcs, of which at most one begins at layer i:
+
+    A_i  = A_{i+1} + sum_{first = i} (p + C)                  all backward work at layers i and later
+    X_i >= Z_{i+1}, (M-2) sum_{first = i} p                   the largest machine from the end to stage i, times M-2,
+    Z_i >= X_i, (M-2) sum_{first = i} C                       and to the link before it
+    D_i >= D_{i+1} + sum_{first = i} (q + C)                  the last micro-batch, D = D_0: it continues, or
+    D_i >= A_{i+1} + sum_{first = i} (p + q + C) + X_i        waits for the others at the stage,
+    D_i >= A_{i+1} + sum_{first = i} (p + 2 C) + Z_i          or at the link
+    U   >= sum_{first = i} optimizer - sum_{end <= i} hidden - 2 sum_{first <= i} C
+
+One arc covers each layer, so max F >= sum of F over the arcs that cover a layer, for every layer. PuLP states the
+program; HiGHS, or else CBC, solves it. Times are scaled so that a step is about 1000.
+
+Complexity: exponential at worst. Chains of 50 layers on 4 devices take seconds.
+"""
+
+import warnings
+from math import inf
+from typing import Any, Final
+
+import numpy as np
+
+from planner.core.cost.evaluate import step_us
+from planner.core.errors import SolverError
+from planner.core.extras import check_installed, importing
+from planner.solve.answer import Answer
+from planner.solve.arrays import BoolArray, FloatArray
+from planner.solve.case import Case
+from planner.solve.deadline import NEVER, Deadline, OutOfTimeError
+from planner.solve.problem import Stages
+from planner.solve.quiet import without_output
+from planner.solve.tables import width_for
+
+_METHOD: Final = "integer-programming"
+_EQUAL: Final = 1e-6
+_SCALED_STEP: Final = 1000.0
+_MAX_TERMS: Final = 1_000_000
+"""A program of more layers summed over all arcs is refused: PuLP takes microseconds to state each."""
+
+
+def integer_answer(case: Case, *, upper_us: float = inf, deadline: Deadline = NEVER) -> Answer:
+    """Return the fastest partition, and what no partition that beats `upper_us` can beat.
+
+    Raises:
+        MissingPackageError: PuLP, or every solver that it could use, is not installed.
+        SolverError: The program is too large, or its solver failed.
+        OutOfTimeError: `deadline` passed before a partition was found.
+    """
+    arcs = _Arcs(case, width_for(case.costs, longest_us=case.longest_us(upper_us), cap_bytes=max(case.caps_bytes)))
+    if not len(arcs.first):
+        return Answer(case, None, inf, upper_us, _METHOD)
+    if np.sum(arcs.end - arcs.first) > _MAX_TERMS:
+        raise SolverError("the integer program is too large to state", hint="use `--solver dp`")
+    with importing("milp"):
+        import pulp  # noqa: PLC0415 - takes longer to import than all else that a short command needs
+    with warnings.catch_warnings(), without_output():
+        # PuLP 3.3 warns of every way to make a variable that 3.3.0 had, and of the CBC it brings along.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        unit_us = case.bound_us / _SCALED_STEP or 1.0
+        program = _Program(pulp, arcs, unit_us)
+        limit_s = None if deadline == NEVER else max(0.1, deadline.left_s)
+        program.lp.solve(_solver(pulp, limit_s))
+    highs = program.lp.solverModel  # CBC leaves none
+    if program.lp.status == pulp.LpStatusInfeasible and (highs is not None or limit_s is None):
+        return Answer(case, None, inf, upper_us, _METHOD)  # Out of time, CBC says the same of feasible programs.
+    if program.lp.sol_status not in (pulp.LpSolutionOptimal, pulp.LpSolutionIntegerFeasible):
+        if limit_s is None:
+            raise SolverError(f"the integer program was not solved: {pulp.LpStatus[program.lp.status]}")
+        raise OutOfTimeError
+    chosen = program.chosen_arcs()
+    partition = case.partition([0, *arcs.end[chosen]], arcs.choice[chosen].tolist())
+    found_us = step_us(case.costs, partition, case.cluster)
+    objective_us = float(pulp.value(program.lp.objective)) * unit_us
+    if program.lp.sol_status != pulp.LpSolutionOptimal:
+        bound_us = case.bound_us if highs is None else float(highs.getInfo().mip_dual_bound) * unit_us
+        return Answer(case, partition, found_us, min(found_us, upper_us, bound_us), _METHOD)
+    if abs(objective_us - found_us) > _EQUAL * found_us:
+        raise SolverError(f"the integer program says that its plan takes {objective_us} us, but it takes {found_us} us")
+    return Answer(case, partition, found_us, min(found_us, upper_us), _METHOD)
+
+
+class _Arcs:
+    """Stages to choose from, as arrays of shape (arcs,); times in microseconds."""
+
+    def __init__(self, case: Case, width: int) -> None:
+        self.num_layers, self.num_places = case.costs.num_layers, case.num_devices
+        self.micro_batches, self.is_ordered = case.micro_batches, not case.alike
+        problem = case.problem(case.num_devices, width=width)
+        ends = np.arange(self.num_layers + 1)
+        # Where devices are alike, one set of arcs serves every place.
+        places = [0] if case.alike else list(range(case.num_devices))
+        columns: list[list[Any]] = []
+        for place in places:
+            level = case.num_devices - 1 - place
+            stages = Stages.of_ways([problem.stages(level, 0, ends)])
+            at = stages.at(*np.nonzero(np.isfinite(stages.forward)))
+            before = np.where(at.first > 0, problem.links[level + 1].on_link_us[at.first], 0.0)
+            times = (at.forward, at.backward, at.last_backward, before, at.own_us, at.hidden_us - 2 * at.link)
+            columns.append([np.full(len(at.first), place), at.first, at.end, at.choice, *times])
+        joined = [np.concatenate(column) for column in zip(*columns, strict=True)]
+        if self.is_ordered:  # The first place begins the chain, and no other does.
+            joined = [column[(joined[0] == 0) == (joined[1] == 0)] for column in joined]
+        self.place, self.first, self.end, self.choice = joined[:4]
+        self.forward, self.backward, self.last_backward, self.link, self.optimizer, self.hidden = joined[4:]
+        if self.micro_batches == 1:
+            self.backward = self.last_backward
+
+
+class _Program:
+    """The program in PuLP, with the names of the module's docstring."""
+
+    def __init__(self, pulp: Any, arcs: _Arcs, unit_us: float) -> None:
+        self._pulp, self._arcs, self._unit_us = pulp, arcs, unit_us
+        self._y = [pulp.LpVariable(f"y{n}", cat=pulp.LpBinary) for n in range(len(arcs.first))]
+        self.lp = pulp.LpProblem("gpipe", pulp.LpMinimize)
+        self._state_path()
+        everywhere = np.ones(len(arcs.first), dtype=bool)
+        forward = self._sum(everywhere, arcs.forward + arcs.link)
+        self.lp += forward + self._largest(np.maximum(arcs.forward, arcs.link)) + self._backward() + self._tail()
+
+    def chosen_arcs(self) -> list[int]:
+        """Return the chosen arcs in the order of the chain."""
+        chosen = [n for n, variable in enumerate(self._y) if (variable.varValue or 0.0) > 0.5]
+        return sorted(chosen, key=lambda n: int(self._arcs.first[n]))
+
+    def _state_path(self) -> None:
+        arcs, ones = self._arcs, np.full(len(self._arcs.first), self._unit_us)
+        self.lp += self._sum(arcs.first == 0, ones) == 1
+        self.lp += self._sum(arcs.first >= 0, ones) <= arcs.num_places
+        for layer in range(1, arcs.num_layers):
+            for place in range(arcs.num_places if arcs.is_ordered else 1):
+                # What ends here at a place continues at the next one.
+                ends = (arcs.end == layer) & (arcs.place == place)
+                begins = (arcs.first == layer) & (arcs.place == place + arcs.is_ordered)
+                self.lp += self._sum(ends, ones) == self._sum(begins, ones)
+
+    def _sum(self, arcs: BoolArray, times_us: FloatArray) -> Any:
+        """Return the sum of the times of those `arcs` that are chosen."""
+        terms = ((self._y[n], float(times_us[n] / self._unit_us)) for n in np.flatnonzero(arcs))
+        return self._pulp.LpAffineExpression([(variable, time) for variable, time in terms if time])
+
+    def _time(self, name: str, *at_least: Any) -> Any:
+        """Return a time of 0 or more, and of at least each of these."""
+        time = self._pulp.LpVariable(name, lowBound=0.0)
+        for least in at_least:
+            self.lp += time >= least
+        return time
+
+    def _largest(self, times_us: FloatArray, name: str = "F") -> Any:
+        """Return M-1 times the largest time of a chosen arc."""
+        arcs, others = self._arcs, self._arcs.micro_batches - 1
+        covering = ((arcs.first <= layer) & (layer < arcs.end) for layer in range(arcs.num_layers if others else 0))
+        return self._time(name, *(self._sum(arcs_there, others * times_us) for arcs_there in covering))
+
+    def _backward(self) -> Any:
+        """Return D."""
+        arcs, waits = self._arcs, max(0, self._arcs.micro_batches - 2)
+        p, q, c = arcs.backward, arcs.last_backward, arcs.link
+        work: Any = 0
+        done: Any = 0
+        most: Any = 0
+        for layer in reversed(range(arcs.num_layers)):
+            at = arcs.first == layer
+            at_stage = self._time(f"X{layer}", most, self._sum(at, waits * p))
+            most = self._time(f"Z{layer}", at_stage, self._sum(at, waits * c))
+            choices = [done + self._sum(at, q + c)]
+            if arcs.micro_batches > 1:
+                choices.append(work + self._sum(at, p + q + c) + at_stage)
+                choices.append(work + self._sum(at, p + 2 * c) + most)
+            done, work = self._time(f"D{layer}", *choices), self._time(f"A{layer}", work + self._sum(at, p + c))
+        self.lp += done >= self._sum(arcs.first >= 0, np.minimum(p, q) + c) + self._largest(np.maximum(p, c), "B")
+        return done
+
+    def _tail(self) -> Any:
+        """Return U."""
+        arcs, tail, hidden = self._arcs, self._time("U"), self._pulp.LpAffineExpression()
+        for layer in range(arcs.num_layers):
+            begins, before = arcs.first == layer, self._time(f"H{layer}")
+            self.lp += before <= hidden + self._sum(arcs.end == layer, arcs.hidden) + self._sum(begins, 2 * arcs.link)
+            self.lp += tail >= self._sum(begins, arcs.optimizer) - before
+            hidden = before
+        return tail
+
+
+def _solver(pulp: Any, limit_s: float | None) -> Any:
+    options: dict[str, Any] = {"msg": False, "timeLimit": limit_s, "gapRel": 0.0, "gapAbs": 0.0}
+    for candidate in (pulp.HiGHS(**options, mip_feasibility_tolerance=1e-9), pulp.PULP_CBC_CMD(**options)):
+        if candidate.available():
+            return candidate
+    check_installed("milp")
+    raise SolverError("PuLP has no solver that runs here", hint="use `--solver dp`")

@@ -1,0 +1,83 @@
+"""The integer program against the dynamic program, and what is said where its solver has no answer.
+
+tests/property/test_solver.py compares it with brute force.
+"""
+
+import subprocess
+import sys
+from dataclasses import replace
+
+import pulp
+import pytest
+
+from planner.core.errors import MissingPackageError, SolverError
+from planner.core.values.cluster import Link
+from planner.core.values.plan import Inputs, Plan
+from planner.solve import Request, integer, solve
+from tests.support.chains import random_profile
+from tests.support.profiles import inputs_of
+
+QUESTIONS = {
+    "alike": inputs_of(3, 8, link=Link(latency_us=20.0, bytes_per_s=1e9)),
+    "one micro-batch": inputs_of(3, 1),
+    "unlike": replace(inputs_of(3, 8), speeds=(1.0, 2.0, 0.5)),
+    "tight": inputs_of(3, 8, memory_bytes=12_000),
+    "nodes": replace(
+        inputs_of(4, 8, link=Link(bytes_per_s=1e9)), node_devices=2, inter_link=Link(latency_us=50.0, bytes_per_s=1e8)
+    ),
+}
+
+
+def solved(inputs: Inputs, solver: str = "milp", seed: int = 4, **more: float) -> Plan:
+    return solve(random_profile(seed, 9), Request(inputs=inputs, solver=solver, **more))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("seed", [1, 4])
+@pytest.mark.parametrize("question", QUESTIONS)
+def test_both_solvers_prove_the_same_step_time(question: str, seed: int) -> None:
+    """Each by itself, with nothing of the other's."""
+    plans = [solved(QUESTIONS[question], solver, seed) for solver in ("dp", "milp")]
+    assert [plan.solver.status for plan in plans] == ["optimal", "optimal"]
+    assert plans[1].solver.method == "integer-programming"
+    assert plans[1].predicted.step_us == pytest.approx(plans[0].predicted.step_us, rel=1e-9)
+
+
+def test_without_highs_cbc_solves_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without either there is a remedy."""
+    highs = solved(QUESTIONS["unlike"])
+    monkeypatch.setattr(pulp.HiGHS, "available", lambda _: False)
+    assert solved(QUESTIONS["unlike"]).predicted.step_us == pytest.approx(highs.predicted.step_us, rel=1e-8)
+    monkeypatch.setattr(pulp.PULP_CBC_CMD, "available", lambda _: False)
+    with pytest.raises((SolverError, MissingPackageError)):
+        solved(QUESTIONS["unlike"])
+
+
+def test_out_of_time_cbc_is_not_believed_that_there_is_no_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stopped before it branches, it writes "Pre-processing says infeasible or unbounded" of feasible programs."""
+    monkeypatch.setattr(pulp.HiGHS, "available", lambda _: False)
+    monkeypatch.setattr(
+        pulp.PULP_CBC_CMD, "actualSolve", lambda _, program: program.assignStatus(pulp.LpStatusInfeasible)
+    )
+    with pytest.raises(SolverError, match="time limit"):
+        solved(QUESTIONS["alike"], time_limit_s=30.0)
+
+
+def test_a_program_that_contradicts_the_cost_model_is_not_believed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A program that was stated wrong would else be taken for a proof."""
+    monkeypatch.setattr(integer, "step_us", lambda *_: 1.0)
+    with pytest.raises(SolverError, match="the integer program says"):
+        solved(QUESTIONS["alike"])
+
+
+def test_a_program_too_large_to_state_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With what to do."""
+    monkeypatch.setattr(integer, "_MAX_TERMS", 0)
+    with pytest.raises(SolverError, match="too large to state") as refused:
+        solved(QUESTIONS["alike"])
+    assert "--solver dp" in refused.value.hint
+
+
+def test_the_solvers_are_not_loaded_before_they_are_needed() -> None:
+    """PuLP and HiGHS would cost a short command most of its time."""
+    code = "import sys, planner.solve.integer; sys.exit(bool({'pulp', 'highspy'} & set(sys.modules)))"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
