@@ -1,11 +1,10 @@
 """The mini-batches of a run: this process's part of each, and how they enter its stages."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import accumulate, islice, starmap
+from itertools import islice, starmap
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
@@ -13,7 +12,7 @@ from planner.core.errors import UsageError
 from planner.core.schedule import schedule_of
 from planner.executor.job import Job
 from planner.executor.run.loader import Loader, check_sampler, checked_state, drawn_alike, epochs, example_of
-from planner.executor.run.losses import UNCOUNTED, loss_counts, weights_of
+from planner.executor.run.losses import UNCOUNTED, loss_counts
 from planner.executor.run.parts import Part, micro_batches_of, parts_of, size_of, tensors_of
 from planner.executor.run.same_batch import BatchDigest, check_same_batch, digest_of_batch
 from planner.model.label_counts import label_count
@@ -26,8 +25,8 @@ _META = torch.device("meta")
 class MiniBatches:
     """What a process is trained on: the model's data or examples, or a user's loader."""
 
-    def __init__(self, job: Job, model: LoadedModel, replicas: dist.ProcessGroup | None) -> None:
-        self._job, self._model, self._replicas = job, model, replicas
+    def __init__(self, job: Job, model: LoadedModel) -> None:
+        self._job, self._model = job, model
         self._loader: Loader | None = None
         self._loader_state: Mapping[str, Any] | None = None
         """What a checkpoint holds of the loader, until there is the loader again."""
@@ -124,26 +123,17 @@ class MiniBatches:
         """The parts in which a batch is evaluated, which may be larger than planned."""
         return list(parts_of(batch, size_of(batch) or self._job.balance.replica_batch, self._job.micro_batch_size))
 
-    def weighted(self, parts: Sequence[Part]) -> list[tuple[Part, int, list[float]]]:
-        """Each part, which micro-batch it begins with, and what the loss of each of its micro-batches counts for.
-
-        The losses of all parts and replicas together count for one; with other stages than the last none has a weight.
-        """
-        weights: list[float] = []
-        if self._job.place.is_last:
-            counts = [float(part.micro_batch_size) for part in parts for _ in range(part.micro_batches)]
-            if self._model.loss_count is not None:
-                targets = [t for part in parts for t in micro_batches_of(part.batch.targets, part.micro_batches)]
-                counts = loss_counts(self._model.loss_count, targets, self._model.source)
-            elif all(self._counts_labels(part.batch.inputs) for part in parts):
-                inputs = [x for part in parts for x in micro_batches_of(part.batch.inputs, part.micro_batches)]
-                counts = [label_count(each, self._model.counted_labels) for each in inputs]
-            total = torch.tensor(sum(counts), dtype=torch.float64, device=self._job.device)
-            if self._replicas is not None:
-                dist.all_reduce(total, group=self._replicas)
-            weights = weights_of(counts, float(total))
-        firsts = accumulate((part.micro_batches for part in parts), initial=0)
-        return [(p, first, weights[first : first + p.micro_batches]) for p, first in zip(parts, firsts, strict=False)]
+    def counts(self, parts: Sequence[Part]) -> list[float]:
+        """Return what the loss of each micro-batch is a mean of, as a number; empty but with the last stage."""
+        if not self._job.place.is_last:
+            return []
+        if self._model.loss_count is not None:
+            targets = [t for part in parts for t in micro_batches_of(part.batch.targets, part.micro_batches)]
+            return loss_counts(self._model.loss_count, targets, self._model.source)
+        if all(self._counts_labels(part.batch.inputs) for part in parts):
+            inputs = [x for part in parts for x in micro_batches_of(part.batch.inputs, part.micro_batches)]
+            return [float(label_count(each, self._model.counted_labels)) for each in inputs]
+        return [float(part.micro_batch_size) for part in parts for _ in range(part.micro_batches)]
 
     def input_tensors(self, part: Part) -> list[Tensor]:
         """The model's input tensors, on the device and in the precision planned; empty but with the first stage."""

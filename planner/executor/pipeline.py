@@ -87,7 +87,7 @@ class Pipeline:
                 self._is_joined = join(job, timeout_s)
             groups = Groups.of(job.place)
             job.position.at("building the model")
-            self._mini_batches = MiniBatches(job, self.model, groups.replicas)
+            self._mini_batches = MiniBatches(job, self.model)
             self._assembly = Assembly(job, self.model, groups, self._recorder, structure=structure)
             # Failed attempts to find or build layers may lie in cycles with their errors, and hold the whole model.
             gc.collect()
@@ -211,6 +211,7 @@ class Pipeline:
 
         Raises:
             UsageError: The mini-batch is larger than planned.
+            TrainingError: Another rank does not begin this step, or has a mini-batch of another size.
         """
         return self.accumulate([(inputs, targets)])
 
@@ -255,8 +256,27 @@ class Pipeline:
         evaluation = self._trainer.evaluate(Batch(inputs, targets), metrics, outputs=outputs)
         return evaluation.loss if metrics is None and not outputs else evaluation
 
+    def end_loop(self) -> None:
+        """Compare with the other ranks that all have ended their loops; every rank must call it after its last step.
+
+        `pipeline_script`, `report` and `close` call it. A second call in a row does nothing.
+
+        Raises:
+            TrainingError: Another rank begins a step, an evaluation or a checkpoint.
+        """
+        self._trainer.agree("end")
+
+    def begin_checkpoint(self) -> None:
+        """Compare with the other ranks that all save a checkpoint; every rank must call it before it saves one.
+
+        Raises:
+            TrainingError: Another rank begins a step or an evaluation, or has ended its loop.
+        """
+        self._trainer.agree("checkpoint")
+
     def report(self) -> RunReport | None:
         """What the run took, on rank 0; None elsewhere. Every rank must call it."""
+        self.end_loop()
         self._recorder.close()
         self.position.at("the report", waits_for=ANY)
         self.runs, report = run_report(
@@ -282,9 +302,13 @@ class Pipeline:
         return self._trainer.samples[-1]
 
     def close(self) -> None:
-        """Leaves the job; after a run without errors, once the last step's loss is everywhere."""
+        """Leave the job; after a run without errors, once every rank has ended its loop and has the last step's loss.
+
+        Raises:
+            TrainingError: Another rank begins a step, an evaluation or a checkpoint.
+        """
         if sys.exc_info()[0] is None:
-            self._trainer.finish()
+            self.end_loop()
         for release in self.at_close:
             release()
         self._recorder.close()

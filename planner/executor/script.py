@@ -104,6 +104,7 @@ def pipeline_script(balance_path: str | Path, given: Arguments, *, on_step: OnSt
                 on_step=on_step,
             )
             yield pipeline
+            pipeline.end_loop()
             for done in pipeline.at_end:
                 done()
             _finish(pipeline, given, Path(balance_path).parent)

@@ -3,7 +3,8 @@
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from typing import Any
+from itertools import chain
+from typing import Any, Literal
 from weakref import ref
 
 import torch
@@ -15,10 +16,11 @@ from planner.executor.build.assembly import Assembly
 from planner.executor.job import Job
 from planner.executor.measure.step_record import OnStep, StepHook, StepRecord, learning_rates
 from planner.executor.mini_batches import MiniBatches
+from planner.executor.run.agreement import Agreement, Phase
 from planner.executor.run.evaluation import Evaluation, ForwardOnly, Metrics, Observed
 from planner.executor.run.gradients import check_gradients, check_losses, expect_values
 from planner.executor.run.loss_scale import LossScale
-from planner.executor.run.losses import sum_of
+from planner.executor.run.losses import sum_of, weighted
 from planner.executor.run.parts import Part, micro_batches_of
 from planner.executor.run.random_state import StepSeeds, keeping_random_state
 from planner.executor.run.relay import Relay
@@ -33,6 +35,7 @@ class Trainer:
     def __init__(self, job: Job, assembly: Assembly, mini_batches: MiniBatches, on_step: OnStep | None = None) -> None:
         self._job, self._assembly, self._mini_batches = job, assembly, mini_batches
         self._groups, self._recorder = assembly.groups, assembly.recorder
+        self._agreement = Agreement(job.place, assembly.groups, job.device, job.position)
         self._relay = Relay(job.place, assembly.groups, job.device)
         self._parameters = dict(assembly.named_parameters())
         is_float16 = autocast_dtype(job.balance.dtype) == torch.float16
@@ -55,10 +58,14 @@ class Trainer:
         Raises:
             UsageError: A mini-batch is larger than planned.
             ModelError: What is left of one is too small a micro-batch for a layer.
+            TrainingError: Another rank begins something else.
         """
-        parts = self._prepared(batches)
+        pieces = [list(self._mini_batches.parts(Batch(inputs, targets))) for inputs, targets in batches]
+        for part in chain.from_iterable(pieces):
+            self._make_engine(part)
+        self._job.position.step = self.step_index
         with self._recorder.step():
-            loss = self._compute(parts)
+            loss = self._compute(self._agreed("step", pieces))
             with self._recorder.optimizer(stage=self._job.place.stages[0]):
                 yield loss
         self.step_index += 1
@@ -87,11 +94,11 @@ class Trainer:
     def evaluate(self, batch: Batch, metrics: Metrics | None, *, outputs: bool) -> Evaluation:
         """Loss and metrics of a batch of any size, on every rank: see `Pipeline.evaluate`."""
         parts = self._mini_batches.parts_of_any_size(batch)
-        self._job.position.at("the evaluation")
         observed = Observed(metrics, keeps_outputs=outputs)
-        weighted = self._mini_batches.weighted(parts)
+        agreed = self._agreed("evaluation" if metrics is None else "evaluation with metrics", [parts])
+        self._job.position.at("the evaluation")
         with keeping_random_state():
-            losses = [loss for part, _, weights in weighted for loss in self._forward(part, weights, observed)]
+            losses = [loss for part, _, weights in agreed for loss in self._forward(part, weights, observed)]
         names = self._relay.names(list(observed.sums)) if metrics is not None else []
         numbers = [sum_of(losses), observed.samples, *(observed.sums.get(name, 0.0) for name in names)]
         loss, samples, *sums = self._relay.everywhere(numbers, len(numbers))
@@ -100,9 +107,16 @@ class Trainer:
         means = {name: total / samples for name, total in zip(names, sums, strict=True)}
         return Evaluation(loss=loss, metrics=means, outputs=observed.outputs())
 
-    def finish(self) -> None:
-        """Wait for what is still on its way to other ranks."""
-        self._relay.finish()
+    def agree(self, phase: Literal["checkpoint", "end"]) -> None:
+        """Compare with the other ranks that all save a checkpoint, or that all have ended their loops.
+
+        Raises:
+            TrainingError: Another rank begins something else.
+        """
+        self._agreement.check(phase, self.step_index)
+        if phase == "end":
+            self._relay.finish()
+        self._job.position.at("between steps")
 
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint keeps."""
@@ -117,18 +131,16 @@ class Trainer:
 
     # Private methods: training
 
-    def _prepared(self, batches: Iterable[tuple[Any, Any]]) -> list[Part]:
-        """Return the parts of a step's mini-batches, after all that can be found before anything is sent."""
-        parts = [part for inputs, targets in batches for part in self._mini_batches.parts(Batch(inputs, targets))]
-        for part in parts:
-            self._make_engine(part)
-        self._job.position.step = self.step_index
-        if self._mini_batches.is_compared:
-            return parts
-        self._job.position.at("the comparison of the mini-batch", waits_for=ANY)
-        with self._recorder.paused() if not self.losses else nullcontext():
-            self._mini_batches.compare()
-        return parts
+    def _agreed(self, phase: Phase, pieces: Sequence[Sequence[Part]]) -> list[tuple[Part, int, list[float]]]:
+        """Return the parts of all mini-batches with their weights, once all ranks are known to begin the same."""
+        parts = [*chain.from_iterable(pieces)]
+        counts, sizes = self._mini_batches.counts(parts), [sum(part.num_samples for part in piece) for piece in pieces]
+        total = self._agreement.check(phase, self.step_index, sizes, count=sum(counts))
+        if phase == "step" and not self._mini_batches.is_compared:
+            self._job.position.at("the comparison of the mini-batch", waits_for=ANY)
+            with self._recorder.paused() if not self.losses else nullcontext():
+                self._mini_batches.compare()
+        return weighted(parts, counts, total)
 
     def _make_engine(self, part: Part) -> None:
         """Made on every rank before anything is sent: a micro-batch too small for a layer is found on all of them."""
@@ -140,15 +152,14 @@ class Trainer:
                 hint="drop the last mini-batch (`drop_last=True`), or choose a batch that fits the data",
             ) from error
 
-    def _compute(self, parts: Sequence[Part]) -> float:
+    def _compute(self, agreed: Sequence[tuple[Part, int, list[float]]]) -> float:
         """Everything but the optimizer's step, which must not find losses in memory; the loss of all parts together."""
-        losses = self._forward_backward(parts)
+        losses = self._forward_backward(agreed)
         self._sum_gradients()
-        return self._loss_everywhere(losses, sum(part.micro_batches * part.micro_batch_size for part in parts))
+        return self._loss_everywhere(losses, sum(part.num_samples for part, *_ in agreed))
 
-    def _forward_backward(self, parts: Sequence[Part]) -> list[Tensor]:
+    def _forward_backward(self, agreed: Sequence[tuple[Part, int, list[float]]]) -> list[Tensor]:
         """With the last stage, what the loss of each micro-batch adds to that of all parts together."""
-        weighted = self._mini_batches.weighted(parts)
         assembly = self._assembly
         assembly.tied.begin()
         if self._loss_scale is not None:
@@ -157,13 +168,13 @@ class Trainer:
             assembly.replicas.begin()
         losses: list[Tensor] = []
         # The mini-batch of all replicas is numbered through.
-        before = self._job.place.replica * sum(part.micro_batches for part in parts)
+        before = self._job.place.replica * sum(part.micro_batches for part, *_ in agreed)
         with keeping_random_state():
-            for part, first, weights in weighted:
+            for part, first, weights in agreed:
                 for module in assembly.modules:
                     module.seeds = StepSeeds(self._job.seed, self.step_index, before + first)
                 if assembly.replicas is not None:
-                    assembly.replicas.is_last_part = part is parts[-1]
+                    assembly.replicas.is_last_part = part is agreed[-1][0]
                 self._recorder.first_micro_batch = first
                 losses += self._run(part, weights)
         return losses

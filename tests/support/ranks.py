@@ -13,16 +13,17 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 import traceback
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import NoReturn
 
-__all__ = ["run_ranks"]
+__all__ = ["EndedRanks", "end_ranks", "run_ranks"]
 
 ROOT = Path(__file__).parents[2]
-_LOG = "ranks.log"
 _LONGEST_S = 300
 """A rank that hangs is ended, and fails."""
 _USED = (
@@ -37,18 +38,47 @@ _USED = (
 )
 
 
+@dataclass(frozen=True, kw_only=True)
+class EndedRanks:
+    """The ends of all ranks of a job."""
+
+    codes: tuple[int, ...]
+    """Exit codes by rank."""
+    output: str
+    """Output of all ranks, one rank after the other."""
+    seconds: float
+    """From the first rank's end to that of the last."""
+
+
 def run_ranks(count: int, arguments: Sequence[str], folder: Path, **environment: str) -> str:
     """Runs a script in `count` processes in `folder`; what they said. `AssertionError` if one of them failed."""
+    ended, failed = _ended(count, arguments, folder, environment, kills=True)
+    assert not failed, f"ranks {failed}\n{ended.output}"
+    return ended.output
+
+
+def end_ranks(count: int, arguments: Sequence[str], folder: Path, **environment: str) -> EndedRanks:
+    """Run a script in `count` processes in `folder`, each of which ends by itself, and return how they ended."""
+    return _ended(count, arguments, folder, environment, kills=False)[0]
+
+
+def _ended(
+    count: int, arguments: Sequence[str], folder: Path, environment: dict[str, str], *, kills: bool
+) -> tuple[EndedRanks, list[int]]:
     origin = _origin()
     assert origin.stdin is not None
     assert origin.stdout is not None
     words = {"count": count, "arguments": list(arguments), "folder": str(folder), "environment": environment}
-    origin.stdin.write(json.dumps(words) + "\n")
+    origin.stdin.write(json.dumps({**words, "kills": kills}) + "\n")
     origin.stdin.flush()
-    failed = json.loads(origin.stdout.readline())
-    output = (folder / _LOG).read_text()
-    assert not failed, f"ranks {failed}\n{output}"
-    return output
+    found = json.loads(origin.stdout.readline())
+    output = "".join((folder / _log_of(rank)).read_text() for rank in range(count))
+    return EndedRanks(codes=tuple(found["codes"]), output=output, seconds=found["seconds"]), found["failed"]
+
+
+def _log_of(rank: int) -> str:
+    """Return the file of a rank's output: processes that append to one file may lose a line of each other."""
+    return f"rank-{rank}.log"
 
 
 @cache
@@ -78,36 +108,40 @@ def _serve() -> None:
         sys.stdout.flush()
 
 
-def _run(count: int, arguments: list[str], folder: str, environment: dict[str, str]) -> list[int]:
-    """The ranks that failed by themselves; the others are ended with them."""
+def _run(
+    count: int, arguments: list[str], folder: str, environment: dict[str, str], *, kills: bool
+) -> dict[str, object]:
+    """Return exit codes, and the ranks that failed by themselves; if this `kills`, the others are ended with them."""
     os.chdir(folder)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     common = {**environment, "WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count, "MASTER_ADDR": "127.0.0.1"}
-    log = os.open(_LOG, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND)
     ranks = {}
     for rank in range(count):
         process = os.fork()
         if process == 0:
-            _be({**common, "MASTER_PORT": port, "RANK": rank, "LOCAL_RANK": rank}, arguments, log)
+            _be({**common, "MASTER_PORT": port, "RANK": rank, "LOCAL_RANK": rank}, arguments, _log_of(rank))
         ranks[process] = rank
-    os.close(log)
-    failed = []
+    failed: list[int] = []
+    codes, ends = [0] * count, []
     while ranks:
         process, status = os.wait()
         rank = ranks.pop(process)
+        codes[rank] = os.waitstatus_to_exitcode(status)
+        ends.append(time.monotonic())
         if status and not failed:
             failed.append(rank)
-            for other in ranks:
+            for other in ranks if kills else ():
                 os.kill(other, signal.SIGKILL)
-    return failed
+    return {"failed": failed, "codes": codes, "seconds": ends[-1] - ends[0]}
 
 
-def _be(environment: dict[str, str | int], arguments: list[str], log: int) -> NoReturn:
+def _be(environment: dict[str, str | int], arguments: list[str], output: str) -> NoReturn:
     code = 1
     signal.alarm(_LONGEST_S)
     try:
+        log = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND)
         os.dup2(log, 1)
         os.dup2(log, 2)
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)

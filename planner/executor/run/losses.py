@@ -7,12 +7,14 @@ targets: then labels are counted.
 """
 
 from collections.abc import Callable, Sequence
+from itertools import accumulate
 from typing import Any, Final
 
 import torch
 from torch import Tensor
 
 from planner.core.errors import ModelError
+from planner.executor.run.parts import Part
 from planner.model.nests import tensors_in
 from planner.model.stand_ins import Unread
 from planner.model.user_errors import user_code
@@ -41,8 +43,21 @@ def loss_counts(loss_count: Callable[[Any], Any], targets: Sequence[Any], source
 
 
 def weights_of(counts: Sequence[float], total: float) -> list[float]:
-    """The part of each count in the total, of all replicas; all zero if that is."""
+    """Return the part of each count in the total of all replicas; all zero if the total is."""
     return [count / total if total else 0.0 for count in counts]
+
+
+def weighted(parts: Sequence[Part], counts: Sequence[float], total: float) -> list[tuple[Part, int, list[float]]]:
+    """Return each part, which micro-batch it begins with, and what the loss of each of its micro-batches counts for.
+
+    Args:
+        parts: Of a mini-batch.
+        counts: What the loss of each micro-batch is a mean of, as a number; empty but with the last stage.
+        total: Sum of the counts of all replicas, whose losses together count for one.
+    """
+    weights = weights_of(counts, total)
+    firsts = accumulate((part.micro_batches for part in parts), initial=0)
+    return [(p, first, weights[first : first + p.micro_batches]) for p, first in zip(parts, firsts, strict=False)]
 
 
 def sum_of(losses: Sequence[Tensor]) -> Tensor | float:

@@ -20,6 +20,11 @@ class Part:
     micro_batches: int
     micro_batch_size: int
 
+    @property
+    def num_samples(self) -> int:
+        """Samples of all its micro-batches."""
+        return self.micro_batches * self.micro_batch_size
+
 
 def tensors_of(value: Any) -> list[Tensor]:
     """The tensors in a nest, in order."""

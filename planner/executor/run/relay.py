@@ -33,11 +33,12 @@ class Relay:
                 dist.all_reduce(numbers, group=self._groups.replicas)
         else:
             numbers = torch.empty(count, dtype=torch.float64, device=self._device)
-            for work in self._transfer(dist.irecv, numbers, place.position - onwards):
+            for work in transfer(dist.irecv, numbers, self._rank_at(place.position - onwards), self._groups.pipeline):
                 work.wait()
         if 0 <= place.position + onwards < place.num_devices:
             self._wait()  # for those of the step before
-            self._sent = self._transfer(dist.isend, numbers, place.position + onwards), numbers
+            to = self._rank_at(place.position + onwards)
+            self._sent = transfer(dist.isend, numbers, to, self._groups.pipeline), numbers
         sums: list[float] = numbers.tolist()
         return sums
 
@@ -54,15 +55,21 @@ class Relay:
         self._wait()
         self._sent = None
 
-    def _transfer(self, operation: Callable[..., Any], numbers: Tensor, position: int) -> list[dist.Work]:
-        # As the engine transfers, so that NCCL needs no communicator, and no memory, for a pair of ranks alone.
-        peer = self._place.rank_of(position)  # stage k < K is with device k, in a loop and in a V
-        works: list[dist.Work] = dist.batch_isend_irecv(
-            [dist.P2POp(operation, numbers, peer, group=self._groups.pipeline)]
-        )
-        return works
+    def _rank_at(self, position: int) -> int:
+        return self._place.rank_of(position)  # stage k < K is with device k, in a loop and in a V
 
     def _wait(self) -> None:
         if self._sent is not None:
             for work in self._sent[0]:
                 work.wait()
+
+
+def transfer(
+    operation: Callable[..., Any], numbers: Tensor, rank: int, group: dist.ProcessGroup | None
+) -> list[dist.Work]:
+    """Begin to send numbers to a rank (`dist.isend`), or to receive them from it (`dist.irecv`).
+
+    In a batch of one, so that NCCL needs no communicator, and no memory, for a pair of ranks alone.
+    """
+    works: list[dist.Work] = dist.batch_isend_irecv([dist.P2POp(operation, numbers, rank, group=group)])
+    return works

@@ -1,0 +1,159 @@
+"""Comparison of what all ranks begin: a step, an evaluation, a checkpoint, or the end of their loops.
+
+    position 0 -> position 1 -> ... -> position K - 1    what begins, the step, the sizes of its mini-batches
+    replica 0 <-> ... <-> replica R - 1                  what begins, the step, and the sum of what losses count for
+
+A transfer between ranks that do different things fails in another process, or never ends. So a few numbers go along
+each pipeline before anything else. A rank waits for the previous one only, which its first forward would wait for, too:
+the numbers arrive before the first micro-batch, under every schedule. Each rank compares before it sends. So the first
+rank that differs finds it, and later ranks compute nothing. The ranks with last stages compare their replicas in the
+message in which they add up what the losses count for.
+"""
+
+from collections.abc import Sequence
+from typing import Final, Literal, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from planner.core.errors import TrainingError
+from planner.core.values.units import counted
+from planner.executor.run.placement import Groups, Place
+from planner.executor.run.relay import transfer
+from planner.executor.watch.position import ANY, Position
+
+Phase = Literal["step", "evaluation", "evaluation with metrics", "checkpoint", "end"]
+
+_DOING: Final[dict[Phase, str]] = {
+    "step": "the start",
+    "evaluation": "the evaluation",
+    "evaluation with metrics": "the evaluation",
+    "checkpoint": "a checkpoint",
+    "end": "the end of the loop",
+}
+"""Name of what a rank waits in, for messages; its keys are the phases in the order of their numbers."""
+
+_PHASES: Final = tuple(_DOING)
+_NUM_SIZES = 6
+"""Sizes that a message holds; the last one is the sum of all others."""
+
+
+class _Begun(NamedTuple):
+    """What a rank begins."""
+
+    phase: Phase
+    step: int
+    sizes: tuple[int, ...] = ()
+    """Samples of each mini-batch that the step counts as one."""
+
+    @classmethod
+    def read(cls, numbers: Sequence[float]) -> "_Begun":
+        """Return what a message says."""
+        phase, step, *sizes = map(int, numbers)
+        return cls(_PHASES[phase], step, tuple(size for size in sizes if size))
+
+    @property
+    def numbers(self) -> list[float]:
+        """A message of fixed length."""
+        sizes = [*self.sizes[: _NUM_SIZES - 1], sum(self.sizes[_NUM_SIZES - 1 :])]
+        return [_PHASES.index(self.phase), self.step, *sizes, *[0.0] * (_NUM_SIZES - len(sizes))]
+
+    @property
+    def words(self) -> str:
+        """What a rank that begins this is at."""
+        if self.phase == "step":
+            named = "a mini-batch" if len(self.sizes) == 1 else "mini-batches"
+            samples = " and ".join(map(str, self.sizes))
+            return f"at step {self.step}" + (f" with {named} of {samples} samples" if samples else "")
+        after = f"after {counted(self.step, 'step')}"
+        if self.phase == "end":
+            return f"at the end of its loop {after}"
+        if self.phase == "checkpoint":
+            return f"at a checkpoint {after}"
+        metrics = " with metrics" if self.phase != "evaluation" else ""
+        return f"at an evaluation{f' of {sum(self.sizes)} samples' if self.sizes else ''}{metrics} {after}"
+
+
+class Agreement:
+    """Compares what ranks begin; every rank of the job must call it, with messages on `device`."""
+
+    def __init__(self, place: Place, groups: Groups, device: torch.device, position: Position) -> None:
+        self._place, self._groups, self._position = place, groups, position
+        self._own = torch.zeros(2 + _NUM_SIZES, dtype=torch.float64, device=device)
+        self._received = torch.zeros_like(self._own)
+        self._sending: list[dist.Work] = []
+        self._has_ended = False
+
+    def check(self, phase: Phase, step: int, sizes: Sequence[int] = (), *, count: float = 0.0) -> float:
+        """Compare what this rank begins with what the other ranks begin.
+
+        Args:
+            phase: What begins. A second end in a row is none.
+            step: Steps since training began.
+            sizes: Samples of the mini-batches.
+            count: With the last stage, what the losses of these count for.
+
+        Returns:
+            With the last stage, the sum of `count` over all replicas.
+
+        Raises:
+            TrainingError: Another rank begins something else.
+        """
+        is_alone = self._place.num_devices * self._place.num_replicas == 1
+        if is_alone or (self._has_ended and phase == "end"):
+            return count
+        self._has_ended = phase == "end"
+        begun = _Begun(phase, step, tuple(sizes))
+        self._compare_along_pipeline(begun)
+        total = self._compare_replicas(begun, count)
+        if self._has_ended:
+            # Else a rank would have ended in good order before another one finds out that it should not have.
+            self._position.at(_DOING[phase], waits_for=ANY)
+            dist.all_reduce(self._received)
+            self.finish()
+        return total
+
+    def finish(self) -> None:
+        """Wait until the next rank has what was sent last."""
+        for work in self._sending:
+            work.wait()
+        self._sending = []
+
+    def _compare_along_pipeline(self, begun: _Begun) -> None:
+        place, group = self._place, self._groups.pipeline
+        self._position.at(_DOING[begun.phase], waits_for=place.position - 1 if place.position else None)
+        if place.position > 0:
+            previous = place.rank_of(place.position - 1)  # stage k < K is with device k, in a loop and in a V
+            for work in transfer(dist.irecv, self._received, previous, group):
+                work.wait()
+            received = _Begun.read(self._received.tolist())
+            if received != _Begun.read(begun.numbers):
+                raise self._disagreement(begun, received, previous, has_more=place.position > 1)
+        if place.position + 1 < place.num_devices:
+            self.finish()  # of the message before, which the next rank has had
+            self._own.copy_(torch.tensor(begun.numbers, dtype=torch.float64))
+            self._sending = transfer(dist.isend, self._own, place.rank_of(place.position + 1), group)
+
+    def _compare_replicas(self, begun: _Begun, count: float) -> float:
+        place, group = self._place, self._groups.replicas
+        if group is None or not place.is_last:
+            return count
+        self._position.at(_DOING[begun.phase], waits_for=ANY)
+        # A replica may have one sample less than another: sizes are not compared.
+        phase, step, *_ = begun.numbers
+        own = torch.tensor([phase, step, count], dtype=torch.float64, device=self._own.device)
+        gathered = [torch.empty_like(own) for _ in range(place.num_replicas)]
+        dist.all_gather(gathered, own, group=group)
+        rows: list[list[float]] = torch.stack(gathered).tolist()
+        for replica, row in enumerate(rows):
+            other = _Begun.read(row[:2])
+            if other != begun._replace(sizes=()):
+                raise self._disagreement(begun._replace(sizes=()), other, place.rank_of(place.num_stages - 1, replica))
+        return sum(row[2] for row in rows)
+
+    def _disagreement(self, own: _Begun, other: _Begun, rank: int, *, has_more: bool = False) -> TrainingError:
+        others = f"rank {rank}{' and all ranks before it are' if has_more else ' is'}"
+        hint = "run the same steps, evaluations and checkpoints on every rank, and end all loops after the same step"
+        if own._replace(sizes=()) == other._replace(sizes=()):
+            hint = "give every rank the same mini-batches: from the same files, in the same order"
+        return TrainingError(f"rank {self._place.rank} is {own.words}, but {others} {other.words}", hint=hint)
