@@ -164,9 +164,9 @@ class Loader:
         return iterator
 
     def _iterator(self) -> Iterator[Any]:
-        sampler: Any = getattr(self.loader, "sampler", None)
-        if hasattr(sampler, "set_epoch"):
-            sampler.set_epoch(self._number)
+        for path, part in _parts(self.loader):
+            if path and hasattr(part, "set_epoch"):  # a sampler, also one inside a batch sampler
+                part.set_epoch(self._number)
         with self._states:
             return iter(self.loader)
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, TensorDataset
+from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampler, TensorDataset
 
 from planner.core.errors import UsageError
 from planner.executor import Pipeline
@@ -179,6 +179,19 @@ def test_another_loader_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="`batches` is given none"):
         next(pipeline.batches(4))
     pipeline.close()
+
+
+def test_a_sampler_in_a_batch_sampler_shuffles_anew_each_epoch() -> None:
+    """As one that the loader is given itself."""
+    orders = []
+    for is_inside in (True, False):
+        dataset = TensorDataset(torch.arange(24.0))
+        sampler: Any = DistributedSampler(dataset, num_replicas=2, rank=1, seed=3)
+        inside = DataLoader(dataset, batch_sampler=BatchSampler(sampler, 12, drop_last=False))
+        loader = Loader(inside if is_inside else DataLoader(dataset, 12, sampler=sampler), 5)
+        orders.append([batch[0].tolist() for batch in islice(loader, 2)])
+    assert orders[0] == orders[1]
+    assert orders[0][0] != orders[0][1]
 
 
 def test_loaders_that_end() -> None:
