@@ -9,7 +9,6 @@ import re
 import tomllib
 from collections.abc import Mapping, Sequence
 from itertools import groupby, pairwise
-from pathlib import Path
 from typing import Any, Final
 
 from planner.core.errors import FileError, UsageError
@@ -19,7 +18,7 @@ from planner.core.values.profile import LayerProfile
 from planner.emit.automodel import ON_EVERY_STAGE
 from planner.emit.layout import modules_of, paths_above
 from planner.emit.megatron import balance_of_layout
-from planner.files import read, read_plain
+from planner.files import read, read_plain, read_text
 
 SUFFIXES: Final = (".py", ".json", ".toml", ".yaml", ".yml", ".sh", ".txt")
 """What the names of files with cuts in them end with."""
@@ -45,7 +44,7 @@ def read_balance_list(path: str, layers: Sequence[LayerProfile]) -> tuple[int, .
                 return _balance_in(path, layers)
             text, values = "", _named(content)
         else:
-            text = Path(path).read_text(encoding="utf-8")
+            text = read_text(path, "gpipe-plan emit")
             values = _values(path, text)
         for name, value in values.items():
             if name in _READERS:
@@ -55,10 +54,8 @@ def read_balance_list(path: str, layers: Sequence[LayerProfile]) -> tuple[int, .
             return balance_of_layout(layout[1], layers)
     except UsageError as error:
         raise FileError(error.message, path=path, hint=error.hint) from None
-    except (SyntaxError, ValueError, TypeError) as error:
+    except (SyntaxError, ValueError, TypeError, RecursionError) as error:
         raise FileError(f"cannot be understood: {error}", path=path) from None
-    except OSError as error:
-        raise FileError(f"cannot be read: {error.strerror}", path=path) from None
     raise FileError(
         "gives no cuts", path=path, hint=f"expected one of {', '.join(_READERS)}, or `--pipeline-model-parallel-layout`"
     )

@@ -13,6 +13,7 @@ from planner.files.reading import (
     read_plan,
     read_profile,
     read_run,
+    read_text,
     stage_lines,
 )
 from planner.files.revisions import at_revision
@@ -39,6 +40,7 @@ __all__ = [
     "read_profile",
     "read_run",
     "read_schedule",
+    "read_text",
     "reference_path",
     "relocated",
     "stage_lines",

@@ -198,7 +198,8 @@ def test_lists_written_by_hand_are_read(tmp_path: Path, name: str, text: str, ba
         ("a.py", "module_fqns_per_model_part = [[1], [2]]\n", "expected names of modules, got `1`"),
         ("a.yaml", "distributed: {pipeline: {module_fqns_per_model_part: [1, [2]]}}", "list of modules per stage"),
         ("a.yaml", "distributed: {pipeline: {layers_per_stage: 3}}", "gives no cuts"),
-        ("none.py", None, "cannot be read: No such file"),
+        ("none.py", None, "no such file"),
+        ("deep.json", "[" * 100_000, "cannot be understood"),
     ],
 )
 def test_what_is_no_list_of_these_layers_is_refused(tmp_path: Path, name: str, text: str | None, expected: str) -> None:
@@ -209,6 +210,14 @@ def test_what_is_no_list_of_these_layers_is_refused(tmp_path: Path, name: str, t
     with pytest.raises(FileError, match=expected) as caught:
         read_balance_list(str(path), profile_of(*FLAT).layers)
     assert str(path) in str(caught.value)
+
+
+def test_an_endless_list_of_cuts_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the bound of all other files."""
+    monkeypatch.setattr("planner.files.reading.MAX_BYTES", 1000)
+    (tmp_path / "endless.py").symlink_to("/dev/zero")
+    with pytest.raises(FileError, match="has more than 1000 characters"):
+        read_balance_list(str(tmp_path / "endless.py"), profile_of(*FLAT).layers)
 
 
 def test_a_python_file_is_not_run(tmp_path: Path) -> None:
