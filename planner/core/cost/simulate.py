@@ -91,7 +91,7 @@ class Times(NamedTuple, Generic[Clock]):
 
 
 class Clocks(NamedTuple, Generic[Clock]):
-    """When each device begins its first action, and ends its last one."""
+    """When each device begins its first action or the blocking transfer ahead of it, and ends its last action."""
 
     begins: Sequence[Clock]
     ends: Sequence[Clock]
@@ -363,10 +363,10 @@ def _carry(
         start = device_free[step.device]
         if step.source is not None:
             start = later(start, arrived.pop(step.source))
-            if times.blocking[step.received_over]:
-                start = start + times.sends[step.received_over]
         if begins[step.device] is None:
             begins[step.device] = start
+        if step.source is not None and times.blocking[step.received_over]:
+            start = start + times.sends[step.received_over]
         durations = times.last_durations if step.is_last else times.durations
         end = device_free[step.device] = stage_ends[step.stage] = start + durations[step.kind][step.stage]
         if note is not None:
