@@ -20,7 +20,7 @@ _SPARE_FIELDS: dict[str, frozenset[str]] = {
     "Device": frozenset({"reserve_bytes"}),
     "FrontierPoint": frozenset({"replicas"}),
     "Inputs": frozenset({"any_order", "chunks", "compute", "min_micro_batch", "node_devices", "replicas"}),
-    "LayerProfile": frozenset({"cast_bytes", "optimizer_boundary_peak_bytes", "rewritten_bytes"}),
+    "LayerProfile": frozenset({"cast_bytes", "idle_bytes", "optimizer_boundary_peak_bytes", "rewritten_bytes"}),
     "Model": frozenset({"batch_norm"}),
     "Plan": frozenset({"chunks", "placement", "replicas"}),
     "ProfileReference": frozenset({"how"}),

@@ -1,6 +1,6 @@
 """From what was found of units to what every layer of the chain costs."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from planner.core.cost.costs import saved_bytes
@@ -23,6 +23,8 @@ class Costs:
     """Bytes that autocast keeps from one micro-batch to the next."""
     rewritten_bytes: Mapping[str, int]
     """Bytes of the layer's own state that its forward writes."""
+    idle: Mapping[str, Collection[str]]
+    """Names of the parameters without a gradient in the first layer of a digest; see `idle_parameters`."""
     optimizer: Sequence[OptimizerCost]
     """By layer: layers of one digest may be in groups with other options."""
     boundary_peaks: Sequence[int]
@@ -66,12 +68,15 @@ def _layer_profile(
     details = tuple(costs.records.memory[digest, size] for size in sizes)
     optimizer = costs.optimizer[n]
     sharers, tied_bytes = _ties(layer, tied)
+    names = costs.records.names_in(n, costs.idle[digest])
+    idle_bytes = sum(p.nbytes for name, p in layer.module.named_parameters() if name in names)
     return LayerProfile(
         name=layer.name,
         digest=digest,
         modules=task.chain.modules(n),
         parameter_bytes=sum(p.nbytes for p in layer.module.parameters()),
-        gradient_bytes=sum(p.nbytes for p in layer.module.parameters() if p.requires_grad),
+        gradient_bytes=sum(p.nbytes for p in layer.module.parameters() if p.requires_grad) - idle_bytes,
+        idle_bytes=idle_bytes,
         optimizer_bytes=optimizer.state_bytes,
         buffer_bytes=task.buffer_bytes[layer.name] + collecting_bytes(layer.module),
         cast_bytes=costs.casts_bytes[digest],

@@ -51,6 +51,7 @@ def full_layer(n: int) -> LayerProfile:
         digest=f"{n:08x}",
         parameter_bytes=1000 + n,
         gradient_bytes=500,
+        idle_bytes=10,
         optimizer_bytes=2000,
         buffer_bytes=8,
         cast_bytes=6,

@@ -238,7 +238,8 @@ class _Stages:
         self.micro_batches, self.layers_again = micro_batches, False
         self.exact, self.compiled = costs.exact, (costs.programs is not None)
         self.parameters = tied(costs.state.parameters, "parameter_bytes")
-        self.gradients = tied(costs.gradients, "gradient_bytes")
+        # Replicas sum zeros for parameters without a gradient.
+        self.gradients = tied(costs.gradients, "gradient_bytes") + sums(costs.state.idle) * (costs.bucket_bytes > 0)
         self.optimizer = tied(costs.state.optimizer, "optimizer_bytes")
         self.buffers, self.rewritten = sums(costs.state.buffers), sums(costs.state.rewritten)
         self.casts = tied(costs.state.casts, "cast_bytes")

@@ -219,6 +219,7 @@ def layers(draw: st.DrawFn, sizes: tuple[int, ...], *, exact: bool, fine: bool) 
     return LayerProfile(
         name="layer",
         parameter_bytes=parameters,
+        idle_bytes=draw(st.sampled_from([0, 0, 0, 60])),
         cast_bytes=draw(st.sampled_from([0, 0, parameters // 2])),
         rewritten_bytes=draw(st.sampled_from([0, 0, 0, 40])),
         optimizer_bytes=draw(st.sampled_from([0, parameters, 2 * parameters])),

@@ -41,6 +41,8 @@ class State:
     """What a layer holds whatever the micro-batch."""
 
     parameters: FloatArray
+    idle: FloatArray
+    """Trained parameters that never get a gradient."""
     optimizer: FloatArray
     optimizer_peak: FloatArray
     """Transient bytes of the optimizer's step."""
@@ -239,6 +241,11 @@ class ChainCosts:
         return replace(self, bucket_bytes=float(BUCKET_BYTES) if replicas > 1 else 0.0)
 
     @property
+    def zeros(self) -> FloatArray:
+        """Bytes of the zeros that replicas sum for parameters without a gradient, shape (L,)."""
+        return self.state.idle * (self.bucket_bytes > 0)
+
+    @property
     def halves(self) -> Halves:
         """A backward in halves."""
         return self.composed_halves()
@@ -250,7 +257,7 @@ class ChainCosts:
         A stage whose last layer has none computes nothing again, whatever the plan says, nor does such a layer by
         itself. Where no layer has gradients, the profile says nothing of them.
         """
-        trained = np.cumsum(self.gradients) > 0
+        trained = np.cumsum(self.gradients + self.state.idle) > 0
         return trained if trained[-1] else np.ones_like(trained)
 
     @property

@@ -115,6 +115,7 @@ class CostTable:
             "optimizer_us": np.array([layer.optimizer_us for layer in layers]),
             "state": State(
                 parameters=_constant(layers, lambda layer: layer.parameter_bytes),
+                idle=_constant(layers, lambda layer: layer.idle_bytes),
                 optimizer=_constant(layers, lambda layer: layer.optimizer_bytes),
                 optimizer_peak=_constant(layers, lambda layer: layer.optimizer_peak_bytes),
                 optimizer_boundary_peak=_constant(layers, lambda layer: layer.optimizer_boundary_peak_bytes),

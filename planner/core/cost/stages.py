@@ -217,7 +217,7 @@ class _Window:
             costs.has_backward[self.firsts - 1] & (self.firsts > 0),
         )
         saved = self.sums(costs.levels.saved) + unsaved - passing.unkept + copied_input
-        gradients = self._tied(costs.gradients, "gradient_bytes")
+        gradients = self._tied(costs.gradients, "gradient_bytes") + self.sums(costs.zeros)
         peaks = self._peaks(output)
         first_message, message = self._message_peaks(peaks, gradients, output)
         batch = np.where(self.first == 0, edge.input[0], 0.0) + np.where(is_last, costs.target, 0.0)

@@ -42,7 +42,8 @@ def gradient_bytes(layer: LayerProfile) -> int:
 
 def _trained_surely(layer: LayerProfile) -> float:
     """Bytes of gradients that must be of tied parameters, which may be frozen: all others have as many as they are."""
-    return max(0.0, gradient_bytes(layer) - (layer.parameter_bytes - layer.tied_bytes))
+    untied_bytes = layer.parameter_bytes - layer.idle_bytes - layer.tied_bytes
+    return max(0.0, gradient_bytes(layer) - max(0, untied_bytes))
 
 
 def _casts_surely(layer: LayerProfile, tied_bytes: int) -> float:

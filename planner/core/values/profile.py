@@ -219,7 +219,9 @@ class LayerProfile:
     """Layers with the same digest run the same operators on the same shapes and were measured once."""
     parameter_bytes: int
     gradient_bytes: int | None = None
-    """Defaults to `parameter_bytes`."""
+    """Gradients that backward makes; defaults to `parameter_bytes`."""
+    idle_bytes: int = 0
+    """Trained parameters that never get a gradient, such as those of an unused head. Replicas make zeros for them."""
     optimizer_bytes: int = 0
     buffer_bytes: int = 0
     """Buffers, and what running statistics of whole mini-batches are collected in."""

@@ -107,6 +107,7 @@ class CompiledBackend:
                 casts_bytes=records.of_each(partial(measure_casts, meter=GhostMeter())),
                 # A program writes into no buffer.
                 rewritten_bytes=dict.fromkeys(distinct, 0),
+                idle=dict.fromkeys(distinct, ()),  # a program makes all gradients
                 optimizer=[optimizer[unit.digest] for unit in records.units],
                 boundary_peaks=[0] * len(records.units),
                 flops=dict.fromkeys(distinct, 0),

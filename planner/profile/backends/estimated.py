@@ -116,6 +116,7 @@ class EstimatedBackend:
                 records=records,
                 casts_bytes=records.of_each(partial(measure_casts, meter=meter)),
                 rewritten_bytes=records.of_each(rewritten_bytes),
+                idle=idle,
                 optimizer=optimizer,
                 boundary_peaks=boundary_peaks(stepped, whole, device=self.device, meter=meter),
                 flops=records.of_each(clock.flops_of),

@@ -95,6 +95,7 @@ class MeasuredBackend:
             records=records,
             casts_bytes=casts_bytes,
             rewritten_bytes=rewritten,
+            idle=idle,
             optimizer=optimizer,
             boundary_peaks=_boundary_peaks(task, records, idle, device=self.device, meter=meter),
             flops=records.of_each(forward_flops),

@@ -284,6 +284,32 @@ def pruned_in_a_row() -> nn.Sequential:
     return nn.Sequential(model.words, *model.layers, model.head)
 
 
+class _WithUnusedHead(_Block):
+    def __init__(self) -> None:
+        super().__init__()
+        self.unused = nn.Linear(WIDTH, 4 * WIDTH)
+
+    def forward(self, value: Tensor) -> Tensor:
+        self.unused(value)
+        return value + super().forward(value)
+
+
+class Unused(nn.Module):
+    """Blocks that compute a head each, which nothing uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(WORDS, WIDTH)
+        self.blocks = nn.ModuleList(_WithUnusedHead() for _ in range(4))
+
+    def forward(self, words: Tensor) -> Tensor:
+        """(b, tokens) to (b, tokens, width)."""
+        value: Tensor = self.words(words)
+        for block in self.blocks:
+            value = block(value)
+        return value
+
+
 class Tiny(nn.Module):
     """A few kilobytes."""
 
@@ -309,6 +335,7 @@ KINDS: dict[str, Callable[[], nn.Module]] = {
     "tiny": Tiny,
     "repeated": Repeated,
     "compared": Compared,
+    "unused": Unused,
     "carried": Carried,
     "carried in a row": carried_in_a_row,
     "pruned": Pruned,

@@ -50,6 +50,14 @@ def test_weights_that_each_forward_makes_anew(tmp_path: Path, kind: str, schedul
     assert {key: (p, m) for key, (p, m) in found.items() if not PROMISED.allows_peak(predicted=p, measured=m)} == {}
 
 
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_parameters_that_never_get_a_gradient(tmp_path: Path, replicas: int) -> None:
+    """They have no gradient, except for the zeros that replicas sum, which the prediction counts for too long."""
+    found = predictions(KINDS, {"kind": "unused"}, tmp_path, stages=2, micro_batches=(2,), replicas=replicas)
+    for key, (predicted, measured) in found.items():
+        assert -0.001 < predicted / measured - 1 < (0.25 if replicas > 1 else 0.001), (key, predicted, measured)
+
+
 @pytest.mark.parametrize("kind", ["carried", "carried in a row"])
 def test_state_that_modules_keep_from_one_forward_to_the_next(tmp_path: Path, kind: str) -> None:
     """It is there all through the step, and each micro-batch that will be recomputed keeps its own: to the byte."""
