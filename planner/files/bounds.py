@@ -1,7 +1,7 @@
 """How much a file may ask of the reader: YAML lets a few hundred bytes stand for gigabytes, or for endless nests."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import yaml
 
@@ -11,20 +11,22 @@ MAX_BYTES = 2**28
 MAX_DEPTH = 32
 """How deep lists and mappings may lie within each other; our own files need eight."""
 
-MAX_VALUES = 2**21
-"""Values of a file that is not in our own layout, those that aliases stand for included."""
+MAX_VALUES = 2**23
+"""Values of a YAML file, those that aliases stand for included; a profile of ten thousand layers has three million."""
 
 
 class UnboundedError(Exception):
     """A file asks for more than any of ours needs; `line`, from 1, is where."""
+
+    hint = "the files of gpipe-plan are plain lists and mappings; write the file anew with the command that makes it"
 
     def __init__(self, message: str, line: int) -> None:
         super().__init__(message)
         self.message, self.line = message, line
 
 
-def check_bounds(events: Iterator[yaml.Event]) -> None:
-    """Looks at a document before it is built, and builds nothing.
+def bounded(events: Iterable[yaml.Event]) -> Iterator[yaml.Event]:
+    """Pass on the events of a document, as long as it asks for no more than any of our files.
 
     Raises:
         UnboundedError: It nests too deeply, has too many values, or refers to itself.
@@ -34,7 +36,10 @@ def check_bounds(events: Iterator[yaml.Event]) -> None:
     counts, anchors = [0], [""]
     sizes: dict[str, int] = {}
     for event in events:
-        if isinstance(event, yaml.CollectionStartEvent):
+        if isinstance(event, yaml.ScalarEvent):
+            sizes[event.anchor or ""] = 1
+            counts[-1] += 1
+        elif isinstance(event, yaml.CollectionStartEvent):
             counts.append(1)
             anchors.append(event.anchor or "")
             sizes.pop(anchors[-1], None)
@@ -44,16 +49,14 @@ def check_bounds(events: Iterator[yaml.Event]) -> None:
             count, anchor = counts.pop(), anchors.pop()
             sizes[anchor] = count
             counts[-1] += count
-        elif isinstance(event, yaml.ScalarEvent):
-            sizes[event.anchor or ""] = 1
-            counts[-1] += 1
         elif isinstance(event, yaml.AliasEvent):
             if event.anchor in anchors and event.anchor not in sizes:
                 raise _refusal(event, f"refers to itself (`*{str(event.anchor)[:40]}`)")
-            # What is not defined is the parser's to refuse.
+            # What is not defined is the reader's to refuse.
             counts[-1] += sizes.get(event.anchor or "", 1)
         if counts[-1] > MAX_VALUES:
             raise _refusal(event, f"has more than {MAX_VALUES} values, those that aliases stand for included")
+        yield event
 
 
 def is_too_deep(text: str) -> bool:

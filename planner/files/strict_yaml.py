@@ -6,13 +6,13 @@ PyYAML's own reader takes `1e9` for a string, `no` for false, `12:30:00` for 450
 import json
 import math
 import re
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Final
 
 import yaml
 
 from planner.core.errors import FileError
-from planner.files.bounds import UnboundedError, check_bounds
-from planner.files.quick_yaml import NotQuickError, json_content, quick_content
+from planner.files.bounds import UnboundedError, bounded, is_too_deep
 
 Key = str | int
 KeyPath = tuple[Key, ...]
@@ -20,9 +20,7 @@ Problem = tuple[KeyPath, str, str]
 """Where, what is wrong, and what to do."""
 
 
-_PLAINLY = "the files of gpipe-plan are plain lists and mappings; write the file anew with the command that makes it"
-
-_TAGS = frozenset(("null", "bool", "int", "float", "str", "map", "seq"))
+_TAGS = frozenset(("!", "null", "bool", "int", "float", "str", "map", "seq"))
 
 _ESCAPED_PAIR = re.compile(r"\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}")
 
@@ -33,11 +31,13 @@ class StrictLoader(yaml.CSafeLoader):
     yaml_implicit_resolvers: dict[str, list[tuple[str, re.Pattern[str]]]] = {}  # noqa: RUF012 - as in PyYAML
 
 
+_INTEGER: Final = re.compile(r"-?(?:0|[1-9][0-9]*)")
+_NUMBER: Final = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]*)?(?:[eE][-+]?[0-9]+)?")
 for _tag, _pattern, _first in (
     ("null", r"null|~|", ["n", "~", ""]),
     ("bool", r"true|false", ["t", "f"]),
-    ("int", r"-?(?:0|[1-9][0-9]*)", list("-0123456789")),
-    ("float", r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]*)?(?:[eE][-+]?[0-9]+)?", list("-0123456789")),
+    ("int", _INTEGER.pattern, list("-0123456789")),
+    ("float", _NUMBER.pattern, list("-0123456789")),
 ):
     StrictLoader.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(f"^(?:{_pattern})$"), _first)
 
@@ -56,11 +56,9 @@ class Document:
         if not text.strip():
             raise FileError("is empty", path=path)
         document = cls(path, text)
-        try:
-            is_json = text.lstrip()[:1] == "{"
-            document.content = json_content(text) if is_json else quick_content(text, document._built)
-            document._lines = {}  # those of a text with marks in place of lines
-        except (NotQuickError, FileError):
+        is_json = text.lstrip()[:1] == "{"
+        document.content = _json_content(text) if is_json else None
+        if document.content is None:
             document.content = document._read()
         return document
 
@@ -69,64 +67,28 @@ class Document:
         """Line of every key; found out when it is asked for. None where JSON is laid out as no YAML is."""
         if not self._lines:
             try:
-                self._read()
+                self._read(notes_lines=True)
             except FileError:
                 self._lines = {}
         return self._lines
 
-    def _read(self) -> Any:
+    def _read(self, *, notes_lines: bool = False) -> Any:
         text, path = self._text, self.path
         if path.endswith(".json") or text.lstrip()[:1] == "{":
             # YAML contains nearly all of JSON, and its reader knows the lines; what it does not have are the escapes of
             # characters beyond 16 bits, and one control character as it is.
             text = _ESCAPED_PAIR.sub(lambda pair: json.loads(f'"{pair[0]}"'), text).replace("\x7f", "\\x7f")
-        return self._built(text)
-
-    def _built(self, text: str) -> Any:
-        """What YAML makes of a text, and the lines of its keys."""
-        self._lines = {}
-        node = self._composed(text)
-        return None if node is None else self._plain(node, ())
-
-    def _composed(self, text: str) -> yaml.Node | None:
         try:
-            check_bounds(yaml.parse(text, Loader=StrictLoader))
-            return yaml.compose(text, Loader=StrictLoader)
-        except UnboundedError as error:
-            raise FileError(error.message, path=self.path, line=error.line, hint=_PLAINLY) from None
+            reader = _Reader(text, notes_lines=notes_lines)
+            content = reader.document()
+        except (UnboundedError, _RefusedError) as error:
+            raise FileError(error.message, path=path, line=error.line, hint=error.hint) from None
         except yaml.MarkedYAMLError as error:
             line = error.problem_mark.line + 1 if error.problem_mark else None
-            raise FileError(f"is not YAML: {error.problem}", path=self.path, line=line) from None
+            raise FileError(f"is not YAML: {error.problem}", path=path, line=line) from None
         except yaml.YAMLError as error:
-            raise FileError(f"is not YAML: {error}", path=self.path) from None
-
-    def _plain(self, node: yaml.Node, at: KeyPath) -> Any:
-        self._lines[at] = node.start_mark.line + 1
-        if node.tag.removeprefix("tag:yaml.org,2002:") not in _TAGS:
-            problem = f"`{dotted(at)}`: the tag {node.tag[:60]} means nothing here"
-            raise FileError(problem, path=self.path, line=self._lines[at], hint="leave it out")
-        if isinstance(node, yaml.MappingNode):
-            return self._plain_mapping(node, at)
-        if isinstance(node, yaml.SequenceNode):
-            return [self._plain(item, (*at, n)) for n, item in enumerate(node.value)]
-        try:
-            return _plain_scalar(node)
-        except ValueError:  # an explicit tag, such as `!!int foo`
-            problem = f"`{dotted(at)}`: {node.value[:60]} is not of the type {node.tag}"
-            raise FileError(problem, path=self.path, line=self._lines[at]) from None
-
-    def _plain_mapping(self, node: yaml.MappingNode, at: KeyPath) -> dict[str, Any]:
-        content: dict[str, Any] = {}
-        for key_node, value_node in node.value:
-            key = str(key_node.value)
-            line = key_node.start_mark.line + 1
-            if key in content:
-                first = self._lines[*at, key]
-                raise FileError(
-                    f"`{dotted((*at, key))}` stands twice, first in line {first}", path=self.path, line=line
-                )
-            content[key] = self._plain(value_node, (*at, key))
-            self._lines[*at, key] = line
+            raise FileError(f"is not YAML: {error}", path=path) from None
+        self._lines = reader.lines
         return content
 
     def line_of(self, at: KeyPath) -> int | None:
@@ -145,18 +107,155 @@ class Document:
         return FileError("\n  ".join([message, *further]), path=self.path, line=self.line_of(at), hint=hint)
 
 
-def _plain_scalar(node: yaml.Node) -> Any:
-    tag = node.tag.rpartition(":")[2]
-    if tag == "null":
+class _RefusedError(Exception):
+    """Something that YAML has and our files have not; `line`, from 1, is where."""
+
+    def __init__(self, message: str, event: yaml.Event, hint: str = "") -> None:
+        super().__init__(message)
+        self.message, self.line, self.hint = message, _line_of(event), hint
+
+
+class _Reader:
+    """Reader of one document, from the events of its parser: YAML's own composer takes several times as long."""
+
+    def __init__(self, text: str, *, notes_lines: bool) -> None:
+        self._events = bounded(yaml.parse(text, Loader=StrictLoader))
+        self._anchored: dict[str, Any] = {}
+        self._path: list[Key] = []
+        self._notes_lines = notes_lines
+        self.lines: dict[KeyPath, int] = {}
+
+    def document(self) -> Any:
+        """Return the content; None for a text without any."""
+        next(self._events)
+        event = next(self._events)
+        if isinstance(event, yaml.StreamEndEvent):
+            return None
+        content = self._value(next(self._events))
+        next(self._events)
+        event = next(self._events)
+        if not isinstance(event, yaml.StreamEndEvent):
+            raise _RefusedError("is not YAML: but found another document", event)
+        return content
+
+    def _value(self, event: Any) -> Any:
+        if self._notes_lines:
+            self.lines[tuple(self._path)] = _line_of(event)
+        if isinstance(event, yaml.AliasEvent):
+            return self._anchored_value(event)
+        if event.tag and event.tag.removeprefix("tag:yaml.org,2002:") not in _TAGS:
+            problem = f"`{self._dotted()}`: the tag {event.tag[:60]} means nothing here"
+            raise _RefusedError(problem, event, "leave it out")
+        if isinstance(event, yaml.ScalarEvent):
+            value = self._scalar(event)
+        elif isinstance(event, yaml.SequenceStartEvent):
+            value = self._sequence()
+        else:
+            value = self._mapping()
+        if event.anchor:
+            if event.anchor in self._anchored:
+                raise _RefusedError("is not YAML: second occurrence", event)
+            self._anchored[event.anchor] = value
+        return value
+
+    def _anchored_value(self, event: yaml.AliasEvent) -> Any:
+        if event.anchor not in self._anchored:
+            raise _RefusedError("is not YAML: found undefined alias", event)
+        return self._anchored[event.anchor]
+
+    def _sequence(self) -> list[Any]:
+        items: list[Any] = []
+        self._path.append(0)
+        while not isinstance(event := next(self._events), yaml.SequenceEndEvent):
+            self._path[-1] = len(items)
+            items.append(self._value(event))
+        self._path.pop()
+        return items
+
+    def _mapping(self) -> dict[str, Any]:
+        content: dict[str, Any] = {}
+        first_lines: dict[str, int] = {}
+        self._path.append("")
+        while not isinstance(event := next(self._events), yaml.MappingEndEvent):
+            key = self._path[-1] = self._key(event)
+            line = _line_of(event)
+            if key in content:
+                problem = f"`{self._dotted()}` stands twice, first in line {first_lines[key]}"
+                raise _RefusedError(problem, event)
+            content[key] = self._value(next(self._events))
+            first_lines[key] = line
+            if self._notes_lines:
+                self.lines[tuple(self._path)] = line
+        self._path.pop()
+        return content
+
+    def _key(self, event: yaml.Event) -> str:
+        if isinstance(event, yaml.AliasEvent):
+            return str(self._anchored_value(event))
+        if not isinstance(event, yaml.ScalarEvent):
+            raise _RefusedError("is not YAML: a key is a list or a mapping", event)
+        if event.anchor:
+            self._anchored[event.anchor] = event.value
+        return str(event.value)
+
+    def _scalar(self, event: yaml.ScalarEvent) -> Any:
+        tag = event.tag.rpartition(":")[2] if event.tag else ""
+        try:
+            if tag in ("", "!"):
+                return _plain_scalar(event.value) if event.implicit[0] else event.value
+            return _TYPES[tag](event.value) if tag in _TYPES else event.value
+        except ValueError:  # such as `!!int foo`, or thousands of digits
+            problem = f"`{self._dotted()}`: {event.value[:60]} is not of the type {event.tag or 'int'}"
+            raise _RefusedError(problem, event) from None
+
+    def _dotted(self) -> str:
+        return dotted(tuple(self._path))
+
+
+def _line_of(event: Any) -> int:
+    return int(event.start_mark.line) + 1
+
+
+def _float(text: str) -> float | str:
+    number = float(text)
+    return number if math.isfinite(number) else text
+
+
+_WORDS: Final = {"": None, "~": None, "null": None, "true": True, "false": False}
+_TYPES: Final[dict[str, Callable[[str], Any]]] = {
+    "null": lambda _: None,
+    "bool": lambda text: text == "true",
+    "int": int,
+    "float": _float,
+}
+
+
+def _plain_scalar(text: str) -> Any:
+    """Return what a scalar without quotes and tag is."""
+    if text in _WORDS:
+        return _WORDS[text]
+    if text[0] not in "-0123456789":
+        return text
+    if _INTEGER.fullmatch(text):
+        return int(text)
+    return _float(text) if _NUMBER.fullmatch(text) else text
+
+
+def _json_content(text: str) -> Any:
+    """Return the content of a JSON document, with the meaning that it has as YAML; None where YAML must read it."""
+    if is_too_deep(text):
         return None
-    if tag == "bool":
-        return node.value == "true"
-    if tag == "int":
-        return int(node.value)
-    if tag == "float":
-        number = float(node.value)
-        return number if math.isfinite(number) else str(node.value)
-    return str(node.value)
+    try:
+        return json.loads(text, object_pairs_hook=_once, parse_float=_float, parse_constant=str)
+    except (ValueError, RecursionError):
+        return None
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    content = dict(pairs)
+    if len(content) < len(pairs):
+        raise ValueError  # The YAML reader says in which line.
+    return content
 
 
 def dotted(at: KeyPath) -> str:

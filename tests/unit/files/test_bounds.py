@@ -25,7 +25,7 @@ MULTIPLIED = "x: &a [1, 1, 1, 1, 1, 1, 1, 1, 1]\n" + "".join(
 @pytest.mark.parametrize(
     ("name", "text", "message"),
     [
-        ("p.yaml", HEAD + MULTIPLIED, "has more than 2097152 values, those that aliases stand for included"),
+        ("p.yaml", HEAD + MULTIPLIED, "has more than 8388608 values, those that aliases stand for included"),
         ("p.yaml", HEAD + "x: " + "[" * 100_000, "is nested more than 32 levels deep"),
         ("p.yaml", HEAD + "x:\n" + "- " * 100_000 + "x", "is nested more than 32 levels deep"),
         ("p.yaml", HEAD + "x: " + "{a: " * 990 + "1" + "}" * 990, "is nested more than 32 levels deep"),

@@ -1,0 +1,74 @@
+"""Documents as YAML and as JSON: what scalars are, what is refused, and where."""
+
+import json
+from typing import Any
+
+import pytest
+
+from planner.core.errors import FileError
+from planner.files import dump
+from planner.files.strict_yaml import Document
+from tests.support.chains import random_profile
+
+
+def content(text: str) -> Any:
+    return Document.parse("profile.yaml", text).content
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("[1, 2.5, -3, 1e9, 1.5e-3, 0, -0.0]", [1, 2.5, -3, 1e9, 1.5e-3, 0, -0.0]),
+        ("[true, false, null, no, yes, on, ~, True]", [True, False, None, "no", "yes", "on", None, "True"]),
+        ("[1e999, .inf, NaN, 5., 012, 0x10, 12:30:00]", ["1e999", ".inf", "NaN", 5.0, "012", "0x10", "12:30:00"]),
+        ("{b: c, d: 'e f', g: \"h\", i: it's}", {"b": "c", "d": "e f", "g": "h", "i": "it's"}),
+        ("['0', \"1.5\", 'true', '', !!str 5]", ["0", "1.5", "true", "", "5"]),
+        ("[!!int '7', !!float 1, !!bool true, !!null x]", [7, 1.0, True, None]),
+        ("{b: [], c: {}, d: model.layers.0, e: é}", {"b": [], "c": {}, "d": "model.layers.0", "e": "é"}),
+        ("\n- {b: 1}\n- [2, 3]\n- x", [{"b": 1}, [2, 3], "x"]),
+        ("|\n  x\n  y\n", "x\ny\n"),
+        ("", None),
+    ],
+)
+def test_scalars_are_those_of_json_and_all_else_is_text(text: str, value: Any) -> None:
+    """Quotes and tags say what a scalar is; without them only what JSON would take for a number is one."""
+    assert repr(content(f"a: {text}")) == repr({"a": value})
+
+
+def test_an_alias_is_what_its_anchor_is() -> None:
+    """As a value and as a key; the line of what lies in it is that of the alias."""
+    document = Document.parse("p.yaml", "a: &x\n- {b: 1}\n&y c: *x\nd:\n- *y\n")
+    assert document.content == {"a": [{"b": 1}], "c": [{"b": 1}], "d": ["c"]}
+    assert document.line_of(("a", 0, "b")) == 2
+    assert document.line_of(("c", 0, "b")) == 3
+
+
+@pytest.mark.parametrize(
+    ("text", "line", "message"),
+    [
+        ("a: 1\nb: 2\na: 3", 3, "`a` stands twice, first in line 1"),
+        ("a:\n- {b: 1, b: 2}", 2, "`a[0].b` stands twice, first in line 2"),
+        ("a: !!int foo", 1, "`a`: foo is not of the type"),
+        ("a:\n- !!set {b}", 2, "`a[0]`: the tag tag:yaml.org,2002:set means nothing here"),
+        ("a: *x", 1, "is not YAML: found undefined alias"),
+        ("a: &x 1\nb: &x 2", 2, "is not YAML: second occurrence"),
+        ("a: 1\n---\nb: 2", 2, "is not YAML: but found another document"),
+        ("? [a]\n: 1", 1, "is not YAML: a key is a list or a mapping"),
+        ("a: {b: 1", 2, "is not YAML"),
+        ('{"a": 1, "a": 2}', 1, "`a` stands twice"),
+    ],
+)
+def test_mistakes_are_refused_with_their_line(text: str, line: int, message: str) -> None:
+    """What PyYAML would take for something, and what it would not."""
+    with pytest.raises(FileError) as refused:
+        content(text)
+    assert message in refused.value.message
+    assert refused.value.line == line
+
+
+@pytest.mark.parametrize("exact", [False, True])
+def test_a_profile_means_the_same_as_yaml_and_as_json(*, exact: bool) -> None:
+    """JSON has a reader of its own, which is faster."""
+    read = content(dump(random_profile(1, 5, exact=exact, sizes=(1, 2)), header="A header.\nOf two lines."))
+    text = json.dumps(read)
+    assert content(text) == Document("profile.json", text)._read() == read
