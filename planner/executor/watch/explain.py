@@ -3,7 +3,7 @@
 import resource
 import sys
 import traceback
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,9 @@ from planner.core.errors import PlannerError, TrainingError
 from planner.core.values.units import format_bytes
 from planner.device.kinds import accelerator_in_use
 from planner.executor.watch.position import Position
+
+MOST_NAMED = 3
+"""Ranks that a message names; of further ones it gives the number."""
 
 
 def explained(error: BaseException, position: Position) -> PlannerError:
@@ -46,21 +49,31 @@ def left_alone(left: Mapping[str, Any], position: Position) -> PlannerError:
 
 
 def hang(positions: Mapping[int, Mapping[str, Any]], timeout_s: float) -> PlannerError:
-    """What to say of ranks that all wait, and of who does not."""
+    """What to say of ranks that all wait, and of who does not; of each, those that have done so for longest."""
     hint = "raise `--timeout` if it needs that long; else look at what it does there (py-spy dump)"
-    culprits = [rank for rank, at in positions.items() if at["waits_for"] is None]
-    waiting = "; ".join(
-        f"{name_of_rank(rank, positions)} waits {at['where']}"
-        for rank, at in positions.items()
-        if at["waits_for"] is not None
+    by_time = sorted(positions, key=lambda rank: -positions[rank]["idle_s"])
+    culprits = [rank for rank in by_time if positions[rank]["waits_for"] is None]
+    waiting = [rank for rank in by_time if positions[rank]["waits_for"] is not None]
+    waits = listed(
+        [f"{name_of_rank(rank, positions)} waits {positions[rank]['where']}" for rank in sorted(waiting[:MOST_NAMED])],
+        len(waiting),
     )
     if not culprits:
-        return TrainingError(f"the stages wait for each other for {timeout_s:g} s: {waiting}", hint=hint)
-    who = "; ".join(
-        f"{name_of_rank(rank, positions)} has been {positions[rank]['where']} for {positions[rank]['idle_s']:.0f} s"
-        for rank in culprits
+        return TrainingError(f"the stages wait for each other for {timeout_s:g} s: {waits}", hint=hint)
+    who = listed(
+        [
+            f"{name_of_rank(rank, positions)} has been {positions[rank]['where']} for {positions[rank]['idle_s']:.0f} s"
+            for rank in sorted(culprits[:MOST_NAMED])
+        ],
+        len(culprits),
     )
-    return TrainingError(f"{who}, and holds up the others: {waiting}", hint=hint)
+    return TrainingError(f"{who}, and holds up the others: {waits}", hint=hint)
+
+
+def listed(shown: Sequence[str], count: int, separator: str = "; ") -> str:
+    """Return the first of `count` items as a list that says how many more there are."""
+    more = [f"{count - len(shown)} others"] if count > len(shown) else []
+    return separator.join([*shown, *more])
 
 
 def name_of_rank(rank: int, positions: Mapping[int, Mapping[str, Any]]) -> str:

@@ -1,12 +1,21 @@
 """When one rank fails, all ranks end soon, and one message says which stage it was, where, and what to do.
 
-Every rank has a watch, a thread beside the training. Twice a second it tells the others, through the store of the
-launcher, where its rank is; so silence means a dead process, and of ranks that wait for each other the one that does
-not wait is what holds up the rest. Whoever finds the failure first claims it and prints it; the others leave quietly
-as soon as their watch sees the claim, even where they hang in a transfer that will never end.
+Every rank has a watch, a thread beside the training. With every beat it writes the rank's position to the launcher's
+store (`liveness`); so silence means a dead process, and of ranks that wait for each other the one that does not wait
+holds up the rest. The rank that finds the failure first claims it and prints it; the others leave quietly as soon as
+their watch sees the claim, even where they hang in a transfer that will never end.
 
 The watch also catches SIGTERM and SIGINT: with checkpoints the ranks agree on a step to stop after, so that all save
 the same one. Python would run a handler only after a hanging transfer; the thread reads the signal from a pipe.
+
+    failure     rank that claimed the failure
+    quit        position of a rank that left the script with exit code 0
+    asked       signal that a rank other than the first one got
+    stopping    set by the first rank: look for `stop` after every step from now on
+    ready       number of ranks that do
+    stop        the step after which all ranks stop, and the signal
+    news        set with each of `failure`, `quit`, `asked` and `stopping`: the only key that is read with every beat
+    written     bytes of checkpoints that all ranks have written
 """
 
 import json
@@ -27,14 +36,20 @@ import torch.distributed as dist
 
 from planner.core.errors import ExitCode, PlannerError, TrainingError
 from planner.core.values.printable import printable_lines
-from planner.executor.watch.explain import explained, hang, is_lost_contact, left_alone, name_of_rank
+from planner.executor.watch.explain import (
+    MOST_NAMED,
+    explained,
+    hang,
+    is_lost_contact,
+    left_alone,
+    listed,
+    name_of_rank,
+)
 from planner.executor.watch.handlers import SignalHandlers
+from planner.executor.watch.liveness import Liveness
 from planner.executor.watch.position import ANY, Position
 from planner.executor.watch.store import holds_store, job_store, rank_here
 
-_BEAT_S = 0.5
-_SILENT_S = 3.0
-"""A process that is alive tells where it is six times in that time."""
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
@@ -57,20 +72,25 @@ class Watch:
         self._signal = 0
         self._signalled = 0.0
         self._asked = 0
-        """On the first rank: the signal that another one got. On the others: the one that the first was told."""
+        """On the first rank: the signal that another one got."""
+        self._has_passed_on = False
+        """Whether the first rank has said that the job is stopping, or another one has asked it to."""
+        self._is_stopping = False
+        """Whether this rank looks for `stop` after every step."""
+        self._quit: dict[str, Any] | None = None
         self._stop: tuple[int, int] | None = None
         self._over = threading.Event()
         self._ending = threading.Event()
         self._store: Any = _store_of_all() if self._world > 1 and _is_launched() else None
+        self._liveness = Liveness(self._store, self._rank, self._world)
+        """Of the main thread; the watch has one on a connection of its own."""
         self._wake = socket.socketpair()
         self._handlers: SignalHandlers | None = None
         self._process = os.getpid()
-        self._beats = 0
+        self._has_left = False
         self._written_bytes = self._written_by_all_bytes = 0
         """Bytes of checkpoints that this rank has reported, and that all ranks had at the last look."""
-        self._seen: dict[int, tuple[int, float]] = {}
-        """By rank, its last beat and when that was first seen."""
-        self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
+        self._thread: threading.Thread | None = None
 
     def __enter__(self) -> Self:
         """Begins to watch."""
@@ -80,7 +100,8 @@ class Watch:
             self._handlers = SignalHandlers(_SIGNALS, self._on_signal, self._wake[1].fileno())
         if self._store is not None:
             # A connection of its own: one that waits in the main thread would hold up the beats.
-            self._thread_store = self._store.clone()
+            self._liveness.write(self.position)
+            self._thread = threading.Thread(target=self._run, args=[self._store.clone()], name="watch", daemon=True)
             self._thread.start()
         return self
 
@@ -105,20 +126,15 @@ class Watch:
         if self._store is None:
             return self._signal
         if self._rank == 0:
-            # Decided once: a second signal ends all at once, and moves no step.
-            if self._stop is None and (self._signal or self._asked):
-                number = self._signal or self._asked
+            # Decided once: a second signal ends all at once, and moves no step. Every rank must look for the decision.
+            number = self._signal or self._asked
+            if self._stop is None and number and self._store.add("ready", 0) == self._world - 1:
                 self._stop = (steps + ahead, number)
                 what = f"{signal.Signals(number).name}: stopping after {self._stop[0]} steps, with a checkpoint"
                 print(f"{what}; a second one stops at once, without", flush=True)
                 self._store.set("stop", json.dumps(self._stop))
-        else:
-            # `torchrun` sends it to all; a scheduler may send it to one process, which then asks the first.
-            if self._signal and not self._asked:
-                self._asked = self._signal
-                self._store.set("asked", str(self._signal))
-            if self._stop is None and self._store.check(["stop"]):
-                self._stop = tuple(json.loads(self._store.get("stop")))
+        elif self._is_stopping and self._stop is None and self._store.check(["stop"]):
+            self._stop = tuple(json.loads(self._store.get("stop")))
         return self._stop[1] if self._stop is not None and steps >= self._stop[0] else 0
 
     # Private methods: the main thread
@@ -127,16 +143,16 @@ class Watch:
         self._over.set()
         if self._store is not None:
             self._wake[1].send(b"\0")  # no signal, but it ends the thread's waiting for one
-            self._thread.join()
-            with suppress(dist.DistError):  # without torchrun the first rank held the store, and may have left before
-                self._store.set(f"left/{self._rank}", "1")
+            if self._thread is not None:
+                self._thread.join()
+            self._note_leaving()
         if self._handlers is not None:
             self._handlers.restore()
         for end in self._wake:
             end.close()
 
     def _on_signal(self, number: int, _frame: FrameType | None) -> None:
-        if self._store is None or not self._thread.is_alive():  # else the thread notes it, from the pipe
+        if self._thread is None or not self._thread.is_alive():  # else the thread notes it, from the pipe
             self._note_signal(number)
         if self._store is None and not self.saves_on_stop:
             sys.exit(128 + number)
@@ -163,9 +179,13 @@ class Watch:
             return
         if error.code in {0, None}:  # in order, if all do; whoever waits now finds this
             self._store.set("quit", json.dumps(self.position.summary()))
-            self._store.set(f"left/{self._rank}", "1")
+            self._store.set("news", "")
+            self._note_leaving()
             # If one still waits then, it tells so, and this process, too, ends as one that failed.
-            self._wait_for_others(_SILENT_S + 4 * _BEAT_S)
+            with suppress(dist.DistError):
+                self._liveness.wait_for_others(self._liveness.silent_s + 4 * self._liveness.beat_s)
+                if self._store.check(["failure"]):
+                    self._leave_quietly(ExitCode.ERROR)
             return
         self._ending.set()
         code = error.code if isinstance(error.code, int) else 1
@@ -189,9 +209,9 @@ class Watch:
 
     def _lost_contact(self) -> PlannerError | None:
         """Why a transfer failed; None where another rank tells it."""
-        silent = self._silent(self._store)
+        silent = self._silent(self._liveness)
         if silent:
-            return self._gone(silent)
+            return self._gone(silent, self._liveness)
         if silent is None or self._signal:
             return None
         with suppress(dist.DistError):
@@ -205,14 +225,14 @@ class Watch:
             hint="all processes still run, so look at the network between them",
         )
 
-    def _gone(self, silent: Sequence[int]) -> PlannerError:
-        positions = self._positions(self._store)
+    def _gone(self, silent: Sequence[int], liveness: Liveness) -> PlannerError:
+        named = silent[:MOST_NAMED]
+        positions = liveness.positions(named)
         # One that went soon after its start may not have told its name.
-        names = {rank: self.position.rank_names.get(rank) or name_of_rank(rank, positions) for rank in silent}
-        who = " and ".join(names.values())
+        names = [self.position.rank_names.get(rank) or name_of_rank(rank, positions) for rank in named]
         waited = "was" if self.position.waits_for is None else "waited"
         return TrainingError(
-            f"{who} {'gives' if len(silent) == 1 else 'give'} no sign of life while "
+            f"{listed(names, len(silent), ' and ')} {'gives' if len(silent) == 1 else 'give'} no sign of life while "
             f"{self.position.name or f'rank {self._rank}'} {waited} {self.position.where}",
             hint="its process was killed or is stopped, or its machine is lost: see the system's log (out of memory?), "
             "then start again with `--resume auto`; `torchrun --max-restarts 3` does so by itself",
@@ -220,35 +240,12 @@ class Watch:
 
     # Private methods: both threads
 
-    def _silent(self, store: Any) -> list[int] | None:
+    def _silent(self, liveness: Liveness) -> list[int] | None:
         """Ranks that give no sign of life and did not leave in order; None where a failure is already told."""
         try:
-            # A clock per machine would not do: what counts is whether a beat changes while this rank looks on.
-            before = self._positions(store)
-            end = time.monotonic() + _SILENT_S
-            while time.monotonic() < end:
-                if store.check(["failure"]):
-                    return None
-                time.sleep(_BEAT_S / 2)
-                now = self._positions(store)
-                silent = [
-                    rank
-                    for rank in range(self._world)
-                    if rank != self._rank and rank in before and now[rank]["beat"] == before[rank]["beat"]
-                ]
-                if not silent:
-                    return []
-            return [rank for rank in silent if not store.check([f"left/{rank}"])]
+            return liveness.wait_for_silent()
         except dist.DistError:
             return [0]  # who held the store
-
-    def _positions(self, store: Any) -> dict[int, dict[str, Any]]:
-        keys = {rank: f"at/{rank}" for rank in range(self._world)}
-        try:
-            # Asking for a key that is not there yet would wait for it.
-            return {rank: json.loads(store.get(key)) for rank, key in keys.items() if store.check([key])}
-        except dist.DistError:
-            return {}
 
     def _tell(
         self, error: PlannerError | None, code: int = ExitCode.ERROR, *, quietly: int = ExitCode.ERROR
@@ -265,45 +262,48 @@ class Watch:
         if self._store is None:
             return True
         rank = str(self._rank)
-        try:
+        # Without a store nobody agrees on anything, and twice is better than not at all.
+        with suppress(dist.DistError):
             # Set only where nobody has set it: the store gives every rank the name of the one that came first.
-            return bool(self._store.compare_set("failure", "", rank) == rank.encode())
-        except dist.DistError:
-            return True  # without a store nobody agrees on anything, and twice is better than not at all
+            if self._store.compare_set("failure", "", rank) != rank.encode():
+                return False
+            self._store.set("news", "")
+        return True
 
     def _leave_quietly(self, code: int) -> NoReturn:
         # After who tells it, so that the launcher takes that one for the root cause.
-        time.sleep(2 * _BEAT_S)
+        time.sleep(2 * self._liveness.beat_s)
         self._leave(code)
 
     def _leave(self, code: int) -> NoReturn:
         if self._store is None:
             sys.exit(code)
+        self._note_leaving()
         if holds_store():  # the others are to see what is in it
-            self._wait_for_others(3 * _BEAT_S)
+            with suppress(dist.DistError):
+                self._liveness.wait_for_others(3 * self._liveness.beat_s)
         # Not by way of the interpreter's end, which would wait for transfers and files that other ranks never finish.
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
 
-    def _wait_for_others(self, seconds: float) -> None:
-        """Until they have left, no longer than so."""
-        keys = [f"left/{rank}" for rank in range(self._world) if rank != self._rank]
-        end = time.monotonic() + seconds
-        with suppress(dist.DistError):
-            while time.monotonic() < end and not self._store.check(keys):
-                time.sleep(_BEAT_S / 5)
+    def _note_leaving(self) -> None:
+        if self._has_left:
+            return
+        self._has_left = True
+        with suppress(dist.DistError):  # without torchrun the first rank held the store, and may have left before
+            self._liveness.leave()
 
     # Private methods: the thread
 
-    def _run(self) -> None:
-        store = self._thread_store
+    def _run(self, store: Any) -> None:
+        liveness = Liveness(store, self._rank, self._world)
         try:
             while not self._over.is_set():
-                self._beat(store)
+                liveness.write(self.position)
                 if not self._ending.is_set():
-                    self._look(store)
-                self._wait_for_signals(_BEAT_S)
+                    self._look(store, liveness)
+                self._wait_for_signals(liveness.beat_s)
         except dist.DistError:  # who held the store is gone: the main thread finds out in its next transfer
             if self._signal:
                 self._leave(128 + self._signal)
@@ -315,34 +315,54 @@ class Watch:
             if number in _SIGNALS:
                 self._note_signal(number)
 
-    def _beat(self, store: Any) -> None:
-        self._beats += 1
-        store.set(f"at/{self._rank}", json.dumps({"beat": self._beats, **self.position.summary()}))
-
-    def _look(self, store: Any) -> None:
-        if store.check(["failure"]):
-            self._leave_quietly(ExitCode.ERROR)
-        if self._rank == 0 and not self._asked and store.check(["asked"]):
-            self._asked = int(store.get("asked"))
-        self._follow_writing(store)
+    def _look(self, store: Any, liveness: Liveness) -> None:
+        if store.check(["news"]):
+            self._read_news(store)
+        if (self._signal or self._asked) and self.saves_on_stop and not self._has_passed_on:
+            self._pass_on(store, liveness)
+        self._follow_writing(store, liveness)
         # Who computes for long is no failure by itself: only who waits may call it one.
-        if self.position.waits_for is not None and self.position.idle_s > self._timeout_s:
-            self._tell(self._hanging(store))
-        if self.position.waits_for is not None and self.position.idle_s > _SILENT_S and store.check(["quit"]):
-            self._tell(left_alone(json.loads(store.get("quit")), self.position))
+        waited_s = self.position.idle_s if self.position.waits_for is not None else 0.0
+        if waited_s > self._timeout_s:
+            self._tell(self._hanging(liveness))
+        if waited_s > liveness.silent_s and self._quit is not None:
+            self._tell(left_alone(self._quit, self.position))
         if self._signal:
             # The launcher sends it to all others, too, when a rank has died; then that is what is to be told.
-            silent = self._silent_while_beating(store)
+            silent = liveness.silent()
             if silent:
-                self._tell(self._gone(silent))
-            elif not self.saves_on_stop and time.monotonic() - self._signalled > _SILENT_S + 2 * _BEAT_S:
-                store.set(f"left/{self._rank}", "1")
+                self._tell(self._gone(silent, liveness))
+            longest_s = liveness.silent_s + 2 * liveness.beat_s
+            if not self.saves_on_stop and time.monotonic() - self._signalled > longest_s:
                 self._leave(128 + self._signal)
 
-    def _follow_writing(self, store: Any) -> None:
+    def _pass_on(self, store: Any, liveness: Liveness) -> None:
+        """Say that the job is to stop. `torchrun` sends a signal to all ranks, but a scheduler may send it to one."""
+        if self._rank == 0:
+            store.set("stopping", "")
+        elif not self._is_stopping:
+            if time.monotonic() - self._signalled < liveness.beat_s / 2:
+                return  # the first rank has probably got it, too
+            store.set("asked", str(self._signal))
+        self._has_passed_on = True
+        store.set("news", "")
+
+    def _read_news(self, store: Any) -> None:
+        if store.check(["failure"]):
+            self._leave_quietly(ExitCode.ERROR)
+        if self._quit is None and store.check(["quit"]):
+            self._quit = json.loads(store.get("quit"))
+        if self._rank == 0:
+            if not self._asked and store.check(["asked"]):
+                self._asked = int(store.get("asked"))
+        elif not self._is_stopping and store.check(["stopping"]):
+            self._is_stopping = True  # before the first rank hears of it
+            store.add("ready", 1)
+
+    def _follow_writing(self, store: Any, liveness: Liveness) -> None:
         """Report bytes written, and restart this rank's clock where any rank wrote some: it waits for a slow disk."""
         written = self.position.written_bytes - self._written_bytes
-        late_s = min(_SILENT_S, self._timeout_s / 2)
+        late_s = min(liveness.silent_s, self._timeout_s / 2)
         if not written and (self.position.waits_for is None or self.position.idle_s < late_s):
             return
         self._written_bytes += written
@@ -351,22 +371,13 @@ class Watch:
             self._written_by_all_bytes = by_all
             self.position.wait_anew()
 
-    def _silent_while_beating(self, store: Any) -> list[int]:
-        """Ranks that give no sign of life; `_silent` looks for seconds, this a little with every beat."""
-        now = {rank: at["beat"] for rank, at in self._positions(store).items() if rank != self._rank}
-        for rank, beat in now.items():
-            if self._seen.get(rank, (None,))[0] != beat:
-                self._seen[rank] = (beat, time.monotonic())
-        late = [rank for rank in now if time.monotonic() - self._seen[rank][1] > _SILENT_S]
-        return [rank for rank in late if not store.check([f"left/{rank}"])]
-
-    def _hanging(self, store: Any) -> PlannerError | None:
-        silent = self._silent(store)
+    def _hanging(self, liveness: Liveness) -> PlannerError | None:
+        silent = self._silent(liveness)
         if silent is None:
             return None
         if silent:
-            return self._gone(silent)
-        return hang(self._positions(store), self._timeout_s)
+            return self._gone(silent, liveness)
+        return hang(liveness.positions(), self._timeout_s)
 
 
 def _is_launched() -> bool:

@@ -1,0 +1,166 @@
+"""What the watches of many ranks cost the store that they share."""
+
+import signal
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from planner.executor.watch import failure, liveness
+from planner.executor.watch.explain import hang
+from planner.executor.watch.failure import Watch
+from planner.executor.watch.liveness import Liveness
+from planner.executor.watch.position import ANY, Position
+from tests.unit.executor.test_failure import told
+
+
+class CountingStore:
+    """A store in this process that counts the keys of all operations."""
+
+    def __init__(self) -> None:
+        self._store = dist.HashStore()  # type: ignore[attr-defined]  # torch lists not all that is public
+        self.count = 0
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        """Return an operation of the store."""
+        operation = getattr(self._store, name)
+
+        def counted(*arguments: Any) -> Any:
+            self.count += len(arguments[0]) if isinstance(arguments[0], list) else 1
+            return operation(*arguments)
+
+        return counted
+
+
+class Job:
+    """Ranks whose beats go on while one of them looks, until they are killed; the clock is of the test."""
+
+    def __init__(self, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.store, self.now_s = CountingStore(), 1000.0
+        self.ranks = [Liveness(self.store, rank, count) for rank in range(count)]
+        self.killed: set[int] = set()
+        monkeypatch.setattr(liveness.time, "monotonic", lambda: self.now_s)
+        monkeypatch.setattr(liveness.time, "sleep", self.sleep)
+        self.sleep(0.0)
+
+    def sleep(self, seconds: float) -> None:
+        """Let time pass, with a beat of every rank that lives."""
+        self.now_s += seconds
+        for rank, signs in enumerate(self.ranks):
+            if rank not in self.killed:
+                signs.write(Position())
+
+
+Watches = Callable[[int, CountingStore], list[Watch]]
+
+
+@pytest.fixture
+def watches(monkeypatch: pytest.MonkeyPatch) -> Iterator[Watches]:
+    """Make the watches of all ranks of a job; their threads are not started."""
+    made: list[Watch] = []
+
+    def make(count: int, store: CountingStore) -> list[Watch]:
+        monkeypatch.setattr(failure, "_store_of_all", lambda: store)
+        monkeypatch.setattr(failure, "_is_launched", lambda: True)
+        for rank in range(count):
+            monkeypatch.setattr(failure, "rank_here", lambda rank=rank: (rank, count))
+            made.append(Watch(60.0))
+        return made[-count:]
+
+    yield make
+    for watch in made:
+        for end in watch._wake:
+            end.close()
+
+
+def beat(ranks: list[tuple[Watch, Liveness]], store: CountingStore) -> int:
+    """Return the keys that one beat of all ranks takes."""
+    before = store.count
+    for watch, signs in ranks:
+        signs.write(watch.position)
+        watch._look(store, signs)
+    return store.count - before
+
+
+@pytest.mark.parametrize("when", ["at rest", "waiting", "signalled"])
+def test_a_beat_of_all_ranks_takes_a_number_of_keys_that_grows_as_the_ranks_do(watches: Watches, when: str) -> None:
+    """At rest, where all wait for one, and where all got a signal."""
+    keys = {}
+    for count in (10, 160):
+        store = CountingStore()
+        ranks = [(w, Liveness(store, r, count)) for r, w in enumerate(watches(count, store))]
+        beat(ranks, store)
+        for watch, _ in ranks:
+            watch.saves_on_stop = True
+            if when == "signalled":
+                watch._note_signal(signal.SIGTERM)
+            if when == "waiting":
+                watch.position.at("a checkpoint", waits_for=ANY)
+                watch.position._since -= 20.0
+        keys[count] = max(beat(ranks, store) for _ in range(3)) / count
+    assert keys[160] < 1.5 * keys[10]
+    assert keys[160] <= {"at rest": 2, "waiting": 3, "signalled": 11}[when]
+
+
+def test_beats_of_all_ranks_are_bounded_per_second() -> None:
+    """Two operations each: at most 2,000 per second with any number of ranks, and fast beats in small jobs."""
+    for count in (2, 300, 1000, 10_000):
+        assert 2 * count / Liveness(None, 0, count).beat_s <= 2000
+    assert Liveness(None, 0, 300).silent_s == 3.0
+
+
+def test_of_all_ranks_that_look_one_names_the_silent_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The reader; another rank waits until it has reported, or returns nothing."""
+    job = Job(8, monkeypatch)
+    job.killed = {2, 5}
+    assert job.ranks[0].wait_for_silent() == [2, 5]
+    assert job.ranks[3].wait_for_silent() == []
+    job.store.set("failure", "0")
+    assert job.ranks[3].wait_for_silent() is None
+
+
+def test_a_reader_that_dies_is_replaced_and_named(watches: Watches, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With all other ranks of its machine, in a message that names three."""
+    job = Job(12, monkeypatch)
+    assert job.ranks[4].wait_for_silent() == []
+    job.killed = {4, 5, 6, 7}
+    assert job.ranks[0].wait_for_silent() == [4, 5, 6, 7]
+    watch = watches(12, job.store)[0]
+    message = watch._gone([4, 5, 6, 7], job.ranks[0]).message
+    assert message.startswith("rank 4 and rank 5 and rank 6 and 1 others give no sign of life")
+
+
+def test_a_rank_that_left_in_order_is_not_silent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Though it has no more beats."""
+    job = Job(4, monkeypatch)
+    job.ranks[1].leave()
+    job.killed = {1}
+    assert job.ranks[0].wait_for_silent() == []
+
+
+def test_a_message_names_the_three_ranks_that_wait_longest() -> None:
+    """Of thousands."""
+    positions = {rank: {**told(f"stage {rank}", ANY), "idle_s": float(rank)} for rank in range(1000)}
+    message = hang(positions, 60.0).message
+    assert message.count(" waits in ") == 3
+    assert "stage 997 waits" in message
+    assert message.endswith("; 997 others")
+
+
+def test_all_ranks_stop_after_the_same_step(watches: Watches) -> None:
+    """The first rank decides when every rank looks for the decision; before, no step costs an operation."""
+    store = CountingStore()
+    ranks = [(w, Liveness(store, r, 3)) for r, w in enumerate(watches(3, store))]
+    for watch, _ in ranks:
+        watch.saves_on_stop = True
+    before = store.count
+    assert [watch.stops_after(1) for watch, _ in ranks] == [0, 0, 0]
+    assert store.count == before
+    ranks[2][0]._note_signal(signal.SIGTERM)  # a scheduler may send it to one process
+    ranks[2][0]._signalled -= 1.0
+    beat(ranks, store)
+    assert ranks[0][0].stops_after(2) == 0
+    beat(ranks, store)
+    assert [watch.stops_after(3) for watch, _ in ranks] == [0, 0, 0]
+    assert [watch.stops_after(4) for watch, _ in ranks] == [signal.SIGTERM] * 3
