@@ -28,9 +28,9 @@ from planner.core.errors import FileError, ModelError, PlannerError, UsageError
 from planner.core.values.printable import printable_lines
 from planner.core.values.units import format_bytes
 from planner.device.kinds import kind_of
-from planner.executor.keep.description import PYTHON, check_same_computation, description_of
+from planner.executor.keep.description import PYTHON, description_of
 from planner.executor.keep.optimizer_state import OptimizerState
-from planner.executor.keep.rank_state import as_data, packed, restored, unpacked_ranks
+from planner.executor.keep.rank_state import as_data, packed, restored
 from planner.executor.keep.run_folder import RunFolder
 from planner.executor.keep.saved import (
     NotWrittenError,
@@ -41,9 +41,10 @@ from planner.executor.keep.saved import (
     prune,
     saved_in,
 )
-from planner.executor.keep.stored import first_line, read_folder
-from planner.executor.keep.weights import TIED, begin_with_weights, load_weights
+from planner.executor.keep.stored import first_line
+from planner.executor.keep.weights import TIED, begin_with_weights
 from planner.executor.pipeline import Pipeline
+from planner.executor.read_checkpoint import ReadCheckpoint, read_checkpoint
 from planner.executor.run.random_state import HostStates
 from planner.executor.watch.failure import Stopped
 from planner.executor.watch.position import ANY
@@ -311,9 +312,7 @@ class Checkpoints:
         for source in candidates:
             problem, held = None, None
             try:
-                if self._pipeline.rank == 0:
-                    check_whole(source)
-                held = self._read(source)
+                held = read_checkpoint(source, self._described(source), self._pipeline, self._optimizer)
             except (UsageError, ModelError):
                 raise
             except Exception as error:  # whatever it is: there may be an older one that is whole
@@ -335,30 +334,24 @@ class Checkpoints:
         message = f"cannot be resumed{more}: {problems[0].message}"
         raise FileError(message, path=str(candidates[0]), hint=older or problems[0].hint)
 
-    def _read(self, source: Path) -> "_Held":
-        """What is to be restored; weights are read into the model at once."""
-        pipeline = self._pipeline
-        description = description_of(source)
-        check_same_computation(description, pipeline.computation, str(source))
-        stored = read_folder(str(source))
-        ranks, optimizer_state = unpacked_ranks(stored), self._optimizer.stored(stored)
-        same_plan = (description["balance"], description["ranks"]) == (
-            list(pipeline.balance.balance),
-            dist.get_world_size(),
-        )
-        # Under another plan what is the same on all ranks is taken from the first: the loader, the schedules.
-        rank = pipeline.rank if same_plan else 0
-        if rank not in ranks:
-            raise FileError(f"lacks the state of rank {rank}", path=str(source))
-        load_weights(str(source), pipeline.named_tensors(), pipeline.first_names)
-        if ranks[rank]["pipeline"].get("step_index") != description["step"]:
-            raise FileError("holds the state after another number of steps than it says", path=str(source))
-        return _Held(description, optimizer_state, ranks, ranks[rank], same_plan)
+    def _described(self, source: Path) -> dict[str, Any]:
+        """Return the description of a whole checkpoint, which the first rank reads for all."""
+        found: dict[str, Any] = {}
+        if self._pipeline.rank == 0:
+            try:
+                check_whole(source)
+                found = {"description": {**description_of(source), "files": {}}}
+            except Exception as error:  # reported as what any rank may find
+                found = {"problem": _problem(error, source)}
+        found = json.loads(self._place.agreed(json.dumps(found)))
+        if "problem" in found:
+            message, hint = found["problem"]
+            raise PlannerError(message, hint=hint)
+        return dict(found["description"])
 
-    def _restore(self, source: Path, held: "_Held") -> None:
+    def _restore(self, source: Path, held: ReadCheckpoint) -> None:
         pipeline, state = self._pipeline, held.state
-        groups = [group for of_rank in held.ranks.values() for group in of_rank["groups"]]
-        self._optimizer.restore(held.optimizer_state, groups)
+        self._optimizer.restore(held.optimizer_state, held.groups)
         self._restore_others(state["others"], str(source))
         restored("the pipeline", pipeline.load_state_dict, state["pipeline"], str(source))
         # Outside of steps every rank draws the same, whatever the plan.
@@ -369,7 +362,9 @@ class Checkpoints:
         description = held.description
         self._place.begin_behind(source, description)
         self._saved_step = description["step"]
-        how = "" if held.same_plan else f" (written by {description['ranks']} ranks, balance {description['balance']})"
+        how = (
+            "" if held.is_same_plan else f" (written by {description['ranks']} ranks, balance {description['balance']})"
+        )
         self._tell(f"resumed {source} after {description['step']} steps{how}")
 
     def _restore_others(self, saved: Mapping[str, Any], path: str) -> None:
@@ -388,17 +383,6 @@ class _Problem(NamedTuple):
 
     message: str
     hint: str
-
-
-class _Held(NamedTuple):
-    """What is restored of a checkpoint, on one rank."""
-
-    description: Mapping[str, Any]
-    optimizer_state: Mapping[str, dict[str, Any]]
-    ranks: Mapping[int, Mapping[str, Any]]
-    state: Mapping[str, Any]
-    """The one of `ranks` that this rank goes on from."""
-    same_plan: bool
 
 
 def _writing() -> "type[Writing]":

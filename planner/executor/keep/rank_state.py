@@ -3,7 +3,7 @@
 import io
 import re
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -69,17 +69,23 @@ def as_data(value: Any, where: str) -> Any:
     )
 
 
-def unpacked_ranks(stored: StoredFolder) -> dict[int, dict[str, Any]]:
-    """What `packed` wrote for every rank.
+def unpacked_rank(stored: StoredFolder, rank: int) -> dict[str, Any]:
+    """What `packed` wrote for a rank.
 
     Raises:
         FileError: It is not there, is damaged, or holds something else than data.
     """
-    ranks = {}
-    for key, path in stored.index.paths.items():
-        if len(path) == 2 and path[0] == "ranks" and re.fullmatch(r"\d{1,9}", str(path[1]), re.ASCII):
-            ranks[int(path[1])] = _unpacked(stored.value(key), f"{stored.folder}: {key}")
-    return ranks
+    key = _keys(stored).get(rank)
+    if key is None:
+        raise FileError(f"lacks the state of rank {rank}", path=stored.folder)
+    return _unpacked(stored.value(key), f"{stored.folder}: {key}")
+
+
+def ranks_beside(stored: StoredFolder, keys: Iterable[str]) -> list[int]:
+    """Return the ranks that wrote the tensors under `keys`: those whose states are in the same files."""
+    tensors = stored.index.tensors
+    files = {chunk.place.file for key in keys if key in tensors for chunk in tensors[key].chunks}
+    return [rank for rank, key in _keys(stored).items() if stored.index.values[key].file in files]
 
 
 def restored(name: str, restore: Callable[[Any], Any], state: Any, path: str) -> None:
@@ -96,6 +102,17 @@ def restored(name: str, restore: Callable[[Any], Any], state: Any, path: str) ->
             path=path,
             hint="take another checkpoint, or start from its weights alone with `--weights`",
         ) from error
+
+
+def _keys(stored: StoredFolder) -> dict[int, str]:
+    """Return the keys of all ranks' states, by rank."""
+    values = stored.index.values
+    paths = {key: path for key, path in stored.index.paths.items() if key in values and len(path) == 2}
+    return {
+        int(path[1]): key
+        for key, path in paths.items()
+        if path[0] == "ranks" and re.fullmatch(r"\d{1,9}", str(path[1]), re.ASCII)
+    }
 
 
 def _unpacked(held: Any, path: str) -> dict[str, Any]:

@@ -9,7 +9,9 @@ import hashlib
 import io
 import json
 import zipfile
-from dataclasses import dataclass
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any, BinaryIO, NoReturn, cast
 
@@ -26,6 +28,7 @@ INDEX = ".metadata"
 DESCRIPTION = "checkpoint.json"
 """A checkpoint of ours says there what it is one of, and the digest of its index, which has no checksum of its own."""
 
+_MOST_OPEN = 16
 _MOST_INDEX_BYTES = MAX_BYTES
 """A tensor takes about 250 bytes of an index."""
 _MOST_DESCRIPTION_BYTES = 2**22
@@ -39,6 +42,21 @@ class StoredFolder:
     folder: str
     """Its path, in the user's words."""
     index: Index
+    _kept: dict[str, BinaryIO] = field(default_factory=dict)
+    """Open files by name."""
+    _closes: list[ExitStack] = field(default_factory=list)
+    """Closes them; empty outside of `kept_open`."""
+
+    @contextmanager
+    def kept_open(self) -> Iterator[None]:
+        """Open each file once within the block: on a file system of many machines that takes time."""
+        with ExitStack() as closes:
+            self._closes.append(closes)
+            try:
+                yield
+            finally:
+                self._closes.clear()
+                self._kept.clear()
 
     def __contains__(self, key: str) -> bool:
         """Whether something is stored under a key."""
@@ -84,13 +102,24 @@ class StoredFolder:
         return self._load(key, self.index.values[key])
 
     def _load(self, key: str, place: Extent) -> Any:
-        path = Path(self.folder, place.file)
-        # Opened for each piece: a checkpoint has a file per rank, and as many may be open as the system allows.
         try:
-            with path.open("rb") as file:
+            with self._opened(place.file) as file:
                 return read_safely(slice_of(file, place.start, place.length), digest=place.digest)
         except Exception as error:
             self._fail(key, place, first_line(error))
+
+    @contextmanager
+    def _opened(self, name: str) -> Iterator[BinaryIO]:
+        if name in self._kept:
+            yield self._kept[name]
+            return
+        with ExitStack() as closes:
+            file = closes.enter_context(Path(self.folder, name).open("rb"))
+            # A checkpoint has a file per rank, and only as many may be open as the system allows.
+            if self._closes and len(self._kept) < _MOST_OPEN:
+                self._kept[name] = file
+                self._closes[0].push(closes.pop_all())
+            yield file
 
     def _fail(self, key: str, place: Extent, why: str) -> NoReturn:
         raise FileError(
@@ -100,8 +129,12 @@ class StoredFolder:
         )
 
 
-def read_folder(folder: str) -> StoredFolder:
+def read_folder(folder: str, *, index_sha256: str | None = None) -> StoredFolder:
     """The index of a checkpoint.
+
+    Args:
+        folder: The checkpoint.
+        index_sha256: SHA-256 of the index, where the caller has the description; else it is read.
 
     Raises:
         FileError: There is none, or it is damaged, or it points out of the folder or beyond the files' ends.
@@ -114,7 +147,7 @@ def read_folder(folder: str) -> StoredFolder:
             f"is no checkpoint (it has no readable `{INDEX}`: {error.strerror or error})", path=folder
         ) from error
     try:
-        _check_digest(folder, content)
+        _check_digest(content, _described_digest(folder) if index_sha256 is None else index_sha256)
         return StoredFolder(folder=folder, index=read_index(folder, content))
     except (InertError, OSError) as error:
         raise FileError(
@@ -228,15 +261,19 @@ class _Slice(io.RawIOBase):
         return int(count)
 
 
-def _check_digest(folder: str, index: bytes) -> None:
+def _check_digest(index: bytes, digest: str | None) -> None:
+    # Only where the description has one: folders of others, and of version 1, are read as they are.
+    if digest is not None and digest != hashlib.sha256(index).hexdigest():
+        raise InertError(f"it is not the one that {DESCRIPTION} was written for")
+
+
+def _described_digest(folder: str) -> Any:
+    """Return the digest of the index that the description has; None for folders of others, and of version 1."""
     try:
         description = read_description(folder)
     except (OSError, ValueError, RecursionError):
-        return  # `described` reports it where a run is resumed; the weights may be whole
-    # Only where it says one: folders of others, and of version 1, are read as they are.
-    digest = description.get("index_sha256") if isinstance(description, dict) else None
-    if digest is not None and digest != hashlib.sha256(index).hexdigest():
-        raise InertError(f"it is not the one that {DESCRIPTION} was written for")
+        return None  # `described` reports it where a run is resumed; the weights may be whole
+    return description.get("index_sha256") if isinstance(description, dict) else None
 
 
 def _is_strided(piece: Any) -> bool:

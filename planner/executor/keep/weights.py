@@ -45,11 +45,13 @@ def first_names(model: nn.Module) -> dict[str, str]:
     return names
 
 
-def load_weights(path: str, tensors: Mapping[str, Tensor], names: Mapping[str, str]) -> tuple[str, ...]:
+def load_weights(
+    source: str | StoredFolder, tensors: Mapping[str, Tensor], names: Mapping[str, str]
+) -> tuple[str, ...]:
     """Copy a state dict into the tensors of a stage; of a file, only what they need is read.
 
     Args:
-        path: A file of `torch.save` or safetensors, or the folder of a `torch.distributed.checkpoint`.
+        source: A file of `torch.save` or safetensors, or the folder of a `torch.distributed.checkpoint`, or its index.
         tensors: The stage's, by name in the model.
         names: All names of the model, as `first_names` gives them.
 
@@ -60,7 +62,8 @@ def load_weights(path: str, tensors: Mapping[str, Tensor], names: Mapping[str, s
         FileError: It cannot be read.
         UsageError: Names are missing in it, or not of the model; shapes differ; or a dtype cannot be cast.
     """
-    shapes, read = _opened(path, num_names=len(names))
+    path = source.folder if isinstance(source, StoredFolder) else source
+    shapes, read = _opened(source, num_names=len(names))
     _check_names(path, shapes, names)
     # What is tied has one name here and perhaps another there: they meet under the first of them.
     name_there = {names[name]: name for name in shapes}
@@ -107,7 +110,7 @@ def export_weights(folder: str, path: str) -> int:
         FileError: There is no checkpoint, or the file cannot be written.
     """
     stored = read_folder(folder)
-    state = {name: stored.tensor(key) for name, key in _model_names(stored).items()}
+    state = {name: stored.tensor(key) for name, key in model_keys(stored).items()}
     if TIED in stored:
         # In the model's own order, and what is tied is one tensor under all its names.
         firsts = _tied_names(stored)
@@ -148,10 +151,12 @@ Reader = Callable[[str, Tensor], torch.dtype]
 """Fills a tensor with what is stored under a name; returns the dtype of what is stored."""
 
 
-def _opened(path: str, *, num_names: int) -> tuple[dict[str, torch.Size], Reader]:
+def _opened(path: str | StoredFolder, *, num_names: int) -> tuple[dict[str, torch.Size], Reader]:
     """Return shapes by name, and what reads a tensor; for a model with `num_names` names."""
-    if Path(path).is_dir():
+    if isinstance(path, StoredFolder):
         return _opened_folder(path)
+    if Path(path).is_dir():
+        return _opened_folder(read_folder(path))
     if not Path(path).is_file():
         raise FileError("no such file or folder", path=path)
     if path.endswith(".safetensors"):
@@ -160,9 +165,9 @@ def _opened(path: str, *, num_names: int) -> tuple[dict[str, torch.Size], Reader
     return _opened_file(path)
 
 
-def _opened_folder(path: str) -> tuple[dict[str, torch.Size], Reader]:
-    stored = read_folder(path)
-    keys = _model_names(stored)
+def _opened_folder(stored: StoredFolder) -> tuple[dict[str, torch.Size], Reader]:
+    path = stored.folder
+    keys = model_keys(stored)
     shapes = {name: stored.index.tensors[key].shape for name, key in keys.items()}
 
     def read(name: str, target: Tensor) -> torch.dtype:
@@ -265,7 +270,7 @@ def _word(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _model_names(stored: StoredFolder) -> dict[str, str]:
+def model_keys(stored: StoredFolder) -> dict[str, str]:
     """Name in the model to key, of a checkpoint of ours (all under `model`) or of any state dict."""
     ours = {key.removeprefix("model."): key for key in stored.index.tensors if key.startswith("model.")}
     return ours or {key: key for key in stored.index.tensors}

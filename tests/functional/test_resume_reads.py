@@ -1,0 +1,67 @@
+"""What a rank opens of a checkpoint when it resumes: a job of a thousand ranks reads from one file system."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.support.ranks import run_ranks
+from tests.support.training import ROOT, Case, write_balance
+
+pytestmark = pytest.mark.slow
+
+MODEL = ROOT / "tests/support/models/mischief.py"
+FOUR = Case(model=MODEL, balance=(1, 1, 1, 2), batch=8, micro_batches=4)
+TWO = Case(model=MODEL, balance=(2, 3), batch=8, micro_batches=4)
+REPLICATED = Case(model=MODEL, balance=(2, 3), batch=8, micro_batches=2, replicas=2)
+
+SCRIPT = """
+import json, sys
+from pathlib import Path
+from planner.executor import Pipeline
+from planner.executor.checkpoints import Checkpoints
+
+opened = []
+
+def hook(event, arguments):
+    if event == "open" and isinstance(arguments[0], str | Path) and "step-" in str(arguments[0]):
+        opened.append(Path(arguments[0]).name)
+
+steps = int(sys.argv[1])
+pipeline = Pipeline("balance.yaml")
+optimizer = pipeline.optimizer(pipeline.model.build_optimizer)
+sys.addaudithook(hook)
+saved = Checkpoints(pipeline, optimizer, folder="saved", every=1, steps=steps, resume="auto")
+Path(f"opened-{pipeline.rank}.json").write_text(json.dumps(opened))
+for inputs, targets in pipeline.batches(steps):
+    with pipeline.step(inputs, targets):
+        optimizer.step()
+    saved.step_done()
+pipeline.close()
+"""
+
+
+@pytest.mark.parametrize(
+    ("first", "then", "expected"),
+    [
+        (FOUR, FOUR, {2: ["__2_0"], 3: ["__0_0", "__3_0"]}),
+        (REPLICATED, REPLICATED, {1: ["__0_0", "__1_0"], 2: ["__0_0", "__2_0"]}),
+        (FOUR, TWO, {1: ["__0_0", "__2_0", "__3_0"]}),
+        (TWO, FOUR, {1: ["__0_0"], 2: ["__0_0", "__1_0"]}),
+    ],
+    ids=["same plan", "replicas", "fewer stages", "more stages"],
+)
+def test_a_rank_opens_the_index_and_the_files_of_its_own_layers(
+    first: Case, then: Case, expected: dict[int, list[str]], tmp_path: Path
+) -> None:
+    """Each once; a weight of the last layer is tied to the first one's, and is stored by the first rank.
+
+    Under another plan all ranks continue from the first rank's state.
+    """
+    (tmp_path / "worker.py").write_text(SCRIPT)
+    for steps, case in ((1, first), (2, then)):
+        write_balance(case, tmp_path / "balance.yaml")
+        run_ranks(case.num_processes, ["worker.py", str(steps)], tmp_path)
+    for rank, files in expected.items():
+        opened = json.loads((tmp_path / f"opened-{rank}.json").read_text())
+        assert sorted(opened) == [".metadata", *(f"{file}.distcp" for file in files)]
