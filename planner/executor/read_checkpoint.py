@@ -22,14 +22,14 @@ from planner.executor.pipeline import Pipeline
 
 @dataclass(frozen=True, kw_only=True)
 class ReadCheckpoint:
-    """What is restored of a checkpoint, on one rank."""
+    """State that one rank restores from a checkpoint."""
 
     description: Mapping[str, Any]
     optimizer_state: Mapping[str, dict[str, Any]]
     groups: Groups
-    """Of the optimizers of the ranks that held this rank's parameters, and of the one it continues from."""
+    """Options of the optimizers of the ranks that held this rank's parameters, and of the one it continues from."""
     state: Mapping[str, Any]
-    """Of the rank that it continues from."""
+    """State of the rank that it continues from."""
     is_same_plan: bool
 
 

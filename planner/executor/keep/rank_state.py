@@ -70,7 +70,7 @@ def as_data(value: Any, where: str) -> Any:
 
 
 def unpacked_rank(stored: StoredFolder, rank: int) -> dict[str, Any]:
-    """What `packed` wrote for a rank.
+    """Return what `packed` wrote for a rank.
 
     Raises:
         FileError: It is not there, is damaged, or holds something else than data.

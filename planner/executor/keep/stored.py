@@ -45,7 +45,7 @@ class StoredFolder:
     _kept: dict[str, BinaryIO] = field(default_factory=dict)
     """Open files by name."""
     _closes: list[ExitStack] = field(default_factory=list)
-    """Closes them; empty outside of `kept_open`."""
+    """Stack that closes these files; empty outside of `kept_open`."""
 
     @contextmanager
     def kept_open(self) -> Iterator[None]:

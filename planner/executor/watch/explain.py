@@ -49,7 +49,7 @@ def left_alone(left: Mapping[str, Any], position: Position) -> PlannerError:
 
 
 def hang(positions: Mapping[int, Mapping[str, Any]], timeout_s: float) -> PlannerError:
-    """What to say of ranks that all wait, and of who does not; of each, those that have done so for longest."""
+    """Return what to say of ranks that all wait, and of those that do not; of each, the three of longest."""
     hint = "raise `--timeout` if it needs that long; else look at what it does there (py-spy dump)"
     by_time = sorted(positions, key=lambda rank: -positions[rank]["idle_s"])
     culprits = [rank for rank in by_time if positions[rank]["waits_for"] is None]

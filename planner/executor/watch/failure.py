@@ -72,18 +72,18 @@ class Watch:
         self._signal = 0
         self._signalled = 0.0
         self._asked = 0
-        """On the first rank: the signal that another one got."""
+        """Signal that another rank got; on the first rank."""
         self._has_passed_on = False
-        """Whether the first rank has said that the job is stopping, or another one has asked it to."""
+        """True once the first rank has said that the job is stopping, or another one has asked it to."""
         self._is_stopping = False
-        """Whether this rank looks for `stop` after every step."""
+        """True once this rank looks for `stop` after every step."""
         self._quit: dict[str, Any] | None = None
         self._stop: tuple[int, int] | None = None
         self._over = threading.Event()
         self._ending = threading.Event()
         self._store: Any = _store_of_all() if self._world > 1 and _is_launched() else None
         self._liveness = Liveness(self._store, self._rank, self._world)
-        """Of the main thread; the watch has one on a connection of its own."""
+        """Signs of life for the main thread; the watch's thread has a connection for its own."""
         self._wake = socket.socketpair()
         self._handlers: SignalHandlers | None = None
         self._process = os.getpid()

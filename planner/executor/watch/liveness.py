@@ -21,7 +21,7 @@ _BEATS_UNTIL_SILENT = 6
 
 
 class Liveness:
-    """What one rank writes and reads of signs of life, over a connection to the store that no other thread uses."""
+    """Signs of life that one rank writes and reads, over a connection to the store that no other thread uses."""
 
     def __init__(self, store: Any, rank: int, world: int) -> None:
         self._store, self._rank, self._world = store, rank, world
@@ -32,7 +32,7 @@ class Liveness:
         self._beats = 0
         self._reader = -1
         self._seen: dict[int, tuple[int, float]] = {}
-        """By rank, its last beat and when that was first seen."""
+        """Last beat of each rank, and when that was first seen."""
         self._first_look = 0.0
         self._left: set[int] = set()
         """Ranks that are known to have left in order."""
