@@ -138,6 +138,7 @@ class Checkpoints:
             signalled = self._watch.stops_after(step, ahead=2 if self._pipeline.place.num_replicas > 1 else 1)
         is_end = bool(signalled) or step == self._steps
         if is_end or step % self._every == 0:
+            self._pipeline.begin_checkpoint()
             self._is_end = is_end
             self.save()
         elif self._pending is not None and self._pending.is_done:

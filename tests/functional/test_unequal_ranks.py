@@ -89,6 +89,19 @@ def test_one_stage_of_three_differs(tmp_path: Path, what: str, who: int) -> None
     assert not list(tmp_path.glob("closed-*"))
 
 
+def test_a_rank_that_leaves_its_loop_before_a_checkpoint_is_found(tmp_path: Path) -> None:
+    """The other ranks wait for no file of it."""
+    saves = """
+    from planner.executor.checkpoints import Checkpoints
+    saved = Checkpoints(pipeline, optimizer, folder="saved", every=2, steps=3)
+    differs = pipeline.rank == who
+"""
+    script = TRAIN.replace("    differs = pipeline.rank == who\n", saves)
+    script = script.replace("            break\n", "            break\n        saved.step_done()\n")
+    error = the_error(ended(tmp_path, THREE, 0, "break", script=script))
+    assert error == f"error: rank 1 is at a checkpoint after 2 steps, but rank 0 is {LEAVES}"
+
+
 def test_a_replica_that_leaves_its_loop_is_found(tmp_path: Path) -> None:
     """All ranks of it agree among themselves; those of last stages find out."""
     script = TRAIN.replace("pipeline.rank == who", "pipeline.place.replica == who")
