@@ -41,7 +41,7 @@ FloatArray = NDArray[np.float64]
 MOST_BYTES: Final = 1_200_000
 """Size of all tables together."""
 
-_MOST_STAGES: Final = 100_000
+_MOST_STAGES: Final = 50_000
 """Stages, counted once for each micro-batch size, whose numbers are computed to see whether there is room for them."""
 
 
@@ -95,7 +95,9 @@ def page_data(question: Question) -> PageData:
     while (size := len(_text(tables))) > MOST_BYTES:
         optional = [chunks for chunks in menu.chunks if chunks != question.plan.chunks]
         if max(widths.values()) > 1:
-            widths = near.widths(tables["num_stages"] * MOST_BYTES // size * 4 // 5)
+            fewer = near.widths(tables["num_stages"] * MOST_BYTES // size)
+            # Windows overlap, so that fewer stages than estimated may be left out.
+            widths = {s: max(1, min(max(fewer[s], width // 2), width - 1)) for s, width in widths.items()}
         elif optional:
             menu = menu.without(optional[-1])
             near = _Near.of(chain, menu)
@@ -134,13 +136,15 @@ class _Near:
     def widths(self, most: int) -> dict[int, int]:
         """Return how far cuts can be moved if about `most` stages have numbers; at most L, and at least one layer.
 
-        Every number of stages has an equal share, so that fewer cuts can be moved further.
+        The plan's number of stages has half of the room. Other numbers of stages, if any, share the rest.
         """
-        num_layers, share = self.chain.one.num_layers, most // len(self.balances)
-        num_possible = len(self.chain.pipeline.speeds) * num_layers * (num_layers + 1) // 2
-        if num_possible <= most:
+        num_layers, own = self.chain.one.num_layers, len(self.chain.question.plan.balance)
+        if len(self.chain.pipeline.speeds) * num_layers * (num_layers + 1) // 2 <= most:
             return dict.fromkeys(self.balances, num_layers)
-        return {s: max(1, min(num_layers, isqrt(share // s) // 2)) for s in self.balances}
+        shares = {s: most // 2 // (len(self.balances) - 1) for s in self.balances if s != own}
+        shares[own] = most - sum(shares.values())
+        # A cut that moves by w layers to either side makes (2 w + 1)^2 stages with the next one.
+        return {s: max(1, min(num_layers, (isqrt(share // s) - 1) // 2)) for s, share in shares.items()}
 
     def tables(self, widths: Mapping[int, int]) -> dict[str, Any]:
         """Return the numbers of stages whose cuts are at most `widths` layers from those that the page begins with."""

@@ -1,5 +1,6 @@
 """The explorer: its laws are the core's, its page needs nothing else, and its commands make what is seen."""
 
+import json
 import os
 import re
 import shlex
@@ -81,6 +82,20 @@ def test_a_long_chain_has_numbers_near_its_cuts(tmp_path: Path, monkeypatch: pyt
     assert f"moves by at most {counted(width, 'layer')}" in Page(explore_html(case.question)).words
     monkeypatch.undo()
     assert "moves by at most" not in Page(explore_html(asked(plan()))).words
+
+
+def test_tables_of_any_size_fit_or_are_the_least(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However little room there is, the search for how far cuts may move ends."""
+    widths = []
+    for room in range(8000, 64_000, 4000):
+        monkeypatch.setattr("planner.show.explore.data.MOST_BYTES", room)
+        case = question(6)
+        own = len(case.data["start"]["balance"])
+        size = len(json.dumps({name: case.data[name] for name in ("sizes", "bytes", "times")}, separators=(",", ":")))
+        assert size <= room or case.widths[own] == 1
+        widths.append(case.widths[own])
+    assert widths[0] == 1
+    assert widths[-1] == len(case.data["names"])
 
 
 def compare(case: Case, edit: dict[str, Any], answer: dict[str, Any]) -> bool:
