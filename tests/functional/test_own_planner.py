@@ -1,0 +1,52 @@
+"""A user's own planner.py beside an emitted script."""
+
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+from planner.api import emit, solve
+from planner.core.values.profile import Model
+from tests.support import gate
+
+ROOT = Path(__file__).resolve().parents[2]
+
+SCRIPT = """
+import gpipe_plan.solve
+from gpipe_plan.executor import arguments
+from importlib import resources
+import planner, planner.executor, planner.solve
+assert gpipe_plan.solve is planner.solve
+assert gpipe_plan.executor.arguments is arguments is planner.executor.arguments
+assert gpipe_plan.__version__ == planner.__version__
+assert resources.files("planner.emit").joinpath("train_template.py.txt").is_file()
+print(planner.executor.__spec__.name)
+"""
+
+
+def run(script: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, str(script), *arguments],
+        env={"PYTHONPATH": str(ROOT), "PATH": ""},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def test_the_other_name_is_the_same_package(tmp_path: Path) -> None:
+    """Whatever lies beside the script, and under both names each module is there once."""
+    (tmp_path / "planner.py").write_text("raise SystemExit('mine')")
+    (tmp_path / "script.py").write_text(SCRIPT)
+    done = run(tmp_path / "script.py")
+    assert (done.stdout, done.stderr) == ("planner.executor\n", "")
+
+
+def test_an_emitted_script_begins(tmp_path: Path) -> None:
+    """It would end in an import error, or in the user's own code."""
+    (tmp_path / "planner.py").write_text("raise SystemExit('mine')")
+    profile = replace(gate.profile(), model=Model(source="model.py:build_model"))
+    emit(solve(profile, devices=2, mem="8GB"), profile=profile, output=tmp_path)
+    done = run(tmp_path / "train.py", "--help")
+    assert done.returncode == 0, done.stderr
+    assert "--steps" in done.stdout
