@@ -9,9 +9,10 @@
 `--kinds` measures other models, of kinds whose memory is hard to predict, in micro-batches of 8. `--halves` measures
 schedules whose backwards run in halves.
 
-Each model is profiled, planned and emitted as a user would do it; then three processes run two steps of every plan,
-one after the other, and report the peak of the second step (the optimizer's state exists by then). Memory does not
-depend on how busy the machine is. To measure other models, give their files, or add them to `MODELS` or `KINDS`.
+Each model is profiled (without the equivalence check), planned and emitted as a user would do it. Then three processes
+run two steps of every plan, one after the other, and report the peak of the second step (the optimizer's state exists
+by then). Memory does not depend on how busy the machine is. To measure other models, give their files, or add them to
+`MODELS` or `KINDS`.
 """
 
 import argparse
@@ -196,8 +197,9 @@ def _measured(table: Table, subject: Subject, dtype: str, folder: Path) -> Itera
     profile = str(folder / "profile.yaml")
     options = [word for setting in subject.settings for word in ("--set", setting)]
     options += ["--optimizer", subject.optimizer] if subject.optimizer else []
-    sizes = ("--batch-sizes", str(table.micro_batch_size), "--repeat", "2", "--time-budget", "0s")
-    _quietly("profile", str(subject.path), "-o", profile, "--dtype", dtype, *sizes, *options)
+    sizes = ("--batch-sizes", str(table.micro_batch_size), "--repeat", "2")
+    budgets = ("--time-budget", "0s", "--proof-budget", "0s")
+    _quietly("profile", str(subject.path), "-o", profile, "--dtype", dtype, *sizes, *budgets, *options)
     num_layers = len(read_profile(profile).layers)
     num_devices = min(table.num_devices, num_layers)
     plans = []
