@@ -31,14 +31,13 @@ PAGES = (
 )
 
 
-def said(line: str, folder: Path, *, colors: bool = False) -> str:
+def said(line: str, folder: Path) -> str:
     """What a command prints in `folder`, results and notes in their order.
 
     Raises:
         RuntimeError: It did not end with exit code 0.
     """
-    how = {"COLUMNS": str(COLUMNS), **({"FORCE_COLOR": "1"} if colors else {})}
-    with chdir(folder), patch.dict(os.environ, how), StringIO() as out:
+    with chdir(folder), patch.dict(os.environ, {"COLUMNS": str(COLUMNS)}), StringIO() as out:
         with redirect_stdout(out), redirect_stderr(out):
             code = run(shlex.split(line.replace("\\\n", ""))[1:])
         if code:

@@ -1,9 +1,9 @@
-"""The pictures of the README: a recording of the terminal, badges, and the report in a browser.
+"""Draw the pictures of the README: badges, and the report in a browser.
 
     python scripts/readme_pictures.py [FOLDER]       default: docs/pictures/readme
 
-Commands are run, and what they print becomes an SVG, by rich. Badges say what pyproject.toml says, without asking any
-service. The report needs chromium; without it `report.png` stays as it is.
+Badges show what pyproject.toml says, without any service. The report needs chromium; without it, `report.png` is not
+changed.
 """
 
 import re
@@ -11,35 +11,16 @@ import shutil
 import subprocess
 import sys
 import tomllib
-from io import StringIO
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from readme_example import COLUMNS, COMMANDS, PAGES, said
-from rich.console import Console
-from rich.text import Text
+from readme_example import COMMANDS, PAGES, said
 
 ROOT = Path(__file__).parent.parent
 FOLDER = ROOT / "docs" / "pictures" / "readme"
 
-_WEB_FONT = re.compile(r"\s*@font-face \{.*?\}", re.DOTALL)
-_FONT = "Fira Code, monospace"
-_FONTS = "ui-monospace, SFMono-Regular, Menlo, Consolas, 'DejaVu Sans Mono', monospace"
-
 _LETTER = 6.2
 """Width of a letter in a badge, at 11 px."""
-
-
-def recording(folder: Path) -> str:
-    """The commands of the example and what they print, in colour, as an SVG that loads nothing."""
-    console = Console(record=True, width=COLUMNS, file=StringIO(), force_terminal=True, color_system="truecolor")
-    for n, line in enumerate(COMMANDS):
-        if n:
-            console.print()
-        console.print(Text.assemble(("$ ", "bold green"), (line, "bold")))
-        console.print(Text.from_ansi(said(line, folder, colors=True).rstrip()))
-    drawn = console.export_svg(title="gpipe-plan", unique_id="terminal")
-    return _WEB_FONT.sub("", drawn).replace(_FONT, _FONTS)
 
 
 def badges() -> dict[str, str]:
@@ -80,11 +61,6 @@ def _badge(what: str, fact: str) -> str:
     )
 
 
-def pictures(folder: Path) -> dict[str, str]:
-    """The text of every picture, by its file's name; the example's files lie in `folder` afterwards."""
-    return {"terminal.svg": recording(folder), **badges()}
-
-
 def screenshot(page: Path, picture: Path) -> bool:
     """Whether there is a browser; then the top of the page is in `picture`."""
     browser = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
@@ -102,8 +78,9 @@ if __name__ == "__main__":
     target = Path(sys.argv[1]) if len(sys.argv) > 1 else FOLDER
     target.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory() as work:
-        for file_name, text in pictures(Path(work)).items():
+        for file_name, text in badges().items():
             (target / file_name).write_text(text, encoding="utf-8")
-        said(PAGES[0], Path(work))
+        for line in (*COMMANDS, PAGES[0]):
+            said(line, Path(work))
         if not screenshot(Path(work, "report.html"), target / "report.png"):
             print("no chromium: report.png stays as it is")

@@ -148,7 +148,7 @@ def test_every_command_ends_as_the_page_says(page: str, tmp_path: Path) -> None:
 def test_every_option_that_is_mentioned_exists() -> None:
     """In some command of ours, or in an emitted script."""
     others = {"--nproc-per-node", "--nnodes", "--node-rank", "--rdzv-backend", "--rdzv-endpoint", "--max-restarts"}
-    others |= {"--rdzv-conf", "--env", "--signal", "--requeue"}
+    others |= {"--rdzv-conf", "--standalone", "--env", "--signal", "--requeue"}
     others |= {"--pipeline-model-parallel-layout", "--mtp-num-layers"}
     group = get_command(app_for(["--help"]))
     options = {o for command in group.commands.values() for p in command.params for o in (*p.opts, *p.secondary_opts)}  # type: ignore[attr-defined]
