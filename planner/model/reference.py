@@ -88,7 +88,7 @@ def train_reference(
         loaded: The model.
         options: How to train.
         folder: Where to write; None writes nothing.
-        shake: Changes the initial parameters a little, to see what the model makes of rounding errors.
+        shake: Changes the parameters a little before the last step, to see how far rounding errors grow in it.
 
     Returns:
         The loss of every step.
@@ -100,8 +100,6 @@ def train_reference(
 
     seed_process(options.seed)
     model = _built(loaded, options)
-    if shake is not None:
-        shake(model)
     losses: list[float] = []
     write("initial", partial(initial_state, loaded, model))
     if folder is not None and options.lean:
@@ -111,6 +109,8 @@ def train_reference(
     scale = _LOSS_SCALE if loaded.precision == "fp16-mixed" else 1.0
     with _seeded_layers(model, options) as begin_micro_batch:
         for step in range(options.steps):
+            if shake is not None and step == options.steps - 1:
+                shake(model)
             with _whole_mini_batch_statistics(model):
                 batches = _micro_batches(mini_batch(loaded, options, step), options)
                 begin = partial(begin_micro_batch, step)

@@ -206,22 +206,30 @@ class Round:
         return [found[rank] for rank in range(len(children))]
 
     def _noise(self) -> Mapping[str, float]:
-        """Return how far gradients, buffers and loss change where parameters change by a rounding error."""
+        """Return how far gradients, buffers and loss change where parameters change by a rounding error before a step.
+
+        Every step is looked at. In the first one, a last layer that begins as zeros gives earlier layers no gradient.
+        """
         noise: dict[str, float] = {}
-        right = State.load(self.folder / "gradients-0")
-        for seed in range(_DRAWS):
-            folder = Path(tempfile.mkdtemp(dir=self.folder.parent))
-            options = replace(self.subject.options, steps=1, updates=False)
-            shake = shaking(self.subject.loaded.precision, seed)
-            train = partial(_train_apart, self.request.loaded, options, folder=folder, shake=shake)
-            child = Child(train, limit_s=self.request.limit_s)
-            try:
-                child.result()
-            finally:
-                child.end()
-            for what, size in _compared_states(State.load(folder / "gradients-0"), right).items():
-                noise[what] = max(size, noise.get(what, 0.0))
+        for steps in range(1, self.subject.options.steps + 1):
+            right = State.load(self.folder / f"gradients-{steps - 1}")
+            for seed in range(_DRAWS):
+                for what, size in _compared_states(self._shaken(steps, seed), right).items():
+                    noise[what] = max(size, noise.get(what, 0.0))
         return noise
+
+    def _shaken(self, steps: int, seed: int) -> State:
+        """Train the reference again, with other parameters in the last of `steps` steps; return its gradients there."""
+        folder = Path(tempfile.mkdtemp(dir=self.folder.parent))
+        options = replace(self.subject.options, steps=steps, updates=steps > 1)
+        shake = shaking(self.subject.loaded.precision, seed)
+        train = partial(_train_apart, self.request.loaded, options, folder=folder, shake=shake)
+        child = Child(train, limit_s=self.request.limit_s)
+        try:
+            child.result()
+        finally:
+            child.end()
+        return State.load(folder / f"gradients-{steps - 1}")
 
 
 class _ReferenceFailedError(ChildError):

@@ -5,7 +5,8 @@ import os
 import random
 import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -400,6 +401,26 @@ def test_a_large_model_that_needs_its_own_initial_values_is_compared_with_them(
     monkeypatch.setattr(subject, "_LEAN_BYTES", 0)
     with pytest.raises(ModelError, match="the loss is nan in step 0"):
         check_equivalence(loaded, budget_s=60.0, digests=layer_digests)
+
+
+def test_rounding_errors_are_looked_at_in_every_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A last layer that begins as zeros gives no gradient to earlier layers in the first step."""
+
+    def build() -> nn.Module:
+        layers = nn.Sequential(block(), nn.Linear(WIDTH, WIDTH))
+        nn.init.zeros_(layers[1].weight)
+        return layers
+
+    def note(_relative: Mapping[str, float], noise: Callable[[], Mapping[str, float]]) -> str:
+        sizes = [size for what, size in noise().items() if what.startswith('the gradient of "0.')]
+        (tmp_path / "sizes").write_text(" ".join(map(str, sizes)), encoding="utf-8")
+        return ""
+
+    monkeypatch.setattr(rounds, "largest_problem", note)  # called in a process of its own
+    check_equivalence(loaded_model(build, WIDTH), budget_s=60.0)
+    sizes = [float(size) for size in (tmp_path / "sizes").read_text(encoding="utf-8").split()]
+    assert sizes
+    assert max(sizes) > 0
 
 
 def test_not_a_number_differs_from_every_number() -> None:
