@@ -8,7 +8,7 @@ from planner.core.errors import UsageError
 from planner.core.schedule import check_lists, lists_of, schedule_of
 from planner.core.values.limits import LARGEST, MOST_ACTIONS, MOST_BATCH, MOST_DEVICES, RATES, SPEEDS
 from planner.core.values.plan import Inputs, Plan, Stage
-from planner.core.values.profile import Profile
+from planner.core.values.profile import LayerProfile, Profile
 from planner.files.kinds import word_of
 from planner.files.strict_yaml import KeyPath, Problem
 
@@ -57,16 +57,25 @@ def _profile_problems(profile: Profile) -> Iterator[Problem]:
         if layer.name in seen:
             yield ("layers", n, "name"), f'"{layer.name}" is already layer {seen[layer.name]}', "layer names are unique"
         seen[layer.name] = n
-        if layer.tied_bytes > layer.parameter_bytes:
-            text = f"{layer.tied_bytes} bytes cannot be shared, the layer has {layer.parameter_bytes}"
-            yield ("layers", n, "tied_bytes"), text, ""
+        yield from _tie_problems(layer, n, seen)
         for field in fields(layer):
             values = getattr(layer, field.name)
-            if not isinstance(values, tuple) or field.name in ("tied", "modules"):
+            if not isinstance(values, tuple) or field.name in ("tied", "tied_groups", "modules"):
                 continue
             if len(values) != len(sizes) and (len(values) or field.default is MISSING):
                 text = f"expected {len(sizes)} values, one per micro-batch size, got {len(values)}"
                 yield ("layers", n, field.name), text, ""
+
+
+def _tie_problems(layer: LayerProfile, n: int, seen: Mapping[str, int]) -> Iterator[Problem]:
+    """Yield what is wrong with the tied parameters of layer `n`; `seen` has the numbers of layers up to this one."""
+    if layer.tied_bytes > layer.parameter_bytes:
+        text = f"{layer.tied_bytes} bytes cannot be shared, the layer has {layer.parameter_bytes}"
+        yield ("layers", n, "tied_bytes"), text, ""
+    if sum(group.bytes for group in layer.tied_groups) > layer.tied_bytes:
+        yield ("layers", n, "tied_groups"), f"more than {layer.tied_bytes} bytes (`tied_bytes`) are in groups", ""
+    if any(seen.get(name, n) == n for group in layer.tied_groups for name in group.layers or [layer.name]):
+        yield ("layers", n, "tied_groups"), "expected names of earlier layers", ""
 
 
 def _plan_problems(plan: Plan) -> Iterator[Problem]:

@@ -4,8 +4,8 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from planner.core.cost.costs import saved_bytes
-from planner.core.values.profile import LayerProfile, MemoryDetail
-from planner.model.chain import Layer, tied_parameters
+from planner.core.values.profile import LayerProfile, MemoryDetail, TiedGroup
+from planner.model.chain import Layer, shared_parameters, tied_parameters
 from planner.model.state import collecting_bytes
 from planner.profile.optimizer import OptimizerCost
 from planner.profile.records import Records
@@ -83,6 +83,7 @@ def _layer_profile(
         rewritten_bytes=costs.rewritten_bytes[digest],
         tied=sharers,
         tied_bytes=tied_bytes,
+        tied_groups=_tied_groups(task.chain.layers, n, tied_bytes),
         optimizer_us=round(optimizer.step_us, 1),
         optimizer_peak_bytes=optimizer.peak_bytes,
         optimizer_boundary_peak_bytes=costs.boundary_peaks[n],
@@ -107,6 +108,19 @@ def _ties(layer: Layer, tied: Mapping[str, tuple[str, ...]]) -> tuple[tuple[str,
     shared = {name: parameter for name, parameter in layer.parameter_names().items() if name in tied}
     sharers = [other for name in shared for other in tied[name] if other != layer.name]
     return tuple(dict.fromkeys(sharers)), sum(parameter.nbytes for parameter in shared.values())
+
+
+def _tied_groups(layers: Sequence[Layer], n: int, tied_bytes: int) -> tuple[TiedGroup, ...]:
+    """Return what layer `n` shares with which earlier layers; nothing if all of it is shared with the same ones."""
+    parameters, sizes = layers[n].parameter_names(), dict[tuple[str, ...], int]()
+    for owners in shared_parameters(layers):
+        earlier = tuple(layers[place].name for place in sorted({place for place, _ in owners}) if place < n)
+        own = [name for place, name in owners if place == n]
+        if own and earlier:
+            sizes[earlier] = sizes.get(earlier, 0) + parameters[own[0]].nbytes
+    if len(sizes) == 1 and tied_bytes in sizes.values():
+        return ()
+    return tuple(TiedGroup(layers=earlier, bytes=size) for earlier, size in sizes.items())
 
 
 def _created_bytes(detail: MemoryDetail) -> int:

@@ -18,6 +18,7 @@ from planner.core.values.profile import (
     Profile,
     ProgramMemory,
     SplitMemory,
+    TiedGroup,
 )
 from planner.core.values.proof import Proof
 from planner.core.values.run_report import BoundaryRun, RunReport, StageRun
@@ -58,6 +59,7 @@ def full_layer(n: int) -> LayerProfile:
         rewritten_bytes=4,
         tied=("head.weight", "1e9"),
         tied_bytes=100,
+        tied_groups=(TiedGroup(layers=("h.0",), bytes=60),) if n else (),
         optimizer_us=3.5,
         optimizer_peak_bytes=64,
         optimizer_boundary_peak_bytes=96,

@@ -12,13 +12,8 @@ def ties_of(layers: Sequence[LayerProfile]) -> tuple[Tie, ...]:
     for second, layer in enumerate(layers):
         if not layer.tied:
             continue
-        owners = [
-            first
-            for first, other in enumerate(layers[:second])
-            if any(name == other.name or name.startswith(other.name + ".") for name in layer.tied)
-        ]
         trained = _trained_surely(layer)
-        for first, size, these_alone, earlier in _shared(layers, owners, layer.tied_bytes):
+        for first, size, these_alone, earlier in _shared(layers, second):
             shared_bytes = trained * size / layer.tied_bytes
             ties.append(
                 Tie(
@@ -51,10 +46,18 @@ def _casts_surely(layer: LayerProfile, tied_bytes: int) -> float:
     return max(0.0, layer.cast_bytes - (layer.parameter_bytes - tied_bytes) / 2)
 
 
-def _shared(
-    layers: Sequence[LayerProfile], owners: Sequence[int], tied_bytes: int
-) -> list[tuple[int, int, bool, tuple[int, ...]]]:
-    """The earlier layers that a stage must hold to have some of `tied_bytes` once, each with the rest of a `Tie`."""
+def _shared(layers: Sequence[LayerProfile], second: int) -> list[tuple[int, int, bool, tuple[int, ...]]]:
+    """The earlier layers that a stage must hold to have what `second` shares once, each with the rest of a `Tie`."""
+    layer, tied_bytes = layers[second], layers[second].tied_bytes
+    if layer.tied_groups:
+        places = {other.name: place for place, other in enumerate(layers)}
+        groups = [([places[name] for name in group.layers], group.bytes) for group in layer.tied_groups]
+        return [(owners[-1], size, True, tuple(owners[:-1])) for owners, size in groups]
+    owners = [
+        first
+        for first, other in enumerate(layers[:second])
+        if any(name == other.name or name.startswith(other.name + ".") for name in layer.tied)
+    ]
     if not owners or not tied_bytes:
         return []
     theirs = [layers[first].tied_bytes for first in owners]

@@ -209,6 +209,15 @@ class ProgramMemory:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TiedGroup:
+    """Parameters that a layer shares with the same earlier layers."""
+
+    layers: tuple[str, ...]
+    """Names of these layers, in order."""
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LayerProfile:
     """Costs of one layer. Times in microseconds and bytes are for one micro-batch, one per micro-batch size."""
 
@@ -233,6 +242,8 @@ class LayerProfile:
     """Names of parameters in other layers that share storage with one of this layer."""
     tied_bytes: int = 0
     """How many of `parameter_bytes` are so shared."""
+    tied_groups: tuple[TiedGroup, ...] = ()
+    """Left out where all of `tied_bytes` are shared with the same earlier layers."""
     optimizer_us: float = 0.0
     """The optimizer's step over this layer's parameters, once per mini-batch."""
     optimizer_peak_bytes: int = 0

@@ -11,6 +11,7 @@ from planner.core.cost.costs import CostsAtSize, CostTable, costs_at, covers
 from planner.core.cost.memory import stage_memory
 from planner.core.errors import UsageError
 from planner.core.values.plan import StageMemory
+from planner.core.values.profile import TiedGroup
 from planner.solve import Request, solve
 from tests.support.chains import chain, layer, random_profile, record, tensor
 from tests.support.moments import moments_with
@@ -315,6 +316,18 @@ def test_a_layer_tied_to_two_others_keeps_the_copy_whose_owner_is_elsewhere() ->
     costs = costs_at(profile, 1)
     assert whole(costs, 1, 3).parameters >= 150
     assert whole(costs, 0, 3).parameters >= 150
+
+
+def test_groups_tell_apart_what_a_layer_shares_with_others() -> None:
+    """Layer c shares 50 bytes with a and b, and 100 with a alone: so many are there once in any stage of them."""
+    groups = (TiedGroup(layers=("a", "b"), bytes=50), TiedGroup(layers=("a",), bytes=100))
+    profile = chain(
+        layer("a", parameter_bytes=150, tied=("b", "c"), tied_bytes=150),
+        layer("b", parameter_bytes=60, tied=("a", "c"), tied_bytes=50),
+        layer("c", parameter_bytes=170, tied=("a", "b"), tied_bytes=150, tied_groups=groups),
+    )
+    costs = costs_at(profile, 1)
+    assert [whole(costs, *stage).parameters for stage in ((1, 3), (0, 3), (0, 2))] == [180, 180, 160]
 
 
 def test_a_name_that_begins_like_another_is_not_its_owner() -> None:

@@ -406,6 +406,13 @@ def test_more_bytes_cannot_be_tied_than_there_are(tmp_path: Path) -> None:
     assert "`layers[1].tied_bytes`" in error.message
 
 
+@pytest.mark.parametrize("group", ["{layers: [b], bytes: 5}", "{layers: [a], bytes: 9}", "{layers: [], bytes: 5}"])
+def test_groups_of_tied_parameters_name_earlier_layers(tmp_path: Path, group: str) -> None:
+    """And have no more bytes than are tied."""
+    tied = f"name: b, tied: [a.weight], tied_bytes: 8, tied_groups: [{group}],"
+    assert "`layers[1].tied_groups`" in refused(PROFILE.replace("name: b,", tied), tmp_path).message
+
+
 @pytest.mark.parametrize(
     ("change", "said"),
     [

@@ -16,7 +16,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
 
 from planner.core.errors import ModelError, UsageError
-from planner.core.values.profile import Profile
+from planner.core.values.profile import Profile, TiedGroup
 from planner.device.clock import CpuClock, typical_us
 from planner.device.meter import CpuMeter
 from planner.model.chain import chain_digest, chain_of
@@ -386,6 +386,15 @@ def test_buffers_and_ties_are_counted() -> None:
     assert (layers[0].tied, layers[0].tied_bytes) == (("3.weight",), 4 * 50 * 8)
     assert (layers[3].tied, layers[3].tied_bytes) == (("0.weight",), 4 * 50 * 8)
     assert layers[1].tied == ()
+    assert layers[3].tied_groups == ()  # all of it with one layer
+
+
+def test_parameters_shared_with_different_layers_are_told_apart() -> None:
+    """The last layer shares its weight with the first one, and its bias with the second one."""
+    layers = [nn.Linear(8, 8) for _ in range(3)]
+    layers[2].weight, layers[2].bias = layers[0].weight, layers[1].bias
+    last = profile_of_model(loaded_model(nn.Sequential(*layers))).layers[2]
+    assert last.tied_groups == (TiedGroup(layers=("0",), bytes=256), TiedGroup(layers=("1",), bytes=32))
 
 
 def test_updating_running_statistics_takes_time() -> None:
