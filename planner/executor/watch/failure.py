@@ -50,6 +50,8 @@ from planner.executor.watch.liveness import Liveness
 from planner.executor.watch.position import ANY, Position
 from planner.executor.watch.store import holds_store, job_store, rank_here
 
+_FEW_RANKS = 64
+"""In jobs of so many ranks all look for `stop` after every step, so that they stop at once."""
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
@@ -73,6 +75,7 @@ class Watch:
         self._signalled = 0.0
         self._asked = 0
         """Signal that another rank got; on the first rank."""
+        self._is_small = self._world <= _FEW_RANKS
         self._has_passed_on = False
         """True once the first rank has said that the job is stopping, or another one has asked it to."""
         self._is_stopping = False
@@ -128,12 +131,12 @@ class Watch:
         if self._rank == 0:
             # Decided once: a second signal ends all at once, and moves no step. Every rank must look for the decision.
             number = self._signal or self._asked
-            if self._stop is None and number and self._store.add("ready", 0) == self._world - 1:
+            if self._stop is None and number and (self._is_small or self._store.add("ready", 0) == self._world - 1):
                 self._stop = (steps + ahead, number)
                 what = f"{signal.Signals(number).name}: stopping after {self._stop[0]} steps, with a checkpoint"
                 print(f"{what}; a second one stops at once, without", flush=True)
                 self._store.set("stop", json.dumps(self._stop))
-        elif self._is_stopping and self._stop is None and self._store.check(["stop"]):
+        elif (self._is_small or self._is_stopping) and self._stop is None and self._store.check(["stop"]):
             self._stop = tuple(json.loads(self._store.get("stop")))
         return self._stop[1] if self._stop is not None and steps >= self._stop[0] else 0
 

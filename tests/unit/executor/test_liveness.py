@@ -148,8 +148,9 @@ def test_a_message_names_the_three_ranks_that_wait_longest() -> None:
     assert message.endswith("; 997 others")
 
 
-def test_all_ranks_stop_after_the_same_step(watches: Watches) -> None:
-    """The first rank decides when every rank looks for the decision; before, no step costs an operation."""
+def test_all_ranks_stop_after_the_same_step(watches: Watches, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a large job the first rank decides when all look for the decision; before, no step costs an operation."""
+    monkeypatch.setattr(failure, "_FEW_RANKS", 2)
     store = CountingStore()
     ranks = [(w, Liveness(store, r, 3)) for r, w in enumerate(watches(3, store))]
     for watch, _ in ranks:
@@ -164,3 +165,11 @@ def test_all_ranks_stop_after_the_same_step(watches: Watches) -> None:
     beat(ranks, store)
     assert [watch.stops_after(3) for watch, _ in ranks] == [0, 0, 0]
     assert [watch.stops_after(4) for watch, _ in ranks] == [signal.SIGTERM] * 3
+
+
+def test_a_small_job_stops_after_the_next_step(watches: Watches) -> None:
+    """Its ranks look for the decision after every step, and need no beat to hear of it."""
+    ranks = watches(3, CountingStore())
+    ranks[0]._note_signal(signal.SIGTERM)
+    assert [watch.stops_after(1) for watch in ranks] == [0, 0, 0]
+    assert [watch.stops_after(2) for watch in ranks] == [signal.SIGTERM] * 3
