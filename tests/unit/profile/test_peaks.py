@@ -78,4 +78,4 @@ def test_layers_that_are_used_twice(tmp_path: Path, stages: int) -> None:
 def test_nothing_is_left_over_beside_the_stages(tmp_path: Path) -> None:
     """No state of generators, no numbers of other stages: what a step keeps for itself is a few bytes."""
     for key, (predicted, measured) in predictions(KINDS, {"kind": "table"}, tmp_path, recompute=("never",)).items():
-        assert 0 <= measured - predicted <= 200, key
+        assert 0 <= measured - predicted <= 400, key  # of these 128 for what ranks compare before a step
