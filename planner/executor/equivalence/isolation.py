@@ -18,6 +18,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from planner.core.errors import ModelError, PlannerError
+from planner.device.machine import keep_freed_memory
 
 _GRACE_S = 5
 
@@ -134,6 +135,7 @@ def _run(work: Callable[[Connection], Any], connection: Connection, limit_s: flo
         gc.freeze()  # a collection that visits what was inherited would copy all of that memory
         # Threads do not survive a fork, and a pool that waits for its own would hang.
         torch.set_num_threads(1)
+        keep_freed_memory()
         connection.send(("result", work(connection)))
         # Others may still read what this process sent them; the one that forked it ends it when all are done.
         connection.poll(None)
