@@ -16,8 +16,8 @@ import json
 import shutil
 import signal
 import sys
-from collections.abc import Mapping
-from datetime import timedelta
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -29,6 +29,7 @@ from planner.core.values.printable import printable_lines
 from planner.core.values.units import format_bytes
 from planner.device.kinds import kind_of
 from planner.executor.keep.description import PYTHON, description_of
+from planner.executor.keep.exchange import Exchange
 from planner.executor.keep.optimizer_state import OptimizerState
 from planner.executor.keep.rank_state import as_data, packed, restored
 from planner.executor.keep.run_folder import RunFolder
@@ -53,8 +54,6 @@ if TYPE_CHECKING:
     from planner.executor.keep.writing import Writing
 
 _NO_ROOM = "make room, then `--resume auto`"
-_LONGEST = timedelta(days=1)
-"""No limit: writing takes as long as the disk needs, and the watch finds ranks that make no progress."""
 
 
 class Checkpoints:
@@ -101,19 +100,19 @@ class Checkpoints:
         self._saved_step = -1
         self._is_checked = False
         self._failed: PlannerError | None = None
-        self._is_end = self._is_unsettled = False
+        self._is_end = False
         self._pending: Writing | None = None
-        self._partial: Path | None = None
         pipeline.position.at("opening the checkpoints", waits_for=ANY)
-        # On GPUs too: what is agreed on here are paths and errors, and files are written from a thread of their own.
-        self._group = dist.new_group(backend="gloo", timeout=_LONGEST) if dist.get_world_size() > 1 else None
+        self._exchange = Exchange(pipeline.rank, dist.get_world_size())
         # In a thread, from a copy in the host's memory. On the CPU the copy would take memory that the plan counts on.
-        self._is_async = kind_of(pipeline.device).has_own_memory and self._group is not None
-        self._place = RunFolder(folder, rank=pipeline.rank, group=self._group, tell=self._tell)
+        self._is_async = kind_of(pipeline.device).has_own_memory
+        self._pruner = ThreadPoolExecutor(1, thread_name_prefix="prune")
+        self._pruning: Future[None] | None = None
+        self._place = RunFolder(folder, rank=pipeline.rank, exchange=self._exchange, tell=self._tell)
         self._folder = self._place.path
         if self._folder is not None:
             _writing()
-        pipeline.at_close.append(self._place.release)
+        pipeline.at_close.append(self._release)
         candidates = self._place.candidates(resume)
         pipeline.position.at("reading a checkpoint")
         if candidates:
@@ -145,7 +144,7 @@ class Checkpoints:
             self.finish()
         if not is_end:
             return
-        self._settle()
+        self._end()
         if self._failed is not None:
             raise self._failed
         if signalled:
@@ -161,61 +160,70 @@ class Checkpoints:
         step = self._pipeline.step_index
         if self._folder is None:
             return
-        self._settle()
+        self.finish()
         if step not in {0, self._saved_step}:
             self._is_end = True
             self.save()
             if self._steps is not None and step < self._steps:
                 self._tell(f"the loop ended after {step} of {self._steps} steps")
-        self._settle()
+        self._end()
         if self._failed is not None:
             raise self._failed
 
     def save(self) -> None:
         """Saves now. Where that fails the run goes on, is told so, and keeps the checkpoints it has."""
         assert self._folder is not None
-        self._settle()
+        self.finish()
         step = self._pipeline.step_index
         if step == self._saved_step:
             return
         self._pipeline.position.at("a checkpoint", waits_for=ANY)
-        self._partial = partial_of(self._folder, step)
         self._saved_step = step
-        try:
-            self._pending = _writing()(
-                self._state(),
-                self._partial,
-                group=self._group,
-                in_thread=self._is_async,
-                position=self._pipeline.position,
-            )
-        except NotWrittenError as error:
-            self._save_failed(error)
-        else:
-            self._is_unsettled = True
-            if not self._is_async:
-                self._settle()
+        partial = partial_of(self._folder, step)
+        description = self._description()
+        self._pending = _writing()(
+            self._state(),
+            partial,
+            exchange=self._exchange,
+            in_thread=self._is_async,
+            position=self._pipeline.position,
+            rank=self._pipeline.rank,
+            publish=lambda: commit(partial, description),
+        )
+        if not self._is_async:
+            self.finish()
         self._pipeline.position.at("between steps")
 
     def finish(self) -> None:
-        """Waits until what is being saved is written."""
+        """Waits until what is being saved is written, and known to be on all ranks."""
         if self._pending is None:
             return
+        assert self._folder is not None
         self._pipeline.position.at("a checkpoint", waits_for=ANY)
         pending, self._pending = self._pending, None
         try:
             pending.finish()
         except NotWrittenError as error:
             self._save_failed(error)
-        else:
-            self._commit()
+            return
+        self._failed = None
+        if self._pipeline.rank == 0:
+            # In a thread: a checkpoint has a file per rank, and removing one may take seconds.
+            self._pruning = self._pruner.submit(prune, self._folder, self._place.lineage, self._keep)
 
     # Private methods: saving
 
     def _state(self) -> dict[str, Any]:
         pipeline = self._pipeline
         names, of_device = pipeline.first_names, kind_of(pipeline.device).generator
-        tensors = {names[name]: tensor.detach() for name, tensor in pipeline.named_tensors().items()}
+        # What several ranks hold is stored once: replicas, and weights that are tied to another rank's.
+        elsewhere = pipeline.stored_elsewhere
+        tensors = {
+            names[name]: tensor.detach()
+            for name, tensor in pipeline.named_tensors().items()
+            if id(tensor) not in elsewhere
+        }
+        optimizer_state = {name: state for name, state in self._optimizer.by_name().items() if name in tensors}
         rank_state = {
             "groups": self._optimizer.groups(),
             "random": HostStates.now().plain(),
@@ -223,43 +231,26 @@ class Checkpoints:
             "pipeline": pipeline.state_dict(),
             "others": {name: other.state_dict() for name, other in self._others.items()},
         }
-        return {
-            "model": tensors,
-            "optimizer": {"state": self._optimizer.by_name()},
-            "ranks": {str(pipeline.rank): packed(rank_state)},
-            TIED: json.dumps(names),
-        }
+        state: dict[str, Any] = {"ranks": {str(pipeline.rank): packed(rank_state)}}
+        if tensors:
+            state["model"] = tensors
+        if optimizer_state:
+            state["optimizer"] = {"state": optimizer_state}
+        if pipeline.rank == 0:
+            state[TIED] = json.dumps(names)
+        return state
 
-    def _settle(self) -> None:
-        """Finish the last checkpoint, and agree on whether it was committed; every rank must call it.
-
-        The first rank commits alone, while the others may train on. Its failure (a full disk) is all ranks' failure:
-        else they would not agree on which step is saved.
-        """
+    def _end(self) -> None:
+        """Wait for all that is under way, before this process may end."""
         self.finish()
-        if not self._is_unsettled:
-            return
-        self._is_unsettled = False
-        if self._group is None:
-            return
-        self._pipeline.position.at("a checkpoint", waits_for=ANY)
-        box = [self._failed.message if self._failed is not None else None]
-        dist.broadcast_object_list(box, src=0, group=self._group)
-        if box[0] is not None and self._pipeline.rank != 0:
-            self._saved_step = -1
-            self._failed = FileError(box[0], path=str(self._folder), hint=_NO_ROOM)
+        if self._pruning is not None:
+            self._pruning.result()
+        self._exchange.close()
 
-    def _commit(self) -> None:
-        """Makes what all ranks have written a checkpoint, and removes the oldest."""
-        partial, self._failed = self._partial, None
-        if self._pipeline.rank != 0 or partial is None:
-            return
-        try:
-            commit(partial, self._description())
-        except OSError as error:
-            self._save_failed(error)
-            return
-        prune(partial.parent, self._place.lineage, self._keep)
+    def _release(self) -> None:
+        if sys.exc_info()[0] is None:
+            self._exchange.close()
+        self._place.release()
 
     def _description(self) -> dict[str, Any]:
         balance = self._pipeline.balance
@@ -277,10 +268,7 @@ class Checkpoints:
 
     def _save_failed(self, error: Exception) -> None:
         assert self._folder is not None
-        assert self._partial is not None
         step, self._saved_step = self._saved_step, -1
-        if self._pipeline.rank == 0:
-            shutil.rmtree(self._partial, ignore_errors=True)
         kept = latest_checkpoint(str(self._folder))
         left = f"{kept.name} stays the latest" if kept is not None else "there is none yet"
         free = shutil.disk_usage(self._folder).free
@@ -299,11 +287,8 @@ class Checkpoints:
     def _begin_with(self, weights: str) -> None:
         """Load weights, and report casts on any rank."""
         pipeline = self._pipeline
-        casts = [begin_with_weights(weights, pipeline.named_tensors(), pipeline.first_names)]
-        if self._group is not None:
-            casts *= dist.get_world_size()
-            dist.all_gather_object(casts, casts[pipeline.rank], group=self._group)
-        cast = sorted(set().union(*casts))
+        own = begin_with_weights(weights, pipeline.named_tensors(), pipeline.first_names)
+        cast = json.loads(self._exchange.decided(json.dumps(own), _union))
         if cast:
             self._tell(f"cast on loading {weights}: {', '.join(cast)}")
 
@@ -318,15 +303,12 @@ class Checkpoints:
                 raise
             except Exception as error:  # whatever it is: there may be an older one that is whole
                 problem = _problem(error, source)
-            everybody: list[_Problem | None] = [problem]
-            if self._group is not None:
-                everybody = [None] * dist.get_world_size()
-                dist.all_gather_object(everybody, problem, group=self._group)
-            bad = next(filter(None, everybody), None)
-            if bad is None:
+            first = json.loads(self._exchange.decided(json.dumps(problem), _first_problem))
+            if first is None:
                 assert held is not None
                 self._restore(source, held)
                 return
+            bad = _Problem(*first)
             problems.append(bad)
             if source is not candidates[-1]:
                 self._tell(f"{bad.message}; trying the checkpoint before", True)
@@ -344,7 +326,7 @@ class Checkpoints:
                 found = {"description": {**description_of(source), "files": {}}}
             except Exception as error:  # reported as what any rank may find
                 found = {"problem": _problem(error, source)}
-        found = json.loads(self._place.agreed(json.dumps(found)))
+        found = json.loads(self._exchange.of_first(json.dumps(found)))
         if "problem" in found:
             message, hint = found["problem"]
             raise PlannerError(message, hint=hint)
@@ -390,6 +372,15 @@ def _writing() -> "type[Writing]":
     from planner.executor.keep.writing import Writing  # noqa: PLC0415 - a second that runs without it need not wait
 
     return Writing
+
+
+def _union(reports: Sequence[str]) -> str:
+    """Return all casts of all ranks, each once."""
+    return json.dumps(sorted({cast for report in reports for cast in json.loads(report)}))
+
+
+def _first_problem(reports: Sequence[str]) -> str:
+    return next((report for report in reports if report != "null"), "null")
 
 
 def _problem(error: BaseException, source: Path) -> _Problem:

@@ -1,12 +1,11 @@
 """The folder that a run saves its checkpoints in, as all its ranks see it: one job's at a time, and of one run."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
-
 from planner.core.errors import FileError, UsageError
+from planner.executor.keep.exchange import Exchange
 from planner.executor.keep.folder_lock import FolderLock
 from planner.executor.keep.saved import (
     Lineage,
@@ -22,7 +21,7 @@ from planner.executor.keep.stored import INDEX
 
 
 class RunFolder:
-    """Every rank makes one; the first one looks and moves things, and tells the others in `group`, for the CPU.
+    """Every rank makes one; the first one looks and moves things, and tells the others in an `exchange`.
 
     Without a `path` nothing is saved. `tell` prints a line on the first rank; `True` beside it for a warning.
 
@@ -31,12 +30,10 @@ class RunFolder:
         FileError: It cannot be made.
     """
 
-    def __init__(
-        self, path: str | None, *, rank: int, group: dist.ProcessGroup | None, tell: Callable[[str, bool], None]
-    ) -> None:
+    def __init__(self, path: str | None, *, rank: int, exchange: Exchange, tell: Callable[[str, bool], None]) -> None:
         self.path = Path(path) if path is not None else None
         self.lineage = Lineage.new()
-        self._is_first, self._group, self._tell = rank == 0, group, tell
+        self._is_first, self._exchange, self._tell = rank == 0, exchange, tell
         self._lock: FolderLock | None = None
         if self.path is not None:
             self._open(self.path)
@@ -61,7 +58,7 @@ class RunFolder:
             if not there or (folder / INDEX).is_file():
                 there = [folder] if latest_checkpoint(str(folder)) else []
             names = "\n".join(map(str, there))
-        candidates = [Path(name) for name in self.agreed(names).splitlines()]
+        candidates = [Path(name) for name in self._exchange.of_first(names).splitlines()]
         if not candidates and resume != "auto":
             raise FileError("there is no checkpoint in it", path=resume)
         return candidates
@@ -83,20 +80,12 @@ class RunFolder:
             runs = {its.run for path in there if (its := lineage_of(path)) is not None}
             if not is_own and runs - {written.run or None}:
                 problem = f"{self.path} holds checkpoints of another run than {source} is of"
-        problem, is_newest = self.agreed(problem), self.agreed(is_newest)
+        problem, is_newest = self._exchange.of_first(problem), self._exchange.of_first(is_newest)
         if problem:
             raise UsageError(problem, hint="give another folder to `--checkpoint`")
         self.lineage = written if is_newest and written.branches else written.branched(step)
         if self._is_first:
             self._set_others_aside(self.path)
-
-    def agreed(self, value: str) -> str:
-        """The first rank's value, on every rank."""
-        if self._group is None:
-            return value
-        box = [value]
-        dist.broadcast_object_list(box, src=0, group=self._group)
-        return box[0]
 
     def release(self) -> None:
         """Lets other jobs have it."""
@@ -115,7 +104,7 @@ class RunFolder:
                     self._tell(self._lock.warning, True)
             except OSError as error:
                 problem = f"cannot be made: {error.strerror}"
-        problem = self.agreed(problem)
+        problem = self._exchange.of_first(problem)
         if problem:
             raise FileError(problem, path=str(path))
 
@@ -123,22 +112,20 @@ class RunFolder:
         mark = path / ".shared"
         if self._is_first:
             mark.touch()
-        self.agreed("")
-        if self._group is not None:
-            seen: list[Any] = [None] * dist.get_world_size()
-            dist.all_gather_object(seen, mark.exists(), group=self._group)
-            if not all(seen):
-                raise UsageError(
-                    f"rank {seen.index(False)} does not see the checkpoint folder of rank 0 ({path})",
-                    hint="it must lie on a file system that all machines share",
-                )
+        self._exchange.of_first("")
+        blind = self._exchange.decided("" if mark.exists() else "blind", _first_with_any)
+        if blind:
+            raise UsageError(
+                f"rank {blind} does not see the checkpoint folder of rank 0 ({path})",
+                hint="it must lie on a file system that all machines share",
+            )
         if self._is_first:
             mark.unlink()
 
     def _check_empty(self) -> None:
         """Refuses to begin a run where there is one already: each would take the other's checkpoints for its own."""
         there = saved_in(self.path) if self.path is not None and self._is_first else []
-        names = self.agreed(" to ".join(dict.fromkeys((there[0].name, there[-1].name))) if there else "")
+        names = self._exchange.of_first(" to ".join(dict.fromkeys((there[0].name, there[-1].name))) if there else "")
         if names:
             raise UsageError(
                 f"{self.path} holds checkpoints of another run ({names}), and this one is to begin anew",
@@ -155,3 +142,8 @@ class RunFolder:
         except OSError as error:
             raise FileError(f"{names} cannot be moved aside: {error.strerror}", path=str(path)) from error
         self._tell(f"kept apart in {aside}, since this run does not go on from there: {names}", False)
+
+
+def _first_with_any(values: Sequence[str]) -> str:
+    """Return the first rank whose value is not empty."""
+    return next((str(rank) for rank, value in enumerate(values) if value), "")
