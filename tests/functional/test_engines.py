@@ -120,7 +120,7 @@ def test_a_plan_that_a_format_cannot_hold_writes_nothing(here: Path, capsys: Cap
         (("--balance", "1,3"), 2, "adds up to 4 layers, the profile has 5"),
         (("--balance", "1,1,3"), 2, "3 stages need 3 devices, there are 2"),
         (("--balance", "a,b"), 2, "expected whole numbers with commas between them, got `--balance a,b`"),
-        (("--balance", "none.py"), 2, "none.py: error: cannot be read: No such file"),
+        (("--balance", "none.py"), 2, "none.py: error: no such file"),
         (("--balance", "-"), 2, "expected whole numbers"),
     ],
 )

@@ -107,7 +107,8 @@ class Tables:
 
     def _is_trained(self, end: int) -> bool:
         """Whether any of the layers in front of `end` is; in a profile without gradients, all are."""
-        return bool(self.costs.gradients[:end].any() or not self.costs.gradients.any())
+        trained = self.costs.gradients + self.costs.state.idle
+        return bool(trained[:end].any() or not trained.any())
 
     def bytes(self, moments: Moments) -> FloatArray:
         """Peak of each stage on a device with these moments, the reserve not included."""

@@ -38,8 +38,9 @@ function clocks({ rows, layout, M, K, S }, times) {
   const run = (k, at, micro) => {
     const over = received[at], [stage, place] = [at >> 2, 2 * at + (micro === M - 1)];
     let start = time.ends[k];
-    if (over >= 0) start = Math.max(start, arrived[needs[at] * M + micro]) + (times.blocking[over] ? times.send[over] : 0);
+    if (over >= 0) start = Math.max(start, arrived[needs[at] * M + micro]);
     if (next[k] === 0) time.begins[k] = start;
+    if (over >= 0 && times.blocking[over]) start += times.send[over];
     const end = start + times.durations[place], across = sent[at];
     time.ends[k] = time.stageEnds[stage] = end;
     let arrival = end;
