@@ -48,7 +48,7 @@ from planner.executor.pipeline import Pipeline
 from planner.executor.read_checkpoint import ReadCheckpoint, read_checkpoint
 from planner.executor.run.random_state import HostStates
 from planner.executor.watch.failure import Stopped
-from planner.executor.watch.position import ANY
+from planner.executor.watch.position import STORE
 
 if TYPE_CHECKING:
     from planner.executor.keep.writing import Writing
@@ -102,7 +102,7 @@ class Checkpoints:
         self._failed: PlannerError | None = None
         self._is_end = False
         self._pending: Writing | None = None
-        pipeline.position.at("opening the checkpoints", waits_for=ANY)
+        pipeline.position.at("opening the checkpoints", waits_for=STORE)
         self._exchange = Exchange(pipeline.rank, dist.get_world_size())
         # In a thread, from a copy in the host's memory. On the CPU the copy would take memory that the plan counts on.
         self._is_async = kind_of(pipeline.device).has_own_memory
@@ -177,7 +177,7 @@ class Checkpoints:
         step = self._pipeline.step_index
         if step == self._saved_step:
             return
-        self._pipeline.position.at("a checkpoint", waits_for=ANY)
+        self._pipeline.position.at("a checkpoint", waits_for=STORE)
         self._saved_step = step
         partial = partial_of(self._folder, step)
         description = self._description()
@@ -199,7 +199,7 @@ class Checkpoints:
         if self._pending is None:
             return
         assert self._folder is not None
-        self._pipeline.position.at("a checkpoint", waits_for=ANY)
+        self._pipeline.position.at("a checkpoint", waits_for=STORE)
         pending, self._pending = self._pending, None
         try:
             pending.finish()

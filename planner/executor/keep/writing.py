@@ -32,7 +32,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from planner.executor.keep.exchange import Exchange
 from planner.executor.keep.saved import NotWrittenError
 from planner.executor.keep.stored import records_digest, slice_of
-from planner.executor.watch.position import ANY, Position
+from planner.executor.watch.position import STORE, Position
 
 _SYNCED_BYTES = 2**28
 """Bytes between two syncs of a file: what is in the system's memory is not written, and may take minutes more."""
@@ -191,7 +191,7 @@ class _CountedFiles(FileSystem):
         with io.BufferedWriter(_CountedFile(path, self._position)) as buffered:
             yield buffered
         if self._is_waited_for:
-            self._position.at("a checkpoint", waits_for=ANY)
+            self._position.at("a checkpoint", waits_for=STORE)
 
 
 class _CountedFile(io.FileIO):

@@ -47,7 +47,7 @@ from planner.executor.watch.explain import (
 )
 from planner.executor.watch.handlers import SignalHandlers
 from planner.executor.watch.liveness import Liveness
-from planner.executor.watch.position import ANY, Position
+from planner.executor.watch.position import ANY, STORE, Position
 from planner.executor.watch.store import holds_store, job_store, rank_here
 
 _FEW_RANKS = 64
@@ -330,6 +330,10 @@ class Watch:
             self._tell(self._hanging(liveness))
         if waited_s > liveness.silent_s and self._quit is not None:
             self._tell(left_alone(self._quit, self.position))
+        if waited_s > liveness.silent_s and self.position.waits_for == STORE:
+            silent = liveness.silent()
+            if silent:
+                self._tell(self._gone(silent, liveness))
         if self._signal:
             # The launcher sends it to all others, too, when a rank has died; then that is what is to be told.
             silent = liveness.silent()

@@ -5,6 +5,8 @@ from typing import Any
 
 ANY = -1
 """In `waits_for`: no stage in particular."""
+STORE = -2
+"""In `waits_for`: all ranks, over the store, where no connection breaks if one of them is gone."""
 
 _OUTSIDE = ("at the start", "joining the others", "building the model", "between steps")
 """What is done in no step."""
@@ -35,7 +37,7 @@ class Position:
         Args:
             doing: Such as "forward of micro-batch 3".
             stage: For which of the rank's stages, if it is for one.
-            waits_for: The stage that must send or receive first, `ANY` if it may be any, None if nobody must.
+            waits_for: The stage that must send or receive first, `ANY` or `STORE` if any may, None if none must.
         """
         self._now = (doing, stage, waits_for)
         self._since = time.monotonic()

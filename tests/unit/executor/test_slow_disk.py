@@ -62,3 +62,40 @@ def test_a_disk_that_hangs_is_named(tmp_path: Path) -> None:
     assert done.codes == (2, 2), done
     (error,) = done.errors
     assert "stage 0 (layers 0 to 1) has been in writing a checkpoint of step 0 for " in error
+
+
+KILLED = """
+import os, signal
+from planner.executor import Pipeline
+from planner.executor.checkpoints import Checkpoints
+from planner.executor.keep import writing
+from planner.executor.watch.failure import Watch
+
+class Deadly(writing._CountedFile):
+    def write(self, data):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+with Watch(60.0) as watch:
+    pipeline = Pipeline("balance.yaml", watch=watch, timeout_s=60.0)
+    if pipeline.rank == 1:
+        writing._CountedFile = Deadly
+    optimizer = pipeline.optimizer(pipeline.model.build_optimizer)
+    saved = Checkpoints(pipeline, optimizer, folder="saved", steps=1)
+    for inputs, targets in pipeline.batches(1):
+        with pipeline.step(inputs, targets):
+            optimizer.step()
+        saved.step_done()
+    pipeline.close()
+"""
+
+
+def test_a_rank_that_is_killed_while_it_writes_is_found_before_the_time_limit(tmp_path: Path) -> None:
+    """Other ranks wait over the store then, where no connection to the killed one breaks."""
+    write_balance(TWO, tmp_path / "balance.yaml")
+    (tmp_path / "worker.py").write_text(KILLED)
+    with Job(2, ["worker.py"], tmp_path) as job:
+        done = job.ended()
+    assert done.codes == (2, -9), done.err
+    assert done.seconds < 20
+    (error,) = done.errors
+    assert "stage 1 (layers 2 to 4) gives no sign of life while stage 0 (layers 0 to 1) waited in a checkpoint" in error
