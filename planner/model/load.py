@@ -73,7 +73,7 @@ class LoadedModel:
     default_loss: DefaultLoss | None = None
     """What `loss_fn` comes from where the file has none."""
     is_without_values: bool = False
-    """Whether the parameters that `build` makes have no initial values yet (`planner.model.shortened`)."""
+    """Whether `build` makes parameters on the meta device (`planner.model.shortened`)."""
 
     @property
     def notes(self) -> tuple[str, ...]:

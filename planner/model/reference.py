@@ -36,12 +36,12 @@ from planner.core.values.units import counted
 from planner.model.autocast import autocast_dtype
 from planner.model.calling import arguments_of
 from planner.model.label_counts import label_count
-from planner.model.lean import build_lean, fill
+from planner.model.lean import fill
 from planner.model.load import Batch, LoadedModel
 from planner.model.precision import converted
 from planner.model.reference_state import State, initial_state, state_after_backward, state_after_update
 from planner.model.seeding import layer_seed, seed_host, seed_process
-from planner.model.shortened import Skipped, without_modules
+from planner.model.shortened import Skipped, shortened
 
 _LOSS_SCALE = 2.0**16
 """Scale of the loss in the first step under `fp16-mixed`; it is halved after an overflow."""
@@ -141,10 +141,9 @@ def mini_batch(loaded: LoadedModel, options: ReferenceOptions, step: int) -> Bat
 
 
 def _built(loaded: LoadedModel, options: ReferenceOptions) -> nn.Module:
-    if not options.lean:
-        return without_modules(converted(loaded.build(), loaded.precision), options.skipped)
-    model = without_modules(converted(build_lean(loaded.build), loaded.precision), options.skipped)
-    fill([model], model, _CPU)
+    model = converted(shortened(loaded, options.skipped, lean=options.lean).build(), loaded.precision)
+    if options.lean:
+        fill([model], model, _CPU)
     return model
 
 

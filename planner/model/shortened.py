@@ -12,11 +12,10 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from planner.model.chain import Chain
-from planner.model.lean import build_lean, fill
+from planner.model.lean import build_lean
 from planner.model.leaves import Constant, Leaf, Passed, Value
 from planner.model.load import LoadedModel
 from planner.model.nests import Nest, put_together, take_apart
@@ -83,15 +82,11 @@ def shortened(loaded: LoadedModel, skipped: Sequence[Skipped], *, lean: bool = F
     Args:
         loaded: The model.
         skipped: What is left out.
-        lean: Whether parameters are built without initial values. Their memory is reserved, not written.
+        lean: Whether parameters are built on the meta device (`planner.model.lean`).
     """
 
     def build() -> nn.Module:
-        if not lean:
-            return without_modules(loaded.build(), skipped)
-        model = without_modules(build_lean(loaded.build), skipped)
-        fill([model], model, torch.device("cpu"), initial=False)
-        return model
+        return without_modules(build_lean(loaded.build) if lean else loaded.build(), skipped)
 
     return replace(loaded, build=build, is_without_values=lean)
 

@@ -19,6 +19,7 @@ from planner.model.closures import outlying_tensors
 from planner.model.ghosts import Ghost, absent
 from planner.model.growth import SIZES
 from planner.model.held import copy_attributes, loose_tensors, move_loose_tensors, named_tensors, replace_tensors
+from planner.model.lean import fill
 from planner.model.load import LoadedModel
 from planner.model.precision import convert
 
@@ -134,11 +135,14 @@ def build_stages(
 
 def _build_parts(loaded: LoadedModel, wanted: Callable[[nn.Module], list[Tensor]], seed: int) -> nn.Module:
     """Return the model with the tensors that are wanted and, if its construction can be followed, no others."""
-    if not loaded.is_without_values:  # else none takes memory
+    if not loaded.is_without_values:
         with contextlib.suppress(BuildError):
             return build_only(loaded.build, wanted, seed=seed)
     torch.manual_seed(seed)
-    return loaded.build()
+    model = loaded.build()
+    if loaded.is_without_values:
+        fill([model], model, torch.device("cpu"), initial=False)
+    return model
 
 
 def like(chain: Chain, loaded: LoadedModel, model: nn.Module) -> Chain:

@@ -330,15 +330,12 @@ class Watch:
             self._tell(self._hanging(liveness))
         if waited_s > liveness.silent_s and self._quit is not None:
             self._tell(left_alone(self._quit, self.position))
-        if waited_s > liveness.silent_s and self.position.waits_for == STORE:
+        # The launcher sends a signal to all others, too, when a rank has died; then that is what is to be told.
+        if self._signal or (waited_s > liveness.silent_s and self.position.waits_for == STORE):
             silent = liveness.silent()
             if silent:
                 self._tell(self._gone(silent, liveness))
         if self._signal:
-            # The launcher sends it to all others, too, when a rank has died; then that is what is to be told.
-            silent = liveness.silent()
-            if silent:
-                self._tell(self._gone(silent, liveness))
             longest_s = liveness.silent_s + 2 * liveness.beat_s
             if not self.saves_on_stop and time.monotonic() - self._signalled > longest_s:
                 self._leave(128 + self._signal)
