@@ -20,7 +20,7 @@ from planner.executor import check_equivalence
 from planner.model.load import load_model
 from planner.profile import layer_digests
 
-_EVERY_S = 0.1
+_EVERY_S = 0.5
 
 
 def main() -> None:
