@@ -8,8 +8,8 @@ from planner.api.headroom import headroom_of
 from planner.api.options.solving import SolverOptions
 from planner.api.reading import calibration_of, cuts_of, links_of
 from planner.api.texts import Numbers, Sizes
-from planner.core.cost.calibration import calibrated_executor
 from planner.core.errors import UsageError
+from planner.core.judge.calibration import calibrated_executor
 from planner.core.schedule import GIVEN, GPIPE, SCHEDULE_CHOICES, schedules_for
 from planner.core.values.calibration import Calibration
 from planner.core.values.cluster import ExecutorCost, Link

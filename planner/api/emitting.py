@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from planner.api import texts
 from planner.api.keywords import on_plan
 from planner.api.options.emitting import EmitOptions
+from planner.api.question import calibrated_options, solve_options
 from planner.api.reading import ReadProfile, fresh_verdict, plan_of, profile_for
 from planner.api.texts import File
 from planner.core.errors import InfeasibleError, UsageError
@@ -70,6 +71,8 @@ def written(
         smaller=fresh[1:],
         launch=options.launch,
         nodes=nodes,
+        # A run of a JAX program has no times of stages to calibrate with: the whole question is repeated.
+        again=solve_options if options.engine == "jax" else calibrated_options,
     )
     try:
         return write()

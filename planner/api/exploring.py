@@ -7,9 +7,9 @@ from typing import Final
 from planner import files
 from planner.api.keywords import on_plan
 from planner.api.options.exploring import ExploreOptions
+from planner.api.question import solve_options
 from planner.api.reading import NOWHERE, fresh_verdict, path_of, plan_of, profile_for
 from planner.api.texts import File
-from planner.core.judge.question import solve_options
 from planner.core.values.plan import Plan
 from planner.core.values.profile import Profile
 

@@ -1,6 +1,6 @@
 """`profile --from-formula`: a profile of a model that is not there yet, for a device that need not be there either.
 
-No torch is imported. The formulas are in `planner.core.cost.transformer`.
+No torch is imported. The formulas are in `planner.profile.transformer`.
 """
 
 from dataclasses import fields
@@ -9,13 +9,13 @@ from typing import Any, Final
 from planner.api import texts
 from planner.api.option import keywords_of
 from planner.api.options.profiling import FormulaOptions, ProfileOptions
-from planner.core.cost.transformer import Pace, Transformer, Widths, transformer_profile
 from planner.core.errors import UsageError
 from planner.core.values.devices import ASSUMED_RESERVE_BYTES, accelerator
 from planner.core.values.limits import LARGEST
 from planner.core.values.precision import Precision
 from planner.core.values.profile import Device, Profile
 from planner.core.values.rates import Rates, rates_of
+from planner.profile.transformer import Pace, Transformer, Widths, transformer_profile
 
 FORMULAS: Final = ("transformer",)
 

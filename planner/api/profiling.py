@@ -12,9 +12,9 @@ from planner.api.keywords import on_model
 from planner.api.options.profiling import ProfileOptions
 from planner.api.reading import calibration_of, path_of
 from planner.api.texts import File
-from planner.core.cost.calibration import calibrated_executor
 from planner.core.errors import UsageError
 from planner.core.extras import check_installed
+from planner.core.judge.calibration import calibrated_executor
 from planner.core.values.calibration import Calibration
 from planner.core.values.cluster import ExecutorCost
 from planner.core.values.devices import TORCH_KINDS

@@ -10,12 +10,13 @@ from planner import files
 from planner.api import texts
 from planner.api.keywords import on_plan
 from planner.api.options.verifying import VerifyOptions
+from planner.api.question import calibrated_options
 from planner.api.reading import NOWHERE, ReadProfile, fresh_verdict, path_of, plan_of, profile_for
 from planner.api.texts import File
 from planner.core.errors import MeasurementError, ModelError, UsageError
 from planner.core.extras import check_installed
-from planner.core.judge.question import calibrated_options, solve_again
 from planner.core.judge.verification import Tolerance, Verification, other_samples, verification_of
+from planner.core.values.balance import solve_again
 from planner.core.values.devices import training_kind
 from planner.core.values.plan import Plan
 from planner.core.values.precision import precision_of

@@ -4,9 +4,9 @@ from planner.core.cost.costs import costs_at
 from planner.core.cost.evaluate import Partition, timeline
 from planner.core.cost.planning import cluster_of
 from planner.core.cost.simulate import Event
-from planner.core.cost.step import Step, step_of
 from planner.core.values.plan import Plan
 from planner.core.values.profile import Profile
+from planner.show.step import Step, step_of
 
 
 def events_of(plan: Plan, profile: Profile) -> tuple[Event, ...]:

@@ -18,7 +18,7 @@ from planner.emit.jax_program import JAX_SCRIPT, emit_jax
 from planner.emit.launch import LAUNCHERS, check_launcher, job_of
 from planner.emit.layout import EngineFile, Layout
 from planner.emit.megatron import emit_megatron
-from planner.emit.native import Places, emit_native
+from planner.emit.native import AskAgain, Places, emit_native, no_options
 from planner.emit.schedule_csv import emit_schedule_csv
 from planner.emit.signature import refuse_other
 from planner.emit.split_spec import emit_split_spec
@@ -76,13 +76,15 @@ def write_emitted(
     smaller: Sequence[Plan] = (),
     launch: str | None = None,
     nodes: Nodes | None = None,
+    again: AskAgain = no_options,
     compiled: str = "",
 ) -> Written:
     """Write what runs `plan` in `engine` to `folder`.
 
     No file of `places` is overwritten, nor the model's, and none that was edited but with `force`. For the bundled
     executor there may be plans for fewer processes, which are made from the same profile (`smaller`), and a file that
-    starts the script where `launch` says, on `nodes`. `compiled` is what a TPU's compiler says of a program that fits.
+    starts the script where `launch` says, on `nodes`. `again` is as for `emit_native`; `compiled` is what a TPU's
+    compiler says of a program that fits.
 
     Raises:
         InfeasibleError: A JAX program would need more than the cap, as predicted, and nothing was compiled.
@@ -102,13 +104,13 @@ def write_emitted(
     _check_apart((JAX_SCRIPT if engine == "jax" else "train.py", "balance.yaml"), read, folder)
     if engine == "jax":
         emitted = emit_jax(
-            plan, profile, folder=folder, profile_folder=profile_folder, places=places, compiled=compiled
+            plan, profile, folder=folder, profile_folder=profile_folder, places=places, again=again, compiled=compiled
         )
         notes: tuple[str, ...] = (emitted.note,)
         use = f"python {Path(folder, JAX_SCRIPT)}"
     else:
         emitted = emit_native(
-            plan, profile, folder=folder, profile_folder=profile_folder, smaller=smaller, places=places
+            plan, profile, folder=folder, profile_folder=profile_folder, smaller=smaller, places=places, again=again
         )
         script = Path(folder, emitted.name)
         notes, use = _skipped_devices(plan), launch_line(plan.num_devices * plan.replicas, str(script))

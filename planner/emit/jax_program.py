@@ -5,7 +5,6 @@ itself (`planner.core.cost.one_program`); a plan that no longer fits then is ref
 """
 
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -13,13 +12,12 @@ from planner.core.cost.costs import costs_at
 from planner.core.cost.evaluate import Partition
 from planner.core.cost.one_program import program_memory
 from planner.core.errors import InfeasibleError, UsageError
-from planner.core.judge.question import solve_options
 from planner.core.values.devices import tpu_called
 from planner.core.values.plan import Plan, StageMemory
 from planner.core.values.profile import Profile
 from planner.core.values.units import bytes_option, format_bytes
 from planner.emit.layout import Layout
-from planner.emit.native import Emitted, Places, emit_with, planned_of
+from planner.emit.native import AskAgain, Emitted, Places, emit_with, no_options, planned_of
 from planner.files import relocated
 
 JAX_SCRIPT: Final = "train_jax.py"
@@ -32,6 +30,7 @@ def emit_jax(
     folder: str,
     profile_folder: str,
     places: Places,
+    again: AskAgain = no_options,
     compiled: str = "",
 ) -> Emitted:
     """The balance configuration and the training script; arguments as for `emit_native`.
@@ -56,12 +55,11 @@ def emit_jax(
         relocated(profile.model.source, profile_folder, folder),
         template="jax_template.py.txt",
         script=Path(folder, JAX_SCRIPT),
-        # A run of such a program has no times of stages to calibrate by: the whole question is asked again.
         planned=planned_of(
             profile,
             plan,
             places.plan,
-            again=partial(solve_options, device=profile.device),
+            again=again,
             profile_path=places.profile,
             folder=folder,
         ),

@@ -10,12 +10,11 @@ from pathlib import Path
 from planner import __version__
 from planner.core.cost.planning import GENERATOR
 from planner.core.errors import UsageError
-from planner.core.judge.question import calibrated_options
 from planner.core.values.balance import Balance, Planned, StageBalance, beside, launch_line
 from planner.core.values.devices import training_kind
 from planner.core.values.plan import Inputs, Plan, Stage
 from planner.core.values.precision import precision_of
-from planner.core.values.profile import Profile
+from planner.core.values.profile import Device, Profile
 from planner.core.values.units import counted, format_bytes, format_speed, format_us
 from planner.emit.layout import EngineFile, Layout
 from planner.emit.signature import is_edited, refuse_edited, runs_balance, signed
@@ -24,6 +23,15 @@ from planner.files import digest_of, dump, reference_path, relocated, write_text
 _HEADER = """\
 Which stage runs which layers: written by `gpipe-plan emit`.
 Edit the plan and emit again rather than editing here; train.py refuses a model whose layers are not these."""
+
+
+AskAgain = Callable[[Inputs, Device], tuple[str, ...]]
+"""Returns the options of `solve` that ask the question of a plan again."""
+
+
+def no_options(_inputs: Inputs, _device: Device) -> tuple[str, ...]:
+    """Return no options: the emitted files name no command that plans again."""
+    return ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,12 +101,13 @@ def emit_native(
     profile_folder: str,
     smaller: Sequence[Plan] = (),
     places: Places = Places(),
+    again: AskAgain = no_options,
 ) -> Emitted:
     """The balance configuration and the training script of `plan`, which was made from `profile`.
 
     `folder` is where the files will stand, `profile_folder` where the profile stands, which the model's path in it is
     relative to. Of the plans in `smaller` the script takes the one that is for as many processes as were started.
-    `places` is what a run names that was not as planned.
+    `places` and the options that `again` returns are what a run names that was not as planned.
 
     Raises:
         UsageError: A plan does not cut the profile's chain, or the profile names no model to train; or one of `smaller`
@@ -107,7 +116,6 @@ def emit_native(
     layout = Layout.of(plan, profile)
     source = relocated(profile.model.source, profile_folder, folder)
     check_source(profile)
-    again = partial(calibrated_options, device=profile.device)
     planned = partial(planned_of, profile, again=again, profile_path=places.profile, folder=folder)
     where = places.smaller or ("-",) * len(smaller)
     balances = (
@@ -199,7 +207,7 @@ def planned_of(
     plan: Plan,
     path: str,
     *,
-    again: Callable[[Inputs], tuple[str, ...]],
+    again: AskAgain,
     profile_path: str,
     folder: str,
 ) -> Planned:
@@ -210,7 +218,7 @@ def planned_of(
         step_us=plan.predicted.step_us,
         reserve_bytes=plan.inputs.reserve_bytes,
         device="" if training_kind(profile.device.kind) == profile.device.kind else profile.device.kind,
-        solve=again(plan.inputs),
+        solve=again(plan.inputs, profile.device),
         # What came from standard input may be anywhere: the usual name says what is meant.
         **{name: at for name, at in where.items() if at != "-"},
     )

@@ -15,8 +15,7 @@ import torch
 import torch.distributed as dist
 
 from planner.core.errors import UsageError
-from planner.core.judge.question import solve_again
-from planner.core.values.balance import Balance, Planned
+from planner.core.values.balance import Balance, Planned, solve_again
 from planner.core.values.devices import TORCH_KINDS
 from planner.core.values.run_report import RunReport
 from planner.core.values.units import format_bytes, format_speed, format_us, parse_us

@@ -1,11 +1,15 @@
-"""The profiler: a chain of layers to what each costs in time and memory."""
+"""The profiler: a chain of layers to what each costs in time and memory.
+
+Names are imported when they are first used: all but the formulas (`planner.profile.transformer`) need torch.
+"""
 
 import sys
+from typing import TYPE_CHECKING, Any
 
-from planner import Verb
+from planner import Verb, imported_when_asked
 from planner.core.extras import importing
 
-with importing("train"):
+if TYPE_CHECKING:
     from planner.profile.profiler import InterruptedProfileError, check_optimizer_of, profile_model
     from planner.profile.structure import ModelChange, model_changes
     from planner.profile.task import ProfileOptions
@@ -20,5 +24,21 @@ __all__ = [
     "model_changes",
     "profile_model",
 ]
+
+_imported = imported_when_asked(
+    __name__,
+    {
+        **dict.fromkeys(("InterruptedProfileError", "check_optimizer_of", "profile_model"), "profiler"),
+        **dict.fromkeys(("ModelChange", "model_changes"), "structure"),
+        "ProfileOptions": "task",
+        "layer_digests": "units",
+    },
+)
+
+
+def __getattr__(name: str) -> Any:
+    with importing("train"):
+        return _imported(name)
+
 
 sys.modules[__name__].__class__ = Verb

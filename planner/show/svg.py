@@ -10,8 +10,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from string import Template
 
-from planner.core.cost.step import Span, Step
 from planner.show.markup import element, number, safe
+from planner.show.step import Span, Step
 from planner.show.views.numbers import percent, place_word, time_ticks
 from planner.show.views.spans import (
     BUBBLE_WORDS,

@@ -6,8 +6,8 @@ A run's trace (`train.py --trace`) has the same rows.
 from collections.abc import Iterator
 from dataclasses import replace
 
-from planner.core.cost.step import Span, Step
 from planner.files.trace import TRACE_THREADS, TraceLevel, TraceSlice, trace_text
+from planner.show.step import Span, Step
 from planner.show.views.numbers import place_word
 from planner.show.views.spans import number_of
 

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from statistics import median
 from typing import Final
 
-from planner.core.cost.calibration import timed_steps_us
+from planner.core.judge.calibration import timed_steps_us
 from planner.core.judge.verification import (
     DEFAULT_TOLERANCE,
     Compared,

@@ -6,9 +6,9 @@ from math import isclose
 from statistics import median
 from typing import Final, Literal
 
-from planner.core.cost.calibration import calibration_of, peak_bytes_of, stage_runs, timed_steps_us
 from planner.core.cost.costs import costs_at
 from planner.core.errors import MeasurementError
+from planner.core.judge.calibration import calibration_of, peak_bytes_of, stage_runs, timed_steps_us
 from planner.core.judge.certainty import SLACK_BYTES
 from planner.core.values.calibration import Calibration
 from planner.core.values.plan import Plan

@@ -1,5 +1,7 @@
 """The balance configuration: what the executor needs of a plan. These are the values behind `balance.yaml`."""
 
+import shlex
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import PurePath
 from typing import Final, Literal
@@ -128,3 +130,26 @@ def launch_line(num_processes: int, script: str, *, nodes: int = 1) -> str:
         return f"torchrun --nproc-per-node {num_processes} {script}"
     several = f"torchrun --nnodes {nodes} --nproc-per-node {num_processes // nodes}"
     return f"{several} --rdzv-backend c10d --rdzv-endpoint HOST:29400 {script}"
+
+
+def as_typed(options: Iterable[str]) -> str:
+    """Return options as a shell takes them; values may come from a file, so they are quoted."""
+    words = (option.partition(" ") for option in options)
+    return " ".join(shlex.join(filter(None, (name, value))) for name, _, value in words)
+
+
+def solve_again(
+    profile: str, options: Iterable[str], *, calibration: str | None = None, plan: str = "plan.yaml"
+) -> str:
+    """Return the command that makes a plan anew, at the same place.
+
+    Args:
+        profile: Path of the profile.
+        options: Of `solve`, as `Planned.solve` has them.
+        calibration: Path of a calibration to plan with, if any.
+        plan: Path of the plan.
+    """
+    words = ["gpipe-plan solve", shlex.quote(profile), as_typed(options)]
+    places = {"--calibration": calibration, "-o": None if plan == "plan.yaml" else plan}
+    words += [f"{name} {shlex.quote(place)}" for name, place in places.items() if place is not None]
+    return " ".join(filter(None, words))

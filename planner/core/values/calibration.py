@@ -1,6 +1,6 @@
 """What a run of a plan measured of a machine, to predict with: the values behind `calibration.yaml`.
 
-`docs/file-formats.md` describes every field; `planner.core.cost.calibration` makes such a value of a run.
+`docs/file-formats.md` describes every field; `planner.core.judge.calibration` makes such a value of a run.
 """
 
 from dataclasses import dataclass, field

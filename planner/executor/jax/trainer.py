@@ -20,8 +20,7 @@ from planner.bridge.compiling import OutOfMemoryError
 from planner.bridge.programs import compiled
 from planner.bridge.training_step import UPDATES, State, TrainingStep, Update
 from planner.core.errors import ExitCode, UsageError
-from planner.core.judge.question import solve_again
-from planner.core.values.balance import Planned
+from planner.core.values.balance import Planned, solve_again
 from planner.core.values.devices import accelerator
 from planner.core.values.profile import Device
 from planner.core.values.units import format_bytes

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 from math import isfinite
 
-from planner.core.cost.calibration import timed_steps_us
+from planner.core.judge.calibration import timed_steps_us
 from planner.core.judge.verification import Compared, Quantity, compared_of
 from planner.core.values.plan import Plan
 from planner.core.values.printable import printable

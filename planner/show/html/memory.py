@@ -3,11 +3,11 @@
 from collections.abc import Sequence
 from itertools import pairwise
 
-from planner.core.cost.step import Step
 from planner.core.values.plan import Plan
 from planner.core.values.units import format_bytes, format_us
 from planner.show.html.parts import Section, bar, legend, note, scroll
 from planner.show.markup import element, number
+from planner.show.step import Step
 from planner.show.views.held import held_bytes
 from planner.show.views.memory import DeviceMemory, device_memory, fullest, kind_words, kinds_there
 from planner.show.views.numbers import place_word

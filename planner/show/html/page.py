@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from string import Template
 
 from planner import __version__
-from planner.core.cost.step import Step
 from planner.core.judge.certainty import Certainty, certainty_of
 from planner.core.values.plan import Plan
 from planner.core.values.profile import Profile
@@ -19,6 +18,7 @@ from planner.show.html.parts import Section, definitions, scroll, section_markup
 from planner.show.html.schedules import schedules_section
 from planner.show.html.timeline import timeline_data, timeline_section
 from planner.show.markup import element, safe
+from planner.show.step import Step
 from planner.show.views.certainty import peak_words, rate_words, step_words, why
 from planner.show.views.measured import pipeline_words
 from planner.show.views.memory import device_memory, fullest

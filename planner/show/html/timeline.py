@@ -2,13 +2,13 @@
 
 import json
 
-from planner.core.cost.step import Span, Step
 from planner.core.schedule import schedule_of
 from planner.core.values.plan import Plan
 from planner.core.values.printable import printable
 from planner.core.values.units import format_us
 from planner.show.html.parts import Section, legend, note
 from planner.show.markup import element
+from planner.show.step import Span, Step
 from planner.show.svg import has_lanes, legend_kinds, timeline_svg
 from planner.show.views.numbers import layer_range, percent, place_word
 from planner.show.views.spans import BUBBLE_WORDS, BY_LABEL, REDONE, bubbles_of, redone_look

@@ -3,9 +3,9 @@
 from rich.console import RenderableType
 from rich.text import Text
 
-from planner.core.cost.step import Step
 from planner.core.values.plan import Plan
 from planner.core.values.units import format_bytes
+from planner.show.step import Step
 from planner.show.terminal.rendering import heading
 from planner.show.terminal.style import Style
 from planner.show.terminal.timeline import BUBBLE_COLUMNS

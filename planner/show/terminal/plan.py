@@ -6,11 +6,11 @@ from rich.console import RenderableType
 from rich.text import Text
 
 from planner.core.cost.simulate import Event
-from planner.core.cost.step import Step
 from planner.core.judge.certainty import Certainty
 from planner.core.schedule import schedule_of
 from planner.core.values.plan import Insight, Noise, Plan, WhatIf
 from planner.core.values.units import counted, format_bytes, format_us
+from planner.show.step import Step
 from planner.show.terminal.frontier import frontier_parts, schedules_parts
 from planner.show.terminal.grids import facts
 from planner.show.terminal.held import held_parts

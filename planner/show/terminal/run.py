@@ -11,7 +11,7 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from planner.core.cost.calibration import timed_steps_us
+from planner.core.judge.calibration import timed_steps_us
 from planner.core.judge.verification import Compared, Quantity, Verification, compared_of
 from planner.core.values.plan import Plan
 from planner.core.values.run_report import RunReport

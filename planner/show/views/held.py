@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 from math import ceil
 
-from planner.core.cost.step import Level, Step
+from planner.show.step import Level, Step
 
 
 def held_bytes(step: Step, *, columns: int, end_us: float) -> list[list[int]]:

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from operator import attrgetter
 
-from planner.core.cost.calibration import stage_runs
+from planner.core.judge.calibration import stage_runs
 from planner.core.judge.verification import Compared, Quantity, lack_of_cores
 from planner.core.values.plan import Plan
 from planner.core.values.run_report import RunReport, StageRun

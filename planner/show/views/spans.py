@@ -7,8 +7,8 @@ transfers, `o` for the optimizer, `again` for recomputation, which is drawn over
 from collections.abc import Iterable, Mapping
 from typing import Final
 
-from planner.core.cost.step import Span, Step
 from planner.core.schedule.kinds import KINDS, Kind
+from planner.show.step import Span, Step
 
 BY_LABEL: Final[Mapping[str, Kind]] = {kind.label: kind for kind in KINDS.values()}
 """The kinds that devices compute, by what spans call them."""

@@ -6,10 +6,10 @@ import pytest
 
 from planner.api.asked import request_of
 from planner.api.options.solving import SolverOptions
-from planner.core.cost.calibration import calibration_of
 from planner.core.cost.costs import costs_at
 from planner.core.cost.planning import cluster_of
 from planner.core.errors import MeasurementError, UsageError
+from planner.core.judge.calibration import calibration_of
 from planner.core.judge.verification import Tolerance, verification_of
 from planner.core.values.cluster import Link
 from planner.core.values.plan import ProfileReference

@@ -2,12 +2,14 @@
 
 import ast
 from dataclasses import replace
+from functools import partial
 from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Literal
 
 import pytest
 
+from planner.api.question import calibrated_options
 from planner.core.errors import UsageError
 from planner.core.values.balance import Planned
 from planner.core.values.plan import Inputs, Plan, ProfileReference
@@ -289,7 +291,8 @@ def test_what_a_run_is_held_against_stands_beside_the_cuts() -> None:
     profile = profile_of()
     plan, smaller = plan_of(profile, (2, 4, 6)), plan_of(profile, (5, 7))
     places = Places(plan="plans/three.yaml", profile="data/profile.yaml", smaller=("two.yaml",))
-    emitted = emit_native(plan, profile, folder="out", profile_folder="data", smaller=(smaller,), places=places)
+    write = partial(emit_native, plan, profile, folder="out", again=calibrated_options)
+    emitted = write(profile_folder="data", smaller=(smaller,), places=places)
     expected = {"profile": "../data/profile.yaml", "reserve_bytes": 0}
     assert [balance.planned for balance in emitted.plans] == [
         Planned(
@@ -300,5 +303,5 @@ def test_what_a_run_is_held_against_stands_beside_the_cuts() -> None:
         )
         for each, path, count in ((plan, "plans/three.yaml", 3), (smaller, "two.yaml", 2))
     ]
-    piped = emit_native(plan, profile, folder="out", profile_folder=".", places=Places(plan="-", profile="-"))
+    piped = write(profile_folder=".", places=Places(plan="-", profile="-"))
     assert piped.plans[0].planned == replace(emitted.plans[0].planned, plan="plan.yaml", profile="profile.yaml")

@@ -8,7 +8,6 @@ from planner.core.cost.costs import costs_at
 from planner.core.cost.evaluate import Partition, timeline
 from planner.core.cost.planning import build_plan, cluster_of
 from planner.core.cost.simulate import Event, StageTimes, simulate
-from planner.core.cost.step import Step, step_of
 from planner.core.judge.certainty import certainty_of
 from planner.core.judge.verdict import Verdict, judge
 from planner.core.judge.verification import Tolerance, Verification, verification_of
@@ -30,6 +29,7 @@ from planner.core.values.plan import (
 )
 from planner.core.values.profile import Device, Environment, LayerProfile, Model, Profile
 from planner.core.values.run_report import RunReport, StageRun
+from planner.show.step import Step, step_of
 from planner.show.terminal.memory import memory_parts
 from planner.show.terminal.plan import plan_text
 from planner.show.terminal.profile import profile_text

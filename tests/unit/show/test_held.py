@@ -4,8 +4,8 @@ import re
 
 import pytest
 
-from planner.core.cost.step import Level, Step
 from planner.show.html import plan_html
+from planner.show.step import Level, Step
 from planner.show.views.held import held_bytes
 from tests.unit.show.samples import MIB, in_a_v, interleaved, plan, profile, step_of_sample, style, whole_plan_text
 

@@ -10,10 +10,10 @@ import pytest
 from planner.core.cost.costs import costs_at
 from planner.core.cost.evaluate import Partition
 from planner.core.cost.planning import cluster_of
-from planner.core.cost.step import step_of
 from planner.core.schedule import KINDS as COMPUTED
 from planner.core.values.plan import SolverReport
 from planner.show.html import plan_html, profile_html, run_html
+from planner.show.step import step_of
 from planner.show.terminal.run import comparison_text
 from planner.show.views.memory import KINDS
 from tests.unit.show.samples import MIB, explained, interleaved, plan, profile, report, step_of_sample, style, unlike

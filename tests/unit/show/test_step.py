@@ -8,8 +8,8 @@ import pytest
 from planner.core.cost.costs import costs_at
 from planner.core.cost.evaluate import Partition, stages_of
 from planner.core.cost.planning import cluster_of
-from planner.core.cost.step import step_of
 from planner.core.values.cluster import Link
+from planner.show.step import step_of
 from tests.support.chains import random_profile
 from tests.unit.show.samples import interleaved, plan, profile, step_of_sample, unlike
 

@@ -8,7 +8,8 @@ import pytest
 
 from planner.api.asked import request_of
 from planner.api.options.solving import SolverOptions
-from planner.core.judge.question import as_typed, calibrated_options, solve_again, solve_options
+from planner.api.question import calibrated_options, solve_options
+from planner.core.values.balance import as_typed, solve_again
 from planner.core.values.cluster import ExecutorCost, Link
 from planner.core.values.plan import ProfileReference
 from tests.support.chains import random_profile

@@ -1,7 +1,6 @@
 """The question behind a plan, as the options of `solve` that ask it again."""
 
-import shlex
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 from math import ceil
 from typing import Final
 
@@ -59,33 +58,10 @@ def solve_options(inputs: Inputs, device: Device, *, without: Collection[str] = 
 
 
 def calibrated_options(inputs: Inputs, device: Device) -> tuple[str, ...]:
-    """The options that ask the question again of a machine of which a run has told, beside `--calibration`."""
+    """Return the options that ask the question again, without those that `--calibration` replaces."""
     # Where links differ between nodes a calibration leaves them as they are: see `calibration_of`.
     without = _CALIBRATED if inputs.inter_link is not None else _CALIBRATED | {"--link"}
     return solve_options(inputs, device, without=without)
-
-
-def as_typed(options: Iterable[str]) -> str:
-    """Options as a shell takes them, whatever their values hold: they may come from a file."""
-    words = (option.partition(" ") for option in options)
-    return " ".join(shlex.join(filter(None, (name, value))) for name, _, value in words)
-
-
-def solve_again(
-    profile: str, options: Iterable[str], *, calibration: str | None = None, plan: str = "plan.yaml"
-) -> str:
-    """The command that makes a plan anew, at the same place.
-
-    Args:
-        profile: Where the profile stands.
-        options: As `solve_options` has them, with a calibration `calibrated_options`.
-        calibration: Where what a run told of the machine stands, if anywhere.
-        plan: Where the plan stands.
-    """
-    words = ["gpipe-plan solve", shlex.quote(profile), as_typed(options)]
-    places = {"--calibration": calibration, "-o": None if plan == "plan.yaml" else plan}
-    words += [f"{name} {shlex.quote(place)}" for name, place in places.items() if place is not None]
-    return " ".join(filter(None, words))
 
 
 def _caps(memory_bytes: tuple[int, ...]) -> str:

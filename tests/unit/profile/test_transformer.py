@@ -6,9 +6,9 @@ import pytest
 
 from planner.core.cost.costs import CostTable, costs_at
 from planner.core.cost.evaluate import Partition, stages_of
-from planner.core.cost.transformer import Pace, Transformer, Widths, transformer_profile
 from planner.core.values.cluster import Cluster
 from planner.core.values.profile import Device, Profile
+from planner.profile.transformer import Pace, Transformer, Widths, transformer_profile
 
 GPT3 = {"layers": 96, "hidden": 12_288, "heads": 96, "sequence": 2048, "vocabulary": 51_200, "feed_forward": 49_152}
 FP16 = Widths(activation=2, parameter=2, gradient=2, optimizer=12)
