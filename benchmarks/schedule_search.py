@@ -30,7 +30,7 @@ from planner.core.values.profile import Device, LayerProfile, Profile
 from planner.device.machine import cpu_name
 from planner.solve import Request, solve
 from planner.solve.cases import cases_of
-from planner.solve.many import Many
+from planner.solve.space.partitions import Many
 
 _ROWS = 256
 

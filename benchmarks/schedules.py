@@ -26,8 +26,8 @@ from planner.core.values.plan import Inputs, Plan
 from planner.core.values.profile import Device, LayerProfile, Profile
 from planner.device.machine import cpu_name
 from planner.solve import Request, solve
-from planner.solve.list_scheduling import OrderProblem, StageRoom
-from planner.solve.order_search import Orders, least_period_us
+from planner.solve.orders.list_scheduling import OrderProblem, StageRoom
+from planner.solve.orders.order_search import Orders, least_period_us
 
 # K, M; F, I, W, T in ms; M_W / M_B; 1F1B, ZB-H1, ZB-H2, ZB-1p, ZB-2p.
 _PUBLISHED: Sequence[tuple[tuple[int, int], tuple[float, ...], float, tuple[float, ...]]] = (

@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING
 from planner import Verb, imported_when_asked
 
 if TYPE_CHECKING:
-    from planner.solve.certificate import certified
-    from planner.solve.faster import MOST_HINT_S, faster_schedule
-    from planner.solve.insight import frontier_of, insight_of
-    from planner.solve.remedy import what_would_fit
+    from planner.solve.questions.certificate import certified
+    from planner.solve.questions.faster import MOST_HINT_S, faster_schedule
+    from planner.solve.questions.insight import frontier_of, insight_of
+    from planner.solve.questions.remedy import what_would_fit
+    from planner.solve.questions.sweep import sweep_of
+    from planner.solve.questions.trade_off import trade_off_of
     from planner.solve.request import Request, Solver
     from planner.solve.search import solve
-    from planner.solve.sweep import sweep_of
-    from planner.solve.trade_off import trade_off_of
 
 __all__ = [
     "MOST_HINT_S",
@@ -36,17 +36,17 @@ __all__ = [
 __getattr__ = imported_when_asked(
     __name__,
     {
-        "MOST_HINT_S": "faster",
+        "MOST_HINT_S": "questions.faster",
         "Request": "request",
         "Solver": "request",
-        "certified": "certificate",
-        "faster_schedule": "faster",
-        "frontier_of": "insight",
-        "insight_of": "insight",
+        "certified": "questions.certificate",
+        "faster_schedule": "questions.faster",
+        "frontier_of": "questions.insight",
+        "insight_of": "questions.insight",
         "solve": "search",
-        "sweep_of": "sweep",
-        "trade_off_of": "trade_off",
-        "what_would_fit": "remedy",
+        "sweep_of": "questions.sweep",
+        "trade_off_of": "questions.trade_off",
+        "what_would_fit": "questions.remedy",
     },
 )
 

@@ -3,7 +3,7 @@
 from typing import NamedTuple
 
 from planner.core.cost.evaluate import Partition
-from planner.solve.case import Case
+from planner.solve.space.case import Case
 
 
 class Answer(NamedTuple):

@@ -10,9 +10,9 @@ from planner.core.errors import UsageError
 from planner.core.schedule import Listed, Schedule
 from planner.core.values.limits import MOST_ACTIONS, MOST_MICRO_BATCHES, short
 from planner.core.values.profile import Profile
-from planner.solve.case import Case, Rules, positions
 from planner.solve.replicas import replica_counts
 from planner.solve.request import Request
+from planner.solve.space.case import Case, Rules, positions
 
 MOST_CHUNKS: Final = 4
 """Chunks per device that are tried where the solver may choose; more of them seldom pay for their boundaries."""

@@ -11,10 +11,10 @@ from planner.core.schedule import GPIPE, ONE_FORWARD_ONE_BACKWARD, SPLITTING, Sc
 from planner.core.values.plan import Inputs
 from planner.core.values.profile import Profile
 from planner.core.values.units import bytes_option, counted, format_bytes
-from planner.solve.arrays import FloatArray
-from planner.solve.case import Case
 from planner.solve.least_memory import over_bytes_found
-from planner.solve.tables import width_for, windows_before
+from planner.solve.space.arrays import FloatArray
+from planner.solve.space.case import Case
+from planner.solve.space.tables import width_for, windows_before
 
 _MOST_DEVICES = 1024
 """Beyond this, "more devices" is no advice."""

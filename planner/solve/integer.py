@@ -33,12 +33,12 @@ from planner.core.cost.evaluate import step_us
 from planner.core.errors import SolverError
 from planner.core.extras import check_installed, importing
 from planner.solve.answer import Answer
-from planner.solve.arrays import BoolArray, FloatArray
-from planner.solve.case import Case
 from planner.solve.deadline import NEVER, Deadline, OutOfTimeError
-from planner.solve.problem import Stages
 from planner.solve.quiet import without_output
-from planner.solve.tables import width_for
+from planner.solve.space.arrays import BoolArray, FloatArray
+from planner.solve.space.case import Case
+from planner.solve.space.problem import Stages
+from planner.solve.space.tables import width_for
 
 _METHOD: Final = "integer-programming"
 _EQUAL: Final = 1e-6

@@ -9,10 +9,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from planner.solve.arrays import FloatArray, IntArray
-from planner.solve.case import Case
-from planner.solve.many import Many, moved
-from planner.solve.tables import allowed_choices
+from planner.solve.space.arrays import FloatArray, IntArray
+from planner.solve.space.case import Case
+from planner.solve.space.partitions import Many, moved
+from planner.solve.space.tables import allowed_choices
 
 _MOST_ACTIONS = 20_000
 """Of a step; beyond it nothing is looked for: advice may not take longer than the answer."""

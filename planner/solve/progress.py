@@ -6,10 +6,10 @@ from math import inf
 import numpy as np
 
 from planner.core.cost.evaluate import Partition
-from planner.solve.arrays import BoolArray, FloatArray, IntArray
-from planner.solve.case import Case
 from planner.solve.deadline import Deadline
-from planner.solve.many import Many
+from planner.solve.space.arrays import BoolArray, FloatArray, IntArray
+from planner.solve.space.case import Case
+from planner.solve.space.partitions import Many
 
 SAME = 1e-12
 """Times closer than this are equal: they differ by rounding."""

@@ -16,13 +16,13 @@ from planner.core.values.plan import Inputs, Plan, Recompute, ScheduleName, Solv
 from planner.core.values.profile import Profile
 from planner.core.values.units import counted
 from planner.solve.answer import Answer
-from planner.solve.case import Case
 from planner.solve.cases import MOST_CHUNKS, cases_of, micro_batch_counts
+from planner.solve.chain.gpipe import DYNAMIC_PROGRAMME, gpipe_answer, tie_broken
 from planner.solve.deadline import Deadline, OutOfTimeError
-from planner.solve.gpipe import DYNAMIC_PROGRAMME, gpipe_answer, tie_broken
 from planner.solve.halves import check_halves
 from planner.solve.replicas import check_replicas
 from planner.solve.request import Request
+from planner.solve.space.case import Case
 
 MOST_ACTIONS_OF_SEARCH: Final = 3_000_000
 """About ten seconds, for all cases where a schedule is to be searched."""
@@ -210,11 +210,11 @@ def _answer(
 
         return integer_answer(case, upper_us=upper_us, deadline=deadline)
     if request.inputs.any_order:
-        from planner.solve.any_order import any_order_answer  # noqa: PLC0415
+        from planner.solve.chain.any_order import any_order_answer  # noqa: PLC0415
 
         return any_order_answer(case, upper_us=upper_us, deadline=deadline)
     if case.schedule.has_closed_form and case.policy == "layers":
-        from planner.solve.layered import layered_answer  # noqa: PLC0415
+        from planner.solve.layers.gpipe import layered_answer  # noqa: PLC0415
 
         return layered_answer(case, upper_us=upper_us, deadline=deadline)
     if case.schedule.has_closed_form:

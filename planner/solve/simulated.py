@@ -16,13 +16,13 @@ from math import inf
 
 from planner.core.schedule import Schedule
 from planner.solve.answer import Answer
-from planner.solve.case import Case
-from planner.solve.cut_bound import is_solvable
+from planner.solve.chain.one_forward_one_backward import search_one_chunk
+from planner.solve.chunks.branch_and_bound import is_solvable
+from planner.solve.chunks.search import search_on, search_several_chunks
 from planner.solve.deadline import NEVER, Deadline, OutOfTimeError
-from planner.solve.joint import search_cuts_and_lists
-from planner.solve.one_chunk import search_one_chunk
+from planner.solve.orders.search import search_cuts_and_lists
 from planner.solve.progress import Effort, Progress
-from planner.solve.several_chunks import search_on, search_several_chunks
+from planner.solve.space.case import Case
 
 _METHOD = "simulated"
 
@@ -52,8 +52,8 @@ def simulated_answer(
     search = _search_under(case.schedule)
     if case.policy == "layers":
         # What a question does without is not imported.
-        from planner.solve.layered_chunks import never_over, search_chunks_by_layers  # noqa: PLC0415
-        from planner.solve.layered_one_chunk import search_one_chunk_by_layers  # noqa: PLC0415
+        from planner.solve.layers.one_chunk import search_one_chunk_by_layers  # noqa: PLC0415
+        from planner.solve.layers.search import never_over, search_chunks_by_layers  # noqa: PLC0415
 
         if by_stage is not None and never_over(progress):
             return by_stage._replace(actions=0)

@@ -40,7 +40,12 @@ UNUSED = {
     # What pydantic brings beside its core takes longer than the check itself.
     ("check",): (
         *(*FACES, "planner.show.gate", "planner.show.terminal.tables", "rich.table"),
-        *("planner.solve.simulated", "planner.solve.explain", "planner.solve.insight", "planner.solve.layer_times"),
+        *(
+            "planner.solve.simulated",
+            "planner.solve.explain",
+            "planner.solve.questions.insight",
+            "planner.solve.layers.exact_stages",
+        ),
         *("planner.api.options.solving", "planner.core.judge.difference", "planner.core.values.run_report"),
         *("planner.core.values.balance", "planner.core.values.links", "planner.core.values.partial"),
         *("pydantic.main", "numpy.random", "statistics"),

@@ -5,8 +5,9 @@ from dataclasses import replace
 import pytest
 
 from planner.core.errors import UsageError
-from planner.solve import Request, any_order, solve
-from planner.solve.any_order import _all_orders
+from planner.solve import Request, solve
+from planner.solve.chain import any_order
+from planner.solve.chain.any_order import _all_orders
 from tests.support.chains import random_profile
 from tests.support.profiles import inputs_of
 

@@ -13,9 +13,10 @@ from planner.cli.sweep import sweep as sweep_command
 from planner.core.errors import UsageError
 from planner.core.values.plan import DEFAULT_SCHEDULE, Plan, ProfileReference
 from planner.core.values.profile import Device, Profile
-from planner.solve import Request, faster_schedule, many, solve
+from planner.solve import Request, faster_schedule, solve
 from planner.solve.cases import cases_of
 from planner.solve.request import MOST_ACTIONS_OF_AUTO
+from planner.solve.space import partitions
 from tests.support.chains import random_profile
 from tests.support.profiles import inputs_of, profile_of
 
@@ -69,14 +70,14 @@ def test_it_is_never_slower_than_gpipe_and_its_bound_is_below_all(seed: int, act
 def test_its_effort_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Forty layers on sixteen devices in up to 128 micro-batches: so many actions are simulated and no more."""
     simulated = 0
-    real = many.makespans
+    real = partitions.makespans
 
     def counting(actions, **times):  # type: ignore[no-untyped-def]
         nonlocal simulated
         simulated += -(-len(times["forward_us"]) // 1024) * sum(map(len, actions))
         return real(actions, **times)
 
-    monkeypatch.setattr(many, "makespans", counting)
+    monkeypatch.setattr(partitions, "makespans", counting)
     profile = random_profile(1, 40)
     inputs = replace(inputs_of(16, 128, extrapolate=True), schedule="auto", chunks=0)
     solve(profile, Request(inputs=inputs, actions=100_000))

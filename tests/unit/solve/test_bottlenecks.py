@@ -7,14 +7,15 @@ import pytest
 
 from planner.core.values.cluster import Link
 from planner.core.values.plan import RecomputePolicy
-from planner.solve import Request, bottlenecks, chain_dp
-from planner.solve.bottlenecks import BottleneckSearch
-from planner.solve.case import Case
+from planner.solve import Request
 from planner.solve.cases import cases_of
-from planner.solve.chain_dp import LabelSearch
+from planner.solve.chain import bottlenecks, chain_dp
+from planner.solve.chain.bottlenecks import BottleneckSearch
+from planner.solve.chain.chain_dp import LabelSearch
+from planner.solve.chain.laws import GPipeLaw, TiedLaw
 from planner.solve.deadline import OutOfTimeError
-from planner.solve.laws import GPipeLaw, TiedLaw
-from planner.solve.problem import Bottlenecks
+from planner.solve.space.case import Case
+from planner.solve.space.problem import Bottlenecks
 from tests.support.chains import random_profile
 from tests.support.profiles import inputs_of
 

@@ -14,8 +14,8 @@ from planner.core.values.plan import Inputs, Plan, ScheduleName
 from planner.core.values.profile import Profile
 from planner.solve import Request, solve
 from planner.solve.cases import cases_of
-from planner.solve.chunk_layers import DevicesOfChunks
-from planner.solve.many import Many
+from planner.solve.layers.chunks_of_device import DevicesOfChunks
+from planner.solve.space.partitions import Many
 from tests.support.chains import heavy_chain, random_profile
 from tests.support.profiles import inputs_of
 

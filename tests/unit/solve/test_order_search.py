@@ -10,8 +10,8 @@ from planner.core.cost.simulate import StageTimes, period_us
 from planner.core.schedule import SCHEDULES, Action, Letter
 from planner.core.schedule.validity import check_lists
 from planner.core.values.placement import Placement, stages_on
-from planner.solve.list_scheduling import OrderProblem, StageRoom
-from planner.solve.order_search import Orders, least_period_us
+from planner.solve.orders.list_scheduling import OrderProblem, StageRoom
+from planner.solve.orders.order_search import Orders, least_period_us
 
 Rows = tuple[tuple[Action, ...], ...]
 

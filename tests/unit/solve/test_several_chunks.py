@@ -18,16 +18,16 @@ from planner.core.values.plan import Inputs, ScheduleName
 from planner.core.values.profile import Profile
 from planner.solve import Request, insight_of, simulated, solve
 from planner.solve.cases import cases_of
-from planner.solve.chunk_layers import DevicesOfChunks
-from planner.solve.cut_bound import BranchAndBound
-from planner.solve.cut_programme import CutProgramme
+from planner.solve.chunks.branch_and_bound import BranchAndBound
+from planner.solve.chunks.descent import moves
+from planner.solve.chunks.fitting import Fitting
+from planner.solve.chunks.linear_program import CutProgramme
+from planner.solve.chunks.search import all_cuts
 from planner.solve.deadline import NEVER, Deadline
-from planner.solve.descent import moves
-from planner.solve.fitting import Fitting
-from planner.solve.layer_search import LayerSearch
-from planner.solve.many import Many
+from planner.solve.layers.chunks_of_device import DevicesOfChunks
+from planner.solve.layers.layer_search import LayerSearch
 from planner.solve.progress import Effort, Progress
-from planner.solve.several_chunks import all_cuts
+from planner.solve.space.partitions import Many
 from tests.support.chains import chain, heavy_chain, layer, random_profile
 from tests.support.profiles import UNLIMITED, inputs_of
 
@@ -301,7 +301,7 @@ def test_what_noise_does_to_a_plan_is_not_searched_on(monkeypatch: pytest.Monkey
     assert plan.solver.status == "feasible"
     asked: list[Answer] = []
     monkeypatch.setattr(simulated, "searched_on", lambda answer, _: asked.append(answer) or answer)
-    monkeypatch.setattr("planner.solve.insight._DRAWS", 3)
+    monkeypatch.setattr("planner.solve.questions.insight._DRAWS", 3)
     insight = insight_of(profile, request, plan)
     assert len(asked) == len(insight.what_if) == 2
     assert insight.noise is not None

@@ -8,8 +8,8 @@ from planner.core.values.cluster import Link
 from planner.core.values.plan import RecomputePolicy
 from planner.solve import Request, solve
 from planner.solve.cases import cases_of
-from planner.solve.chain_dp import LabelSearch
-from planner.solve.laws import OneForwardOneBackwardLaw
+from planner.solve.chain.chain_dp import LabelSearch
+from planner.solve.chain.laws import OneForwardOneBackwardLaw
 from tests.support.brute_force import Space
 from tests.support.chains import chain, layer, random_profile
 from tests.support.profiles import inputs_of

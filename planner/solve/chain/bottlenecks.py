@@ -1,0 +1,171 @@
+"""The fastest partition of a chain under GPipe: branch and bound over its largest forward and backward times.
+
+Most of a step is (M-1) times the largest forward and as often the largest backward time of any stage or link. Labels
+that differ in these are what keeps the label programme busy, and what its bound on the layers in front knows least of.
+So the plane of the two is cut into boxes:
+
+    backward  |_______________________
+              |      |        |           each box: no stage beyond its upper corner, no plan below its lower one
+              |______|________|
+              |      |   |    |           T >= (M-1) f + (M-2) x + least sum of F + p + 2 C over stages of the box
+              |      |___|____|
+              |      |   |    |
+              +-----------------------    forward
+
+Within a box the sum is a shortest path, and labels hardly differ: if they soon become few enough, the label programme
+settles the box, else it is cut in two. The box with the smallest bound comes first, and nothing is faster than that.
+
+Complexity: O(K L W) for each box, with windows of W layers; a few dozen boxes for an optimum, fewer for a small gap.
+"""
+
+from heapq import heappop, heappush
+from typing import NamedTuple
+
+import numpy as np
+
+from planner.solve.chain.chain_dp import ChainCuts, LabelSearch, just_below
+from planner.solve.chain.laws import GPipeLaw
+from planner.solve.deadline import NEVER, Deadline
+from planner.solve.space.problem import NO_LIMIT, Bottlenecks, ChainProblem
+
+_SLACKS = (1.01, 1.05, 1.25, np.inf)
+"""A first plan is looked for within so much of the bound: it costs least where little is allowed."""
+
+_MOST_LABELS, _ENOUGH_LABELS = 400, 5000
+"""Labels of one stage count, and of all, beyond which a box is cut in two."""
+
+_GROWTH = 1.5
+"""A box half as large may have so many times more: where cutting does not help, labels have to."""
+
+_SMALLEST = 1e-9
+"""A box is not cut where its sides are so much of its times."""
+
+_ROUNDING = 1 + 1e-9
+
+
+class _Box(NamedTuple):
+    bound_us: float
+    """Below the step time of every plan of the box; the least comes first."""
+    number: int
+    least: Bottlenecks
+    """No plan of the box has smaller ones."""
+    most: Bottlenecks
+    depth: int
+    """How often it was cut."""
+    passes_us: float
+    """Below what one micro-batch takes through all stages and links, there and back."""
+
+
+class BottleneckSearch:
+    """The search over one problem.
+
+    Args:
+        problem: The question.
+        micro_batches: M.
+        deadline: When `OutOfTimeError` is raised.
+    """
+
+    def __init__(self, problem: ChainProblem, micro_batches: int, *, deadline: Deadline = NEVER) -> None:
+        self.best_so_far: ChainCuts | None = None
+        """The fastest partition, also where time has run out."""
+        self._problem, self._M, self._deadline = problem, micro_batches, deadline
+        self._whole = LabelSearch(problem, GPipeLaw(micro_batches), deadline=deadline)
+        self.bound_us = self._whole.root_bound_us()
+        """Below the step time of every partition; infinite if none fits."""
+
+    def first(self, *, upper_us: float = np.inf) -> ChainCuts | None:
+        """A good partition faster than `upper_us`, if one is soon met; without that limit there is one, if any fits."""
+        for slack in _SLACKS:
+            allowed_us = min(upper_us, self.bound_us * slack)
+            if self.bound_us < just_below(allowed_us):
+                self._note(self._whole.run(upper_us=allowed_us, most_labels=1))
+            if self.best_so_far is not None or allowed_us == upper_us:
+                break
+        return self.best_so_far
+
+    def best(self, *, upper_us: float = np.inf) -> ChainCuts | None:
+        """The fastest partition, or None if none is faster than `upper_us`."""
+        # To look once more for a plan that beats a good one is what boxes are for.
+        if self.best_so_far is None and upper_us == np.inf:
+            self.first()
+        least = self._whole.least_of_chain()
+        boxes = [
+            _Box(
+                bound_us=self.bound_us,
+                number=0,
+                depth=0,
+                least=Bottlenecks(least["forward"], least["backward"]),
+                most=NO_LIMIT,
+                passes_us=least["passes"],
+            )
+        ]
+        count = 1
+        search = self._whole
+        while boxes and boxes[0].bound_us < just_below(self._upper_us(upper_us)):
+            box = heappop(boxes)
+            self.bound_us = box.bound_us
+            if box.number:
+                box = self._clipped(box, self._upper_us(upper_us))
+                search = LabelSearch(
+                    self._problem.within(box.most), GPipeLaw(self._M, box.least), deadline=self._deadline
+                )
+                box = box._replace(
+                    bound_us=max(box.bound_us, search.root_bound_us()), passes_us=search.least_of_chain()["passes"]
+                )
+            for part in self._searched(box, search, self._upper_us(upper_us)):
+                heappush(boxes, part._replace(number=count))
+                count += 1
+        self.bound_us = self._upper_us(upper_us)
+        return self.best_so_far
+
+    def _upper_us(self, upper_us: float) -> float:
+        return upper_us if self.best_so_far is None else min(upper_us, self.best_so_far.step_us)
+
+    def _note(self, cuts: ChainCuts | None) -> None:
+        if cuts is not None and (self.best_so_far is None or cuts.step_us < self.best_so_far.step_us):
+            self.best_so_far = cuts
+
+    def _searched(self, box: _Box, search: LabelSearch, upper_us: float) -> list[_Box]:
+        """Searches a box for partitions faster than `upper_us`; what is left of it, if they would be too many."""
+        if not box.bound_us < just_below(upper_us):
+            return []
+        box = self._clipped(box, upper_us)
+        sides = [most - least for least, most in zip(box.least, box.most, strict=True)]
+        is_small = max(sides) <= _SMALLEST * max(box.most)
+        # With two micro-batches the step hardly depends on them: labels alone settle it.
+        can_split = self._M > 2 and not is_small and np.isfinite(upper_us)
+        most_labels = _MOST_LABELS if can_split else np.inf
+        enough = _ENOUGH_LABELS * _GROWTH**box.depth
+        self._note(search.run(upper_us=upper_us, most_in_level=most_labels, enough_in_all=enough))
+        if search.is_exhaustive:
+            return []
+        (f, x), (most_f, most_x) = box.least, box.most
+        if sides[0] > sides[1]:
+            f_between = (f + most_f) / 2
+            corners = [((f, x), (f_between, most_x)), ((f_between, x), (most_f, most_x))]
+        else:
+            x_between = (x + most_x) / 2
+            corners = [((f, x), (most_f, x_between)), ((f, x_between), (most_f, most_x))]
+        return [
+            box._replace(
+                bound_us=max(box.bound_us, self._bound_us(Bottlenecks(*least), box.passes_us)),
+                depth=box.depth + 1,
+                least=Bottlenecks(*least),
+                most=Bottlenecks(*most),
+            )
+            for least, most in corners
+        ]
+
+    def _bound_us(self, least: Bottlenecks, passes_us: float) -> float:
+        return (self._M - 1) * least.forward_us + (self._M - 2) * least.backward_us + passes_us
+
+    def _clipped(self, box: _Box, upper_us: float) -> _Box:
+        """The box without the times that no partition faster than `upper_us` has."""
+        left_us = (upper_us - self._bound_us(box.least, box.passes_us)) * _ROUNDING
+        if self._M <= 2 or not np.isfinite(left_us):
+            return box
+        most = Bottlenecks(
+            min(box.most.forward_us, box.least.forward_us * _ROUNDING + left_us / (self._M - 1)),
+            min(box.most.backward_us, box.least.backward_us * _ROUNDING + left_us / (self._M - 2)),
+        )
+        return box._replace(most=most)

@@ -1,0 +1,155 @@
+"""The best plan of one case under GPipe, proven; and of all plans as fast, the one with the lowest peak memory."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from planner.solve.answer import Answer
+from planner.solve.chain.bottlenecks import BottleneckSearch
+from planner.solve.chain.chain_dp import ChainCuts, LabelSearch
+from planner.solve.chain.laws import GPipeLaw, TiedLaw
+from planner.solve.deadline import NEVER, Deadline, OutOfTimeError
+from planner.solve.space.case import Case
+from planner.solve.space.tables import width_for
+
+DYNAMIC_PROGRAMME = "dynamic-programming"
+
+_EQUAL = 1e-9
+"""Step times that differ by less are equal: the best of these plans is taken."""
+
+_FEW_LABELS = 4
+
+_MOST_TO_TELL_APART = 150_000
+"""Layers times stages beyond which plans of equal step time are told apart among the most promising few only."""
+
+_MOST_TIED_LABELS = 3000
+"""Labels of one stage count beyond which plans of equal step time are no longer told apart."""
+
+_FIRST_WINDOW = 1.5
+"""Stages up to this many times the even share are looked at first."""
+
+
+@dataclass(slots=True)
+class Windows:
+    """How long the stages are that are looked at: as few as a plan better than the best one known can have."""
+
+    case: Case
+    width: int = 0
+    _longest_us: float = 0.0
+
+    def widen(self, upper_us: float) -> bool:
+        """Makes the window wide enough, or at least wider; False where it was already wide enough.
+
+        Args:
+            upper_us: The step time to beat. While it is infinite, the window doubles.
+        """
+        case = self.case
+        limit_us = case.longest_us(upper_us)
+        even_us = case.work_us * case.fastest / case.num_devices
+        longest_layer = float((case.costs.forward_us + case.costs.backward_us).max(initial=0.0))
+        self._longest_us = max(2 * self._longest_us, _FIRST_WINDOW * max(even_us, longest_layer))
+        if np.isfinite(upper_us) and self.width:
+            self._longest_us = limit_us
+        most = self._width(limit_us)
+        if most <= self.width:
+            return False
+        while True:
+            width = min(most, self._width(self._longest_us))
+            if width > self.width:
+                self.width = width
+                return True
+            self._longest_us = max(2 * self._longest_us, 1e-3)
+
+    def _width(self, longest_us: float) -> int:
+        return width_for(self.case.costs, longest_us=longest_us, cap_bytes=max(self.case.caps_bytes))
+
+
+def gpipe_answer(case: Case, *, upper_us: float = np.inf, deadline: Deadline = NEVER) -> Answer:
+    """The fastest partition, if it beats `upper_us`, proven unless time runs out.
+
+    Raises:
+        OutOfTimeError: `deadline` passed before anything was found, and there is nothing to beat.
+    """
+    best: ChainCuts | None = None
+    bound_us = case.bound_us
+    windows, is_wide = Windows(case), False
+    search: BottleneckSearch | None = None
+    try:
+        # A first plan tells how long its betters' stages can be: only then is it worth while to search for the best.
+        while windows.widen(upper_us):
+            for search in gpipe_searches(case, windows.width, deadline):
+                best = best or search.first(upper_us=upper_us)
+                upper_us = best.step_us if best is not None else upper_us
+        searches = (search,) if case.alike and search else gpipe_searches(case, windows.width, deadline)
+        is_wide = True
+        for search in searches:
+            best = _faster(best, search.best(upper_us=upper_us))
+            upper_us = best.step_us if best is not None else upper_us
+        bound_us = upper_us
+    except OutOfTimeError:
+        best = _faster(best, search.best_so_far if search is not None else None)
+        if best is None and not np.isfinite(upper_us):
+            raise
+        # One search for every stage count, of all stages that a faster plan can have, knows what none can beat.
+        if case.alike and is_wide and search is not None:
+            bound_us = max(bound_us, search.bound_us)
+    if best is None:
+        return Answer(case, None, np.inf, bound_us, DYNAMIC_PROGRAMME)
+    return Answer(
+        case, case.partition(best.cuts, best.choices), best.step_us, min(bound_us, best.step_us), DYNAMIC_PROGRAMME
+    )
+
+
+def _faster(best: ChainCuts | None, other: ChainCuts | None) -> ChainCuts | None:
+    return min(filter(None, (best, other)), key=lambda cuts: cuts.step_us, default=None)
+
+
+def gpipe_searches(case: Case, width: int, deadline: Deadline) -> Iterator[BottleneckSearch]:
+    """The searches that together look at every stage count, for stages of at most `width` layers."""
+    for count in _stage_counts(case):
+        yield BottleneckSearch(case.problem(count, width=width), case.micro_batches, deadline=deadline)
+
+
+def _stage_counts(case: Case) -> Iterator[int]:
+    """The stage counts to search one by one: where devices are alike, one search is for all counts at once."""
+    if case.alike:
+        yield case.num_devices
+    else:
+        yield from range(case.num_devices, 0, -1)
+
+
+def tie_broken(case: Case, step_us: float, *, deadline: Deadline = NEVER) -> ChainCuts | None:
+    """The partition as fast as `step_us` with the lowest peak, then the fewest bytes moved, then the evenest stages.
+
+    Args:
+        case: The case.
+        step_us: The smallest step time under GPipe.
+        deadline: As for the search.
+    """
+    law = GPipeLaw(case.micro_batches)
+    upper_us = step_us * (1 + _EQUAL) if step_us else 1e-9
+    width = width_for(case.costs, longest_us=case.longest_us(upper_us), cap_bytes=max(case.caps_bytes))
+    lowest: ChainCuts | None = None
+    for count in _stage_counts(case):
+        search = LabelSearch(
+            case.problem(count, width=width, every_choice=True), TiedLaw(law, "peak"), deadline=deadline
+        )
+        lowest = _first_by_rank(search, upper_us, lowest)
+    if lowest is None:
+        return None
+    best: ChainCuts | None = None
+    for count in _stage_counts(case):
+        problem = case.problem(count, width=width, most_bytes=lowest.rank[0])
+        best = _first_by_rank(LabelSearch(problem, TiedLaw(law, "moved", "squares"), deadline=deadline), upper_us, best)
+    return best or lowest
+
+
+def _first_by_rank(search: LabelSearch, upper_us: float, best: ChainCuts | None) -> ChainCuts | None:
+    # A first plan that is probably good rules out most of the others by their rank.
+    size = search.problem.num_layers * search.problem.num_stages
+    for most_labels in (_FEW_LABELS, None) if size <= _MOST_TO_TELL_APART else (_FEW_LABELS,):
+        rank = best.rank if best is not None else None
+        first = search.run(upper_us=upper_us, most_labels=most_labels, best_rank=rank, most_in_level=_MOST_TIED_LABELS)
+        best = first or best
+    return best

@@ -1,0 +1,113 @@
+"""1F1B with one stage on each device: every partition whose bound is below the best one is simulated.
+
+The bound is the label programme's optimum under `OneForwardOneBackwardLaw`. A few good partitions, improved by moving
+single cuts, give a best one; the partitions whose bound lies below it are the programme's labels with nothing left out
+for being dominated:
+
+         no partition is faster        all of these are simulated           these are slower
+    |---------------------------------|------------------------------------|------------------->  step time
+    0                                bound of the programme                best one simulated
+
+Complexity: as `chain_dp.py` for each stage count whose bound is below the best, and O(K M) for every block
+of partitions that are simulated at once.
+"""
+
+from math import inf
+
+import numpy as np
+
+from planner.solve.chain.chain_dp import LabelSearch
+from planner.solve.chain.gpipe import Windows
+from planner.solve.chain.laws import OneForwardOneBackwardLaw
+from planner.solve.progress import BLOCK, SAME, Progress
+from planner.solve.space.arrays import FloatArray, IntArray
+from planner.solve.space.partitions import Many, moved
+from planner.solve.space.problem import ChainProblem
+from planner.solve.space.tables import NOWHERE
+
+_ORDER, _FIRST_ORDER = 3, 10
+"""What it costs to find the order of a schedule's actions, in blocks: where effort is bounded, and else."""
+
+_CELLS = 30
+"""Stages in tables that take as long to work out as one action."""
+
+_ROUNDS = 200
+
+
+def search_one_chunk(progress: Progress) -> None:
+    """Searches all stage counts, until the deadline (`OutOfTimeError`) or for as long as the effort lasts."""
+    for num_stages in range(progress.case.num_devices, 0, -1):
+        # Fewer stages take longer still.
+        if progress.least_us(num_stages) >= progress.upper_us or not _search_stages(progress, num_stages):
+            return
+
+
+def _search_stages(progress: Progress, num_stages: int) -> bool:
+    """Searches one stage count; whether there was effort enough."""
+    case, effort = progress.case, progress.effort
+    law = OneForwardOneBackwardLaw(case.micro_batches)
+    many = Many(case, num_stages)
+    windows = Windows(case)
+    # The bound is that of stages within the window, which has to be as wide as the best so far allows.
+    while windows.widen(progress.upper_us):
+        cells = num_stages * (case.costs.num_layers + 1) * windows.width
+        if not effort.pays((_ORDER + 1) * many.num_actions, cells // _CELLS):
+            progress.leave_out(max(progress.least_us(num_stages), case.bound_us))
+            return False
+        problem = case.problem(num_stages, width=windows.width, exact=True)
+        search = LabelSearch(problem, law, deadline=progress.deadline)
+        least = search.best(upper_us=progress.upper_us)
+        if least is None:
+            continue
+        effort.spent += (_ORDER if effort.is_bounded else _FIRST_ORDER) * many.num_actions
+        # Three partitions to begin with: the bound's own, and those with the evenest work and the evenest backward.
+        for start in {least.cuts, search.min_max("work"), search.min_max("backward")} - {None}:
+            if effort.left > 0 or progress.best is None:
+                _improve_cuts(progress, many, problem, np.array([start]))
+        is_open = least.step_us < progress.upper_us * (1 - 1e-9)
+        if is_open and not _simulate_below(progress, many, search):
+            progress.leave_out(least.step_us)
+    return True
+
+
+def _simulate_below(progress: Progress, many: Many, search: LabelSearch) -> bool:
+    """Simulates every partition whose bound is below the best; False if they are too many."""
+    most = progress.effort.affordable(many)
+    if not most:
+        return False
+    partitions, are_all = search.all_below(progress.upper_us, most)
+    for start in range(0, len(partitions), BLOCK):
+        block = partitions[start : start + BLOCK]
+        _race(progress, many, np.array([p.cuts for p in block]), np.array([p.choices for p in block]))
+    return are_all
+
+
+def _improve_cuts(progress: Progress, many: Many, problem: ChainProblem, cuts: IntArray) -> None:
+    """Moves single cuts as long as that helps; the fastest recomputation that fits is taken everywhere."""
+    before_us = inf
+    for _ in range(_ROUNDS):
+        step_us = _race(progress, many, cuts, _choices(problem, cuts))
+        at = int(np.argmin(step_us)) if len(step_us) else 0
+        if not len(step_us) or not step_us[at] < before_us * (1 - SAME) or progress.effort.left <= 0:
+            return
+        before_us, current = float(step_us[at]), cuts[at]
+        # Simulating one more round takes long enough to be late by.
+        progress.deadline.check()
+        cuts = moved(current)
+
+
+def _race(progress: Progress, many: Many, cuts: IntArray, choices: IntArray) -> FloatArray:
+    # What fits is settled in the problem's tables, stage by stage.
+    return progress.raced(many, cuts, choices, np.asarray((choices != NOWHERE).all(axis=1)))
+
+
+def _choices(problem: ChainProblem, cuts: IntArray) -> IntArray:
+    """The fastest recomputation that fits in every stage of every partition; `NOWHERE` also outside the window."""
+    column = cuts[:, :-1] - cuts[:, 1:] + problem.width
+    choices = np.full(column.shape, NOWHERE)
+    for stage in range(problem.num_stages):
+        inside = column[:, stage] >= 0
+        # Levels count from the last stage.
+        table = problem.tables[problem.num_stages - 1 - stage][0].choice
+        choices[inside, stage] = table[cuts[inside, stage + 1], column[inside, stage]]
+    return choices

@@ -1,0 +1,114 @@
+"""A descent over the cuts of several chunks, with whole stages recomputed.
+
+Moves are simulated with the recomputation there is; of the fastest, recomputation is chosen anew on the devices that
+they change. Where something is recomputed, the choices of one device are moves, too.
+
+Complexity: O(V K M) for each batch of moves. Effort is counted in actions, for every batch of partitions anew.
+"""
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from planner.solve.chunks.descent import BATCH, ROWS, Descent, Place
+from planner.solve.chunks.fitting import Fitting
+from planner.solve.progress import Progress
+from planner.solve.space.arrays import BoolArray, IntArray
+from planner.solve.space.partitions import Many
+
+_PICKED = 12
+"""How many moves of a batch, the fastest, have their recomputation chosen."""
+
+_FRUITLESS, _FRUITLESS_ALONE = 4, 12
+"""Restarts in a row without a better plan, after which there are no more: bounded effort, or not."""
+
+_FRUITLESS_ON = 100
+"""The same of the best plan of a question."""
+
+_PROMISING, _PROMISING_ALONE = 1.05, 1.25
+"""A partition is not begun with anew if it is slower than the best by more than this: bounded effort, or not."""
+
+
+class CutSearch(Descent[Place]):
+    """A search over cuts and recomputation for one number of devices."""
+
+    def __init__(self, progress: Progress, many: Many) -> None:
+        super().__init__(progress, many)
+        self._fitting = Fitting(many)
+
+    def search(self, starts: Sequence[IntArray], most_actions: int) -> None:
+        """Searches from each of some cuts, shape (S+1,), and simulates so many actions at most."""
+        is_bounded = self.progress.effort.is_bounded
+        self.descend(
+            (self._placed(cuts[None], self._fitting.fastest(1)) for cuts in starts),
+            most_actions,
+            fruitless=_FRUITLESS if is_bounded else _FRUITLESS_ALONE,
+            promising=_PROMISING if is_bounded else _PROMISING_ALONE,
+        )
+
+    def search_on(self, cuts: IntArray, choices: IntArray, most_actions: int) -> None:
+        """Searches from the best partition of a question; cuts of shape (S+1,), choices of shape (S,)."""
+        is_open = np.full((1, self.many.num_devices), False)
+        self.descend([self._placed(cuts[None], choices[None], is_open)], most_actions, fruitless=_FRUITLESS_ON)
+
+    def best_of(self, place: Place, cuts: IntArray) -> Place:
+        """The best of those that are the fastest, or hold least, with the recomputation there is."""
+        choices = np.repeat(place.choices[None], len(cuts), axis=0)
+        if place.over_bytes == 0:
+            step_us = self.progress.simulated(self.many, cuts, choices)
+            picked = np.argsort(step_us, kind="stable")[:_PICKED]
+        else:
+            self.progress.effort.spent += self.many.num_actions
+            picked = np.argsort(self.many.over_bytes(cuts, choices).sum(axis=1), kind="stable")[:_PICKED]
+        cuts, choices = cuts[picked], choices[picked]
+        changed = (cuts[:, :-1] != place.cuts[:-1]) | (cuts[:, 1:] != place.cuts[1:])
+        is_open = np.stack([changed[:, list(chunks)].any(axis=1) for chunks in self.many.chunks], axis=1)
+        return self._placed(cuts, choices, is_open)
+
+    def others(self, place: Place) -> Iterator[Place]:
+        """Other recomputations of one device; none where nothing is recomputed."""
+        choices = self._other_choices(place)
+        for first in range(0, len(choices), ROWS):
+            self.progress.deadline.check()
+            some = choices[first : first + ROWS]
+            yield self._placed(np.repeat(place.cuts[None], len(some), axis=0), some)
+            if self.is_over:
+                return
+
+    def shaken(self, place: Place) -> Place:
+        """The partition after a few moves at random, or with a few choices at random where the cuts are fixed."""
+        cuts, choices = place.cuts, place.choices.copy()
+        is_open = np.full((1, self.many.num_devices), True)
+        if len(self.moves):
+            return self._placed(self.drawn(cuts)[None], choices[None], is_open)
+        for _ in range(self.random.randint(2, 4)):
+            device = self.random.randrange(self.many.num_devices)
+            choices[list(self.many.chunks[device])] = self.random.choice(self._fitting.ways.tolist())
+            is_open[0, device] = False
+        return self._placed(cuts[None], choices[None], is_open)
+
+    def _placed(self, cuts: IntArray, choices: IntArray, is_open: BoolArray | None = None) -> Place:
+        """The best of some partitions, recomputation chosen on open devices."""
+        if is_open is None and len(cuts) == 1:
+            is_open = np.full((1, self.many.num_devices), True)
+        if is_open is not None:
+            choices = self._fitting.fitted(cuts, choices, is_open)
+        self.progress.effort.spent += self.many.num_actions + BATCH
+        over = self.many.over_bytes(cuts, choices).sum(axis=1)
+        if over.min() > 0:
+            at = int(over.argmin())
+            return Place(cuts=cuts[at], choices=choices[at], over_bytes=float(over[at]))
+        step_us = self.progress.raced(self.many, cuts, choices, over <= 0)
+        at = int(step_us.argmin())
+        return Place(cuts=cuts[at], choices=choices[at], step_us=float(step_us[at]))
+
+    def _other_choices(self, place: Place) -> IntArray:
+        """Every other recomputation of one device, shape (N, S); none where nothing is recomputed."""
+        allowed, ways = self.many.allowed, self._fitting.ways
+        if place.over_bytes == 0 and (place.choices == allowed[0]).all():
+            return np.empty((0, self.many.num_stages), dtype=np.int64)
+        every = np.repeat(place.choices[None], len(ways) * self.many.num_devices, axis=0)
+        for device, chunks in enumerate(self.many.chunks):
+            every[device * len(ways) : (device + 1) * len(ways), list(chunks)] = ways
+        others: IntArray = every[(every != place.choices).any(axis=1)]
+        return others

@@ -1,0 +1,299 @@
+"""A linear programme for all cuts of several chunks, in which cuts are continuous.
+
+    S     stages;  L layers;  c_s  the cut in front of stage s, s <= c_s <= L - S + s
+    y     y_{s,j} says by how much c_s - s > j: 0 or 1 for whole cuts, anything between here
+    x     x_{s,l} = y_{s+1,l-s-1} - y_{s,l-s}, the share of layer l in stage s
+    r     r_{w,s,l}, the share of layer l in stage s that is computed again in one of the ways w there are: in all
+          micro-batches, or all but the last; sum_w r <= x
+
+For whole cuts y falls in j, and grows in s since every stage has a layer: these are all rows that y has. Times of
+stages, transfers and optimizers are sums over layers, so that they are linear in y and r; and with the order of actions
+given, so is what the clocks of `planner.core.cost.simulate` say, if each "the later of two" is a variable that is no
+less than either. The least step time over all of these is below that of every partition.
+
+Memory is counted from below: at a moment of a device a stage of layers i..e-1 takes at least sum a_l + d without
+recomputation and sum h_l + d with one way of it, a and h being what layers add to stages on average, and d the least
+that any stage takes beyond, taken from the tables of all stages. Where single layers may be recomputed there is one
+way, and h_l is no more than a_l less what a layer saves at most, as often as it is held at the moment.
+
+Complexity: rows and columns are O(S L + K V M).
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from itertools import product
+from typing import NamedTuple
+
+import numpy as np
+
+from planner.core.cost.device_memory import most_handed_over_bytes
+from planner.core.cost.linear import Linear
+from planner.core.cost.simulate import Times, clocks
+from planner.solve.space.arrays import FloatArray, IntArray
+from planner.solve.space.partitions import Many
+
+_SCALED_STEP = 1000.0
+"""What a step is about in the programme's units."""
+
+_MOST_LAYERS = 160
+"""In longer chains memory does not count: tables of all stages would take too much of it themselves."""
+
+
+class Ways(NamedTuple):
+    """How a stage may be recomputed."""
+
+    columns: list[dict[int, int]]
+    """Per way, the columns r of its layers."""
+    rows: dict[int, int]
+    """The rows sum_w r <= x of its layers."""
+
+
+@dataclass(slots=True)
+class Lines:
+    """The rows of a programme, each of them a sum that is at least 0, or 0."""
+
+    columns: list[int] = field(default_factory=list)
+    factors: list[float] = field(default_factory=list)
+    starts: list[int] = field(default_factory=list)
+    lower: list[float] = field(default_factory=list)
+    upper: list[float] = field(default_factory=list)
+
+    def add(self, line: Linear, *, is_equal: bool = False) -> None:
+        """One more row."""
+        self.starts.append(len(self.columns))
+        self.columns += line.factors.keys()
+        self.factors += line.factors.values()
+        self.lower.append(-line.constant)
+        self.upper.append(-line.constant if is_equal else np.inf)
+
+
+def programme_size(many: Many) -> int:
+    """About how many rows the programme has: what it takes to solve it grows faster than that."""
+    return 3 * many.num_stages * (many.case.costs.num_layers - many.num_stages) + 2 * many.num_actions
+
+
+class CutProgramme:
+    """The programme of all partitions.
+
+    Args:
+        many: The partitions.
+        near: Cuts at which memory is looked at, shape (S+1,).
+        scale_us: About what a step takes.
+    """
+
+    def __init__(self, many: Many, near: IntArray, *, scale_us: float) -> None:
+        self.many, self.unit_us = many, scale_us / _SCALED_STEP
+        self._L, self._S = many.case.costs.num_layers, many.num_stages
+        self._W = self._L - self._S
+        self.upper: list[float] = [1.0] * ((self._S - 1) * self._W)
+        """What every column is at most; the first are y, shape (S-1, L-S)."""
+        self.lines = Lines()
+        self._cuts_in_order()
+        recomputing = many.allowed[1:]
+        self._choices = [[choice] for choice in recomputing]
+        """The choices that each way stands for."""
+        if many.case.policy == "layers":
+            self._choices = [recomputing]
+        self.ways = self._ways_with_memory(near)
+        """Of every stage; None where memory counts for nothing."""
+        self.step = self._column()
+        """The column that is to be least."""
+        self._times()
+
+    def _column(self, upper: float = np.inf) -> int:
+        self.upper.append(upper)
+        return len(self.upper) - 1
+
+    def _defined(self, value: Linear) -> Linear:
+        """A column of its own for a value that is used often."""
+        if not value.factors:
+            return value
+        column = self._column()
+        self.lines.add(Linear({column: 1.0}) - value, is_equal=True)
+        return Linear({column: 1.0})
+
+    # ---- cuts
+
+    def _cuts_in_order(self) -> None:
+        for s in range(1, self._S):
+            for j in range(self._W):
+                column = (s - 1) * self._W + j
+                if j + 1 < self._W:
+                    self.lines.add(Linear({column: 1.0, column + 1: -1.0}))
+                if s + 1 < self._S:
+                    self.lines.add(Linear({column + self._W: 1.0, column: -1.0}))
+
+    def _before(self, cut: int, weights: FloatArray) -> Linear:
+        """The weights of all layers in front of a cut."""
+        if cut in (0, self._S):
+            return Linear({}, float(weights.sum()) if cut else 0.0)
+        first = (cut - 1) * self._W
+        factors = {first + j: float(w) for j, w in enumerate(weights[cut : cut + self._W].tolist()) if w}
+        return Linear(factors, float(weights[:cut].sum()))
+
+    def _of_stage(self, stage: int, weights: FloatArray) -> Linear:
+        return self._before(stage + 1, weights) - self._before(stage, weights)
+
+    # ---- times
+
+    def _times(self) -> None:
+        many = self.many
+        case, costs, unit = many.case, many.case.costs, self.unit_us
+        speeds = many.speeds
+        overhead = case.cluster.overhead_us / unit
+        forward_us = np.where(costs.has_backward, costs.forward_us, 0.0)
+
+        def stages(layer_us: FloatArray, more: float) -> list[Linear]:
+            return [self._defined(self._of_stage(s, layer_us / (speeds[s] * unit)) + more) for s in range(self._S)]
+
+        forward = stages(costs.forward_us, overhead)
+        alone = stages(costs.backward_us, overhead)
+        again = last_again = [Linear()] * self._S
+        if self.ways is not None:
+            in_last = [n for n, choices in enumerate(self._choices) if 1 not in choices]
+            again = self._again(forward_us / unit, range(len(self._choices)))
+            last_again = self._again(forward_us / unit, in_last)
+        elif 0 not in many.allowed:
+            again = stages(forward_us, 0.0)
+            last_again = again if 1 not in many.allowed else last_again
+        durations = {"F": forward, "B": _added(alone, again)}
+        last = {"F": forward, "B": _added(alone, last_again)}
+        if case.schedule.splits_backward:
+            halves = stages(costs.halves.input_us, overhead), stages(costs.halves.weight_us, overhead)
+            durations |= {"I": _added(halves[0], again), "W": halves[1]}
+            last |= {"I": _added(halves[0], last_again), "W": halves[1]}
+        sends = [self._send(s) for s in range(self._S)]
+        times = Times(durations, last, sends, many.blocking.tolist())
+        carried = clocks(many.actions, times, begin=Linear(), later=self._later)
+        own = [
+            sum((self._of_stage(s, costs.optimizer_us / (speeds[s] * unit)) for s in chunks), start=Linear())
+            for chunks in many.chunks
+        ]
+        step = Linear({self.step: 1.0})
+        if case.schedule.splits_backward:
+            for begin, end, more in zip(carried.begins, carried.ends, own, strict=True):
+                self.lines.add(step - (end + more - begin))
+            return
+        pipeline = Linear({self._column(): 1.0})
+        for end in carried.ends:
+            self.lines.add(pipeline - end)
+        hidden = Linear()
+        for device, more in enumerate(own):
+            self.lines.add(step - (pipeline + more) + hidden)
+            hidden = hidden + forward[device] + alone[device]
+            hidden = hidden + sends[device] + sends[device]
+
+    def _again(self, forward_us: FloatArray, ways: Iterable[int]) -> list[Linear]:
+        """What each stage computes again in some of the ways."""
+        assert self.ways is not None
+        columns = [[stage.columns[way] for way in ways] for stage in self.ways]
+        return [
+            self._defined(Linear({column: forward_us[n] / speed for way in some for n, column in way.items()}))
+            for some, speed in zip(columns, self.many.speeds, strict=True)
+        ]
+
+    def _send(self, stage: int) -> Linear:
+        """Crossing the boundary behind a stage."""
+        if stage + 1 == self._S or not self.many.crossing_us[stage].any():
+            return Linear()
+        crossing = self.many.crossing_us[stage] / self.unit_us
+        # What it grows by where the cut moves on by one layer.
+        return self._defined(self._before(stage + 1, np.diff(crossing)) + float(crossing[0]))
+
+    def _later(self, one: Linear, other: Linear) -> Linear:
+        if not one or not other:
+            return one or other
+        column = self._column()
+        for clock in (one, other):
+            self.lines.add(Linear({column: 1.0}) - clock)
+        return Linear({column: 1.0})
+
+    # ---- memory
+
+    def _ways_with_memory(self, near: IntArray) -> list[Ways] | None:
+        """The ways of all stages; None where memory counts for nothing."""
+        many = self.many
+        if 0 not in many.allowed or many.case.costs.ties or self._L > _MOST_LAYERS:
+            return None
+        if (many.over_bytes(near[None], np.zeros((1, self._S), dtype=np.int64)) <= 0).all():
+            return None
+        ways = [self._ways_of(s) for s in range(self._S)]
+        whole = Many(many.case, many.num_devices, width=self._W + 1)
+        for device, moments in enumerate(whole.moments):
+            for moment in self._fullest(whole, device, near):
+                room = Linear({}, many.case.caps_bytes[device])
+                for chunk, s in enumerate(many.chunks[device]):
+                    counts = moments[moment, chunk]
+                    handed_over = most_handed_over_bytes(many.case.costs, counts) * (s - 1 in many.chunks[device])
+                    room = room - self._held(whole, counts, ways[s], s) + handed_over
+                self.lines.add(room.times(1 / many.case.caps_bytes[device]))
+        return ways
+
+    def _ways_of(self, stage: int) -> Ways:
+        """New columns, and the rows that hold them to the layers of the stage."""
+        layers = range(stage, stage + self._W + 1)
+        columns = [{n: self._column(1.0) for n in layers} for _ in self._choices]
+        rows = {}
+        for n in layers:
+            only = np.zeros(self._L)
+            only[n] = 1.0
+            rows[n] = len(self.lines.starts)
+            self.lines.add(self._of_stage(stage, only) + Linear({way[n]: -1.0 for way in columns}))
+        return Ways(columns, rows)
+
+    def _fullest(self, whole: Many, device: int, near: IntArray) -> list[int]:
+        """The moments at which a device holds most, if its stages are recomputed alike or all but one are."""
+        moments, chunks = whole.moments[device], whole.chunks[device]
+        alive = np.empty((len(self.many.allowed), len(chunks), len(moments)))
+        for chunk, s in enumerate(chunks):
+            place = near[s + 1], max(0, near[s] - near[s + 1] + whole.width)
+            for way, choice in enumerate(self.many.allowed):
+                alive[way, chunk] = moments[:, chunk] @ whole.parts[choice, *place][1:]
+        alike = alive.sum(axis=1)
+        return sorted(
+            {
+                int((alike[way] + alive[other, chunk] - alive[way, chunk]).argmax())
+                for way, other in product(range(len(alive)), repeat=2)
+                for chunk in range(len(chunks))
+            }
+        )
+
+    def _held(self, whole: Many, counts: FloatArray, ways: Ways, stage: int) -> Linear:
+        """What a stage holds at least with so many of each part."""
+        tables, most_saved = whole.held_bytes(counts), np.full(self._L, -np.inf)
+        kept_table = tables[0]
+        if self.many.case.policy == "layers":
+            least, most_saved = whole.least_by_layers(counts)
+            kept_table = np.minimum(kept_table, least)
+        kept, least_bytes = _linear(kept_table)
+        changed: dict[int, float] = {}
+        for columns, choices in zip(ways.columns, self._choices, strict=True):
+            dropped, dropped_least_bytes = _linear(np.min(tables[choices], axis=0))
+            # With its stage or by itself, whichever takes off more.
+            saved = np.maximum(kept - dropped, most_saved)
+            changed |= {column: -float(saved[n]) for n, column in columns.items()}
+            least_bytes = min(least_bytes, dropped_least_bytes)
+        return self._of_stage(stage, kept) + Linear(changed) + least_bytes
+
+
+def _added(some: list[Linear], others: list[Linear]) -> list[Linear]:
+    return [one + other for one, other in zip(some, others, strict=True)]
+
+
+def _linear(table: FloatArray) -> tuple[FloatArray, float]:
+    """Weights of layers, and a constant, whose sum is at most what the table says of any stage; shape (L+1, width)."""
+    width = table.shape[1]
+    num = len(table) - 1
+    first = np.arange(num + 1)[:, None] - width + np.arange(width)[None]
+    is_stage = (first >= 0) & np.isfinite(table)
+    # What the first layer of a stage adds to it, on average over its ends.
+    weights = np.zeros(num)
+    for n in range(num):
+        ends = np.arange(n + 2, min(n + width, num) + 1)
+        columns = n - ends + width
+        some = table[ends, columns] - table[ends, columns + 1]
+        some = some[np.isfinite(some)]
+        weights[n] = max(0.0, float(some.mean())) if len(some) else 0.0
+    before = np.concatenate([[0.0], np.cumsum(weights)])
+    least = table - (before[:, None] - before[np.maximum(first, 0)])
+    return weights, float(least[is_stage].min())

@@ -1,0 +1,258 @@
+"""Schedules of several chunks: all partitions are simulated where they are few, else some are improved step by step.
+
+Chunks of a device share its memory, so stages are not judged one by one. What no partition can beat is what the work
+alone takes, or the bound of a linear programme (`linear_program.py`); the cuts near its solution are a start
+for the search (`cut_search.py`), beside fairly even ones.
+
+Where partitions are few, cuts are simulated without recomputation first: more of it is never faster. Those that do not
+fit so are simulated with the choices of each device that can be the best (`fitting.py`).
+
+Complexity: O(V K M) for every block of partitions that are simulated at once.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import combinations, islice, product
+from math import comb, inf, prod
+from typing import NamedTuple
+
+import numpy as np
+
+from planner.core.cost.chain_costs import sums_before
+from planner.core.cost.evaluate import Partition
+from planner.core.schedule import GPIPE
+from planner.core.values.cluster import Cluster
+from planner.solve.chain.chain_dp import LabelSearch
+from planner.solve.chain.laws import GPipeLaw
+from planner.solve.chunks.branch_and_bound import BranchAndBound, CutBound, is_solvable
+from planner.solve.chunks.cut_search import CutSearch
+from planner.solve.chunks.fitting import Fitting
+from planner.solve.chunks.linear_program import CutProgramme, programme_size
+from planner.solve.deadline import NEVER
+from planner.solve.progress import BLOCK, Progress
+from planner.solve.space.arrays import FloatArray, IntArray
+from planner.solve.space.case import cuts_and_choices
+from planner.solve.space.partitions import Many
+
+_MOST_OF_ONE, _BATCHES, _SHARE = 20_000, 60, 4
+"""Where effort is bounded, one search has so many actions or batches at most, and its share of what is left."""
+
+_MOST_OF_ONE_ALONE = 500_000
+"""The same where it is not: a second or two."""
+
+_MOST_ON = 2_000_000
+"""The same from the best plan of a question on."""
+
+_MOST_OF_BOUND, _ROWS_SQUARED = 10_000, 50
+"""Actions that a bound may take as long as where effort is bounded, and rows, squared, that take as long as one."""
+
+_ITERATIONS = 20
+"""Steps of the simplex method for a row, at most."""
+
+_PLUNGED = 6
+"""The same for the programmes that lead to whole cuts."""
+
+_BRANCHED, _MOST_BRANCHED = 20, 60_000_000
+"""The same for those that make the bound higher, and how many steps times rows: three seconds."""
+
+_LEAST_S = 0.01
+"""Seconds for a bound where time is short."""
+
+_ORDER, _MOMENTS = 3, 10
+"""What it costs to find the order of a schedule's actions, and when chunks hold most: in blocks of few partitions."""
+
+_CELLS = 5
+"""Chunks in tables that take as long to work out as one action."""
+
+_CUTS_AT_ONCE = 256
+
+
+def search_several_chunks(progress: Progress) -> None:
+    """Searches all numbers of devices, until the deadline (`OutOfTimeError`) or for as long as the effort lasts."""
+    effort = progress.effort
+    for many, least_us in by_devices(progress):
+        effort.spent += (_ORDER + _MOMENTS) * many.num_actions if effort.is_bounded else 0
+        if not _simulate_all(progress, many):
+            progress.leave_out(_improve(progress, many, least_us))
+
+
+def search_on(progress: Progress, near: Partition) -> None:
+    """Searches from the best partition of all cases for longer than paid for each of them; by the deadline at most."""
+    CutSearch(progress, Many(progress.case, near.num_devices)).search_on(*cuts_and_choices(near), _MOST_ON)
+
+
+def by_devices(progress: Progress) -> Iterator[tuple[Many, float]]:
+    """The partitions on each number of devices that may bring something, and what none of them can beat.
+
+    What there is no effort for is noted as left out.
+    """
+    case = progress.case
+    progress.deadline.check()
+    if case.is_too_large:
+        return
+    for num_devices in range(case.num_devices, 0, -1):
+        least_us = progress.rest_us = max(progress.least_us(num_devices), case.bound_us)
+        if least_us >= progress.upper_us:
+            return
+        many = Many(case, num_devices)
+        cells = (case.costs.num_layers + 1) * many.width * len(many.allowed)
+        if not progress.effort.pays((_ORDER + _MOMENTS + 1) * many.num_actions, cells // _CELLS):
+            progress.leave_out(least_us)
+            return
+        if many.can_run:
+            yield many, least_us
+    progress.rest_us = inf
+
+
+def _simulate_all(progress: Progress, many: Many) -> bool:
+    """Simulates every partition that may be the best; False if they are too many."""
+    num_layers, num_stages = many.case.costs.num_layers, many.num_stages
+    balance = many.case.rules.balance
+    most = progress.effort.affordable(many)
+    num_cuts = comb(num_layers - 1, num_stages - 1) if balance is None else 1
+    fitting = Fitting(many)
+    if num_cuts > most or not fitting.is_exhaustive:
+        return False
+    for block in all_cuts(many):
+        # More recomputation is never faster.
+        choices = fitting.fastest(len(block))
+        cuts = block[progress.simulated(many, block, choices) < progress.upper_us]
+        if not len(cuts):
+            continue
+        choices = choices[: len(cuts)]
+        fits = np.asarray((many.over_bytes(cuts, choices) <= 0).all(axis=1))
+        progress.raced(many, cuts, choices, fits)
+        for start in range(0, len(cuts) - fits.sum(), _CUTS_AT_ONCE):
+            some = cuts[~fits][start : start + _CUTS_AT_ONCE]
+            if not _simulate_choices(progress, many, fitting, some):
+                return False
+    return True
+
+
+def _simulate_choices(progress: Progress, many: Many, fitting: Fitting, cuts: IntArray) -> bool:
+    """Simulates cuts with all minimal choices; False if they are too many."""
+    every_cuts: list[IntArray] = []
+    every_choices: list[IntArray] = []
+    for one, over in zip(cuts, fitting.over_by_way(cuts), strict=True):
+        ways = fitting.minimal(over)
+        if prod(map(len, ways)) + len(every_cuts) > progress.effort.affordable(many):
+            return False
+        for way in product(*ways):
+            choices = np.empty(many.num_stages, dtype=np.int64)
+            for device, chunks in enumerate(many.chunks):
+                choices[list(chunks)] = fitting.ways[way[device]]
+            every_cuts.append(one)
+            every_choices.append(choices)
+    for start in range(0, len(every_cuts), BLOCK):
+        part = slice(start, start + BLOCK)
+        some = np.array(every_cuts[part])
+        progress.raced(many, some, np.array(every_choices[part]), np.full(len(some), True))
+    return True
+
+
+def all_cuts(many: Many) -> Iterator[IntArray]:
+    """Every partition that is wanted, some at a time: shape (N, S+1)."""
+    num_layers, num_stages, balance = many.case.costs.num_layers, many.num_stages, many.case.rules.balance
+    inner = combinations(range(1, num_layers), num_stages - 1) if balance is None else [np.cumsum(balance[:-1])]
+    rest = iter(inner)
+    while block := list(islice(rest, _CUTS_AT_ONCE)):
+        every = np.array([(0, *cuts, num_layers) for cuts in block])
+        wanted = every[many.case.rules.allows(every)]
+        if len(wanted):
+            yield wanted
+
+
+def most_of_one(progress: Progress, many: Many) -> int:
+    """How many actions one search downhill may simulate."""
+    if not progress.effort.is_bounded:
+        return _MOST_OF_ONE_ALONE
+    return min(max(_MOST_OF_ONE, _BATCHES * many.num_actions), progress.effort.left // _SHARE)
+
+
+def _improve(progress: Progress, many: Many, least_us: float) -> float:
+    """Searches from several cuts; returns what no partition can beat, at least `least_us`."""
+    starts = starts_of(progress, many)
+    bounds = bounds_of(progress, many, starts)
+    if bounds is not None:
+        least_us = max(least_us, bounds.first.bound_us)
+        if least_us >= progress.upper_us:
+            return least_us
+        starts += (cuts for cuts in bounds.starts if many.case.rules.allows(cuts[None])[0])
+    # Were time to run out now, fewer devices would still be open.
+    fewer_us = max(progress.least_us(many.num_devices - 1), many.case.bound_us) if many.num_devices > 1 else inf
+    progress.rest_us = min(least_us, fewer_us)
+    CutSearch(progress, many).search(starts, most_of_one(progress, many))
+    return max(least_us, branched_us(progress, many, bounds))
+
+
+class Bounds(NamedTuple):
+    """The linear programme's bound, and what may make more of it."""
+
+    first: CutBound
+    search: BranchAndBound
+    starts: list[IntArray]
+    """Cuts that may be good, of shape (S+1,)."""
+
+
+def bounds_of(progress: Progress, many: Many, starts: Sequence[IntArray]) -> Bounds | None:
+    """The linear programme's bound, if it pays and can be solved here."""
+    effort = progress.effort
+    size = programme_size(many)
+    # Its time grows about with the square of its size.
+    actions = size * size // _ROWS_SQUARED
+    most = min(_MOST_OF_BOUND, effort.left // _SHARE) if effort.is_bounded else _MOST_OF_ONE_ALONE
+    if many.case.rules.balance is not None or actions > most or not starts or not is_solvable():
+        return None
+    effort.spent += actions
+    scale_us = progress.upper_us if progress.upper_us < inf else many.case.bound_us
+    search = BranchAndBound(CutProgramme(many, starts[0], scale_us=scale_us))
+    limit_s = _limit_s(progress)
+    first = search.solved(most_iterations=_ITERATIONS * size, limit_s=limit_s)
+    if first is None:
+        return None
+    if effort.is_bounded:
+        return Bounds(first, search, [first.cuts])
+    return Bounds(first, search, [first.cuts, search.plunged(most_iterations=_PLUNGED * size, limit_s=limit_s)])
+
+
+def branched_us(progress: Progress, many: Many, bounds: Bounds | None) -> float:
+    """A bound by more of these programmes, where effort is not bounded; 0 where there is none."""
+    if bounds is None or progress.effort.is_bounded:
+        return 0.0
+    size = programme_size(many)
+    most = min(_BRANCHED * size, _MOST_BRANCHED // size)
+    return bounds.search.branched(progress.upper_us, most_iterations=most, limit_s=_limit_s(progress))
+
+
+def _limit_s(progress: Progress) -> float:
+    """Seconds for a bound where time is short."""
+    return max(_LEAST_S, progress.deadline.left_s / 4) if progress.deadline != NEVER else inf
+
+
+def starts_of(progress: Progress, many: Many) -> list[IntArray]:
+    """Fairly even cuts, and the best ones under GPipe; those that are wanted."""
+    case, num_stages = many.case, many.num_stages
+    if case.rules.balance is not None:
+        return [np.array([0, *np.cumsum(case.rules.balance)])]
+    even = _even(sums_before(case.costs.forward_us + case.costs.backward_us), num_stages)
+    starts = [even] if case.rules.allows(even[None])[0] else []
+    # As a pipeline of single stages, in which everything fits, it has the same rules and the same shares.
+    roomy = Cluster(memory_bytes=(2**62,) * num_stages, link=case.cluster.link)
+    single = replace(case, schedule=GPIPE, chunks=1, num_devices=num_stages, replicas=1, cluster=roomy)
+    problem = single.problem(num_stages, width=many.width, exact=True)
+    cuts = LabelSearch(problem, GPipeLaw(case.micro_batches), deadline=progress.deadline).min_max("backward")
+    if cuts is not None and not np.array_equal(cuts, even):
+        starts.append(np.array(cuts))
+    return starts
+
+
+def _even(before: FloatArray, num_stages: int) -> IntArray:
+    """Cuts at the even shares of the work, no stage empty."""
+    num_layers = len(before) - 1
+    cuts = np.searchsorted(before, np.linspace(0, before[-1], num_stages + 1))
+    cuts[0], cuts[-1] = 0, num_layers
+    # Every cut lies at least one layer behind the one in front, and leaves a layer for each stage behind it.
+    places = np.arange(num_stages + 1)
+    cuts = np.maximum.accumulate(cuts - places) + places
+    even: IntArray = np.minimum(cuts, num_layers - num_stages + places)
+    return even

@@ -1,0 +1,300 @@
+"""What to recompute on devices whose chunks share a cap: whole stages, or single layers where that takes less time.
+
+Of short stages all subsets of layers that may be worth it are known (`subsets.py`), and those of all
+chunks of a device are looked at together, as long as they are not too many. Else, with what all others hold given,
+which layers of one chunk to recompute is a problem of its own with a limit for each moment of the device, and solved
+exactly (`cheapest.py`):
+
+    fixed + weight * held + level <= cap - what the other chunks hold at the moment
+
+What is left then is how chunks share the cap. It is settled from two sides, and chunks are solved one after the other
+from either: from whole stages, as `--recompute auto` has them, and from layers that save most for their time, one by
+one, wherever they are, until everything fits.
+
+Complexity: O(V) walks through the layers of a chunk for each side and order, each device and its cuts once.
+"""
+
+from collections.abc import Iterable, Sequence
+from functools import cached_property
+from itertools import product
+from math import inf
+from typing import NamedTuple
+
+import numpy as np
+
+from planner.core.cost.chain_costs import ChainCosts
+from planner.core.cost.device_memory import ChunkByLayers, SharedBytes, chunk_by_layers, shared_bytes
+from planner.core.cost.layer_memory import StageLayers, most_savings
+from planner.core.cost.stage_time import LAYERS
+from planner.solve.layers.cheapest import Limit, cheapest_within
+from planner.solve.layers.one_stage import Recomputation, best_first, whole_again_us
+from planner.solve.layers.subsets import MOST_LAYERS, Subsets
+from planner.solve.space.arrays import FloatArray, IntArray
+from planner.solve.space.partitions import Many
+
+_MOST_TOGETHER = 20_000
+"""Ways of all chunks of a device that are looked at together."""
+
+_HARDLY_DEARER = 1.25
+"""A way that takes the device so many times the least may be better where the schedule has slack."""
+
+
+class _Option(NamedTuple):
+    """One way to recompute in a chunk."""
+
+    choice: int
+    recomputed: tuple[int, ...]
+    layers_us: float
+    again_us: float
+    """In a step."""
+    bytes: FloatArray
+    """At each moment of the device, shape (moments,)."""
+
+
+class DevicesOfChunks:
+    """Devices with any number of stages, whose moments follow from their lists.
+
+    Args:
+        many: The partitions.
+    """
+
+    def __init__(self, many: Many) -> None:
+        self._many = many
+        self._answers: dict[tuple[int, ...], tuple[Recomputation, ...]] = {}
+        self._stages: dict[tuple[int, int], _Stage] = {}
+        self.num_solved = 0
+
+    def ways(self, device: int, cuts: IntArray) -> tuple[Recomputation, ...]:
+        """Every way that is worth a try, or is over by least."""
+        key = device, *(int(cuts[s + more]) for s in self._many.chunks[device] for more in (0, 1))
+        if key not in self._answers:
+            self._answers[key] = self._ways(device, cuts)
+        return self._answers[key]
+
+    def near(self, device: int, cuts: IntArray, choices: Sequence[int]) -> Recomputation:
+        """What the device recomputes, one chunk solved after the other from `choices` on."""
+        chunks, cap = self._chunks(device, cuts), self._many.case.caps_bytes[device]
+        start = [chunk.whole[choice] for chunk, choice in zip(chunks, choices, strict=True)]
+        return _recomputation(self._improved(chunks, start, cap, range(len(chunks))), cap)
+
+    def _ways(self, device: int, cuts: IntArray) -> tuple[Recomputation, ...]:
+        chunks, cap = self._chunks(device, cuts), self._many.case.caps_bytes[device]
+        fastest = [chunk.whole[self._many.allowed[0]] for chunk in chunks]
+        if _over_bytes(fastest, cap) <= 0:
+            return (_recomputation(fastest, cap),)
+        self.num_solved += 1
+        together = _together(chunks, cap)
+        if together:
+            return tuple(_recomputation(options, cap) for options in together)
+        orders = [range(len(chunks)), range(len(chunks) - 1, -1, -1)][: len(chunks)]
+        ways = [
+            _recomputation(self._improved(chunks, start, cap, order), cap)
+            for start in (_by_stage(chunks, cap), _by_layer(chunks, cap))
+            for order in orders
+        ]
+        return best_first(dict.fromkeys(ways))
+
+    def _improved(
+        self, chunks: "list[_Chunk]", start: list[_Option], cap: float, order: Iterable[int]
+    ) -> list[_Option]:
+        """One chunk after the other has the cheapest recomputation that the others leave room for."""
+        options = list(start)
+        for at in order:
+            taken = np.zeros_like(options[at].bytes)
+            for option in (*options[:at], *options[at + 1 :]):
+                taken = taken + option.bytes
+            better = chunks[at].cheapest(cap - taken)
+            self.num_solved += 1
+            if better is not None and (better.again_us < options[at].again_us or _over_bytes(options, cap) > 0):
+                options[at] = better
+        return options
+
+    def _chunks(self, device: int, cuts: IntArray) -> "list[_Chunk]":
+        many, costs = self._many, self._many.case.costs
+        stages = many.chunks[device]
+        shared = shared_bytes(costs, cuts[None], many.num_devices, many.case.schedule.placement)
+        whole = {n: many.stage_bytes(cuts[None], np.full((1, many.num_stages), n)) for n in many.allowed}
+        chunks = []
+        for place, s in enumerate(stages):
+            counts = many.moments[device][:, place]
+            shared_here = SharedBytes(*(item[:, s : s + 1] for item in shared))
+            stage = self._stage(int(cuts[s]), int(cuts[s + 1]))
+            chunk = _Chunk(stage, stage.by_layers.without(shared_here, exact=costs.exact), counts)
+            for n, (always, parts, inside) in whole.items():
+                # Longer stages than tables have are recomputed by single layers alone.
+                held = always[0, s] + counts @ parts[0, s] if inside[0, s] else np.full(len(counts), inf)
+                chunk.whole[n] = _Option(n, (), 0.0, stage.whole_again_us[n], held)
+            chunks.append(chunk)
+        return chunks
+
+    def _stage(self, first: int, end: int) -> "_Stage":
+        if (first, end) not in self._stages:
+            case = self._many.case
+            self._stages[first, end] = _Stage(
+                case.costs, first, end, case.micro_batches, in_halves=case.schedule.splits_backward
+            )
+        return self._stages[first, end]
+
+
+class _Stage:
+    """The layers `first`..`end - 1`, whatever device runs them."""
+
+    def __init__(self, costs: ChainCosts, first: int, end: int, micro_batches: int, *, in_halves: bool) -> None:
+        self.by_layers = chunk_by_layers(costs, first, end, micro_batches=micro_batches, in_halves=in_halves)
+        self.layers = StageLayers.of(costs, first, end)
+        self.times_us = costs.forward_us[first:end]
+        self.whole_again_us = whole_again_us(costs, first, end, micro_batches)
+        self.micro_batches = micro_batches
+        is_short = end - first <= MOST_LAYERS
+        self.subsets = Subsets.of(self.layers, self.times_us) if is_short else None
+        as_first, behind = most_savings(costs)
+        saved = np.append(as_first[first], behind[first + 1 : end])
+        self.most_saved = np.where(self.layers.again, saved, 0.0)
+        """Per layer, how many bytes less a micro-batch holds at most if it is recomputed."""
+
+
+class _Chunk:
+    """A stage on its device: what it holds at the device's moments, as it depends on what is recomputed."""
+
+    def __init__(self, stage: _Stage, by_layers: ChunkByLayers, counts: FloatArray) -> None:
+        self.stage = stage
+        self.whole: dict[int, _Option] = {}
+        """By index into `CHOICES`."""
+        self.weights = counts @ by_layers.saved
+        self.level = np.where(counts > 0, by_layers.level, -1).max(axis=1)
+        self._by_layers, self._counts = by_layers, counts
+        # Of two lines of a part the larger one counts: for moments with such a part, both are limits.
+        is_flat = by_layers.least > by_layers.rest
+        lines = [(self.weights, by_layers.rest)]
+        if is_flat.any():
+            lines.append((counts @ np.where(is_flat, 0, by_layers.saved), np.maximum(by_layers.least, by_layers.rest)))
+        self._lines = [(weights, by_layers.always + counts @ parts) for weights, parts in lines]
+
+    @cached_property
+    def options(self) -> list[_Option]:
+        """Whole stages, and all subsets of its layers that may be worth it; none of a long stage."""
+        stage, subsets = self.stage, self.stage.subsets
+        if subsets is None:
+            return []
+        parts = self._by_layers.parts(subsets.saved[:, None], subsets.levels)
+        held = self._by_layers.always + parts @ self._counts.T
+        return [
+            *self.whole.values(),
+            *(
+                self._option(tuple((stage.layers.first + np.flatnonzero(again)).tolist()), float(layers_us), bytes_held)
+                for again, layers_us, bytes_held in zip(subsets.again, subsets.times_us, held, strict=True)
+                if again.any()
+            ),
+        ]
+
+    def again(self, recomputed: tuple[int, ...]) -> _Option:
+        """Some layers are recomputed, each on its own."""
+        saved, *levels = self.stage.layers.levels(recomputed)
+        layers_us = float(self.stage.times_us[np.array(recomputed, dtype=np.int64) - self.stage.layers.first].sum())
+        held = self._by_layers.always + self._counts @ self._by_layers.parts(saved, np.array([*levels, 0.0]))
+        return self._option(recomputed, layers_us, held)
+
+    def _option(self, recomputed: tuple[int, ...], layers_us: float, held: FloatArray) -> _Option:
+        choice = LAYERS if recomputed else 0
+        return _Option(choice, recomputed, layers_us, self.stage.micro_batches * layers_us, held)
+
+    def cheapest(self, room: FloatArray) -> _Option | None:
+        """What takes the least time of all that keeps within `room` at each moment; None where nothing does."""
+        if self.options:
+            able = (option for option in self.options if (option.bytes <= room).all())
+            return min(able, key=lambda option: option.again_us, default=None)
+        fitting = [option for option in self.whole.values() if (option.bytes <= room).all()]
+        best = min(fitting, key=lambda option: option.again_us, default=None)
+        if best is not None and best.again_us == 0:
+            return best
+        choice = cheapest_within(self.stage.layers, self._limits(room), self.stage.times_us)
+        if choice is None or not choice.recomputed:
+            return best
+        option = self.again(choice.recomputed)
+        # What the limits say is held against the law itself.
+        if (option.bytes > room).any() or (best is not None and best.again_us <= option.again_us):
+            return best
+        return option
+
+    def _limits(self, room: FloatArray) -> list[Limit]:
+        """The limits of the moments: of those that differ in nothing but their room, the one with least."""
+        caps: dict[tuple[int, int], float] = {}
+        for weights, fixed in self._lines:
+            for weight, level, cap in zip(weights.tolist(), self.level.tolist(), (room - fixed).tolist(), strict=True):
+                key = round(weight), level
+                caps[key] = min(caps.get(key, inf), cap)
+        return [Limit(cap, *key) for key, cap in caps.items()]
+
+
+def _over_bytes(options: Iterable[_Option], cap: float) -> float:
+    held: FloatArray = np.sum([option.bytes for option in options], axis=0)
+    return max(0.0, float(held.max()) - cap)
+
+
+def _recomputation(options: Sequence[_Option], cap: float) -> Recomputation:
+    return Recomputation(
+        choices=tuple(option.choice for option in options),
+        recomputed=tuple(option.recomputed for option in options),
+        layers_us=tuple(option.layers_us for option in options),
+        again_us=sum(option.again_us for option in options),
+        over_bytes=_over_bytes(options, cap),
+    )
+
+
+def _together(chunks: Sequence[_Chunk], cap: float) -> list[list[_Option]]:
+    """The cheapest way of all there are, first; then, for each chunk, one that is hardly dearer and spares it most.
+
+    Nothing where ways are too many, or none fits.
+    """
+    tables = [chunk.options for chunk in chunks]
+    again_us, places = np.zeros(1), np.zeros((1, 0), dtype=np.int64)
+    held: FloatArray = np.zeros((1, len(chunks[0].level)))
+    # What the chunks hold at least that are still to come.
+    least = [np.min([option.bytes for option in table], axis=0) if table else held[0] for table in tables]
+    for n, table in enumerate(tables):
+        if not table or len(held) * len(table) > _MOST_TOGETHER:
+            return []
+        held = (held[:, None] + np.array([option.bytes for option in table])).reshape(-1, held.shape[1])
+        again_us = (again_us[:, None] + np.array([option.again_us for option in table])).ravel()
+        places = np.column_stack([np.repeat(places, len(table), axis=0), np.tile(np.arange(len(table)), len(places))])
+        fits = (held + np.sum(least[n + 1 :], axis=0) <= cap).all(axis=1)
+        held, again_us, places = held[fits], again_us[fits], places[fits]
+    if not len(held):
+        return []
+    order = np.argsort(again_us, kind="stable")
+    near = places[order[again_us[order] <= again_us[order[0]] * _HARDLY_DEARER]]
+    spared = [near[np.argmin([tables[n][place].again_us for place in near[:, n].tolist()])] for n in range(len(chunks))]
+    ways = dict.fromkeys(tuple(way.tolist()) for way in (near[0], *spared))
+    return [[table[place] for table, place in zip(tables, way, strict=True)] for way in ways]
+
+
+def _by_stage(chunks: Sequence[_Chunk], cap: float) -> list[_Option]:
+    """Whole stages that fit with the least time, or are over by least."""
+    ways = [list(way) for way in product(*(chunk.whole.values() for chunk in chunks))]
+    return min(ways, key=lambda way: (_over_bytes(way, cap), sum(option.again_us for option in way)))
+
+
+def _by_layer(chunks: Sequence[_Chunk], cap: float) -> list[_Option]:
+    """Layers that save most for their time where the device holds most, one by one until it fits."""
+    options = [chunk.again(()) for chunk in chunks]
+    while True:
+        held: FloatArray = np.sum([option.bytes for option in options], axis=0)
+        moment = int(held.argmax())
+        if held[moment] <= cap:
+            return options
+        best: tuple[float, int, int] | None = None
+        for place, (chunk, option) in enumerate(zip(chunks, options, strict=True)):
+            stage = chunk.stage
+            counted = chunk.weights[moment] + (chunk.level[moment] >= 0) * stage.layers.stacked
+            left = stage.most_saved * counted
+            left[np.array(option.recomputed, dtype=np.int64) - stage.layers.first] = 0.0
+            if not left.any():
+                continue
+            at = int(np.argmax(left / np.maximum(stage.times_us, 1e-9)))
+            ratio = float(left[at] / max(stage.times_us[at], 1e-9))
+            if best is None or ratio > best[0]:
+                best = ratio, place, stage.layers.first + at
+        if best is None:
+            return options
+        _, place, layer = best
+        options[place] = chunks[place].again((*options[place].recomputed, layer))

@@ -1,0 +1,124 @@
+"""Schedules known by their lists alone where single layers may be recomputed: from the best plan of whole stages on.
+
+What no partition can beat is the bound of `planner.solve.chunks.search`; and, where partitions are few, what the
+fastest takes without recomputation, of those whose stages do not all fit so.
+"""
+
+from math import comb, inf
+
+import numpy as np
+
+from planner.core.cost.evaluate import Partition
+from planner.solve.chunks.search import all_cuts, bounds_of, branched_us, by_devices, most_of_one, starts_of
+from planner.solve.layers.chunks_of_device import DevicesOfChunks
+from planner.solve.layers.layer_search import LayerSearch
+from planner.solve.progress import Progress
+from planner.solve.space.arrays import FloatArray, IntArray
+from planner.solve.space.partitions import Many
+from planner.solve.space.tables import width_for
+
+_SHARE = 4
+"""One of so many parts of what effort is left looks at partitions one by one, where they are few."""
+
+
+def search_chunks_by_layers(progress: Progress, near: Partition | None) -> None:
+    """Searches all numbers of devices, until the deadline (`OutOfTimeError`) or for as long as the effort lasts.
+
+    Args:
+        progress: Of the case.
+        near: Its best partition that recomputes whole stages, if one is known.
+    """
+    if progress.case.schedule.is_to_be_made:
+        progress.deadline.check()
+        _search_under_lists(progress, near)
+        return
+    for many, least_us in by_devices(progress):
+        near_here = near if near is not None and near.num_devices == many.num_devices else None
+        progress.leave_out(_search(progress, many, least_us, near_here))
+
+
+def never_over(progress: Progress) -> bool:
+    """Whether devices hold all that a faster plan may assign to them as it is: then there is nothing to choose.
+
+    All chunks count as the largest stage there is: it may be so where this says no.
+    """
+    case = progress.case
+    if case.schedule.is_to_be_made:
+        return False
+    width = width_for(case.costs, longest_us=case.longest_us(progress.upper_us), cap_bytes=inf)
+    if case.schedule.has_known_moments:
+        return case.memory(width, case.num_devices - 1).most_bytes() <= min(case.caps_bytes)
+    counts = [n for n in range(1, case.num_devices + 1) if progress.least_us(n) < progress.upper_us]
+    return all(_holds_all(Many(case, num_devices), width) for num_devices in counts)
+
+
+def _holds_all(many: Many, width: int) -> bool:
+    if not many.can_run:
+        return True
+    if width > many.width:
+        return False
+    parts = np.where(np.isfinite(many.parts[0]), many.parts[0], 0.0).max(axis=(0, 1))
+    held = [float((parts[0] + counts @ parts[1:]).sum(axis=1).max()) for counts in many.moments]
+    return all(most <= cap for most, cap in zip(held, many.case.caps_bytes, strict=False))
+
+
+def _search_under_lists(progress: Progress, near: Partition | None) -> None:
+    """Lists that were made for whole stages stay as they are, and single layers are chosen under them."""
+    progress.leave_out(progress.case.bound_us)
+    if near is None:
+        return
+    many = Many(progress.case, near.num_devices).under(near.rule)
+    LayerSearch(progress, many, DevicesOfChunks(many)).search([], most_of_one(progress, many), near)
+
+
+def _search(progress: Progress, many: Many, least_us: float, near: Partition | None) -> float:
+    """Searches one number of devices; returns what no partition of it can beat, at least `least_us`."""
+    search = LayerSearch(progress, many, DevicesOfChunks(many))
+    starts = starts_of(progress, many)
+    one_by_one_us = _look_at_all(progress, many, search)
+    least_us = max(least_us, one_by_one_us)
+    bounds = bounds_of(progress, many, starts) if least_us < progress.upper_us else None
+    if bounds is not None:
+        least_us = max(least_us, bounds.first.bound_us)
+        starts = [*bounds.starts, *starts]
+    if least_us >= progress.upper_us:
+        return least_us
+    search.search(starts, most_of_one(progress, many), near)
+    return max(least_us, branched_us(progress, many, bounds))
+
+
+def _look_at_all(progress: Progress, many: Many, search: LayerSearch) -> float:
+    """Looks at every partition, fastest first, where they are few.
+
+    Returns:
+        What none can beat whose stages do not all fit as they are; 0 where partitions are too many.
+    """
+    effort, num = progress.effort, many.case.costs.num_layers
+    num_cuts = comb(num - 1, many.num_stages - 1) if many.case.rules.balance is None else 1
+    if num_cuts > effort.affordable(many):
+        return 0.0
+    ends = effort.spent + max(0, effort.left) // _SHARE
+    step_us, cuts = _fastest_first(progress, many)
+    for at in range(len(cuts)):
+        if step_us[at] >= progress.upper_us or effort.spent >= ends:
+            break
+        search.placed([cuts[at]])
+    return float(step_us[0]) if len(cuts) else inf
+
+
+def _fastest_first(progress: Progress, many: Many) -> tuple[FloatArray, IntArray]:
+    """The partitions whose stages do not all fit as they are, and what they take without recomputation at least."""
+    times: list[FloatArray] = []
+    partitions: list[IntArray] = []
+    for cuts in all_cuts(many):
+        choices = np.full((len(cuts), many.num_stages), many.allowed[0])
+        step_us = progress.simulated(many, cuts, choices)
+        fits = np.asarray((many.over_bytes(cuts, choices) <= 0).all(axis=1))
+        progress.raced(many, cuts, choices, fits & (step_us < progress.upper_us))
+        is_open = ~fits & (step_us < progress.upper_us)
+        times.append(step_us[is_open])
+        partitions.append(cuts[is_open])
+    if not times:
+        return np.zeros(0), np.zeros((0, many.num_stages + 1), dtype=np.int64)
+    order = np.argsort(np.concatenate(times), kind="stable")
+    return np.concatenate(times)[order], np.concatenate(partitions)[order]

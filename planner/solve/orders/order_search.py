@@ -1,0 +1,298 @@
+"""The best lists for given stages: many rules are tried, and the best of them changed bit by bit.
+
+Effort is counted in actions that are put into a list or simulated, so that the same question gets the same answer on
+any machine. A list counts only if it keeps the caps by the law of memory itself.
+"""
+
+import random
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from itertools import product
+from math import ceil, inf, prod
+from typing import NamedTuple
+
+import numpy as np
+
+from planner.core.cost.simulate import StageTimes, period_us
+from planner.core.cost.stage_time import BusyTimes, HalfTimes
+from planner.core.schedule import Action, Letter
+from planner.solve.orders.list_scheduling import Act, ListRules, Lists, OrderProblem, followed, listed
+from planner.solve.orders.period_bound import LeastTimes, least_windows_us
+from planner.solve.progress import SAME
+from planner.solve.space.arrays import FloatArray
+
+Rows = tuple[tuple[Action, ...], ...]
+
+# What is tried of each knob, the most promising first.
+_AHEAD = (1.0, 1.5, 0.8, 1.25, 1.7, 1.9, 2.0, 1.1, 1.35, 1.6, 1.8, 2.3, 3.0, 0.65, 0.5)
+_EXTRA = (0, 1, -1)
+_PATIENCE = (0.5, 0.0, 1.0, 0.25, 0.75)
+_EITHER = (True, False)
+
+_TRY = 60
+"""What a try takes beside its actions, in actions: of small pipelines most of it."""
+
+_LOOKAHEAD = (3, 8, 20)
+"""Among how many of the things that a model does next a device may choose."""
+
+_RULES_SHARE, _PATIENCE_SHARE = 0.3, 0.3
+"""How often it is rules that are changed, not lists; and of rules, patience."""
+
+_WORSE = 1.5e-4
+"""Lists are gone on from if they are slower than the best by less than this, and ever less of it."""
+
+_PLACES = (-12, -9, -6, -4, -3, -2, -1, -1, 1, 1, 2, 3, 4, 6, 9, 12)
+"""By how much an act comes later in a list."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FoundOrder:
+    """Lists, and the time from step to step with them."""
+
+    rows: Rows
+    period_us: float
+
+
+class Orders:
+    """A search for the lists of given stages.
+
+    Args:
+        problem: The stages.
+        fits: Whether lists keep the caps, by the law.
+        models: Lists that were made for other times or caps, to be followed as far as these let them.
+    """
+
+    def __init__(self, problem: OrderProblem, fits: Callable[[Rows], bool], models: Sequence[Rows] = ()) -> None:
+        self._problem, self._fits, self._models = problem, fits, models
+        num_stages = len(problem.times)
+        self._shapes = _on_the_way(problem), tuple(float(num_stages - s) for s in range(num_stages))
+        self._least_us = least_period_us(problem) * (1 + 1e-9)
+        self.best: FoundOrder | None = None
+        self.spent = 0
+        """Actions listed."""
+
+    def search(self, most_actions: int) -> FoundOrder | None:
+        """The best lists that so much effort finds; None where none keep the caps."""
+        if self._tries_all(most_actions):
+            return self.best
+        self._follow(most_actions)
+        if self._is_proven():
+            return self.best
+        knobs = _Knobs()
+        best: ListRules | None = None
+
+        def tried(changes: Iterable[_Knobs]) -> None:
+            nonlocal knobs, best
+            for changed in changes:
+                if self.spent < most_actions and self._tries(rules := self._rules(changed)):
+                    knobs, best = changed, rules
+
+        # One knob after the other, twice: what the later ones are good for depends on the earlier.
+        for _ in range(2):
+            tried(knobs._replace(ahead=ahead, shape=shape) for shape in (0, 1) for ahead in _AHEAD)
+            tried(knobs._replace(extra=extra) for extra in _EXTRA)
+            tried(knobs._replace(patience=patience) for patience in _PATIENCE)
+            tried(knobs._replace(forward_first=first, later_first=later) for first in _EITHER for later in _EITHER)
+        if best is not None:
+            self._wander(best, most_actions)
+        return self.best
+
+    def _wander(self, rules: ListRules, most_actions: int) -> None:
+        """Changes the rules, and lists themselves, a bit at a time, and goes on from what is as good or hardly worse.
+
+        Source: threshold accepting, Dueck and Scheuer 1990 (doi:10.1016/0021-9991(90)90201-B).
+        """
+        rng = random.Random(0)  # noqa: S311 - the same answer every time
+        lists = listed(self._problem, rules)
+        assert lists is not None  # they made the best lists so far
+        rules_us, whole = lists.period_us, most_actions - self.spent
+        while self.spent < most_actions and not self._is_proven():
+            is_by_rules = rng.random() < _RULES_SHARE
+            changed = _changed(rules, rng) if is_by_rules else rules
+            if is_by_rules:
+                found = listed(self._problem, changed)
+            else:
+                wishes = _reordered(self._problem, lists.rows, rng)
+                found = followed(self._problem, wishes, lookahead=_LOOKAHEAD[0], patience=inf)
+            is_better = self._better(found)
+            if found is None or self.best is None:
+                continue
+            if is_by_rules and (is_better or found.period_us <= rules_us * (1 + SAME)):
+                rules, rules_us = changed, found.period_us
+            left = max(0.0, (most_actions - self.spent) / whole)
+            if found.period_us <= self.best.period_us * (1 + SAME + _WORSE * left):
+                lists = found
+
+    def _tries_all(self, most_actions: int) -> bool:
+        """Tries every order of every device, if they are few enough; then nothing is better."""
+        problem = self._problem
+        if len(problem.chunks) != len(problem.times):
+            return False
+        every = [
+            _all_orders(stage, problem.micro_batches, problem.is_whole[stage]) for stage in range(len(problem.times))
+        ]
+        if any(orders is None for orders in every):
+            return False
+        actions = sum(2 if whole else 3 for whole in problem.is_whole) * problem.micro_batches
+        if prod(len(orders) for orders in every if orders is not None) * actions > most_actions:
+            return False
+        for rows in product(*(orders for orders in every if orders is not None)):
+            with suppress(ValueError):  # they wait for each other
+                self._simulated(rows)
+            self.spent += actions
+        return True
+
+    def _follow(self, most_actions: int) -> None:
+        for rows, lookahead, patience in product(self._models, _LOOKAHEAD, _PATIENCE[:3]):
+            if self.spent >= most_actions:
+                return
+            wishes = [[(action.stage, action.kind, action.micro_batch) for action in row] for row in rows]
+            self._better(followed(self._problem, wishes, lookahead=lookahead, patience=patience))
+
+    def _is_proven(self) -> bool:
+        return self.best is not None and self.best.period_us <= self._least_us
+
+    def _rules(self, knobs: "_Knobs") -> ListRules:
+        most = tuple(max(1, ceil(knobs.ahead * number) + knobs.extra) for number in self._shapes[knobs.shape])
+        return ListRules(
+            most_waiting=most,
+            patience=(knobs.patience,) * len(self._problem.chunks),
+            forward_first=knobs.forward_first,
+            later_chunk_first=knobs.later_first,
+        )
+
+    def _tries(self, rules: ListRules) -> bool:
+        """Whether lists by these rules are better than the best so far."""
+        return self._better(listed(self._problem, rules))
+
+    def _better(self, lists: Lists | None) -> bool:
+        """Whether lists that were just made are better than the best so far, which they then are."""
+        self.spent += 3 * len(self._problem.times) * self._problem.micro_batches + _TRY
+        if lists is None or (self.best is not None and lists.period_us >= self.best.period_us * (1 - SAME)):
+            return False
+        return self._simulated(lists.actions())
+
+    def _simulated(self, rows: Rows) -> bool:
+        found_us = period_us(rows, self._problem.times, self._problem.own_us)
+        if (self.best is not None and found_us >= self.best.period_us) or not self._fits(rows):
+            return False
+        self.best = FoundOrder(rows=rows, period_us=found_us)
+        return True
+
+
+class _Knobs(NamedTuple):
+    """What rules are made of to begin with."""
+
+    ahead: float = 1.0
+    """How many micro-batches wait on a stage, in times of its shape."""
+    shape: int = 0
+    """Those that are on their way behind it, or the stages behind it."""
+    extra: int = 0
+    patience: float = 0.5
+    forward_first: bool = False
+    later_first: bool = True
+
+
+def least_period_us(problem: OrderProblem) -> float:
+    """Below the time from step to step with any lists, as far as `OrderProblem.rooms` tell what memory holds.
+
+    It ends a search; no certificate rests on it: for that see `period_bound.py`, whose law it is.
+    """
+
+    def each(name: str) -> FloatArray:
+        return np.array([[getattr(times, name) for times in problem.times]])
+
+    busy, halves = BusyTimes(*map(each, BusyTimes._fields)), HalfTimes(*map(each, HalfTimes._fields))
+    times = LeastTimes.of(busy, halves, each("send_us"), problem.micro_batches)
+    rooms = [problem.rooms[stages[0]] for stages in problem.chunks]
+    places = [(cap - room.always) / max(room.held, 1e-9) for cap, room in zip(problem.caps_bytes, rooms, strict=True)]
+    at_once = np.clip(np.floor(np.array([places]) + 1e-9), 1.0, problem.micro_batches)
+    windows_us = least_windows_us(times, problem.chunks, problem.micro_batches, at_once)
+    return float((windows_us + np.array(problem.own_us)).max())
+
+
+_MOST_ORDERS = 3
+"""Micro-batches of which all orders on a device are listed: 42 of F, I and W."""
+
+
+def _all_orders(stage: int, micro_batches: int, is_whole: bool) -> list[tuple[Action, ...]] | None:  # noqa: FBT001
+    """Every order of a stage's actions that runs each kind from the first micro-batch to the last.
+
+    Micro-batches are alike, so that no other order is better; of more than a few there are too many.
+    """
+    if micro_batches > _MOST_ORDERS:
+        return None
+    kinds: tuple[Letter, ...] = ("F", "B") if is_whole else ("F", "I", "W")
+    orders: list[tuple[Action, ...]] = []
+
+    def go_on(row: tuple[Action, ...], done: tuple[int, ...]) -> None:
+        if len(row) == len(kinds) * micro_batches:
+            orders.append(row)
+        for n, kind in enumerate(kinds):
+            if done[n] < (done[n - 1] if n else micro_batches):
+                go_on((*row, Action(stage, kind, done[n])), (*done[:n], done[n] + 1, *done[n + 1 :]))
+
+    go_on((), (0,) * len(kinds))
+    return orders
+
+
+def _way_us(times: Sequence[StageTimes], stage: int) -> float:
+    """From the end of a forward to the gradient that comes back for it."""
+    behind = times[stage + 1 :]
+    least_us = sum(t.forward_us + min(t.input_backward_us, t.last_input_backward_us) for t in behind)
+    return least_us + 2 * sum(t.send_us for t in times[stage:-1])
+
+
+def _on_the_way(problem: OrderProblem) -> tuple[float, ...]:
+    """Per stage, micro-batches that set out from it before the first gradient is back, at the pace of the slowest."""
+    pace_us = max(
+        sum(t.forward_us + t.input_backward_us + t.weight_backward_us for t in (problem.times[s] for s in chunks))
+        for chunks in problem.chunks
+    )
+    if pace_us <= 0:
+        return (1.0,) * len(problem.times)
+    return tuple(
+        (times.forward_us + _way_us(problem.times, stage) + times.input_backward_us) / pace_us
+        for stage, times in enumerate(problem.times)
+    )
+
+
+def _changed(rules: ListRules, rng: random.Random) -> ListRules:
+    """The rules with one thing changed, for one device or stage or some in a row."""
+    if rng.random() < _PATIENCE_SHARE:
+        patience = rng.choice((0.0, 0.1, 0.25, 0.4, 0.5, 0.6, 0.75, 0.9, 1.0, 1.5, inf))
+        some = _some(len(rules.patience), rng)
+        return replace(rules, patience=tuple(patience if d in some else old for d, old in enumerate(rules.patience)))
+    some, step = _some(len(rules.most_waiting), rng), rng.choice((-1, 1))
+    most = tuple(max(1, n + step) if s in some else n for s, n in enumerate(rules.most_waiting))
+    return replace(rules, most_waiting=most)
+
+
+def _some(number: int, rng: random.Random) -> range:
+    """One of so many, or some in a row."""
+    first = rng.randrange(number)
+    return range(first, rng.choice((first + 1, first + 1, min(number, first + 2), number)))
+
+
+def _reordered(problem: OrderProblem, rows: Sequence[Sequence[Act]], rng: random.Random) -> list[list[Act]]:
+    """The lists with an act some places earlier or later, on one device or all behind or in front of it in the chain.
+
+    Every kind's micro-batches stay in order.
+    """
+    changed = [*map(list, rows)]
+    for _ in range(rng.choice((1, 2))):
+        kind, micro_batch = rng.choice(rows[0])[1], rng.randrange(problem.micro_batches)
+        chunk, device, step = rng.randrange(len(problem.chunks[0])), rng.randrange(len(rows)), rng.choice(_PLACES)
+        for each in rng.choice((range(device, device + 1), range(device, len(rows)), range(device + 1))):
+            row, act = changed[each], (problem.chunks[each][chunk], kind, micro_batch)
+            if act not in row:
+                continue  # this stage's backwards run in another number of pieces
+            place = row.index(act)
+            row.insert(min(max(0, place + step), len(row) - 1), row.pop(place))
+            counts: Counter[tuple[int, Letter]] = Counter()
+            for n, (stage, letter, _) in enumerate(row):
+                row[n] = stage, letter, counts[stage, letter]
+                counts[stage, letter] += 1
+    return changed

@@ -1,0 +1,145 @@
+"""Cuts, recomputation and lists together: a schedule that is made for the stages that it cuts.
+
+    cuts, recomputation  ->  lists made for them  ->  cuts and recomputation improved under these lists  ->  …
+
+until a round brings nothing. It begins with what every named schedule is best with that has as many stages on a device
+in the same places, and with the even cuts; and lists may follow those of named schedules. The best of a named schedule
+counts, too: what is found is not slower than what the same effort finds for those.
+"""
+
+from collections.abc import Sequence
+from contextlib import suppress
+from math import inf
+
+import numpy as np
+
+from planner.core.errors import UsageError
+from planner.core.schedule import SCHEDULES, Action, Listed
+from planner.solve.chunks.cut_search import CutSearch
+from planner.solve.chunks.search import starts_of
+from planner.solve.orders.list_scheduling import OrderProblem
+from planner.solve.orders.order_search import FoundOrder, Orders
+from planner.solve.orders.period_bound import least_of_all_cuts_us, least_trip_us
+from planner.solve.progress import SAME, Progress
+from planner.solve.space.arrays import IntArray
+from planner.solve.space.case import cuts_and_choices
+from planner.solve.space.partitions import Many
+
+Rows = tuple[tuple[Action, ...], ...]
+Cut = tuple[IntArray, IntArray]
+"""A partition: cuts of shape (S+1,) and choices of shape (S,)."""
+
+_ROUNDS = 6
+"""Times that lists and cuts are improved in turn."""
+
+_SHARE = 6
+"""One of so many parts of what effort is left goes into one search, for cuts or for lists."""
+
+_OF_BOUND = 4
+"""A bound for all cuts takes one of so many parts of what was spent on looking for plans, at most."""
+
+
+def search_cuts_and_lists(progress: Progress) -> None:
+    """Searches from the most devices down, until the deadline (`OutOfTimeError`) or as long as the effort lasts."""
+    case = progress.case
+    if case.is_too_large:
+        return
+    trip_us = least_trip_us(case)
+    for num_devices in range(case.num_devices, 0, -1):
+        least_us = max(progress.least_us(num_devices), case.bound_us, trip_us)
+        if least_us >= progress.upper_us or progress.effort.left <= 0:
+            progress.leave_out(least_us)
+            return
+        many = Many(case, num_devices)
+        if many.has_layers:
+            _Joint(progress, many).search()
+            of_all_us = least_of_all_cuts_us(many, progress.upper_us, progress.effort.spent // _OF_BOUND)
+            progress.leave_out(max(least_us, of_all_us))
+
+
+class _Joint:
+    """The search for one number of devices."""
+
+    def __init__(self, progress: Progress, many: Many) -> None:
+        self._progress, self._many = progress, many
+        self._models = _named(many)
+
+    def search(self) -> None:
+        """From every start in turn."""
+        even = starts_of(self._progress, self._many)
+        for named in self._models:
+            best = self._cut(named, even)
+            if best is not None:
+                self._in_turn(best)
+        for cuts in even[:1]:
+            # The more is recomputed to begin with, the slower: the first that leads to what fits is enough.
+            any(self._in_turn((cuts, np.full(self._many.num_stages, choice))) for choice in self._many.allowed)
+
+    def _in_turn(self, place: Cut) -> bool:
+        """Makes lists for the partition and improves it under them, until that brings nothing; whether lists fit."""
+        before_us = inf
+        for _ in range(_ROUNDS):
+            self._progress.deadline.check()
+            found = self._lists_for(place)
+            if found is None:
+                break
+            made = self._many.under(Listed(found.rows))
+            cuts, choices = place
+            self._progress.raced(made, cuts[None], choices[None], np.array([True]))
+            is_better, before_us = found.period_us < before_us * (1 - 1e-9), found.period_us
+            better = self._cut(made, [place[0]]) if is_better and self._progress.effort.left > 0 else None
+            if better is None:
+                break
+            place = better
+        return before_us < inf
+
+    def _cut(self, many: Many, starts: Sequence[IntArray]) -> Cut | None:
+        """The best partition that is found under lists; None if nothing fits. The best of all is noted."""
+        progress = self._progress
+        own = Progress(case=many.case, effort=progress.effort, deadline=progress.deadline, upper_us=inf)
+        CutSearch(own, many).search(starts, max(0, progress.effort.left) // _SHARE)
+        if own.best is None:
+            return None
+        if own.upper_us < progress.upper_us * (1 - SAME):
+            progress.upper_us, progress.best = own.upper_us, own.best
+        return cuts_and_choices(own.best)
+
+    def _lists_for(self, place: Cut) -> FoundOrder | None:
+        """The best lists that are found for the partition; None if nothing fits.
+
+        Backwards in one piece hold nothing between halves, and may take less than both together.
+        """
+        many, effort = self._many, self._progress.effort
+        cuts, choices = place[0][None], place[1][None]
+
+        def fits(rows: Rows) -> bool:
+            return bool((many.under(Listed(rows)).over_bytes(cuts, choices) <= 0).all())
+
+        best: FoundOrder | None = None
+        for is_whole in (False, True):
+            problem = many.order_problem(place[0], place[1], is_whole=is_whole)
+            if is_whole and best is not None and _halves_cost_nothing(problem):
+                break
+            orders = Orders(problem, fits, [named.actions for named in self._models])
+            found = orders.search(max(0, effort.left) // _SHARE)
+            effort.spent += orders.spent
+            if found is not None and (best is None or found.period_us < best.period_us):
+                best = found
+        return best
+
+
+def _named(many: Many) -> list[Many]:
+    """The named schedules that run with these stages in these places; GPipe's lists are good for no memory."""
+    able = []
+    for schedule in SCHEDULES.values():
+        if not schedule.has_closed_form and schedule.placement == many.case.schedule.placement:
+            named = many.under(schedule)
+            with suppress(UsageError):
+                able += [named] if named.actions else []
+    return able
+
+
+def _halves_cost_nothing(problem: OrderProblem) -> bool:
+    """Whether no stage takes longer for both halves than for a backward in one piece."""
+    halves = ((t.input_backward_us + t.weight_backward_us, t.backward_us) for t in problem.times)
+    return all(both_us <= whole_us * (1 + 1e-9) for both_us, whole_us in halves)

@@ -1,0 +1,112 @@
+"""Is a plan as good as it says? Answered by solving the same question again, where that takes a moment."""
+
+from dataclasses import replace
+
+from planner.core.errors import MissingPackageError, PlannerError, SolverError
+from planner.core.judge.figures import certificate_problems, claimed_of, is_same
+from planner.core.judge.verdict import Verdict, with_findings
+from planner.core.values.findings import Finding, finding
+from planner.core.values.plan import FrontierPoint, Plan, SolverReport
+from planner.core.values.profile import Profile
+from planner.solve.request import Request
+from planner.solve.search import MOST_WORK, solve
+
+_TIME_LIMIT_S = 5.0
+"""A gate must not keep people waiting: what is not recomputed by then is said to be not."""
+
+_HINT = "solve again, to have what is written recomputed"
+
+
+def certified(written: Plan, verdict: Verdict, profile: Profile) -> Verdict:
+    """The verdict with what is wrong with the plan's certificate; the recomputed plan then claims none.
+
+    Args:
+        written: The plan as read.
+        verdict: On it.
+        profile: What it was judged against.
+    """
+    claimed = claimed_of(written, verdict)
+    if verdict.plan is None or claimed is None:
+        return verdict
+    now = replace(verdict.plan, solver=claimed)
+    findings = _findings(written, now, profile)
+    if any(each.code == "GP205" for each in findings):
+        now = replace(now, solver=SolverReport(method="given", status="given"))
+    return with_findings(replace(verdict, plan=now), findings)
+
+
+def _findings(written: Plan, now: Plan, profile: Profile) -> tuple[Finding, ...]:
+    """What is wrong with the certificate and the frontier of a plan whose other figures are as recomputed.
+
+    The number of micro-batches may have been asked for, which the plan does not record: the same number is solved for.
+
+    Args:
+        written: The plan as read.
+        now: As recomputed, with the certificate that is written.
+        profile: What it was recomputed from.
+    """
+    problems = list(certificate_problems(written, now.solver))
+    open_ones = []
+    if now.solver.status != "given" or written.frontier:
+        if len(profile.layers) * now.inputs.devices > MOST_WORK:
+            open_ones.append("there are too many layers and devices to solve again")
+        else:
+            for question in (_faster, _frontier):
+                problem, is_open = question(written, now, profile)
+                (open_ones if is_open else problems).extend([problem] if problem else [])
+    wrong = [finding("GP205", "; ".join(problems), hint=_HINT)] if problems else []
+    return (*wrong, *(finding("GP206", f"{why}: status, bound and frontier are as written") for why in open_ones[:1]))
+
+
+def _faster(_written: Plan, now: Plan, profile: Profile) -> tuple[str, bool]:
+    if now.solver.status == "given":
+        return "", False
+    request = Request.again(now, micro_batches=now.micro_batches, time_limit_s=_TIME_LIMIT_S)
+    try:
+        best = solve(profile, request, breaks_ties=False)
+        if _contradiction(now, best):
+            # Of plans that are as fast the one is named that `solve` answers with.
+            return _contradiction(now, solve(profile, request)), False
+    except (SolverError, MissingPackageError) as error:
+        return "the solver took too long" if isinstance(error, SolverError) else error.message, True
+    except PlannerError as error:
+        return f"solved again there is no such plan: {error.message}", False
+    return "", now.solver.status == "optimal" and best.solver.status != "optimal"
+
+
+def _contradiction(now: Plan, best: Plan) -> str:
+    """What a plan's certificate says that the best plan proves wrong; empty where there is nothing."""
+    step_us, best_us, bound_us = now.predicted.step_us, best.predicted.step_us, now.solver.lower_bound_us
+    if now.solver.status == "optimal" and best_us < step_us and not is_same("step_us", best_us, step_us):
+        return f"it is called optimal, but {list(best.balance)} takes {best_us / 1e3:.1f} ms"
+    if best_us < bound_us and not is_same("lower_bound_us", best_us, bound_us):
+        return f"nothing is said to be faster than {bound_us / 1e3:.1f} ms, {list(best.balance)} is"
+    return ""
+
+
+def _frontier(written: Plan, now: Plan, profile: Profile) -> tuple[str, bool]:
+    if not written.frontier:
+        return "", False
+    from planner.solve.questions.insight import frontier_of  # noqa: PLC0415 - few plans have a frontier
+    from planner.solve.simulated import lacks_bound  # noqa: PLC0415 - likewise
+
+    fixed = now.micro_batches if len(written.frontier) == 1 else None
+    request = Request.again(now, micro_batches=fixed, time_limit_s=_TIME_LIMIT_S)
+    if lacks_bound(request.schedules):
+        return "highspy is not installed, without which other plans may be found", True
+    try:
+        points = {(p.replicas, p.micro_batches): p for p in frontier_of(profile, request)}
+    except MissingPackageError as error:
+        return error.message, True
+    except PlannerError as error:
+        return f"it has a frontier where there is none: {error.message}", False
+    wrong = [p.micro_batches for p in written.frontier if not _alike(p, points.get((p.replicas, p.micro_batches)))]
+    return (f"its frontier is another one at M = {', '.join(map(str, wrong[:5]))}" if wrong else ""), False
+
+
+def _alike(written: FrontierPoint, computed: FrontierPoint | None) -> bool:
+    if computed is None:
+        return False
+    figures = ("step_us", "samples_per_s", "bubble", "peak_bytes", "recompute_share")
+    rest = replace(written, **{name: getattr(computed, name) for name in figures})
+    return rest == computed and all(is_same(name, getattr(written, name), getattr(computed, name)) for name in figures)

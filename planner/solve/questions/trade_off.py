@@ -1,0 +1,55 @@
+"""What each schedule would give for the same question: its best plan, as far as that is known soon."""
+
+from math import inf
+from typing import Final
+
+from planner.core.schedule import SCHEDULES, SEARCHED
+from planner.core.values.plan import FrontierPoint, Plan, ScheduleName
+from planner.core.values.profile import Profile
+from planner.solve.cases import cases_of
+from planner.solve.questions.insight import point_of
+from planner.solve.request import Request
+from planner.solve.search import MOST_WORK, plan_under
+
+_ACTIONS: Final = 30_000
+"""For each schedule; some tenths of a second."""
+
+
+def trade_off_of(profile: Profile, plan: Plan, *, micro_batches: int | None = None) -> tuple[FrontierPoint, ...]:
+    """A point per schedule that was tried, in their usual order; for that of the answer it is the answer.
+
+    Each is searched with little effort: a schedule may do better than is said, and `fits` is false where no plan was
+    found. Schedules in halves are tried only where the profile has measured halves.
+
+    Args:
+        profile: What the layers cost.
+        plan: The answer to a question that left the schedule open.
+        micro_batches: M, if it was fixed.
+
+    Returns:
+        Nothing where there is nothing to compare: a schedule that was asked for, cuts that were given, a pipeline of
+        one device, too many layers and devices to search again.
+    """
+    inputs = plan.inputs
+    if inputs.schedule != "auto" or plan.solver.status == "given" or plan.num_devices < 2:
+        return ()
+    if len(profile.layers) * inputs.devices > MOST_WORK:
+        return ()
+    request = Request(inputs=inputs, micro_batches=micro_batches, actions=_ACTIONS)
+    tried = {case.schedule.name for case in cases_of(profile, request)}
+    names = [name for name in (*SCHEDULES, SEARCHED.name) if name in tried]
+    points: dict[ScheduleName, FrontierPoint] = {}
+    for name in names if len(names) > 1 else ():
+        point = _point(profile, request, plan, name)
+        # A search of lists that finds none better ends with those of a schedule that has a name.
+        before = points.get(point.schedule)
+        if before is None or (point.fits and point.step_us < before.step_us and point.schedule != plan.schedule):
+            points[point.schedule] = point
+    return tuple(points.values())
+
+
+def _point(profile: Profile, request: Request, plan: Plan, name: ScheduleName) -> FrontierPoint:
+    best = plan if name == plan.schedule else plan_under({name}, profile, request, upper_us=inf)
+    if best is None:
+        return FrontierPoint(micro_batches=0, micro_batch_size=0, schedule=name, fits=False)
+    return point_of(best)

@@ -1,0 +1,291 @@
+"""One M of one pipeline: from costs and devices to the tables of the label programme."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from planner.core.cost.chain_costs import ChainCosts
+from planner.core.cost.costs import CostsAtSize
+from planner.core.cost.evaluate import Partition
+from planner.core.cost.moments import Moments, stage_moments
+from planner.core.cost.stage_time import CHOICES, LAYERS, ChainSums
+from planner.core.schedule import Loads, Schedule
+from planner.core.values.cluster import Cluster
+from planner.core.values.plan import RecomputePolicy
+from planner.solve.space.arrays import BoolArray, FloatArray, IntArray
+from planner.solve.space.problem import ChainProblem, DeviceTable, LinkTimes
+from planner.solve.space.tables import NOWHERE, MemoryTable
+
+if TYPE_CHECKING:
+    from planner.solve.layers.exact_stages import LayerTimes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rules:
+    """Which stages are not wanted, whatever they cost."""
+
+    together: tuple[tuple[int, ...], ...] = ()
+    """Groups of layers that must be in one stage."""
+    apart: tuple[tuple[int, ...], ...] = ()
+    """Groups of layers of which no two may be in one stage."""
+    balance: tuple[int, ...] | None = None
+    """The only cuts allowed."""
+
+    def forbids(self, first: IntArray, end: IntArray) -> BoolArray:
+        """Whether the stages of layers first..end-1 are not wanted."""
+        no = np.zeros(np.broadcast_shapes(first.shape, end.shape), dtype=bool)
+        for group in filter(None, self.together):
+            low, high = min(group), max(group)
+            no |= ((low < first) & (first <= high)) | ((low < end) & (end <= high))
+        for group in self.apart:
+            for low, high in pairwise(sorted(group)):
+                no |= (first <= low) & (high < end)
+        if self.balance is not None:
+            cuts = np.cumsum([0, *self.balance])
+            wanted = np.zeros_like(no)
+            for low, high in pairwise(cuts):
+                wanted |= (first == low) & (end == high)
+            no |= ~wanted
+        return no
+
+    def allows(self, cuts: IntArray) -> BoolArray:
+        """Which partitions have none but wanted stages, shape (N,), for cuts of shape (N, S+1)."""
+        return ~np.asarray(self.forbids(cuts[:, :-1], cuts[:, 1:]).any(axis=1))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """Where to cut a chain for M micro-batches on at most `num_devices` devices in a row."""
+
+    costs_at_size: CostsAtSize
+    cluster: Cluster
+    schedule: Schedule
+    micro_batches: int
+    num_devices: int
+    replicas: int
+    policy: RecomputePolicy
+    rules: Rules
+    chunks: int = 1
+    layers: "LayerTimes | None" = None
+    """What recomputing single layers costs; needed where the policy is `layers`."""
+    _memory: dict[tuple[int, int], MemoryTable] = field(default_factory=dict, repr=False, compare=False)
+
+    def partition(self, cuts: Sequence[int] | IntArray, choices: Sequence[int] | IntArray, **more: Any) -> Partition:
+        """What the cost model takes: cuts of length S+1, choices that are indices into `CHOICES` or `LAYERS`.
+
+        Args:
+            cuts: From 0 to L.
+            choices: By stage.
+            more: Other fields of `Partition`.
+        """
+        return Partition(
+            schedule=self.schedule.name,
+            micro_batches=self.micro_batches,
+            balance=tuple(np.diff(cuts).tolist()),
+            recompute=tuple((*CHOICES, "layers")[choice] for choice in choices),
+            chunks=self.chunks,
+            order=self.schedule.texts,
+            replicas=self.replicas,
+            **more,
+        )
+
+    @property
+    def costs(self) -> ChainCosts:
+        """What layers cost in a micro-batch; bounds do without it."""
+        return self.costs_at_size.costs
+
+    @cached_property
+    def alike(self) -> bool:
+        """Whether it does not matter which device a stage runs on, or between which two a link lies."""
+        caps = set(self.cluster.memory_bytes[: self.num_devices])
+        speeds = {self.cluster.speed(d) for d in range(self.num_devices)}
+        nodes = self.cluster.inter_link is None or (
+            0 < self.num_devices * self.replicas <= self.cluster.node_devices or self.cluster.node_devices == 0
+        )
+        return len(caps) == len(speeds) == 1 and nodes and len(set(self.cluster.links)) <= 1
+
+    @cached_property
+    def sums(self) -> ChainSums:
+        """What stages cost in time."""
+        return ChainSums.of(self.costs, self.cluster, self.replicas)
+
+    @cached_property
+    def caps_bytes(self) -> tuple[float, ...]:
+        """What each device has for its stage, the reserve taken off."""
+        return tuple(cap - self.cluster.reserve_bytes for cap in self.cluster.memory_bytes[: self.num_devices])
+
+    @cached_property
+    def fastest(self) -> float:
+        """Highest speed of a device."""
+        return max(self.cluster.speed(d) for d in range(self.num_devices))
+
+    @property
+    def work_us(self) -> float:
+        """Forward and backward of one micro-batch through all layers on the fastest device."""
+        return float(self.costs_at_size.forward_us.sum() + self.least_backward_us.sum()) / self.fastest
+
+    @cached_property
+    def least_backward_us(self) -> FloatArray:
+        """Per layer, no schedule of this kind takes less for a backward, in one piece or in halves; shape (L,)."""
+        if not self.schedule.splits_backward:
+            return self.costs_at_size.backward_us
+        return np.minimum(self.costs.backward_us, self.costs.halves.input_us + self.costs.halves.weight_us)
+
+    @property
+    def is_too_large(self) -> bool:
+        """Whether some layer fits on no device by what it holds always: it never needs less, within any stage."""
+        return float((self.costs.state.always + self.costs.gradients).max()) > max(self.caps_bytes)
+
+    @cached_property
+    def bound_us(self) -> float:
+        """Below the step time of every partition: memory, links, overheads and recomputation cost nothing here."""
+        forward_us, backward_us = self.costs_at_size.forward_us, self.least_backward_us
+        bottlenecks = (self._bottleneck_us(times) for times in (forward_us, backward_us, forward_us + backward_us))
+        return self.schedule.bound_us(Loads(self.work_us, *bottlenecks), self.micro_batches, self.chunks)
+
+    @cached_property
+    def ideal_us(self) -> float:
+        """The step time of 1F1B, plain or interleaved, in stages of equal work that fit as they are, without links.
+
+        Of schedules with backwards in halves, which may waste nothing at all, it is the bound.
+        """
+        if self.schedule.splits_backward:
+            return self.bound_us
+        pair = self._bottleneck_us(self.costs_at_size.forward_us + self.least_backward_us)
+        return self.micro_batches * pair + self.work_us * (1 - 1 / self.num_devices) / self.chunks
+
+    def _bottleneck_us(self, times: FloatArray) -> float:
+        speeds = sum(self.cluster.speed(d) for d in range(self.num_devices))
+        return max(float(times.max(initial=0.0)) / self.fastest, float(times.sum()) / speeds)
+
+    def longest_us(self, upper_us: float) -> float:
+        """Forward + backward on the profiled device that no stage of a plan faster than `upper_us` exceeds."""
+        if not np.isfinite(upper_us):
+            return np.inf
+        return self.schedule.longest_us(upper_us, self.work_us, self.micro_batches) * self.fastest
+
+    def moments(self, level: int) -> Moments:
+        """The moments of a device with `level` stages behind its own."""
+        return stage_moments(self.schedule, micro_batches=self.micro_batches, behind=level)
+
+    def memory(self, width: int, level: int) -> MemoryTable:
+        """Peak memory of every stage in a window, if `level` stages are behind it."""
+        moments = self.moments(level)
+        key = width, moments.in_flight
+        if key not in self._memory:
+            wider = [table for (_, count), table in self._memory.items() if count == key[1] and table.width > width]
+            if wider:
+                self._memory[key] = wider[0].narrowed(width)
+                return self._memory[key]
+            table = MemoryTable.of(self.costs, moments, width=width, policy=self.policy)
+            if any(width != other for other, _ in self._memory):
+                self._memory.clear()  # windows grow while a plan is looked for
+            self._memory[key] = table
+        return self._memory[key]
+
+    def problem(
+        self,
+        num_stages: int,
+        *,
+        width: int,
+        most_bytes: float = np.inf,
+        every_choice: bool = False,
+        exact: bool = False,
+    ) -> ChainProblem:
+        """The tables of the label programme.
+
+        Args:
+            num_stages: At most so many stages where devices are alike, else exactly so many.
+            width: Layers of the longest stage to consider.
+            most_bytes: A cap on every device beside its own, the reserve included.
+            every_choice: Whether each recomputation that fits is a way of its own, with its peak memory, instead of
+                only the fastest.
+            exact: Exactly so many stages in any case.
+        """
+        return ChainProblem(
+            num_stages=num_stages,
+            exact=exact or not self.alike,
+            micro_batches=self.micro_batches,
+            sums=self.sums,
+            tables=self._tables(num_stages, width, most_bytes, every_choice=every_choice),
+            links=self._links(num_stages),
+        )
+
+    def _tables(
+        self, num_stages: int, width: int, most_bytes: float, *, every_choice: bool
+    ) -> tuple[tuple[DeviceTable, ...], ...]:
+        ways: dict[tuple[float, float, int], tuple[DeviceTable, ...]] = {}
+        tables = []
+        ends = np.arange(self.costs.num_layers + 1)[:, None]
+        forbidden = self.rules.forbids(ends + np.arange(-width, 0), ends)
+        # Under 1F1B the foremost stage holds most. Where even there everything fits, one table is for all levels.
+        hardest = self.memory(width, num_stages - 1)
+        easy = self.alike and min(self.caps_bytes[0], most_bytes - self.cluster.reserve_bytes) >= hardest.most_bytes()
+        for level in range(num_stages):
+            device = 0 if self.alike else num_stages - 1 - level
+            cap = min(self.caps_bytes[device], most_bytes - self.cluster.reserve_bytes)
+            memory = hardest if easy else self.memory(width, level)
+            key = (cap, self.cluster.speed(device), id(memory))
+            if key not in ways:
+                # Where everything fits as it is, nothing needs to be recomputed.
+                again_us = None if easy or self.layers is None else self.layers.table(width, cap, self.moments(level))
+                ways[key] = self._ways(
+                    memory, cap, self.cluster.speed(device), forbidden, every_choice=every_choice, again_us=again_us
+                )
+            tables.append(ways[key])
+        return tuple(tables)
+
+    def _ways(
+        self,
+        memory: MemoryTable,
+        cap: float,
+        speed: float,
+        forbidden: BoolArray,
+        *,
+        every_choice: bool,
+        again_us: FloatArray | None,
+    ) -> tuple[DeviceTable, ...]:
+        if not every_choice:
+            choice = memory.choices(cap)
+            choice[forbidden] = NOWHERE
+            ways = [DeviceTable(speed=speed, choice=choice)]
+            if again_us is not None:
+                some = np.where(np.isfinite(again_us) & (choice != 0) & ~forbidden, LAYERS, NOWHERE)
+                ways.append(DeviceTable(speed=speed, choice=some.astype(np.int8), again_us=again_us))
+            return tuple(ways)
+        ways = []
+        for n, totals in memory.totals.items():
+            fits = (totals <= cap) & ~forbidden
+            choice = np.where(fits, n, NOWHERE).astype(np.int8)
+            ways.append(DeviceTable(speed=speed, choice=choice, bytes=totals + self.cluster.reserve_bytes))
+        return tuple(ways)
+
+    def _links(self, num_stages: int) -> tuple[LinkTimes, ...]:
+        nothing = LinkTimes.of(None, self.sums)
+        if self.alike:
+            # Cuts at either end of the chain cross nothing, whatever the link.
+            link = self.cluster.links[0] if self.cluster.links else self.cluster.link
+            return (LinkTimes.of(link, self.sums),) * (num_stages + 1)
+        behind = [
+            LinkTimes.of(
+                self.cluster.link_behind(num_stages - 1 - level, num_devices=num_stages, replicas=self.replicas),
+                self.sums,
+            )
+            for level in range(1, num_stages)
+        ]
+        return (nothing, *behind, nothing)
+
+
+def positions(groups: Sequence[Sequence[str]], names: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+    """Groups of layer names as groups of places in the chain; raises `KeyError` with a name that is not there."""
+    places = {name: n for n, name in enumerate(names)}
+    return tuple(tuple(places[name] for name in group) for group in groups)
+
+
+def cuts_and_choices(partition: Partition) -> tuple[IntArray, IntArray]:
+    """What `Case.partition` makes one of that recomputes whole stages: shapes (S+1,) and (S,)."""
+    return np.cumsum([0, *partition.balance]), np.array([CHOICES.index(choice) for choice in partition.recompute])

@@ -1,0 +1,309 @@
+"""Many partitions of one case judged at once: simulated step time, and bytes over the caps."""
+
+from contextlib import suppress
+from copy import copy
+from dataclasses import replace
+from functools import cached_property, partial
+from itertools import pairwise
+
+import numpy as np
+
+from planner.core.cost.device_memory import (
+    ChunkByLayers,
+    chunk_by_layers,
+    chunk_totals,
+    device_peaks,
+    device_peaks_by_choice,
+    held_once,
+    least_totals_by_layers,
+    shared_bytes,
+)
+from planner.core.cost.layer_memory import most_savings
+from planner.core.cost.moments import PARTS, moments_of
+from planner.core.cost.simulate import StageTimes, makespans
+from planner.core.cost.stage_time import CHOICES, BusyTimes, HalfTimes, hidden_us, optimizer_tail_us
+from planner.core.errors import UsageError
+from planner.core.schedule import Action, Schedule
+from planner.core.values.placement import device_of, stages_on
+from planner.solve.orders.list_scheduling import OrderProblem, room_of
+from planner.solve.space.arrays import BoolArray, FloatArray, IntArray
+from planner.solve.space.case import Case
+from planner.solve.space.problem import LinkTimes
+from planner.solve.space.tables import allowed_choices, windowed
+
+_STEPS = (-4, -2, -1, 1, 2, 4)
+
+_WIDEST = 6
+"""Stages of interleaved schedules have at most so many times their even share of the layers."""
+
+
+class Many:
+    """Partitions of a case into `num_devices` times V stages.
+
+    Cuts have shape (N, S+1), from 0 to L; choices have shape (N, S) and are indices into `CHOICES`.
+    """
+
+    def __init__(self, case: Case, num_devices: int, *, width: int | None = None) -> None:
+        self.case = case
+        self.num_devices = num_devices
+        self.num_stages = num_devices * case.chunks
+        cluster = case.cluster
+        placement = case.schedule.placement
+        devices = [device_of(s, num_devices, placement) for s in range(self.num_stages + 1)]
+        self.chunks = [stages_on(d, num_devices, case.chunks, placement) for d in range(num_devices)]
+        """Per device, its stages in the order of the chain."""
+        self.speeds = np.array([cluster.speed(d) for d in devices[:-1]])
+        links = [
+            cluster.link_between(*ends, num_devices=num_devices, replicas=case.replicas) for ends in pairwise(devices)
+        ]
+        times = {link: LinkTimes.of(link, case.sums).crossing_us for link in set(links)}
+        self.crossing_us = np.stack([times[link] for link in links])
+        self.blocking = np.array([link.blocking for link in links])
+        self.allowed = allowed_choices(case.policy, case.micro_batches)
+        """Indices into `CHOICES`, from the fastest to the one that holds least."""
+        share = -(-case.costs.num_layers // self.num_stages)
+        self.width = width or min(case.costs.num_layers, _WIDEST * share)
+        """Layers of the longest stage whose memory is known."""
+
+    @property
+    def num_actions(self) -> int:
+        """Actions of a step, the measure of what simulating costs."""
+        return (3 if self.case.schedule.splits_backward else 2) * self.case.micro_batches * self.num_stages
+
+    @property
+    def has_layers(self) -> bool:
+        """Whether there are as many stages as fixed cuts have, and a layer for each."""
+        balance = self.case.rules.balance
+        return self.case.costs.num_layers >= self.num_stages and (not balance or len(balance) == self.num_stages)
+
+    @property
+    def can_run(self) -> bool:
+        """Whether the schedule runs with so many devices, too."""
+        with suppress(UsageError):
+            return self.has_layers and bool(self.actions)
+        return False
+
+    @cached_property
+    def actions(self) -> tuple[tuple[Action, ...], ...]:
+        """What every device does; raises `UsageError` where the schedule cannot run so."""
+        case = self.case
+        return case.schedule.actions(self.num_devices, case.micro_batches, case.chunks)
+
+    def under(self, schedule: Schedule) -> "Many":
+        """The same under another schedule with the same stages on every device, of whose memory the parts are known."""
+        other = copy(self)
+        other.case = replace(self.case, schedule=schedule)
+        for known in ("actions", "moments"):
+            vars(other).pop(known, None)
+        vars(other)["parts"] = self.parts
+        return other
+
+    def order_problem(self, cuts: IntArray, choices: IntArray, *, is_whole: bool) -> OrderProblem:
+        """What lists are made for: one partition, with cuts of shape (S+1,) and choices of shape (S,).
+
+        Args:
+            cuts: Of the partition.
+            choices: Of the partition.
+            is_whole: Whether backwards run in one piece.
+        """
+        cuts, choices = cuts[None], choices[None]
+        busy, halves, crossing, own = self.durations(cuts, choices)
+        always, parts, _ = self.stage_bytes(cuts, choices)
+        durations = {
+            name: np.broadcast_to(us, choices.shape)[0] for name, us in {**busy._asdict(), **halves._asdict()}.items()
+        }
+        return OrderProblem(
+            chunks=tuple(self.chunks),
+            micro_batches=self.case.micro_batches,
+            times=tuple(
+                StageTimes(
+                    **{name: float(us[s]) for name, us in durations.items()},
+                    send_us=float(crossing[0, s]),
+                    blocking=bool(self.blocking[s]),
+                )
+                for s in range(self.num_stages)
+            ),
+            rooms=tuple(room_of(float(always[0, s]), parts[0, s], is_whole=is_whole) for s in range(self.num_stages)),
+            is_whole=(is_whole,) * self.num_stages,
+            caps_bytes=self.case.caps_bytes[: self.num_devices],
+            own_us=tuple(own[0].tolist()),
+        )
+
+    def durations(self, cuts: IntArray, choices: IntArray) -> tuple[BusyTimes, HalfTimes, FloatArray, FloatArray]:
+        """What stages are busy with whole backwards and with halves, crossing behind each, and U of each device.
+
+        All have shape (N, S), but the last (N, K); in U all that replicas sum counts.
+        """
+        busy, crossing, own = self._times(cuts, choices)
+        return busy, self._half_times(busy, cuts), crossing, own
+
+    def step_us(self, cuts: IntArray, choices: IntArray, layers_us: FloatArray | None = None) -> FloatArray:
+        """Simulated step times with the optimizers' steps, shape (N,), as `planner.core.cost.evaluate.step_us`.
+
+        Args:
+            cuts: Shape (N, S+1).
+            choices: Shape (N, S); `LAYERS`, too, where `layers_us` is there.
+            layers_us: Forward of the layers that such stages recompute, on the profiled device; shape (N, S).
+        """
+        busy, crossing, own = self._times(cuts, choices, layers_us)
+        simulated = partial(
+            makespans,
+            self.actions,
+            forward_us=busy.forward_us,
+            backward_us=busy.backward_us,
+            last_backward_us=busy.last_backward_us,
+            send_us=crossing,
+            blocking=self.blocking,
+        )
+        if self.case.schedule.splits_backward:
+            sums = self.case.sums.replica_sums_us(cuts[:, :-1], cuts[:, 1:]) if self.case.replicas > 1 else None
+            return simulated(**self._half_times(busy, cuts)._asdict(), own_us=own, sums_us=sums)
+        pipeline = simulated()
+        # Drain and fill behind the first chunks hide a device's optimizer step.
+        return pipeline + optimizer_tail_us(own, hidden_us(busy, crossing)[:, : self.num_devices])
+
+    def over_bytes(self, cuts: IntArray, choices: IntArray) -> FloatArray:
+        """By how much each device is over its cap, shape (N, K); 0 where it fits, infinite beyond the window."""
+        always, parts, inside = self.stage_bytes(cuts, choices)
+        over = np.zeros((len(cuts), self.num_devices))
+        for device, moments in enumerate(self.moments):
+            chunks = list(self.chunks[device])
+            peaks = device_peaks(always[:, chunks], parts[:, chunks], moments=moments)
+            over[:, device] = self._above(device, peaks, np.asarray(inside[:, chunks].all(axis=1)))
+        return over
+
+    def over_by_way(self, cuts: IntArray, ways: IntArray) -> FloatArray:
+        """The same for each of W ways to choose for the chunks of a device, shape (N, W, K).
+
+        Args:
+            cuts: Shape (N, S+1).
+            ways: Indices into `allowed`, shape (W, V).
+        """
+        every = [self.stage_bytes(cuts, np.full((len(cuts), self.num_stages), choice)) for choice in self.allowed]
+        always, parts = np.stack([each[0] for each in every]), np.stack([each[1] for each in every])
+        inside = every[0][2]
+        over = np.zeros((len(cuts), len(ways), self.num_devices))
+        for device, moments in enumerate(self.moments):
+            chunks = list(self.chunks[device])
+            peaks = device_peaks_by_choice(always[:, :, chunks], parts[:, :, chunks], ways, moments=moments)
+            over[:, :, device] = self._above(device, peaks, np.asarray(inside[:, chunks].all(axis=1))[:, None])
+        return over
+
+    def stage_bytes(self, cuts: IntArray, choices: IntArray) -> tuple[FloatArray, FloatArray, BoolArray]:
+        """What stages hold always, shape (N, S), of each of `PARTS`, and which are within the window."""
+        first, end = cuts[:, :-1], cuts[:, 1:]
+        # A stage's place in the tables: its last column is a single layer, and longer ones lie further left.
+        column = first - end + self.width
+        inside = (column >= 0) & (choices >= 0)
+        # A stage beyond the window counts as a single layer here.
+        stages = self.parts[np.where(inside, choices, self.allowed[0]), end, np.where(inside, column, self.width - 1)]
+        always, parts = stages[..., 0], stages[..., 1:]
+        if self.case.costs.ties or self.case.schedule.placement == "v":
+            # Layers tied across chunks of one device are held once, and what the chain hands over where it turns.
+            shared = shared_bytes(self.case.costs, cuts, self.num_devices, self.case.schedule.placement)
+            always, parts = held_once(always, parts, shared, exact=self.case.costs.exact)
+        return always, parts, inside
+
+    def held_bytes(self, counts: FloatArray) -> FloatArray:
+        """What every stage takes with so many of each part, shape (choices, L+1, width); infinite beyond the chain."""
+        return _held(self.parts, counts)
+
+    def least_by_layers(self, counts: FloatArray) -> tuple[FloatArray, FloatArray]:
+        """What stages that recompute single layers hold at least with so many of each part.
+
+        Returns:
+            Bytes of every stage as if nothing was recomputed, or below: shape (L+1, width), infinite beyond the chain;
+            and what each layer that is recomputed takes off that at most, shape (L,).
+        """
+        costs, every = self.case.costs, self._any_by_layers
+        runs = bool((every.level[counts > 0] >= 0).any())
+        # Where layers stack up, a byte less in front of the highest level is one less there, too.
+        times = float(counts @ every.saved) + runs * costs.exact
+        return _held(self._parts_by_layers, counts), times * most_savings(costs)[0]
+
+    def _above(self, device: int, peaks_bytes: FloatArray, is_known: BoolArray) -> FloatArray:
+        """What is above the device's cap."""
+        return np.maximum(np.where(is_known, peaks_bytes, np.inf) - self.case.caps_bytes[device], 0.0)
+
+    def _times(
+        self, cuts: IntArray, choices: IntArray, layers_us: FloatArray | None = None
+    ) -> tuple[BusyTimes, FloatArray, FloatArray]:
+        """What stages are busy, crossing behind each, shape (N, S), and what each device does between steps, (N, K)."""
+        sums, first, end = self.case.sums, cuts[:, :-1], cuts[:, 1:]
+        again_us = 0.0 if layers_us is None else layers_us
+        busy = sums.busy_times(first, end, choices, speed=self.speeds, layers_us=again_us)
+        own = sums.own_us(first, end, self.speeds)
+        per_device = np.stack([own[:, chunks].sum(axis=1) for chunks in self.chunks], axis=1)
+        return busy, self.crossing_us[np.arange(self.num_stages), end], per_device
+
+    def _half_times(self, busy: BusyTimes, cuts: IntArray) -> HalfTimes:
+        """What stages are busy with each half of a backward, shape (N, S)."""
+        return self.case.sums.half_times(busy, cuts[:, :-1], cuts[:, 1:], speed=self.speeds)
+
+    @cached_property
+    def moments(self) -> list[FloatArray]:
+        """Per device, how many of each part there are at its moments."""
+        return [moments.astype(np.float64) for moments in moments_of(self.actions)]
+
+    @cached_property
+    def parts(self) -> FloatArray:
+        """Bytes that are always there, and of each of `PARTS`: shape (choices, L+1, width, 1 + parts)."""
+        num = self.case.costs.num_layers
+        count = 1 + len(PARTS)
+        parts = np.zeros((len(CHOICES), num + 1, self.width, count))
+        for choice in self.allowed:
+
+            def block(firsts: IntArray, stop: int, choice: int = choice) -> list[FloatArray]:
+                totals = chunk_totals(
+                    self.case.costs,
+                    firsts,
+                    stop,
+                    micro_batches=self.case.micro_batches,
+                    recompute=CHOICES[choice],
+                    in_halves=self.case.schedule.splits_backward,
+                )
+                return list(totals)
+
+            parts[choice] = np.stack(windowed(num, self.width, count, block), axis=-1)
+        return parts
+
+    @cached_property
+    def _parts_by_layers(self) -> FloatArray:
+        """The same of stages that recompute single layers, as if none was, or less: shape (L+1, width, 1 + parts)."""
+        case = self.case
+
+        def block(firsts: IntArray, stop: int) -> list[FloatArray]:
+            halves = case.schedule.splits_backward
+            totals = least_totals_by_layers(
+                case.costs, firsts, stop, micro_batches=case.micro_batches, in_halves=halves
+            )
+            return list(totals)
+
+        return np.stack(windowed(case.costs.num_layers, self.width, 1 + len(PARTS), block), axis=-1)
+
+    @cached_property
+    def _any_by_layers(self) -> ChunkByLayers:
+        """A stage that recomputes single layers: how parts depend on them is the same of all."""
+        case = self.case
+        return chunk_by_layers(
+            case.costs,
+            0,
+            case.costs.num_layers,
+            micro_batches=case.micro_batches,
+            in_halves=case.schedule.splits_backward,
+        )
+
+
+def _held(parts: FloatArray, counts: FloatArray) -> FloatArray:
+    """Bytes with so many of each part; infinite beyond the chain."""
+    with np.errstate(invalid="ignore"):
+        held = parts[..., 0] + parts[..., 1:] @ counts
+    known: FloatArray = np.where(np.isnan(held), np.inf, held)
+    return known
+
+
+def moved(cuts: IntArray) -> IntArray:
+    """All partitions with one cut moved, shape (partitions, S+1)."""
+    places = [(k, cuts[k] + step) for k in range(1, len(cuts) - 1) for step in _STEPS]
+    every = [(*cuts[:k], cut, *cuts[k + 1 :]) for k, cut in places if cuts[k - 1] < cut < cuts[k + 1]]
+    return np.array(every, dtype=np.int64).reshape(len(every), len(cuts))

@@ -1,0 +1,203 @@
+"""One question for the label programme: where to cut a chain for M micro-batches, with everything as arrays."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+
+from planner.core.cost.stage_time import ChainSums, hidden_us
+from planner.core.values.cluster import Link
+from planner.solve.space.arrays import ChoiceArray, FloatArray, IndexArray, IntArray
+from planner.solve.space.tables import NOWHERE
+
+
+class Stages(NamedTuple):
+    """Stages that end at each of n cuts: one row per cut, one column per first layer, times in microseconds.
+
+    Times are what the stage is busy for a micro-batch: the executor's overhead and receiving over blocking links
+    included. Infinite where there is no such stage.
+    """
+
+    first: IntArray
+    end: IntArray
+    """Shape (n, 1), like everything that depends on the end alone."""
+    choice: ChoiceArray
+    forward: FloatArray
+    backward: FloatArray
+    """Micro-batches 0..M-2 take so long, recomputation included."""
+    last_backward: FloatArray
+    """Micro-batch M-1 takes so long."""
+    hidden_us: FloatArray
+    """What the stage and the link behind it hide of the optimizers' steps of the stages behind it."""
+    link: FloatArray
+    """Shape (n, 1): time on the link behind the stage."""
+    own_us: FloatArray
+    """U, all-reduce and optimizer's step of the stage."""
+    sent_bytes: FloatArray
+    """Shape (n, 1): what crosses the boundary behind the stage."""
+    peak_bytes: FloatArray
+    """Peak memory; of shape (n, 1) and 0 where the tables do not hold it."""
+
+    @classmethod
+    def of_ways(cls, ways: Sequence["Stages"]) -> "Stages":
+        """The ways to run the same stages, with a dimension in front; what depends on the end alone is as it was."""
+        shape = ways[0].first.shape
+        each: list[Any] = [np.stack(way) if way[0].shape == shape else way[0] for way in zip(*ways, strict=True)]
+        return cls(*each)
+
+    def at(self, way: IndexArray, row: IndexArray, column: IndexArray) -> "Stages":
+        """Single ones of `of_ways`, in arrays of shape (m,)."""
+        _, rows, width = self.first.shape
+        place = (way * rows + row) * width + column
+        each: list[Any] = [field.reshape(-1).take(place if field.ndim > 2 else row) for field in self]
+        return Stages(*each)
+
+
+class Bottlenecks(NamedTuple):
+    """The largest times of a plan's stages and links, in microseconds."""
+
+    forward_us: float
+    backward_us: float
+
+
+NO_LIMIT: Final = Bottlenecks(np.inf, np.inf)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class LinkTimes:
+    """One link of the pipeline, for every cut that may lie on it; arrays of shape (L+1,), 0 at both ends."""
+
+    on_link_us: FloatArray
+    """Where transfers overlap with compute."""
+    receive_us: FloatArray
+    """Where they keep the receiving stage busy."""
+
+    @property
+    def crossing_us(self) -> FloatArray:
+        """Either way."""
+        return self.on_link_us + self.receive_us
+
+    @classmethod
+    def of(cls, link: Link | None, sums: ChainSums) -> "LinkTimes":
+        """The times to move the boundary in front of each layer once; None where there is nothing to cross."""
+        nothing = np.zeros(len(sums.crossing_bytes))
+        if link is None:
+            return cls(on_link_us=nothing, receive_us=nothing)
+        times = nothing.copy()
+        times[1:-1] = link.transfer_us(sums.crossing_bytes[1:-1])
+        return cls(on_link_us=nothing, receive_us=times) if link.blocking else cls(on_link_us=times, receive_us=nothing)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class DeviceTable:
+    """What one device can run, in windows as in `tables.py`."""
+
+    speed: float
+    choice: ChoiceArray
+    """Index into `CHOICES`, or `LAYERS`, or `NOWHERE`; shape (L+1, width)."""
+    again_us: FloatArray | None = None
+    """Recomputation of single layers on the profiled device, where that is the choice."""
+    bytes: FloatArray | None = None
+    """Peak memory with that choice, where it is asked for."""
+
+    @property
+    def width(self) -> int:
+        """Layers of the longest stage."""
+        return int(self.choice.shape[1])
+
+    def narrowed(self, width: int) -> "DeviceTable":
+        """The table without stages of more than `width` layers."""
+        begin = self.width - width
+        again_us, peaks = (None if table is None else table[:, begin:] for table in (self.again_us, self.bytes))
+        return DeviceTable(speed=self.speed, choice=self.choice[:, begin:], again_us=again_us, bytes=peaks)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class ChainProblem:
+    """Where to cut a chain of L layers into at most (or exactly) `num_stages` stages.
+
+    Stages are counted from the last one: level 0 holds layer L-1.
+    """
+
+    num_stages: int
+    exact: bool
+    """Whether exactly `num_stages` stages are wanted, because devices or links differ from level to level."""
+    micro_batches: int
+    sums: ChainSums
+    tables: tuple[tuple[DeviceTable, ...], ...]
+    """Per level, the ways to run its stage."""
+    links: tuple[LinkTimes, ...]
+    """Behind the stage of each level, and in front of the last."""
+    most: Bottlenecks = NO_LIMIT
+    """What no stage, and no link behind one, may exceed."""
+
+    @property
+    def num_layers(self) -> int:
+        """L."""
+        return len(self.sums.forward_us) - 1
+
+    @property
+    def alike(self) -> bool:
+        """Whether every level can run the same stages."""
+        return all(ways is self.tables[0] for ways in self.tables)
+
+    @property
+    def is_uniform(self) -> bool:
+        """Whether the stages of every level are the same, links included."""
+        return self.alike and all(link is self.links[0] for link in self.links)
+
+    @property
+    def width(self) -> int:
+        """Layers of the longest stage."""
+        return self.tables[0][0].width
+
+    @property
+    def fastest(self) -> float:
+        """Highest speed of a device."""
+        return max(table.speed for ways in self.tables for table in ways)
+
+    def within(self, most: Bottlenecks) -> "ChainProblem":
+        """The same without the stages that take longer, in windows as short as they leave."""
+        ends = np.arange(1, self.num_layers + 1)
+        # Sums in another order differ by rounding: the window may be a layer too wide, never too narrow.
+        limits = [limit_us * self.fastest * (1 + 1e-9) for limit_us in most]
+        firsts = [
+            np.searchsorted(sums, sums[1:] - limit)
+            for sums, limit in zip((self.sums.forward_us, self.sums.backward_us), limits, strict=True)
+        ]
+        width = int(np.clip((ends - np.maximum(*firsts)).max(), 1, self.width))
+        narrowed = {id(ways): tuple(table.narrowed(width) for table in ways) for ways in self.tables}
+        return replace(self, most=most, tables=tuple(narrowed[id(ways)] for ways in self.tables))
+
+    def stages(self, level: int, way: int, ends: IntArray) -> Stages:
+        """The stages of a level that end at each of `ends`, run in one of the ways of that level."""
+        table, behind, before = self.tables[level][way], self.links[level], self.links[level + 1]
+        end = ends[:, None]
+        first = end + np.arange(-table.width, 0)
+        choice = table.choice[ends]
+        fits = choice != NOWHERE
+        first = np.where(fits, first, 0)
+        busy = self.sums.busy_times(
+            first, end, choice, speed=table.speed, layers_us=0.0 if table.again_us is None else table.again_us[ends]
+        )
+        receive, receive_back = before.receive_us[first], behind.receive_us[end]
+        link = behind.on_link_us[end]
+        if np.isfinite(min(self.most)):
+            fits = fits & (np.maximum(busy.forward_us + receive, link) <= self.most.forward_us)
+            fits &= np.maximum(busy.backward_us + receive_back, link) <= self.most.backward_us
+        nowhere = np.where(fits, 0.0, np.inf)
+        receive, receive_back = receive + nowhere, receive_back + nowhere
+        return Stages(
+            first=first,
+            end=end,
+            choice=choice,
+            forward=busy.forward_us + receive,
+            backward=busy.backward_us + receive_back,
+            last_backward=busy.last_backward_us + receive_back,
+            hidden_us=hidden_us(busy, behind.crossing_us[end]),
+            link=link,
+            own_us=self.sums.own_us(first, end, table.speed),
+            sent_bytes=self.sums.crossing_bytes[end],
+            peak_bytes=np.zeros(end.shape) if table.bytes is None else table.bytes[ends],
+        )
