@@ -146,7 +146,7 @@ def _sample(name: str, settings: dict[str, int]) -> Case:
 
 
 def _real(name: str) -> Case:
-    return Case(model=ROOT / "tests/support/models/real.py", balance=(1,), settings=(("name", name),), steps=2)
+    return Case(model=ROOT / "tests/zoo/models/real.py", balance=(1,), settings=(("name", name),), steps=2)
 
 
 def _num_layers(case: Case) -> int:

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from planner.model.nests import tensors_in
-from tests.support.own_models import experts, generative, language, tables, vision
-from tests.support.vision import find_torchvision
+from tests.zoo.own_models import experts, generative, language, tables, vision
+from tests.zoo.vision import find_torchvision
 
 WORDS, TOKENS, WIDTH, PIXELS, ITEMS = 2048, 32, 128, 64, 20_000
 

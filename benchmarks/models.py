@@ -31,7 +31,7 @@ from planner.executor import check_equivalence
 from planner.model import LoadedModel
 from planner.profile import layer_digests
 from tests.support.apart import Differences, Whole, compare_apart, even_cuts
-from tests.support.real_models import REAL_MODELS, RealModel
+from tests.zoo.real_models import REAL_MODELS, RealModel
 
 LIMIT = 1e-4
 

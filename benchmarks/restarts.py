@@ -32,7 +32,7 @@ from planner.device.machine import cpu_name  # noqa: E402
 from tests.support.ranks import EndedRanks, end_ranks  # noqa: E402
 from tests.support.training import Case, write_balance  # noqa: E402
 
-_TWO = Case(model=ROOT / "tests/support/models/mischief.py", balance=(2, 3), batch=8, micro_batches=4)
+_TWO = Case(model=ROOT / "tests/zoo/models/mischief.py", balance=(2, 3), batch=8, micro_batches=4)
 _THREE = replace(_TWO, balance=(1, 2, 2))
 _STEPS = 10
 _KILLS = 25

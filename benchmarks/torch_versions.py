@@ -224,7 +224,7 @@ def cases_of(column: str) -> Iterator[Any]:
         ("sample_models/transformer_lm.py", 6, {**sizes, "dropout": 0.2}, ""),
         ("sample_models/transformer_lm.py", 6, sizes, "bf16-mixed"),
         ("sample_models/amoebanet_d.py", 9, {"num_layers": 3, "num_filters": 8, "image_size": 33}, ""),
-        ("tests/support/models/awkward.py", 8, {}, ""),
+        ("tests/zoo/models/awkward.py", 8, {}, ""),
     ]
     for (schedule, recompute), (path, layers, settings, dtype) in product(ways[column], models):
         chunks = 2 if SCHEDULES[schedule].is_chunked else 1

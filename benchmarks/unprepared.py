@@ -24,14 +24,14 @@ ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
 from planner.device.machine import cpu_name  # noqa: E402
-from tests.support.unprepared import UnpreparedModel, unprepared_models  # noqa: E402
-from tests.support.unprepared.running import MICRO_BATCH_SIZE, MICRO_BATCHES, STEPS, Outcome, try_model  # noqa: E402
+from tests.zoo.unprepared import UnpreparedModel, unprepared_models  # noqa: E402
+from tests.zoo.unprepared.running import MICRO_BATCH_SIZE, MICRO_BATCHES, STEPS, Outcome, try_model  # noqa: E402
 
 _TEXT = """\
 # Models that nothing was prepared for
 
 `python benchmarks/unprepared.py` on {cpu}, {cores} cores, torch {torch},
-Python {python}. {models} small models as users write them (`tests/support/unprepared`). Each is profiled, check
+Python {python}. {models} small models as users write them (`tests/zoo/unprepared`). Each is profiled, check
 included. A model that is not refused is trained as a pipeline of two stages and of three, without recomputation (1F1B)
 and, where the profile allows it, with recomputation (GPipe): {steps} steps of {micro_batches} micro-batches of {size}
 samples, each rank in a process of its own. A plain PyTorch loop in another process trains the same micro-batches.

@@ -21,7 +21,7 @@ from tests.support.training import ROOT, Case, write_balance
 
 pytestmark = pytest.mark.slow
 
-MISCHIEF = ROOT / "tests/support/models/mischief.py"
+MISCHIEF = ROOT / "tests/zoo/models/mischief.py"
 CUTS = {"one": (5,), "two": (2, 3), "three": (1, 2, 2)}
 
 

@@ -11,7 +11,7 @@ from tests.support.training import ROOT, Case, write_balance
 
 pytestmark = pytest.mark.slow
 
-MISCHIEF = ROOT / "tests/support/models/mischief.py"
+MISCHIEF = ROOT / "tests/zoo/models/mischief.py"
 
 PLATEAU = """
 import json

@@ -16,7 +16,7 @@ from tests.support.training import ROOT, Case
 
 pytestmark = pytest.mark.slow
 
-MISCHIEF: Final = ROOT / "tests/support/models/mischief.py"
+MISCHIEF: Final = ROOT / "tests/zoo/models/mischief.py"
 TWO: Final = Case(model=MISCHIEF, balance=(2, 3), batch=8, micro_batches=4)
 INTERLEAVED: Final = Case(
     model=MISCHIEF, balance=(1, 1, 1, 2), batch=8, micro_batches=4, chunks=2, schedule="interleaved"

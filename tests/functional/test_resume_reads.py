@@ -10,7 +10,7 @@ from tests.support.training import ROOT, Case, write_balance
 
 pytestmark = pytest.mark.slow
 
-MODEL = ROOT / "tests/support/models/mischief.py"
+MODEL = ROOT / "tests/zoo/models/mischief.py"
 FOUR = Case(model=MODEL, balance=(1, 1, 1, 2), batch=8, micro_batches=4)
 TWO = Case(model=MODEL, balance=(2, 3), batch=8, micro_batches=4)
 REPLICATED = Case(model=MODEL, balance=(2, 3), batch=8, micro_batches=2, replicas=2)

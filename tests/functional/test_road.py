@@ -65,7 +65,7 @@ def test_a_model_of_transformers_goes_the_same_road(tmp_path: Path, monkeypatch:
     """As it is; its memory comes true too, and it trains on its own loss."""
     pytest.importorskip("transformers")
     monkeypatch.chdir(tmp_path)
-    model = str(ROOT / "tests/support/models/tiny_gpt2.py")
+    model = str(ROOT / "tests/zoo/models/tiny_gpt2.py")
     sizes = ["--batch-sizes", "2,4", "--set", "width=128"]
     assert run(["profile", model, "--repeat", "2", "--granularity", "fine", *sizes]) == 0
     # Small as it is, two processes are no faster where two cost much.

@@ -4,22 +4,22 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.real_models import REAL_MODELS
 from tests.support.training import ROOT, Case, run_cases
+from tests.zoo.real_models import REAL_MODELS
 
 pytestmark = pytest.mark.slow
 
 TRANSFORMER = ROOT / "sample_models/transformer_lm.py"
-AMOEBANET = ROOT / "tests/support/models/amoebanet_eval.py"
-GPT2 = ROOT / "tests/support/models/tiny_gpt2.py"
-LLAMA = ROOT / "tests/support/models/tiny_llama.py"
-BRANCHING = ROOT / "tests/support/models/branching.py"
-FROZEN = ROOT / "tests/support/models/frozen.py"
-AWKWARD = ROOT / "tests/support/models/awkward.py"
-EVERYDAY = ROOT / "tests/support/models/everyday.py"
-OVERFLOWING = ROOT / "tests/support/models/overflowing.py"
-LEFT_BEHIND = ROOT / "tests/support/models/left_behind.py"
-REAL = ROOT / "tests/support/models/real.py"
+AMOEBANET = ROOT / "tests/zoo/models/amoebanet_eval.py"
+GPT2 = ROOT / "tests/zoo/models/tiny_gpt2.py"
+LLAMA = ROOT / "tests/zoo/models/tiny_llama.py"
+BRANCHING = ROOT / "tests/zoo/models/branching.py"
+FROZEN = ROOT / "tests/zoo/models/frozen.py"
+AWKWARD = ROOT / "tests/zoo/models/awkward.py"
+EVERYDAY = ROOT / "tests/zoo/models/everyday.py"
+OVERFLOWING = ROOT / "tests/zoo/models/overflowing.py"
+LEFT_BEHIND = ROOT / "tests/zoo/models/left_behind.py"
+REAL = ROOT / "tests/zoo/models/real.py"
 SMALL = (("layers", 2), ("width", 32), ("feed_forward", 64), ("heads", 2), ("vocabulary", 64), ("tokens", 16))
 
 

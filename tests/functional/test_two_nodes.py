@@ -89,7 +89,7 @@ def test_a_node_that_is_lost_comes_back(tmp_path: Path) -> None:
 
     The run goes on from the last checkpoint and ends with the losses of an undisturbed one, to the bit.
     """
-    model = ROOT / "tests/support/models/mischief.py"
+    model = ROOT / "tests/zoo/models/mischief.py"
     write_script(Case(model=model, balance=(2, 3), batch=8, micro_batches=4), tmp_path)
     steps = ("train.py", "--steps", "10", "--checkpoint-every", "4")
     run_ranks(2, [*steps, "--report", "whole.json"], tmp_path)

@@ -11,7 +11,7 @@ from tests.support.training import ROOT, Case, write_balance
 
 pytestmark = pytest.mark.slow
 
-THREE = Case(model=ROOT / "tests/support/models/mischief.py", balance=(1, 2, 2), micro_batches=2)
+THREE = Case(model=ROOT / "tests/zoo/models/mischief.py", balance=(1, 2, 2), micro_batches=2)
 REPLICAS = replace(THREE, balance=(2, 3), replicas=2)
 
 TRAIN = """

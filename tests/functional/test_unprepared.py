@@ -5,8 +5,8 @@
 
 import pytest
 
-from tests.support.unprepared import UnpreparedModel, unprepared_models
-from tests.support.unprepared.running import try_model
+from tests.zoo.unprepared import UnpreparedModel, unprepared_models
+from tests.zoo.unprepared.running import try_model
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 

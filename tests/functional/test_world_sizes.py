@@ -13,7 +13,7 @@ from tests.support.processes import write_script
 from tests.support.ranks import run_ranks
 from tests.support.training import ROOT, Case, write_balance
 
-MISCHIEF = ROOT / "tests/support/models/mischief.py"
+MISCHIEF = ROOT / "tests/zoo/models/mischief.py"
 
 
 @pytest.fixture

@@ -27,7 +27,7 @@ from planner.model.calling import arguments_of
 from planner.model.chain import Chain, Layer
 from planner.model.load import Batch, LoadedModel, model_of
 from tests.support.one_piece import Drawing, Once
-from tests.support.real_model import RealModel
+from tests.zoo.real_model import RealModel
 
 __all__ = ["Differences", "Whole", "as_loaded", "compare_apart", "even_cuts"]
 

@@ -32,7 +32,7 @@ _USED = (
     "planner.executor",
     "planner.executor.keep.writing",
     "planner.files",
-    "tests.support.real_models",
+    "tests.zoo.real_models",
     "transformers.models.gpt2.modeling_gpt2",
     "transformers.models.llama.modeling_llama",
 )

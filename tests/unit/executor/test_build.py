@@ -17,7 +17,7 @@ from planner.model.ghosts import Absent
 from planner.model.load import LoadedModel
 from planner.model.stage import ModelStage
 from tests.support.measure import loaded_model
-from tests.support.models.memory_kinds import WORDS, Recurrent
+from tests.zoo.models.memory_kinds import WORDS, Recurrent
 
 CPU = torch.device("cpu")
 

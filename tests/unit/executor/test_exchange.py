@@ -81,7 +81,7 @@ for inputs, targets in pipeline.batches(steps):
 
 def test_checkpoints_make_no_process_group(tmp_path: Path) -> None:
     """It would connect each rank with every other; ranks that save, also in threads, and resume need none."""
-    case = Case(model=ROOT / "tests/support/models/mischief.py", balance=(2, 3))
+    case = Case(model=ROOT / "tests/zoo/models/mischief.py", balance=(2, 3))
     write_balance(case, tmp_path / "balance.yaml")
     (tmp_path / "worker.py").write_text(WITHOUT_GROUPS)
     for steps in ("1", "2", "3"):

@@ -11,7 +11,7 @@ from tests.support.training import Case, run_cases
 
 pytestmark = pytest.mark.slow
 
-KINDS = Path(__file__).parents[2] / "support/models/memory_kinds.py"
+KINDS = Path(__file__).parents[2] / "zoo/models/memory_kinds.py"
 RECURRENT = {"kind": "recurrent"}
 
 

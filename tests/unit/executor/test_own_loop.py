@@ -7,7 +7,7 @@ import pytest
 from tests.support.ranks import run_ranks
 from tests.support.training import ROOT, Case, write_balance
 
-TWO = Case(model=ROOT / "tests/support/models/mischief.py", balance=(2, 3))
+TWO = Case(model=ROOT / "tests/zoo/models/mischief.py", balance=(2, 3))
 
 ENDS_AT_ONCE = """
 import sys, time

@@ -83,7 +83,7 @@ def load(name: str, **settings: str) -> LoadedModel:
     torch.set_num_threads(1)
     if name == "convolutions":
         return loaded_model(convolutions, lambda size: torch.randn(size, 3, 32, 32))
-    folder = "tests/support/models" if name == "awkward" else "sample_models"
+    folder = "tests/zoo/models" if name == "awkward" else "sample_models"
     return load_model(str(ROOT / folder / f"{name}.py"), settings={**SAMPLES.get(name, {}), **settings})
 
 

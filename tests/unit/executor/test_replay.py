@@ -54,7 +54,7 @@ def build_optimizer(parameters):
     return torch.optim.SGD(parameters, lr=0.1)
 """
 
-STATEFUL = ROOT / "tests/support/models/stateful.py"
+STATEFUL = ROOT / "tests/zoo/models/stateful.py"
 MICRO_BATCHES = 4
 
 

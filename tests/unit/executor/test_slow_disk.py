@@ -9,7 +9,7 @@ from tests.support.training import ROOT, Case, write_balance
 
 pytestmark = pytest.mark.slow
 
-TWO = Case(model=ROOT / "tests/support/models/mischief.py", balance=(2, 3))
+TWO = Case(model=ROOT / "tests/zoo/models/mischief.py", balance=(2, 3))
 
 SLOW = """
 import sys, time

@@ -7,7 +7,7 @@ import torch
 
 from planner.core.errors import ModelError
 from tests.support.apart import Whole, compare_apart, even_cuts
-from tests.support.own_models import OWN_MODELS
+from tests.zoo.own_models import OWN_MODELS
 
 IN_CI = (
     *(

@@ -7,7 +7,7 @@ import torch
 
 from planner.model.chain import chain_digest, chain_of
 from tests.support.cutting import compare
-from tests.support.real_models import IN_CI, REAL_MODELS, loss_of
+from tests.zoo.real_models import IN_CI, REAL_MODELS, loss_of
 
 pytest.importorskip("transformers")
 pytest.importorskip("timm")

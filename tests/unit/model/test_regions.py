@@ -13,7 +13,7 @@ from planner.core.errors import ModelError
 from planner.model.chain import chain_of
 from tests.support.cutting import Compared, compare
 from tests.support.measure import loaded_model, profile_of_model
-from tests.support.real_models import REAL_MODELS, loss_of
+from tests.zoo.real_models import REAL_MODELS, loss_of
 
 WIDTH = 8
 REENTRANT = pytest.mark.parametrize("reentrant", [True, False])

@@ -29,7 +29,7 @@ from planner.show.terminal.style import Style
 from planner.solve import solve
 from tests.support.measure import loaded_model, mean_loss, profile_of_model
 from tests.support.moments import moments_with
-from tests.support.real_models import REAL_MODELS
+from tests.zoo.real_models import REAL_MODELS
 
 
 def estimated(loaded: LoadedModel, *sizes: int, device: str = "h100") -> Profile:

@@ -14,7 +14,7 @@ from planner.profile import model_changes, profiler
 from planner.profile.structure import find_chain
 from planner.profile.units import trace_units
 from tests.support.measure import loaded_model, mean_loss, profile_of_model
-from tests.support.real_models import REAL_MODELS
+from tests.zoo.real_models import REAL_MODELS
 
 
 def mlp(width: int = 16, *, tied: bool = False) -> nn.Sequential:

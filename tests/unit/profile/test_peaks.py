@@ -8,7 +8,7 @@ from tests.support.peaks import PROMISED, predictions
 
 pytestmark = pytest.mark.slow
 
-KINDS = Path(__file__).parents[2] / "support/models/memory_kinds.py"
+KINDS = Path(__file__).parents[2] / "zoo/models/memory_kinds.py"
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from planner.profile import ProfileOptions, profile_model
 from tests.support.measure import loaded_model, profile_of_model
 from tests.support.training import ROOT
 
-STATEFUL = ROOT / "tests/support/models/stateful.py"
+STATEFUL = ROOT / "tests/zoo/models/stateful.py"
 BYTES = 4
 
 

@@ -1,6 +1,6 @@
 """Models of `transformers` for pictures, sound and time series, tiny and with random weights."""
 
-from tests.support.real_model import (
+from tests.zoo.real_model import (
     SEQ2SEQ,
     VISION,
     RealModel,

@@ -1,12 +1,12 @@
 """Models people know, tiny and with random weights: of `transformers`, of `timm`, and written by hand."""
 
-from tests.support.more_media import MORE_MEDIA
-from tests.support.more_text import MORE_TEXT
-from tests.support.own_models import OWN_MODELS
-from tests.support.real_model import RealModel, loss_of
-from tests.support.timm_models import TIMM
-from tests.support.transformers_media import MEDIA
-from tests.support.transformers_text import TEXT
+from tests.zoo.more_media import MORE_MEDIA
+from tests.zoo.more_text import MORE_TEXT
+from tests.zoo.own_models import OWN_MODELS
+from tests.zoo.real_model import RealModel, loss_of
+from tests.zoo.timm_models import TIMM
+from tests.zoo.transformers_media import MEDIA
+from tests.zoo.transformers_text import TEXT
 
 __all__ = ["IN_CI", "REAL_MODELS", "RealModel", "loss_of"]
 

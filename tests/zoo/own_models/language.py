@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from tests.support.real_model import SPECIAL, TOKENS, WORDS, RealModel
+from tests.zoo.real_model import SPECIAL, TOKENS, WORDS, RealModel
 
 __all__ = ["LANGUAGE", "GRUTagger", "LSTMLanguage", "NanoGPT", "TopResidual", "lora_gpt2", "sentences"]
 

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.support.real_model import RealModel
+from tests.zoo.real_model import RealModel
 
 __all__ = ["DLRM", "TABLES", "SharedTowers", "clicks", "histories", "tiny_mlp"]
 

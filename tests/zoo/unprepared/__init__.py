@@ -7,7 +7,7 @@ whose `example_batch`, `loss_fn` and `build_optimizer` the text may define anew.
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.support.unprepared import (
+from tests.zoo.unprepared import (
     globals_,
     hooks,
     losses,

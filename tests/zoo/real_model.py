@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from planner.model.nests import tensors_in
-from tests.support.vision import find_torchvision
+from tests.zoo.vision import find_torchvision
 
 find_torchvision()
 

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
-from tests.support.real_model import (
+from tests.zoo.real_model import (
     DECODER,
     GROUPED,
     SEQ2SEQ,

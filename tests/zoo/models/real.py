@@ -1,4 +1,4 @@
-"""One of the models of `tests/support/real_models.py`, in training mode: dropout and batch normalisation work."""
+"""One of the models of `tests/zoo/real_models.py`, in training mode: dropout and batch normalisation work."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from planner.model.nests import tensors_in
-from tests.support.real_models import REAL_MODELS, loss_of
+from tests.zoo.real_models import REAL_MODELS, loss_of
 
 
 def build_model(name: str = "GPT-2") -> nn.Module:

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.support.real_model import (
+from tests.zoo.real_model import (
     DECODER,
     GROUPED,
     SEQ2SEQ,

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.support.real_model import RealModel, images
+from tests.zoo.real_model import RealModel, images
 
 __all__ = ["DETR", "FCOS", "VISION_MODELS", "UNet", "frozen_backbone"]
 

@@ -44,7 +44,7 @@ from planner.executor.pipeline import Pipeline
 from planner.model.load import load_model
 from planner.model.reference import LayerStart
 from planner.model.seeding import layer_seed, seed_host, seed_process
-from tests.support.unprepared import UnpreparedModel
+from tests.zoo.unprepared import UnpreparedModel
 
 if TYPE_CHECKING:
     from planner.core.values.plan import Recompute

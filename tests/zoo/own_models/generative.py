@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.support.real_model import RealModel, images
+from tests.zoo.real_model import RealModel, images
 
 __all__ = ["GENERATIVE", "VQVAE", "Discriminator"]
 

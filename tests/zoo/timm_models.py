@@ -1,6 +1,6 @@
 """Models of `timm`, with random weights, of small images."""
 
-from tests.support.real_model import RealModel, from_timm
+from tests.zoo.real_model import RealModel, from_timm
 
 __all__ = ["TIMM"]
 

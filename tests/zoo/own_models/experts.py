@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.support.own_models.language import CausalSelfAttention, sentences
-from tests.support.real_model import WORDS, RealModel
+from tests.zoo.own_models.language import CausalSelfAttention, sentences
+from tests.zoo.real_model import WORDS, RealModel
 
 __all__ = ["EXPERTS", "AuxLossMoE"]
 

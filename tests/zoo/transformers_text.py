@@ -1,6 +1,6 @@
 """Models of `transformers` that read and write words, tiny and with random weights."""
 
-from tests.support.real_model import (
+from tests.zoo.real_model import (
     DECODER,
     GROUPED,
     SEQ2SEQ,
