@@ -15,12 +15,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from planner import api
-from planner.bridge.extra import versions
 from planner.core.errors import InfeasibleError
 from planner.core.values.plan import Plan
 from planner.core.values.units import format_bytes
 from planner.model import in_precision, load_model
 from planner.profile import ProfileOptions, profile_model
+from planner.tpu.extra import versions
 
 MODELS = Path(__file__).parent.parent / "sample_models"
 GIB, GB = 2**30, 10**9

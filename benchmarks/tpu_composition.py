@@ -22,18 +22,19 @@ from typing import Any
 import torch
 
 from planner import api
-from planner.bridge.extra import expect_no_tpu, versions
 from planner.core.cost.costs import costs_at
 from planner.core.cost.evaluate import Partition
-from planner.core.cost.one_program import program_memory
 from planner.core.values.balance import Balance, StageBalance
 from planner.core.values.plan import Recompute
 from planner.core.values.profile import Model, Profile
-from planner.emit import Places, emit_jax
-from planner.executor.jax.training import JaxArguments, jax_training
+from planner.emit import Places
 from planner.model import LoadedModel, in_precision, load_model
 from planner.profile import ProfileOptions, profile_model
 from planner.profile.structure import find_chain
+from planner.tpu.emitter import emit
+from planner.tpu.extra import expect_no_tpu, versions
+from planner.tpu.program_memory import program_memory
+from planner.tpu.training import JaxArguments, jax_training
 
 HERE = Path(__file__).parent
 MB = 10**6
@@ -137,9 +138,9 @@ def compiled_bytes(loaded: LoadedModel, size: int, recompute: Recompute, micro_b
     # This module is imported before it is settled that no TPU is to be looked for.
     import jax  # noqa: PLC0415
 
-    from planner.bridge.chips import target_device  # noqa: PLC0415
-    from planner.bridge.programs import options_for  # noqa: PLC0415
-    from planner.executor.jax.pipeline import JaxPipeline  # noqa: PLC0415
+    from planner.tpu.chips import target_device  # noqa: PLC0415
+    from planner.tpu.pipeline import JaxPipeline  # noqa: PLC0415
+    from planner.tpu.programs import options_for  # noqa: PLC0415
 
     chain, _ = find_chain(loaded, torch.device("cpu"))
     names = tuple(chain.names)
@@ -183,7 +184,8 @@ def compare(profile: Profile, *, stages: int, micro_batches: int, recompute: Rec
     plan = api.solve(profile, **asked, recompute=recompute, schedule="gpipe", balance=cuts)
     partition = Partition.of(plan, [layer.name for layer in profile.layers])
     with TemporaryDirectory() as folder:
-        emit_jax(plan, profile, folder=folder, profile_folder=".", places=Places()).write(folder)
+        emitted = emit(plan, profile, folder=folder, profile_folder=".", places=Places(), say=print)
+        emitted.write(folder)
         how = JaxArguments(steps=1, seed=0, device=None, compile=CHIP)
         with jax_training(Path(folder, "balance.yaml"), how) as training:
             compiled = training.compiled_memory()

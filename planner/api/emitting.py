@@ -2,7 +2,6 @@
 
 import os
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -10,10 +9,9 @@ from planner.api import texts
 from planner.api.keywords import on_plan
 from planner.api.options.emitting import EmitOptions
 from planner.api.question import calibrated_options, solve_options
-from planner.api.reading import ReadProfile, fresh_verdict, plan_of, profile_for
+from planner.api.reading import fresh_verdict, plan_of, profile_for
 from planner.api.texts import File
-from planner.core.errors import InfeasibleError, UsageError
-from planner.core.extras import command_for
+from planner.core.errors import UsageError
 from planner.core.values.findings import Finding
 from planner.core.values.nodes import Nodes
 from planner.core.values.plan import Plan
@@ -35,8 +33,7 @@ def emit(plan: File | Plan, options: EmitOptions) -> tuple[Path, ...]:
 
     Raises:
         StaleError: A plan was made from another profile.
-        InfeasibleError: A JAX program would need more than the cap, by the TPU's compiler where it can be asked, else
-            by the prediction.
+        InfeasibleError: What runs the plan in that engine would need more memory than the plan's limit.
         UsageError: The executor cannot run such a plan, or the profile names no model file; the nodes do not hold its
             processes; or one of `smaller` is no smaller plan of the same training.
         FileError: A file cannot be read or written; balance.yaml was edited.
@@ -60,8 +57,7 @@ def written(
     source = profile_for(read, place, options.profile)
     smaller = [plan_of(other) for other in others]
     fresh = [_fresh(each, source.profile, where, tell) for each, where in ((read, place), *smaller)]
-    write = partial(
-        write_emitted,
+    return write_emitted(
         fresh[0],
         source.profile,
         engine=options.engine,
@@ -71,33 +67,10 @@ def written(
         smaller=fresh[1:],
         launch=options.launch,
         nodes=nodes,
-        # A run of a JAX program has no times of stages to calibrate with: the whole question is repeated.
-        again=solve_options if options.engine == "jax" else calibrated_options,
+        # The runs of other engines have no times of stages to calibrate with: the whole question is repeated.
+        again=calibrated_options if options.engine == "native" else solve_options,
+        say=say,
     )
-    try:
-        return write()
-    except InfeasibleError as refused:
-        return write(compiled=_compiled(fresh[0], source, refused, say))
-
-
-def _compiled(plan: Plan, source: ReadProfile, refused: InfeasibleError, say: Callable[[str], None]) -> str:
-    """What the compiler says of a program that does not fit by the prediction, which may be far too high.
-
-    Raises:
-        InfeasibleError: It does not fit, or nobody can be asked.
-    """
-    from planner.api.compiling import ask_compiler, can_ask  # noqa: PLC0415 - only here
-
-    if not can_ask(source.profile):
-        if source.profile.device.how != "compiled":
-            raise refused
-        more = f"the TPU's compiler would be asked, were the extra installed: {command_for('tpu')}"
-        raise InfeasibleError(refused.message, hint=f"{refused.hint}; {more}") from refused
-    say("note: by the prediction the program does not fit; the TPU's compiler is asked, which takes a while")
-    answer = ask_compiler(plan, source.profile, profile_folder=str(Path(source.path).parent))
-    if not answer.fits:
-        raise InfeasibleError(f"{refused.message}; {answer.text}", hint=refused.hint) from refused
-    return answer.text
 
 
 def _nodes(options: EmitOptions) -> Nodes | None:

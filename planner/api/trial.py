@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from planner.api.processes import environment
 from planner.core.errors import MeasurementError, UsageError
 from planner.core.judge.verification import crowding as crowding_of
 from planner.core.values.devices import training_kind
@@ -16,6 +15,7 @@ from planner.core.values.profile import Profile
 from planner.core.values.run_report import RunReport
 from planner.device.machine import usable_cores
 from planner.emit.native import emit_native
+from planner.emit.processes import environment
 from planner.files import read_run
 
 _STOP_S = 30

@@ -4,7 +4,6 @@ import sys
 
 from planner import Verb
 from planner.emit.engines import ENGINES, Written, check_engine, emit_engine, write_emitted
-from planner.emit.jax_program import emit_jax
 from planner.emit.layout import EngineFile
 from planner.emit.native import Places, decisions_digest, emit_native
 from planner.emit.reading import SUFFIXES, read_balance_list
@@ -19,7 +18,6 @@ __all__ = [
     "check_engine",
     "decisions_digest",
     "emit_engine",
-    "emit_jax",
     "emit_native",
     "is_edited",
     "read_balance_list",

@@ -51,8 +51,10 @@ class Emitted:
     balance: str
     script: str
     name: str
-    note: str = ""
-    """What is to be said of it."""
+    notes: tuple[str, ...] = ()
+    """What to know of them."""
+    use: str
+    """The command that runs the script."""
     smaller: Mapping[str, str] = field(default_factory=dict)
     """The cuts for fewer processes, which stand beside `balance.yaml`: texts by name."""
     plans: tuple[Balance, ...]
@@ -123,12 +125,15 @@ def emit_native(
         for other, path in zip(smaller, where, strict=True)
     )
     fewer = sorted(balances, key=lambda b: -b.num_processes)
+    script = Path(folder, "train.py")
     emitted = emit_with(
         layout,
         profile,
         source,
-        template="train_template.py.txt",
-        script=Path(folder, "train.py"),
+        template=("planner.emit", "train_template.py.txt"),
+        script=script,
+        notes=_skipped_devices(plan),
+        use=launch_line(plan.num_devices * plan.replicas, str(script)),
         smaller=tuple(other.num_processes for other in fewer),
         planned=planned(plan, places.plan),
     )
@@ -160,17 +165,19 @@ def emit_with(
     profile: Profile,
     source: str,
     *,
-    template: str,
+    template: tuple[str, str],
     script: Path,
+    notes: tuple[str, ...],
+    use: str,
     smaller: tuple[int, ...] = (),
     planned: Planned | None = None,
     **more: int,
 ) -> Emitted:
-    """The configuration, as `emit_native` makes it, and a script from a template in this folder.
+    """The configuration, as `emit_native` makes it, and a script from a template.
 
-    `source` is the model's file and entry, from the folder of the script; `smaller` are the numbers of processes that
-    there are other plans for; `planned` is what a run is held against; `more` is what the template needs beside what
-    every script does.
+    `source` is the model's file and entry, from the folder of the script; `template` is a package and a file in it;
+    `smaller` are the numbers of processes that there are other plans for; `planned` is what a run is held against;
+    `more` is what the template needs beside what every script does.
 
     Raises:
         UsageError: The profile names no model to train.
@@ -179,8 +186,21 @@ def emit_with(
     balance = replace(_balance(layout, profile, source), smaller=smaller, planned=planned)
     text = _script(template, script.as_posix(), layout, balance, **more)
     return Emitted(
-        balance=signed(dump(balance, header=_HEADER)), script=signed(text), name=script.name, plans=(balance,)
+        balance=signed(dump(balance, header=_HEADER)),
+        script=signed(text),
+        name=script.name,
+        notes=notes,
+        use=use,
+        plans=(balance,),
     )
+
+
+def _skipped_devices(plan: Plan) -> tuple[str, ...]:
+    used = sorted({plan.device_of(stage) for stage in plan.stages})
+    if used[-1] < len(used):
+        return ()
+    places = ",".join(map(str, used))
+    return (f"the stages are planned for devices {places} (CUDA_VISIBLE_DEVICES={places})",)
 
 
 def check_source(profile: Profile) -> None:
@@ -256,9 +276,10 @@ def _balance(layout: Layout, profile: Profile, source: str) -> Balance:
     )
 
 
-def _script(template: str, path: str, layout: Layout, balance: Balance, **more: int) -> str:
+def _script(template: tuple[str, str], path: str, layout: Layout, balance: Balance, **more: int) -> str:
     plan, script = layout.plan, in_docstring(path)
-    text = resources.files(__package__).joinpath(template).read_text(encoding="utf-8")
+    package, name = template
+    text = resources.files(package).joinpath(name).read_text(encoding="utf-8")
     launch = launch_line(balance.num_processes, script)
     how = plan.inputs.profile.how
     prediction = (

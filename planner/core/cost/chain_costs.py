@@ -138,7 +138,7 @@ class Halves:
 
 
 class ProgramArrays(NamedTuple):
-    """The arrays of a layer that lie in places which stages share (`planner.core.cost.places`)."""
+    """The arrays of a layer that lie in places which stages share (`planner.tpu.places`)."""
 
     trained: tuple[ArrayKind, ...]
     kept: tuple[ArrayKind, ...]

@@ -25,7 +25,7 @@ GAPS: Final = 1.05
 """What forward and backward in one piece take, over what their layers add up to: gaps between arrays of unlike sizes.
 
 A margin: no layer by itself tells of them. Without it predictions were 0.92 to 1.06 of the programs in one piece that
-docs/measurements/tpu-composition.md has, whose arrays are placed as `planner.bridge.programs.options_for` asks.
+docs/measurements/tpu-composition.md has, whose arrays are placed as `planner.tpu.programs.options_for` asks.
 """
 
 

@@ -4,20 +4,18 @@ from typing import Protocol
 
 import torch
 
-from planner.bridge.extra import expect_no_tpu
 from planner.core.errors import UsageError
-from planner.core.extras import check_installed
+from planner.core.extensions import load, names_of
 from planner.core.values.devices import accelerator
 from planner.core.values.profile import Device
 from planner.device.kinds import DEVICE_KINDS
 from planner.model.load import LoadedModel
-from planner.profile.backends.compiled import CompiledBackend
 from planner.profile.backends.estimated import EstimatedBackend
 from planner.profile.backends.measured import MeasuredBackend
 from planner.profile.layers import Measured
 from planner.profile.task import Task
 
-_ESTIMATE, _TPU = "estimate:", "tpu:"
+_ESTIMATE = "estimate:"
 
 
 class Backend(Protocol):
@@ -57,13 +55,10 @@ def backend_of(name: str) -> Backend:
     """
     if name.startswith(_ESTIMATE):
         return EstimatedBackend(accelerator(name.removeprefix(_ESTIMATE)))
-    if name == "tpu":
-        check_installed("tpu")
-        return CompiledBackend.of_attached()
-    if name.startswith(_TPU):
-        check_installed("tpu")
-        expect_no_tpu()
-        return CompiledBackend.of_absent(accelerator(name))
+    kind = name.partition(":")[0]
+    if kind in names_of("BACKENDS"):
+        backend: Backend = load("BACKENDS", kind)(name)
+        return backend
     return MeasuredBackend(_device(name))
 
 

@@ -19,8 +19,6 @@ from planner.core.errors import FileError, UsageError
 from planner.core.values.plan import Inputs, Plan, ProfileReference, RecomputePolicy, ScheduleName
 from planner.core.values.profile import LayerProfile, Profile
 from planner.emit import ENGINES, EngineFile, emit_engine, is_edited, read_balance_list
-from planner.emit.jax_program import emit_jax
-from planner.emit.native import Places
 from planner.files import read_plain
 from planner.solve import Request, solve
 from tests.support.chains import chain, layer
@@ -359,19 +357,6 @@ def test_plans_that_a_format_cannot_hold(
     with pytest.raises(UsageError, match=expected) as caught:
         emitted(name, balance, profile, **how)
     assert caught.value.hint
-
-
-def test_jax_says_what_can_be_done_with_shared_parameters() -> None:
-    """Not to keep the first and the last layer together, which leaves one stage; where fewer lie between, that too."""
-    profile = tied()
-    *others, last = profile.layers
-    nearer = replace(profile, layers=(*others, replace(last, tied=(f"{others[1].name}.weight",))))
-    for shared, may_be_together in ((profile, False), (nearer, True)):
-        with pytest.raises(UsageError, match="share parameters over stages") as refused:
-            emit_jax(plan_of(shared, (3, 3)), shared, folder=".", profile_folder=".", places=Places())
-        assert "`tie_word_embeddings=False`" in refused.value.hint
-        assert "the bundled executor sums them" in refused.value.hint
-        assert ("--together" in refused.value.hint) == may_be_together
 
 
 def test_ties_that_are_allowed() -> None:

@@ -1,1 +1,0 @@
-"""The pipeline as one JAX program."""

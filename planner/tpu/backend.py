@@ -1,0 +1,296 @@
+"""What layers cost on a TPU that need not be here, by what the TPU's own compiler says.
+
+Each distinct layer becomes four programs (`planner.tpu.layer_programs`). The compiler tells of each how many bytes
+it takes in, gives back and needs meanwhile, padding included, and how long it should take. The optimizer's step over a
+layer's parameters is a program, too (`planner.tpu.torchax_optimizer`).
+
+With a TPU attached the same programs are run and timed instead. Compiled layers are remembered on disk, so that an
+interrupted profile goes on where it was.
+"""
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from planner.core.cost.storages import CrossingStorages
+from planner.core.errors import UsageError
+from planner.core.extras import check_installed
+from planner.core.values.cluster import ExecutorCost
+from planner.core.values.devices import Accelerator, accelerator, tpu_called
+from planner.core.values.profile import Device, LayerProfile, ProgramMemory
+from planner.core.values.rates import Rates, rates_of
+from planner.device.kinds import kind_of
+from planner.model.ghosts import NeedsValuesError
+from planner.model.load import LoadedModel
+from planner.model.optimizers import ModelOptimizer
+from planner.profile.backends.estimated import GhostMeter, RooflineClock, as_ghosts_if_lean
+from planner.profile.layers import Costs, Measured, layer_profiles
+from planner.profile.memory import measure_casts
+from planner.profile.optimizer import OptimizerCost, measure_optimizer
+from planner.profile.records import Job, Records, Ways, record_sizes
+from planner.profile.task import Task
+from planner.profile.timing import Times
+from planner.profile.units import Key
+from planner.tpu.compiler import Compiler
+from planner.tpu.extra import expect_no_tpu
+from planner.tpu.outcomes import CompiledLayer, CompiledStep
+
+_TPU = "tpu:"
+_PRECISIONS = ("", "fp32", "bf16")
+
+
+def backend_of(name: str) -> "CompiledBackend":
+    """Return the backend for `tpu`, the TPU of this machine, or for a kind of TPU: `tpu:v2`.
+
+    Raises:
+        UsageError: There is no such TPU.
+        MissingPackageError: The packages that it needs are not installed.
+    """
+    check_installed("tpu")
+    if name == "tpu":
+        return CompiledBackend.of_attached()
+    expect_no_tpu()
+    return CompiledBackend.of_absent(accelerator(name))
+
+
+class CompiledBackend:
+    """Compiles the layers for a kind of TPU (`v2`, say), or runs them on the attached one where `chip` is empty."""
+
+    device = torch.device("cpu")
+
+    def __init__(self, described: Device, rates: Rates, chip: str = "") -> None:
+        self._described, self._rates, self._chip = described, rates, chip
+
+    @classmethod
+    def of_absent(cls, absent: Accelerator) -> "CompiledBackend":
+        """The backend for a kind of TPU that is not here; its links are known, and its programs have no executor."""
+        rates = rates_of(absent.name)
+        described = Device(
+            kind="tpu",
+            name=rates.full_name,
+            memory_bytes=absent.memory_bytes,
+            how="compiled",
+            executor=ExecutorCost(overhead_us=0.0, link=rates.link),
+        )
+        return cls(described, rates, absent.name.removeprefix(_TPU))
+
+    @classmethod
+    def of_attached(cls) -> "CompiledBackend":
+        """The backend for the TPU of this machine.
+
+        Raises:
+            UsageError: There is none.
+        """
+        from planner.tpu.chips import attached_tpu  # noqa: PLC0415 - jax
+
+        name, memory_bytes = attached_tpu()
+        rates = rates_of(f"{_TPU}{tpu_called(name) or 'v2'}")
+        return cls(Device(kind="tpu", name=name, memory_bytes=memory_bytes), rates)
+
+    def described(self) -> Device:
+        """The TPU."""
+        return self._described
+
+    def check_model(self, loaded: LoadedModel) -> None:
+        """Raises `UsageError` for autocast."""
+        if loaded.precision not in _PRECISIONS:
+            raise UsageError(
+                f"`--dtype {loaded.precision}`: autocast is torch's own, and a TPU's programs have none",
+                hint="use `--dtype bf16` or `--dtype fp32`",
+            )
+
+    def check_chain(self, *, lean: bool) -> None:
+        """Layers may ask for values: then the model has been built whole."""
+
+    def measure(self, task: Task) -> Measured:
+        """Compiles every distinct layer at each size, and the optimizer's step over its parameters."""
+        folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "gpipe-plan", "tpu")
+        compiler = Compiler(self._chip, self._rates, folder, task.options.repeats)
+        layers: dict[Key, CompiledLayer] = {}
+        ways = Ways(device=self.device, record=partial(_compile, task=task, compiler=compiler, layers=layers))
+        with as_ghosts_if_lean(task):
+            records = record_sizes(task, ways)
+            distinct = records.distinct
+            optimizer = _optimizer_costs(task, records, compiler, self._rates)
+            costs = Costs(
+                records=records,
+                casts_bytes=records.of_each(partial(measure_casts, meter=GhostMeter())),
+                # A program writes into no buffer.
+                rewritten_bytes=dict.fromkeys(distinct, 0),
+                idle=dict.fromkeys(distinct, ()),  # a program makes all gradients
+                optimizer=[optimizer[unit.digest] for unit in records.units],
+                boundary_peaks=[0] * len(records.units),
+                flops=dict.fromkeys(distinct, 0),
+                times={
+                    key: Times(forward_us=layers[key].forward_us, backward_us=layers[key].backward_us, spread=0.0)
+                    for key in records.inputs
+                },
+            )
+            profiles = layer_profiles(task, costs)
+        chains = [[layers[profile.digest, size] for profile in profiles] for size in records.sizes]
+        kept = list(map(_kept_outputs, chains))
+        received = list(map(_received, chains))
+        last = records.inputs[records.units[-1].digest, records.sizes[-1]]
+        num_targets = sum(isinstance(target, Tensor) for target in tree_leaves(last.targets))
+        return Measured(
+            sizes=records.sizes,
+            optimizer_peaks_add=False,  # one program steps one array after the other
+            layers=tuple(
+                _with_programs(
+                    profile,
+                    task.buffer_bytes[profile.name],
+                    [layers[profile.digest, size] for size in records.sizes],
+                    kept=[of_size[n] for of_size in kept],
+                    received=[of_size[n] for of_size in received],
+                    is_first=n == 0,
+                    num_targets=num_targets if n == len(profiles) - 1 else 0,
+                )
+                for n, profile in enumerate(profiles)
+            ),
+        )
+
+
+def _compile(jobs: Sequence[Job], task: Task, compiler: Compiler, layers: dict[Key, CompiledLayer]) -> None:
+    """Compiles units at one size; what comes of it goes to `layers`, and to the records."""
+    _, size = jobs[0].key
+    task.steps.begin(f"{len(jobs)} layers of {size} samples", size * len(jobs))
+    for n, layer in compiler.compile([(job.unit, job.received) for job in jobs]):
+        layers[jobs[n].key] = layer
+        task.kept.memory[jobs[n].key] = layer.detail()
+        task.steps.end(jobs[n].unit.name, size)
+
+
+def _with_programs(
+    profile: LayerProfile,
+    buffer_bytes: int,
+    compiled: Sequence[CompiledLayer],
+    *,
+    kept: Sequence[Mapping[int, bool]],
+    received: Sequence[Sequence[tuple[int, int]]],
+    is_first: bool,
+    num_targets: int,
+) -> LayerProfile:
+    """The layer with a record of programs in place of that of an allocator.
+
+    Gradients are there from begin to end, and so is what a loop over micro-batches keeps, the outputs `kept` of each
+    size among it. The program leaves running statistics alone. Inputs of the first layer are the mini-batch's; the
+    last `num_targets` are targets of the loss, the others come over the boundary, of so many bytes as they are sent and
+    as they are wanted.
+    """
+    programs = [
+        _program(layer, kept[place], received[place], is_first=is_first, num_targets=num_targets)
+        for place, layer in enumerate(compiled)
+    ]
+    return replace(
+        profile,
+        buffer_bytes=buffer_bytes,
+        forward_flops=tuple(round(layer.flops) for layer in compiled),
+        detail=(),
+        program=tuple(programs),
+    )
+
+
+def _kept_outputs(compiled: Sequence[CompiledLayer]) -> list[dict[int, bool]]:
+    """Which outputs of each layer are held for some layer's backward, each storage once.
+
+    Beside it whether all that read it there do so by products alone.
+    """
+    storages = CrossingStorages([layer.detail() for layer in compiled])
+    wide = {
+        storage
+        for layer, received in zip(compiled, storages.received, strict=True)
+        for storage, kept, narrow in zip(received, layer.kept_inputs, layer.narrow_inputs, strict=False)
+        if kept and not narrow
+    }
+    found: list[dict[int, bool]] = [{} for _ in compiled]
+    for storage, (origin, place) in enumerate(zip(storages.origin, storages.place, strict=True)):
+        if storages.kept[storage] and origin >= 0:
+            array = compiled[origin].output_kinds[place]
+            found[origin][place] = array.loop_bytes < array.bytes and storage not in wide
+    return found
+
+
+def _received(compiled: Sequence[CompiledLayer]) -> list[list[tuple[int, int]]]:
+    """What each layer receives: bytes of each tensor as it is sent, and at most as a layer behind wants it to lie."""
+    wanted: list[Sequence[int]] = [compiled[-1].wanted]
+    for layer in reversed(compiled[:-1]):
+        sizes = list(layer.wanted)
+        for place, origin in enumerate(layer.aliases):
+            if origin >= 0:
+                sizes[origin] = max(sizes[origin], wanted[-1][place])
+        wanted.append(sizes)
+    sent = [compiled[0].inputs, *([array.bytes for array in layer.output_kinds] for layer in compiled[:-1])]
+    return [list(zip(*sizes, strict=False)) for sizes in zip(sent, reversed(wanted), strict=True)]
+
+
+def _program(
+    layer: CompiledLayer,
+    kept: Mapping[int, bool],
+    received: Sequence[tuple[int, int]],
+    *,
+    is_first: bool,
+    num_targets: int,
+) -> ProgramMemory:
+    targets = layer.inputs[len(layer.inputs) - num_targets :]
+    program = replace(layer.program(kept, received), target_bytes=sum(targets))
+    if not is_first:
+        return program
+    return replace(
+        program,
+        input_bytes=sum(layer.inputs[: len(layer.inputs) - len(targets)]),
+        narrowed_input_bytes=layer.narrowed_inputs_bytes,
+        laid_out_bytes=sum(layer.laid_out),
+    )
+
+
+def _optimizer_costs(task: Task, records: Records, compiler: Compiler, rates: Rates) -> dict[str, OptimizerCost]:
+    """State by torch's own optimizer, time and transients by the compiler: of every distinct layer."""
+    build = task.loaded.build_optimizer
+    costs = {digest: _state(unit.module, task, rates) for digest, unit in records.distinct.items()}
+    trained = {d: [p for p in unit.module.parameters() if p.requires_grad] for d, unit in records.distinct.items()}
+    digests = [digest for digest, parameters in trained.items() if parameters]
+    steps = dict.fromkeys(costs, CompiledStep(step_us=0.0, peak_bytes=0))
+    reasons = set()
+    for n, outcome in compiler.steps([trained[digest] for digest in digests], build):
+        digest = digests[n]
+        if isinstance(outcome, CompiledStep):
+            steps[digest] = outcome
+        else:
+            reasons.add(outcome)
+            steps[digest] = _one_pass(trained[digest], costs[digest].state_bytes, rates)
+    for reason in sorted(reasons):
+        task.note(
+            f"the compiler cannot be asked about the optimizer's step ({reason}): taken to be one pass over "
+            "parameters, gradients and state"
+        )
+    return {
+        digest: replace(cost, step_us=steps[digest].step_us, peak_bytes=steps[digest].peak_bytes)
+        for digest, cost in costs.items()
+    }
+
+
+def _state(module: nn.Module, task: Task, rates: Rates) -> OptimizerCost:
+    build = task.loaded.build_optimizer
+    measure = partial(measure_optimizer, repeats=1)
+    try:
+        whole = ModelOptimizer(build, module.parameters())
+        return measure(module, whole, meter=GhostMeter(), clock=RooflineClock(rates))
+    except NeedsValuesError:
+        # Zeros that nobody writes take no memory, and of large parameters a part is enough.
+        trained = (p for p in module.parameters() if p.requires_grad)
+        values = nn.ParameterList([nn.Parameter(torch.zeros(p.shape, dtype=p.dtype)) for p in trained])
+        host = kind_of(torch.device("cpu"))
+        whole = ModelOptimizer(build, values.parameters())
+        return measure(values, whole, meter=host.meter(), clock=host.clock(1))
+
+
+def _one_pass(trained: Sequence[Tensor], state_bytes: int, rates: Rates) -> CompiledStep:
+    # Parameters and state are read and written, gradients read.
+    moved_bytes = 3 * sum(p.nbytes for p in trained) + 2 * state_bytes
+    return CompiledStep(step_us=1e6 * moved_bytes / rates.bytes_per_s, peak_bytes=0)

@@ -1,0 +1,75 @@
+"""TPUs as JAX's devices: the one of this machine, or of kinds that are not here."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import jax
+from jax.experimental import topologies
+
+from planner.core.errors import UsageError
+from planner.tpu.extra import TOPOLOGIES
+
+
+def attached_tpu() -> tuple[str, int]:
+    """Name and memory of the TPU of this machine.
+
+    Raises:
+        UsageError: There is none.
+    """
+    try:
+        device = jax.devices("tpu")[0]
+    except RuntimeError as error:
+        raise UsageError(
+            "no TPU here for `--device tpu`",
+            hint="profile on the machine that has it, or compile for one that is not here: `--device tpu:v2`",
+        ) from error
+    return device.device_kind, (device.memory_stats() or {}).get("bytes_limit", 0)
+
+
+def named_chips(name: str, num: int) -> list[jax.Device]:
+    """Neighbours of a kind that need not be here, `v2` say, as the compiler knows it; one of `CHIPS`.
+
+    Raises:
+        UsageError: More than a topology of the compiler has.
+    """
+    if not jax._src.xla_bridge._backends:
+        # There is no TPU to be found, and looking for one takes its time.
+        jax.config.update("jax_platforms", "cpu")
+    shapes, options = TOPOLOGIES[name]
+    for shape in shapes:
+        devices = topologies.get_topology_desc(platform="tpu", topology_name=f"{name}:{shape}", **options).devices
+        if len(devices) >= num:
+            return list(devices[:num])
+    raise UsageError(f"no topology of TPU {name} with {num} devices is known here")
+
+
+def target_device(chip: str) -> jax.Device:
+    """A chip of that kind, which need not be here; the first device of JAX's if it is empty."""
+    return named_chips(chip, 1)[0] if chip else jax.devices()[0]
+
+
+def devices_of(platform: str | None, num: int) -> Sequence[jax.Device]:
+    """The first devices of one of JAX's platforms; without one named of that which JAX chooses.
+
+    Raises:
+        UsageError: There are fewer.
+    """
+    if platform == "cpu" or (platform is None and not _may_have_accelerators()):
+        # Before JAX has begun: as many devices as stages, on one machine.
+        jax.config.update("jax_platforms", "cpu")
+        jax.config.update("jax_num_cpu_devices", num)
+    devices = jax.devices(platform) if platform else jax.devices()
+    if len(devices) < num:
+        raise UsageError(f"the plan has {num} stages, JAX finds {len(devices)} devices ({devices[0].device_kind})")
+    return list(devices[:num])
+
+
+def _may_have_accelerators() -> bool:
+    """Whether there may be any; asking JAX itself would begin it."""
+    if jax._src.xla_bridge._backends:
+        return bool(jax.default_backend() != "cpu")
+    return (
+        any(Path("/dev").glob("accel*"))
+        or any(Path("/dev").glob("nvidia[0-9]*"))
+        or any(Path("/dev/vfio").glob("[0-9]*"))
+    )

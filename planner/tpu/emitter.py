@@ -1,0 +1,148 @@
+"""`balance.yaml` and `train_jax.py`: a plan as one JAX program over a mesh with an axis of stages.
+
+All devices of such a program run the same code on arrays of the same shapes, and need more than the fullest stage by
+itself (`planner.tpu.program_memory`). A plan that does not fit by the prediction is refused, unless the TPU's compiler
+can be asked and says that it fits. This module imports no torch.
+"""
+
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+from planner.core.cost.costs import costs_at
+from planner.core.cost.evaluate import Partition
+from planner.core.errors import ExitCode, InfeasibleError, UsageError
+from planner.core.extras import absent_from, command_for
+from planner.core.values.devices import tpu_called
+from planner.core.values.plan import Plan, StageMemory
+from planner.core.values.profile import Profile
+from planner.core.values.units import bytes_option, format_bytes
+from planner.emit.layout import Layout
+from planner.emit.native import AskAgain, Emitted, Places, emit_with, no_options, planned_of
+from planner.emit.processes import environment
+from planner.files import relocated
+from planner.tpu.program_memory import program_memory
+
+_SCRIPT = "train_jax.py"
+
+
+def emit(
+    plan: Plan,
+    profile: Profile,
+    *,
+    folder: str,
+    profile_folder: str,
+    places: Places,
+    again: AskAgain = no_options,
+    say: Callable[[str], None],
+) -> Emitted:
+    """Return the balance configuration and the training script; arguments as for `emit_native`.
+
+    `say` is called before the compiler is asked, which takes long.
+
+    Raises:
+        UsageError: The plan does not cut the profile's chain, the profile names no model to train, or one program for
+            all stages cannot run the plan.
+        InfeasibleError: The program would need more than the cap, by the compiler where it can be asked, else by the
+            prediction.
+    """
+    layout = Layout.of(plan, profile)
+    _check_program(plan, layout)
+    costs = costs_at(profile, plan.micro_batch_size, extrapolate=plan.inputs.extrapolate)
+    memory = program_memory(costs, Partition.of(plan, [layer.name for layer in profile.layers]))
+    cap_bytes = min(stage.memory_bytes for stage in plan.stages)
+    chip = tpu_called(profile.device.name) or "v2"
+
+    def emitted_to(folder: str, note: str) -> Emitted:
+        script = Path(folder, _SCRIPT)
+        return emit_with(
+            layout,
+            profile,
+            relocated(profile.model.source, profile_folder, folder),
+            template=("planner.tpu", "train_template.py.txt"),
+            script=script,
+            planned=planned_of(
+                profile,
+                plan,
+                places.plan,
+                again=again,
+                profile_path=places.profile,
+                folder=folder,
+            ),
+            notes=(note,),
+            use=f"python {script}",
+            predicted_bytes=memory.total,
+            cap_bytes=cap_bytes,
+        )
+
+    if memory.total <= cap_bytes:
+        predicted = f"the program needs about {format_bytes(memory.total)} on every device"
+        note = f"{predicted}, the cap is {format_bytes(cap_bytes)} (`--compile {chip}` asks the compiler)"
+        return emitted_to(folder, note)
+    refused = _too_large(plan, memory, cap_bytes)
+    _check_can_ask(profile, refused)
+    say("note: by the prediction the program does not fit; the TPU's compiler is asked, which takes a while")
+    with tempfile.TemporaryDirectory(prefix="gpipe-plan-") as asked:
+        emitted = emitted_to(asked, "")
+        emitted.write(asked)
+        fits, answer = ask_compiler(Path(asked, emitted.name), chip)
+    if not fits:
+        raise InfeasibleError(f"{refused.message}; {answer}", hint=refused.hint)
+    return emitted_to(folder, answer)
+
+
+def ask_compiler(script: Path, chip: str) -> tuple[bool, str]:
+    """Run `train_jax.py --compile` in a process of its own; return whether the program fits, and the report."""
+    command = [sys.executable, str(script), "--compile", chip]
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True, check=False)  # noqa: S603 - ours
+    if done.returncode in {ExitCode.OK, ExitCode.NO} and "every device: " in done.stdout:
+        report = "; ".join(done.stdout.strip().splitlines())
+        return done.returncode == ExitCode.OK, f"the TPU's compiler says: {report}"
+    errors = [line for line in done.stderr.splitlines() if "rror: " in line]
+    why = errors[-1].removeprefix("error: ") if errors else f"it ended with exit code {done.returncode}"
+    return False, f"the TPU's compiler gave no answer: {why}"
+
+
+def _check_can_ask(profile: Profile, refused: InfeasibleError) -> None:
+    """Raise `refused` unless the profile is for a TPU that programs can be compiled for here."""
+    if profile.device.how != "compiled" or not tpu_called(profile.device.name):
+        raise refused
+    if absent_from("train") or absent_from("tpu"):
+        more = f"the TPU's compiler would be asked, were the extra installed: {command_for('tpu')}"
+        raise InfeasibleError(refused.message, hint=f"{refused.hint}; {more}")
+
+
+def _check_program(plan: Plan, layout: Layout) -> None:
+    if not layout.schedule.is_forwards_first:
+        raise UsageError(
+            f"the JAX program runs GPipe's schedule, and the plan is for {plan.schedule}",
+            hint="solve with `--schedule gpipe`",
+        )
+    if plan.replicas > 1:
+        raise UsageError(
+            f"the JAX program is one pipeline, not {plan.replicas} side by side",
+            hint=f"solve for one: `--devices {plan.num_devices} --batch {plan.inputs.batch // plan.replicas}`",
+        )
+    tied = layout.ties_over_stages()
+    if tied:
+        first, second = tied[0]
+        together = layout.kept_together(first, second)
+        raise UsageError(
+            f'"{first}" and "{second}" share parameters over stages, whose gradients the JAX program does not sum',
+            hint="build the model without sharing them (transformers: `tie_word_embeddings=False` in its config) "
+            "and profile again; or leave out `--format jax`: the bundled executor sums them"
+            + (f"; or solve with {together}: one stage from the one to the other" if together else ""),
+        )
+
+
+def _too_large(plan: Plan, memory: StageMemory, cap_bytes: int) -> InfeasibleError:
+    fullest = max(stage.memory.total - stage.memory.reserve for stage in plan.stages)
+    items = ", ".join(f"{name.replace('_', ' ')} {format_bytes(size)}" for name, size in memory.items() if size)
+    return InfeasibleError(
+        f"in one JAX program every device holds as much as the stage with most of it: {items}; "
+        f"that is {format_bytes(memory.total)}, the cap is {format_bytes(cap_bytes)}",
+        hint=f"leave room for what the program needs beside its fullest stage, `solve --reserve "
+        f"{bytes_option(memory.total - fullest)}`, or emit for the bundled executor",
+    )

@@ -1,0 +1,254 @@
+"""A layer of a chain as a function of JAX arrays, cut into two halves.
+
+The forward half returns the outputs and what the backward half reads: the residuals. Which values these are is decided
+here, alike for a profile and for a program that trains: results of products, convolutions, reductions and of all else
+that is work are kept, while what costs next to nothing to compute again from them (additions, activations, masks,
+reshapes) is computed again. That is what the TPU's compiler does anyway within one program, where it fuses such
+operators into whatever reads their results.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.extend
+from jax import Array
+from jax import numpy as jnp
+from torch import Tensor, nn
+from torch.nn.utils.stateless import _reparametrize_module
+
+from planner.model.stage import ModelStage
+from planner.tpu.compiling import LacksOperatorError
+from planner.tpu.torchax_adapter import OperatorNotFound, environment, in_32_bits, shape_of
+
+Arrays = Mapping[str, Array]
+"""JAX arrays, or their shapes, by parameter name."""
+
+# fmt: off
+_CHEAP = frozenset((
+    "abs", "add", "add_any", "and", "atan2", "broadcast_in_dim", "cbrt", "ceil", "clamp", "convert_element_type",
+    "copy", "copy_p", "cos", "div", "eq", "erf", "erf_inv", "erfc", "exp", "exp2", "expand_dims", "expm1", "floor",
+    "ge", "gt", "imag", "integer_pow", "iota", "is_finite", "le", "log", "log1p", "logistic", "lt", "max", "min",
+    "mul", "ne", "neg", "nextafter", "not", "or", "pad", "pow", "random_bits", "random_fold_in", "random_seed",
+    "random_split", "random_unwrap", "random_wrap", "real", "reduce_precision", "reduce_window", "reduce_window_max",
+    "reduce_window_sum", "rem", "reshape", "rev", "round", "rsqrt", "select_n", "shift_left",
+    "shift_right_arithmetic", "shift_right_logical", "sign", "sin", "slice", "split", "sqrt", "square", "squeeze",
+    "stop_gradient", "sub", "tan", "tanh", "threefry2x32", "transpose", "xor",
+))
+# fmt: on
+"""Primitives of JAX that the compiler computes while it reads or writes for another one; and pooling, almost one."""
+
+
+def random_key() -> jax.ShapeDtypeStruct:
+    """The shape of a random key."""
+    return jax.eval_shape(lambda: jax.random.key(0))
+
+
+@dataclass(frozen=True)
+class LayerFunction:
+    """What a module computes, as a pure function of JAX arrays: of parameters and buffers, inputs, and a random key.
+
+    Inputs and outputs are the tensors among the flat ones. What the module writes into its buffers is dropped.
+    """
+
+    call: Callable[[Arrays, Sequence[Array], Array], list[Array]]
+    trained: dict[str, jax.ShapeDtypeStruct]
+    """Shapes of the parameters that are trained, by name."""
+    fixed: dict[str, jax.ShapeDtypeStruct]
+    """Shapes of the other ones, and of buffers."""
+    inputs: tuple[jax.ShapeDtypeStruct, ...]
+    needed: tuple[bool, ...]
+    """The inputs of which a gradient is wanted."""
+
+
+def layer_function(
+    module: nn.Module, run: Callable[[Sequence[Any]], Sequence[Any]], values: Sequence[Any]
+) -> LayerFunction:
+    """`run` as a function of JAX arrays.
+
+    Args:
+        module: Whose parameters and buffers are arguments; tensors found elsewhere are taken as they are.
+        run: From flat inputs to flat outputs.
+        values: Inputs as they are given to `run`; of tensors only shape and dtype count.
+    """
+    env = environment()
+    # A stage runs the whole model's forward; its own parameters are the model's.
+    owner = module._part.model if isinstance(module, ModelStage) else module
+    places = [n for n, value in enumerate(values) if isinstance(value, Tensor)]
+    tensors = [values[n] for n in places]
+    constants = [None if isinstance(value, Tensor) else value for value in values]
+
+    def call(state: Arrays, inputs: Sequence[Array], key: Array) -> list[Array]:
+        with (
+            in_32_bits(),
+            env.override_property(prng=key),
+            env,
+            _reparametrize_module(owner, env.j2t_iso(dict(state)), tie_weights=True),
+        ):
+            arguments = list(constants)
+            for n, value in zip(places, env.j2t_iso(list(inputs)), strict=True):
+                arguments[n] = value
+            try:
+                outputs = run(arguments)
+            except OperatorNotFound as error:
+                raise LacksOperatorError(str(error).removeprefix("Operator with name ").split()[0]) from error
+            return [env.t2j_iso(output) for output in outputs if isinstance(output, Tensor)]
+
+    named = dict(module.named_parameters())
+    trained = {name: shape_of(p) for name, p in named.items() if p.requires_grad}
+    frozen = {name: shape_of(p) for name, p in named.items() if not p.requires_grad}
+    return LayerFunction(
+        call=call,
+        trained=trained,
+        fixed={**frozen, **{name: shape_of(buffer) for name, buffer in module.named_buffers()}},
+        inputs=tuple(map(shape_of, tensors)),
+        needed=tuple(tensor.requires_grad for tensor in tensors),
+    )
+
+
+@dataclass(frozen=True)
+class Residual:
+    """Something that the backward half reads."""
+
+    kind: str
+    """`output` or `input` for one of these, `state` for a parameter or buffer; else `made`."""
+    index: int | str = 0
+    shape: jax.ShapeDtypeStruct = None
+
+
+@dataclass(frozen=True)
+class Halves:
+    """A function's forward, and its backward, which reads what forward kept."""
+
+    forward: Callable[..., tuple[list[Array], list[Array]]]
+    """(trained, fixed, inputs, key) -> (outputs, residuals made)."""
+    backward: Callable[..., tuple[Arrays, list[Array]]]
+    """((trained, fixed, inputs, key), outputs, residuals made, gradients of outputs) -> (gradients of what is trained,
+    gradients of inputs); inputs and outputs that are no residuals may be anything."""
+    outputs: list[jax.ShapeDtypeStruct]
+    """Shapes."""
+    differentiable: tuple[int, ...]
+    """Which outputs carry a gradient."""
+    passed: tuple[int, ...]
+    """Per output: which input it is, as it came; or -1."""
+    residuals: tuple[Residual, ...]
+    """What is kept, each value once."""
+
+    @property
+    def made_shapes(self) -> list[jax.ShapeDtypeStruct]:
+        """Shapes of the residuals that are neither state nor input nor output."""
+        return [residual.shape for residual in self.residuals if residual.kind == "made"]
+
+
+def halves_of(function: LayerFunction) -> Halves:
+    """The halves of a layer's function, whose inputs have the shapes that it was made with."""
+    trained, fixed, inputs, needed = function.trained, function.fixed, function.inputs, function.needed
+    wanted = [n for n, need in enumerate(needed) if need]
+    traced: dict[str, Any] = {}
+
+    def forward(trained: Arrays, fixed: Arrays, inputs: Sequence[Array], key: Array) -> tuple[list[Array], list[Array]]:
+        def primal(trained: Arrays, moving: Sequence[Array]) -> tuple[list[Array], list[Array]]:
+            arguments = list(inputs)
+            for n, value in zip(wanted, moving, strict=True):
+                arguments[n] = value
+            outputs = function.call({**fixed, **trained}, arguments, key)
+            floating = [n for n, output in enumerate(outputs) if jnp.issubdtype(output.dtype, jnp.floating)]
+            traced["floating"] = floating
+            return [outputs[n] for n in floating], outputs
+
+        checkpointed = jax.checkpoint(primal, policy=_worth_keeping, prevent_cse=False)
+        _, pull, outputs = jax.vjp(checkpointed, dict(trained), [inputs[n] for n in wanted], has_aux=True)
+        leaves, traced["tree"] = jax.tree.flatten(pull)
+        return outputs, leaves
+
+    arguments = (trained, fixed, list(inputs), random_key())
+    jaxpr, shapes = jax.make_jaxpr(forward, return_shape=True)(*arguments)
+    plan = _plan_of(jaxpr.jaxpr, len(shapes[0]), [*sorted(trained), *sorted(fixed)], len(inputs))
+
+    def kept_forward(*arguments: Any) -> tuple[list[Array], list[Array]]:
+        outputs, leaves = forward(*arguments)
+        return outputs, [leaves[n] for n in plan.created]
+
+    def backward(
+        arguments: tuple[Any, ...], outputs: Sequence[Array], created: Sequence[Array], gradients: Sequence[Array]
+    ) -> tuple[Arrays, list[Array]]:
+        leaves = plan.rebuilt(const=jaxpr.consts, argument=jax.tree.leaves(arguments), output=outputs, made=created)
+        pull = jax.tree.unflatten(traced["tree"], leaves)
+        of_trained, of_inputs = pull(list(gradients))
+        return of_trained, of_inputs
+
+    return Halves(kept_forward, backward, list(shapes[0]), tuple(traced["floating"]), plan.passed, plan.residuals)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Plan:
+    """Where the values come from that a forward hands to its backward."""
+
+    sources: tuple[tuple[str, Any], ...]
+    """Per value: which list it is in and its place there; a literal itself."""
+    created: tuple[int, ...]
+    """The values that are new: neither arguments nor constants nor outputs."""
+    passed: tuple[int, ...]
+    residuals: tuple[Residual, ...]
+
+    def rebuilt(self, **lists: Sequence[Array]) -> list[Array]:
+        """All values again, from the lists that `sources` names."""
+        return [place if kind == "literal" else lists[kind][place] for kind, place in self.sources]
+
+
+def _plan_of(jaxpr: jax.extend.core.Jaxpr, num_outputs: int, state: Sequence[str], num_inputs: int) -> _Plan:
+    """The plan of a traced forward, from (state, inputs, key) to (outputs, values for backward).
+
+    `state` has the names of the arrays that come first among its arguments; `num_inputs` follow these.
+    """
+    outputs, values = jaxpr.outvars[:num_outputs], jaxpr.outvars[num_outputs:]
+    sources: dict[Any, tuple[str, int]] = {var: ("argument", n) for n, var in enumerate(jaxpr.invars)}
+    sources |= {var: ("const", n) for n, var in enumerate(jaxpr.constvars)}
+    for n, var in enumerate(outputs):
+        if not _is_literal(var):
+            sources.setdefault(var, ("output", n))
+
+    places: list[tuple[str, int | str]] = [
+        *(("state", name) for name in state),
+        *(("input", n) for n in range(num_inputs)),
+        ("key", 0),
+    ]
+
+    def residual(var: Any) -> Residual:
+        kind, place = sources[var]
+        return Residual(
+            *(places[place] if kind == "argument" else (kind, place)),
+            jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype),
+        )
+
+    def passed(var: Any) -> int:
+        """Which input an output is; -1 for what is none."""
+        kind, place = ("literal", 0) if _is_literal(var) else sources[var]
+        return place - len(state) if kind == "argument" and 0 <= place - len(state) < num_inputs else -1
+
+    created: list[int] = []
+    for n, var in enumerate(values):
+        if not _is_literal(var) and var not in sources:
+            sources[var] = ("made", len(created))
+            created.append(n)
+    arrays = dict.fromkeys(var for var in values if not _is_literal(var))
+    return _Plan(
+        sources=tuple(("literal", var.val) if _is_literal(var) else sources[var] for var in values),
+        created=tuple(created),
+        passed=tuple(map(passed, outputs)),
+        residuals=tuple(residual(var) for var in arrays if sources[var][0] != "const"),
+    )
+
+
+def _is_literal(var: Any) -> bool:
+    return hasattr(var, "val")
+
+
+def _worth_keeping(primitive: Any, *_: Any, **parameters: Any) -> bool:
+    """Whether the result of an operator is kept for backward, rather than computed again."""
+    called = [value for value in parameters.values() if hasattr(value, "jaxpr") and hasattr(value, "consts")]
+    if called:
+        # An activation with a derivative of its own (`relu`) is as cheap as what it consists of.
+        return any(_worth_keeping(eqn.primitive, **eqn.params) for body in called for eqn in body.jaxpr.eqns)
+    return str(primitive) not in _CHEAP

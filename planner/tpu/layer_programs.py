@@ -1,0 +1,152 @@
+"""A layer as the programs that tell what it costs.
+
+    forward     returns outputs and what backward will read     saved bytes: results beyond the outputs
+    backward    reads that, adds to gradients                   transient: temporaries, gradients of outputs and inputs
+    both        one after the other                             `peak_bytes` of `ProgramMemory`, likewise
+    apart       both, and in between something so large that    `carried_bytes`: temporaries beyond that
+                the program is at its fullest there
+
+The first two are what a loop over micro-batches does, which puts into arrays what is kept. The last two are one
+micro-batch from begin to end, of which the compiler keeps what it likes, in whatever precision the products take.
+"""
+
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any
+
+import jax
+from jax import numpy as jnp
+from torch import Tensor
+
+from planner.model.optimizers import Builder
+from planner.tpu.compiling import OutOfMemoryError
+from planner.tpu.halves import Halves, LayerFunction, halves_of, random_key
+from planner.tpu.narrowing import readers_of
+from planner.tpu.outcomes import CompiledLayer, CompiledStep
+from planner.tpu.programs import Program, compile_program, filled_between
+from planner.tpu.torchax_optimizer import step_function
+from planner.tpu.tpu_layouts import (
+    bytes_in_loops,
+    kinds_in_loops,
+    kinds_of_arrays,
+    loop_shape,
+    num_bytes,
+    padded_bytes,
+)
+
+Timer = Callable[[Program, Any], float]
+"""(program, shapes of its arguments) -> microseconds."""
+
+_LEAST_FILLING_BYTES = 2**24
+"""The compiler would not put this into the core's own memory."""
+
+
+def compile_layer(function: LayerFunction, device: jax.Device, time_us: Timer) -> CompiledLayer:
+    """Compiles a layer's four programs.
+
+    Args:
+        function: The layer.
+        device: From `named_chips`, or of JAX.
+        time_us: Tells how long a program takes.
+
+    Raises:
+        LacksOperatorError: torchax cannot translate the layer.
+        OutOfMemoryError: The layer alone needs more memory than the device has.
+    """
+    halves = halves_of(function)
+    state = (function.trained, function.fixed, list(function.inputs), random_key())
+    pulled = [halves.outputs[n] for n in halves.differentiable]
+
+    def backward(gradients: Any, pulled: Any, *arguments: Any) -> Any:
+        of_trained, of_inputs = halves.backward(arguments[:4], *arguments[4:], pulled)
+        return jax.tree.map(jnp.add, gradients, of_trained), of_inputs
+
+    def both(gradients: Any, pulled: Any, *arguments: Any) -> Any:
+        outputs, created = halves.forward(*arguments)
+        # Whatever reads the outputs does so before their gradients are there.
+        outputs, pulled = jax.lax.optimization_barrier((outputs, pulled))
+        return backward(gradients, pulled, *arguments, outputs, created)
+
+    def apart(gradients: Any, pulled: Any, *arguments: Any) -> Any:
+        outputs, created = halves.forward(*arguments)
+        return backward(gradients, filled_between(outputs, pulled, filling), *arguments, outputs, created)
+
+    forward = compile_program(halves.forward, state, device)
+    arguments = (function.trained, pulled, *state, halves.outputs, halves.made_shapes)
+    if not function.trained and not any(function.needed):  # there is no backward
+        return _layer_of(function, halves, [forward], [time_us(forward, state)])
+    programs = [forward, compile_program(backward, arguments, device, donated=(0, 1))]
+    times_us = [time_us(program, shapes) for program, shapes in zip(programs, (state, arguments), strict=True)]
+    programs.append(compile_program(both, arguments[:-2], device, donated=(0, 1)))
+    # More than the program could hold at any other time.
+    filling = programs[2].temporary_bytes + _LEAST_FILLING_BYTES
+    with suppress(OutOfMemoryError):  # near the end of the chip's memory only what a loop keeps is known
+        full = compile_program(apart, arguments[:-2], device, donated=(0, 1))
+        programs.append(replace(full, temporary_bytes=max(0, full.temporary_bytes - filling)))
+    return _layer_of(function, halves, programs, times_us)
+
+
+def compile_step(parameters: Sequence[Tensor], build: Builder, device: jax.Device, time_us: Timer) -> CompiledStep:
+    """Compiles the optimizer's step over some parameters, of which only shape and dtype count."""
+    function = step_function(parameters, build)
+    arguments = (function.parameters, function.states, function.parameters)
+    program = compile_program(function.call, arguments, device, donated=(0, 1))
+    return CompiledStep(
+        step_us=time_us(program, arguments),
+        peak_bytes=program.temporary_bytes + max(0, program.output_bytes - program.alias_bytes),
+    )
+
+
+def _layer_of(
+    function: LayerFunction, halves: Halves, programs: Sequence[Program], times_us: Sequence[float]
+) -> CompiledLayer:
+    forward, readers, trained = programs[0], readers_of(function, halves), list(function.trained.values())
+    inputs = tuple(map(padded_bytes, function.inputs))
+    laid_out = forward.arguments[-1 - len(function.inputs) : -1]
+    read = {(residual.kind, residual.index) for residual in halves.residuals}
+    outputs, created = forward.outputs[: len(halves.outputs)], forward.outputs[len(halves.outputs) :]
+    read_backward = [
+        *zip(halves.made_shapes, created, strict=True),
+        *(pair for n, pair in enumerate(zip(function.inputs, laid_out, strict=True)) if ("input", n) in read),
+        *(pair for n, pair in enumerate(zip(halves.outputs, outputs, strict=True)) if ("output", n) in read),
+    ]
+    # Gradients lie like what they belong to.
+    pulled = sum(outputs[n] for n in halves.differentiable)
+    backward_bytes, peak_bytes = (
+        (program.temporary_bytes + pulled + program.output_bytes - program.alias_bytes for program in programs[1:3])
+        if len(programs) > 1
+        else (0, forward.temporary_bytes)
+    )
+    carried = programs[3].temporary_bytes if len(programs) > 3 else sum(created)
+    return CompiledLayer(
+        inputs=inputs,
+        laid_out=laid_out,
+        wanted=tuple(map(bytes_in_loops, function.inputs, laid_out)),
+        kept_inputs=tuple(("input", n) in read for n in range(len(function.inputs))),
+        outputs=outputs,
+        kept_outputs=tuple(("output", n) in read for n in range(len(outputs))),
+        aliases=tuple(halves.passed),
+        reshaped_bytes=sum(size for shape, size in read_backward if loop_shape(shape) is not shape),
+        forward_us=times_us[0],
+        backward_us=times_us[1] if len(times_us) > 1 else 0.0,
+        forward_temporary_bytes=forward.temporary_bytes,
+        backward_temporary_bytes=backward_bytes,
+        peak_bytes=peak_bytes,
+        # Outputs that backward reads are counted as such.
+        carried_bytes=max(0, carried - sum(size for n, size in enumerate(outputs) if ("output", n) in read)),
+        narrowed_bytes=sum(map(_narrowed_bytes, function.trained.values())),
+        padding_bytes=sum(padded_bytes(shape) - num_bytes(shape) for shape in function.trained.values()),
+        flops=forward.flops,
+        narrowed_inputs_bytes=sum(padded_bytes(shape) // 2 for shape in function.inputs if _narrowed_bytes(shape)),
+        trained_kinds=kinds_of_arrays(trained, list(map(padded_bytes, trained))),
+        made_kinds=kinds_in_loops(halves.made_shapes, created, readers.made),
+        input_kinds=kinds_in_loops(function.inputs, inputs, readers.received),
+        output_kinds=kinds_in_loops(halves.outputs, outputs, readers.outputs),
+        narrow_inputs=readers.inputs,
+    )
+
+
+def _narrowed_bytes(shape: Any) -> int:
+    """Bytes of a weight as products take it: 16 bits each unless the model asks for more; vectors are no factors."""
+    return int(2 * shape.size) if len(shape.shape) > 1 and shape.dtype == "float32" else 0

@@ -1,0 +1,194 @@
+"""Stages as one program over the devices of a mesh, micro-batch by micro-batch, as GPipe does.
+
+    forward     for tick t in 0..M+K-2: device k runs micro-batch t - k and hands its output to device k + 1
+    backward    for tick t in 0..M+K-2: device k runs micro-batch t - (K-1-k) and hands a gradient to device k - 1
+
+Both are `lax.scan`s inside `shard_map`; a `lax.switch` on the place in the mesh chooses the stage, or nothing while
+there is no micro-batch for it. All devices run the same program, so what differs between stages (parameters, what
+crosses a boundary, what is kept for backward) is packed into arrays of the same shapes everywhere (`Packing`).
+"""
+
+from collections.abc import Iterable, Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import numpy as np
+from jax import Array, lax
+from jax import numpy as jnp
+
+from planner.tpu.halves import random_key
+from planner.tpu.packing import Packing
+from planner.tpu.stage import Stage, StageInput, State
+
+Arrays = Sequence[Array]
+Shapes = Sequence[jax.ShapeDtypeStruct]
+_Forward = tuple[Arrays, Arrays, Arrays, Array]
+"""What crosses from tick to tick: this boundary's tensors, all that arrived, all that is kept, the sum of losses."""
+
+
+class MeshProgram:
+    """A mini-batch's loss and gradients, of `micro_batches` through stages on a device each."""
+
+    def __init__(self, stages: Sequence[Stage], devices: Sequence[jax.Device], micro_batches: int) -> None:
+        self.stages, self.micro_batches, self.num_stages = stages, micro_batches, len(stages)
+        self.mesh = jax.sharding.Mesh(list(devices), ("stage",))
+        self.trained = Packing([list(stage.trained.values()) for stage in stages])
+        self.fixed = Packing([list(stage.fixed.values()) for stage in stages])
+        self.kept = Packing([stage.kept for stage in stages], in_loops=True)
+        # The first stage reads the mini-batch itself, and what the last returns is the loss.
+        self.edges = Packing([[], *(stage.inputs for stage in stages[1:])], in_loops=True)
+        self.gradient_edges = Packing([[], *(_floating(stage.inputs) for stage in stages[1:])], in_loops=True)
+
+    def placed(self, packing: Packing, stages: Sequence[Sequence[Any]]) -> list[Array]:
+        """Every stage's numpy arrays, packed, on its device: each array with the stage in front."""
+        packed = [packing.pack(k, arrays, np) for k, arrays in enumerate(stages)]
+        return [
+            jax.device_put(np.stack([arrays[n] for arrays in packed]), self._sharding("stage"))
+            for n in range(len(packing.shapes))
+        ]
+
+    def everywhere(self, arrays: Iterable[Any]) -> list[Array]:
+        """Numpy arrays on every device."""
+        return [jax.device_put(array, self._sharding()) for array in arrays]
+
+    def unpacked(self, packing: Packing, packed: Arrays) -> list[list[Any]]:
+        """Every stage's own arrays, back on the host."""
+        arrays = [jax.device_get(array) for array in packed]
+        return [packing.unpack(k, [array[k] for array in arrays]) for k in range(self.num_stages)]
+
+    def shapes(self, inputs: Shapes, targets: Shapes) -> tuple[Shapes, Shapes, StageInput]:
+        """Shapes of the arguments of `gradients`, with where they lie; `inputs` and `targets` are a micro-batch's."""
+        apart, everywhere = self._sharding("stage"), self._sharding()
+
+        def packed(packing: Packing) -> list[jax.ShapeDtypeStruct]:
+            return [jax.ShapeDtypeStruct((self.num_stages, *s.shape), s.dtype, sharding=apart) for s in packing.shapes]
+
+        def data(shapes: Shapes) -> list[jax.ShapeDtypeStruct]:
+            return [jax.ShapeDtypeStruct((self.micro_batches, *s.shape), s.dtype, sharding=everywhere) for s in shapes]
+
+        key = jax.ShapeDtypeStruct(random_key().shape, random_key().dtype, sharding=everywhere)
+        return packed(self.trained), packed(self.fixed), StageInput(data(inputs), data(targets), key)
+
+    def gradients(self, trained: Arrays, fixed: Arrays, batch: StageInput) -> tuple[Array, list[Array]]:
+        """Loss of a mini-batch (mean over the micro-batches), and gradients packed as `trained` is; to be jitted."""
+        one, apart = jax.sharding.PartitionSpec(), jax.sharding.PartitionSpec("stage")
+        mapped = jax.shard_map(
+            self._on_one_device,
+            mesh=self.mesh,
+            in_specs=(apart, apart, one),
+            out_specs=(one, apart),
+            check_vma=False,
+        )
+        return mapped(trained, fixed, batch)  # type: ignore[no-any-return]
+
+    def _on_one_device(self, trained: Arrays, fixed: Arrays, batch: StageInput) -> tuple[Array, list[Array]]:
+        loss, sums = _OneDevice(self, trained, fixed, batch).run()
+        return lax.psum(loss, "stage") / self.micro_batches, [array[None] for array in sums]
+
+    def _sharding(self, *axes: str) -> jax.sharding.NamedSharding:
+        return jax.sharding.NamedSharding(self.mesh, jax.sharding.PartitionSpec(*axes))
+
+
+class _OneDevice:
+    """The program as one device sees it, while it is traced: its own parameters, packed, and the mini-batch."""
+
+    def __init__(self, program: MeshProgram, trained: Arrays, fixed: Arrays, batch: StageInput) -> None:
+        self._all, self._batch = program, batch
+        self._num, self._micro = program.num_stages, program.micro_batches
+        self._place = lax.axis_index("stage")
+        self._trained, self._fixed = ([array[0] for array in arrays] for arrays in (trained, fixed))
+
+    def run(self) -> tuple[Array, list[Array]]:
+        """Sum of the losses that are computed here, and of the gradients of this device's parameters."""
+        program, scan = self._all, lax.scan
+        ticks = jnp.arange(self._micro + self._num - 1)
+        edge, zero = program.edges.zeros(), jnp.zeros((), jnp.float32)
+        begin = (edge, program.edges.zeros(self._micro), program.kept.zeros(self._micro), zero)
+        (_, edges, kept, loss), _ = scan(self._forward_tick, begin, ticks)
+        tick = partial(self._backward_tick, edges, kept)
+        (_, sums), _ = scan(tick, (program.gradient_edges.zeros(), program.trained.zeros()), ticks)
+        return loss, sums
+
+    def _forward_tick(self, carry: _Forward, tick: Array) -> tuple[_Forward, None]:
+        edge, edges, store, loss = carry
+        m = tick - self._place
+        nothing = (self._all.edges.zeros(), self._all.kept.zeros(), jnp.zeros((), jnp.float32))
+        sent, kept, more = self._chosen(self._forward, lambda _work, _m: nothing, m, edge)
+        return (self._moved(sent, 1), self._kept_at(edges, edge, m), self._kept_at(store, kept, m), loss + more), None
+
+    def _backward_tick(
+        self, edges: Arrays, store: Arrays, carry: tuple[Arrays, Arrays], tick: Array
+    ) -> tuple[tuple[Arrays, Arrays], None]:
+        flowing, sums = carry
+        m = tick - (self._num - 1 - self._place)
+        slot = self._slot(m)
+        edge, kept = ([array[slot] for array in arrays] for arrays in (edges, store))
+        nothing = self._all.gradient_edges.zeros()
+        work = (edge, kept, flowing, sums)
+        sent, sums = self._chosen(self._backward, lambda work, _m: (nothing, work[3]), m, work)
+        return (self._moved(sent, -1), sums), None
+
+    def _forward(self, k: int, edge: Arrays, m: Array) -> tuple[list[Array], list[Array], Array]:
+        program = self._all
+        outputs, kept = program.stages[k].forward(self._state(k), self._stage_input(k, edge, m))
+        kept = program.kept.pack(k, kept)
+        if k == self._num - 1:
+            return program.edges.zeros(), kept, outputs[0].astype(jnp.float32).reshape(())
+        return program.edges.pack(k + 1, outputs), kept, jnp.zeros((), jnp.float32)
+
+    def _backward(
+        self, k: int, work: tuple[Arrays, Arrays, Arrays, Arrays], m: Array
+    ) -> tuple[list[Array], list[Array]]:
+        program, stage = self._all, self._all.stages[k]
+        edge, kept, flowing, sums = work
+        if k == self._num - 1:
+            # The loss is the mean over the micro-batches.
+            gradients = [jnp.full(stage.outputs[0].shape, 1 / self._micro, stage.outputs[0].dtype)]
+        else:
+            gradients = program.gradient_edges.unpack(k + 1, flowing)
+        kept_here = program.kept.unpack(k, kept)
+        of_trained, of_inputs = stage.backward(self._state(k), self._stage_input(k, edge, m), kept_here, gradients)
+        sums = program.trained.add(k, sums, [of_trained[name] for name in stage.trained])
+        return program.gradient_edges.zeros() if k == 0 else program.gradient_edges.pack(k, of_inputs), sums
+
+    def _state(self, k: int) -> State:
+        stage = self._all.stages[k]
+        return (
+            dict(zip(stage.trained, self._all.trained.unpack(k, self._trained), strict=True)),
+            dict(zip(stage.fixed, self._all.fixed.unpack(k, self._fixed), strict=True)),
+        )
+
+    def _stage_input(self, k: int, edge: Arrays, m: Array) -> StageInput:
+        inputs = [array[m] for array in self._batch.inputs] if k == 0 else self._all.edges.unpack(k, edge)
+        targets = [array[m] for array in self._batch.targets] if k == self._num - 1 else []
+        return StageInput(inputs, targets, jax.random.fold_in(self._batch.key, m))
+
+    def _chosen(self, run: Any, idle: Any, m: Array, work: Any) -> Any:
+        """The stage of this device, or `idle` where there is no micro-batch."""
+        if self._num == 1:
+            return run(0, work, m)
+        branches = [*(partial(run, k) for k in range(self._num)), idle]
+        choice = jnp.where(self._busy(m), self._place, self._num)
+        return lax.switch(choice, branches, work, self._slot(m))
+
+    def _moved(self, arrays: Arrays, step: int) -> list[Array]:
+        ways = [(k, k + step) for k in range(self._num) if 0 <= k + step < self._num]
+        return [lax.ppermute(array, "stage", ways) for array in arrays] if ways else list(arrays)
+
+    def _kept_at(self, buffers: Arrays, arrays: Arrays, m: Array) -> list[Array]:
+        slot, busy = self._slot(m), self._busy(m)
+        return [
+            buffer.at[slot].set(array if self._num == 1 else jnp.where(busy, array, buffer[slot]))
+            for buffer, array in zip(buffers, arrays, strict=True)
+        ]
+
+    def _busy(self, m: Array) -> Array:
+        return (m >= 0) & (m < self._micro)
+
+    def _slot(self, m: Array) -> Array:
+        return jnp.clip(m, 0, self._micro - 1)
+
+
+def _floating(shapes: Shapes) -> list[jax.ShapeDtypeStruct]:
+    return [shape for shape in shapes if jnp.issubdtype(shape.dtype, jnp.floating)]

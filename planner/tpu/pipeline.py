@@ -1,0 +1,176 @@
+"""A plan as one JAX program (`planner.tpu.mesh_program`): a model's layers as its stages, its tensors as arrays."""
+
+from collections.abc import Callable, Iterable, Sequence
+from itertools import accumulate, pairwise
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+
+from planner.core.errors import UsageError
+from planner.core.schedule import GPIPE, schedule_of
+from planner.core.values.balance import Balance
+from planner.executor.run.parts import micro_batches_of, tensors_of
+from planner.model.chain import Chain, Layer
+from planner.model.label_counts import label_count
+from planner.model.load import LoadedModel
+from planner.model.stage import ModelStage
+from planner.tpu.halves import LayerFunction, halves_of, layer_function
+from planner.tpu.mesh_program import MeshProgram
+from planner.tpu.stage import LayerHalves, Stage
+from planner.tpu.torchax_adapter import shape_of, torch_like
+
+
+class JaxPipeline:
+    """A model's stages as one program over the devices of a mesh, one for each stage in order.
+
+    The parameters in `chain` are read when they are asked for (`parameters`).
+
+    Raises:
+        UsageError: The plan is not one for such a program.
+    """
+
+    def __init__(self, loaded: LoadedModel, chain: Chain, balance: Balance, devices: Sequence[Any]) -> None:
+        _check(loaded, balance)
+        self._counted_labels = loaded.counted_labels
+        self._chain, self._cuts = chain, list(pairwise(accumulate(balance.balance, initial=0)))
+        batch = loaded.example_batch(balance.batch // balance.micro_batches)
+        self._inputs, self._targets = ([shape_of(tensor) for tensor in tensors_of(nest)] for nest in batch)
+        self.program = MeshProgram(_stages(loaded, chain, balance, batch), devices, balance.micro_batches)
+        self.gradients = self.program.gradients
+
+    def parameters(self) -> tuple[list[Any], list[Any]]:
+        """Trained and fixed state of all stages, each packed array with the stage in front."""
+        program = self.program
+        return (
+            program.placed(program.trained, [self._state(k, stage.trained) for k, stage in enumerate(program.stages)]),
+            program.placed(program.fixed, [self._state(k, stage.fixed) for k, stage in enumerate(program.stages)]),
+        )
+
+    def batch(self, inputs: Any, targets: Any) -> tuple[list[Any], list[Any]]:
+        """Return a mini-batch as the program takes it: every tensor as (micro-batch, sample, …).
+
+        Raises:
+            UsageError: Its micro-batches have different numbers of labels, and the model's loss is the mean over these.
+        """
+        if self._counted_labels:
+            micro_batches = micro_batches_of(inputs, self.program.micro_batches)
+            counts = {label_count(each, self._counted_labels) for each in micro_batches}
+            if len(counts) > 1:
+                raise UsageError(
+                    f"micro-batches have between {min(counts):g} and {max(counts):g} labels, and the JAX program takes "
+                    "the mean of their losses",
+                    hint="emit for the bundled executor: `--format native`",
+                )
+        return self._split(inputs), self._split(targets)
+
+    def shapes(self) -> tuple[Any, ...]:
+        """Shapes of the arguments of `gradients`, with where they lie."""
+        return self.program.shapes(self._inputs, self._targets)
+
+    def by_name(self, packed: Sequence[Any]) -> dict[str, Any]:
+        """Trained parameters, or their gradients, by the names that they have in the model, as numpy arrays."""
+        arrays = self.program.unpacked(self.program.trained, packed)
+        stages = zip(self.program.stages, arrays, strict=True)
+        return {name: array for stage, held in stages for name, array in zip(stage.trained, held, strict=True)}
+
+    def _state(self, k: int, names: Iterable[str]) -> list[Any]:
+        layers = self._chain.layers[slice(*self._cuts[k])]
+        tensors = {name: tensor for layer in layers for name, tensor in _named(layer).items()}
+        return [_as_numpy(tensors[name]) for name in names]
+
+    def _split(self, value: Any) -> list[Any]:
+        pieces = (tensor.reshape(self.program.micro_batches, -1, *tensor.shape[1:]) for tensor in tensors_of(value))
+        return self.program.everywhere(map(_as_numpy, pieces))
+
+
+def _check(loaded: LoadedModel, balance: Balance) -> None:
+    if loaded.loss_count is not None:
+        raise UsageError(
+            "the JAX program takes the mean of the micro-batches' losses, and the model's `loss_count` says otherwise",
+            hint="emit for the bundled executor: `--format native`",
+        )
+    if schedule_of(balance.schedule) is not GPIPE:
+        raise UsageError(
+            f"the JAX program runs GPipe's schedule, the plan is for {balance.schedule}",
+            hint="solve with `--schedule gpipe`",
+        )
+
+
+def _stages(loaded: LoadedModel, chain: Chain, balance: Balance, batch: Any) -> list[Stage]:
+    leaves, nest = tree_flatten(batch.inputs)
+    values = [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+    stages, number = [], 0
+    owners: dict[int, tuple[int, str]] = {}
+    for k, cut in enumerate(balance.stages):
+        layers = []
+        num_inputs = sum(isinstance(value, Tensor) for value in values)
+        for layer in chain.layers[number : number + len(cut.layers)]:
+            last = number == len(chain.layers) - 1
+            function, after = _function(loaded, layer, values, nest, targets=batch.targets if last else None, last=last)
+            halves = halves_of(function)
+            names = _stage_names(layer, k, owners)
+            layers.append(LayerHalves(number, names, function, halves, layer.name in cut.recomputed))
+            nest, places = after()
+            tensors = [torch_like(shape) for shape in halves.outputs]
+            values = [tensors[n] if isinstance(n, int) else n[0] for n in places]
+            number += 1
+        # `except-last` would keep the last micro-batch's activations; the program is the same for all of them.
+        stages.append(Stage(layers, num_inputs, recompute=cut.recompute in ("always", "except-last")))
+    return stages
+
+
+def _function(
+    loaded: LoadedModel, layer: Layer, values: Sequence[Any], nest: TreeSpec, *, targets: Any, last: bool
+) -> tuple[LayerFunction, Callable[[], tuple[TreeSpec, list[Any]]]]:
+    """A layer's function, and what tells, once it was traced, the nest of its outputs and where its tensors are."""
+    of_loss, loss_nest = tree_flatten(targets)
+    seen: dict[str, Any] = {}
+
+    def run(values_in: Sequence[Any]) -> Sequence[Any]:
+        output = layer.module(tree_unflatten(list(values_in[: len(values)]), nest))
+        if last:
+            output = loaded.loss_fn(output, tree_unflatten(list(values_in[len(values) :]), loss_nest))
+        outputs, seen["nest"] = tree_flatten(output)
+        tensors = iter(range(len(outputs)))
+        seen["places"] = [next(tensors) if isinstance(value, Tensor) else (value,) for value in outputs]
+        return outputs
+
+    function = layer_function(layer.module, run, [*values, *of_loss])
+    return function, lambda: (seen["nest"], seen["places"])
+
+
+def _stage_names(layer: Layer, stage: int, owners: dict[int, tuple[int, str]]) -> dict[str, str]:
+    """Own names to names in the model; what is tied within a stage has one name there."""
+    names = {}
+    for in_layer, (name, tensor) in zip(_tensors(layer), _named(layer).items(), strict=True):
+        if isinstance(tensor, torch.nn.Parameter):
+            first_stage, first = owners.setdefault(id(tensor), (stage, name))
+            if first_stage != stage:
+                raise UsageError(
+                    f'"{name}" is the same parameter as "{first}" in another stage: the JAX program does not sum these',
+                    hint="build the model without sharing it, or emit for the bundled executor, which sums them",
+                )
+            names[in_layer] = first
+        else:
+            names[in_layer] = name
+    return names
+
+
+def _named(layer: Layer) -> dict[str, Tensor]:
+    """Parameters and buffers by their names in the model."""
+    prefix = "" if isinstance(layer.module, ModelStage) else f"{layer.name}."
+    return {f"{prefix}{name}": tensor for name, tensor in _tensors(layer).items()}
+
+
+def _tensors(layer: Layer) -> dict[str, Tensor]:
+    """Parameters and buffers by their names in the layer."""
+    return {**dict(layer.module.named_parameters()), **dict(layer.module.named_buffers())}
+
+
+def _as_numpy(tensor: Tensor) -> Any:
+    # numpy itself has no bfloat16.
+    held = tensor.detach().cpu()
+    return np.asarray(held.float() if held.dtype == torch.bfloat16 else held, shape_of(tensor).dtype)

@@ -1,0 +1,84 @@
+"""Arrays that differ from stage to stage, in places that every device of one program has (`planner.tpu.packing`).
+
+Arrays of one shape and type take turns in one place, as long as that wastes little; else all of a type lie behind each
+other in one vector, without padding.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain, zip_longest
+from typing import Final, NamedTuple, TypeVar
+
+from planner.core.values.profile import ArrayKind
+
+MOST_ROOM: Final = 1.5
+"""What places may take over the largest stage's arrays, padding left out; beyond that there are vectors."""
+
+_Kind = TypeVar("_Kind")
+
+
+def places_for(stages: Iterable[Mapping[_Kind, int]]) -> Counter[_Kind]:
+    """How many places of each kind there are for stages with so many arrays of it: the larger number of each."""
+    places: Counter[_Kind] = Counter()
+    for stage in stages:
+        places |= Counter(stage)
+    return places
+
+
+def are_vectors(places_bytes: float, largest_bytes: float) -> bool:
+    """Whether places of so many bytes, the largest stage's arrays taking so many, are given up for vectors."""
+    return places_bytes > MOST_ROOM * largest_bytes
+
+
+class Places(NamedTuple):
+    """What every device has for arrays of all stages."""
+
+    share: float
+    """What they take over what the fullest stage's arrays do; 1 where there are none."""
+    are_vectors: bool
+
+
+def shared_places(stages: Sequence[Sequence[ArrayKind]]) -> Places:
+    """What every device has for these arrays of each stage.
+
+    In places arrays lie as in loops; one stage's vector has the numbers of another's.
+    """
+    counts = [_counted(stage) for stage in stages]
+    fullest = max((sum(array.count * array.bytes for array in stage) for stage in stages), default=0)
+    if not fullest:
+        return Places(1.0, are_vectors=False)
+    arrays = list(chain.from_iterable(stages))
+    plain_bytes = {array.kind: array.plain_bytes for array in arrays}
+    places = places_for(counts)
+    if not are_vectors(_sum(places, plain_bytes), max(_sum(count, plain_bytes) for count in counts)):
+        return Places(sum(_loop_bytes(stages, kind) for kind in places) / fullest, are_vectors=False)
+    longest: dict[str, int] = {}
+    for count in counts:
+        for dtype in {_dtype(kind) for kind in count}:
+            length = _sum({kind: n for kind, n in count.items() if _dtype(kind) == dtype}, plain_bytes)
+            longest[dtype] = max(longest.get(dtype, 0), length)
+    return Places(sum(longest.values()) / fullest, are_vectors=True)
+
+
+def _loop_bytes(stages: Sequence[Sequence[ArrayKind]], kind: str) -> int:
+    """Bytes of all places of a kind; the widest arrays of each stage take turns in one, and so on."""
+    widths = (
+        sorted((a.loop_bytes for a in stage if a.kind == kind for _ in range(a.count)), reverse=True)
+        for stage in stages
+    )
+    return sum(map(max, zip_longest(*widths, fillvalue=0)))
+
+
+def _counted(stage: Sequence[ArrayKind]) -> Counter[str]:
+    counted: Counter[str] = Counter()
+    for array in stage:
+        counted[array.kind] += array.count
+    return counted
+
+
+def _sum(counted: Mapping[str, int], sizes: Mapping[str, int]) -> int:
+    return sum(number * sizes[kind] for kind, number in counted.items())
+
+
+def _dtype(kind: str) -> str:
+    return kind.partition("[")[0]

@@ -1,0 +1,151 @@
+"""Layers that run one after the other on one device, each in two halves (`planner.tpu.halves`).
+
+So a stage keeps what its profile says. Layers that are planned to be recomputed keep their input alone. What a layer
+writes into its buffers (running statistics) is dropped.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+from jax import Array
+from jax import numpy as jnp
+
+from planner.tpu.halves import Halves, LayerFunction
+
+State = tuple[dict[str, Array], dict[str, Array]]
+"""Trained parameters, and all else that a layer or a stage has, by name."""
+
+
+class StageInput(NamedTuple):
+    """What a stage works on for one micro-batch."""
+
+    inputs: Sequence[Array]
+    targets: Sequence[Array]
+    """Targets of the loss, which the last stage computes."""
+    key: Array
+    """The key that all chance in it comes from."""
+
+
+@dataclass(frozen=True)
+class LayerHalves:
+    """A layer of a stage, whose parameters have other names there."""
+
+    number: int
+    """Along the chain."""
+    names: dict[str, str]
+    """Own name of each parameter and buffer to its name in the stage."""
+    function: LayerFunction
+    halves: Halves
+    recomputed: bool
+
+    def state(self, trained: dict[str, Array], fixed: dict[str, Array]) -> State:
+        """The arrays of this half, trained and fixed, out of those of the whole stage."""
+        return (
+            {name: trained[self.names[name]] for name in self.function.trained},
+            {name: fixed[self.names[name]] for name in self.function.fixed},
+        )
+
+
+class Stage:
+    """Layers that run one after the other on one device.
+
+    Args:
+        layers: The layers.
+        num_inputs: How many tensors it receives; the targets of a loss are none of them.
+        recompute: Whether none but the input is kept for backward.
+    """
+
+    def __init__(self, layers: Sequence[LayerHalves], num_inputs: int, *, recompute: bool) -> None:
+        self._layers, self._recompute = layers, recompute
+        self.inputs = list(layers[0].function.inputs[:num_inputs])
+        self.outputs = list(layers[-1].halves.outputs)
+        self.trained = {layer.names[name]: s for layer in layers for name, s in layer.function.trained.items()}
+        self.fixed = {layer.names[name]: s for layer in layers for name, s in layer.function.fixed.items()}
+        self._needed = [] if recompute else self._needed_between()
+        boundaries = [self._between(boundary)[n] for boundary, n in self._needed]
+        created = [s for layer in layers if not (recompute or layer.recomputed) for s in layer.halves.made_shapes]
+        self.kept: list[jax.ShapeDtypeStruct] = [*boundaries, *created]
+        """Shapes of what forward keeps, beside the stage's inputs."""
+
+    def forward(self, state: State, received: StageInput) -> tuple[list[Array], list[Array]]:
+        """Outputs, and what backward needs beside what is given."""
+        values, created = self._run(state, received)
+        between = [values[place][n] for place, n in self._needed]
+        if self._recompute:
+            return values[-1], []
+        kept = [
+            array
+            for layer, arrays in zip(self._layers, created, strict=True)
+            if not layer.recomputed
+            for array in arrays
+        ]
+        return values[-1], [*between, *kept]
+
+    def backward(
+        self, state: State, received: StageInput, kept: Sequence[Array], gradients: Sequence[Array]
+    ) -> tuple[dict[str, Array], list[Array]]:
+        """Gradients of what is trained, and of the inputs that carry one."""
+        values, created = self._run(state, received) if self._recompute else self._unpacked(received.inputs, kept)
+        of_trained: dict[str, Array] = {}
+        flowing = list(gradients)
+        for place in reversed(range(len(self._layers))):
+            layer = self._layers[place]
+            arguments = self._arguments(place, state, values[place], received)
+            outputs, new = values[place + 1], created[place]
+            if layer.recomputed and not self._recompute:
+                outputs, new = layer.halves.forward(*arguments)
+            pulled, flowing = layer.halves.backward(arguments, outputs, new, flowing)
+            for name, gradient in pulled.items():
+                earlier = of_trained.get(layer.names[name])
+                of_trained[layer.names[name]] = gradient if earlier is None else earlier + gradient
+        return of_trained, flowing
+
+    def _run(self, state: State, received: StageInput) -> tuple[list[list[Array]], list[list[Array]]]:
+        values, created = [list(received.inputs)], []
+        for place, layer in enumerate(self._layers):
+            outputs, new = layer.halves.forward(*self._arguments(place, state, values[-1], received))
+            values.append(list(outputs))
+            created.append(list(new))
+        return values, created
+
+    def _arguments(self, place: int, state: State, values: Sequence[Array], received: StageInput) -> tuple[Any, ...]:
+        layer = self._layers[place]
+        # The targets of the loss are inputs of the last layer.
+        more = len(layer.function.inputs) - len(values)
+        key = jax.random.fold_in(received.key, layer.number)
+        return (*layer.state(*state), [*values, *received.targets[:more]], key)
+
+    def _needed_between(self) -> list[tuple[int, int]]:
+        """Which tensors between layers some backward reads: (boundary, place), each storage once."""
+        needed: dict[tuple[int, int], None] = {}
+        for place, layer in enumerate(self._layers):
+            tensors = range(len(self._between(place)))
+            read: list[tuple[str, int | str]] = [("input", n) for n in tensors] if layer.recomputed else []
+            read += [(r.kind, r.index) for r in layer.halves.residuals if not layer.recomputed]
+            for kind, n in read:
+                if kind in ("input", "output") and (kind == "output" or n in tensors):
+                    needed[self._made_at(place + (kind == "output"), int(n))] = None
+        return [tensor for tensor in needed if tensor[0] > 0]
+
+    def _made_at(self, boundary: int, n: int) -> tuple[int, int]:
+        """Where a tensor that layers only pass on comes from."""
+        while boundary > 0 and self._layers[boundary - 1].halves.passed[n] >= 0:
+            boundary, n = boundary - 1, self._layers[boundary - 1].halves.passed[n]
+        return boundary, n
+
+    def _between(self, boundary: int) -> list[jax.ShapeDtypeStruct]:
+        return self.inputs if boundary == 0 else self._layers[boundary - 1].halves.outputs
+
+    def _unpacked(self, inputs: Sequence[Array], kept: Sequence[Array]) -> tuple[list[list[Array]], list[list[Array]]]:
+        # What nobody reads may be anything.
+        nothing = jnp.zeros(())
+        earlier = dict(zip(self._needed, kept, strict=False)) | {(0, n): value for n, value in enumerate(inputs)}
+        values = [
+            [earlier.get(self._made_at(b, n), nothing) for n in range(len(self._between(b)))]
+            for b in range(len(self._layers) + 1)
+        ]
+        rest = iter(kept[len(self._needed) :])
+        created = [[] if layer.recomputed else [next(rest) for _ in layer.halves.made_shapes] for layer in self._layers]
+        return values, created

@@ -1,0 +1,228 @@
+"""The training of an emitted `train_jax.py`: model, batches, weights, and the compiler's report on memory.
+
+The program leaves running statistics of batch normalisations alone. Those of weights that are saved are taken anew from
+micro-batches that run through the finished model (Wu and Johnson, "Rethinking 'Batch' in BatchNorm",
+arXiv:2105.07576, section 3), by what collects them in the bundled executor.
+"""
+
+from collections.abc import Iterator
+from functools import partial
+from itertools import chain, islice, starmap
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import torch
+from torch import nn
+
+from planner.core.errors import ExitCode, UsageError
+from planner.core.values.balance import Planned, solve_again
+from planner.core.values.devices import accelerator
+from planner.core.values.profile import Device
+from planner.core.values.units import format_bytes
+from planner.executor.build.building import check_same_model
+from planner.executor.job import load_planned
+from planner.executor.keep.weights import begin_with_weights, first_names, whole_state, write_weights
+from planner.executor.measure.reporting import steps_report
+from planner.executor.measure.step_record import OnStep, StepHook, StepRecord
+from planner.executor.measure.telling import drift_note, places_of
+from planner.executor.run.loader import epochs, example_of
+from planner.executor.run.parts import micro_batches_of
+from planner.files import check_writable, read_balance
+from planner.model import Batch, LoadedModel
+from planner.model.batch_norm import BatchStatistics
+from planner.model.calling import arguments_of
+from planner.model.precision import converted
+from planner.model.state import collecting_layers
+from planner.tpu.chips import devices_of, named_chips
+from planner.tpu.compiling import OutOfMemoryError
+from planner.tpu.pipeline import JaxPipeline
+from planner.tpu.programs import compiled
+from planner.tpu.training import CompiledMemory, JaxArguments, fitting
+from planner.tpu.training_step import UPDATES, State, TrainingStep, Update
+
+_ESTIMATED = 32
+"""Micro-batches that running statistics are taken from."""
+
+
+class JaxTraining:
+    """A plan's program with the model file's optimizer.
+
+    Raises:
+        PlannerError: The model or the plan cannot be run so.
+    """
+
+    def __init__(self, balance_path: str | Path, how: JaxArguments, *, on_step: OnStep | None = None) -> None:
+        self.balance = read_balance(str(balance_path))
+        if how.save:
+            check_writable(how.save)
+        self._seed, self._chip = how.seed, how.compile
+        torch.manual_seed(how.seed)  # a model that is made while its file is imported starts from it, too
+        self.model = load_planned(self.balance, Path(balance_path).parent)
+        torch.manual_seed(how.seed)
+        self._built = built = converted(self.model.build(), self.model.precision)
+        layers = self.model.chain(built)
+        check_same_model(self.balance, self.model, layers)
+        if how.weights:
+            casts = begin_with_weights(how.weights, built.state_dict(), first_names(built))
+            if casts:
+                print(f"cast on loading {how.weights}: {', '.join(casts)}", flush=True)
+        update, num_states, self._rate = _optimizer(self.model, built)
+        devices = (
+            named_chips(how.compile, self.balance.num_stages)
+            if how.compile
+            else devices_of(how.device, self.balance.num_stages)
+        )
+        self.pipeline = JaxPipeline(self.model, layers, self.balance, devices)
+        self._step = TrainingStep(self.pipeline.program, update, num_states, how.seed)
+        # In the spelling of profiles: what JAX calls a GPU is one of CUDA's to them.
+        kind = "cuda" if devices[0].platform == "gpu" else devices[0].platform
+        self._device = Device(kind=kind, name=devices[0].device_kind)
+        self._hook = None if on_step is None else StepHook(on_step, how.seed)
+        self._losses: list[float] = []
+        self._step_us: list[float] = []
+
+    def begin(self) -> State:
+        """The state in front of the first step: parameters as the model has them, nothing in the optimizer."""
+        return self._step.begin(*self.pipeline.parameters())
+
+    def batches(self, steps: int) -> Iterator[Batch]:
+        """`steps` mini-batches: the model's `train_batches`, else its `example_batch`."""
+        if self.model.train_batches is not None:
+            yield from starmap(Batch, islice(epochs(self.model, self.balance.batch), steps))
+        else:
+            for step in range(steps):
+                yield example_of(self.model, self.balance.batch, seed=self._seed, step=step)
+
+    def step(self, state: State, inputs: Any, targets: Any, number: int) -> tuple[float, State]:
+        """Loss of a mini-batch, and the state after the optimizer's step, the `number`-th from 0."""
+        begin = perf_counter()
+        loss, state = self._step.run(state, *self.pipeline.batch(inputs, targets), number)
+        step_us = (perf_counter() - begin) * 1e6
+        self._losses.append(loss)
+        self._step_us.append(step_us)
+        if self._hook is not None:
+            record = StepRecord(
+                step=number,
+                loss=loss,
+                step_us=step_us,
+                samples=self.balance.batch,
+                learning_rates=(self._rate,),
+                skipped=False,
+            )
+            self._hook.call(record)
+        return loss, state
+
+    def drift_note(self, folder: Path) -> str:
+        """What to say where the steps were not as planned; the balance configuration stands in `folder`."""
+        report = steps_report(
+            self.balance,
+            self._device,
+            "",
+            seed=self._seed,
+            losses=self._losses,
+            samples=[self.balance.batch] * len(self._losses),
+            step_us=self._step_us,
+        )
+        return drift_note(self.balance, report, num_here=self.balance.num_stages, again=partial(self._again, folder))
+
+    def save(self, state: State, path: str) -> None:
+        """Writes trained parameters and buffers as one state dict: safetensors by its suffix, else `torch.save`.
+
+        Raises:
+            FileError: It cannot be written.
+        """
+        parameters = dict(self._built.named_parameters(remove_duplicate=False))
+        with torch.no_grad():
+            for name, array in self.pipeline.by_name(state.trained).items():
+                parameters[name].copy_(torch.from_numpy(array.astype("float32")))
+        write_weights(whole_state(self._built), path)  # first: the host may have no room for what follows
+        estimated = self._estimate_statistics()
+        if estimated:
+            write_weights(whole_state(self._built), path)
+        text = f" (running statistics of {estimated} layers: over {_ESTIMATED} micro-batches)" if estimated else ""
+        print(f"wrote {path}{text}", flush=True)
+
+    def compiled_memory(self) -> CompiledMemory:
+        """What the compiler says that the step needs on the chips asked for.
+
+        Raises:
+            OutOfMemoryError: More than they have.
+        """
+        memory = compiled(self._step.lowered(self.pipeline.shapes())).memory_analysis()
+        # State is both an argument and, in the same place, a result.
+        held = memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
+        return CompiledMemory(held, memory.temp_size_in_bytes)
+
+    def print_memory(self, predicted_bytes: int, cap_bytes: int) -> ExitCode:
+        """Compiles the step for the chips asked for, and prints what it needs, what was predicted, and whether it fits.
+
+        Returns:
+            `NO` where the program needs more than the plan's cap, or than a chip of this kind has for programs.
+        """
+        try:
+            needed = self.compiled_memory()
+        except OutOfMemoryError as error:
+            print(f"predicted: {format_bytes(predicted_bytes)}\ndoes not fit: {error}", flush=True)
+            return ExitCode.NO
+        text, code = fitting(needed, predicted_bytes, cap_bytes=cap_bytes, chip=accelerator(f"tpu:{self._chip}"))
+        print(text, flush=True)
+        return code
+
+    def _again(self, folder: Path, planned: Planned) -> tuple[str, str]:
+        """How to measure once more, and plan with that."""
+        plan, profile = places_of(planned, folder)
+        device = planned.device or self.balance.device
+        return (
+            f"measure once more, where it ran (`gpipe-plan profile … --device {device}`), and plan again:",
+            solve_again(profile, planned.solve, plan=plan),
+        )
+
+    def _estimate_statistics(self) -> int:
+        """Takes running statistics anew; returns of how many batch normalisations."""
+        layers = collecting_layers(self._built)
+        if not layers:
+            return 0
+        steps = -(-_ESTIMATED // self.balance.micro_batches)
+        pieces = (micro_batches_of(batch.inputs, self.balance.micro_batches) for batch in self.batches(steps))
+        statistics = BatchStatistics(self._built.named_modules())
+        with torch.random.fork_rng(devices=[]), torch.no_grad():
+            for inputs in islice(chain.from_iterable(pieces), _ESTIMATED):
+                args, named = arguments_of(inputs)
+                with statistics.collecting():
+                    self._built(*args, **named)
+        momentums = [layer.momentum for layer in layers]
+        for layer in layers:
+            layer.momentum = 1.0  # nothing of what was there before
+        statistics.commit()
+        for layer, momentum in zip(layers, momentums, strict=True):
+            layer.momentum = momentum
+        return len(layers)
+
+
+def _optimizer(model: LoadedModel, built: nn.Module) -> tuple[Update, int, float]:
+    """The model's optimizer, number by number, how many numbers of state it has for each, and its learning rate.
+
+    Raises:
+        UsageError: It is none of those known here, or has options that differ between parameters.
+    """
+    optimizer = model.build_optimizer(p for p in built.parameters() if p.requires_grad)
+    name, options = type(optimizer).__name__, optimizer.defaults
+    if len(optimizer.param_groups) > 1:
+        raise UsageError(f"the JAX program knows one group of parameters, the model's {name} has several")
+    if len(optimizer.param_groups[0]["params"]) < sum(p.requires_grad for p in built.parameters()):
+        raise UsageError(
+            f"the JAX program trains all parameters, the model's {name} has some of them",
+            hint="freeze the others in `build_model`: `p.requires_grad_(False)`",
+        )
+    odd = [option for option in ("amsgrad", "maximize", "centered", "nesterov") if options.get(option)]
+    if name not in UPDATES or odd:
+        text = f"{name} with {odd[0]}" if odd else name
+        raise UsageError(
+            f"the JAX program does not know the optimizer {text}",
+            hint=f"one of {', '.join(UPDATES)}: `--optimizer`",
+        )
+    make, num_states = UPDATES[name]
+    momentum = bool(options.get("momentum"))
+    num_states += momentum if name in ("SGD", "RMSprop") else 0
+    return make(options), num_states, float(options["lr"])

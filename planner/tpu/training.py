@@ -1,0 +1,111 @@
+"""What every emitted `train_jax.py` begins with: its command line, its training for a block, and the words for memory.
+
+This module imports no jax: a script that only compiles for TPUs that are not here must say so before jax is imported.
+"""
+
+import argparse
+import sys
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+from planner.core.errors import ExitCode, PlannerError
+from planner.core.extras import check_installed
+from planner.core.values.devices import Accelerator
+from planner.core.values.units import format_bytes
+from planner.executor.watch.failure import print_error
+from planner.tpu.extra import CHIPS, expect_no_tpu
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from planner.executor.measure.step_record import OnStep
+    from planner.tpu.trainer import JaxTraining
+
+__all__ = ["CompiledMemory", "JaxArguments", "fitting", "jax_arguments", "jax_training"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class JaxArguments:
+    """The command line of an emitted script."""
+
+    steps: int
+    seed: int
+    device: str | None
+    compile: str | None
+    weights: str | None = None
+    save: str | None = None
+
+
+class CompiledMemory(NamedTuple):
+    """What every device of a program needs, in bytes."""
+
+    held: int
+    """Parameters, optimizer state, and the mini-batch."""
+    temporary: int
+
+
+def fitting(needed: CompiledMemory, predicted_bytes: int, *, cap_bytes: int, chip: Accelerator) -> tuple[str, ExitCode]:
+    """Whether a compiled program fits the plan's cap and the chip: in words, and as an exit code."""
+    total = needed.held + needed.temporary
+    limit_bytes, whose = chip.memory_bytes, f"what programs can use of a {chip.name}"
+    if cap_bytes <= limit_bytes:
+        limit_bytes, whose = cap_bytes, "the plan's cap"
+    fits = total <= limit_bytes
+    text = (
+        f"every device: {format_bytes(total)} (parameters, optimizer and data {format_bytes(needed.held)}, "
+        f"temporaries {format_bytes(needed.temporary)})\n"
+        f"predicted: {format_bytes(predicted_bytes)}, {predicted_bytes / total:.2f} of that\n"
+        f"{'fits' if fits else 'does not fit'}: {whose} is {format_bytes(limit_bytes)}"
+    )
+    return text, ExitCode.OK if fits else ExitCode.NO
+
+
+def jax_arguments(description: str | None, *, steps: int, seed: int) -> JaxArguments:
+    """Parses the command line; the defaults are the script's own knobs."""
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument("--steps", type=int, default=steps, help=f"optimizer steps (default {steps})")
+    parser.add_argument("--seed", type=int, default=seed, help=f"of parameters, data and dropout (default {seed})")
+    parser.add_argument("--device", choices=("cpu", "tpu", "gpu"), help="which of JAX's platforms; default: its choice")
+    parser.add_argument(
+        "--compile", metavar="v2", choices=CHIPS, help="only compile for TPUs that are not here: does it fit?"
+    )
+    parser.add_argument("--weights", metavar="FILE", help="begin with a state dict of the whole model")
+    parser.add_argument("--save", metavar="FILE", help="write one in the end; .pt or .safetensors")
+    given = parser.parse_args()
+    if given.steps < 1:
+        parser.error(f"--steps must be at least 1, got {given.steps}")
+    return JaxArguments(**vars(given))
+
+
+@contextmanager
+def jax_training(
+    balance_path: str | Path, given: JaxArguments, *, on_step: "OnStep | None" = None
+) -> "Iterator[JaxTraining]":
+    """A plan's program with the model file's optimizer, for the block; then a word where it was not as planned.
+
+    Errors of ours end the process with one message and exit code 2: the model or the plan cannot be run so, or the
+    extra `tpu` is not installed.
+
+    Args:
+        balance_path: The balance configuration, as `gpipe-plan emit --format jax` writes it.
+        given: The command line.
+        on_step: Is called with a `StepRecord` after every step.
+    """
+    try:
+        check_installed("tpu")
+        if given.compile:
+            expect_no_tpu()
+        from planner.tpu.trainer import JaxTraining  # noqa: PLC0415 - jax
+
+        training = JaxTraining(balance_path, given, on_step=on_step)
+        yield training
+        note = training.drift_note(Path(balance_path).parent)
+        if note:
+            print(note, file=sys.stderr, flush=True)
+    except PlannerError as error:
+        print_error(error)
+        sys.exit(ExitCode.ERROR)

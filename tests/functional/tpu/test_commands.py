@@ -1,0 +1,372 @@
+"""The road for TPUs without one: profile, solve, show, emit, and the emitted JAX program."""
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from dataclasses import replace
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from torch import nn
+
+from planner.core import extras
+from planner.core.values.balance import Planned
+from planner.core.values.devices import accelerator
+from planner.executor import StepRecord
+from planner.files import read_balance, read_plan, read_profile, write
+from planner.tpu import emitter, training
+from planner.tpu.training import JaxArguments
+from tests.support.cli import EXAMPLE, HEAD, LOSS, call, environment, write_model
+from tests.support.training import Case, write_balance
+
+installed = pytest.mark.skipif(find_spec("torchax") is None, reason="needs the extra: pip install 'gpipe-plan[tpu]'")
+
+MODEL = (
+    HEAD
+    + """
+def build_model(width: int = 16) -> nn.Module:
+    return nn.Sequential(nn.Linear(8, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, 4))
+
+def build_optimizer(parameters):
+    return torch.optim.Adam(parameters, lr=0.01)
+"""
+    + EXAMPLE
+    + LOSS
+)
+
+NORMALISED = """
+import torch
+from torch import nn
+
+def build_model():
+    layers = [nn.BatchNorm1d(8), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)]
+    layers[3].bias = layers[1].bias
+    return nn.Sequential(*layers)
+
+def build_optimizer(parameters):
+    return torch.optim.SGD(parameters, lr=0.1)
+
+def example_batch(size):
+    return 3.0 + 2.0 * torch.randn(size, 8), torch.randn(size, 8)
+
+loss_fn = nn.functional.mse_loss
+"""
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    write_model(tmp_path, MODEL)
+    return tmp_path
+
+
+def train(folder: Path, *arguments: str, code: int = 0) -> str:
+    """What the emitted script prints; it must end with the exit code `code`."""
+    done = subprocess.run(
+        [sys.executable, "train_jax.py", *arguments],
+        cwd=folder,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == code, done.stderr
+    return done.stdout
+
+
+@installed
+@pytest.mark.nightly
+def test_from_a_model_to_a_jax_program(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Profiled and compiled for cores that are not here, and trained on virtual devices: losses are torch's."""
+    profiled = call(capsys, "profile", "model.py", "--device", "tpu:v2", "--batch-sizes", "2,4")
+    assert profiled.code == 0, profiled.err
+    assert "solve --devices 2 --mem tpu:v2" in profiled.err
+    assert read_profile("profile.yaml").device.how == "compiled"
+    solved = call(capsys, "solve", "--devices", "2", "--mem", "tpu:v2", "--batch", "8", "--balance", "2,3")
+    assert solved.code == 0, solved.err
+    assert set(read_plan("plan.yaml").inputs.memory_bytes) == {748 * 2**30 // 100}
+    assert call(capsys, "show").code == 0
+    emitted = call(capsys, "emit", "--format", "jax")
+    assert emitted.code == 0, emitted.err
+    assert emitted.out.splitlines() == ["balance.yaml", "train_jax.py"]
+
+    planned = read_balance("balance.yaml").planned
+    assert planned is not None
+    assert (planned.device, planned.step_us) == ("tpu", read_plan("plan.yaml").predicted.step_us)
+    *lines, wrote = train(here, "--steps", "4", "--seed", "3", "--save", "model.pt").splitlines()
+    losses = [float(line.split()[-1]) for line in lines]
+    expected, model = _torch_losses(here, steps=4, seed=3)
+    assert losses == pytest.approx(expected, abs=2e-4)
+    assert wrote == "wrote model.pt"
+    saved = torch.load("model.pt", weights_only=True)
+    assert saved.keys() == model.state_dict().keys()
+    assert all(torch.allclose(saved[name], value, atol=1e-3) for name, value in model.state_dict().items())
+    script = (here / "train_jax.py").read_text()
+    (here / "train_jax.py").write_text(re.sub(r"CAP_BYTES = \d+", "CAP_BYTES = 1000", script))
+    compiled, predicted, verdict = train(here, "--compile", "v2", code=1).splitlines()
+    assert compiled.startswith("every device: ")
+    assert predicted.startswith("predicted: ")
+    assert verdict == "does not fit: the plan's cap is 1000 B"
+
+
+@pytest.mark.parametrize(
+    ("temporary", "cap", "last", "code"),
+    [
+        (5 * 2**30, 6 * 2**30, "fits: the plan's cap is 6.00 GiB", 0),
+        (6 * 2**30, 6 * 2**30, "does not fit: the plan's cap is 6.00 GiB", 1),
+        (6 * 2**30, 9 * 2**30, "fits: what programs can use of a tpu:v2 is 7.48 GiB", 0),
+        (7 * 2**30, 9 * 2**30, "does not fit: what programs can use of a tpu:v2 is 7.48 GiB", 1),
+    ],
+)
+def test_a_compiled_program_fits_or_does_not(temporary: int, cap: int, last: str, code: int) -> None:
+    """The plan's cap and the chip's memory both count; the answer is the exit code, too."""
+    found = training.CompiledMemory(held=2**30, temporary=temporary)
+    told, answer = training.fitting(found, 2**30, cap_bytes=cap, chip=accelerator("tpu:v2"))
+    assert told.splitlines()[-1] == last
+    assert answer == code
+
+
+@installed
+def test_weights_go_in_and_out(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Under the model's names, tied ones once; running statistics are those of the data."""
+    # A script decides how many devices its process has; other tests in this one want the eight that there are.
+    import jax
+
+    from planner.tpu import trainer
+
+    monkeypatch.setattr(trainer, "devices_of", lambda _, num: jax.devices()[:num])
+    write_model(tmp_path, NORMALISED)
+    write_balance(Case(model=tmp_path / "model.py", balance=(1, 3), micro_batches=2), tmp_path / "balance.yaml")
+    first = _one_step(tmp_path, seed=1, save="first.safetensors")
+    assert "wrote " in capsys.readouterr().out
+    with safe_open(tmp_path / "first.safetensors", "pt") as file:
+        state = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - it is no dict
+    assert "3.bias" not in state  # it is that of layer 1
+    assert state["0.running_mean"] == pytest.approx(torch.full((8,), 3.0), abs=0.5)
+    assert state["0.running_var"] == pytest.approx(torch.full((8,), 4.0), rel=0.4)
+
+    again = _one_step(tmp_path, seed=1, weights="first.safetensors", save="again.pt")
+    assert again < first - 1e-3
+    saved = torch.load(tmp_path / "again.pt", weights_only=True)
+    assert torch.equal(saved["1.bias"], saved["3.bias"])
+    assert not torch.allclose(saved["1.weight"], state["1.weight"])
+
+    write_model(tmp_path, NORMALISED.replace("nn.Tanh()", "nn.ReLU(), nn.Tanh()").replace("layers[3]", "layers[4]"))
+    with pytest.raises(SystemExit) as refused:
+        _one_step(tmp_path, seed=1, save="never.pt")
+    assert refused.value.code == 2
+    assert "the model is not the one that was planned" in capsys.readouterr().err
+    assert not (tmp_path / "never.pt").exists()
+
+
+@installed
+def test_every_step_is_told_and_a_run_that_is_not_as_planned_says_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a `train.py` does it; what the function draws changes nothing. With how to measure and plan again."""
+    import jax
+
+    from planner.executor.measure import telling
+    from planner.tpu import trainer
+
+    monkeypatch.setattr(trainer, "devices_of", lambda _, num: jax.devices()[:num])
+    monkeypatch.setattr(telling, "usable_cores", lambda: 2)
+    write_model(tmp_path, NORMALISED)
+    given = JaxArguments(steps=12, seed=0, device="cpu", compile=None)
+    path = tmp_path / "balance.yaml"
+    write_balance(Case(model=tmp_path / "model.py", balance=(1, 3), micro_batches=2, batch=8), path)
+    records: list[StepRecord] = []
+
+    def on_step(record: StepRecord) -> None:
+        torch.randn(3)
+        records.append(record)
+
+    planned = {"cpu": Planned(step_us=0.5, device="cpu", plan="../my plan.yaml", solve=("--devices 2", "--mem 1GB"))}
+    planned["tpu"] = replace(planned["cpu"], device="tpu")
+    losses: dict[str, list[float]] = {}
+    said: dict[str, str] = {}
+    for kind, prediction in planned.items():
+        write(str(path), replace(read_balance(str(path)), planned=prediction))
+        losses[kind] = []
+        with training.jax_training(path, given, on_step=on_step if kind == "cpu" else None) as begun:
+            state = begun.begin()
+            for step, (inputs, targets) in enumerate(begun.batches(given.steps)):
+                loss, state = begun.step(state, inputs, targets, step)
+                losses[kind].append(loss)
+        said[kind] = capsys.readouterr().err
+
+    assert [record.step for record in records] == list(range(12))
+    assert [record.loss for record in records] == losses["cpu"] == losses["tpu"]
+    assert {(record.samples, record.learning_rates, record.skipped) for record in records} == {(8, (0.1,), False)}
+    assert all(record.step_us > 0 for record in records)
+    note, how, command = said["cpu"].splitlines()
+    assert note.startswith("note: not as planned: a step took ")
+    assert "`gpipe-plan profile … --device cpu`" in how
+    plan, profile = (os.path.relpath(tmp_path / name) for name in ("../my plan.yaml", "profile.yaml"))
+    assert command.strip() == f"gpipe-plan solve {profile} --devices 2 --mem 1GB -o {shlex.quote(plan)}"
+    assert not said["tpu"]
+
+
+def _one_step(folder: Path, *, seed: int, save: str, weights: str | None = None) -> float:
+    """The loss before it."""
+    given = JaxArguments(
+        steps=1,
+        seed=seed,
+        device="cpu",
+        compile=None,
+        weights=weights and str(folder / weights),
+        save=str(folder / save),
+    )
+    with training.jax_training(folder / "balance.yaml", given) as begun:
+        ((inputs, targets),) = begun.batches(1)
+        loss, state = begun.step(begun.begin(), inputs, targets, 0)
+        begun.save(state, str(folder / save))
+    return loss
+
+
+def _torch_losses(folder: Path, *, steps: int, seed: int) -> tuple[list[float], nn.Module]:
+    scope: dict[str, object] = {}
+    exec((folder / "model.py").read_text(), scope)
+    torch.manual_seed(seed)
+    model = scope["build_model"]()  # type: ignore[operator]
+    optimizer = scope["build_optimizer"](model.parameters())  # type: ignore[operator]
+    losses = []
+    for step in range(steps):
+        torch.manual_seed(seed * 1_000_003 + step)
+        inputs, targets = scope["example_batch"](8)  # type: ignore[operator]
+        loss = scope["loss_fn"](model(inputs), targets)  # type: ignore[operator]
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses, model
+
+
+def test_without_the_extra_profile_says_what_to_install(
+    here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Exit code 2, one error, and the command."""
+    monkeypatch.setattr(extras, "find_spec", lambda _: None)
+    refused = call(capsys, "profile", "model.py", "--device", "tpu:v2")
+    assert refused.code == 2
+    assert "not installed" in refused.error
+    assert "pip install 'gpipe-plan[tpu]'" in refused.err
+
+
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        (("--schedule", "1f1b"), "the JAX program runs GPipe's schedule"),
+        (("--replicas", "2"), "the JAX program is one pipeline, not 2 side by side"),
+    ],
+)
+def test_plans_that_one_program_cannot_run_are_refused(
+    here: Path, capsys: pytest.CaptureFixture[str], options: tuple[str, ...], problem: str
+) -> None:
+    """With what to do instead; no file is written."""
+    _hand_written(here, (10, 10, 10, 10))
+    assert (
+        call(capsys, "solve", "--devices", "4", "--mem", "1GB", "--batch", "8", "--micro-batches", "4", *options).code
+        == 0
+    )
+    refused = call(capsys, "emit", "--format", "jax")
+    assert refused.code == 2
+    assert problem in refused.error
+    assert not (here / "train_jax.py").exists()
+
+
+def test_stages_too_unlike_for_one_program_are_refused(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """One has the parameters, another the activations: each fits, a device with as much of both does not."""
+    _hand_written(here, (600, 1, 1, 1), saved=(1, 1, 1, 400))
+    cut = ("--balance", "1,3", "--micro-batches", "8")
+    assert call(capsys, "solve", "--devices", "2", "--mem", "4MB", "--batch", "8", *cut).code == 0
+    refused = call(capsys, "emit", "--format", "jax")
+    assert refused.code == 1
+    assert "every device holds as much as the stage with most of it" in refused.error
+
+
+@pytest.mark.parametrize(
+    ("fits", "code", "told"),
+    [
+        (True, 0, "note: the compiler's words"),
+        (False, 1, "every device holds as much as the stage with most of it"),
+        (None, 1, "the TPU's compiler would be asked, were the extra installed: pip install 'gpipe-plan[tpu]'"),
+    ],
+)
+def test_the_compiler_is_asked_before_a_program_is_refused(
+    here: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    fits: bool | None,
+    code: int,
+    told: str,
+) -> None:
+    """Whose answer counts, either way; without the extra nobody can be asked."""
+    _hand_written(here, (600, 1, 1, 1), saved=(1, 1, 1, 400), how="compiled")
+    cut = ("--balance", "1,3", "--micro-batches", "8")
+    assert call(capsys, "solve", "--devices", "2", "--mem", "4MB", "--batch", "8", *cut).code == 0
+    absent = ("torchax",) if fits is None else ()
+    monkeypatch.setattr(emitter, "absent_from", lambda _: absent)
+    monkeypatch.setattr(emitter, "ask_compiler", lambda *_: (bool(fits), "the compiler's words"))
+    done = call(capsys, "emit", "--format", "jax")
+    assert done.code == code
+    assert told in done.err
+    assert ("is asked, which takes a while" in done.err) == (fits is not None)
+    assert ("the compiler's words" in done.err) == (fits is not None)
+    assert (here / "train_jax.py").exists() == (here / "balance.yaml").exists() == (code == 0)
+
+
+@installed
+@pytest.mark.nightly
+def test_a_program_that_is_predicted_too_large_is_compiled(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The profile exaggerates: what fits by the compiler is written, and nothing else is."""
+    names = ("0", "1", "2", "3", "4")
+    cut = ("--balance", "2,3", "--micro-batches", "8", "--recompute", "never")
+    for megabytes, code in ((4, 0), (0.2, 1)):
+        share = int(1000 * megabytes / 4)
+        parameters, saved = (600 * share // 1000, 1, 1, 1, 1), (1, 1, 1, 1, 400 * share // 1000)
+        _hand_written(here, parameters, saved, how="compiled", names=names)
+        cap = ("--mem", f"{int(1e6 * megabytes)}B")
+        assert call(capsys, "solve", "--devices", "2", "--batch", "8", *cut, *cap).code == 0
+        done = call(capsys, "emit", "--format", "jax", "-o", f"cap-{megabytes}")
+        assert done.code == code, done.err
+        assert "the TPU's compiler says: every device: " in done.err
+        assert ("; fits: the plan's cap is " in done.err) == (code == 0)
+        assert ("; does not fit: the plan's cap is " in done.err) == (code == 1)
+        assert Path(f"cap-{megabytes}").exists() == (code == 0)
+    write_model(here, MODEL.replace("nn.ReLU(), nn.Linear(width, 4)", "nn.Linear(width, 4)"))
+    done = call(capsys, "emit", "--format", "jax")
+    assert done.code == 1
+    assert "the TPU's compiler gave no answer: " in done.err
+
+
+def _hand_written(
+    folder: Path,
+    parameters: tuple[int, ...],
+    saved: tuple[int, ...] = (1, 1, 1, 1),
+    *,
+    how: str = "measured",
+    names: tuple[str, ...] = ("l0", "l1", "l2", "l3"),
+) -> None:
+    """A profile in kB, of one sample per micro-batch and two."""
+    layers = "".join(
+        f"- {{name: '{names[n]}', parameter_bytes: {1000 * p}, forward_us: [5, 9], backward_us: [9, 16], "
+        f"output_bytes: [1000, 2000], saved_bytes: [{1000 * s}, {2000 * s}]}}\n"
+        for n, (p, s) in enumerate(zip(parameters, saved, strict=True))
+    )
+    text = (
+        "schema: gpipe-plan/profile/v1\nmodel: {source: 'model.py:build_model'}\n"
+        f"device: {{kind: tpu, name: TPU v2 core, how: {how}}}\n"
+        f"micro_batch_sizes: [1, 2]\nlayers:\n{layers}"
+    )
+    (folder / "profile.yaml").write_text(text)

@@ -1,0 +1,95 @@
+"""Which arrays only products read: of functions by hand, and of a model's layers."""
+
+from collections.abc import Callable
+from importlib.util import find_spec
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from planner.model import model_of
+from planner.model.load import LoadedModel
+from planner.profile.structure import find_chain
+from planner.profile.units import trace_units
+from planner.tpu.compiler import unit_function
+
+pytestmark = pytest.mark.skipif(find_spec("torchax") is None, reason="needs the extra: pip install 'gpipe-plan[tpu]'")
+
+
+def product(a: Any, b: Any, **options: Any) -> Any:
+    from jax import numpy as jnp
+
+    return jnp.matmul(a, b, **options)
+
+
+def called(a: Any, b: Any) -> Any:
+    import jax
+
+    return jax.jit(lambda a, b: product(a.T, b.reshape(4, 4)) + 1)(a, b)
+
+
+def repeated(a: Any, b: Any) -> Any:
+    import jax
+
+    return jax.lax.fori_loop(0, 3, lambda _, value: product(value, b), a)
+
+
+@pytest.mark.parametrize(
+    ("function", "narrow"),
+    [
+        (product, [True, True]),
+        (lambda a, b: product(a, b) + a, [False, True]),
+        (lambda a, b: product(a + 1, b), [False, True]),
+        (lambda a, b: (product(a, b), b), [True, False]),  # what is returned may be read by anyone
+        (lambda a, b: product(a, b, precision="highest"), [False, False]),
+        (called, [True, True]),
+        (repeated, [False, False]),
+        (lambda _a, b: product(b, b), [True, True]),  # nobody reads the first
+    ],
+)
+def test_what_products_alone_read(function: Callable[[Any, Any], Any], narrow: list[bool]) -> None:
+    """At once, behind what moves numbers, and in functions that are called once."""
+    import jax
+
+    from planner.tpu.narrowing import read_by_products
+
+    square = jax.ShapeDtypeStruct((4, 4), "float32")
+    assert read_by_products(jax.make_jaxpr(function)(square, square).jaxpr) == narrow
+
+
+class Residual(nn.Module):
+    """Reads what it receives in a product and a sum."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, value: Tensor) -> Tensor:
+        out: Tensor = value + self.linear(value)
+        return out
+
+
+def model() -> LoadedModel:
+    return model_of(
+        nn.Sequential(nn.Linear(8, 8), nn.ReLU(), Residual(), nn.Linear(8, 8)),
+        example_batch=lambda size: (torch.randn(size, 8), torch.randn(size, 8)),
+        loss_fn=nn.functional.mse_loss,
+    )
+
+
+def test_what_layers_read() -> None:
+    """A linear layer its input in products; a ReLU asks it for its sign; a residual connection adds it.
+
+    A backward of the residual layer reads its input for the gradient of the weights alone.
+    """
+    from planner.tpu.halves import halves_of
+    from planner.tpu.narrowing import readers_of
+
+    loaded = model()
+    chain, lean = find_chain(loaded, torch.device("cpu"))
+    units, inputs = trace_units(chain, loaded, (4,), torch.device("cpu"), ghosts=lean)
+    functions = [unit_function(unit, inputs[unit.digest, 4]) for unit in units]
+    readers = [readers_of(function, halves_of(function)) for function in functions]
+    assert [reader.received[0] for reader in readers] == [True, False, False, True]
+    assert [reader.inputs[0] for reader in readers] == [True, False, True, True]

@@ -1,0 +1,154 @@
+"""Peak memory of plans that are one program for all devices, by hand."""
+
+from dataclasses import replace
+
+import pytest
+
+from planner.core.cost.chain_costs import ChainCosts
+from planner.core.cost.costs import costs_at
+from planner.core.cost.evaluate import Partition
+from planner.core.cost.memory import stage_memory
+from planner.core.values.plan import Recompute
+from planner.core.values.profile import ArrayKind, ProgramMemory
+from planner.tpu.program_memory import program_memory
+from tests.support.chains import chain, layer
+from tests.support.moments import moments_with
+
+M = 4
+FIRST = replace(
+    layer(
+        "a",
+        parameter_bytes=500,
+        optimizer_bytes=3000,
+        output_bytes=10,
+        saved_bytes=500,
+        forward_peak_bytes=7,
+        backward_peak_bytes=20,
+    ),
+    program=(
+        ProgramMemory(
+            carried_bytes=300,
+            peak_bytes=450,
+            narrowed_bytes=50,
+            padding_bytes=3,
+            input_bytes=4,
+            narrowed_input_bytes=2,
+            laid_out_bytes=60,
+        ),
+    ),
+)
+SECOND = replace(
+    layer(
+        "b",
+        parameter_bytes=200,
+        optimizer_bytes=900,
+        output_bytes=1,
+        saved_bytes=800,
+        forward_peak_bytes=9,
+        backward_peak_bytes=25,
+    ),
+    program=(ProgramMemory(carried_bytes=600, peak_bytes=750, narrowed_bytes=100, padding_bytes=5, target_bytes=2),),
+)
+ROOM = (500 + 200) / 500  # for the second stage's parameters there is no place among the first's
+KEPT = 1.25 * 800  # both stages' would be more than half more than the second's; half of what comes on top counts
+STATE, DATA = ROOM * (500 + 3000), M * 4 + M * 2
+GAPS = 1.05  # between the arrays of one piece, and of copies
+COPIES = GAPS * (100 + 2 * 5)  # of the second stage's weights, with room
+BATCH = GAPS * M * 30  # the first stage has the mini-batch in 16 bits as its layer wants it
+INVARIANT = ROOM * COPIES + BATCH
+
+
+def costs() -> ChainCosts:
+    """Of a chain of two layers."""
+    return costs_at(chain(FIRST, SECOND), 1)
+
+
+def partition(*recompute: Recompute, balance: tuple[int, ...] = (1, 1)) -> Partition:
+    """Under GPipe."""
+    return Partition(schedule="gpipe", micro_batches=M, balance=balance, recompute=recompute)
+
+
+def test_every_device_holds_the_most_of_everything() -> None:
+    """Parameters of both stages, the second's activations: places for M of these, one being made, one a result.
+
+    Nothing takes more than half more than in the stage with most of it.
+    """
+    memory = program_memory(costs(), partition("never", "never"))
+    assert (memory.parameters, memory.optimizer, memory.gradients) == (ROOM * 500, ROOM * 3000, 0)
+    forward = (KEPT + 10) + 10 + 1.1 * (800 + 9)
+    assert memory.total == pytest.approx(STATE + DATA + M * (KEPT + 10) + INVARIANT + forward, abs=1)
+
+
+@pytest.mark.parametrize("choice", ["always", "except-last"])
+def test_a_stage_that_is_computed_again_is_fullest_in_its_backward(choice: Recompute) -> None:
+    """Nothing but what is received is kept; the gradients are there, and gaps."""
+    memory = program_memory(costs(), partition(choice, choice))
+    assert memory.gradients == ROOM * 500
+    backward = ROOM * 500 + 10 + 2 * 10 + 1.1 * GAPS * 750
+    assert memory.total == pytest.approx(STATE + DATA + M * 10 + INVARIANT + backward, abs=1)
+
+
+def test_layers_that_are_alike_take_turns_in_one_place() -> None:
+    """Only the smaller layer of the first stage has shapes that the three of the second one may lack."""
+    small = replace(FIRST, name="s", digest="s", parameter_bytes=100, optimizer_bytes=600, saved_bytes=(100,))
+    layers = [small, *(replace(FIRST, name=f"{n}", digest="f") for n in range(4))]
+    memory = program_memory(costs_at(chain(*layers), 1), partition("never", "never", balance=(2, 3)))
+    assert (memory.parameters, memory.optimizer) == (3 * 500 + 100, 3 * 3000 + 600)
+    assert memory.in_flight == pytest.approx(M * (10 + 3 * 500 + 100 / 2) + M * 4, abs=1)
+
+
+def test_shapes_tell_what_has_no_place_in_the_fullest_stage() -> None:
+    """Of two layers that differ: one square each, and a vector that the first stage lacks; and one that is received."""
+    square = ArrayKind(kind="float32[4,4]", bytes=80, plain_bytes=64, loop_bytes=80)
+    vector = ArrayKind(kind="float32[4]", bytes=20, plain_bytes=16, loop_bytes=20)
+    first, second = (
+        replace(layer, program=(replace(layer.program[0], trained=arrays, kept=arrays, received=(vector,)),))
+        for layer, arrays in ((FIRST, (replace(square, count=2),)), (SECOND, (square, vector)))
+    )
+    memory = program_memory(costs_at(chain(first, second), 1), partition("never", "never"))
+    share = (160 + 20) / 160
+    assert (memory.parameters, memory.optimizer) == (round(share * 500), share * 3000)
+    assert memory.in_flight == pytest.approx(M * (10 + share * 800) + DATA, abs=1)
+
+
+def test_what_lies_in_vectors_is_taken_out_of_them() -> None:
+    """Parameters for a forward; for a backward half of what is kept, and gradients, as they are and put together."""
+    names = (("float32[16]", "float32[4,4]"), ("float32[20]", "float32[4,5]"))
+    arrays = [
+        tuple(ArrayKind(kind=kind, bytes=100, plain_bytes=80, loop_bytes=100) for kind in kinds) for kinds in names
+    ]
+    vector = ArrayKind(kind="float32[4]", bytes=20, plain_bytes=16, loop_bytes=20)
+    first, second = (
+        replace(layer, program=(replace(layer.program[0], trained=kinds, kept=kinds, received=(vector,)),))
+        for layer, kinds in zip((FIRST, SECOND), arrays, strict=True)
+    )
+    memory = program_memory(costs_at(chain(first, second), 1), partition("never", "never"))
+    share = 160 / 200  # without padding
+    assert (memory.parameters, memory.gradients) == (share * 500, share * 500)
+    backward = share * 500 + (10 + share * 800) + 20 + 1.1 * (25 + 3 * 500 + 800 / 2)
+    held = share * (500 + 3000) + DATA + M * (10 + share * 800) + share * COPIES + BATCH
+    assert memory.total == pytest.approx(held + backward, abs=1)
+
+
+def test_a_mini_batch_in_the_models_precision_is_laid_out_in_it() -> None:
+    """In 16 bits it takes half of it only where it had 32."""
+    (program,) = FIRST.program
+    as_it_is = replace(FIRST, program=(replace(program, narrowed_input_bytes=0),))
+    half, whole = (
+        program_memory(costs_at(chain(first, SECOND), 1), partition("never", "never")) for first in (FIRST, as_it_is)
+    )
+    assert whole.total - half.total == pytest.approx(GAPS * M * 30, abs=1)
+
+
+def test_one_stage_is_a_stage_by_itself() -> None:
+    """There is no other to choose."""
+    alone = stage_memory(costs(), 0, 2, moments_with(M), recompute="always")
+    assert program_memory(costs(), partition("always", balance=(2,))) == alone
+
+
+def test_without_records_of_programs_a_transient_stands_for_a_branch() -> None:
+    """As in the additive bound; nothing is known of copies and padding."""
+    plain = costs_at(chain(replace(FIRST, program=()), replace(SECOND, program=())), 1)
+    memory = program_memory(plain, partition("never", "never"))
+    forward = (KEPT + 10) + 10 + 1.1 * (800 + 25)
+    assert memory.total == pytest.approx(STATE + M * (KEPT + 10) + forward, abs=1)

@@ -1,0 +1,318 @@
+"""Profiles of TPUs that are not here."""
+
+import pickle
+import traceback
+from dataclasses import replace
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from benchmarks.tpu_composition import RUNS, compare, compiled_bytes, predicted_bytes
+from planner import api
+from planner.core.errors import MeasurementError, ModelError, UsageError
+from planner.core.values.profile import Profile
+from planner.core.values.rates import rates_of
+from planner.model import LoadedModel, in_precision, load_model, model_of
+from planner.model.optimizers import OPTIMIZERS
+from planner.profile import ProfileOptions, profile_model
+from planner.profile.structure import find_chain
+from planner.profile.units import trace_units
+from planner.tpu import compiler as tpu
+from planner.tpu import compiling
+from planner.tpu.compiler import Compiler
+from planner.tpu.compiling import OutOfMemoryError
+from planner.tpu.outcomes import CompiledStep
+
+pytestmark = pytest.mark.skipif(find_spec("torchax") is None, reason="needs the extra: pip install 'gpipe-plan[tpu]'")
+
+V2 = ProfileOptions(micro_batch_sizes=(8, 16), device="tpu:v2")
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+
+
+PERCEPTRON = """
+import torch
+from torch import nn
+
+class Layer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(256, 1024), nn.Linear(1024, 256)
+
+    def forward(self, hidden):
+        return hidden + self.down(self.up(hidden).relu())
+
+def build_model():
+    return nn.Sequential(*(Layer() for _ in range(4)))
+
+def example_batch(size):
+    return torch.randn(size, 256), torch.randn(size, 256)
+
+loss_fn = nn.functional.mse_loss
+"""
+
+
+def perceptron(width: int = 128) -> LoadedModel:
+    def layer() -> nn.Module:
+        return nn.Sequential(nn.Linear(width, 4 * width), nn.ReLU(), nn.Linear(4 * width, width))
+
+    class Layer(nn.Module):  # no Sequential, whose children would be the layers
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = layer()
+
+        def forward(self, hidden: Tensor) -> Tensor:
+            return hidden + self.inner(hidden)
+
+    model = nn.Sequential(*(Layer() for _ in range(4)))
+    return model_of(
+        model,
+        example_batch=lambda size: (torch.randn(size, width), torch.randn(size, width)),
+        loss_fn=nn.functional.mse_loss,
+        optimizer="adamw",
+    )
+
+
+def test_layers_are_what_the_compiler_says() -> None:
+    """Parameters and saved bytes are known beforehand: 256 columns and 256 rows need no padding on a TPU."""
+    profile = profile_model(perceptron(256), replace(V2, micro_batch_sizes=(256, 512)))
+    assert (profile.device.kind, profile.device.how, profile.device.name) == ("tpu", "compiled", "TPU v2 core")
+    assert profile.device.memory_bytes == 748 * 2**30 // 100
+    assert profile.device.executor is not None
+    assert profile.device.executor.link.bytes_per_s == rates_of("tpu:v2").link.bytes_per_s
+    parameters = 4 * (2 * 256 * 1024 + 1024 + 256)
+    for layer in profile.layers:
+        assert (layer.parameter_bytes, layer.gradient_bytes) == (parameters, parameters)
+        assert layer.optimizer_bytes == pytest.approx(2 * parameters, rel=1e-4)
+        assert all(us > 0 for us in (*layer.forward_us, *layer.backward_us))
+        assert layer.forward_flops[0] == pytest.approx(2 * 256 * 2 * 256 * 1024, rel=0.05)
+    _, first, second, last = profile.layers
+    assert first.digest == second.digest != last.digest
+    # What the ReLU reads, and the output, which the next layer reads.
+    # A result of several arrays has a table of its own, up to 1 KiB.
+    for size, saved in zip((256, 512), first.saved_bytes, strict=True):
+        assert 0 <= saved - 4 * size * (1024 + 256) <= 1024
+    assert first.output_bytes == (4 * 256 * 256, 4 * 512 * 256)
+    # AdamW reads parameter, gradient and two states, and writes all but the gradient.
+    assert first.optimizer_us == pytest.approx(1e6 * 7 * parameters / rates_of("tpu:v2").bytes_per_s, rel=0.2)
+    # With a step of the optimizer that takes four times as long it would not pay to take turns.
+    assert api.solve(profile, devices=3, mem="tpu:v2", batch=512).micro_batches == 2
+
+
+def test_the_optimizers_step_is_what_the_compiler_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A norm's costs next to nothing; layers with equal parameters are compiled once, and what was is remembered."""
+    compiled: list[Any] = []
+    from planner.tpu import layer_programs
+
+    compile_program = layer_programs.compile_program
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        compiled.append(args)
+        return compile_program(*args, **kwargs)
+
+    monkeypatch.setattr(layer_programs, "compile_program", counted)
+    monkeypatch.setattr(compiling, "_num_workers", lambda _: 1)
+    compiler = Compiler("v2", rates_of("tpu:v2"), tmp_path)
+    norm = [torch.empty(192), torch.empty(192)]
+    block = [*norm, *norm, *(torch.empty(n * 192, 192) for n in (1, 3, 4)), torch.empty(192, 4 * 192), torch.empty(768)]
+    jobs = [norm, block, list(norm)]
+    found = dict(compiler.steps(jobs, OPTIMIZERS["adamw"]))
+    assert len(compiled) == 2
+    steps = [found[n] for n in range(3)]
+    assert all(isinstance(step, CompiledStep) for step in steps)
+    norms, blocks, again = (step.step_us for step in steps if isinstance(step, CompiledStep))
+    # With a launch for each operator these were 54 and 352.
+    assert norms == again < 0.5
+    assert 30 < blocks < 60
+    assert dict(compiler.steps(jobs, OPTIMIZERS["adamw"])) == found
+    assert len(compiled) == 2
+    dict(compiler.steps(jobs, lambda parameters: torch.optim.AdamW(parameters, weight_decay=0.0)))
+    assert len(compiled) == 4
+
+
+def test_an_optimizer_that_cannot_be_traced_is_told() -> None:
+    """Adafactor looks at values; its step is one pass over all it reads and writes, and the notes say so."""
+    loaded = model_of(
+        nn.Sequential(nn.Linear(256, 256), nn.Linear(256, 256)),
+        example_batch=lambda size: (torch.randn(size, 256), torch.randn(size, 256)),
+        loss_fn=nn.functional.mse_loss,
+        optimizer="adafactor",
+    )
+    notes: list[str] = []
+    profile = profile_model(loaded, replace(V2, micro_batch_sizes=(8,)), note=notes.append)
+    (told,) = (note for note in notes if "the compiler cannot be asked about the optimizer's step" in note)
+    assert "one pass over parameters, gradients and state" in told
+    assert 0 < profile.layers[0].optimizer_us < 5
+    assert 0 < profile.layers[0].optimizer_bytes < profile.layers[0].parameter_bytes
+
+
+@pytest.fixture(scope="module")
+def composed(tmp_path_factory: pytest.TempPathFactory) -> tuple[LoadedModel, Profile]:
+    """A model from a file, and its profile at 256 samples."""
+    folder = tmp_path_factory.mktemp("composed")
+    (folder / "model.py").write_text(PERCEPTRON)
+    loaded = load_model(str(folder / "model.py"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(folder))
+        return loaded, profile_model(loaded, replace(V2, micro_batch_sizes=(256,)))
+
+
+def test_composed_memory_is_that_of_the_whole_program(composed: tuple[LoadedModel, Profile]) -> None:
+    """Within 10 %; larger models, one by one: docs/measurements/tpu-composition.md."""
+    loaded, profile = composed
+    for recompute, micro_batches in RUNS:
+        predicted = predicted_bytes(profile, recompute, micro_batches)
+        compiled = compiled_bytes(loaded, 256, recompute, micro_batches)
+        assert predicted == pytest.approx(compiled, rel=0.1), (recompute, micro_batches)
+
+
+def test_memory_of_a_program_of_several_stages_is_predicted(composed: tuple[LoadedModel, Profile]) -> None:
+    """It takes more than its fullest stage by itself, and that much more is known."""
+    found = compare(composed[1], stages=2, micro_batches=4, recompute="never")
+    assert found.fullest < 0.95 * found.compiled
+    assert 0.95 * found.compiled < found.predicted < 1.15 * found.compiled
+
+
+def test_what_lies_in_places_is_recorded_with_its_shape(composed: tuple[LoadedModel, Profile]) -> None:
+    """Parameters, what is kept, and what crosses a boundary add up to what the layer says in bytes."""
+    for layer in composed[1].layers:
+        (program,) = layer.program
+        assert sum(array.count * array.plain_bytes for array in program.trained) == layer.parameter_bytes
+        assert sum(array.count * array.bytes for array in program.kept) == layer.saved_bytes[0]
+        # What a residual connection adds, too, is not narrow.
+        assert [(array.plain_bytes, array.loop_bytes) for array in program.received] == [(256 * 256 * 4,) * 2]
+
+
+def test_half_the_precision_is_half_the_memory() -> None:
+    """`--dtype bf16`: parameters and what is saved; autocast is torch's own and refused."""
+    options = replace(V2, micro_batch_sizes=(16,))
+    whole = profile_model(perceptron(), options).layers[0]
+    half = profile_model(in_precision(perceptron(), "bf16"), options).layers[0]
+    assert 2 * half.parameter_bytes == whole.parameter_bytes
+    assert 2 * half.saved_bytes[0] == pytest.approx(whole.saved_bytes[0], rel=0.05)
+    with pytest.raises(UsageError, match="autocast is torch's own"):
+        profile_model(in_precision(perceptron(), "bf16-mixed"), options)
+
+
+def test_what_was_compiled_is_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layer by layer: what an interrupted profile had is not compiled again, and nothing is the second time."""
+    loaded = perceptron()
+    chain, lean = find_chain(loaded, torch.device("cpu"))
+    units, inputs = trace_units(chain, loaded, (8,), torch.device("cpu"), ghosts=lean)
+    jobs = [(unit, inputs[unit.digest, 8]) for unit in (units[0], units[2])]
+    compiled: list[Any] = []
+    from planner.tpu import layer_programs
+
+    compile_program = layer_programs.compile_program
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        compiled.append(args)
+        return compile_program(*args, **kwargs)
+
+    monkeypatch.setattr(layer_programs, "compile_program", counted)
+    monkeypatch.setattr(compiling, "_num_workers", lambda _: 1)
+    remembering = Compiler("v2", rates_of("tpu:v2"), tmp_path)
+    interrupted = remembering.compile(jobs)
+    begun = dict([next(interrupted)])
+    interrupted.close()
+    assert len(compiled) == 4
+    finished = dict(remembering.compile(jobs))
+    assert len(compiled) == 8
+    assert dict(remembering.compile(jobs)) == finished
+    assert len(compiled) == 8
+    assert finished[0] == begun[0]
+    # Another chip is another matter.
+    dict(Compiler("v3", rates_of("tpu:v3"), tmp_path).compile(jobs[:1]))
+    assert len(compiled) == 12
+
+
+def test_layers_with_dropout_are_compiled() -> None:
+    """Their programs take a random key, which has no dimensions and lies in memory as a vector of integers."""
+    loaded = model_of(
+        nn.Sequential(nn.Linear(128, 128), nn.Dropout(0.1), nn.Linear(128, 128)),
+        example_batch=lambda size: (torch.randn(size, 128), torch.randn(size, 128)),
+        loss_fn=nn.functional.mse_loss,
+        optimizer="sgd",
+    )
+    profile = profile_model(loaded, replace(V2, micro_batch_sizes=(8,)))
+    assert [layer.output_bytes for layer in profile.layers[:2]] == [(4 * 8 * 128,)] * 2
+
+
+def test_a_layer_that_fails_to_compile_keeps_the_traceback_of_its_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`--debug` prints it as the cause: what comes from another process is text."""
+    loaded = perceptron()
+    chain, lean = find_chain(loaded, torch.device("cpu"))
+    units, inputs = trace_units(chain, loaded, (8,), torch.device("cpu"), ghosts=lean)
+
+    def fails_here(*_: Any) -> Any:
+        raise IndexError("tuple index out of range")
+
+    monkeypatch.setattr(tpu, "unit_function", fails_here)
+    monkeypatch.setattr(compiling, "_num_workers", lambda _: 1)
+    compiler = Compiler("v2", rates_of("tpu:v2"), None)
+    problem = compiling._tried(partial(compiler._compiled_unit, units[0], inputs[units[0].digest, 8]))
+    assert pickle.loads(pickle.dumps(problem)) == problem
+    with pytest.raises(ModelError, match="cannot be compiled for the TPU: IndexError: tuple index") as failed:
+        dict(compiler.compile([(units[0], inputs[units[0].digest, 8])]))
+    assert "in fails_here" in "".join(traceback.format_exception(failed.value))
+
+
+def test_an_attached_device_is_timed() -> None:
+    """The same programs, run: here on JAX's CPU."""
+    loaded = perceptron()
+    chain, lean = find_chain(loaded, torch.device("cpu"))
+    units, inputs = trace_units(chain, loaded, (8,), torch.device("cpu"), ghosts=lean)
+    compiler = Compiler("", rates_of("tpu:v2"), None, repeats=3)
+    found = dict(compiler.compile([(unit, inputs[unit.digest, 8]) for unit in units]))
+    assert all(layer.forward_us > 0 and layer.backward_us > 0 for layer in found.values())
+    assert [array.bytes for array in found[0].made_kinds] == [4 * 8 * 512]
+
+
+def test_without_a_tpu_the_device_is_refused() -> None:
+    """`--device tpu` measures; the hint names what needs none."""
+    with pytest.raises(UsageError, match="no TPU here") as refused:
+        profile_model(perceptron(), replace(V2, device="tpu"))
+    assert "--device tpu:v2" in refused.value.hint
+
+
+def test_operators_that_torchax_lacks_are_named() -> None:
+    """In one error, with their layers."""
+
+    def ctc(output: Tensor, target: Tensor) -> Tensor:
+        lengths = torch.full((output.shape[0],), 4)
+        return nn.functional.ctc_loss(output.log_softmax(2).transpose(0, 1), target, lengths, lengths // 2)
+
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    loaded = model_of(
+        model, example_batch=lambda size: (torch.randn(size, 4, 8), torch.ones(size, 2, dtype=torch.int64)), loss_fn=ctc
+    )
+    with pytest.raises(ModelError, match=r'cannot translate operators of some layers for the TPU: "1": .*ctc'):
+        profile_model(loaded, replace(V2, micro_batch_sizes=(2,)))
+
+
+def test_sizes_that_need_too_much_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a device that is here: an error, or with `--batch-sizes auto` what fits."""
+    import jax
+
+    from planner.tpu import layer_programs
+
+    compile_program = layer_programs.compile_program
+
+    def small_only(function: Any, shapes: Any, *args: Any, **kwargs: Any) -> Any:
+        if any(shape.shape[:1] == (16,) for shape in jax.tree.leaves(shapes)):
+            raise OutOfMemoryError("Ran out of memory on HBM")
+        return compile_program(function, shapes, *args, **kwargs)
+
+    monkeypatch.setattr(layer_programs, "compile_program", small_only)
+    monkeypatch.setattr(compiling, "_num_workers", lambda _: 1)
+    with pytest.raises(MeasurementError, match="out of memory at micro-batch size 16"):
+        profile_model(perceptron(), V2)
+    assert profile_model(perceptron(), replace(V2, until_memory_ends=True)).micro_batch_sizes == (8,)

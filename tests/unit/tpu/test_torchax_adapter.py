@@ -1,0 +1,155 @@
+"""Layers as functions of JAX arrays, in two halves; and what torchax lacks for this torch."""
+
+import subprocess
+import sys
+from collections.abc import Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from planner.tpu.halves import Halves, LayerFunction
+
+pytestmark = pytest.mark.skipif(find_spec("torchax") is None, reason="needs the extra: pip install 'gpipe-plan[tpu]'")
+
+
+def halves_of(function: "LayerFunction") -> "Halves":
+    """The bridge's, which imports jax, and is imported late: other tests in this process start processes."""
+    from planner.tpu import halves
+
+    return halves.halves_of(function)
+
+
+def function_of(module: nn.Module, *inputs: Tensor) -> "LayerFunction":
+    from planner.tpu.halves import layer_function
+
+    def run(values: Sequence[Any]) -> list[Any]:
+        output = module(*values)
+        return [output] if isinstance(output, Tensor) else list(output)
+
+    return layer_function(module, run, inputs)
+
+
+def array(tensor: Tensor) -> Any:
+    import jax
+
+    return jax.numpy.asarray(tensor.detach().numpy())
+
+
+def through(module: nn.Module, *inputs: Tensor) -> tuple["Halves", list[Any], dict[str, Any], list[Any]]:
+    """Halves, outputs, and gradients of parameters and inputs of the sum of all outputs."""
+    import jax
+
+    function = function_of(module, *inputs)
+    halves = halves_of(function)
+    state = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+    trained = {name: array(state[name]) for name in function.trained}
+    fixed = {name: array(state[name]) for name in function.fixed}
+    given = (trained, fixed, [array(tensor) for tensor in inputs], jax.random.key(0))
+    outputs, made = halves.forward(*given)
+    ones = [jax.numpy.ones_like(outputs[n]) for n in halves.differentiable]
+    of_trained, of_inputs = halves.backward(given, outputs, made, ones)
+    return halves, outputs, of_trained, of_inputs
+
+
+class Block(nn.Module):
+    """Everything that a layer may have: residual, norm, attention, a table that is a plain attribute, a frozen part."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(8)
+        self.inner = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 8))
+        self.frozen = nn.Linear(8, 8).requires_grad_(requires_grad=False)
+        self.table = torch.arange(8.0)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        mixed = nn.functional.scaled_dot_product_attention(hidden, hidden, self.norm(hidden), is_causal=True)
+        return hidden + self.inner(mixed + self.table) + self.frozen(hidden)
+
+
+def test_the_halves_are_the_layer() -> None:
+    """Outputs and gradients are torch's."""
+    torch.manual_seed(0)
+    block, hidden = Block(), torch.randn(2, 4, 8, requires_grad=True)
+    _, outputs, of_trained, of_inputs = through(block, hidden)
+    expected = block(hidden)
+    expected.sum().backward()
+    torch.testing.assert_close(torch.tensor(outputs[0].tolist()), expected.detach(), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(torch.tensor(of_inputs[0].tolist()), hidden.grad, rtol=1e-4, atol=1e-4)
+    assert set(of_trained) == {name for name, p in block.named_parameters() if p.requires_grad}
+    for name, parameter in block.named_parameters():
+        if parameter.requires_grad:
+            torch.testing.assert_close(torch.tensor(of_trained[name].tolist()), parameter.grad, rtol=1e-4, atol=1e-4)
+
+
+def test_what_is_cheap_is_computed_again() -> None:
+    """Of linear, ReLU, linear the first product is kept: no ReLU, no mask, no parameter, and the input is no news."""
+    layer = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 4))
+    halves = halves_of(function_of(layer, torch.randn(5, 8, requires_grad=True)))
+    assert [tuple(shape.shape) for shape in halves.made_shapes] == [(5, 32)]
+    assert {residual.kind for residual in halves.residuals} == {"state", "input", "made"}
+
+
+def test_an_output_that_is_an_input_is_told() -> None:
+    """A skip that passes by takes no memory of its own."""
+
+    class Passing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, hidden: Tensor, skip: Tensor) -> tuple[Tensor, Tensor]:
+            return self.linear(hidden), skip
+
+    tensors = (torch.randn(2, 4, requires_grad=True), torch.randn(2, 3, requires_grad=True))
+    halves, _, _, of_inputs = through(Passing(), *tensors)
+    assert halves.passed == (-1, 1)
+    assert of_inputs[1].shape == (2, 3)
+    assert halves.made_shapes == []
+
+
+def test_chance_is_the_keys() -> None:
+    """Dropout draws from the key that is given, forward and backward alike."""
+    import jax
+
+    function = function_of(nn.Dropout(0.5), torch.ones(64, requires_grad=True))
+    halves = halves_of(function)
+    ones = array(torch.ones(64))
+    given = ({}, {}, [ones], jax.random.key(3))
+    outputs, made = halves.forward(*given)
+    _, of_inputs = halves.backward(given, outputs, made, [ones])
+    assert 0 < (outputs[0] == 0).sum() < 64
+    assert (of_inputs[0] == outputs[0]).all()
+    assert (halves.forward({}, {}, [ones], jax.random.key(4))[0][0] != outputs[0]).any()
+
+
+def test_torchax_still_names_named_tensors() -> None:
+    """The mend of `_without_named_tensors` is needed as long as torchax does not import by itself."""
+    done = subprocess.run([sys.executable, "-c", "import torchax"], capture_output=True, text=True, check=False)
+    assert done.returncode == 1, "torchax imports with this torch: take `_without_named_tensors` out"
+    assert "has no overload name 'dim_Dimname'" in done.stderr
+
+
+def test_torchax_still_has_no_state_of_chance() -> None:
+    """The mend of `get_rng_state` is needed as long as torchax's own takes no device."""
+    folder = find_spec("torchax").submodule_search_locations[0]  # type: ignore[union-attr,index]
+    scope: dict[str, Any] = {}
+    exec(Path(folder, "device_module.py").read_text(encoding="utf-8"), scope)
+    with pytest.raises(TypeError):
+        scope["get_rng_state"](0)
+    assert "current_stream" not in scope, "torchax has streams: take the mends of them out"
+
+
+def test_models_are_still_compiled_by_torch() -> None:
+    """Torch would ask its own runtime for the stream of an accelerator that only JAX drives."""
+    import planner.tpu.torchax_adapter  # noqa: F401
+
+    assert not torch.accelerator.is_available()
+    torch._dynamo.reset()
+    model = nn.Linear(4, 4)
+    x = torch.randn(2, 4)
+    assert torch.equal(torch.compile(model, backend="eager")(x), model(x))
