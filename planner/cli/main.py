@@ -1,12 +1,9 @@
 """`gpipe-plan`: the commands put together, and every way to end mapped to its exit code."""
 
-import gc
 import io
-import os
 import sys
 import traceback
-from collections.abc import Collection, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Collection
 from importlib import import_module
 from typing import Annotated, TextIO, cast
 
@@ -77,32 +74,6 @@ def _options(
     pass
 
 
-@contextmanager
-def _in_short() -> Iterator[None]:
-    """Within it two things wait that take a command longer than they spare it.
-
-    The garbage collector waits for very many objects: modules and what they define stay, it would find nothing among
-    them. And numpy's OpenBLAS starts no threads when it is imported, which spin for a while: one question has no large
-    matrices.
-    """
-    usual, threads = gc.get_threshold(), os.environ.get(_BLAS_THREADS)
-    gc.set_threshold(_MANY_OBJECTS, *usual[1:])
-    os.environ.setdefault(_BLAS_THREADS, "1")
-    try:
-        yield
-    finally:
-        gc.set_threshold(*usual)
-        if threads is None:
-            del os.environ[_BLAS_THREADS]
-
-
-_MANY_OBJECTS = 500_000
-_BLAS_THREADS = "OPENBLAS_NUM_THREADS"
-
-_SHORT = frozenset(("--help", "--version", "check", "compare", "explain", "schema", "show"))
-"""Commands that neither measure nor search."""
-
-
 def app_for(arguments: list[str]) -> typer.Typer:
     """The application as far as `arguments` need it: importing every command takes longer than most of them run."""
     # Plain text: rich's boxes wrap messages, and colour help even into a pipe on CI machines.
@@ -160,8 +131,7 @@ def run(arguments: list[str]) -> int:
 
 
 def _code_of(arguments: list[str]) -> int | None:
-    with _in_short() if arguments[0] in _SHORT else nullcontext():
-        code: int | None = app_for(arguments)(arguments, prog_name="gpipe-plan", standalone_mode=False)
+    code: int | None = app_for(arguments)(arguments, prog_name="gpipe-plan", standalone_mode=False)
     if code == ExitCode.INTERRUPTED:  # what typer makes of Ctrl-C within a command
         raise KeyboardInterrupt
     return code
