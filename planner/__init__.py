@@ -5,10 +5,11 @@
     planner.emit(plan, profile=profile)                          # balance.yaml and train.py
     verdict = planner.check("plan.yaml", device="h100")          # does it still fit?
 
-`planner.solve_family` makes a plan for each of several numbers of devices, `planner.compare` sets plans beside each
-other, `planner.sweep` answers which cluster is large enough, `planner.explore` writes a page on which a plan is changed
-by hand, `planner.verify` runs a plan and sets what it took beside its prediction. All of them stand in `planner.api`,
-which is imported when one is first used: `import planner` itself costs nothing.
+`planner.load_plan` reads a plan, `planner.solve_family` makes one for each of several numbers of devices,
+`planner.compare` sets plans side by side, `planner.sweep` finds the smallest cluster, `planner.explore` writes a page
+on which a plan is changed by hand, `planner.verify` runs a plan and compares the run with its prediction, and
+`planner.export` writes the weights of a checkpoint as one file. They are imported when first used: `import planner`
+itself costs nothing.
 """
 
 from collections.abc import Callable, Mapping
@@ -19,9 +20,40 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from inspect import Signature
 
-    from planner.api import check, compare, emit, explore, profile, solve, solve_family, sweep, verify
+    from planner.api import (
+        check,
+        compare,
+        emit,
+        explore,
+        export,
+        load_plan,
+        profile,
+        solve,
+        solve_family,
+        sweep,
+        verify,
+    )
+    from planner.core.errors import PlannerError
+    from planner.core.values.plan import Plan
+    from planner.core.values.profile import Profile
 
-__all__ = ["__version__", "check", "compare", "emit", "explore", "profile", "solve", "solve_family", "sweep", "verify"]
+__all__ = [
+    "Plan",
+    "PlannerError",
+    "Profile",
+    "__version__",
+    "check",
+    "compare",
+    "emit",
+    "explore",
+    "export",
+    "load_plan",
+    "profile",
+    "solve",
+    "solve_family",
+    "sweep",
+    "verify",
+]
 
 __version__ = "0.1.0"
 
@@ -58,7 +90,15 @@ def imported_when_asked(package: str, modules: Mapping[str, str]) -> Callable[[s
     return get
 
 
-__getattr__ = imported_when_asked(__name__, dict.fromkeys(__all__, "api"))
+__getattr__ = imported_when_asked(
+    __name__,
+    {
+        **dict.fromkeys(__all__, "api"),
+        "Plan": "core.values.plan",
+        "PlannerError": "core.errors",
+        "Profile": "core.values.profile",
+    },
+)
 
 
 def __dir__() -> list[str]:

@@ -1,4 +1,4 @@
-"""The commands as functions: `planner.profile`, `planner.solve`, `planner.emit`, `planner.check`, and five more.
+"""The commands as functions: `planner.profile`, `planner.solve`, `planner.emit`, `planner.check`, and others.
 
 Options have the names and defaults that they have on the command line, and take its texts ("8GB", "25GB/s,5us") or
 values (bytes, numbers, lists, a `Link`). Profiles and plans may be values or paths. Nothing is printed, and a profile
@@ -11,18 +11,34 @@ runs one of them.
 from typing import TYPE_CHECKING
 
 from planner import imported_when_asked
+from planner.api.notebooks import shown_in_notebooks
 from planner.core.values.plan import Plan
+from planner.core.values.profile import Profile
 
 if TYPE_CHECKING:
     from planner.api.checking import check
     from planner.api.comparing import compare
     from planner.api.emitting import emit
     from planner.api.exploring import explore
+    from planner.api.exporting import export
     from planner.api.profiling import profile
+    from planner.api.reading import load_plan
     from planner.api.solving import solve, solve_family, sweep
     from planner.api.verifying import verify
 
-__all__ = ["check", "compare", "emit", "explore", "profile", "solve", "solve_family", "sweep", "verify"]
+__all__ = [
+    "check",
+    "compare",
+    "emit",
+    "explore",
+    "export",
+    "load_plan",
+    "profile",
+    "solve",
+    "solve_family",
+    "sweep",
+    "verify",
+]
 
 __getattr__ = imported_when_asked(
     __name__,
@@ -31,6 +47,8 @@ __getattr__ = imported_when_asked(
         "compare": "comparing",
         "emit": "emitting",
         "explore": "exploring",
+        "export": "exporting",
+        "load_plan": "reading",
         "profile": "profiling",
         "solve": "solving",
         "solve_family": "solving",
@@ -44,11 +62,5 @@ def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
 
 
-def _plan_html(plan: Plan) -> str:
-    from planner.show.notebook import plan_html  # noqa: PLC0415 - for notebooks alone
-
-    return plan_html(plan)
-
-
-# The core draws nothing; whoever uses this package may be in a notebook.
-Plan._repr_html_ = _plan_html  # type: ignore[attr-defined]
+shown_in_notebooks(Plan)
+shown_in_notebooks(Profile)

@@ -7,6 +7,7 @@ from planner import files
 from planner.api import texts
 from planner.api.headroom import headroom_of
 from planner.api.keywords import on_plan
+from planner.api.notebooks import shown_in_notebooks
 from planner.api.options.checking import CheckOptions
 from planner.api.reading import cuts_of, plan_of, profile_for
 from planner.api.texts import File
@@ -20,6 +21,8 @@ from planner.core.values.findings import Finding, finding
 from planner.core.values.plan import Plan
 from planner.core.values.precision import precision_of
 from planner.core.values.profile import Profile
+
+shown_in_notebooks(Verdict)
 
 
 @on_plan(CheckOptions)

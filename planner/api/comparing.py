@@ -3,6 +3,7 @@
 from collections.abc import Callable
 
 from planner import files
+from planner.api.notebooks import shown_in_notebooks
 from planner.api.reading import NOWHERE, path_of, plan_of, profile_for
 from planner.api.texts import File
 from planner.core.errors import FileError, UsageError
@@ -10,6 +11,8 @@ from planner.core.judge.difference import ComparedPlan, Comparison, difference_o
 from planner.core.judge.verdict import judge
 from planner.core.values.plan import Plan
 from planner.core.values.profile import Profile
+
+shown_in_notebooks(Comparison)
 
 
 def compare(*plans: File | Plan) -> Comparison:

@@ -1,7 +1,8 @@
 """From a record of options to a function that takes its fields as keywords, seen so by type checkers and by `help`."""
 
 import textwrap
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from difflib import get_close_matches
 from functools import wraps
 from inspect import Parameter, Signature, cleandoc, signature
 from typing import Any, ParamSpec, Protocol, TypeVar
@@ -59,6 +60,7 @@ def _with_keywords(verb: Callable[..., Any], record: Any, *, default: object) ->
 
     @wraps(verb)
     def with_keywords(*arguments: Any, **values: Any) -> Any:
+        _refuse_unknown(verb.__name__, values, tuple(shown.parameters))
         bound = shown.bind(*arguments, **values)
         bound.apply_defaults()
         first = bound.arguments.pop(subject.name)
@@ -67,6 +69,14 @@ def _with_keywords(verb: Callable[..., Any], record: Any, *, default: object) ->
     with_keywords.__signature__ = shown  # type: ignore[attr-defined]
     with_keywords.__doc__ = _documented(verb.__doc__ or "", keywords)
     return with_keywords
+
+
+def _refuse_unknown(verb: str, values: Iterable[str], known: Sequence[str]) -> None:
+    for name in values:
+        if name not in known:
+            near = [f"`{other}`" for other in get_close_matches(name, known, n=2)]
+            hint = f"; did you mean {' or '.join(near)}?" if near else f"; see `help(planner.{verb})`"
+            raise TypeError(f"{verb}() got an unexpected keyword argument `{name}`{hint}")
 
 
 def _documented(text: str, keywords: Sequence[Keyword]) -> str:

@@ -39,6 +39,18 @@ def profile_of(profile: AnyProfile) -> ReadProfile:
     return ReadProfile(profile=files.read_profile(path), path=path)
 
 
+def load_plan(plan: File = "plan.yaml") -> Plan:
+    """Read a plan from its file, which `check` compares with the profile.
+
+    Args:
+        plan: The file.
+
+    Raises:
+        FileError: It cannot be read, or is no plan.
+    """
+    return files.read_plan(os.fspath(plan))
+
+
 def plan_of(plan: File | Plan) -> tuple[Plan, str]:
     """A plan, and where it stands: a value stands in the working directory."""
     if isinstance(plan, Plan):

@@ -9,6 +9,7 @@ from planner.api import texts
 from planner.api.given_lists import lists_path, refuse_lists
 from planner.api.headroom import AUTO, headroom_of
 from planner.api.keywords import on_profile
+from planner.api.notebooks import shown_in_notebooks
 from planner.api.options.solving import SolveOptions, SolverOptions, SweepOptions
 from planner.api.reading import NOWHERE, AnyProfile, ReadProfile, path_of, profile_of, reference
 from planner.core.errors import InfeasibleError, UsageError
@@ -17,6 +18,8 @@ from planner.core.values.plan import Plan
 from planner.core.values.profile import Profile
 from planner.core.values.sweep import Sweep
 from planner.core.values.units import counted, parse_us
+
+shown_in_notebooks(Sweep)
 
 PLAN_HEADER = """\
 Made by `gpipe-plan solve`. You may edit balance, stages[].recompute, and micro_batches with micro_batch_size by hand:

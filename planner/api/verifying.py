@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from planner import files
 from planner.api import texts
 from planner.api.keywords import on_plan
+from planner.api.notebooks import shown_in_notebooks
 from planner.api.options.verifying import VerifyOptions
 from planner.api.question import calibrated_options
 from planner.api.reading import NOWHERE, ReadProfile, fresh_verdict, path_of, plan_of, profile_for
@@ -23,6 +24,8 @@ from planner.core.values.precision import precision_of
 from planner.core.values.profile import Profile
 from planner.core.values.proof import Proof
 from planner.core.values.run_report import RunReport
+
+shown_in_notebooks(Verification)
 
 if TYPE_CHECKING:
     from planner.model import LoadedModel

@@ -5,13 +5,14 @@ from typing import Annotated
 import typer
 
 from planner.cli.console import Console, style_for_stdout
-from planner.cli.options import Debug, OrMarkdown, check_format
+from planner.cli.options import Debug, OrMarkdown, Quiet, check_format
 
 
 def compare(
     plans: Annotated[list[str], typer.Argument(metavar="PLAN PLAN...", help="Two plans or more.")],
     format_: OrMarkdown = "text",
     *,
+    quiet: Quiet = False,
     debug: Debug = False,  # noqa: ARG001 - read by main
 ) -> None:
     """Set plans beside each other: other caps, device counts, schedules. Of two, stage by stage as well."""
@@ -25,4 +26,4 @@ def compare(
         "markdown": comparison_markdown,
     }
     check_format(format_, writers)
-    Console().result(writers[format_](api.compare(*plans)))
+    Console(quiet=quiet).result(writers[format_](api.compare(*plans)))

@@ -1,5 +1,6 @@
 """`gpipe-plan emit`: the files that run a plan."""
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from planner.api.options.emitting import EmitOptions
@@ -21,6 +22,7 @@ def emit(
 ) -> None:
     """Write balance.yaml and train.py, the pipelined training script; or the plan in another engine's format."""
     from planner.api.emitting import written
+    from planner.files import json_text
 
     console = Console(quiet=quiet)
 
@@ -28,9 +30,12 @@ def emit(
         said = console.note if finding.severity == "note" else console.warning
         said(f"{finding.code}: {finding.message}")
 
+    as_json = options.engine == "json"
+    if as_json:
+        options = replace(options, engine="native")
     done = written(plan, options, tell=tell, say=console.note)
-    for path in done.paths[:-1] if done.kept else done.paths:
-        console.result(str(path))
+    paths = [str(path) for path in (done.paths[:-1] if done.kept else done.paths)]
+    console.result(json_text({"written": paths, "next": done.use}) if as_json else "\n".join(paths))
     if done.kept:
         script = done.paths[-1]
         console.note(f"note: {script} was edited and stays; it runs the new balance.yaml (`--force` writes it anew)")

@@ -5,7 +5,7 @@ from typing import Annotated
 import typer
 
 from planner.cli.console import Console, style_for_stdout
-from planner.cli.options import Debug, OrMarkdown, check_format
+from planner.cli.options import Debug, OrMarkdown, Quiet, check_format
 
 
 def explain(
@@ -14,6 +14,7 @@ def explain(
     ] = None,
     format_: OrMarkdown = "text",
     *,
+    quiet: Quiet = False,
     debug: Debug = False,  # noqa: ARG001 - read by main
 ) -> None:
     """Tell what a finding of `gpipe-plan check` means, why it matters, and what to do."""
@@ -28,4 +29,4 @@ def explain(
         "markdown": rules_markdown,
     }
     check_format(format_, writers)
-    Console().result(writers[format_](tuple(dict.fromkeys(map(rule, codes))) if codes else RULES))
+    Console(quiet=quiet).result(writers[format_](tuple(dict.fromkeys(map(rule, codes))) if codes else RULES))

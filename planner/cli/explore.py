@@ -5,7 +5,7 @@ from dataclasses import replace
 from planner.api.option import values_of
 from planner.api.options.exploring import ExploreOptions
 from planner.cli.console import Console
-from planner.cli.options import Debug, Output, PlanFile, Quiet
+from planner.cli.options import Debug, Format, Output, PlanFile, Quiet, check_format
 from planner.cli.records import with_options
 
 
@@ -14,17 +14,19 @@ def explore(
     options: ExploreOptions,
     plan: PlanFile = "plan.yaml",
     output: Output = "explore.html",
+    format_: Format = "text",
     *,
     quiet: Quiet = False,
     debug: Debug = False,  # noqa: ARG001 - read by main
 ) -> None:
     """Write the plan as a page on which cuts, micro-batches, schedule and caps can be moved; it needs no network."""
-    from planner import api
+    from planner import api, files
 
+    as_json = check_format(format_)
     console = Console(quiet=quiet)
     page = api.explore(plan, **values_of(replace(options, output=None if output == "-" else output)))
     if output == "-":
         console.result(page)
     else:
-        console.result(output)
+        console.result(files.json_text({"written": [output]}) if as_json else output)
         console.next(f"open {output} in a browser")

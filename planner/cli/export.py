@@ -1,13 +1,11 @@
 """`gpipe-plan export`: a checkpoint as one state dict."""
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from planner.cli.console import Console
-from planner.cli.options import Debug, Quiet
-from planner.core.errors import FileError, UsageError
+from planner.cli.options import Debug, Format, Quiet, check_format
 
 
 def export(
@@ -17,28 +15,20 @@ def export(
     output: Annotated[
         str, typer.Option("--output", "-o", metavar="FILE", help="Where to write; .pt or .safetensors.")
     ] = "model.pt",
+    format_: Format = "text",
     *,
     quiet: Quiet = False,
     debug: Debug = False,  # noqa: ARG001 - read by main
 ) -> None:
     """Write the weights in a checkpoint as one state dict of the whole model, for use without a pipeline."""
-    from planner import files
+    from planner import api, files
 
+    as_json = check_format(format_)
+    done = api.export(checkpoint, output)
     console = Console(quiet=quiet)
-    files.check_writable(output)
-
-    from planner.executor import check_whole, export_weights, latest_checkpoint  # torch
-
-    latest = latest_checkpoint(checkpoint)
-    if latest is None:
-        raise FileError(
-            "there is no checkpoint in it", path=checkpoint, hint="train.py writes them with `--checkpoint DIR`"
-        )
-    if Path(output).resolve().is_relative_to(latest.resolve()):
-        raise UsageError(f"`--output {output}` lies in the checkpoint that is read", hint="name another file")
-    check_whole(latest)
-    count = export_weights(str(latest), output)
-    console.result(output)
+    words = {"output": output, "checkpoint": str(done.checkpoint), "tensors": done.tensors}
+    console.result(files.json_text(words) if as_json else output)
     console.note(
-        f"{count} tensors of {latest}: `model.load_state_dict(torch.load({output!r}))`, or `--weights {output}`"
+        f"{done.tensors} tensors of {done.checkpoint}: "
+        f"`model.load_state_dict(torch.load({output!r}))`, or `--weights {output}`"
     )

@@ -5,6 +5,7 @@ from typing import Annotated
 import typer
 
 from planner.cli.console import Console
+from planner.cli.options import Debug, Quiet, check_format
 from planner.core.errors import UsageError
 
 _KINDS = ("profile", "plan", "balance", "run", "links", "calibration", "partial")
@@ -12,12 +13,17 @@ _KINDS = ("profile", "plan", "balance", "run", "links", "calibration", "partial"
 
 def schema(
     kind: Annotated[str, typer.Argument(metavar="|".join(_KINDS), help="Which file.")],
+    format_: Annotated[str, typer.Option("--format", metavar="json", help="How to print it.")] = "json",
+    *,
+    quiet: Quiet = False,
+    debug: Debug = False,  # noqa: ARG001 - read by main
 ) -> None:
     """Print the JSON Schema of a file, for editors and other tools."""
     import json
 
     from planner import files
 
+    check_format(format_, ("json",))
     if kind not in _KINDS:
         raise UsageError(f"no schema called `{kind}`", hint=f"one of {', '.join(_KINDS)}")
-    Console().result(json.dumps(files.json_schema(kind), indent=2))
+    Console(quiet=quiet).result(json.dumps(files.json_schema(kind), indent=2))

@@ -1,15 +1,43 @@
-"""A plan as a small piece of HTML, for notebooks: no script, no style sheet, at home in light and dark themes."""
+"""Results as small pieces of HTML, for notebooks: no script, no style sheet, at home in light and dark themes."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from html import escape
+from typing import Any
 
+from planner.core.judge.difference import Comparison
+from planner.core.judge.verdict import Verdict
+from planner.core.judge.verification import Verification
 from planner.core.values.plan import Plan, Stage
+from planner.core.values.profile import Profile
+from planner.core.values.sweep import Sweep
+from planner.show.terminal.plans import plans_text, sweep_text
+from planner.show.terminal.profile import profile_text
+from planner.show.terminal.run import verification_text
+from planner.show.terminal.style import Style
+from planner.show.terminal.verdict import verdict_text
 from planner.show.views.numbers import percent
 from planner.show.views.plan import figures, headline, stage_table
 
 _LOOK = 'style="text-align:{};padding:2px 12px 2px 0"'
 _TEXT, _NUMBER = _LOOK.format("left"), _LOOK.format("right")
 _COLUMNS = ("stage", "layers", "recompute", "forward", "backward", "memory", "cap")
+
+
+_PLAIN = Style(width=120, unicode=True, color=False, wrap=False)
+_TEXTS: Mapping[type, Callable[[Any, Style], str]] = {
+    Comparison: plans_text,
+    Profile: profile_text,
+    Sweep: sweep_text,
+    Verdict: verdict_text,
+    Verification: verification_text,
+}
+
+
+def html_of(value: Any) -> str:
+    """Return a result as HTML: a plan as a table, others as the text that their command prints."""
+    if isinstance(value, Plan):
+        return plan_html(value)
+    return f'<pre style="white-space:pre">{escape(_TEXTS[type(value)](value, _PLAIN))}</pre>'
 
 
 def plan_html(plan: Plan) -> str:

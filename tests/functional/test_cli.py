@@ -102,6 +102,15 @@ def visible(folder: Path) -> set[str]:
 # The road
 
 
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_can_be_quiet_and_print_json(name: str, capsys: Capsys) -> None:
+    """Or names its formats in the help of `--format`."""
+    done = call(capsys, name, "--help")
+    assert "-q, --quiet" in done.out
+    option = done.out[done.out.index("--format ") :]
+    assert "json" in option
+
+
 @pytest.mark.parametrize(("reserve", "told"), [(10**9, "reserve 1GB per device, assumed"), (0, "`--reserve 1GB` is")])
 def test_an_estimate_says_what_it_keeps_free(here: Path, capsys: Capsys, reserve: int, told: str) -> None:
     """An allowance, or nothing at all; what the user says of it needs no note."""

@@ -25,7 +25,8 @@ class EmitOptions:
             "FORMAT",
             "For which engine: native (the bundled executor), jax (one program for TPUs), torchgpipe, torch, "
             "torchtitan, automodel (NeMo), deepspeed, megatron, device-map; or csv, the schedule alone, which torch "
-            "(`_PipelineScheduleRuntime._load_csv`), torchtitan and NeMo Automodel read.",
+            "(`_PipelineScheduleRuntime._load_csv`), torchtitan and NeMo Automodel read. "
+            "`json`: native, and the files are listed as JSON.",
             _ENGINE,
             forms="--format",
         ),

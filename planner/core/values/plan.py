@@ -230,7 +230,7 @@ class Insight:
     """What errors of measurement do; None where the profile has no spread."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Plan:
     """A partition of the chain into stages, with its schedule and predictions."""
 
@@ -259,6 +259,14 @@ class Plan:
     """What each schedule would give, where that was asked for; without a plan, `fits` is false."""
     insight: Insight | None = None
     """An explanation, where it was asked for."""
+
+    def __repr__(self) -> str:
+        """Return the decisions and the predicted step time in one line."""
+        size, step_us, status = self.micro_batch_size, self.predicted.step_us, self.solver.status
+        return (
+            f"Plan(schedule={self.schedule!r}, stages={len(self.balance)}, replicas={self.replicas}, "
+            f"micro_batches={self.micro_batches}, micro_batch_size={size}, step_us={step_us:.6g}, status={status!r})"
+        )
 
     @property
     def num_devices(self) -> int:

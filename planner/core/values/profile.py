@@ -278,7 +278,7 @@ class LayerProfile:
     """What a compiled profile has in place of `detail`."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Profile:
     """Everything the planner knows of a model and a device."""
 
@@ -294,3 +294,10 @@ class Profile:
     """How layers' `optimizer_peak_bytes` add up: parameter by parameter, or all at once (`foreach`)."""
     micro_batch_sizes: tuple[int, ...]
     layers: tuple[LayerProfile, ...]
+
+    def __repr__(self) -> str:
+        """Return in one line what was profiled."""
+        return (
+            f"Profile(model={self.model.source!r}, device={self.device.kind!r}, how={self.device.how!r}, "
+            f"layers={len(self.layers)}, micro_batch_sizes={self.micro_batch_sizes})"
+        )

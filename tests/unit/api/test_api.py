@@ -95,8 +95,10 @@ def test_functions_are_documented_and_typed(verb: str) -> None:
 @pytest.mark.parametrize("verb", ["profile", "solve", "emit", "check", "explore", "verify", "sweep"])
 def test_an_unknown_keyword_is_refused_by_name(verb: str) -> None:
     """Before anything is read."""
-    with pytest.raises(TypeError, match="devcies"):
-        getattr(planner, verb)("nowhere.yaml", devcies=2)
+    known = "output" if "output" in inspect.signature(getattr(api, verb)).parameters else "profile"
+    told = rf"{verb}\(\) got an unexpected keyword argument `{known}s`; did you mean `{known}`"
+    with pytest.raises(TypeError, match=told):
+        getattr(planner, verb)("nowhere.yaml", **{f"{known}s": 2})
 
 
 # Import
@@ -148,7 +150,7 @@ def test_every_verb_can_be_called_and_says_what_it_takes() -> None:
         assert inspect.signature(getattr(planner, verb)) == inspect.signature(getattr(api, verb))
     with pytest.raises(AttributeError, match="slove"):
         planner.slove  # noqa: B018
-    assert set(planner.__all__) == {"__version__", *api.__all__}
+    assert set(planner.__all__) == {"__version__", "Plan", "PlannerError", "Profile", *api.__all__}
 
 
 # Values and paths
@@ -317,6 +319,31 @@ def test_a_plan_shows_itself_in_a_notebook(here: Path) -> None:
     assert any("<script>&" in text for text in page.text)
     assert "over" in page.text
     assert len(html) < 10_000
+
+
+def test_other_results_show_what_their_command_prints(here: Path) -> None:
+    """Profile, verdict, comparison and sweep; as text, whatever names are in it."""
+    plan = planner.load_plan("plan.yaml")
+    results = (
+        (planner.check("plan.yaml"), "fits"),
+        (planner.compare(plan, plan), "plan 2"),
+        (planner.sweep(devices=[1, 2], mem=["1MB", "2MB"], batch=4), "2 devices"),
+        (files.read_profile("profile.yaml"), "layers"),
+    )
+    for value, word in results:
+        html = value._repr_html_()  # type: ignore[union-attr]
+        page = _Checked()
+        page.feed(html)
+        assert page.open == []
+        assert word in "".join(page.text)
+
+
+def test_plans_and_profiles_print_in_one_line(here: Path) -> None:
+    """What they are, not all that they hold."""
+    for value in (planner.load_plan("plan.yaml"), files.read_profile("profile.yaml")):
+        assert len(repr(value)) < 200
+        assert repr(value).startswith(f"{type(value).__name__}(")
+        assert "\n" not in repr(value)
 
 
 # `--against git:…`
