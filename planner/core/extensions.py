@@ -4,6 +4,7 @@ The `__init__` of such a package lists its functions as `module:function`, in a 
 
     BACKENDS    profile backends    `--device <name>`, up to the first colon
     FORMATS     emitters            `--format <name>`
+    LAWS        memory laws         profiles whose layers have the field <name> of `LayerProfile`
 """
 
 from importlib import import_module
@@ -11,7 +12,7 @@ from typing import Any, Final, Literal
 
 _PACKAGES: Final = ("planner.tpu",)
 
-Seam = Literal["BACKENDS", "FORMATS"]
+Seam = Literal["BACKENDS", "FORMATS", "LAWS"]
 
 
 def names_of(seam: Seam) -> tuple[str, ...]:

@@ -12,7 +12,7 @@ branch of a conditional, which has arrays of its own for its results: what a for
 put into its place among M; a backward is given it from there. What is received is there beside what is sent. Gradients
 are added to in place. Read from the compiler's assignment of buffers (jax 0.10.2, libtpu 0.0.52), but for the tenth on
 top, which stands for gaps between arrays of unlike sizes, beside those that one piece has
-(`planner.core.cost.size_costs.GAPS`).
+(`planner.tpu.stage_memory`).
 
 Arrays of shapes that no stage has all of take up to half more than the largest stage's, and stages with nothing in
 common lie in vectors without padding (`planner.tpu.places`). Where a profile has sizes and no shapes, there is
@@ -35,6 +35,7 @@ from planner.core.schedule import GPIPE
 from planner.core.values.plan import Recompute, StageMemory
 from planner.core.values.profile import ArrayKind
 from planner.tpu.places import MOST_ROOM, Places, places_for, shared_places
+from planner.tpu.stage_memory import Looped, Programs
 
 _GAPS = 1.1
 """Memory of a forward or backward over what its layers add up to."""
@@ -131,8 +132,8 @@ def _with_room(
 ) -> _ProgramParts:
     """The most of everything, with room for arrays of shapes that no stage has all of."""
     keeping = [interval for interval, choice in zip(intervals, choices, strict=True) if choice in _KEEPING]
-    if costs.programs is not None and costs.programs.arrays:
-        layers = costs.programs.arrays
+    if isinstance(costs.law, Programs) and costs.law.arrays:
+        layers = costs.law.arrays
         state = shared_places([_chained(layer.trained for layer in layers[first:end]) for first, end in intervals])
         kept = shared_places([_chained(layer.kept for layer in layers[first:end]) for first, end in keeping])
         received = shared_places([layers[first].received for first, _ in intervals[1:]])
@@ -182,9 +183,9 @@ def _program_parts(
     nothing = np.zeros_like(s.saved)
     kept = s.saved if keeps else nothing
     copies = batch = nothing
-    if s.looped is not None and costs.programs is not None:
+    if isinstance(costs.law, Programs) and isinstance(s.law, Looped):
         # All of the mini-batch lies as the first layer wants it, in 16 bits where its products read it so.
-        programs, stage = costs.programs, slice(first, end)
+        programs, stage = costs.law, slice(first, end)
         is_narrowed = programs.narrowed_input[stage].any()
         batch = nothing + micro_batches * programs.laid_out[stage].sum() / (2 if is_narrowed else 1)
         copies = nothing + programs.narrowed[stage].sum() + programs.padding[stage].sum()
@@ -193,7 +194,7 @@ def _program_parts(
             at_once = _RESHAPED * programs.reshaped[stage]
             forward = nothing + (costs.levels.forward[stage] + at_once).max()
             backward = nothing + (costs.levels.backward[stage] - programs.reshaped[stage] + at_once).max()
-        running = kept + forward, backward if keeps else s.looped.straight
+        running = kept + forward, backward if keeps else s.law.straight
     elif s.exact:
         running = s.peaks.forward, s.peaks.backward
     else:

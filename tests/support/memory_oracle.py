@@ -236,7 +236,7 @@ class _Stages:
 
         saved_before = np.concatenate([[0.0], np.cumsum(costs.levels.saved)])[firsts][:, None]
         self.micro_batches, self.layers_again = micro_batches, False
-        self.exact, self.compiled = costs.exact, (costs.programs is not None)
+        self.exact, self.compiled = costs.exact, (costs.law is not None)
         self.parameters = tied(costs.state.parameters, "parameter_bytes")
         # Replicas sum zeros for parameters without a gradient.
         self.gradients = tied(costs.gradients, "gradient_bytes") + sums(costs.state.idle) * (costs.bucket_bytes > 0)
@@ -345,14 +345,14 @@ class _Stages:
         sums: Callable[[FloatArray], FloatArray],
     ) -> None:
         """Levels within one program; those of a loop lie above all that it keeps, whatever is in front of a layer."""
-        if costs.programs is None:
+        if costs.law is None:
             return
-        self.narrowed = sums(costs.programs.narrowed) + self.micro_batches * sums(costs.programs.narrowed_input)
-        self.padding = sums(costs.programs.padding) + sums(costs.programs.laid_out)
-        self.waiting = sums(costs.programs.waiting)
+        self.narrowed = sums(costs.law.narrowed) + self.micro_batches * sums(costs.law.narrowed_input)
+        self.padding = sums(costs.law.padding) + sums(costs.law.laid_out)
+        self.waiting = sums(costs.law.waiting)
         self.forward, self.backward = highest(costs.levels.forward[columns]), highest(costs.levels.backward[columns])
-        carried_before = np.concatenate([[0.0], np.cumsum(costs.programs.carried)])[firsts][:, None]
-        self.program = highest(costs.programs.level[columns]) - carried_before
+        carried_before = np.concatenate([[0.0], np.cumsum(costs.law.carried)])[firsts][:, None]
+        self.program = highest(costs.law.level[columns]) - carried_before
 
     def _count_gradients_of_casts(
         self,

@@ -6,12 +6,16 @@ Records of arrays have no equality (`eq=False`): two arrays are not equal or une
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.core.values.profile import ArrayKind
+from planner.core.values.plan import Recompute
+
+if TYPE_CHECKING:
+    from planner.core.cost.parts import Parts
+    from planner.core.cost.stages import Stages, Window
 
 FloatArray = NDArray[np.float64]
 IntArray = NDArray[np.int64]
@@ -137,38 +141,20 @@ class Halves:
     """During a later W; gradients of `State.casts` behind the layer are counted."""
 
 
-class ProgramArrays(NamedTuple):
-    """The arrays of a layer that lie in places which stages share (`planner.tpu.places`)."""
+class StageLaw(Protocol):
+    """Records of stages with a memory law of their own: arrays of the shape of a window."""
 
-    trained: tuple[ArrayKind, ...]
-    kept: tuple[ArrayKind, ...]
-    """For backward, in loops over micro-batches."""
-    received: tuple[ArrayKind, ...]
-    """Over the boundary in front of it."""
+    def parts(self, s: "Stages", recompute: Recompute, *, in_flight: int) -> "Parts":
+        """Return what the stages hold; arguments as for `planner.core.cost.parts.parts_of`."""
+        ...
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Programs:
-    """What a layer needs within one compiled program, gaps between arrays included."""
+class LayerLaw(Protocol):
+    """Records of layers with a memory law of their own: a frozen dataclass of arrays."""
 
-    carried: FloatArray
-    """Held there from a layer's forward to its backward."""
-    level: FloatArray
-    """Highest there, in a forward and backward of one micro-batch."""
-    narrowed: FloatArray
-    """Weights as products take them, held by a loop over micro-batches."""
-    narrowed_input: FloatArray
-    """The first layer's input, of one micro-batch, where it is copied likewise."""
-    padding: FloatArray
-    """Bytes by which parameters and gradients are larger there."""
-    reshaped: FloatArray
-    """What loops hold in rows, in its own shape: part of a backward's transients; gaps left out, as in these."""
-    waiting: FloatArray
-    """By how much what is kept is larger until it is put into rows; gaps left out."""
-    laid_out: FloatArray
-    """The first layer's input once more, of one micro-batch, as it wants it to lie."""
-    arrays: tuple[ProgramArrays, ...]
-    """Each layer's, at the nearest profiled size; none where the profile does not say."""
+    def in_stages(self, window: "Window", micro_batches: int) -> StageLaw:
+        """Return the records of the stages of a window."""
+        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -229,8 +215,8 @@ class ChainCosts:
     """Whether nobody measured them: then each takes half of the backward, and everything saved is kept for W."""
     exact: bool
     """Whether the levels come from exact records; else they are the additive bound of the two transient peaks."""
-    programs: Programs | None
-    """What layers need within one program; None where they have no such record."""
+    law: LayerLaw | None
+    """Records of layers with a memory law of their own; None where one of the two laws of this package applies."""
     storages: Storages
     relays: Relays
     bucket_bytes: float = 0.0

@@ -15,10 +15,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from planner.core.cost.chain_costs import ChainCosts, Relays, State, Storages
-from planner.core.cost.size_costs import SizeCosts, additive_costs, compiled_costs, exact_costs
+from planner.core.cost.size_costs import SizeCosts, additive_costs, exact_costs
 from planner.core.cost.storages import CrossingStorages
 from planner.core.cost.ties import ties_of
 from planner.core.errors import UsageError
+from planner.core.extensions import load
 from planner.core.values.profile import LayerProfile, MemoryDetail, Profile
 
 FloatArray = NDArray[np.float64]
@@ -59,7 +60,7 @@ class CostTable:
         )
         """Whether what a backward in halves takes or holds is assumed for some layer, not measured."""
         compiled = not self._exact and all(len(layer.program) == sizes for layer in profile.layers)
-        self._read = exact_costs if self._exact else compiled_costs if compiled else additive_costs
+        self._read = exact_costs if self._exact else load("LAWS", "program") if compiled else additive_costs
         self._sizes: dict[int, SizeCosts] = {}
 
     def at(self, micro_batch_size: int, *, extrapolate: bool = False) -> ChainCosts:
@@ -72,7 +73,7 @@ class CostTable:
         weighted = [(self._at(n), weight) for n, weight in self._weights(micro_batch_size, extrapolate=extrapolate)]
         blended = {
             name: _blend([(getattr(costs, name), weight) for costs, weight in weighted])
-            for name in ("forward_us", "backward_us", "gradients", "boundaries", "levels", "programs")
+            for name in ("forward_us", "backward_us", "gradients", "boundaries", "levels", "law")
         }
         return ChainCosts(
             micro_batch_size=micro_batch_size,

@@ -9,7 +9,7 @@ and as they depend on which layers are recomputed. Devices with several stages: 
 """
 
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -20,7 +20,7 @@ from planner.core.cost.layer_memory import StageLayers, StageLevels
 from planner.core.cost.moments import Moment, Moments
 from planner.core.cost.parts import Parts, parts_of
 from planner.core.cost.passing import is_simple
-from planner.core.cost.stages import Stages, stages_in, with_layers_again
+from planner.core.cost.stages import Stages, stages_in, with_arrays, with_layers_again
 from planner.core.values.plan import Recompute, StageMemory
 
 FloatArray = NDArray[np.float64]
@@ -92,17 +92,11 @@ def stage_memories(
 def _single(window: Stages, rows: NDArray[np.int64], columns: NDArray[np.int64]) -> Stages:
     """Single stages of a window, below one another in one column."""
 
-    def of(record: Any) -> dict[str, Any]:
-        arrays = {field.name: getattr(record, field.name) for field in fields(record)}
-        return {
-            name: np.broadcast_to(array, window.shape)[rows, columns][:, None]
-            for name, array in arrays.items()
-            if isinstance(array, np.ndarray)
-        }
+    def of(array: NDArray[Any]) -> NDArray[Any]:
+        return np.broadcast_to(array, window.shape)[rows, columns][:, None]
 
-    peaks, looped = replace(window.peaks, **of(window.peaks)), window.looped
-    looped = looped and replace(looped, **of(looped))
-    return replace(window, **of(window), shape=(len(rows), 1), peaks=peaks, looped=looped)
+    single, peaks, law = with_arrays(window, of), with_arrays(window.peaks, of), with_arrays(window.law, of)
+    return replace(single, shape=(len(rows), 1), peaks=peaks, law=law)
 
 
 def _itemised(stages: Stages, recompute: Recompute, moments: Moments, reserve_bytes: int) -> list[StageMemory]:

@@ -23,8 +23,8 @@ has its own parts, since `except-last` does not recompute it. A backward in halv
 own for either half, and what is kept from one to the other as a part. Which parts are there when:
 `planner.core.cost.moments`.
 
-Without exact records the parts are a bound that counts everything at once; stages that are compiled as one program have
-a law of their own.
+Without exact records the parts are a bound that counts everything at once. Layers that were compiled bring a law of
+their own (`planner.core.cost.chain_costs.LayerLaw`).
 """
 
 from collections.abc import Mapping
@@ -44,7 +44,7 @@ from planner.core.cost.moments import (
     Moment,
     PartName,
 )
-from planner.core.cost.stages import InHalves, Looped, Stages
+from planner.core.cost.stages import InHalves, Stages
 from planner.core.values.plan import Recompute
 
 FloatArray = NDArray[np.float64]
@@ -116,8 +116,8 @@ def parts_of(stages: Stages, recompute: Recompute, *, in_flight: int) -> Parts:
         recompute: On which micro-batches activations are dropped.
         in_flight: N: most micro-batches that wait for their backward or run.
     """
-    if stages.looped is not None:
-        return _compiled(stages, stages.looped, _in_effect(stages, recompute), in_flight=in_flight)
+    if stages.law is not None:
+        return stages.law.parts(stages, _in_effect(stages, recompute), in_flight=in_flight)
     parts = shared_parts_of(stages, recompute)
     if stages.exact or "message" not in parts.sizes:
         return parts
@@ -126,7 +126,7 @@ def parts_of(stages: Stages, recompute: Recompute, *, in_flight: int) -> Parts:
 
 
 def shared_parts_of(stages: Stages, recompute: Recompute) -> Parts:
-    """The parts of stages that may share a device, on which no compiled program runs."""
+    """The parts of stages that may share a device, by one of the two laws of this package."""
     return (_exact if stages.exact else _additive)(stages, _in_effect(stages, recompute))
 
 
@@ -142,20 +142,20 @@ def _exact(s: Stages, recompute: Recompute) -> Parts:
     A, E = I + S + R, I + O + J
     gradient = s.output_gradient
     held, kept = Size({"in_flight": A}, saved=1), Size({"in_flight": A})
-    forward = last_forward = _running(I + D, s.peaks.forward, level=FORWARD)
+    forward = last_forward = running_part(I + D, s.peaks.forward, level=FORWARD)
     first = _making_gradients(s, I + D, s.peaks.first_backward)
-    backward = last_backward = _running(I + D, s.peaks.backward, gradient, level=BACKWARD)
+    backward = last_backward = running_part(I + D, s.peaks.backward, gradient, level=BACKWARD)
     if recompute in ("except-last", "always"):
         held = Size({"in_flight": E})
-        forward = _running(I, s.peaks.no_grad + J + D)
+        forward = running_part(I, s.peaks.no_grad + J + D)
         # A recomputed micro-batch runs forward once more, with the state as it was; its new output, part of both
         # levels, lives beside the one that was sent.
         again = s.peaks.forward + J
         # Attributes hold the last forward's tensors meanwhile, and get no others from this one.
         first = _making_gradients(s, I + O, np.maximum(again, s.peaks.first_again) + R + D)
-        backward = _running(I + O, np.maximum(again, s.peaks.backward) + R + D, gradient)
+        backward = running_part(I + O, np.maximum(again, s.peaks.backward) + R + D, gradient)
     if recompute == "except-last":
-        last_forward = _running(I, s.peaks.forward + D)
+        last_forward = running_part(I, s.peaks.forward + D)
     else:
         kept, last_forward, last_backward = held, forward, backward
     running: dict[PartName, Size] = {
@@ -170,7 +170,7 @@ def _exact(s: Stages, recompute: Recompute) -> Parts:
     if s.message.any():
         # The forward again is over when gradients go out: of its micro-batch, the output that was sent is left.
         running["message"] = _message(s, I + O + D if recompute == "always" else I + D)
-    return _parts(s, recompute, held=held, kept=kept, output_gradient=gradient, running=running)
+    return all_parts(s, recompute, held=held, kept=kept, output_gradient=gradient, running=running)
 
 
 def _exact_halves(s: Stages, halves: InHalves, recompute: Recompute) -> dict[PartName, Size]:
@@ -179,11 +179,11 @@ def _exact_halves(s: Stages, halves: InHalves, recompute: Recompute) -> dict[Par
     gradient = s.output_gradient
     first, every = halves.first_input, halves.input
     first_input = _making_gradients(s, I + D, first, most=halves.gradients)
-    each_input = last_input = _running(I + D, every, gradient, level=BACKWARD)
+    each_input = last_input = running_part(I + D, every, gradient, level=BACKWARD)
     if recompute in ("except-last", "always"):
         again = s.peaks.forward + J
         first_input = _making_gradients(s, I + O, np.maximum(again, first) + D, most=halves.gradients)
-        each_input = _running(I + O, np.maximum(again, every) + D, gradient)
+        each_input = running_part(I + O, np.maximum(again, every) + D, gradient)
         last_input = each_input if recompute == "always" else last_input
     made = s.gradients - halves.gradients
     first_weight = Size({"gradients": made, "working": np.maximum(halves.first_weight - made, 0.0)})
@@ -207,7 +207,7 @@ def _exact_halves(s: Stages, halves: InHalves, recompute: Recompute) -> dict[Par
 def _making_gradients(s: Stages, held: FloatArray, level: FloatArray, most: FloatArray | None = None) -> Size:
     # Gradients exist in part; the items show them as far as they are part of what is alive.
     gradients = np.minimum(s.gradients if most is None else most, level)
-    size = _running(held, level - gradients, s.output_gradient, level=FIRST_BACKWARD)
+    size = running_part(held, level - gradients, s.output_gradient, level=FIRST_BACKWARD)
     return replace(size, items={**size.items, "gradients": gradients})
 
 
@@ -215,7 +215,7 @@ def _message(s: Stages, held: FloatArray) -> Size:
     """The last backward, in which gradients go out to other replicas: those of one message are there twice."""
     transfer = s.output_gradient + s.message
     if s.micro_batches > 1:
-        return _running(held, s.peaks.message, transfer, level=BACKWARD)
+        return running_part(held, s.peaks.message, transfer, level=BACKWARD)
     first = _making_gradients(s, held, s.peaks.first_message)
     return replace(first, items={**first.items, "transfer": transfer})
 
@@ -228,7 +228,7 @@ def _additive(s: Stages, recompute: Recompute) -> Parts:
     # The gradients of autocast's copies wait for the end of a backward.
     working = s.peaks.transient + s.casts + (0.0 if keeps else s.saved)
     transfer = s.sent_output + s.input_gradient
-    every = _running(held.items["in_flight"], working, transfer, saved=int(keeps), level=BACKWARD)
+    every = running_part(held.items["in_flight"], working, transfer, saved=int(keeps), level=BACKWARD)
     running = dict.fromkeys((*FORWARDS, *BACKWARDS), every)
     if s.message.any():
         running["message"] = replace(every, items={**every.items, "transfer": transfer + s.message})
@@ -238,40 +238,15 @@ def _additive(s: Stages, recompute: Recompute) -> Parts:
             INPUT_BACKWARDS,
             replace(every, items={**every.items, "in_flight": np.maximum(between, every.items["in_flight"])}),
         )
-        running |= dict.fromkeys(WEIGHT_BACKWARDS, _running(between, s.halves.weight + s.casts))
+        running |= dict.fromkeys(WEIGHT_BACKWARDS, running_part(between, s.halves.weight + s.casts))
         running["weight_held"] = Size({"in_flight": between})
         if s.message.any():
-            running["weight_message"] = _running(between, s.halves.weight + s.casts, s.message)
+            running["weight_message"] = running_part(between, s.halves.weight + s.casts, s.message)
     kept = Size({"in_flight": np.maximum(A, E)}) if recompute == "except-last" else held
-    return _parts(s, recompute, held=held, kept=kept, output_gradient=s.sent_output, running=running)
+    return all_parts(s, recompute, held=held, kept=kept, output_gradient=s.sent_output, running=running)
 
 
-def _compiled(s: Stages, looped: Looped, recompute: Recompute, *, in_flight: int) -> Parts:
-    """The parts of stages that are compiled as one program each; gradients are there from begin to end.
-
-    A loop over micro-batches has an array with a place for each of them for everything that is kept. Its forward makes
-    what one of them keeps before it puts that into its place, so there is one more of it. A micro-batch that is alone,
-    or is computed again, is no loop's business: forward and backward are one piece, in which the compiler keeps what it
-    likes and lets go of it as the backward goes.
-    """
-    A, E = s.input + s.saved, s.input + s.output
-    keeps, loops = recompute in ("never", "layers"), in_flight > 1
-    held = Size({"in_flight": A if keeps else E}, saved=int(keeps))
-    around = looped.padding + (looped.narrowed if loops else 0.0)
-    transfer = s.sent_output + s.input_gradient + s.message
-    if not keeps or not (loops or s.layers_again):
-        forward = backward = _running(s.input if keeps else E, looped.straight + around, transfer)
-    else:
-        # Not all of it waits to be put away, so that copies of weights find room.
-        making = s.peaks.forward + looped.padding + (s.saved + looped.waiting if loops else 0.0)
-        forward = _running(A, making, s.message, saved=1 + loops, level=FORWARD)
-        backward = _running(A, s.peaks.backward + around, transfer, saved=1, level=BACKWARD)
-    kept = Size({"in_flight": np.maximum(A, E)}) if recompute == "except-last" else held
-    running = {**dict.fromkeys(FORWARDS, forward), **dict.fromkeys(BACKWARDS, backward)}
-    return _parts(s, recompute, held=held, kept=kept, output_gradient=s.sent_output, running=running)
-
-
-def _running(
+def running_part(
     in_flight: FloatArray,
     working: FloatArray,
     transfer: FloatArray | None = None,
@@ -279,11 +254,12 @@ def _running(
     saved: int = 0,
     level: int | None = None,
 ) -> Size:
+    """Return the part of a micro-batch that runs; the arguments are bytes by item, and the fields of `Size`."""
     items: dict[Item, FloatArray] = {"in_flight": in_flight, "working": working}
     return Size(items if transfer is None else {**items, "transfer": transfer}, saved, level)
 
 
-def _parts(
+def all_parts(
     s: Stages,
     recompute: Recompute,
     *,

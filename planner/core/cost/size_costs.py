@@ -1,32 +1,24 @@
 """What a profile says at one of its micro-batch sizes, as arrays over the layers.
 
-There are three kinds of profiles: with exact records of every layer, which are composed here along the chain; with
-records of compiled programs; and with the required fields alone. The last two are additive: everything that can be
-held is added up, and peaks are transients above it.
+There are three kinds of profiles. Exact records of every layer are composed here along the chain. The required fields
+alone are additive: everything that can be held is added up, and peaks are transients above it. An extension
+(`planner.core.extensions`) composes records that have a memory law of their own.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache, partial
 from math import inf
-from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.core.cost.chain_costs import Boundaries, Halves, Levels, ProgramArrays, Programs, sums_before
+from planner.core.cost.chain_costs import Boundaries, Halves, LayerLaw, Levels, sums_before
 from planner.core.cost.storages import Crossing, CrossingStorages, Relay, additive_crossing, writes_received
 from planner.core.cost.ties import gradient_bytes
-from planner.core.values.profile import LayerProfile, MemoryDetail, ProgramMemory, SplitMemory
+from planner.core.values.profile import LayerProfile, MemoryDetail, SplitMemory
 
 FloatArray = NDArray[np.float64]
-
-GAPS: Final = 1.05
-"""What forward and backward in one piece take, over what their layers add up to: gaps between arrays of unlike sizes.
-
-A margin: no layer by itself tells of them. Without it predictions were 0.92 to 1.06 of the programs in one piece that
-docs/measurements/tpu-composition.md has, whose arrays are placed as `planner.tpu.programs.options_for` asks.
-"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -40,7 +32,7 @@ class SizeCosts:
     levels: Levels
     halves: Callable[[], Halves]
     """Composes them when they are asked for: few schedules have halves."""
-    programs: Programs | None = None
+    law: LayerLaw | None = None
     target: float = 0.0
     crossing: dict[tuple[int, int], Crossing]
     relays: dict[Relay, int]
@@ -88,38 +80,6 @@ def additive_costs(layers: Sequence[LayerProfile], n: int) -> SizeCosts:
         halves=cache(partial(_additive_halves, layers, n, saved=saved, transient=backward, gradients=gradients)),
         crossing=additive_crossing(layers, n),
         relays={},
-    )
-
-
-def compiled_costs(layers: Sequence[LayerProfile], n: int) -> SizeCosts:
-    """The additive costs at the profile's size number `n`, and beside them what layers need within one program."""
-    plain, programs = additive_costs(layers, n), [layer.program[n] for layer in layers]
-    received = np.append(programs[0].input_bytes, plain.boundaries.input[1:])
-    return replace(
-        plain,
-        boundaries=replace(plain.boundaries, input=received),
-        programs=_programs(programs, plain.levels.saved),
-        target=float(programs[-1].target_bytes),
-    )
-
-
-def _programs(programs: Sequence[ProgramMemory], saved: FloatArray) -> Programs:
-    def each(size: Callable[[ProgramMemory], float]) -> FloatArray:
-        return GAPS * np.array([size(program) for program in programs], dtype=float)
-
-    carried = each(lambda program: program.carried_bytes)
-    reshaped = np.array([program.reshaped_bytes for program in programs], dtype=float)
-    arrays = tuple(ProgramArrays(program.trained, program.kept, program.received) for program in programs)
-    return Programs(
-        carried=carried,
-        level=sums_before(carried)[:-1] + each(lambda program: program.peak_bytes),
-        narrowed=each(lambda program: program.narrowed_bytes),
-        narrowed_input=each(lambda program: program.narrowed_input_bytes),
-        padding=each(lambda program: 2 * program.padding_bytes),
-        reshaped=reshaped,
-        waiting=np.where(reshaped > 0, np.maximum(carried / GAPS - saved, 0.0), 0.0),
-        laid_out=each(lambda program: program.laid_out_bytes),
-        arrays=arrays if all(layer.received for layer in arrays) else (),
     )
 
 

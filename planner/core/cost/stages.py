@@ -5,13 +5,14 @@ one of some lengths (columns). What of it is there at which moment is for `plann
 `planner.core.cost.moments` to say.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.core.cost.chain_costs import ChainCosts, sums_before
+from planner.core.cost.chain_costs import ChainCosts, StageLaw, sums_before
 from planner.core.cost.layer_memory import ManyLevels, StageLevels, cast_gradient_peaks, recomputed_levels
 from planner.core.cost.passing import NothingPassing, Passing
 from planner.core.cost.waiting import Backward
@@ -19,6 +20,7 @@ from planner.core.cost.weight_backward import weight_peaks
 
 FloatArray = NDArray[np.float64]
 IntArray = NDArray[np.int64]
+_Record = TypeVar("_Record")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -65,19 +67,6 @@ class InHalves:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Looped:
-    """What stages that are compiled as one program have beside that."""
-
-    straight: FloatArray
-    """Highest in a forward and backward in one piece."""
-    narrowed: FloatArray
-    """Copies of weights, and of the mini-batch, as products take them."""
-    padding: FloatArray
-    waiting: FloatArray
-    """By how much what a forward keeps is larger until it is put into rows."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Stages:
     """Bytes of the stages of a window, in arrays of shape (firsts, ends) or broadcast to it; see `stages_in`.
 
@@ -118,7 +107,8 @@ class Stages:
     peaks: Peaks
     message: FloatArray
     """Copies of gradients on their way to other replicas; 0 where there are none."""
-    looped: Looped | None
+    law: StageLaw | None
+    """Records of stages with a memory law of their own."""
     halves: InHalves | None
     """None where nobody asked for it."""
     layers_again: bool = False
@@ -140,18 +130,13 @@ def stages_in(
 
     Complexity: O(columns) for each of `firsts`.
     """
-    window = _Window(costs, firsts, columns)
+    window = Window(costs, firsts, columns)
     stages = window.stages(micro_batches)
     return replace(stages, halves=window.halves(stages)) if in_halves else stages
 
 
 def with_layers_again(stages: Stages, levels: StageLevels | ManyLevels) -> Stages:
     """The stages as they are if they have these levels, in whole bytes, which single recomputed layers have made."""
-    whole: dict[str, Any] = {
-        field.name: np.rint(value)
-        for field in fields(stages)
-        if isinstance(value := getattr(stages, field.name), np.ndarray) and value.dtype == np.float64
-    }
 
     def of_all(size: FloatArray | float) -> FloatArray:
         return np.full(stages.shape, size)
@@ -166,21 +151,38 @@ def with_layers_again(stages: Stages, levels: StageLevels | ManyLevels) -> Stage
         message=backward,
         transient=backward,
     )
-    looped = stages.looped
-    if looped is not None:
-        looped = Looped(**{field.name: np.rint(getattr(looped, field.name)) for field in fields(looped)})
-    if stages.halves is not None:
+    halves = stages.halves
+    if halves is not None:
         # Whatever runs, it is bounded by all of it at once.
-        between = np.rint(stages.halves.held)
-        whole["halves"] = replace(
-            stages.halves, held=between, first_input=first_backward + between, input=backward + between
-        )
-    # A copy of the input is part of the levels.
-    whole |= {"saved": of_all(levels.saved), "copied_input": np.zeros((1, 1))}
-    return replace(stages, **whole, peaks=peaks, looped=looped, layers_again=True)
+        between = np.rint(halves.held)
+        halves = replace(halves, held=between, first_input=first_backward + between, input=backward + between)
+    return replace(
+        with_arrays(stages, _whole),
+        saved=of_all(levels.saved),
+        copied_input=np.zeros((1, 1)),  # a copy of the input is part of the levels
+        peaks=peaks,
+        law=with_arrays(stages.law, _whole),
+        halves=halves,
+        layers_again=True,
+    )
 
 
-class _Window:
+def _whole(array: NDArray[Any]) -> NDArray[Any]:
+    return np.rint(array) if array.dtype == np.float64 else array
+
+
+def with_arrays(record: _Record, change: Callable[[NDArray[Any]], NDArray[Any]]) -> _Record:
+    """Return a record with each of its arrays changed; None stays None."""
+    if record is None:
+        return record
+    whole: Any = record
+    arrays = {field.name: getattr(record, field.name) for field in fields(whole)}
+    return cast(
+        "_Record", replace(whole, **{n: change(array) for n, array in arrays.items() if isinstance(array, np.ndarray)})
+    )
+
+
+class Window:
     """Sums and running maxima over layers first..e, for every first (rows) and every last layer e (columns).
 
     `columns` are the last layers, in one row for all first layers, or by length in a row for each of them.
@@ -247,7 +249,7 @@ class _Window:
             forward_only=forward_only,
             peaks=replace(peaks, first_message=first_message, message=message),
             message=np.minimum(costs.bucket_bytes, gradients) if costs.bucket_bytes else np.zeros((1, 1)),
-            looped=self._looped(micro_batches),
+            law=None if costs.law is None else costs.law.in_stages(self, micro_batches),
             halves=None,
         )
 
@@ -349,10 +351,7 @@ class _Window:
 
     def _transients(self) -> Peaks:
         levels, columns = self.costs.levels, self.columns
-        transient = forward = backward = self.highest(np.maximum(levels.forward, levels.backward)[columns])
-        if self.costs.programs is not None:
-            # In a loop they lie above all that it keeps, whatever is in front of a layer.
-            forward, backward = self.highest(levels.forward[columns]), self.highest(levels.backward[columns])
+        forward, backward = self.highest(levels.forward[columns]), self.highest(levels.backward[columns])
         return Peaks(
             forward=forward,
             no_grad=forward,
@@ -361,7 +360,7 @@ class _Window:
             backward=backward,
             first_message=backward,
             message=backward,
-            transient=transient,
+            transient=np.maximum(forward, backward),
         )
 
     def _with_gradients_of_casts(
@@ -404,16 +403,4 @@ class _Window:
         return (
             np.where(is_one, np.minimum(peaks.first_backward, first), peaks.first_backward),
             np.where(is_one, np.minimum(peaks.backward, later), peaks.backward),
-        )
-
-    def _looped(self, micro_batches: int) -> Looped | None:
-        programs = self.costs.programs
-        if programs is None:
-            return None
-        carried_before = sums_before(programs.carried)[self.firsts][:, None]
-        return Looped(
-            straight=self.highest(programs.level[self.columns]) - carried_before,
-            narrowed=self.sums(programs.narrowed) + micro_batches * self.sums(programs.narrowed_input),
-            padding=self.sums(programs.padding) + self.sums(programs.laid_out),
-            waiting=self.sums(programs.waiting),
         )
