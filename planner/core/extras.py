@@ -9,8 +9,11 @@ Rooms that cannot be imported without an extra import what they hand on within `
 `check_installed` first.
 """
 
+import ctypes
+import os
+import sys
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib.util import find_spec
 from typing import Final, Literal, NamedTuple
 
@@ -94,3 +97,25 @@ def _missing(extra: Extra, absent: tuple[str, ...]) -> MissingPackageError:
     # A script ends in a traceback where a command of ours would print the hint: there it stands behind the message.
     error.add_note(f"hint: {hint}")
     return error
+
+
+@contextmanager
+def without_output() -> Iterator[None]:
+    """Drop what the block writes to file descriptor 1: HiGHS 1.16 prints a banner whatever its options say."""
+    try:
+        kept = os.dup(1)
+    except OSError:  # it is closed
+        yield
+        return
+    if sys.stdout is not None:
+        with suppress(OSError, ValueError):
+            sys.stdout.flush()
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 1)
+    os.close(nowhere)
+    try:
+        yield
+    finally:
+        ctypes.CDLL(None).fflush(None)  # what C's `printf` holds back
+        os.dup2(kept, 1)
+        os.close(kept)

@@ -2,20 +2,16 @@
 
 from collections.abc import Iterator, Sequence
 from math import isqrt
-from typing import Final
 
 from planner.core.cost.costs import CostsAtSize, CostTable, covers
 from planner.core.cost.planning import cluster_of
 from planner.core.errors import UsageError
 from planner.core.schedule import Listed, Schedule
 from planner.core.values.limits import MOST_ACTIONS, MOST_MICRO_BATCHES, short
+from planner.core.values.plan import Inputs
 from planner.core.values.profile import Profile
-from planner.solve.replicas import replica_counts
-from planner.solve.request import Request
+from planner.solve.request import MOST_CHUNKS, Request
 from planner.solve.space.case import Case, Rules, positions
-
-MOST_CHUNKS: Final = 4
-"""Chunks per device that are tried where the solver may choose; more of them seldom pay for their boundaries."""
 
 
 def cases_of(profile: Profile, request: Request, *, table: CostTable | None = None) -> list[Case]:
@@ -30,7 +26,7 @@ def cases_of(profile: Profile, request: Request, *, table: CostTable | None = No
     table = table or CostTable(profile)
     costs: dict[tuple[int, bool], CostsAtSize] = {}
     cases = []
-    for replicas in replica_counts(inputs):
+    for replicas in _replica_counts(inputs):
         for m in micro_batch_counts(profile, request, replicas=replicas, required=inputs.replicas != 0):
             size = inputs.batch // (m * replicas)
             key = size, replicas > 1
@@ -104,6 +100,13 @@ def _chunks(request: Request, schedule: Schedule, num_layers: int, devices: int)
         return ()
     several = (asked,) if asked else range(1 if schedule.is_to_be_made else 2, MOST_CHUNKS + 1)
     return [chunks for chunks in several if num_layers >= 2 * chunks and devices >= 2]
+
+
+def _replica_counts(inputs: Inputs) -> list[int]:
+    """Return the requested number of replicas, or else every number that divides the batch."""
+    if inputs.replicas:
+        return [inputs.replicas]
+    return [r for r in range(1, inputs.devices + 1) if inputs.batch % r == 0]
 
 
 def micro_batch_counts(

@@ -1,4 +1,8 @@
-"""Why nothing fits, and the nearest things that would: each computed, none guessed."""
+"""Why nothing fits, and the nearest things that would: each computed, none guessed.
+
+Where memory follows from the action order alone, no dynamic program finds the cuts that need least. There a short
+descent from even cuts looks for some that fit: advice, not a bound.
+"""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -11,13 +15,18 @@ from planner.core.schedule import GPIPE, ONE_FORWARD_ONE_BACKWARD, SPLITTING, Sc
 from planner.core.values.plan import Inputs
 from planner.core.values.profile import Profile
 from planner.core.values.units import bytes_option, counted, format_bytes
-from planner.solve.least_memory import over_bytes_found
-from planner.solve.space.arrays import FloatArray
+from planner.solve.space.arrays import FloatArray, IntArray
 from planner.solve.space.case import Case
-from planner.solve.space.tables import width_for, windows_before
+from planner.solve.space.partitions import Many, moved
+from planner.solve.space.tables import allowed_choices, width_for, windows_before
 
 _MOST_DEVICES = 1024
 """Beyond this, "more devices" is no advice."""
+
+_MOST_ACTIONS = 20_000
+"""Of a step; beyond it nothing is looked for: advice may not take longer than the answer."""
+
+_ROUNDS = 100
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,7 +70,7 @@ def _by_lists(asking: Asking) -> InfeasibleError:
     inputs = asking.inputs
     # Smaller micro-batches need less, as a rule; what is said is computed for these.
     most = max(case.micro_batches for case in asking.cases)
-    least = min(over_bytes_found(case) for case in asking.cases if case.micro_batches == most)
+    least = min(_over_bytes_found(case) for case in asking.cases if case.micro_batches == most)
     titles = " or ".join(dict.fromkeys(case.schedule.title for case in asking.cases))
     others = tuple(_other_schedules(asking))
     if not 0 < least < np.inf or len(set(inputs.memory_bytes)) > 1:
@@ -151,7 +160,7 @@ def _measured_fits(cases: Sequence[Case]) -> bool:
     """Whether one of the cases with the most micro-batches is found to fit, of layers whose halves were measured."""
     most = max((case.micro_batches for case in cases), default=0)
     able = (case for case in cases if case.micro_batches == most and not case.costs.halves_assumed)
-    return any(over_bytes_found(case) <= 0 for case in able)
+    return any(_over_bytes_found(case) <= 0 for case in able)
 
 
 def _some_fits(asking: Asking, profile: Profile, inputs: Inputs, micro_batches: int | None) -> bool:
@@ -278,3 +287,56 @@ def _caps(inputs: Inputs) -> str:
         each = format_bytes(inputs.memory_bytes[0])
         return f"{each} on each of {counted(inputs.devices, 'device')}"
     return f"the caps {', '.join(format_bytes(cap) for cap in inputs.memory_bytes)}"
+
+
+def _over_bytes_found(case: Case) -> float:
+    """By how much the worst device is over its cap in the best partition found, in bytes, on any number of devices.
+
+    0 where one fits; infinite where none was found that keeps the rules, or there is too much to look at.
+
+    Complexity: O(K V) partitions in each of at most 100 rounds, for every number of devices and kind of recomputation.
+    """
+    least = np.inf
+    for num_devices in range(case.num_devices, 0, -1):
+        if least > 0:
+            least = min(least, _over_bytes_on(Many(case, num_devices)))
+    return float(least)
+
+
+def _over_bytes_on(many: Many) -> float:
+    """The same on so many devices."""
+    case, num_layers, num_stages = many.case, many.case.costs.num_layers, many.num_stages
+    if many.num_actions > _MOST_ACTIONS or not many.can_run:
+        return np.inf
+    balance = case.rules.balance
+    cuts = np.cumsum([0, *balance]) if balance else np.linspace(0, num_layers, num_stages + 1).astype(np.int64)
+    allowed = allowed_choices(case.policy, case.micro_batches)
+    return min(_downhill(many, cuts, np.full(num_stages, choice), allowed) for choice in allowed)
+
+
+def _downhill(many: Many, cuts: IntArray, choices: IntArray, allowed: Sequence[int]) -> float:
+    """Moves a cut, or has a stage recomputed otherwise, as long as the worst device then needs less."""
+    least = _over(many, cuts[None], choices[None])[0]
+    for _ in range(_ROUNDS):
+        if least <= 0:
+            break
+        other_cuts = cuts[None][:0] if many.case.rules.balance else moved(cuts)
+        changed = [
+            (*choices[:s], n, *choices[s + 1 :]) for s in range(len(choices)) for n in allowed if n != choices[s]
+        ]
+        every_cuts = np.concatenate([other_cuts, np.repeat(cuts[None], len(changed), axis=0)])
+        kept = np.repeat(choices[None], len(other_cuts), axis=0)
+        every_choice = np.concatenate([kept, np.array(changed, dtype=np.int64).reshape(-1, len(choices))])
+        if not len(every_cuts):
+            break
+        over = _over(many, every_cuts, every_choice)
+        at = int(np.argmin(over))
+        if not over[at] < least:
+            break
+        least, cuts, choices = over[at], every_cuts[at], every_choice[at]
+    return float(least)
+
+
+def _over(many: Many, cuts: IntArray, choices: IntArray) -> FloatArray:
+    """Over the caps, infinite where a rule is broken; shape (N,)."""
+    return np.where(many.case.rules.allows(cuts), many.over_bytes(cuts, choices).max(axis=1), np.inf)

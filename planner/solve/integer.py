@@ -31,10 +31,9 @@ import numpy as np
 
 from planner.core.cost.evaluate import step_us
 from planner.core.errors import SolverError
-from planner.core.extras import check_installed, importing
+from planner.core.extras import check_installed, importing, without_output
 from planner.solve.answer import Answer
 from planner.solve.deadline import NEVER, Deadline, OutOfTimeError
-from planner.solve.quiet import without_output
 from planner.solve.space.arrays import BoolArray, FloatArray
 from planner.solve.space.case import Case
 from planner.solve.space.problem import Stages

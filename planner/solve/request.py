@@ -9,6 +9,9 @@ from planner.core.values.plan import Inputs, Plan
 MOST_ACTIONS_OF_AUTO: Final = 1_200_000
 """Some seconds for each schedule."""
 
+MOST_CHUNKS: Final = 4
+"""Chunks per device that are tried where the solver may choose; more of them seldom pay for their boundaries."""
+
 Solver = Literal["auto", "dp", "milp"]
 
 

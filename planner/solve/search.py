@@ -8,19 +8,17 @@ from types import MappingProxyType
 from typing import Final, NamedTuple
 
 from planner.core.cost.costs import CostTable
-from planner.core.cost.evaluate import Partition, check_partition
 from planner.core.cost.planning import build_plan
 from planner.core.errors import InfeasibleError, SolverError, UsageError
-from planner.core.schedule import GPIPE, SCHEDULES, SEARCHED, Schedule
-from planner.core.values.plan import Inputs, Plan, Recompute, ScheduleName, SolverReport
+from planner.core.schedule import SCHEDULES, SEARCHED, Schedule
+from planner.core.values.plan import Inputs, Plan, ScheduleName, SolverReport
 from planner.core.values.profile import Profile
 from planner.core.values.units import counted
 from planner.solve.answer import Answer
-from planner.solve.cases import MOST_CHUNKS, cases_of, micro_batch_counts
+from planner.solve.cases import cases_of, micro_batch_counts
 from planner.solve.chain.gpipe import DYNAMIC_PROGRAMME, gpipe_answer, tie_broken
+from planner.solve.checks import check_request
 from planner.solve.deadline import Deadline, OutOfTimeError
-from planner.solve.halves import check_halves
-from planner.solve.replicas import check_replicas
 from planner.solve.request import Request
 from planner.solve.space.case import Case
 
@@ -51,7 +49,7 @@ def solve(profile: Profile, request: Request, *, table: CostTable | None = None,
         UsageError: The question contradicts itself or the profile.
         InfeasibleError: No plan fits; the hint names the nearest things that would.
     """
-    _check_request(profile, request)
+    check_request(profile, request)
     deadline = Deadline.after(request.time_limit_s)
     cases = cases_of(profile, request, table=table)
     best, bound_us, complete, _ = _searched(cases, request, deadline)
@@ -69,7 +67,7 @@ def plan_under(
     schedules: Collection[ScheduleName], profile: Profile, request: Request, *, upper_us: float
 ) -> Plan | None:
     """The best plan found under any of `schedules`, if it beats `upper_us`; raises `UsageError` as `solve`."""
-    _check_request(profile, request)
+    check_request(profile, request)
     cases = [case for case in cases_of(profile, request) if case.schedule.name in schedules]
     best, bound_us, _, _ = _searched(cases, request, Deadline.after(request.time_limit_s), upper_us=upper_us)
     return None if best is None else _plan(best, min(bound_us, best.step_us), request)
@@ -241,78 +239,6 @@ def _plan(answer: Answer, bound_us: float, request: Request) -> Plan:
         return replace(plan, solver=replace(plan.solver, lower_bound_us=step_us))
     gap = 1 - bound_us / step_us
     return replace(plan, solver=replace(plan.solver, status="feasible", gap=gap, lower_bound_us=bound_us))
-
-
-def _check_request(profile: Profile, request: Request) -> None:
-    inputs = request.inputs
-    num_layers, num_devices = len(profile.layers), inputs.devices
-    if inputs.replicas < 0 or inputs.chunks < 0 or not all(0 < speed < inf for speed in inputs.speeds):
-        raise UsageError(
-            f"replicas and chunks are at least 1 (0 leaves them open) and speeds above 0, "
-            f"got {inputs.replicas}, {inputs.chunks} and {list(inputs.speeds)}"
-        )
-    if not 1 <= num_devices == len(inputs.memory_bytes):
-        raise UsageError(f"{len(inputs.memory_bytes)} caps for {num_devices} devices: one for each is needed")
-    if inputs.speeds and len(inputs.speeds) != num_devices:
-        raise UsageError(f"{len(inputs.speeds)} speeds for {num_devices} devices: one for each is needed")
-    if inputs.links and len(inputs.links) < num_devices - 1:
-        raise UsageError(
-            f"{len(inputs.links)} links between neighbours for {num_devices} devices: {num_devices - 1} are needed",
-            hint=f"measure them between {num_devices} processes: "
-            f"`torchrun --nproc-per-node {num_devices} -m planner profile-links`",
-        )
-    check_replicas(inputs)
-    if num_devices > num_layers and inputs.replicas == 1:
-        raise UsageError(
-            f"{num_devices} devices for {counted(num_layers, 'layer')}: every stage needs at least one layer",
-            hint=f"use `--devices {num_layers}` or fewer, `--replicas auto`, or profile the model in finer layers",
-        )
-    check_halves(profile, inputs.schedule, request.schedules)
-    _check_solver(request)
-    _check_chunks(request)
-    if inputs.chunks > 1 and inputs.chunks * 2 > num_layers:
-        raise UsageError(
-            f"{inputs.chunks} chunks on each of 2 devices or more: there are only {counted(num_layers, 'layer')}"
-        )
-    if request.balance is not None:
-        _check_balance(request, request.balance, num_layers)
-
-
-def _check_chunks(request: Request) -> None:
-    """Raises where chunks were asked for that no schedule left to choose from runs."""
-    inputs = request.inputs
-    if any(schedule.runs_chunks(inputs.chunks) for schedule in request.schedules):
-        return
-    schedule = request.schedules[0]
-    raise UsageError(
-        f"`{schedule.name}` runs {counted(schedule.exact_chunks or 1, 'stage')} on each device, "
-        f"got {counted(inputs.chunks, 'chunk')}",
-        hint="leave `--chunks` out, or use `--schedule interleaved` or `interleaved-zb`",
-    )
-
-
-def _check_solver(request: Request) -> None:
-    inputs = request.inputs
-    if not inputs.any_order and request.solver != "milp":
-        return
-    what = "`--devices-any-order`" if inputs.any_order else "`--solver milp`"
-    if inputs.any_order and request.solver == "milp":
-        raise UsageError("`--devices-any-order` needs the dynamic program, not `--solver milp`")
-    if not all(schedule.has_closed_form for schedule in request.schedules):
-        raise UsageError(f"{what} plans for the GPipe schedule only, not `{inputs.schedule}`")
-    if inputs.recompute == "layers":
-        raise UsageError(f"{what} recomputes stage by stage only", hint="use `--recompute auto`")
-    if inputs.any_order and (inputs.inter_link is not None or inputs.links):
-        places = "links" if inputs.links else "nodes"
-        raise UsageError(f"{what} and {places}: which link lies between two stages would depend on the order")
-
-
-def _check_balance(request: Request, balance: tuple[int, ...], num_layers: int) -> None:
-    never: Recompute = "never"
-    recompute = tuple(never for _ in balance)
-    cuts = Partition(schedule=GPIPE.name, micro_batches=1, balance=balance, recompute=recompute)
-    chunks = request.inputs.chunks or MOST_CHUNKS
-    check_partition(cuts, num_layers=num_layers, num_devices=request.inputs.devices * chunks)
 
 
 def _infeasible(profile: Profile, request: Request, cases: Sequence[Case]) -> InfeasibleError:

@@ -18,7 +18,7 @@ about L/K on long chains, and most first layers are out of reach from one side o
 labels survive on real chains. Exact for any input: no candidate is dropped but by a bound or by dominance.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -27,6 +27,7 @@ import numpy as np
 from planner.solve.chain.laws import Ahead, Law
 from planner.solve.deadline import NEVER, Deadline
 from planner.solve.space.arrays import BoolArray, ChoiceArray, FloatArray, IndexArray, IntArray
+from planner.solve.space.prefixes import MOST_CANDIDATES, Prefixes
 from planner.solve.space.problem import ChainProblem, Stages
 
 RELATIVE = 1e-12
@@ -37,11 +38,6 @@ _SLACKS = (1.01, 1.05, 1.25)
 
 _MORE_LABELS = 8
 """So many labels of each first layer are kept in a search before the exact one."""
-
-_MOST_CANDIDATES = 1 << 20  # extended at once, to bound transient memory
-
-_MOST_AT_ONCE = 1 << 18
-"""Stages of a chain up to which they are worked out once for all levels."""
 
 
 class ChainCuts(NamedTuple):
@@ -96,11 +92,8 @@ class LabelSearch:
         self._deadline = deadline
         self._work = (problem.sums.forward_us + problem.sums.backward_us) / problem.fastest
         self._own_us = float(problem.sums.own_us(np.array([0]), np.array([1]), problem.fastest)[0])
-        cells = len(problem.tables[0]) * (problem.num_layers + 1) * problem.width
-        is_once = problem.is_uniform and cells <= _MOST_AT_ONCE
-        # The stages that end at each cut, where those of every level are the same.
-        self._every = self._stages(0, np.arange(problem.num_layers + 1)) if is_once else None
-        self._least = self._least_of_prefixes()
+        self.prefixes = Prefixes(problem, law.needs, deadline=deadline)
+        self._least = self.prefixes.least
 
     def root_bound_us(self) -> float:
         """Below the step time of every partition; infinite if none fits."""
@@ -130,20 +123,6 @@ class LabelSearch:
         """The best partition, from a first one: few labels come first, since a better one rules out more others."""
         best = self.run(upper_us=best.step_us, most_labels=_MORE_LABELS) or best
         return self.run(upper_us=best.step_us) or best
-
-    def min_max(self, name: str) -> tuple[int, ...] | None:
-        """The cuts into all the stages whose largest is the smallest possible in one of the law's needs."""
-        least = self._least[name]
-        # From the back, each stage is the one that leaves the least largest to it and all in front.
-        cuts = [self.problem.num_layers]
-        if not np.isfinite(least[self.problem.num_stages][cuts[0]]):
-            return None
-        for level in range(self.problem.num_stages):
-            end = cuts[-1]
-            stages = self.problem.stages(level, 0, np.array([end]))
-            before = least[self.problem.num_stages - level - 1][stages.first[0]]
-            cuts.append(int(stages.first[0, np.argmin(np.maximum(before, self.law.needs[name].of(stages)[0]))]))
-        return tuple(cuts[::-1])
 
     def run(
         self,
@@ -216,63 +195,6 @@ class LabelSearch:
 
     # ---- bounds
 
-    def _least_of_prefixes(self) -> dict[str, list[FloatArray]]:
-        """By what the law needs: the least that layers 0..i-1 cost in r stages (at most, or exactly), at [r][i].
-
-        Where r stages do not reach, or those that are left do not reach from the end, it is infinite.
-        """
-        num, width, most = self.problem.num_layers, self.problem.width, self.problem.num_stages
-        start = np.where(np.arange(num + 1) == 0, 0.0, np.inf)
-        least = {name: [start] for name in self.law.needs}
-        columns: dict[str, FloatArray] = {}
-        # What is least in front of each stage of the tables, infinite in front of the chain: laid out once.
-        in_front = np.full(width + num, np.inf)
-        windows = np.lib.stride_tricks.sliding_window_view(in_front, width).T
-        for count in range(1, most + 1):
-            self._deadline.check()
-            if not columns or (self.problem.exact and self._every is None):
-                # With a given number of stages, the foremost of the chain are those of the highest levels; else a
-                # stage may come to lie on any level.
-                levels = [most - count] if self.problem.exact else range(most)
-                # Minima over the first axis take a fraction of the time.
-                columns = {name: np.ascontiguousarray(row.T) for name, row in self._least_of_stages(levels).items()}
-            ends = slice(max(0, num - (most - count) * width), min(num, count * width) + 1)
-            for name, (join, _) in self.law.needs.items():
-                before = least[name][-1]
-                in_front[width:] = before[:-1]
-                longer = np.full(num + 1, np.inf)
-                np.minimum.reduce(join(windows[:, ends], columns[name][:, ends]), axis=0, out=longer[ends])
-                least[name].append(longer if self.problem.exact else np.minimum(longer, before))
-        return least
-
-    def _least_of_stages(self, levels: Iterable[int]) -> dict[str, FloatArray]:
-        """By what the law needs: the least over the ways to run each stage on some of the levels."""
-        least: dict[str, FloatArray] = {}
-        # Devices alike share one table, which holds for all of their levels.
-        level_of = {id(self.problem.tables[level]): level for level in reversed(list(levels))}
-        for level in level_of.values():
-            for name, values in self._values_of_stages(level).items():
-                least[name] = np.minimum(least[name], values) if name in least else values
-        return least
-
-    def _values_of_stages(self, level: int) -> dict[str, FloatArray]:
-        if self._every is not None:
-            return {name: need.of(self._every).min(axis=0) for name, need in self.law.needs.items()}
-        num, width = self.problem.num_layers + 1, self.problem.width
-        values = {name: np.empty((num, width)) for name in self.law.needs}
-        size = max(1, _MOST_CANDIDATES // width // len(self.problem.tables[level]))
-        for start in range(0, num, size):
-            ends = np.arange(start, min(start + size, num))
-            stages = self._stages(level, ends)
-            for name, need in self.law.needs.items():
-                values[name][ends] = need.of(stages).min(axis=0)
-        return values
-
-    def _stages(self, level: int, ends: IntArray) -> Stages:
-        """The stages of a level that end at each of `ends`, run in each of its ways."""
-        ways = range(len(self.problem.tables[level]))
-        return Stages.of_ways([self.problem.stages(level, way, ends) for way in ways])
-
     def _ahead(self, first: IntArray, stages_left: int) -> Ahead:
         return Ahead(
             work_us=self._work[first],
@@ -312,7 +234,7 @@ class LabelSearch:
     def _blocks(self, labels: _Level) -> Iterator[IndexArray]:
         # A label that begins at layer 0 is a plan, and nothing goes in front of it.
         open_ = np.flatnonzero(labels.first > 0)
-        size = max(1, _MOST_CANDIDATES // self.problem.width)
+        size = max(1, MOST_CANDIDATES // self.problem.width)
         for start in range(0, len(open_), size):
             self._deadline.check()
             yield open_[start : start + size]
@@ -341,12 +263,12 @@ class LabelSearch:
 
     def _in_front(self, level: int, first: IntArray) -> tuple[Stages, IntArray]:
         """The stages of a level, and in which of their rows those are that end where labels begin."""
-        if self._every is not None:
-            return self._every, first
+        if self.prefixes.every is not None:
+            return self.prefixes.every, first
         # Labels of one first layer are followed by the same stages: those are worked out once, in a row for each end.
         is_end = np.zeros(self.problem.num_layers + 1, dtype=bool)
         is_end[first] = True
-        return self._stages(level, np.flatnonzero(is_end)), (np.cumsum(is_end) - 1)[first]
+        return self.prefixes.stages(level, np.flatnonzero(is_end)), (np.cumsum(is_end) - 1)[first]
 
     def _reduced(self, labels: _Level, most_labels: int | None) -> _Level:
         if len(labels.first) == 1:

@@ -42,14 +42,15 @@ where D is the makespan of the backward flow shop and U what optimizers add. The
     u   as above
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import numpy as np
 
 from planner.core.cost.stage_time import tail_in_front_us
 from planner.solve.space.arrays import BoolArray, FloatArray
+from planner.solve.space.prefixes import Least
 from planner.solve.space.problem import Bottlenecks, Stages
 
 Label = tuple[FloatArray, ...]
@@ -57,15 +58,6 @@ _Passed = tuple[FloatArray, FloatArray, FloatArray]
 """x, a and d."""
 _Machine = tuple[FloatArray, FloatArray, FloatArray]
 """F, p and q."""
-
-
-class Least(NamedTuple):
-    """What the layers in front cost at least in some respect: the best over all ways to cut them into stages."""
-
-    join: np.ufunc
-    """How the stages' values make up the whole: their maximum or their sum."""
-    of: Callable[[Stages], FloatArray]
-    """A stage's value."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -61,7 +61,7 @@ def _search_stages(progress: Progress, num_stages: int) -> bool:
             continue
         effort.spent += (_ORDER if effort.is_bounded else _FIRST_ORDER) * many.num_actions
         # Three partitions to begin with: the bound's own, and those with the evenest work and the evenest backward.
-        for start in {least.cuts, search.min_max("work"), search.min_max("backward")} - {None}:
+        for start in {least.cuts, search.prefixes.min_max("work"), search.prefixes.min_max("backward")} - {None}:
             if effort.left > 0 or progress.best is None:
                 _improve_cuts(progress, many, problem, np.array([start]))
         is_open = least.step_us < progress.upper_us * (1 - 1e-9)

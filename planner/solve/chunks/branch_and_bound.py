@@ -15,9 +15,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from planner.core.extras import is_installed
+from planner.core.extras import is_installed, without_output
 from planner.solve.chunks.linear_program import CutProgramme, Ways
-from planner.solve.quiet import without_output
 from planner.solve.space.arrays import FloatArray, IntArray
 
 _SAFE = 1e-6

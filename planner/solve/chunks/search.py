@@ -22,8 +22,6 @@ from planner.core.cost.chain_costs import sums_before
 from planner.core.cost.evaluate import Partition
 from planner.core.schedule import GPIPE
 from planner.core.values.cluster import Cluster
-from planner.solve.chain.chain_dp import LabelSearch
-from planner.solve.chain.laws import GPipeLaw
 from planner.solve.chunks.branch_and_bound import BranchAndBound, CutBound, is_solvable
 from planner.solve.chunks.cut_search import CutSearch
 from planner.solve.chunks.fitting import Fitting
@@ -33,6 +31,7 @@ from planner.solve.progress import BLOCK, Progress
 from planner.solve.space.arrays import FloatArray, IntArray
 from planner.solve.space.case import cuts_and_choices
 from planner.solve.space.partitions import Many
+from planner.solve.space.prefixes import Least, Prefixes
 
 _MOST_OF_ONE, _BATCHES, _SHARE = 20_000, 60, 4
 """Where effort is bounded, one search has so many actions or batches at most, and its share of what is left."""
@@ -240,7 +239,8 @@ def starts_of(progress: Progress, many: Many) -> list[IntArray]:
     roomy = Cluster(memory_bytes=(2**62,) * num_stages, link=case.cluster.link)
     single = replace(case, schedule=GPIPE, chunks=1, num_devices=num_stages, replicas=1, cluster=roomy)
     problem = single.problem(num_stages, width=many.width, exact=True)
-    cuts = LabelSearch(problem, GPipeLaw(case.micro_batches), deadline=progress.deadline).min_max("backward")
+    backward = {"backward": Least(np.maximum, lambda stages: stages.backward)}
+    cuts = Prefixes(problem, backward, deadline=progress.deadline).min_max("backward")
     if cuts is not None and not np.array_equal(cuts, even):
         starts.append(np.array(cuts))
     return starts

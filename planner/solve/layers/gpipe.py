@@ -25,7 +25,8 @@ _ROUNDS = 400
 
 def layered_answer(case: Case, *, upper_us: float = np.inf, deadline: Deadline = NEVER) -> Answer:
     """The fastest partition that beats `upper_us`, and what none can beat; raises as `gpipe_answer`."""
-    case = replace(case, layers=LayerTimes(case.costs))
+    layers = LayerTimes(case.costs)
+    case = replace(case, least_again_us=layers.table)
     best: Partition | None = None
     bound_us = case.bound_us
     windows = Windows(case)
@@ -33,7 +34,7 @@ def layered_answer(case: Case, *, upper_us: float = np.inf, deadline: Deadline =
     try:
         for _ in range(_ROUNDS):
             cuts = _best_cuts(case, windows.width, upper_us, deadline)
-            partition = None if cuts is None else _with_layers(case, cuts)
+            partition = None if cuts is None else _with_layers(case, layers, cuts)
             time_us = np.inf if partition is None else step_us(case.costs, partition, case.cluster)
             if time_us < upper_us:
                 best, upper_us = partition, time_us
@@ -56,10 +57,8 @@ def _best_cuts(case: Case, width: int, upper_us: float, deadline: Deadline) -> C
     return best
 
 
-def _with_layers(case: Case, cuts: ChainCuts) -> Partition | None:
+def _with_layers(case: Case, layers: LayerTimes, cuts: ChainCuts) -> Partition | None:
     """The partition with the layers it recomputes; None if a stage does not fit after all."""
-    layers = case.layers
-    assert layers is not None  # this module gives it to every case
     recomputed = []
     for k, (first, end) in enumerate(zip(cuts.cuts[:-1], cuts.cuts[1:], strict=True)):
         cap = case.caps_bytes[0 if case.alike else k]

@@ -44,7 +44,7 @@ def search_one_chunk_by_layers(progress: Progress, near: Partition | None) -> No
         near: Its best partition that recomputes whole stages, if one is known.
     """
     layers = LayerTimes(progress.case.costs)
-    case = replace(progress.case, layers=layers)
+    case = replace(progress.case, least_again_us=layers.table)
     for num_stages in range(case.num_devices, 0, -1):
         # Fewer stages take longer still.
         if progress.least_us(num_stages) >= progress.upper_us:
@@ -78,7 +78,7 @@ class _Search:
             least, search = self._least(windows.width)
             if least is None:
                 continue
-            starts = {least.cuts, search.min_max("work"), search.min_max("backward")}
+            starts = {least.cuts, search.prefixes.min_max("work"), search.prefixes.min_max("backward")}
             some = [np.array(start) for start in sorted(filter(None, starts)) if min(np.diff(start)) > 0]
             self._cuts.search(some, most_of_one(progress, self._many))
             is_open = least.step_us < progress.upper_us * (1 - 1e-9)

@@ -13,11 +13,12 @@ from math import inf
 
 import numpy as np
 
+from planner.core.cost.simulate import StageTimes
 from planner.core.errors import UsageError
 from planner.core.schedule import SCHEDULES, Action, Listed
 from planner.solve.chunks.cut_search import CutSearch
 from planner.solve.chunks.search import starts_of
-from planner.solve.orders.list_scheduling import OrderProblem
+from planner.solve.orders.list_scheduling import OrderProblem, room_of
 from planner.solve.orders.order_search import FoundOrder, Orders
 from planner.solve.orders.period_bound import least_of_all_cuts_us, least_trip_us
 from planner.solve.progress import SAME, Progress
@@ -117,7 +118,7 @@ class _Joint:
 
         best: FoundOrder | None = None
         for is_whole in (False, True):
-            problem = many.order_problem(place[0], place[1], is_whole=is_whole)
+            problem = _order_problem(many, place[0], place[1], is_whole=is_whole)
             if is_whole and best is not None and _halves_cost_nothing(problem):
                 break
             orders = Orders(problem, fits, [named.actions for named in self._models])
@@ -137,6 +138,32 @@ def _named(many: Many) -> list[Many]:
             with suppress(UsageError):
                 able += [named] if named.actions else []
     return able
+
+
+def _order_problem(many: Many, cuts: IntArray, choices: IntArray, *, is_whole: bool) -> OrderProblem:
+    """Return what lists are made for: one partition, with cuts of shape (S+1,) and choices of shape (S,)."""
+    cuts, choices = cuts[None], choices[None]
+    busy, halves, crossing, own = many.durations(cuts, choices)
+    always, parts, _ = many.stage_bytes(cuts, choices)
+    durations = {
+        name: np.broadcast_to(us, choices.shape)[0] for name, us in {**busy._asdict(), **halves._asdict()}.items()
+    }
+    return OrderProblem(
+        chunks=tuple(many.chunks),
+        micro_batches=many.case.micro_batches,
+        times=tuple(
+            StageTimes(
+                **{name: float(us[s]) for name, us in durations.items()},
+                send_us=float(crossing[0, s]),
+                blocking=bool(many.blocking[s]),
+            )
+            for s in range(many.num_stages)
+        ),
+        rooms=tuple(room_of(float(always[0, s]), parts[0, s], is_whole=is_whole) for s in range(many.num_stages)),
+        is_whole=(is_whole,) * many.num_stages,
+        caps_bytes=many.case.caps_bytes[: many.num_devices],
+        own_us=tuple(own[0].tolist()),
+    )
 
 
 def _halves_cost_nothing(problem: OrderProblem) -> bool:

@@ -1,10 +1,10 @@
 """One M of one pipeline: from costs and devices to the tables of the label programme."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -19,9 +19,6 @@ from planner.core.values.plan import RecomputePolicy
 from planner.solve.space.arrays import BoolArray, FloatArray, IntArray
 from planner.solve.space.problem import ChainProblem, DeviceTable, LinkTimes
 from planner.solve.space.tables import NOWHERE, MemoryTable
-
-if TYPE_CHECKING:
-    from planner.solve.layers.exact_stages import LayerTimes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,8 +67,9 @@ class Case:
     policy: RecomputePolicy
     rules: Rules
     chunks: int = 1
-    layers: "LayerTimes | None" = None
-    """What recomputing single layers costs; needed where the policy is `layers`."""
+    least_again_us: Callable[[int, float, Moments], FloatArray] | None = None
+    """Lower bounds of the time to recompute single layers, for a width, a limit and moments of a device: shape
+    (L+1, width). Stages recompute whole, or not at all, without it."""
     _memory: dict[tuple[int, int], MemoryTable] = field(default_factory=dict, repr=False, compare=False)
 
     def partition(self, cuts: Sequence[int] | IntArray, choices: Sequence[int] | IntArray, **more: Any) -> Partition:
@@ -232,9 +230,11 @@ class Case:
             key = (cap, self.cluster.speed(device), id(memory))
             if key not in ways:
                 # Where everything fits as it is, nothing needs to be recomputed.
-                again_us = None if easy or self.layers is None else self.layers.table(width, cap, self.moments(level))
+                layers_us = (
+                    None if easy or not self.least_again_us else self.least_again_us(width, cap, self.moments(level))
+                )
                 ways[key] = self._ways(
-                    memory, cap, self.cluster.speed(device), forbidden, every_choice=every_choice, again_us=again_us
+                    memory, cap, self.cluster.speed(device), forbidden, every_choice=every_choice, again_us=layers_us
                 )
             tables.append(ways[key])
         return tuple(tables)

@@ -20,12 +20,11 @@ from planner.core.cost.device_memory import (
 )
 from planner.core.cost.layer_memory import most_savings
 from planner.core.cost.moments import PARTS, moments_of
-from planner.core.cost.simulate import StageTimes, makespans
+from planner.core.cost.simulate import makespans
 from planner.core.cost.stage_time import CHOICES, BusyTimes, HalfTimes, hidden_us, optimizer_tail_us
 from planner.core.errors import UsageError
 from planner.core.schedule import Action, Schedule
 from planner.core.values.placement import device_of, stages_on
-from planner.solve.orders.list_scheduling import OrderProblem, room_of
 from planner.solve.space.arrays import BoolArray, FloatArray, IntArray
 from planner.solve.space.case import Case
 from planner.solve.space.problem import LinkTimes
@@ -97,37 +96,6 @@ class Many:
             vars(other).pop(known, None)
         vars(other)["parts"] = self.parts
         return other
-
-    def order_problem(self, cuts: IntArray, choices: IntArray, *, is_whole: bool) -> OrderProblem:
-        """What lists are made for: one partition, with cuts of shape (S+1,) and choices of shape (S,).
-
-        Args:
-            cuts: Of the partition.
-            choices: Of the partition.
-            is_whole: Whether backwards run in one piece.
-        """
-        cuts, choices = cuts[None], choices[None]
-        busy, halves, crossing, own = self.durations(cuts, choices)
-        always, parts, _ = self.stage_bytes(cuts, choices)
-        durations = {
-            name: np.broadcast_to(us, choices.shape)[0] for name, us in {**busy._asdict(), **halves._asdict()}.items()
-        }
-        return OrderProblem(
-            chunks=tuple(self.chunks),
-            micro_batches=self.case.micro_batches,
-            times=tuple(
-                StageTimes(
-                    **{name: float(us[s]) for name, us in durations.items()},
-                    send_us=float(crossing[0, s]),
-                    blocking=bool(self.blocking[s]),
-                )
-                for s in range(self.num_stages)
-            ),
-            rooms=tuple(room_of(float(always[0, s]), parts[0, s], is_whole=is_whole) for s in range(self.num_stages)),
-            is_whole=(is_whole,) * self.num_stages,
-            caps_bytes=self.case.caps_bytes[: self.num_devices],
-            own_us=tuple(own[0].tolist()),
-        )
 
     def durations(self, cuts: IntArray, choices: IntArray) -> tuple[BusyTimes, HalfTimes, FloatArray, FloatArray]:
         """What stages are busy with whole backwards and with halves, crossing behind each, and U of each device.

@@ -7,8 +7,8 @@ from typing import Any
 import highspy
 import pytest
 
+from planner.core.extras import without_output
 from planner.solve import Request, solve
-from planner.solve.quiet import without_output
 from tests.support.chains import random_profile
 from tests.support.profiles import inputs_of
 from tests.unit.solve.test_several_chunks import bounds_of, many_of

@@ -1,0 +1,118 @@
+"""Lower bounds of the layers before a cut: the best over all ways to cut these into stages.
+
+Complexity: O(K L W) time for K stages of at most W of L layers, and O(K L) memory.
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Final, NamedTuple
+
+import numpy as np
+
+from planner.solve.deadline import NEVER, Deadline
+from planner.solve.space.arrays import FloatArray, IntArray
+from planner.solve.space.problem import ChainProblem, Stages
+
+MOST_CANDIDATES: Final = 1 << 20
+"""Stages that are worked out at once, to bound transient memory."""
+
+_MOST_AT_ONCE = 1 << 18
+"""Stages of a chain up to which they are worked out once for all levels."""
+
+
+class Least(NamedTuple):
+    """What the layers in front cost at least in some respect: the best over all ways to cut them into stages."""
+
+    join: np.ufunc
+    """How the stages' values make up the whole: their maximum or their sum."""
+    of: Callable[[Stages], FloatArray]
+    """A stage's value."""
+
+
+class Prefixes:
+    """Least values of the first layers of a chain, by number of stages.
+
+    Args:
+        problem: The chain and its stages.
+        needs: The values, by name.
+        deadline: When `OutOfTimeError` is raised.
+    """
+
+    def __init__(self, problem: ChainProblem, needs: Mapping[str, Least], *, deadline: Deadline = NEVER) -> None:
+        self._problem, self._needs, self._deadline = problem, needs, deadline
+        cells = len(problem.tables[0]) * (problem.num_layers + 1) * problem.width
+        is_once = problem.is_uniform and cells <= _MOST_AT_ONCE
+        self.every = self.stages(0, np.arange(problem.num_layers + 1)) if is_once else None
+        """The stages that end at each cut, if those of every level are the same."""
+        self.least = self._least_of_prefixes()
+        """By name: the least of layers 0..i-1 in r stages (at most, or exactly), at [r][i]."""
+
+    def min_max(self, name: str) -> tuple[int, ...] | None:
+        """The cuts into all the stages whose largest is the smallest possible in one of the needs."""
+        least = self.least[name]
+        # From the back, each stage is the one that leaves the least largest to it and all in front.
+        cuts = [self._problem.num_layers]
+        if not np.isfinite(least[self._problem.num_stages][cuts[0]]):
+            return None
+        for level in range(self._problem.num_stages):
+            end = cuts[-1]
+            stages = self._problem.stages(level, 0, np.array([end]))
+            before = least[self._problem.num_stages - level - 1][stages.first[0]]
+            cuts.append(int(stages.first[0, np.argmin(np.maximum(before, self._needs[name].of(stages)[0]))]))
+        return tuple(cuts[::-1])
+
+    def _least_of_prefixes(self) -> dict[str, list[FloatArray]]:
+        """By what the law needs: the least that layers 0..i-1 cost in r stages (at most, or exactly), at [r][i].
+
+        Where r stages do not reach, or those that are left do not reach from the end, it is infinite.
+        """
+        num, width, most = self._problem.num_layers, self._problem.width, self._problem.num_stages
+        start = np.where(np.arange(num + 1) == 0, 0.0, np.inf)
+        least = {name: [start] for name in self._needs}
+        columns: dict[str, FloatArray] = {}
+        # What is least in front of each stage of the tables, infinite in front of the chain: laid out once.
+        in_front = np.full(width + num, np.inf)
+        windows = np.lib.stride_tricks.sliding_window_view(in_front, width).T
+        for count in range(1, most + 1):
+            self._deadline.check()
+            if not columns or (self._problem.exact and self.every is None):
+                # With a given number of stages, the foremost of the chain are those of the highest levels; else a
+                # stage may come to lie on any level.
+                levels = [most - count] if self._problem.exact else range(most)
+                # Minima over the first axis take a fraction of the time.
+                columns = {name: np.ascontiguousarray(row.T) for name, row in self._least_of_stages(levels).items()}
+            ends = slice(max(0, num - (most - count) * width), min(num, count * width) + 1)
+            for name, (join, _) in self._needs.items():
+                before = least[name][-1]
+                in_front[width:] = before[:-1]
+                longer = np.full(num + 1, np.inf)
+                np.minimum.reduce(join(windows[:, ends], columns[name][:, ends]), axis=0, out=longer[ends])
+                least[name].append(longer if self._problem.exact else np.minimum(longer, before))
+        return least
+
+    def _least_of_stages(self, levels: Iterable[int]) -> dict[str, FloatArray]:
+        """By what the law needs: the least over the ways to run each stage on some of the levels."""
+        least: dict[str, FloatArray] = {}
+        # Devices alike share one table, which holds for all of their levels.
+        level_of = {id(self._problem.tables[level]): level for level in reversed(list(levels))}
+        for level in level_of.values():
+            for name, values in self._values_of_stages(level).items():
+                least[name] = np.minimum(least[name], values) if name in least else values
+        return least
+
+    def _values_of_stages(self, level: int) -> dict[str, FloatArray]:
+        if self.every is not None:
+            return {name: need.of(self.every).min(axis=0) for name, need in self._needs.items()}
+        num, width = self._problem.num_layers + 1, self._problem.width
+        values = {name: np.empty((num, width)) for name in self._needs}
+        size = max(1, MOST_CANDIDATES // width // len(self._problem.tables[level]))
+        for start in range(0, num, size):
+            ends = np.arange(start, min(start + size, num))
+            stages = self.stages(level, ends)
+            for name, need in self._needs.items():
+                values[name][ends] = need.of(stages).min(axis=0)
+        return values
+
+    def stages(self, level: int, ends: IntArray) -> Stages:
+        """The stages of a level that end at each of `ends`, run in each of its ways."""
+        ways = range(len(self._problem.tables[level]))
+        return Stages.of_ways([self._problem.stages(level, way, ends) for way in ways])
