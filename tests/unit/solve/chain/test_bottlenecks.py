@@ -9,11 +9,12 @@ from planner.core.values.cluster import Link
 from planner.core.values.plan import RecomputePolicy
 from planner.solve import Request
 from planner.solve.cases import cases_of
-from planner.solve.chain import bottlenecks, chain_dp
+from planner.solve.chain import bottlenecks
 from planner.solve.chain.bottlenecks import BottleneckSearch
 from planner.solve.chain.chain_dp import LabelSearch
 from planner.solve.chain.laws import GPipeLaw, TiedLaw
 from planner.solve.deadline import OutOfTimeError
+from planner.solve.space import prefixes
 from planner.solve.space.case import Case
 from planner.solve.space.problem import Bottlenecks
 from tests.support.chains import random_profile
@@ -76,7 +77,7 @@ def test_stages_worked_out_level_by_level_make_the_same_labels(seed: int, monkey
     law = TiedLaw(GPipeLaw(8), "peak", "moved")
     at_once = LabelSearch(problem, law).run(upper_us=np.inf)
     assert at_once is not None
-    monkeypatch.setattr(chain_dp, "_MOST_AT_ONCE", 0)
+    monkeypatch.setattr(prefixes, "_MOST_AT_ONCE", 0)
     assert LabelSearch(problem, law).run(upper_us=np.inf) == at_once
 
 

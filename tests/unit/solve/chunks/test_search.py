@@ -16,8 +16,9 @@ from planner.core.schedule import SCHEDULES
 from planner.core.values.cluster import Link
 from planner.core.values.plan import Inputs, ScheduleName
 from planner.core.values.profile import Profile
-from planner.solve import Request, insight_of, simulated, solve
+from planner.solve import Request, insight_of, solve
 from planner.solve.cases import cases_of
+from planner.solve.chunks import search
 from planner.solve.chunks.branch_and_bound import BranchAndBound
 from planner.solve.chunks.descent import moves
 from planner.solve.chunks.fitting import Fitting
@@ -276,7 +277,7 @@ def test_the_best_of_all_cases_is_searched_on(monkeypatch: pytest.MonkeyPatch) -
     request = Request(inputs=replace(inputs_of(4, 8), schedule="interleaved", chunks=3), micro_batches=8)
     longer = solve(profile, request)
     asked: list[Answer] = []
-    monkeypatch.setattr(simulated, "searched_on", lambda answer, _: asked.append(answer) or answer)
+    monkeypatch.setattr(search, "search_on", lambda answer, **_: asked.append(answer) or answer)
     once = solve(profile, request)
     assert longer.predicted.step_us < once.predicted.step_us * 0.995
     assert longer.solver.lower_bound_us == once.solver.lower_bound_us
@@ -287,7 +288,7 @@ def test_the_best_of_all_cases_is_searched_on(monkeypatch: pytest.MonkeyPatch) -
     assert solve(few, request).solver.status == "optimal"
     assert len(asked) == 1
     monkeypatch.undo()
-    assert simulated.searched_on(answer, Deadline.after(0.0)) == answer
+    assert search.search_on(answer, deadline=Deadline.after(0.0)) == answer
 
 
 def test_what_noise_does_to_a_plan_is_not_searched_on(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -300,7 +301,7 @@ def test_what_noise_does_to_a_plan_is_not_searched_on(monkeypatch: pytest.Monkey
     plan = solve(profile, request)
     assert plan.solver.status == "feasible"
     asked: list[Answer] = []
-    monkeypatch.setattr(simulated, "searched_on", lambda answer, _: asked.append(answer) or answer)
+    monkeypatch.setattr(search, "search_on", lambda answer, **_: asked.append(answer) or answer)
     monkeypatch.setattr("planner.solve.questions.insight._DRAWS", 3)
     insight = insight_of(profile, request, plan)
     assert len(asked) == len(insight.what_if) == 2

@@ -11,7 +11,7 @@ from planner.core.extras import without_output
 from planner.solve import Request, solve
 from tests.support.chains import random_profile
 from tests.support.profiles import inputs_of
-from tests.unit.solve.test_several_chunks import bounds_of, many_of
+from tests.unit.solve.chunks.test_search import bounds_of, many_of
 
 
 def test_a_solvers_banner_is_dropped(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
