@@ -112,7 +112,7 @@ def _solved(source: ReadProfile, options: SolveOptions, output: str | None) -> P
     from planner.core.cost.costs import CostTable  # noqa: PLC0415
     from planner.solve import frontier_of, insight_of, trade_off_of  # noqa: PLC0415
     from planner.solve import solve as solve_plan  # noqa: PLC0415
-    from planner.solve.simulated import lacks_bound  # noqa: PLC0415
+    from planner.solve.search import lacks_bound  # noqa: PLC0415
 
     read = source.profile
     if options.batch is None:

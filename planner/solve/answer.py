@@ -1,8 +1,9 @@
-"""What a search says of one case."""
+"""The shape of every search: a case, the step time to beat and a deadline in; an answer out."""
 
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from planner.core.cost.evaluate import Partition
+from planner.solve.deadline import Deadline
 from planner.solve.space.case import Case
 
 
@@ -16,4 +17,15 @@ class Answer(NamedTuple):
     lower_bound_us: float
     method: str
     actions: int = 0
-    """What a search of bounded effort has spent, in actions simulated."""
+    """Number of actions simulated by a search of bounded effort."""
+
+
+class Search(Protocol):
+    """A search for the fastest plan of one case."""
+
+    def __call__(self, case: Case, *, upper_us: float, deadline: Deadline) -> Answer:
+        """Return the best partition that is faster than `upper_us`, if one is found, and a lower bound of all.
+
+        Raises:
+            OutOfTimeError: `deadline` passed before anything was found, and `upper_us` is infinite.
+        """

@@ -16,6 +16,9 @@ class Deadline:
 
     ends_s: float
     """By the clock of `time.monotonic`; infinite where there is no limit."""
+    most_actions: int | None = None
+    """Number of actions that a search may simulate, tables counted in; None: simulation alone counts, and ends with
+    what takes some seconds."""
 
     @classmethod
     def after(cls, limit_s: float | None) -> "Deadline":
@@ -23,13 +26,18 @@ class Deadline:
         return NEVER if limit_s is None else cls(ends_s=time.monotonic() + limit_s)
 
     @property
+    def is_limited(self) -> bool:
+        """Return True if there is a time limit."""
+        return self.ends_s < inf
+
+    @property
     def left_s(self) -> float:
         """Seconds until then, below 0 afterwards."""
         return self.ends_s - time.monotonic()
 
     def share(self, part: float) -> "Deadline":
-        """The deadline after that part of the time left; NEVER where there is no limit."""
-        return NEVER if self.ends_s == inf else replace(self, ends_s=time.monotonic() + part * max(0.0, self.left_s))
+        """The deadline after that part of the time left; the same where there is no limit."""
+        return replace(self, ends_s=time.monotonic() + part * max(0.0, self.left_s)) if self.is_limited else self
 
     def check(self) -> None:
         """Raises `OutOfTimeError` if it is over."""

@@ -46,7 +46,7 @@ _MAX_TERMS: Final = 1_000_000
 """A program of more layers summed over all arcs is refused: PuLP takes microseconds to state each."""
 
 
-def integer_answer(case: Case, *, upper_us: float = inf, deadline: Deadline = NEVER) -> Answer:
+def search_integer_program(case: Case, *, upper_us: float = inf, deadline: Deadline = NEVER) -> Answer:
     """Return the fastest partition, and what no partition that beats `upper_us` can beat.
 
     Raises:
@@ -66,7 +66,7 @@ def integer_answer(case: Case, *, upper_us: float = inf, deadline: Deadline = NE
         warnings.simplefilter("ignore", DeprecationWarning)
         unit_us = case.bound_us / _SCALED_STEP or 1.0
         program = _Program(pulp, arcs, unit_us)
-        limit_s = None if deadline == NEVER else max(0.1, deadline.left_s)
+        limit_s = max(0.1, deadline.left_s) if deadline.is_limited else None
         program.lp.solve(_solver(pulp, limit_s))
     highs = program.lp.solverModel  # CBC leaves none
     if program.lp.status == pulp.LpStatusInfeasible and (highs is not None or limit_s is None):

@@ -1,12 +1,21 @@
-"""What searches that simulate partitions share: the best one so far, the effort that is left, and the deadline."""
+"""What searches that simulate partitions share: the best one so far, the effort that is left, and the deadline.
 
+Only GPipe's step time has a closed form. Under all other schedules, the step time of a partition is that of the
+simulator, which runs the action lists of the engine. Such a search has a lower bound for all partitions and a few good
+ones, improved step by step. Partitions between the two are simulated too, if they are few enough: then the answer is
+optimal, else it has a gap. If the effort is bounded, a search does not begin what costs more than is left; the bound of
+what it left out counts instead.
+"""
+
+from collections.abc import Callable
 from dataclasses import dataclass
 from math import inf
 
 import numpy as np
 
 from planner.core.cost.evaluate import Partition
-from planner.solve.deadline import Deadline
+from planner.solve.answer import Answer
+from planner.solve.deadline import Deadline, OutOfTimeError
 from planner.solve.space.arrays import BoolArray, FloatArray, IntArray
 from planner.solve.space.case import Case
 from planner.solve.space.partitions import Many
@@ -79,14 +88,6 @@ class Progress:
         """Notes that partitions which take `bound_us` at least were not simulated."""
         self.bound_us = min(self.bound_us, bound_us)
 
-    def least_us(self, num_stages: int) -> float:
-        """Below every partition into so many stages, and not larger for more of them."""
-        costs, cluster = self.case.costs, self.case.cluster
-        pair_us = costs.forward_us + self.case.least_backward_us
-        speeds = sorted((cluster.speed(d) for d in range(self.case.num_devices)), reverse=True)
-        share_us = max(float(pair_us.sum()) / sum(speeds[:num_stages]), float(pair_us.max()) / speeds[0])
-        return self.case.micro_batches * share_us
-
     def simulated(
         self, many: Many, cuts: IntArray, choices: IntArray, layers_us: FloatArray | None = None
     ) -> FloatArray:
@@ -106,3 +107,21 @@ class Progress:
             self.upper_us = float(step_us[at])
             self.best = many.case.partition(cuts[at], choices[at])
         return step_us
+
+
+def simulated_answer(search: Callable[[Progress], None], case: Case, *, upper_us: float, deadline: Deadline) -> Answer:
+    """Return what a search finds that notes the best partition, and what it leaves out, in its `Progress`.
+
+    Raises:
+        OutOfTimeError: `deadline` passed before anything was found, and `upper_us` is infinite.
+    """
+    progress = Progress(case=case, effort=Effort(deadline.most_actions), deadline=deadline, upper_us=upper_us)
+    try:
+        search(progress)
+    except OutOfTimeError:
+        if progress.best is None and upper_us == inf:
+            raise
+        progress.leave_out(max(progress.rest_us, case.bound_us))
+    bound_us = min(progress.bound_us, progress.upper_us)
+    step_us = inf if progress.best is None else progress.upper_us
+    return Answer(case, progress.best, step_us, bound_us, "simulated", progress.effort.spent)

@@ -1,8 +1,9 @@
 """From what was asked to the plan: over schedules, replicas, micro-batch counts and cuts, with a certificate."""
 
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from math import inf
 from types import MappingProxyType
 from typing import Final, NamedTuple
@@ -10,13 +11,14 @@ from typing import Final, NamedTuple
 from planner.core.cost.costs import CostTable
 from planner.core.cost.planning import build_plan
 from planner.core.errors import InfeasibleError, SolverError, UsageError
+from planner.core.extras import is_installed
 from planner.core.schedule import SCHEDULES, SEARCHED, Schedule
 from planner.core.values.plan import Inputs, Plan, ScheduleName, SolverReport
 from planner.core.values.profile import Profile
 from planner.core.values.units import counted
-from planner.solve.answer import Answer
+from planner.solve.answer import Answer, Search
 from planner.solve.cases import cases_of, micro_batch_counts
-from planner.solve.chain.gpipe import DYNAMIC_PROGRAMME, gpipe_answer, tie_broken
+from planner.solve.chain.gpipe import DYNAMIC_PROGRAMME, search_gpipe, tie_broken
 from planner.solve.checks import check_request
 from planner.solve.deadline import Deadline, OutOfTimeError
 from planner.solve.request import Request
@@ -142,7 +144,8 @@ def _one_by_one(
         # What no case leaves time for counts with a bound that knows no memory: half of the time is for the others.
         share = deadline.share(0.5) if any(other.bound_us < upper_us for other in ordered[n + 1 :]) else deadline
         try:
-            answer = _answer(case, request, share, upper_us=upper_us, most_actions=most_actions, by_stage=whole)
+            search = _search_for(case, request, whole)
+            answer = search(case, upper_us=upper_us, deadline=replace(share, most_actions=most_actions))
         except OutOfTimeError:
             complete = False
             bound_us = min(bound_us, case.bound_us)
@@ -153,10 +156,11 @@ def _one_by_one(
         bound_us = min(bound_us, answer.lower_bound_us)
         if answer.partition is not None and answer.step_us < upper_us:
             best, upper_us = answer, answer.step_us
-    if best is not None and request.searches_on and not left and bound_us < upper_us:
-        from planner.solve.simulated import searched_on  # noqa: PLC0415
+    is_open_ended = request.searches_on and not left and bound_us < upper_us
+    if best is not None and is_open_ended and _has_linear_program(best.case.schedule) and best.case.policy != "layers":
+        from planner.solve.chunks.search import search_on  # noqa: PLC0415
 
-        best = answers[_Key.of(best.case)] = searched_on(best, deadline)
+        best = answers[_Key.of(best.case)] = search_on(best, deadline=deadline)
     return _Searched(best, bound_us, complete, answers)
 
 
@@ -193,33 +197,45 @@ def _tie_broken(answer: Answer, deadline: Deadline) -> Answer:
     return answer if cuts is None else answer._replace(partition=case.partition(cuts.cuts, cuts.choices))
 
 
-def _answer(
-    case: Case,
-    request: Request,
-    deadline: Deadline,
-    *,
-    upper_us: float,
-    most_actions: int | None,
-    by_stage: Answer | None,
-) -> Answer:
+def _search_for(case: Case, request: Request, by_stage: Answer | None) -> Search:
+    """Return the search of the case; `by_stage` is its answer with whole stages recomputed, if it is known."""
     # What a question does without is not imported: `check` asks a short one.
     if request.solver == "milp":
-        from planner.solve.integer import integer_answer  # noqa: PLC0415
+        from planner.solve.integer import search_integer_program  # noqa: PLC0415
 
-        return integer_answer(case, upper_us=upper_us, deadline=deadline)
+        return search_integer_program
     if request.inputs.any_order:
-        from planner.solve.chain.any_order import any_order_answer  # noqa: PLC0415
+        from planner.solve.chain.any_order import search_any_order  # noqa: PLC0415
 
-        return any_order_answer(case, upper_us=upper_us, deadline=deadline)
-    if case.schedule.has_closed_form and case.policy == "layers":
-        from planner.solve.layers.gpipe import layered_answer  # noqa: PLC0415
+        return search_any_order
+    if case.policy == "layers":
+        from planner.solve.layers.search import search_layers  # noqa: PLC0415
 
-        return layered_answer(case, upper_us=upper_us, deadline=deadline)
-    if case.schedule.has_closed_form:
-        return gpipe_answer(case, upper_us=upper_us, deadline=deadline)
-    from planner.solve.simulated import simulated_answer  # noqa: PLC0415
+        return partial(search_layers, by_stage=by_stage)
+    return search_gpipe if case.schedule.has_closed_form else _simulated_search(case.schedule)
 
-    return simulated_answer(case, by_stage, upper_us=upper_us, deadline=deadline, most_actions=most_actions)
+
+def _simulated_search(schedule: Schedule) -> Search:
+    if schedule.is_to_be_made:
+        from planner.solve.orders.search import search_orders  # noqa: PLC0415
+
+        return search_orders
+    if schedule.is_one_forward_one_backward:
+        from planner.solve.chain.one_forward_one_backward import search_one_forward_one_backward  # noqa: PLC0415
+
+        return search_one_forward_one_backward
+    from planner.solve.chunks.search import search_chunks  # noqa: PLC0415
+
+    return search_chunks
+
+
+def lacks_bound(schedules: Iterable[Schedule]) -> bool:
+    """Return True if answers under one of the schedules would have a better bound with HiGHS installed."""
+    return not is_installed("highspy") and any(map(_has_linear_program, schedules))
+
+
+def _has_linear_program(schedule: Schedule) -> bool:
+    return not (schedule.has_closed_form or schedule.is_to_be_made or schedule.is_one_forward_one_backward)
 
 
 def _plan(answer: Answer, bound_us: float, request: Request) -> Plan:

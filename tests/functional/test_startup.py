@@ -41,7 +41,7 @@ UNUSED = {
     ("check",): (
         *(*FACES, "planner.show.gate", "planner.show.terminal.tables", "rich.table"),
         *(
-            "planner.solve.simulated",
+            "planner.solve.progress",
             "planner.solve.explain",
             "planner.solve.questions.insight",
             "planner.solve.layers.exact_stages",

@@ -175,6 +175,16 @@ def named_files(text: str) -> set[str]:
     return {w.rstrip(".") for w in words if w.startswith(_TOP_FOLDERS) or re.fullmatch(r"[\w/<>]+\.py\.?", w)}
 
 
+def imported_parts(tree: ast.AST, package: str) -> set[str]:
+    """Return the modules and packages right within `package` that are imported from."""
+    froms = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.module]
+    return {
+        (str(node.module) + ".").removeprefix(f"{package}.").partition(".")[0]
+        for node in froms
+        if str(node.module).startswith(f"{package}.")
+    }
+
+
 def private_torch(module: Module) -> set[str]:
     """What it uses of torch's under a private name, up to that name; `torch._foreach_…` is documented."""
     imports = (node for node in ast.walk(module.tree) if isinstance(node, ast.ImportFrom))

@@ -20,6 +20,7 @@ from tests.support.house import (
     docstrings,
     functions,
     has_no_subject,
+    imported_parts,
     is_vague,
     modules,
     named_files,
@@ -135,6 +136,23 @@ def percent(all_of: Callable[[Module], Iterable[str]], is_bad: Callable[[str], b
         texts.setdefault(module.room, []).extend(map(is_bad, all_of(module)))
     shares = {room: sum(bad) / len(bad) for room, bad in texts.items() if bad}
     return {room: ceil(100 * share) for room, share in shares.items() if share >= 0.01}
+
+
+def test_the_solver_has_few_parts_and_few_imports_between_them() -> None:
+    """At most 16 parts, 60 imports from one part to another, and 9 floors of them."""
+    imports: dict[str, set[str]] = {}
+    for module in modules():
+        place, _, name = module.path.removesuffix(".py").removeprefix("planner/").partition("/")
+        if place == "solve":
+            imports.setdefault(name.partition("/")[0], set()).update(imported_parts(module.tree, "planner.solve"))
+    between = {part: others - {part} for part, others in imports.items()}
+    floors: list[set[str]] = []
+    while left := {part for part in between if not any(part in floor for floor in floors)}:
+        floors.append({part for part in left if not between[part] & left})
+        assert floors[-1], f"a cycle in {sorted(left)}"
+    assert len(between) <= 16
+    assert sum(map(len, between.values())) <= 60
+    assert len(floors) <= 9
 
 
 def test_every_module_says_what_it_is() -> None:

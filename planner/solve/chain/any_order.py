@@ -9,7 +9,7 @@ from planner.core.errors import UsageError
 from planner.solve.answer import Answer
 from planner.solve.chain.bottlenecks import BottleneckSearch
 from planner.solve.chain.chain_dp import ChainCuts
-from planner.solve.chain.gpipe import DYNAMIC_PROGRAMME, gpipe_answer
+from planner.solve.chain.gpipe import DYNAMIC_PROGRAMME, search_gpipe
 from planner.solve.deadline import NEVER, Deadline, OutOfTimeError
 from planner.solve.space.case import Case
 from planner.solve.space.tables import width_for
@@ -21,7 +21,7 @@ Kind = tuple[int, float]
 """Memory and speed of a device."""
 
 
-def any_order_answer(case: Case, *, upper_us: float = inf, deadline: Deadline = NEVER) -> Answer:
+def search_any_order(case: Case, *, upper_us: float = inf, deadline: Deadline = NEVER) -> Answer:
     """Return the fastest partition over all orders of devices, if it beats `upper_us`.
 
     Args:
@@ -37,7 +37,7 @@ def any_order_answer(case: Case, *, upper_us: float = inf, deadline: Deadline = 
     """
     kinds = [(case.cluster.memory_bytes[d], case.cluster.speed(d)) for d in range(case.num_devices)]
     orders = _all_orders(kinds)
-    best = gpipe_answer(case, upper_us=upper_us, deadline=deadline)
+    best = search_gpipe(case, upper_us=upper_us, deadline=deadline)
     upper_us, bound_us = min(upper_us, best.step_us), best.lower_bound_us
     width = width_for(case.costs, longest_us=case.longest_us(upper_us), cap_bytes=max(case.caps_bytes))
     try:

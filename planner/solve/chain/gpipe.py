@@ -65,7 +65,7 @@ class Windows:
         return width_for(self.case.costs, longest_us=longest_us, cap_bytes=max(self.case.caps_bytes))
 
 
-def gpipe_answer(case: Case, *, upper_us: float = np.inf, deadline: Deadline = NEVER) -> Answer:
+def search_gpipe(case: Case, *, upper_us: float = np.inf, deadline: Deadline = NEVER) -> Answer:
     """The fastest partition, if it beats `upper_us`, proven unless time runs out.
 
     Raises:

@@ -16,11 +16,14 @@ from math import inf
 
 import numpy as np
 
+from planner.solve.answer import Answer
 from planner.solve.chain.chain_dp import LabelSearch
 from planner.solve.chain.gpipe import Windows
 from planner.solve.chain.laws import OneForwardOneBackwardLaw
-from planner.solve.progress import BLOCK, SAME, Progress
+from planner.solve.deadline import NEVER, Deadline
+from planner.solve.progress import BLOCK, SAME, Progress, simulated_answer
 from planner.solve.space.arrays import FloatArray, IntArray
+from planner.solve.space.case import Case
 from planner.solve.space.partitions import Many, moved
 from planner.solve.space.problem import ChainProblem
 from planner.solve.space.tables import NOWHERE
@@ -34,11 +37,15 @@ _CELLS = 30
 _ROUNDS = 200
 
 
-def search_one_chunk(progress: Progress) -> None:
-    """Searches all stage counts, until the deadline (`OutOfTimeError`) or for as long as the effort lasts."""
+def search_one_forward_one_backward(case: Case, *, upper_us: float = inf, deadline: Deadline = NEVER) -> Answer:
+    """Return the fastest partition; raises `OutOfTimeError` as `planner.solve.answer.Search`."""
+    return simulated_answer(_search_all, case, upper_us=upper_us, deadline=deadline)
+
+
+def _search_all(progress: Progress) -> None:
     for num_stages in range(progress.case.num_devices, 0, -1):
         # Fewer stages take longer still.
-        if progress.least_us(num_stages) >= progress.upper_us or not _search_stages(progress, num_stages):
+        if progress.case.least_us(num_stages) >= progress.upper_us or not _search_stages(progress, num_stages):
             return
 
 
@@ -52,7 +59,7 @@ def _search_stages(progress: Progress, num_stages: int) -> bool:
     while windows.widen(progress.upper_us):
         cells = num_stages * (case.costs.num_layers + 1) * windows.width
         if not effort.pays((_ORDER + 1) * many.num_actions, cells // _CELLS):
-            progress.leave_out(max(progress.least_us(num_stages), case.bound_us))
+            progress.leave_out(max(progress.case.least_us(num_stages), case.bound_us))
             return False
         problem = case.problem(num_stages, width=windows.width, exact=True)
         search = LabelSearch(problem, law, deadline=progress.deadline)

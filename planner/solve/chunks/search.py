@@ -11,6 +11,7 @@ Complexity: O(V K M) for every block of partitions that are simulated at once.
 """
 
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from itertools import combinations, islice, product
 from math import comb, inf, prod
@@ -19,17 +20,17 @@ from typing import NamedTuple
 import numpy as np
 
 from planner.core.cost.chain_costs import sums_before
-from planner.core.cost.evaluate import Partition
 from planner.core.schedule import GPIPE
 from planner.core.values.cluster import Cluster
+from planner.solve.answer import Answer
 from planner.solve.chunks.branch_and_bound import BranchAndBound, CutBound, is_solvable
 from planner.solve.chunks.cut_search import CutSearch
 from planner.solve.chunks.fitting import Fitting
 from planner.solve.chunks.linear_program import CutProgramme, programme_size
-from planner.solve.deadline import NEVER
-from planner.solve.progress import BLOCK, Progress
+from planner.solve.deadline import NEVER, Deadline, OutOfTimeError
+from planner.solve.progress import BLOCK, Effort, Progress, simulated_answer
 from planner.solve.space.arrays import FloatArray, IntArray
-from planner.solve.space.case import cuts_and_choices
+from planner.solve.space.case import Case, cuts_and_choices
 from planner.solve.space.partitions import Many
 from planner.solve.space.prefixes import Least, Prefixes
 
@@ -66,8 +67,12 @@ _CELLS = 5
 _CUTS_AT_ONCE = 256
 
 
-def search_several_chunks(progress: Progress) -> None:
-    """Searches all numbers of devices, until the deadline (`OutOfTimeError`) or for as long as the effort lasts."""
+def search_chunks(case: Case, *, upper_us: float = inf, deadline: Deadline = NEVER) -> Answer:
+    """Return the best partition found; raises `OutOfTimeError` as `planner.solve.answer.Search`."""
+    return simulated_answer(_search_all, case, upper_us=upper_us, deadline=deadline)
+
+
+def _search_all(progress: Progress) -> None:
     effort = progress.effort
     for many, least_us in by_devices(progress):
         effort.spent += (_ORDER + _MOMENTS) * many.num_actions if effort.is_bounded else 0
@@ -75,9 +80,14 @@ def search_several_chunks(progress: Progress) -> None:
             progress.leave_out(_improve(progress, many, least_us))
 
 
-def search_on(progress: Progress, near: Partition) -> None:
-    """Searches from the best partition of all cases for longer than paid for each of them; by the deadline at most."""
-    CutSearch(progress, Many(progress.case, near.num_devices)).search_on(*cuts_and_choices(near), _MOST_ON)
+def search_on(answer: Answer, *, deadline: Deadline) -> Answer:
+    """Return a better answer, if a longer search from the best partition of all cases finds one."""
+    near = answer.partition
+    assert near is not None
+    progress = Progress(case=answer.case, effort=Effort(None), deadline=deadline, upper_us=answer.step_us)
+    with suppress(OutOfTimeError):
+        CutSearch(progress, Many(answer.case, near.num_devices)).search_on(*cuts_and_choices(near), _MOST_ON)
+    return answer if progress.best is None else answer._replace(partition=progress.best, step_us=progress.upper_us)
 
 
 def by_devices(progress: Progress) -> Iterator[tuple[Many, float]]:
@@ -90,7 +100,7 @@ def by_devices(progress: Progress) -> Iterator[tuple[Many, float]]:
     if case.is_too_large:
         return
     for num_devices in range(case.num_devices, 0, -1):
-        least_us = progress.rest_us = max(progress.least_us(num_devices), case.bound_us)
+        least_us = progress.rest_us = max(progress.case.least_us(num_devices), case.bound_us)
         if least_us >= progress.upper_us:
             return
         many = Many(case, num_devices)
@@ -178,7 +188,7 @@ def _improve(progress: Progress, many: Many, least_us: float) -> float:
             return least_us
         starts += (cuts for cuts in bounds.starts if many.case.rules.allows(cuts[None])[0])
     # Were time to run out now, fewer devices would still be open.
-    fewer_us = max(progress.least_us(many.num_devices - 1), many.case.bound_us) if many.num_devices > 1 else inf
+    fewer_us = max(progress.case.least_us(many.num_devices - 1), many.case.bound_us) if many.num_devices > 1 else inf
     progress.rest_us = min(least_us, fewer_us)
     CutSearch(progress, many).search(starts, most_of_one(progress, many))
     return max(least_us, branched_us(progress, many, bounds))
@@ -225,7 +235,7 @@ def branched_us(progress: Progress, many: Many, bounds: Bounds | None) -> float:
 
 def _limit_s(progress: Progress) -> float:
     """Seconds for a bound where time is short."""
-    return max(_LEAST_S, progress.deadline.left_s / 4) if progress.deadline != NEVER else inf
+    return max(_LEAST_S, progress.deadline.left_s / 4) if progress.deadline.is_limited else inf
 
 
 def starts_of(progress: Progress, many: Many) -> list[IntArray]:

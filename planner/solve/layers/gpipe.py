@@ -23,8 +23,8 @@ from planner.solve.space.case import Case
 _ROUNDS = 400
 
 
-def layered_answer(case: Case, *, upper_us: float = np.inf, deadline: Deadline = NEVER) -> Answer:
-    """The fastest partition that beats `upper_us`, and what none can beat; raises as `gpipe_answer`."""
+def search_gpipe_by_layers(case: Case, *, upper_us: float = np.inf, deadline: Deadline = NEVER) -> Answer:
+    """The fastest partition that beats `upper_us`, and what none can beat; raises as `search_gpipe`."""
     layers = LayerTimes(case.costs)
     case = replace(case, least_again_us=layers.table)
     best: Partition | None = None

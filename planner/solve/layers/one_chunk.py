@@ -47,7 +47,7 @@ def search_one_chunk_by_layers(progress: Progress, near: Partition | None) -> No
     case = replace(progress.case, least_again_us=layers.table)
     for num_stages in range(case.num_devices, 0, -1):
         # Fewer stages take longer still.
-        if progress.least_us(num_stages) >= progress.upper_us:
+        if progress.case.least_us(num_stages) >= progress.upper_us:
             return
         near_here = near if near is not None and len(near.balance) == num_stages else None
         if not _Search(progress, Many(case, num_stages), layers).run(near_here):
@@ -73,7 +73,7 @@ class _Search:
         while windows.widen(progress.upper_us):
             cells = self._many.num_stages * (case.costs.num_layers + 1) * windows.width
             if not effort.pays((_ORDER + 1) * self._many.num_actions, cells // _CELLS):
-                progress.leave_out(max(progress.least_us(self._many.num_stages), case.bound_us))
+                progress.leave_out(max(progress.case.least_us(self._many.num_stages), case.bound_us))
                 return False
             least, search = self._least(windows.width)
             if least is None:

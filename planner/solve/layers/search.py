@@ -1,19 +1,27 @@
-"""Schedules known by their lists alone where single layers may be recomputed: from the best plan of whole stages on.
+"""The search for plans that recompute single layers.
+
+It begins with the best plan that recomputes whole stages, and ends with one that is no slower.
 
 What no partition can beat is the bound of `planner.solve.chunks.search`; and, where partitions are few, what the
 fastest takes without recomputation, of those whose stages do not all fit so.
 """
 
+from functools import partial
 from math import comb, inf
 
 import numpy as np
 
 from planner.core.cost.evaluate import Partition
+from planner.solve.answer import Answer
 from planner.solve.chunks.search import all_cuts, bounds_of, branched_us, by_devices, most_of_one, starts_of
+from planner.solve.deadline import NEVER, Deadline
 from planner.solve.layers.chunks_of_device import DevicesOfChunks
+from planner.solve.layers.gpipe import search_gpipe_by_layers
 from planner.solve.layers.layer_search import LayerSearch
-from planner.solve.progress import Progress
+from planner.solve.layers.one_chunk import search_one_chunk_by_layers
+from planner.solve.progress import Progress, simulated_answer
 from planner.solve.space.arrays import FloatArray, IntArray
+from planner.solve.space.case import Case
 from planner.solve.space.partitions import Many
 from planner.solve.space.tables import width_for
 
@@ -21,34 +29,49 @@ _SHARE = 4
 """One of so many parts of what effort is left looks at partitions one by one, where they are few."""
 
 
-def search_chunks_by_layers(progress: Progress, near: Partition | None) -> None:
-    """Searches all numbers of devices, until the deadline (`OutOfTimeError`) or for as long as the effort lasts.
+def search_layers(case: Case, by_stage: Answer | None, *, upper_us: float = inf, deadline: Deadline = NEVER) -> Answer:
+    """Return the best partition found.
 
     Args:
-        progress: Of the case.
-        near: Its best partition that recomputes whole stages, if one is known.
+        case: The case, in which single layers may be recomputed.
+        by_stage: Answer with whole stages recomputed, if it is known: the search begins with it, and is not slower.
+        upper_us: Step time to beat; not above that of `by_stage`.
+        deadline: When the search ends.
+
+    Raises:
+        OutOfTimeError: `deadline` passed before anything was found, and `upper_us` is infinite.
     """
-    if progress.case.schedule.is_to_be_made:
-        progress.deadline.check()
-        _search_under_lists(progress, near)
-        return
+    if case.schedule.has_closed_form:
+        return search_gpipe_by_layers(case, upper_us=upper_us, deadline=deadline)
+    if by_stage is not None and _fits_without(case, upper_us):
+        return by_stage._replace(actions=0)
+    search = _search_devices
+    if case.schedule.is_to_be_made:
+        search = _search_under_lists
+    elif case.schedule.is_one_forward_one_backward:
+        search = search_one_chunk_by_layers
+    near = None if by_stage is None else by_stage.partition
+    return simulated_answer(partial(search, near=near), case, upper_us=upper_us, deadline=deadline)
+
+
+def _search_devices(progress: Progress, near: Partition | None) -> None:
+    """Search every number of devices; `near` is the best partition that recomputes whole stages, if it is known."""
     for many, least_us in by_devices(progress):
         near_here = near if near is not None and near.num_devices == many.num_devices else None
         progress.leave_out(_search(progress, many, least_us, near_here))
 
 
-def never_over(progress: Progress) -> bool:
-    """Whether devices hold all that a faster plan may assign to them as it is: then there is nothing to choose.
+def _fits_without(case: Case, upper_us: float) -> bool:
+    """Return True if devices hold all stages of any faster plan without recomputation.
 
-    All chunks count as the largest stage there is: it may be so where this says no.
+    Every chunk counts as the largest stage there is, so that this may be False although they do.
     """
-    case = progress.case
     if case.schedule.is_to_be_made:
         return False
-    width = width_for(case.costs, longest_us=case.longest_us(progress.upper_us), cap_bytes=inf)
+    width = width_for(case.costs, longest_us=case.longest_us(upper_us), cap_bytes=inf)
     if case.schedule.has_known_moments:
         return case.memory(width, case.num_devices - 1).most_bytes() <= min(case.caps_bytes)
-    counts = [n for n in range(1, case.num_devices + 1) if progress.least_us(n) < progress.upper_us]
+    counts = [n for n in range(1, case.num_devices + 1) if case.least_us(n) < upper_us]
     return all(_holds_all(Many(case, num_devices), width) for num_devices in counts)
 
 
@@ -64,6 +87,7 @@ def _holds_all(many: Many, width: int) -> bool:
 
 def _search_under_lists(progress: Progress, near: Partition | None) -> None:
     """Lists that were made for whole stages stay as they are, and single layers are chosen under them."""
+    progress.deadline.check()
     progress.leave_out(progress.case.bound_us)
     if near is None:
         return

@@ -16,14 +16,16 @@ import numpy as np
 from planner.core.cost.simulate import StageTimes
 from planner.core.errors import UsageError
 from planner.core.schedule import SCHEDULES, Action, Listed
+from planner.solve.answer import Answer
 from planner.solve.chunks.cut_search import CutSearch
 from planner.solve.chunks.search import starts_of
+from planner.solve.deadline import NEVER, Deadline
 from planner.solve.orders.list_scheduling import OrderProblem, room_of
 from planner.solve.orders.order_search import FoundOrder, Orders
 from planner.solve.orders.period_bound import least_of_all_cuts_us, least_trip_us
-from planner.solve.progress import SAME, Progress
+from planner.solve.progress import SAME, Progress, simulated_answer
 from planner.solve.space.arrays import IntArray
-from planner.solve.space.case import cuts_and_choices
+from planner.solve.space.case import Case, cuts_and_choices
 from planner.solve.space.partitions import Many
 
 Rows = tuple[tuple[Action, ...], ...]
@@ -40,14 +42,18 @@ _OF_BOUND = 4
 """A bound for all cuts takes one of so many parts of what was spent on looking for plans, at most."""
 
 
-def search_cuts_and_lists(progress: Progress) -> None:
-    """Searches from the most devices down, until the deadline (`OutOfTimeError`) or as long as the effort lasts."""
+def search_orders(case: Case, *, upper_us: float = inf, deadline: Deadline = NEVER) -> Answer:
+    """Return the best partition found, with its action orders; raises as `planner.solve.answer.Search`."""
+    return simulated_answer(_search_all, case, upper_us=upper_us, deadline=deadline)
+
+
+def _search_all(progress: Progress) -> None:
     case = progress.case
     if case.is_too_large:
         return
     trip_us = least_trip_us(case)
     for num_devices in range(case.num_devices, 0, -1):
-        least_us = max(progress.least_us(num_devices), case.bound_us, trip_us)
+        least_us = max(progress.case.least_us(num_devices), case.bound_us, trip_us)
         if least_us >= progress.upper_us or progress.effort.left <= 0:
             progress.leave_out(least_us)
             return

@@ -88,7 +88,7 @@ def _frontier(written: Plan, now: Plan, profile: Profile) -> tuple[str, bool]:
     if not written.frontier:
         return "", False
     from planner.solve.questions.insight import frontier_of  # noqa: PLC0415 - few plans have a frontier
-    from planner.solve.simulated import lacks_bound  # noqa: PLC0415 - likewise
+    from planner.solve.search import lacks_bound  # noqa: PLC0415 - likewise
 
     fixed = now.micro_batches if len(written.frontier) == 1 else None
     request = Request.again(now, micro_batches=fixed, time_limit_s=_TIME_LIMIT_S)

@@ -166,6 +166,13 @@ class Case:
             return np.inf
         return self.schedule.longest_us(upper_us, self.work_us, self.micro_batches) * self.fastest
 
+    def least_us(self, num_stages: int) -> float:
+        """Below every partition into so many stages, and not larger for more of them."""
+        pair_us = self.costs.forward_us + self.least_backward_us
+        speeds = sorted((self.cluster.speed(d) for d in range(self.num_devices)), reverse=True)
+        share_us = max(float(pair_us.sum()) / sum(speeds[:num_stages]), float(pair_us.max()) / speeds[0])
+        return self.micro_batches * share_us
+
     def moments(self, level: int) -> Moments:
         """The moments of a device with `level` stages behind its own."""
         return stage_moments(self.schedule, micro_batches=self.micro_batches, behind=level)
