@@ -14,12 +14,9 @@ itself costs nothing.
 
 from collections.abc import Callable, Mapping
 from importlib import import_module
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from inspect import Signature
-
     from planner.api import (
         check,
         compare,
@@ -58,27 +55,6 @@ __all__ = [
 __version__ = "0.1.0"
 
 
-class Verb(ModuleType):
-    """A subpackage that can be called as the function of its name in `planner.api`.
-
-    `from planner.solve import Request` makes Python put the subpackage where the function was: `planner.solve(…)` goes
-    on to work because `solve`, `emit` and `profile` give themselves this class.
-    """
-
-    def __call__(self, *arguments: Any, **options: Any) -> Any:
-        return self._function(*arguments, **options)
-
-    @property
-    def _function(self) -> Any:
-        return getattr(import_module("planner.api"), self.__name__.rpartition(".")[2])
-
-    @property
-    def __signature__(self) -> "Signature":
-        from inspect import signature  # noqa: PLC0415 - for notebooks and `help` alone
-
-        return signature(self._function)
-
-
 def imported_when_asked(package: str, modules: Mapping[str, str]) -> Callable[[str], Any]:
     """The `__getattr__` of a package whose names are imported when first asked for, each from a module of its own."""
 
@@ -99,6 +75,13 @@ __getattr__ = imported_when_asked(
         "Profile": "core.values.profile",
     },
 )
+
+
+# `profile`, `solve` and `emit` are subpackages, too. Python makes a subpackage an attribute of its package when it is
+# first imported: that is here, so that the functions keep their names whatever is imported later.
+for _name in ("emit", "profile", "solve"):
+    import_module(f"{__name__}.{_name}")
+    del globals()[_name]
 
 
 def __dir__() -> list[str]:

@@ -1,13 +1,18 @@
-"""The emitter: a plan to the files that run it, here or in another engine; and other engines' lists read back."""
+"""The emitter: a plan to the files that run it, here or in another engine; and other engines' lists read back.
 
-import sys
+`engines` has the table of engines, and writes what is asked for; each engine is a module of its own.
+"""
 
-from planner import Verb
-from planner.emit.engines import ENGINES, Written, check_engine, emit_engine, write_emitted
-from planner.emit.layout import EngineFile
-from planner.emit.native import Places, decisions_digest, emit_native
-from planner.emit.reading import SUFFIXES, read_balance_list
-from planner.emit.signature import is_edited
+from typing import TYPE_CHECKING
+
+from planner import imported_when_asked
+
+if TYPE_CHECKING:
+    from planner.emit.engines import ENGINES, Written, check_engine, emit_engine, write_emitted
+    from planner.emit.layout import EngineFile
+    from planner.emit.native import Places, decisions_digest, emit_native
+    from planner.emit.reading import SUFFIXES, read_balance_list
+    from planner.emit.signature import is_edited
 
 __all__ = [
     "ENGINES",
@@ -24,4 +29,13 @@ __all__ = [
     "write_emitted",
 ]
 
-sys.modules[__name__].__class__ = Verb
+__getattr__ = imported_when_asked(
+    __name__,
+    {
+        **dict.fromkeys(("ENGINES", "Written", "check_engine", "emit_engine", "write_emitted"), "engines"),
+        **dict.fromkeys(("Places", "decisions_digest", "emit_native"), "native"),
+        **dict.fromkeys(("SUFFIXES", "read_balance_list"), "reading"),
+        "EngineFile": "layout",
+        "is_edited": "signature",
+    },
+)

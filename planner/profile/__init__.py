@@ -3,10 +3,9 @@
 Names are imported when they are first used: all but the formulas (`planner.profile.transformer`) need torch.
 """
 
-import sys
 from typing import TYPE_CHECKING, Any
 
-from planner import Verb, imported_when_asked
+from planner import imported_when_asked
 from planner.core.extras import importing
 
 if TYPE_CHECKING:
@@ -39,6 +38,3 @@ _imported = imported_when_asked(
 def __getattr__(name: str) -> Any:
     with importing("train"):
         return _imported(name)
-
-
-sys.modules[__name__].__class__ = Verb

@@ -4,10 +4,9 @@ What is asked beside that stands in modules of its own, each imported when its f
 solves one question again and has no use for the others.
 """
 
-import sys
 from typing import TYPE_CHECKING
 
-from planner import Verb, imported_when_asked
+from planner import imported_when_asked
 
 if TYPE_CHECKING:
     from planner.solve.questions.certificate import certified
@@ -49,6 +48,3 @@ __getattr__ = imported_when_asked(
         "what_would_fit": "questions.remedy",
     },
 )
-
-
-sys.modules[__name__].__class__ = Verb

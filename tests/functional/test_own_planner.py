@@ -12,10 +12,10 @@ from tests.support import gate
 ROOT = Path(__file__).resolve().parents[2]
 
 SCRIPT = """
-import gpipe_plan.solve
+import gpipe_plan
 from gpipe_plan.executor import arguments
 from importlib import resources
-import planner, planner.executor, planner.solve
+import planner, planner.executor
 assert gpipe_plan.solve is planner.solve
 assert gpipe_plan.executor.arguments is arguments is planner.executor.arguments
 assert gpipe_plan.__version__ == planner.__version__

@@ -20,7 +20,7 @@ from tests.support.cli import environment, spawn
 
 HEAVY = ("torch", "fvcore", "networkx", "pulp")
 
-FACES = ("planner.emit", "planner.show.html", "planner.show.svg", "planner.show.trace")
+FACES = ("planner.emit.engines", "planner.show.html", "planner.show.svg", "planner.show.trace")
 HELP = (
     "numpy",
     "yaml",
@@ -28,7 +28,7 @@ HELP = (
     "rich",
     "planner.files",
     "planner.show",
-    "planner.solve",
+    "planner.solve.request",
     "planner.core.cost",
     *FACES,
 )
