@@ -18,7 +18,7 @@ from benchmarks.published_runs import (
     scaled,
 )
 from planner import api
-from planner.core.cost.evaluate import Partition
+from planner.core.cost.partition import Partition
 from planner.core.values.plan import ScheduleName
 from planner.core.values.profile import Profile
 

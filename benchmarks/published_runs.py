@@ -14,7 +14,8 @@ from typing import Any
 
 from planner import api
 from planner.core.cost.costs import costs_at
-from planner.core.cost.evaluate import Partition, stages_of, step_us
+from planner.core.cost.evaluate import Evaluation
+from planner.core.cost.partition import Partition
 from planner.core.values.cluster import Cluster, Link
 from planner.core.values.plan import Plan, Recompute, ScheduleName
 from planner.core.values.profile import Device, LayerProfile, Profile
@@ -103,13 +104,13 @@ def cluster(cut: Partition, **more: Any) -> Cluster:
 
 def predicted_s(profile: Profile, cut: Partition, **more: Any) -> float:
     """Seconds of a step."""
-    return step_us(costs_at(profile, profile.micro_batch_sizes[0]), cut, cluster(cut, **more)) / 1e6
+    return Evaluation(costs_at(profile, profile.micro_batch_sizes[0]), cut, cluster(cut, **more)).step_us / 1e6
 
 
 def peaks_bytes(profile: Profile, cut: Partition) -> list[int]:
     """The peak of every device."""
     totals = [0] * cut.num_devices
-    stages = stages_of(costs_at(profile, profile.micro_batch_sizes[0]), cut, cluster(cut))
+    stages = Evaluation(costs_at(profile, profile.micro_batch_sizes[0]), cut, cluster(cut)).stages
     for stage in stages:
         totals[cut.device_of(stage.index)] += stage.memory.total
     return totals

@@ -22,8 +22,8 @@ from typing import NamedTuple
 import numpy as np
 from solve_cases import UNLIMITED, inputs_of
 
-from planner.core.cost.evaluate import Partition, stages_of
-from planner.core.cost.planning import cluster_of
+from planner.core.cost.evaluate import Evaluation
+from planner.core.cost.partition import Partition
 from planner.core.errors import InfeasibleError, SolverError
 from planner.core.values.plan import Inputs, ScheduleName
 from planner.core.values.profile import Device, LayerProfile, Profile
@@ -108,7 +108,7 @@ class Question:
                 chunks=self.chunks,
             )
             totals = [0] * self.devices
-            for stage, value in enumerate(stages_of(costs, partition, cluster_of(inputs))):
+            for stage, value in enumerate(Evaluation(costs, partition, inputs.cluster).stages):
                 totals[partition.device_of(stage)] += value.memory.total
             peaks.append(max(totals))
         return int(peaks[1] + 0.3 * (peaks[0] - peaks[1]))

@@ -18,9 +18,10 @@ from chains import Chain, FloatArray
 from numpy.typing import NDArray
 
 from planner.core.cost.chain_costs import ChainCosts
-from planner.core.cost.evaluate import Partition, optimizer_us, timeline
+from planner.core.cost.evaluate import Evaluation
 from planner.core.cost.memory import interval_totals, stage_memory
 from planner.core.cost.moments import stage_moments
+from planner.core.cost.partition import Partition
 from planner.core.schedule import GPIPE
 from planner.core.values.cluster import Cluster
 from planner.core.values.plan import Recompute
@@ -122,8 +123,8 @@ def judge(costs: ChainCosts, balance: Balance, *, micro_batches: int, cap_bytes:
             return None
         recompute.append(fits[0])
     partition = Partition(schedule="gpipe", micro_batches=micro_batches, balance=balance, recompute=tuple(recompute))
-    cluster = Cluster(memory_bytes=(cap_bytes,) * len(balance))
-    return max(event.end_us for event in timeline(costs, partition, cluster)) + optimizer_us(costs, partition, cluster)
+    evaluation = Evaluation(costs, partition, Cluster(memory_bytes=(cap_bytes,) * len(balance)))
+    return max(event.end_us for event in evaluation.events) + evaluation.optimizer_us
 
 
 def _stage_bytes(costs: ChainCosts, first: int, end: int, micro_batches: int, recompute: Recompute) -> int:

@@ -23,7 +23,7 @@ import torch
 
 from planner import api
 from planner.core.cost.costs import costs_at
-from planner.core.cost.evaluate import Partition
+from planner.core.cost.partition import Partition
 from planner.core.values.balance import Balance, StageBalance
 from planner.core.values.plan import Recompute
 from planner.core.values.profile import Model, Profile

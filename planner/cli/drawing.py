@@ -8,7 +8,7 @@ from planner import files
 from planner.api.reading import profile_for
 from planner.cli.console import Console, style_for_stdout
 from planner.cli.options import check_format
-from planner.cli.plans import events_of, step_of_plan
+from planner.core.cost.evaluate import Evaluation
 from planner.core.errors import StaleError, UsageError
 from planner.core.judge.certainty import certainty_of
 from planner.core.judge.figures import claimed_of
@@ -22,6 +22,7 @@ from planner.core.values.plan import Plan
 from planner.core.values.profile import Profile
 from planner.core.values.run_report import RunReport
 from planner.emit import decisions_digest
+from planner.show.step import step_of
 from planner.show.terminal.links import links_text
 from planner.show.terminal.plan import plan_text
 from planner.show.terminal.profile import profile_text
@@ -119,7 +120,8 @@ def _text(value: _Shown, plan: Plan | None, report: RunReport | None, *, file: s
     assert plan is not None
     source = profile_for(value, file, profile).profile
     certainty = certainty_of(plan, source)
-    text = plan_text(plan, events_of(plan, source), style, step=step_of_plan(plan, source), certainty=certainty)
+    evaluation = Evaluation.of(plan, source)
+    text = plan_text(plan, evaluation.events, style, step=step_of(evaluation), certainty=certainty)
     return text if report is None else f"{text}\n\n{comparison_text(plan, report, style)}"
 
 
@@ -181,7 +183,7 @@ def _drawn(
     measured = files.read_profile(path)
     if report is not None:
         plan = _as_profiled(plan, place, measured, console)
-    step = step_of_plan(plan, measured)
+    step = step_of(Evaluation.of(plan, measured))
     title = f"{schedule_of(plan.schedule).title}, K = {plan.num_devices}, M = {plan.micro_batches}: one predicted step"
     makers = {"--svg": timeline_svg, "--trace": trace_json}
     drawn = {option: makers[option](step, title) for option in pictures}

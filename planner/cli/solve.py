@@ -36,7 +36,7 @@ def solve(
     from planner.api.reading import profile_of
     from planner.api.solving import PLAN_HEADER, family_paths, faster_schedule_for, with_schedules
     from planner.api.texts import device_counts
-    from planner.cli.plans import events_of
+    from planner.core.cost.evaluate import Evaluation
     from planner.core.judge.certainty import certainty_of
     from planner.show.terminal.plan import plan_text
     from planner.show.terminal.rendering import plain
@@ -60,7 +60,7 @@ def solve(
     else:
         shown = plan if quiet else with_schedules(read, plan, options)
         certainty = certainty_of(plan, read)
-        console.result(plan_text(shown, events_of(plan, read), style_for_stdout(), certainty=certainty))
+        console.result(plan_text(shown, Evaluation.of(plan, read).events, style_for_stdout(), certainty=certainty))
         for smaller in plans[1:]:
             console.result(plain(_in_a_line(smaller, certainty_of(smaller, read)), style_for_stdout()))
     _notes(console, plan.inputs, read, extrapolated=options.extrapolate)

@@ -9,7 +9,7 @@ from itertools import groupby
 from typing import Any
 
 from planner import __version__
-from planner.core.cost.evaluate import Partition, check_partition
+from planner.core.cost.partition import Partition, check_partition
 from planner.core.errors import UsageError
 from planner.core.schedule import SCHEDULES, Schedule, schedule_of
 from planner.core.values.plan import Plan

@@ -8,13 +8,12 @@ from itertools import pairwise
 from pathlib import Path
 
 from planner import __version__
-from planner.core.cost.planning import GENERATOR
 from planner.core.errors import UsageError
 from planner.core.values.balance import Balance, Planned, StageBalance, beside, launch_line
 from planner.core.values.devices import training_kind
 from planner.core.values.plan import Inputs, Plan, Stage
 from planner.core.values.precision import precision_of
-from planner.core.values.profile import Device, Profile
+from planner.core.values.profile import GENERATOR, Device, Profile
 from planner.core.values.units import counted, format_bytes, format_speed, format_us
 from planner.emit.layout import EngineFile, Layout
 from planner.emit.signature import is_edited, refuse_edited, runs_balance, signed

@@ -13,14 +13,14 @@ with importing("train"):
     from planner.executor.measure.links import measure_links
     from planner.executor.measure.step_record import StepRecord
     from planner.executor.pipeline import Pipeline
-    from planner.executor.run.evaluation import Evaluation
+    from planner.executor.run.evaluation import EvaluationResult
     from planner.executor.script import Arguments, arguments, checkpoints, pipeline_script, progress
 
 __all__ = [
     "Arguments",
     "Checked",
     "Checkpoints",
-    "Evaluation",
+    "EvaluationResult",
     "Pipeline",
     "StepRecord",
     "arguments",

@@ -21,7 +21,7 @@ from planner.executor.measure.recorder import Recorder
 from planner.executor.measure.reporting import run_report
 from planner.executor.measure.step_record import OnStep
 from planner.executor.mini_batches import MiniBatches
-from planner.executor.run.evaluation import Evaluation, Metrics
+from planner.executor.run.evaluation import EvaluationResult, Metrics
 from planner.executor.run.placement import Groups
 from planner.executor.trainer import Trainer
 from planner.executor.watch.failure import Watch
@@ -240,10 +240,10 @@ class Pipeline:
     @overload
     def evaluate(
         self, inputs: Any, targets: Any, *, metrics: Metrics | None = ..., outputs: bool = ...
-    ) -> Evaluation: ...
+    ) -> EvaluationResult: ...
     def evaluate(
         self, inputs: Any, targets: Any, *, metrics: Metrics | None = None, outputs: bool = False
-    ) -> float | Evaluation:
+    ) -> float | EvaluationResult:
         """The loss of a batch of any size in evaluation mode; every rank must call it, with its own part of the batch.
 
         Training goes on as if it had not been called.

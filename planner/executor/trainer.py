@@ -17,7 +17,7 @@ from planner.executor.job import Job
 from planner.executor.measure.step_record import OnStep, StepHook, StepRecord, learning_rates
 from planner.executor.mini_batches import MiniBatches
 from planner.executor.run.agreement import Agreement, Phase
-from planner.executor.run.evaluation import Evaluation, ForwardOnly, Metrics, Observed
+from planner.executor.run.evaluation import EvaluationResult, ForwardOnly, Metrics, Observed
 from planner.executor.run.gradients import check_gradients, check_losses, expect_values
 from planner.executor.run.loss_scale import LossScale
 from planner.executor.run.losses import sum_of, weighted
@@ -91,7 +91,7 @@ class Trainer:
         torch.nn.utils.clip_grads_with_norm_(trained, max_norm, norm.float())
         return float(norm)
 
-    def evaluate(self, batch: Batch, metrics: Metrics | None, *, outputs: bool) -> Evaluation:
+    def evaluate(self, batch: Batch, metrics: Metrics | None, *, outputs: bool) -> EvaluationResult:
         """Loss and metrics of a batch of any size, on every rank: see `Pipeline.evaluate`."""
         parts = self._mini_batches.parts_of_any_size(batch)
         observed = Observed(metrics, keeps_outputs=outputs)
@@ -105,7 +105,7 @@ class Trainer:
         self._relay.finish()  # a script may end with its evaluation
         self._job.position.at("between steps")
         means = {name: total / samples for name, total in zip(names, sums, strict=True)}
-        return Evaluation(loss=loss, metrics=means, outputs=observed.outputs())
+        return EvaluationResult(loss=loss, metrics=means, outputs=observed.outputs())
 
     def agree(self, phase: Literal["checkpoint", "end"]) -> None:
         """Compare with the other ranks that all save a checkpoint, or that all have ended their loops.

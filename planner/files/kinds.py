@@ -6,7 +6,7 @@ Most commands read a plan and its profile. To define the classes of all kinds ta
 from collections.abc import Mapping
 from dataclasses import fields
 from importlib import import_module
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple, TypeAlias
 
 if TYPE_CHECKING:
     from planner.core.values.balance import Balance
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from planner.core.values.profile import Profile
     from planner.core.values.run_report import RunReport
 
-    Value = Profile | Plan | RunReport | Balance | Links | Calibration | Partial
+    Value: TypeAlias = Profile | Plan | RunReport | Balance | Links | Calibration | Partial
 
 
 class Kind(NamedTuple):

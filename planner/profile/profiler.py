@@ -7,10 +7,9 @@ from contextlib import contextmanager, suppress
 import torch
 from torch import Tensor, nn
 
-from planner.core.cost.planning import GENERATOR
 from planner.core.errors import ModelError, PlannerError
 from planner.core.values.partial import Partial
-from planner.core.values.profile import Device, Environment, Model, Profile
+from planner.core.values.profile import GENERATOR, Device, Environment, Model, Profile
 from planner.device.kinds import kind_of
 from planner.device.machine import LARGE_BYTES, keep_freed_memory
 from planner.model.batch_norm import has_batch_norm

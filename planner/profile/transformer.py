@@ -33,8 +33,7 @@ take for themselves. A rate that a device was seen to sustain has the first two 
 from dataclasses import asdict, dataclass
 from hashlib import sha256
 
-from planner.core.cost.planning import GENERATOR
-from planner.core.values.profile import Device, Environment, LayerProfile, Model, Profile, Setting
+from planner.core.values.profile import GENERATOR, Device, Environment, LayerProfile, Model, Profile, Setting
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

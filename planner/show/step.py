@@ -12,14 +12,13 @@ from typing import Final, NamedTuple, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.core.cost.chain_costs import ChainCosts
-from planner.core.cost.evaluate import Partition, chunks_on, stage_times, stages_of, timeline, updates_us
+from planner.core.cost.evaluate import Evaluation
 from planner.core.cost.memory import one_stage
 from planner.core.cost.moments import Counts, counts_of, optimizer_steps
+from planner.core.cost.partition import Partition
 from planner.core.cost.parts import parts_of
 from planner.core.cost.simulate import Event, StageTimes
 from planner.core.schedule import KINDS, Letter, message_from
-from planner.core.values.cluster import Cluster
 
 FloatArray = NDArray[np.float64]
 IntArray = NDArray[np.int64]
@@ -88,18 +87,18 @@ class Step:
         return max((span.end_us for span in self.spans if span.kind != "optimizer"), default=0.0)
 
 
-def step_of(costs: ChainCosts, partition: Partition, cluster: Cluster) -> Step:
-    """The step that `partition` makes of the chain on `cluster`."""
-    times = stage_times(costs, partition, cluster)
-    spans = [span for event in timeline(costs, partition, cluster) for span in _spans(event, times, partition)]
-    spans += _optimizer_spans(spans, costs, partition, cluster)
+def step_of(evaluation: Evaluation) -> Step:
+    """Return one step of the partition, drawn out."""
+    partition = evaluation.partition
+    spans = [span for event in evaluation.events for span in _spans(event, evaluation.stage_times, partition)]
+    spans += _optimizer_spans(spans, evaluation)
     spans.sort(key=lambda span: (span.start_us, span.device, span.stage, span.micro_batch, span.kind))
     return Step(
         num_devices=partition.num_devices,
         chunks=partition.chunks,
         micro_batches=partition.micro_batches,
         spans=tuple(spans),
-        memory=_memory(spans, costs, partition, cluster),
+        memory=_memory(spans, evaluation),
     )
 
 
@@ -131,30 +130,24 @@ def _spans(event: Event, times: Sequence[StageTimes], partition: Partition) -> I
     )
 
 
-def _optimizer_spans(
-    spans: Sequence[Span], costs: ChainCosts, partition: Partition, cluster: Cluster
-) -> Iterator[Span]:
+def _optimizer_spans(spans: Sequence[Span], evaluation: Evaluation) -> Iterator[Span]:
     # The spans of a device come in the order of time.
     last_backward = {span.device: span.end_us for span in spans if span.kind in _LABELS}
-    for device, own_us in enumerate(updates_us(costs, partition, cluster).tolist()):
+    for device, own_us in enumerate(evaluation.updates_us.tolist()):
         end_us = last_backward[device]
         if own_us > 0:
             yield Span(kind="optimizer", device=device, stage=device, start_us=end_us, end_us=end_us + own_us)
 
 
-def _memory(
-    spans: Sequence[Span], costs: ChainCosts, partition: Partition, cluster: Cluster
-) -> tuple[tuple[Level, ...], ...]:
-    stages, num_devices = stages_of(costs, partition, cluster), partition.num_devices
-    counts = counts_of(partition.actions())
-    computing: list[list[Span]] = [[] for _ in range(num_devices)]
+def _memory(spans: Sequence[Span], evaluation: Evaluation) -> tuple[tuple[Level, ...], ...]:
+    computing: list[list[Span]] = [[] for _ in range(evaluation.partition.num_devices)]
     for span in spans:
         if span.kind in _LABELS:
             computing[span.device].append(span)
     levels = []
-    for device in range(num_devices):
-        held = _Held.of(_stage_bytes(device, costs, partition), counts[device], cluster.reserve_bytes)
-        peak = sum(stages[k].memory.total for k in partition.chunks_of(device))
+    for device, counts in enumerate(counts_of(evaluation.actions)):
+        held = _Held.of(_stage_bytes(device, evaluation), counts, evaluation.cluster.reserve_bytes)
+        peak = sum(evaluation.memory[k].total for k in evaluation.partition.chunks_of(device))
         levels.append(tuple(_levels(computing[device], held, peak)))
     return tuple(levels)
 
@@ -173,13 +166,13 @@ class _StageBytes(NamedTuple):
         return whole
 
 
-def _stage_bytes(device: int, costs: ChainCosts, partition: Partition) -> list[_StageBytes]:
-    schedule = partition.rule
+def _stage_bytes(device: int, evaluation: Evaluation) -> list[_StageBytes]:
+    partition, schedule = evaluation.partition, evaluation.partition.rule
     if not schedule.has_known_moments:
-        chunks = chunks_on(device, costs, partition).values()
+        chunks = [evaluation.chunks[k] for k in partition.chunks_of(device)]
         return [_StageBytes(np.array([float(chunk.always.total)]), chunk.parts[:, None]) for chunk in chunks]
     stages, recompute = one_stage(
-        costs.of_replicas(partition.replicas),
+        evaluation.costs.of_replicas(partition.replicas),
         *partition.intervals()[device],
         micro_batches=partition.micro_batches,
         recompute=partition.recompute[device],

@@ -2,7 +2,7 @@
 
 from typing import NamedTuple, Protocol
 
-from planner.core.cost.evaluate import Partition
+from planner.core.cost.partition import Partition
 from planner.solve.deadline import Deadline
 from planner.solve.space.case import Case
 

@@ -4,7 +4,6 @@ from collections.abc import Iterator, Sequence
 from math import isqrt
 
 from planner.core.cost.costs import CostsAtSize, CostTable, covers
-from planner.core.cost.planning import cluster_of
 from planner.core.errors import UsageError
 from planner.core.schedule import Listed, Schedule
 from planner.core.values.limits import MOST_ACTIONS, MOST_MICRO_BATCHES, short
@@ -35,7 +34,7 @@ def cases_of(profile: Profile, request: Request, *, table: CostTable | None = No
             cases += [
                 Case(
                     costs_at_size=costs[key],
-                    cluster=cluster_of(inputs),
+                    cluster=inputs.cluster,
                     schedule=schedule,
                     micro_batches=m,
                     num_devices=num_devices,

@@ -2,7 +2,7 @@
 
 from math import inf
 
-from planner.core.cost.evaluate import Partition, check_partition
+from planner.core.cost.partition import Partition, check_partition
 from planner.core.errors import UsageError
 from planner.core.schedule import GPIPE
 from planner.core.values.plan import Inputs, Recompute

@@ -29,7 +29,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from planner.core.cost.evaluate import step_us
+from planner.core.cost.evaluate import Evaluation
 from planner.core.errors import SolverError
 from planner.core.extras import check_installed, importing, without_output
 from planner.solve.answer import Answer
@@ -77,7 +77,7 @@ def search_integer_program(case: Case, *, upper_us: float = inf, deadline: Deadl
         raise OutOfTimeError
     chosen = program.chosen_arcs()
     partition = case.partition([0, *arcs.end[chosen]], arcs.choice[chosen].tolist())
-    found_us = step_us(case.costs, partition, case.cluster)
+    found_us = Evaluation(case.costs, partition, case.cluster).step_us
     objective_us = float(pulp.value(program.lp.objective)) * unit_us
     if program.lp.sol_status != pulp.LpSolutionOptimal:
         bound_us = case.bound_us if highs is None else float(highs.getInfo().mip_dual_bound) * unit_us

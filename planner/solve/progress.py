@@ -13,7 +13,7 @@ from math import inf
 
 import numpy as np
 
-from planner.core.cost.evaluate import Partition
+from planner.core.cost.partition import Partition
 from planner.solve.answer import Answer
 from planner.solve.deadline import Deadline, OutOfTimeError
 from planner.solve.space.arrays import BoolArray, FloatArray, IntArray

@@ -9,7 +9,7 @@ from types import MappingProxyType
 from typing import Final, NamedTuple
 
 from planner.core.cost.costs import CostTable
-from planner.core.cost.planning import build_plan
+from planner.core.cost.evaluate import Evaluation
 from planner.core.errors import InfeasibleError, SolverError, UsageError
 from planner.core.extras import is_installed
 from planner.core.schedule import SCHEDULES, SEARCHED, Schedule
@@ -240,21 +240,17 @@ def _has_linear_program(schedule: Schedule) -> bool:
 
 def _plan(answer: Answer, bound_us: float, request: Request) -> Plan:
     assert answer.partition is not None
+    evaluation = Evaluation(answer.case.costs, answer.partition, request.inputs.cluster)
+    step_us = evaluation.step_us
     if request.balance is not None:
         solver = SolverReport(method="given", status="given")
-        return build_plan(answer.case.costs, answer.partition, inputs=request.inputs, solver=solver)
-    plan = build_plan(
-        answer.case.costs,
-        answer.partition,
-        inputs=request.inputs,
-        solver=SolverReport(method=answer.method, status="optimal"),
-    )
-    step_us = plan.predicted.step_us
-    if bound_us >= step_us * (1 - 1e-9):
+    elif bound_us >= step_us * (1 - 1e-9):
         # The same time, added up in the order in which `check` will add it up.
-        return replace(plan, solver=replace(plan.solver, lower_bound_us=step_us))
-    gap = 1 - bound_us / step_us
-    return replace(plan, solver=replace(plan.solver, status="feasible", gap=gap, lower_bound_us=bound_us))
+        solver = SolverReport(method=answer.method, status="optimal", lower_bound_us=step_us)
+    else:
+        gap = 1 - bound_us / step_us
+        solver = SolverReport(method=answer.method, status="feasible", gap=gap, lower_bound_us=bound_us)
+    return evaluation.plan(request.inputs, solver)
 
 
 def _infeasible(profile: Profile, request: Request, cases: Sequence[Case]) -> InfeasibleError:

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from planner.core.cost.costs import costs_at
-from planner.core.cost.evaluate import Partition
+from planner.core.cost.partition import Partition
 from planner.core.errors import ExitCode, InfeasibleError, UsageError
 from planner.core.extras import absent_from, command_for
 from planner.core.values.devices import tpu_called

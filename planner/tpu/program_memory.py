@@ -28,9 +28,9 @@ from typing import Final, NamedTuple
 import numpy as np
 
 from planner.core.cost.chain_costs import ChainCosts, FloatArray
-from planner.core.cost.evaluate import Partition
 from planner.core.cost.memory import one_stage, stage_memory
 from planner.core.cost.moments import stage_moments
+from planner.core.cost.partition import Partition
 from planner.core.schedule import GPIPE
 from planner.core.values.plan import Recompute, StageMemory
 from planner.core.values.profile import ArrayKind

@@ -10,8 +10,7 @@ import pytest
 import planner
 from planner import files
 from planner.api import trial
-from planner.core.cost.costs import costs_at
-from planner.core.cost.planning import cluster_of
+from planner.core.cost.evaluate import Evaluation
 from planner.core.errors import MeasurementError, UsageError
 from planner.emit import decisions_digest
 from tests.support.cli import FAST, call, no_calibration, write_model
@@ -88,16 +87,16 @@ def test_a_run_that_is_over_is_judged(here: Path, capsys: Capsys, monkeypatch: p
     """Without torch and with nothing started: the same answers and exit codes, and what plans with it."""
     monkeypatch.setattr("planner.api.verifying.check_installed", lambda _: pytest.fail("needs torch"))
     plan, profile = files.read_plan("plans/plan.yaml"), files.read_profile("profile.yaml")
-    machine = cluster_of(plan.inputs)
-    costs = costs_at(profile, plan.micro_batch_size)
-    run = replace(report_of(plan, costs, machine), plan_digest=decisions_digest(plan))
+    evaluation = Evaluation.of(plan, profile)
+    run = replace(report_of(plan, evaluation), plan_digest=decisions_digest(plan))
     files.write("run.json", run)
     words = ("verify", "plans/plan.yaml", "--run", "run.json")
     as_planned = call(capsys, *words)
     assert (as_planned.code, "as predicted (step" in as_planned.out) == (0, True), as_planned.err
     assert "next: " not in as_planned.err
 
-    slow = report_of(plan, costs, slower(machine, compute=1.5, overhead_us=0.0, link=1.0))
+    machine = slower(plan.inputs.cluster, compute=1.5, overhead_us=0.0, link=1.0)
+    slow = report_of(plan, replace(evaluation, cluster=machine))
     files.write("run.json", replace(slow, plan_digest=run.plan_digest))
     not_as_planned = call(capsys, *words, "--format", "json")
     assert not_as_planned.code == 1

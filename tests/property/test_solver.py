@@ -6,9 +6,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from planner.core.cost.costs import costs_at
-from planner.core.cost.evaluate import Partition, optimizer_us, step_us, timeline
-from planner.core.cost.planning import cluster_of
+from planner.core.cost.evaluate import Evaluation
+from planner.core.cost.partition import Partition
 from planner.core.errors import InfeasibleError
 from planner.core.judge.verdict import judge
 from planner.core.values.plan import Plan
@@ -67,10 +66,9 @@ def honest(problem: Problem, plan: Plan) -> None:
     """`check` accepts the plan, and the simulator takes as long as the plan says."""
     verdict = judge(plan, problem.profile, profile_digest=plan.inputs.profile.digest)
     assert (verdict.fits, verdict.findings) == (True, ())
-    costs = costs_at(problem.profile, plan.micro_batch_size)
-    partition, cluster = Partition.of(plan, costs.names), cluster_of(plan.inputs)
-    simulated = max(event.end_us for event in timeline(costs, partition, cluster))
-    assert plan.predicted.step_us == pytest.approx(simulated + optimizer_us(costs, partition, cluster), rel=EQUAL)
+    evaluation = Evaluation.of(plan, problem.profile)
+    simulated = max(event.end_us for event in evaluation.events)
+    assert plan.predicted.step_us == pytest.approx(simulated + evaluation.optimizer_us, rel=EQUAL)
 
 
 def first_by_rank(problem: Problem, plan: Plan) -> None:
@@ -225,8 +223,6 @@ def test_the_oracle_is_the_cost_model(data: st.DataObject) -> None:
         time_us, peaks = space.judged(block, row)
         assert block.step_us[row] == pytest.approx(time_us, rel=EQUAL)
         assert tuple(block.peaks[row]) == peaks
-        simulated = timeline(block.tables.costs, block.partition(row), cluster_of(space.inputs))
-        tail_us = optimizer_us(block.tables.costs, block.partition(row), cluster_of(space.inputs))
-        assert step_us(block.tables.costs, block.partition(row), cluster_of(space.inputs)) == pytest.approx(
-            max(event.end_us for event in simulated) + tail_us, rel=EQUAL
-        )
+        evaluation = Evaluation(block.tables.costs, block.partition(row), space.inputs.cluster)
+        simulated = max(event.end_us for event in evaluation.events)
+        assert evaluation.step_us == pytest.approx(simulated + evaluation.optimizer_us, rel=EQUAL)

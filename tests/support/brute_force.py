@@ -17,11 +17,12 @@ from numpy.typing import NDArray
 from planner.core.cost.chain_costs import ChainCosts
 from planner.core.cost.costs import costs_at, covers
 from planner.core.cost.device_memory import chunk_memory, device_peaks, held_once, shared_bytes
-from planner.core.cost.evaluate import Partition, own_step_us, stages_of, step_us
+from planner.core.cost.evaluate import Evaluation
 from planner.core.cost.memory import interval_totals, stage_memory
 from planner.core.cost.moments import PARTS, Moments, moments_of, stage_moments
-from planner.core.cost.planning import cluster_of
+from planner.core.cost.partition import Partition
 from planner.core.cost.simulate import makespans
+from planner.core.cost.stage_time import shared_gradient_bytes
 from planner.core.errors import UsageError
 from planner.core.schedule import SCHEDULES, Action
 from planner.core.values.plan import Inputs, Recompute, ScheduleName
@@ -205,7 +206,7 @@ class Block:
 
     @cached_property
     def _links(self) -> tuple[FloatArray, NDArray[np.bool_]]:
-        cluster, costs = cluster_of(self.inputs), self.tables.costs
+        cluster, costs = self.inputs.cluster, self.tables.costs
         stages = range(self.num_devices * self.chunks)
         links = [
             cluster.link_behind(s % self.num_devices, num_devices=self.num_devices, replicas=self.replicas)
@@ -224,7 +225,7 @@ class Block:
 
     @cached_property
     def _times(self) -> tuple[FloatArray, ...]:
-        cluster, tables = cluster_of(self.inputs), self.tables
+        cluster, tables = self.inputs.cluster, self.tables
         speeds = np.array([cluster.speed(d) for d in self.devices * self.chunks])
         forward, backward, again, last_again = (
             self._at(table) / speeds for table in (tables.forward, tables.backward, tables.again, tables.last_again)
@@ -245,14 +246,16 @@ class Block:
             send_us=sends,
             blocking=self._links[1],
         )
-        cluster, costs, num = cluster_of(self.inputs), self.tables.costs, self.num_devices
+        cluster, costs, num = self.inputs.cluster, self.tables.costs, self.num_devices
         own = np.zeros((len(self.cuts), num))
         hidden = np.zeros(len(self.cuts))
         tail = np.zeros(len(self.cuts))
         for d, device in enumerate(self.devices):
             table = np.zeros(self.tables.forward.shape[:2])
             for first, end in self.tables.ways:
-                table[first, end] = own_step_us(costs, first, end, cluster, device=device, replicas=self.replicas)
+                gradient_bytes = costs.gradients[first:end].sum() - shared_gradient_bytes(costs.ties, first, end)
+                table[first, end] = costs.optimizer_us[first:end].sum() / cluster.speed(device)
+                table[first, end] += cluster.allreduce_us(gradient_bytes, self.replicas)
             for s in range(d, num * self.chunks, num):
                 own[:, d] += table[self.cuts[:, s], self.cuts[:, s + 1]]
             tail = np.maximum(tail, own[:, d] - hidden)
@@ -425,11 +428,10 @@ class Space:
 
     def judged(self, block: Block, row: int) -> tuple[float, tuple[int, ...]]:
         """A plan's step time and the peak of each device, by the cost model's own evaluation."""
-        partition, cluster = block.partition(row), cluster_of(self.inputs)
-        stages = stages_of(block.tables.costs, partition, cluster)
-        num = block.num_devices
-        peaks = tuple(sum(stage.memory.total for stage in stages[d::num]) for d in range(num))
-        return step_us(block.tables.costs, partition, cluster), peaks
+        partition, cluster = block.partition(row), self.inputs.cluster
+        evaluation, num = Evaluation(block.tables.costs, partition, cluster), block.num_devices
+        peaks = tuple(sum(memory.total for memory in evaluation.memory[d::num]) for d in range(num))
+        return evaluation.step_us, peaks
 
 
 def _alike(block: Block, partition: Partition) -> bool:

@@ -15,8 +15,8 @@ from typing import Any
 
 from planner.api.exploring import caveats, solve_words
 from planner.core.cost.costs import costs_at, covers
-from planner.core.cost.evaluate import Partition
-from planner.core.cost.planning import build_plan
+from planner.core.cost.evaluate import Evaluation
+from planner.core.cost.partition import Partition
 from planner.core.judge.recut import with_cuts
 from planner.core.schedule import schedule_of
 from planner.core.values.cluster import Link
@@ -228,7 +228,7 @@ def figures_of(plan: Plan) -> dict[str, Any]:
 def _built(profile: Profile, partition: Partition, inputs: Inputs) -> Plan:
 
     costs = costs_at(profile, inputs.batch // partition.replicas // partition.micro_batches)
-    return build_plan(costs, partition, inputs=inputs, solver=SolverReport(method="given", status="given"))
+    return Evaluation(costs, partition, inputs.cluster).plan(inputs, SolverReport(method="given", status="given"))
 
 
 def _unlike(rng: random.Random, choices: Sequence[Any], devices: int) -> tuple[Any, ...]:

@@ -2,8 +2,7 @@
 
 from dataclasses import replace
 
-from planner.core.cost.chain_costs import ChainCosts
-from planner.core.cost.evaluate import Partition, stage_times, step_us, timeline
+from planner.core.cost.evaluate import Evaluation
 from planner.core.schedule import KINDS
 from planner.core.values.cluster import Cluster
 from planner.core.values.plan import Plan
@@ -15,12 +14,12 @@ STEPS = 5
 _WARM_UP = 2
 
 
-def runs_of(costs: ChainCosts, partition: Partition, cluster: Cluster) -> list[ProcessRun]:
+def runs_of(evaluation: Evaluation) -> list[ProcessRun]:
     """What every process recorded; the engine's own time lies before each forward and backward."""
-    overhead_ns = round(cluster.overhead_us * 1000)
-    times = stage_times(costs, partition, cluster)
+    partition, times = evaluation.partition, evaluation.stage_times
+    overhead_ns = round(evaluation.cluster.overhead_us * 1000)
     spans: dict[int, list[RunSpan]] = {device: [] for device in range(partition.num_devices)}
-    for event in timeline(costs, partition, cluster):
+    for event in evaluation.events:
         if event.kind not in KINDS:
             continue
         start, end = round(event.start_us * 1000) + overhead_ns, round(event.end_us * 1000)
@@ -34,10 +33,9 @@ def runs_of(costs: ChainCosts, partition: Partition, cluster: Cluster) -> list[P
     return [ProcessRun(rank, 0, tuple(RunStep(n, tuple(done)) for n in range(STEPS))) for rank, done in spans.items()]
 
 
-def report_of(plan: Plan, costs: ChainCosts, cluster: Cluster, *, peak_factor: float = 1.0) -> RunReport:
-    """The report of a run of `plan` on `cluster`."""
-    partition = Partition.of(plan, costs.names)
-    runs = runs_of(costs, partition, cluster)
+def report_of(plan: Plan, evaluation: Evaluation, *, peak_factor: float = 1.0) -> RunReport:
+    """The report of a run of `plan` on the cluster of `evaluation`."""
+    runs = runs_of(evaluation)
     steps = [step.spans for run in runs for step in run.steps]
     stages = [
         StageRun(
@@ -51,7 +49,7 @@ def report_of(plan: Plan, costs: ChainCosts, cluster: Cluster, *, peak_factor: f
         )
         for stage in plan.stages
     ]
-    taken = step_us(costs, partition, cluster)
+    taken = evaluation.step_us
     report = RunReport(
         plan_digest="sha256:1",
         seed=0,
@@ -62,7 +60,7 @@ def report_of(plan: Plan, costs: ChainCosts, cluster: Cluster, *, peak_factor: f
         warmup_steps=_WARM_UP,
         stages=tuple(stages),
     )
-    return with_waiting(report, runs, overlaps=not cluster.link.blocking)
+    return with_waiting(report, runs, overlaps=not evaluation.cluster.link.blocking)
 
 
 def slower(cluster: Cluster, *, compute: float, overhead_us: float, link: float) -> Cluster:

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from planner.core.cost.chain_costs import ChainCosts
-from planner.core.cost.evaluate import Partition, stages_of
+from planner.core.cost.evaluate import Evaluation
+from planner.core.cost.partition import Partition
 from planner.core.schedule import SCHEDULES, Listed, texts_of
 from planner.core.values.balance import Balance, StageBalance
 from planner.core.values.cluster import Cluster
@@ -118,7 +119,7 @@ def predicted_peaks(case: Case, costs: ChainCosts) -> list[int]:
         replicas=case.replicas,
     )
     count = partition.num_devices
-    stages = stages_of(costs, partition, Cluster(memory_bytes=(0,) * count))
+    stages = Evaluation(costs, partition, Cluster(memory_bytes=(0,) * count)).stages
     on_device = (SCHEDULES[case.schedule].stages_on(device, count, case.chunks) for device in range(count))
     return [sum(stages[index].memory.total for index in indices) for indices in on_device]
 

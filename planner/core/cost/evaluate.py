@@ -1,26 +1,21 @@
-"""A partition judged by the cost model: the one place where cuts, micro-batches and recomputation become a plan.
+"""A partition judged by the cost model: the one place where cuts, micro-batches and recomputation get their figures.
 
-Solver, `check` and emitter all come here, so a plan means the same to each of them.
+Solver, `check`, `show` and emitter all read an `Evaluation`, so a plan means the same to each of them.
 """
 
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
 
 from planner.core.cost.chain_costs import ChainCosts
-from planner.core.cost.device_memory import (
-    ChunkMemory,
-    SharedBytes,
-    chunk_memory,
-    device_memory,
-    shared_bytes,
-)
+from planner.core.cost.costs import costs_at
+from planner.core.cost.device_memory import ChunkMemory, SharedBytes, chunk_memory, device_memory, shared_bytes
 from planner.core.cost.memory import stage_memories
 from planner.core.cost.moments import moments_of, stage_moments
+from planner.core.cost.partition import Partition
 from planner.core.cost.simulate import Event, StageTimes, last_end_us, period_us, simulate, summed_early_us
 from planner.core.cost.stage_time import (
     CHOICES,
@@ -31,276 +26,215 @@ from planner.core.cost.stage_time import (
     shared_gradient_bytes,
 )
 from planner.core.cost.step_time import gpipe_step
-from planner.core.errors import UsageError
-from planner.core.schedule import Action, Schedule, schedule_of
+from planner.core.schedule import Action
 from planner.core.values.cluster import Cluster
-from planner.core.values.limits import short
-from planner.core.values.placement import Placement, device_of, stages_on
-from planner.core.values.plan import Plan, Predicted, Recompute, ScheduleName, Stage, StageMemory
-from planner.core.values.units import counted
+from planner.core.values.plan import Inputs, Plan, Predicted, SolverReport, Stage, StageMemory
+from planner.core.values.profile import GENERATOR, Profile
 
 FloatArray = NDArray[np.float64]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Partition:
-    """The answer of a planner, without its consequences."""
+@dataclass(frozen=True, eq=False)
+class Evaluation:
+    """Figures of a partition of a chain on a cluster; each is computed once, when it is first read.
 
-    schedule: ScheduleName
-    micro_batches: int
-    """M, of each pipeline."""
-    balance: tuple[int, ...]
-    recompute: tuple[Recompute, ...]
-    recomputed: tuple[tuple[int, ...], ...] = ()
-    """Per stage, the layers (counted along the chain) that are recomputed where its choice is `layers`."""
-    chunks: int = 1
-    """V: stages per device."""
-    order: tuple[str, ...] = ()
-    """Per device what it does, where the schedule was made for this partition; see `Plan.order`."""
-    replicas: int = 1
-    devices: tuple[int, ...] = ()
-    """Per stage, which device of the cluster runs it; empty for the usual order."""
+    Times of a stage are those of the cost model's documentation: F_k, B_k = W_k + R_k, C_k and U_k.
+    """
+
+    costs: ChainCosts
+    partition: Partition
+    cluster: Cluster
 
     @classmethod
-    def of(cls, plan: Plan, names: Sequence[str]) -> "Partition":
-        """What `plan` decides.
-
-        Args:
-            plan: The plan.
-            names: The layers of the chain, in order.
+    def of(cls, plan: Plan, profile: Profile) -> "Evaluation":
+        """Return the evaluation of what `plan` decides, from a profile that has its layers.
 
         Raises:
-            UsageError: A recomputed layer does not exist.
+            UsageError: The profile does not cover the plan's micro-batch size, or lacks a recomputed layer.
         """
-        some = any(stage.recomputed for stage in plan.stages)
-        usual = all(stage.device is None for stage in plan.stages)
-        return cls(
-            schedule=plan.schedule,
-            micro_batches=plan.micro_batches,
-            balance=plan.balance,
-            recompute=tuple(stage.recompute for stage in plan.stages),
-            recomputed=tuple(_positions(stage, names) for stage in plan.stages) if some else (),
-            chunks=plan.chunks,
-            order=plan.order,
-            replicas=plan.replicas,
-            devices=() if usual else tuple(plan.device_of(stage) for stage in plan.stages),
-        )
+        costs = costs_at(profile, plan.micro_batch_size, extrapolate=plan.inputs.extrapolate)
+        return cls(costs, Partition.of(plan, costs.names), plan.inputs.cluster)
 
     @property
-    def num_devices(self) -> int:
-        """K: devices of one pipeline."""
-        return len(self.balance) // self.chunks
+    def _splits_backward(self) -> bool:
+        return self.partition.rule.splits_backward
 
-    def intervals(self) -> tuple[tuple[int, int], ...]:
-        """First layer and end of every stage."""
-        return tuple(pairwise(accumulate(self.balance, initial=0)))
-
-    def device_of(self, stage: int) -> int:
-        """The device of the cluster that runs `stage`."""
-        return self.devices[stage] if self.devices else device_of(stage, self.num_devices, self.placement)
-
-    @property
-    def rule(self) -> Schedule:
-        """The schedule itself."""
-        return schedule_of(self.schedule, self.order)
-
-    @property
-    def placement(self) -> Placement:
-        """Which stages a device runs."""
-        return self.rule.placement
-
-    def chunks_of(self, device: int) -> tuple[int, ...]:
-        """The stages that `device` of a pipeline runs, in the order of the chain."""
-        return stages_on(device, self.num_devices, self.chunks, self.placement)
-
-    def recomputed_in(self, stage: int) -> tuple[int, ...]:
-        """The layers that are recomputed one by one in `stage`."""
-        return self.recomputed[stage] if self.recomputed else ()
-
+    @cached_property
     def actions(self) -> tuple[tuple[Action, ...], ...]:
-        """What every device does, in order; raises `UsageError` where the schedule cannot run so."""
-        return self.rule.actions(self.num_devices, self.micro_batches, self.chunks)
+        """Actions of every device of a pipeline, in order."""
+        return self.partition.actions()
 
+    @cached_property
+    def stage_times(self) -> tuple[StageTimes, ...]:
+        """Times of each stage for one micro-batch."""
+        return tuple(self._times_of(k, *interval) for k, interval in enumerate(self.partition.intervals()))
 
-def _positions(stage: Stage, names: Sequence[str]) -> tuple[int, ...]:
-    places = {name: n for n, name in enumerate(names)}
-    for name in stage.recomputed:
-        if name not in places:
-            raise UsageError(f'stage {stage.index} recomputes the layer "{name}", the profile has no such layer')
-    return tuple(sorted(places[name] for name in stage.recomputed))
-
-
-def check_partition(partition: Partition, *, num_layers: int, num_devices: int) -> None:
-    """Every layer exactly once, no empty stage, not more devices than there are, recomputed layers where they belong.
-
-    Raises:
-        UsageError: An invariant does not hold.
-    """
-    balance, chunks, replicas = partition.balance, partition.chunks, partition.replicas
-    if not balance or min(balance) < 1:
-        raise UsageError(f"every stage needs at least one layer, got the balance {short(list(balance), 200)}")
-    if sum(balance) != num_layers:
-        raise UsageError(
-            f"the balance {short(list(balance), 200)} adds up to {counted(sum(balance), 'layer')}, "
-            f"the profile has {num_layers}",
-            hint="every layer belongs to exactly one stage: make the sum right",
-        )
-    if chunks < 1 or len(balance) % chunks or (chunks > 1 and not partition.rule.is_chunked):
-        raise UsageError(
-            f"{len(balance)} stages cannot be {chunks} chunks on each device of a {partition.schedule} pipeline",
-            hint="make the number of stages a multiple of `chunks`; not every schedule has chunks above 1",
-        )
-    if replicas < 1 or partition.num_devices * replicas > num_devices:
-        pipelines = f"{replicas} pipelines of {partition.num_devices}" if replicas > 1 else f"{len(balance)} stages"
-        raise UsageError(f"{pipelines} need {partition.num_devices * replicas} devices, there are {num_devices}")
-    if len(partition.recompute) != len(balance):
-        raise UsageError(f"{len(balance)} stages, but {len(partition.recompute)} recompute choices")
-    if partition.devices and len(set(partition.devices)) != len(balance):
-        raise UsageError(f"every stage needs a device of its own, got {list(partition.devices)}")
-    for k, (first, end) in enumerate(partition.intervals()):
-        layers = partition.recomputed_in(k)
-        if bool(layers) != (partition.recompute[k] == "layers"):
-            raise UsageError(f"stage {k}: `recompute: layers` and a list of `recomputed` layers belong together")
-        if layers and not first <= min(layers) <= max(layers) < end:
-            raise UsageError(f"stage {k} recomputes a layer that it does not run")
-    partition.actions()
-
-
-def stage_times(costs: ChainCosts, partition: Partition, cluster: Cluster) -> tuple[StageTimes, ...]:
-    """What each stage needs for one micro-batch (design section 6: F_k, B_k = W_k + R_k, C_k)."""
-    num_devices, placement, has_backward = partition.num_devices, partition.placement, costs.has_backward
-    times = []
-    for k, (first, end) in enumerate(partition.intervals()):
-        again = [n for n in partition.recomputed_in(k) if has_backward[n]]
+    def _times_of(self, stage: int, first: int, end: int) -> StageTimes:
+        costs, partition, cluster = self.costs, self.partition, self.cluster
+        speed, has_backward = cluster.speed(partition.device_of(stage)), costs.has_backward
+        again = [n for n in partition.recomputed_in(stage) if has_backward[n]]
         busy = busy_times(
             costs.forward_us[first:end].sum(),
             costs.backward_us[first:end].sum(),
-            (*CHOICES, "layers").index(partition.recompute[k]),
+            (*CHOICES, "layers").index(partition.recompute[stage]),
             has_backward=has_backward[end - 1],
             layers_us=costs.forward_us[again].sum(),
-            speed=cluster.speed(partition.device_of(k)),
+            speed=speed,
             overhead_us=cluster.overhead_us,
         )
-        crosses = end < costs.num_layers
-        ends = (device_of(stage, num_devices, placement) for stage in (k, k + 1))
-        link = cluster.link_between(*ends, num_devices=num_devices, replicas=partition.replicas)
         durations = busy._asdict()
-        if partition.rule.splits_backward:
-            speed, halves = cluster.speed(partition.device_of(k)), costs.halves
-            input_us, weight_us = halves.input_us[first:end].sum(), halves.weight_us[first:end].sum()
+        if self._splits_backward:
+            input_us, weight_us = costs.halves.input_us[first:end].sum(), costs.halves.weight_us[first:end].sum()
             durations |= half_times(busy, input_us, weight_us, speed=speed, overhead_us=cluster.overhead_us)._asdict()
-        times.append(
-            StageTimes(
-                **{name: float(value) for name, value in durations.items()},
-                send_us=link.transfer_us(float(costs.boundaries.output[end - 1])) if crosses else 0.0,
-                blocking=crosses and link.blocking,
-            )
+        crosses = end < costs.num_layers
+        link = cluster.link_between(
+            partition.place_of(stage),
+            partition.place_of(stage + 1),
+            num_devices=partition.num_devices,
+            replicas=partition.replicas,
         )
-    return tuple(times)
+        return StageTimes(
+            **{name: float(value) for name, value in durations.items()},
+            send_us=link.transfer_us(float(costs.boundaries.output[end - 1])) if crosses else 0.0,
+            blocking=crosses and link.blocking,
+        )
 
+    @cached_property
+    def events(self) -> tuple[Event, ...]:
+        """Simulated events of one step, without the optimizer's step."""
+        return simulate(self.actions, self.stage_times)
 
-def timeline(costs: ChainCosts, partition: Partition, cluster: Cluster) -> tuple[Event, ...]:
-    """Simulated events of one step (the optimizer's step left out)."""
-    return simulate(partition.actions(), stage_times(costs, partition, cluster))
+    @cached_property
+    def replica_sums_us(self) -> tuple[float, ...]:
+        """Time to sum the gradients of each stage over the replicas."""
+        costs = self.costs
+        sizes = (
+            costs.gradients[first:end].sum() - shared_gradient_bytes(costs.ties, first, end)
+            for first, end in self.partition.intervals()
+        )
+        return tuple(float(self.cluster.allreduce_us(size, self.partition.replicas)) for size in sizes)
 
+    @cached_property
+    def updates_us(self) -> FloatArray:
+        """U of each device, over its chunks, as far as it follows the device's last action; shape (K,)."""
+        partition, own_us = self.partition, np.zeros(self.partition.num_devices)
+        for k, ((first, end), sum_us) in enumerate(zip(partition.intervals(), self.replica_sums_us, strict=True)):
+            speed = self.cluster.speed(partition.device_of(k))
+            own_us[partition.place_of(k)] += float(self.costs.optimizer_us[first:end].sum() / speed) + sum_us
+        if self._splits_backward and partition.replicas > 1:
+            # A chunk that is done early has its gradients summed meanwhile.
+            own_us -= summed_early_us(self.actions, self.stage_times, self.replica_sums_us)
+        return own_us
 
-def optimizer_us(costs: ChainCosts, partition: Partition, cluster: Cluster) -> float:
-    """The delay of the next step, in microseconds: gradients summed over replicas, and the optimizers' steps."""
-    # The chunk that a device runs last, and first again in the next step, is the first of its chunks.
-    first = stage_times(costs, partition, cluster)[: partition.num_devices]
-    hidden = np.array([hidden_us(times, times.send_us) for times in first])
-    return float(optimizer_tail_us(updates_us(costs, partition, cluster), hidden))
+    @cached_property
+    def optimizer_us(self) -> float:
+        """Delay of the next step by sums over replicas and optimizers, where nothing else hides them."""
+        # The chunk that a device runs last, and first again in the next step, is the first of its chunks.
+        first = self.stage_times[: self.partition.num_devices]
+        hidden = np.array([hidden_us(times, times.send_us) for times in first])
+        return float(optimizer_tail_us(self.updates_us, hidden))
 
+    @cached_property
+    def pipeline_us(self) -> float:
+        """Time of a step without sums over replicas and optimizers: closed form for GPipe, else simulated."""
+        if self.partition.rule.has_closed_form:
+            return gpipe_step(self.stage_times, micro_batches=self.partition.micro_batches).step_us
+        if self._splits_backward:
+            return period_us(self.actions, self.stage_times, [0.0] * self.partition.num_devices)
+        return last_end_us(self.actions, self.stage_times)
 
-def updates_us(costs: ChainCosts, partition: Partition, cluster: Cluster) -> FloatArray:
-    """U of each device, of all of its chunks together, as far as it follows the device's last action; shape (K,)."""
-    own_us = np.zeros(partition.num_devices)
-    for k, (first, end) in enumerate(partition.intervals()):
-        device = partition.device_of(k)
-        own = own_step_us(costs, first, end, cluster, device=device, replicas=partition.replicas)
-        own_us[device_of(k, partition.num_devices, partition.placement)] += own
-    if partition.rule.splits_backward and partition.replicas > 1:
-        # A chunk that is done early has its gradients summed meanwhile.
-        sums_us = [sum_us(costs, *interval, cluster, replicas=partition.replicas) for interval in partition.intervals()]
-        own_us -= summed_early_us(partition.actions(), stage_times(costs, partition, cluster), sums_us)
-    return own_us
+    @cached_property
+    def step_us(self) -> float:
+        """Time of a step, with sums over replicas and optimizers."""
+        if self._splits_backward:
+            # Gradients of weights fill the drain, so that what a device hides follows from its clocks alone.
+            return period_us(self.actions, self.stage_times, self.updates_us.tolist())
+        return self.pipeline_us + self.optimizer_us
 
+    @cached_property
+    def predicted(self) -> Predicted:
+        """Figures of a whole step."""
+        partition, times = self.partition, self.stage_times
+        num_devices, micro_batches, splits = partition.num_devices, partition.micro_batches, self._splits_backward
+        busy, again = (sum(parts) for parts in zip(*map(self._busy_us, range(len(times))), strict=True))
+        pair_us = [t.forward_us + self._backward_us(t) for t in times]
+        device_us = [sum(pair_us[s] for s in partition.chunks_of(d)) for d in range(num_devices)]
+        samples = micro_batches * self.costs.micro_batch_size * partition.replicas
+        return Predicted(
+            step_us=self.step_us,
+            samples_per_s=samples / self.step_us * 1e6 if self.step_us else 0.0,
+            bubble=1 - busy / (num_devices * self.pipeline_us) if self.pipeline_us else 0.0,
+            ideal_bubble=0.0 if splits else (num_devices - 1) / (partition.chunks * micro_batches + num_devices - 1),
+            imbalance=max(device_us) / (sum(device_us) / num_devices) if sum(device_us) else 1.0,
+            recompute_share=again / busy if busy else 0.0,
+            bottleneck_stage=pair_us.index(max(pair_us)),
+        )
 
-def own_step_us(
-    costs: ChainCosts, first: int, end: int, cluster: Cluster, *, device: int = 0, replicas: int = 1
-) -> float:
-    """What follows the last backward on a stage: its gradients summed over the replicas, then its optimizer's step."""
-    optimizer_us = float(costs.optimizer_us[first:end].sum() / cluster.speed(device))
-    return optimizer_us + sum_us(costs, first, end, cluster, replicas=replicas)
+    def _backward_us(self, times: StageTimes) -> float:
+        """Return the time of a micro-batch's backward, of both parts where it is split."""
+        return times.input_backward_us + times.weight_backward_us if self._splits_backward else times.backward_us
 
+    def _busy_us(self, stage: int) -> tuple[float, float]:
+        """Return how long a stage computes in a step, and how much of that recomputes activations."""
+        times, num = self.stage_times[stage], self.partition.micro_batches
+        again = (num - 1) * times.recompute_us + times.last_recompute_us
+        if not self._splits_backward:
+            return num * (times.forward_us + times.backward_us) - times.backward_us + times.last_backward_us, again
+        counts = Counter(action.kind for row in self.actions for action in row if action.stage == stage)
+        halves = times.input_backward_us + times.weight_backward_us
+        # Either way a micro-batch that is not recomputed spares as much.
+        spared = times.recompute_us - times.last_recompute_us
+        return num * times.forward_us + counts["I"] * halves + counts["B"] * times.backward_us - spared, again
 
-def sum_us(costs: ChainCosts, first: int, end: int, cluster: Cluster, *, replicas: int) -> float:
-    """What summing a stage's gradients over the replicas takes."""
-    gradient_bytes = costs.gradients[first:end].sum() - shared_gradient_bytes(costs.ties, first, end)
-    return float(cluster.allreduce_us(gradient_bytes, replicas))
+    @cached_property
+    def chunks(self) -> tuple[ChunkMemory, ...]:
+        """Memory of each stage where stages share a device; parameters that they share count once."""
+        partition, intervals = self.partition, self.partition.intervals()
+        cuts = np.array([[0, *(end for _, end in intervals)]])
+        shared = shared_bytes(self.costs, cuts, partition.num_devices, partition.placement)
+        return tuple(
+            chunk_memory(
+                self.costs.of_replicas(partition.replicas),
+                *interval,
+                micro_batches=partition.micro_batches,
+                recompute=partition.recompute[k],
+                recomputed=partition.recomputed_in(k),
+                in_halves=self._splits_backward,
+            ).without(SharedBytes(*(item[:, k : k + 1] for item in shared)), exact=self.costs.exact)
+            for k, interval in enumerate(intervals)
+        )
 
+    @cached_property
+    def memory(self) -> tuple[StageMemory, ...]:
+        """Itemized peak of each stage; where stages share a device, their parts of its peak."""
+        partition, num_stages = self.partition, len(self.partition.balance)
+        if partition.rule.has_known_moments:
+            return tuple(
+                stage_memories(
+                    self.costs.of_replicas(partition.replicas),
+                    partition.intervals(),
+                    [
+                        stage_moments(partition.rule, micro_batches=partition.micro_batches, behind=behind)
+                        for behind in reversed(range(num_stages))
+                    ],
+                    recompute=partition.recompute,
+                    recomputed=[partition.recomputed_in(k) for k in range(num_stages)],
+                    reserve_bytes=self.cluster.reserve_bytes,
+                )
+            )
+        memories = [StageMemory()] * num_stages
+        for device, moments in enumerate(moments_of(self.actions)):
+            stages = partition.chunks_of(device)
+            chunks = [self.chunks[k] for k in stages]
+            for k, memory in zip(stages, device_memory(chunks, moments, self.cluster.reserve_bytes), strict=True):
+                memories[k] = memory
+        return tuple(memories)
 
-def step_us(costs: ChainCosts, partition: Partition, cluster: Cluster) -> float:
-    """Step time: closed form for GPipe, simulated for other schedules; and the optimizers' steps."""
-    times = stage_times(costs, partition, cluster)
-    if partition.rule.has_closed_form:
-        pipeline_us = gpipe_step(times, micro_batches=partition.micro_batches).step_us
-    elif partition.rule.splits_backward:
-        # Gradients of weights fill the drain, so that what a device hides follows from its clocks alone.
-        return period_us(partition.actions(), times, updates_us(costs, partition, cluster).tolist())
-    else:
-        pipeline_us = last_end_us(partition.actions(), times)
-    return pipeline_us + optimizer_us(costs, partition, cluster)
-
-
-def _busy_us(times: StageTimes, partition: Partition, stage: int) -> tuple[float, float]:
-    """How long a stage computes in a step, and how much of that is computing activations again."""
-    num = partition.micro_batches
-    again = (num - 1) * times.recompute_us + times.last_recompute_us
-    if not partition.rule.splits_backward:
-        return num * (times.forward_us + times.backward_us) - times.backward_us + times.last_backward_us, again
-    counts = Counter(action.kind for row in partition.actions() for action in row if action.stage == stage)
-    halves = times.input_backward_us + times.weight_backward_us
-    # Either way a micro-batch that is not recomputed spares as much.
-    spared = times.recompute_us - times.last_recompute_us
-    return num * times.forward_us + counts["I"] * halves + counts["B"] * times.backward_us - spared, again
-
-
-def predict(costs: ChainCosts, partition: Partition, cluster: Cluster) -> Predicted:
-    """The figures of a whole step."""
-    times = stage_times(costs, partition, cluster)
-    num_devices, micro_batches = partition.num_devices, partition.micro_batches
-    total_us = step_us(costs, partition, cluster)
-    pipeline_us = total_us - optimizer_us(costs, partition, cluster)
-    if partition.rule.splits_backward:
-        pipeline_us = period_us(partition.actions(), times, [0.0] * num_devices)
-    busy, again = (sum(parts) for parts in zip(*(_busy_us(t, partition, k) for k, t in enumerate(times)), strict=True))
-    pair_us = [t.forward_us + _backward_us(t, partition.rule) for t in times]
-    device_us = [sum(pair_us[s] for s in partition.chunks_of(d)) for d in range(num_devices)]
-    samples = micro_batches * costs.micro_batch_size * partition.replicas
-    return Predicted(
-        step_us=total_us,
-        samples_per_s=samples / total_us * 1e6 if total_us else 0.0,
-        bubble=1 - busy / (num_devices * pipeline_us) if pipeline_us else 0.0,
-        ideal_bubble=0.0
-        if partition.rule.splits_backward
-        else (num_devices - 1) / (partition.chunks * micro_batches + num_devices - 1),
-        imbalance=max(device_us) / (sum(device_us) / num_devices) if sum(device_us) else 1.0,
-        recompute_share=again / busy if busy else 0.0,
-        bottleneck_stage=pair_us.index(max(pair_us)),
-    )
-
-
-def stages_of(costs: ChainCosts, partition: Partition, cluster: Cluster) -> tuple[Stage, ...]:
-    """Every stage with its times and itemised memory.
-
-    Complexity: O(K L).
-    """
-    times = stage_times(costs, partition, cluster)
-    memories = _memories(costs, partition, cluster)
-    stages = []
-    for k, ((first, end), memory) in enumerate(zip(partition.intervals(), memories, strict=True)):
-        stages.append(
+    @cached_property
+    def stages(self) -> tuple[Stage, ...]:
+        """Stages with their times and memory, as a plan records them."""
+        costs, partition = self.costs, self.partition
+        return tuple(
             Stage(
                 index=k,
                 first=costs.names[first],
@@ -309,60 +243,35 @@ def stages_of(costs: ChainCosts, partition: Partition, cluster: Cluster) -> tupl
                 device=partition.device_of(k) if partition.devices else None,
                 recompute=partition.recompute[k],
                 recomputed=tuple(costs.names[n] for n in partition.recomputed_in(k)),
-                forward_us=times[k].forward_us,
-                backward_us=_backward_us(times[k], partition.rule),
-                backward_weight_us=times[k].weight_backward_us if partition.rule.splits_backward else 0.0,
-                memory=memory,
-                memory_bytes=cluster.memory_bytes[partition.device_of(k)],
+                forward_us=self.stage_times[k].forward_us,
+                backward_us=self._backward_us(self.stage_times[k]),
+                backward_weight_us=self.stage_times[k].weight_backward_us if self._splits_backward else 0.0,
+                memory=self.memory[k],
+                memory_bytes=self.cluster.memory_bytes[partition.device_of(k)],
             )
+            for k, (first, end) in enumerate(partition.intervals())
         )
-    return tuple(stages)
 
+    def plan(self, inputs: Inputs, solver: SolverReport) -> Plan:
+        """Return the plan that records the partition with these figures.
 
-def _backward_us(times: StageTimes, schedule: Schedule) -> float:
-    """The backward of a micro-batch, both halves where it has them."""
-    return times.input_backward_us + times.weight_backward_us if schedule.splits_backward else times.backward_us
-
-
-def chunks_on(device: int, costs: ChainCosts, partition: Partition) -> dict[int, ChunkMemory]:
-    """What every stage needs that a device of an interleaved pipeline runs; parameters that they share count once."""
-    intervals = partition.intervals()
-    cuts = np.array([[0, *(end for _, end in intervals)]])
-    shared = shared_bytes(costs, cuts, partition.num_devices, partition.placement)
-    return {
-        k: chunk_memory(
-            costs.of_replicas(partition.replicas),
-            *intervals[k],
+        Args:
+            inputs: Question that the plan answers, about the same cluster.
+            solver: Report on the search; of given cuts it claims neither gap nor bound.
+        """
+        partition = self.partition
+        return Plan(
+            generator=GENERATOR,
+            inputs=inputs,
+            solver=replace(solver, gap=0.0, lower_bound_us=0.0) if solver.status == "given" else solver,
+            schedule=partition.schedule,
+            chunks=partition.chunks,
+            placement=partition.placement,
+            replicas=partition.replicas,
             micro_batches=partition.micro_batches,
-            recompute=partition.recompute[k],
-            recomputed=partition.recomputed_in(k),
-            in_halves=partition.rule.splits_backward,
-        ).without(SharedBytes(*(item[:, k : k + 1] for item in shared)), exact=costs.exact)
-        for k in partition.chunks_of(device)
-    }
-
-
-def _memories(costs: ChainCosts, partition: Partition, cluster: Cluster) -> list[StageMemory]:
-    schedule, num_stages = partition.rule, len(partition.balance)
-    if not schedule.has_known_moments:
-        return _chunk_memories(costs, partition, cluster)
-    return stage_memories(
-        costs.of_replicas(partition.replicas),
-        partition.intervals(),
-        [
-            stage_moments(schedule, micro_batches=partition.micro_batches, behind=behind)
-            for behind in reversed(range(num_stages))
-        ],
-        recompute=partition.recompute,
-        recomputed=[partition.recomputed_in(k) for k in range(num_stages)],
-        reserve_bytes=cluster.reserve_bytes,
-    )
-
-
-def _chunk_memories(costs: ChainCosts, partition: Partition, cluster: Cluster) -> list[StageMemory]:
-    memories = [StageMemory()] * len(partition.balance)
-    for device, moments in enumerate(moments_of(partition.actions())):
-        chunks = chunks_on(device, costs, partition)
-        for k, memory in zip(chunks, device_memory(list(chunks.values()), moments, cluster.reserve_bytes), strict=True):
-            memories[k] = memory
-    return memories
+            micro_batch_size=self.costs.micro_batch_size,
+            balance=partition.balance,
+            order=partition.order,
+            stages=self.stages,
+            predicted=self.predicted,
+        )

@@ -2,22 +2,21 @@
 
 from dataclasses import replace
 
-from planner.core.cost.chain_costs import ChainCosts
-from planner.core.cost.evaluate import Partition, step_us
-from planner.core.cost.planning import GENERATOR, cluster_of
+from planner.core.cost.evaluate import Evaluation
 from planner.core.errors import UsageError
 from planner.core.values.calibration import Calibration
-from planner.core.values.cluster import Cluster, ExecutorCost, Link
+from planner.core.values.cluster import ExecutorCost, Link
 from planner.core.values.plan import Plan
+from planner.core.values.profile import GENERATOR
 from planner.core.values.run_report import BoundaryRun, RunReport, StageRun
 
 
-def calibration_of(plan: Plan, costs: ChainCosts, report: RunReport) -> Calibration:
+def calibration_of(plan: Plan, evaluation: Evaluation, report: RunReport) -> Calibration:
     """What a run of `plan` measured, as corrections of what it was predicted with.
 
     Args:
         plan: As predicted now.
-        costs: Of its profile, at the size of its micro-batches.
+        evaluation: Of the plan, on its profile.
         report: Of a run under it.
     """
     overhead_us = plan.inputs.overhead_us if report.overhead_us is None else report.overhead_us
@@ -29,10 +28,10 @@ def calibration_of(plan: Plan, costs: ChainCosts, report: RunReport) -> Calibrat
         environment=report.environment,
         compute=round(_compute(plan, report), 4),
         overhead_us=overhead_us,
-        link=_link(plan, costs, report, overhead_us),
+        link=_link(evaluation, report, overhead_us),
         reserve_bytes=_reserve(plan, report),
     )
-    return replace(corrected, step_ratio=_step_ratio(plan, costs, report, corrected))
+    return replace(corrected, step_ratio=_step_ratio(evaluation, report, corrected))
 
 
 def calibrated_executor(found: Calibration, kind: str, known: ExecutorCost | None = None) -> ExecutorCost:
@@ -87,38 +86,37 @@ def _compute(plan: Plan, report: RunReport) -> float:
     return plan.inputs.compute * measured / predicted if measured > 0 < predicted else plan.inputs.compute
 
 
-def _step_ratio(plan: Plan, costs: ChainCosts, report: RunReport, corrected: Calibration) -> float | None:
+def _step_ratio(evaluation: Evaluation, report: RunReport, corrected: Calibration) -> float | None:
     """What the corrections leave over: the step that was measured over the one that they predict."""
     from statistics import median  # noqa: PLC0415 - dear to import, and `solve` measures nothing
 
     steps_us = timed_steps_us(report)
     cluster = replace(
-        cluster_of(plan.inputs),
+        evaluation.cluster,
         compute=corrected.compute,
         overhead_us=corrected.overhead_us,
-        link=corrected.link or plan.inputs.link,
+        link=corrected.link or evaluation.cluster.link,
     )
-    predicted_us = step_us(costs, Partition.of(plan, costs.names), cluster)
+    predicted_us = Evaluation(evaluation.costs, evaluation.partition, cluster).step_us
     return round(median(steps_us) / predicted_us, 4) if steps_us and predicted_us > 0 else None
 
 
-def _link(plan: Plan, costs: ChainCosts, report: RunReport, overhead_us: float) -> Link | None:
+def _link(evaluation: Evaluation, report: RunReport, overhead_us: float) -> Link | None:
     """The link that the plan counted on, slower or faster by one factor; all sizes that were sent tell of it."""
-    inputs = plan.inputs
-    if not report.boundaries or inputs.links or inputs.inter_link is not None:
+    cluster = evaluation.cluster
+    if not report.boundaries or cluster.links or cluster.inter_link is not None:
         return None
     # A receiver cannot tell the engine's own time from the transfer.
     times_us = [max(0.0, time - overhead_us) for boundary in report.boundaries for time in _both(boundary)]
     if not times_us:
         return None
-    partition, cluster = Partition.of(plan, costs.names), cluster_of(inputs)
-    predicted_us = [_predicted_us(partition, cluster, costs, b.index) for b in report.boundaries for _ in _both(b)]
-    blocking = inputs.link.blocking or report.device.kind == "cpu"
+    predicted_us = [_predicted_us(evaluation, b.index) for b in report.boundaries for _ in _both(b)]
+    blocking = cluster.link.blocking or report.device.kind == "cpu"
     if sum(predicted_us) <= 0:
         return Link(latency_us=round(sum(times_us) / len(times_us), 1), blocking=blocking)
     factor = sum(times_us) / sum(predicted_us)
-    rate = inputs.link.bytes_per_s / factor if factor > 0 else 0.0
-    latency_us = round(inputs.link.latency_us * factor, 1)
+    rate = cluster.link.bytes_per_s / factor if factor > 0 else 0.0
+    latency_us = round(cluster.link.latency_us * factor, 1)
     return Link(latency_us=latency_us, bytes_per_s=float(f"{rate:.4g}"), blocking=blocking)
 
 
@@ -127,9 +125,9 @@ def _both(boundary: BoundaryRun) -> tuple[float, ...]:
     return tuple(time for time in (boundary.forward_us, boundary.backward_us) if time > 0)
 
 
-def _predicted_us(partition: Partition, cluster: Cluster, costs: ChainCosts, boundary: int) -> float:
-    end = partition.intervals()[boundary][1]
-    return cluster.link.transfer_us(float(costs.boundaries.output[end - 1]))
+def _predicted_us(evaluation: Evaluation, boundary: int) -> float:
+    end = evaluation.partition.intervals()[boundary][1]
+    return evaluation.cluster.link.transfer_us(float(evaluation.costs.boundaries.output[end - 1]))
 
 
 def _reserve(plan: Plan, report: RunReport) -> int:

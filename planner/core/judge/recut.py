@@ -6,11 +6,10 @@ from typing import Final
 
 from planner.core.cost.chain_costs import ChainCosts
 from planner.core.cost.costs import costs_at
-from planner.core.cost.evaluate import Partition, check_partition, stages_of
-from planner.core.cost.planning import build_plan, cluster_of
+from planner.core.cost.evaluate import Evaluation
+from planner.core.cost.partition import Partition, check_partition
 from planner.core.errors import UsageError
-from planner.core.values.placement import device_of
-from planner.core.values.plan import Inputs, Plan, Recompute, SolverReport, StageMemory
+from planner.core.values.plan import Inputs, Plan, Recompute, SolverReport
 from planner.core.values.profile import Profile
 
 _CHEAPEST_FIRST: Final[tuple[Recompute, ...]] = ("never", "except-last", "always")
@@ -46,8 +45,7 @@ def with_cuts(
     )
     check_partition(partition, num_layers=len(profile.layers), num_devices=inputs.devices)
     costs = costs_at(profile, plan.micro_batch_size, extrapolate=inputs.extrapolate)
-    partition = replace(partition, recompute=_recompute(costs, partition, inputs))
-    return build_plan(costs, partition, inputs=inputs, solver=SolverReport(method="given", status="given"))
+    return _fastest_fitting(costs, partition, inputs).plan(inputs, SolverReport(method="given", status="given"))
 
 
 def _devices(plan: Plan, num_stages: int) -> tuple[int, ...]:
@@ -62,20 +60,18 @@ def _devices(plan: Plan, num_stages: int) -> tuple[int, ...]:
     return tuple(plan.device_of(stage) for stage in plan.stages)
 
 
-def _recompute(costs: ChainCosts, partition: Partition, inputs: Inputs) -> tuple[Recompute, ...]:
-    num_stages, num_devices = len(partition.balance), partition.num_devices
+def _fastest_fitting(costs: ChainCosts, partition: Partition, inputs: Inputs) -> Evaluation:
+    num_stages, num_devices, cluster = len(partition.balance), partition.num_devices, inputs.cluster
     allowed = [choice for choice in _CHEAPEST_FIRST if inputs.recompute in (choice, "auto", "layers")]
-    cluster = cluster_of(inputs)
-    needs: dict[Recompute, tuple[StageMemory, ...]] = {
-        choice: tuple(s.memory for s in stages_of(costs, replace(partition, recompute=(choice,) * num_stages), cluster))
+    memories = {
+        choice: Evaluation(costs, replace(partition, recompute=(choice,) * num_stages), cluster).memory
         for choice in allowed
     }
     chosen: list[Recompute] = []
     for device in range(num_devices):
         cap = cluster.memory_bytes[partition.device_of(device)]
-        need = {
-            choice: sum(memories[k].total for k in partition.chunks_of(device)) for choice, memories in needs.items()
-        }
+        need = {choice: sum(of[k].total for k in partition.chunks_of(device)) for choice, of in memories.items()}
         fits = [choice for choice in allowed if need[choice] <= cap]
         chosen.append(fits[0] if fits else min(need, key=lambda choice: need[choice]))
-    return tuple(chosen[device_of(stage, num_devices, partition.placement)] for stage in range(num_stages))
+    recompute = tuple(chosen[partition.place_of(stage)] for stage in range(num_stages))
+    return Evaluation(costs, replace(partition, recompute=recompute), cluster)

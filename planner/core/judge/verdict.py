@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
 from planner.core.cost.costs import costs_at, covers
-from planner.core.cost.evaluate import Partition, check_partition
-from planner.core.cost.planning import build_plan
+from planner.core.cost.evaluate import Evaluation
+from planner.core.cost.partition import Partition, check_partition
 from planner.core.errors import UsageError
 from planner.core.judge.figures import differing, is_same
 from planner.core.values.devices import Accelerator
@@ -92,10 +92,10 @@ def judge(
     check_partition(partition, num_layers=len(profile.layers), num_devices=plan.inputs.devices)
     inputs = plan.inputs if memory_bytes is None else replace(plan.inputs, memory_bytes=memory_bytes)
     costs = costs_at(profile, plan.micro_batch_size, extrapolate=inputs.extrapolate)
-    now = build_plan(costs, partition, inputs=inputs, solver=plan.solver)
-    if not is_same("step_us", plan.predicted.step_us, now.predicted.step_us):
-        # The certificate was for other cuts, or another profile.
-        now = build_plan(costs, partition, inputs=inputs, solver=SolverReport(method="given", status="given"))
+    evaluation = Evaluation(costs, partition, inputs.cluster)
+    # The certificate of another step time was for other cuts, or another profile.
+    is_certified = is_same("step_us", plan.predicted.step_us, evaluation.step_us)
+    now = evaluation.plan(inputs, plan.solver if is_certified else SolverReport(method="given", status="given"))
     for chunks in now.by_device():
         findings.extend(_memory_findings(chunks, headroom))
     findings.extend(_unproven(profile, now))

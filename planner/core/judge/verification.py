@@ -6,7 +6,7 @@ from math import isclose
 from statistics import median
 from typing import Final, Literal
 
-from planner.core.cost.costs import costs_at
+from planner.core.cost.evaluate import Evaluation
 from planner.core.errors import MeasurementError
 from planner.core.judge.calibration import calibration_of, peak_bytes_of, stage_runs, timed_steps_us
 from planner.core.judge.certainty import SLACK_BYTES
@@ -103,14 +103,13 @@ def verification_of(
         raise MeasurementError(f"{len(report.step_us)} steps are all warm-up", hint="run more: `--steps 12`")
     crowded = crowded or disturbance(report)
     compared = tuple(judged(row, tolerance, are_times_judged=not crowded) for row in compared_of(plan, report))
-    costs = costs_at(profile, plan.micro_batch_size, extrapolate=plan.inputs.extrapolate)
     return Verification(
         agrees=all(row.agrees is not False for row in compared) and not wrong,
         compared=compared,
         tolerance=tolerance,
         notes=(*wrong, *([crowded] if crowded else [])),
         proof=proof,
-        calibration=calibration_of(plan, costs, report),
+        calibration=calibration_of(plan, Evaluation.of(plan, profile), report),
         run=report,
     )
 

@@ -8,7 +8,7 @@ the profile and never trusted when a plan is read back.
 from dataclasses import dataclass, field, fields
 from typing import Final, Literal
 
-from planner.core.values.cluster import Link
+from planner.core.values.cluster import Cluster, Link
 from planner.core.values.placement import Placement, device_of, stages_on
 from planner.core.values.precision import Precision
 from planner.core.values.profile import Generator
@@ -90,6 +90,11 @@ class Inputs:
     """Least samples of a micro-batch."""
     extrapolate: bool = False
     """Whether micro-batch sizes outside the profiled range were allowed."""
+
+    @property
+    def cluster(self) -> Cluster:
+        """Devices and links that the plan is for."""
+        return Cluster(**{each.name: getattr(self, each.name) for each in fields(Cluster)})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,6 +7,7 @@ These are the values behind `profile.yaml`; `docs/file-formats.md` describes eve
 from dataclasses import dataclass, field
 from typing import Final, Literal
 
+from planner import __version__
 from planner.core.values.cluster import ExecutorCost
 from planner.core.values.proof import Proof
 
@@ -29,6 +30,10 @@ class Generator:
 
     name: str
     version: str
+
+
+GENERATOR: Final = Generator(name="gpipe-plan", version=__version__)
+"""This version of gpipe-plan."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,10 +14,9 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from planner.core.cost.planning import GENERATOR
 from planner.core.errors import MeasurementError, UsageError
 from planner.core.values.links import Links, MeasuredLink, fit_link
-from planner.core.values.profile import Device, Environment
+from planner.core.values.profile import GENERATOR, Device, Environment
 from planner.device.clock import typical_us
 from planner.device.kinds import DEVICE_KINDS, kind_of
 from planner.executor.measure.calibrate import MICRO_BATCHES, step_of_nothing

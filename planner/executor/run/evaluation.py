@@ -26,7 +26,7 @@ Metrics = Callable[[Any, Any], Mapping[str, Any]]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Evaluation:
+class EvaluationResult:
     """What an evaluation of a batch found."""
 
     loss: float

@@ -12,10 +12,9 @@ from numpy.typing import NDArray
 
 from planner.core.cost.chain_costs import ChainCosts, Tie
 from planner.core.cost.costs import CostTable
-from planner.core.cost.evaluate import Partition
 from planner.core.cost.moments import PARTS
+from planner.core.cost.partition import Partition
 from planner.core.cost.parts import ITEMS
-from planner.core.cost.planning import cluster_of
 from planner.core.cost.stage_time import CHOICES
 from planner.core.schedule import KINDS, Schedule
 from planner.core.values.placement import Placement
@@ -74,7 +73,7 @@ class _Chain:
         costs = {m: table.at(size, extrapolate=plan.inputs.extrapolate) for m, size in sizes.items()}
         partition = Partition.of(plan, costs[plan.micro_batches].names)
         places = [partition.device_of(stage) for stage in range(plan.num_devices)]
-        return cls(question=question, costs=costs, pipeline=Pipeline(cluster_of(plan.inputs), places, plan.replicas))
+        return cls(question=question, costs=costs, pipeline=Pipeline(plan.inputs.cluster, places, plan.replicas))
 
     @property
     def one(self) -> ChainCosts:

@@ -11,7 +11,8 @@ from dataclasses import replace
 
 import numpy as np
 
-from planner.core.cost.evaluate import Partition, step_us
+from planner.core.cost.evaluate import Evaluation
+from planner.core.cost.partition import Partition
 from planner.core.cost.stage_time import LAYERS
 from planner.solve.answer import Answer
 from planner.solve.chain.chain_dp import ChainCuts
@@ -35,7 +36,7 @@ def search_gpipe_by_layers(case: Case, *, upper_us: float = np.inf, deadline: De
         for _ in range(_ROUNDS):
             cuts = _best_cuts(case, windows.width, upper_us, deadline)
             partition = None if cuts is None else _with_layers(case, layers, cuts)
-            time_us = np.inf if partition is None else step_us(case.costs, partition, case.cluster)
+            time_us = np.inf if partition is None else Evaluation(case.costs, partition, case.cluster).step_us
             if time_us < upper_us:
                 best, upper_us = partition, time_us
             # Once the window is wide enough for the best partition so far, the programme's optimum is a bound for all.

@@ -13,7 +13,8 @@ from operator import attrgetter
 
 import numpy as np
 
-from planner.core.cost.evaluate import Partition, stages_of
+from planner.core.cost.evaluate import Evaluation
+from planner.core.cost.partition import Partition
 from planner.core.cost.stage_time import LAYERS
 from planner.solve.chunks.descent import BATCH, Descent, Place
 from planner.solve.layers.one_stage import Devices, Recomputation
@@ -65,9 +66,9 @@ def raced(progress: Progress, many: Many, places: Sequence[LayerPlace]) -> list[
 
 def _fits(many: Many, partition: Partition) -> bool:
     cluster = many.case.cluster
-    stages = stages_of(many.case.costs, partition, cluster)
+    memory = Evaluation(many.case.costs, partition, cluster).memory
     return all(
-        sum(stages[s].memory.total for s in chunks) <= cluster.memory_bytes[device]
+        sum(memory[s].total for s in chunks) <= cluster.memory_bytes[device]
         for device, chunks in enumerate(many.chunks)
     )
 

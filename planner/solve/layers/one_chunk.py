@@ -14,7 +14,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from planner.core.cost.evaluate import Partition
+from planner.core.cost.partition import Partition
 from planner.core.cost.stage_time import LAYERS
 from planner.solve.chain.chain_dp import ChainCuts, LabelSearch
 from planner.solve.chain.gpipe import Windows

@@ -11,7 +11,7 @@ from math import comb, inf
 
 import numpy as np
 
-from planner.core.cost.evaluate import Partition
+from planner.core.cost.partition import Partition
 from planner.solve.answer import Answer
 from planner.solve.chunks.search import all_cuts, bounds_of, branched_us, by_devices, most_of_one, starts_of
 from planner.solve.deadline import NEVER, Deadline

@@ -8,9 +8,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from planner.core.cost.costs import costs_at
-from planner.core.cost.evaluate import Partition, stage_times, step_us
-from planner.core.cost.planning import cluster_of
+from planner.core.cost.evaluate import Evaluation
 from planner.core.errors import PlannerError
 from planner.core.values.cluster import Link
 from planner.core.values.plan import FrontierPoint, Inputs, Insight, Noise, Plan, WhatIf
@@ -79,8 +77,7 @@ def _sharing(request: Request, questions: int) -> Request:
 
 def _pace(profile: Profile, plan: Plan) -> str:
     """The slowest stage or link of either direction."""
-    costs = costs_at(profile, plan.micro_batch_size, extrapolate=plan.inputs.extrapolate)
-    times = stage_times(costs, Partition.of(plan, costs.names), cluster_of(plan.inputs))
+    times = Evaluation.of(plan, profile).stage_times
     forward = [(t.forward_us, f"stage {k}") for k, t in enumerate(times)]
     backward = [(t.backward_us, f"stage {k}") for k, t in enumerate(times)]
     links = [(t.send_us, f"the link behind stage {k}") for k, t in enumerate(times) if not t.blocking]
@@ -137,8 +134,7 @@ def _noise(profile: Profile, request: Request, plan: Plan) -> Noise | None:
     for _ in range(_DRAWS):
         drawn = replace(profile, layers=tuple(_drawn(layer, rng) for layer in profile.layers))
         best = solve(drawn, request)
-        costs = costs_at(drawn, plan.micro_batch_size, extrapolate=plan.inputs.extrapolate)
-        ours_us = step_us(costs, Partition.of(plan, costs.names), cluster_of(plan.inputs))
+        ours_us = Evaluation.of(plan, drawn).step_us
         best_us = best.predicted.step_us
         regrets.append(max(0.0, ours_us / best_us - 1) if best_us else 0.0)
         same += ours_us <= best_us or (best.balance, best.micro_batches) == (plan.balance, plan.micro_batches)

@@ -10,8 +10,8 @@ import numpy as np
 
 from planner.core.cost.chain_costs import ChainCosts
 from planner.core.cost.costs import CostsAtSize
-from planner.core.cost.evaluate import Partition
 from planner.core.cost.moments import Moments, stage_moments
+from planner.core.cost.partition import Partition
 from planner.core.cost.stage_time import CHOICES, LAYERS, ChainSums
 from planner.core.schedule import Loads, Schedule
 from planner.core.values.cluster import Cluster

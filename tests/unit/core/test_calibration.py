@@ -6,8 +6,7 @@ import pytest
 
 from planner.api.asked import request_of
 from planner.api.options.solving import SolverOptions
-from planner.core.cost.costs import costs_at
-from planner.core.cost.planning import cluster_of
+from planner.core.cost.evaluate import Evaluation
 from planner.core.errors import MeasurementError, UsageError
 from planner.core.judge.calibration import calibration_of
 from planner.core.judge.verification import Tolerance, verification_of
@@ -50,10 +49,10 @@ def test_a_calibrated_prediction_is_the_run(schedule, recompute, seed):
     """On a machine that differs by what a calibration holds, the next prediction is right."""
     profile = random_profile(seed, 8, sizes=(1, 2, 4))
     plan = plan_of(profile, schedule=schedule, recompute=recompute)
-    costs = costs_at(profile, plan.micro_batch_size, extrapolate=False)
-    machine = slower(cluster_of(plan.inputs), compute=1.3, overhead_us=35.0, link=1.7)
-    report = report_of(plan, costs, machine)
-    found = calibration_of(plan, costs, report)
+    evaluation = Evaluation.of(plan, profile)
+    machine = slower(plan.inputs.cluster, compute=1.3, overhead_us=35.0, link=1.7)
+    report = report_of(plan, replace(evaluation, cluster=machine))
+    found = calibration_of(plan, evaluation, report)
     measured = report.step_us[-1]
     assert found.compute == pytest.approx(1.3, rel=1e-3)
     assert found.overhead_us == pytest.approx(35.0, abs=0.2)
@@ -68,9 +67,9 @@ def test_chunks_that_share_a_device():
     profile = random_profile(3, 8, sizes=(1, 2, 4))
     inputs = replace(inputs_of(2, 8, link=LINK, overhead_us=20.0), schedule="interleaved", chunks=2)
     plan = solve(profile, Request(inputs=inputs, balance=(2, 2, 3, 1), micro_batches=4))
-    costs = costs_at(profile, plan.micro_batch_size, extrapolate=False)
-    machine = slower(cluster_of(plan.inputs), compute=1.2, overhead_us=30.0, link=1.5)
-    report = report_of(plan, costs, machine)
+    evaluation = Evaluation.of(plan, profile)
+    machine = slower(plan.inputs.cluster, compute=1.2, overhead_us=30.0, link=1.5)
+    report = report_of(plan, replace(evaluation, cluster=machine))
     whole = plan.device_bytes()
     stages = tuple(replace(run, peak_bytes=whole[run.index % 2]) for run in report.stages)
     found = verification_of(plan, profile, replace(report, stages=stages), TOLERANCE)
@@ -89,8 +88,8 @@ def test_a_calibrated_plan_calibrates_to_the_same():
         profile,
         Request(inputs=replace(plan.inputs, compute=1.25), balance=plan.balance, micro_batches=4),
     )
-    costs = costs_at(profile, plan.micro_batch_size, extrapolate=False)
-    found = calibration_of(plan, costs, report_of(plan, costs, cluster_of(plan.inputs)))
+    evaluation = Evaluation.of(plan, profile)
+    found = calibration_of(plan, evaluation, report_of(plan, evaluation))
     assert found.compute == pytest.approx(1.25, rel=1e-3)
     assert found.overhead_us == pytest.approx(plan.inputs.overhead_us, abs=0.1)
     assert found.link is not None
@@ -103,25 +102,25 @@ def test_the_reserve_is_what_was_needed_beyond_the_prediction():
     """Of the device that is most above it; context and libraries count; never negative."""
     profile = random_profile(2, 8, sizes=(1, 2, 4))
     plan = plan_of(profile)
-    costs = costs_at(profile, plan.micro_batch_size, extrapolate=False)
-    report = report_of(plan, costs, cluster_of(plan.inputs))
-    assert calibration_of(plan, costs, report).reserve_bytes == 0
+    evaluation = Evaluation.of(plan, profile)
+    report = report_of(plan, evaluation)
+    assert calibration_of(plan, evaluation, report).reserve_bytes == 0
     stages = tuple(
         replace(run, peak_bytes=run.peak_bytes + add, outside_bytes=outside)
         for run, add, outside in zip(report.stages, (100, 500, -900), (1000, 200, 1000), strict=True)
     )
-    assert calibration_of(plan, costs, replace(report, stages=stages)).reserve_bytes == 1100
+    assert calibration_of(plan, evaluation, replace(report, stages=stages)).reserve_bytes == 1100
     below = tuple(replace(run, peak_bytes=1) for run in report.stages)
-    assert calibration_of(plan, costs, replace(report, stages=below)).reserve_bytes == 0
+    assert calibration_of(plan, evaluation, replace(report, stages=below)).reserve_bytes == 0
 
 
 def test_one_stage_sends_nothing():
     """So there is no link, and the profile's stays."""
     profile = random_profile(2, 8, sizes=(1, 2, 4))
     plan = plan_of(profile, (8,))
-    costs = costs_at(profile, plan.micro_batch_size, extrapolate=False)
-    report = report_of(plan, costs, cluster_of(plan.inputs))
-    assert calibration_of(plan, costs, report).link is None
+    evaluation = Evaluation.of(plan, profile)
+    report = report_of(plan, evaluation)
+    assert calibration_of(plan, evaluation, report).link is None
     assert report.bubble == pytest.approx(0.0, abs=1e-6)
 
 
@@ -129,17 +128,18 @@ def test_a_link_that_nothing_was_known_of():
     """Becomes what was measured, as latency."""
     profile = random_profile(2, 8, sizes=(1, 2, 4))
     plan = plan_of(profile, link=Link())
-    costs = costs_at(profile, plan.micro_batch_size, extrapolate=False)
-    machine = replace(cluster_of(plan.inputs), link=Link(latency_us=70.0, blocking=True))
-    assert calibration_of(plan, costs, report_of(plan, costs, machine)).link == Link(latency_us=70.0, blocking=True)
+    evaluation = Evaluation.of(plan, profile)
+    link = Link(latency_us=70.0, blocking=True)
+    report = report_of(plan, replace(evaluation, cluster=replace(evaluation.cluster, link=link)))
+    assert calibration_of(plan, evaluation, report).link == link
 
 
 def test_options_that_are_given_beat_the_calibration():
     """Link, overhead and reserve; a calibration of another kind of device is refused."""
     profile = random_profile(2, 8, sizes=(1, 2, 4))
     plan = plan_of(profile)
-    costs = costs_at(profile, plan.micro_batch_size, extrapolate=False)
-    found = replace(calibration_of(plan, costs, report_of(plan, costs, cluster_of(plan.inputs))), reserve_bytes=77)
+    evaluation = Evaluation.of(plan, profile)
+    found = replace(calibration_of(plan, evaluation, report_of(plan, evaluation)), reserve_bytes=77)
     kind = {"devices": 3, "mem": "8GB", "batch": 8, "calibration": replace(found, device=profile.device)}
     assert request_of(profile, REFERENCE, SolverOptions(**kind)).inputs.reserve_bytes == 77
     options = SolverOptions(**kind, link="2GB/s", overhead="3us", reserve="5kB")
@@ -158,9 +158,9 @@ def test_the_verdict(compute, peak, agrees):
     """The step within 10 %, no peak more than 1 % above or 5 % below its prediction."""
     profile = random_profile(0, 8, sizes=(1, 2, 4))
     plan = plan_of(profile)
-    costs = costs_at(profile, plan.micro_batch_size, extrapolate=False)
-    machine = slower(cluster_of(plan.inputs), compute=compute, overhead_us=20.0, link=1.0)
-    report = report_of(plan, costs, machine, peak_factor=peak)
+    evaluation = Evaluation.of(plan, profile)
+    machine = slower(plan.inputs.cluster, compute=compute, overhead_us=20.0, link=1.0)
+    report = report_of(plan, replace(evaluation, cluster=machine), peak_factor=peak)
     found = verification_of(plan, profile, report, TOLERANCE)
     assert found.agrees is agrees
     judged = {row.what for row in found.compared if row.agrees is not None}
@@ -189,8 +189,8 @@ def test_predicted_and_measured_bubble_are_the_same_thing(schedule):
     """On a machine that does as the simulator says, they are equal, also where steps overlap."""
     profile = random_profile(4, 8, sizes=(1, 2, 4))
     plan = plan_of(profile, schedule=schedule)
-    costs = costs_at(profile, plan.micro_batch_size, extrapolate=False)
-    found = verification_of(plan, profile, report_of(plan, costs, cluster_of(plan.inputs)), TOLERANCE)
+    evaluation = Evaluation.of(plan, profile)
+    found = verification_of(plan, profile, report_of(plan, evaluation), TOLERANCE)
     (bubble,) = (row for row in found.compared if row.what == "bubble")
     assert bubble.measured == pytest.approx(bubble.predicted, rel=0.02)
 
@@ -199,8 +199,8 @@ def test_a_run_that_only_warmed_up_says_nothing():
     """Not even what is wrong."""
     profile = random_profile(0, 8, sizes=(1, 2, 4))
     plan = plan_of(profile)
-    costs = costs_at(profile, plan.micro_batch_size, extrapolate=False)
-    report = report_of(plan, costs, cluster_of(plan.inputs))
+    evaluation = Evaluation.of(plan, profile)
+    report = report_of(plan, evaluation)
     with pytest.raises(MeasurementError, match="2 steps are all warm-up"):
         verification_of(plan, profile, replace(report, step_us=report.step_us[:2]), TOLERANCE)
 
@@ -210,8 +210,8 @@ def test_the_bubble_of_a_v_is_measured_as_it_is_predicted():
     profile = random_profile(4, 8, sizes=(1, 2, 4))
     inputs = replace(inputs_of(2, 8, link=LINK), schedule="zbv", chunks=2)
     plan = solve(profile, Request(inputs=inputs, balance=(2, 2, 2, 2), micro_batches=4))
-    costs = costs_at(profile, plan.micro_batch_size, extrapolate=False)
-    run = report_of(plan, costs, cluster_of(plan.inputs))
+    evaluation = Evaluation.of(plan, profile)
+    run = report_of(plan, evaluation)
     assert run.bubble == pytest.approx(plan.predicted.bubble, rel=0.02)
     assert {boundary.index for boundary in run.boundaries} == {0, 2}
     for stage, measured in zip(plan.stages, run.stages, strict=True):

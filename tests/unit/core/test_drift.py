@@ -6,8 +6,7 @@ import pytest
 
 from planner.api.options.verifying import VerifyOptions
 from planner.api.texts import share, two_shares
-from planner.core.cost.costs import costs_at
-from planner.core.cost.planning import cluster_of
+from planner.core.cost.evaluate import Evaluation
 from planner.core.judge.drift import ENOUGH_STEPS, drift_of, drift_text
 from planner.core.judge.verification import DEFAULT_TOLERANCE
 from planner.core.values.balance import Balance
@@ -31,7 +30,7 @@ def run() -> tuple[Balance, RunReport]:
     inputs = replace(inputs_of(3, 12, reserve_bytes=10**6), schedule="zbv", chunks=2)
     plan = solve(profile, Request(inputs=inputs, balance=(2,) * 6, micro_batches=6))
     (balance,) = emit_native(plan, profile, folder=".", profile_folder=".").plans
-    report = report_of(plan, costs_at(profile, plan.micro_batch_size), cluster_of(plan.inputs))
+    report = report_of(plan, Evaluation.of(plan, profile))
     whole = [need - 10**6 for need in plan.device_bytes()]
     stages = tuple(replace(s, peak_bytes=whole[min(s.index, 5 - s.index)]) for s in report.stages)
     return balance, replace(report, step_us=(plan.predicted.step_us,) * (2 + ENOUGH_STEPS), stages=stages)

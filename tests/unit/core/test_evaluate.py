@@ -8,19 +8,9 @@ import pytest
 from planner import __version__
 from planner.core.cost.chain_costs import ChainCosts
 from planner.core.cost.costs import costs_at
-from planner.core.cost.evaluate import (
-    Partition,
-    check_partition,
-    own_step_us,
-    predict,
-    stage_times,
-    stages_of,
-    step_us,
-    sum_us,
-    timeline,
-)
+from planner.core.cost.evaluate import Evaluation
 from planner.core.cost.memory import stage_memory
-from planner.core.cost.planning import build_plan, cluster_of
+from planner.core.cost.partition import Partition, check_partition
 from planner.core.cost.simulate import StageTimes, makespans
 from planner.core.errors import UsageError
 from planner.core.schedule import SCHEDULES
@@ -64,8 +54,8 @@ LINK = Link(latency_us=1.0, bytes_per_s=1e7)  # 20 bytes: 1 + 2 us
 def test_stage_times_are_sums_with_recomputation_links_and_overhead() -> None:
     """F, B + R and C of both stages; the last stage sends nothing."""
     costs, partition = by_hand()
-    cluster = cluster_of(inputs_of(2, 8, link=LINK, overhead_us=0.5))
-    assert stage_times(costs, partition, cluster) == (
+    cluster = inputs_of(2, 8, link=LINK, overhead_us=0.5).cluster
+    assert Evaluation(costs, partition, cluster).stage_times == (
         StageTimes(forward_us=5.5, backward_us=9.5, last_backward_us=9.5, send_us=3.0),
         StageTimes(forward_us=4.5, backward_us=13.5, last_backward_us=13.5, recompute_us=4.0, last_recompute_us=4.0),
     )
@@ -74,7 +64,7 @@ def test_stage_times_are_sums_with_recomputation_links_and_overhead() -> None:
 def test_except_last_spares_the_last_backward_alone() -> None:
     """B + F for all others, B for the last."""
     costs = costs_at(three_layers(), 2)
-    (times,) = stage_times(costs, partition_of((3,), 4, ("except-last",)), cluster_of(inputs_of(1, 8)))
+    (times,) = Evaluation(costs, partition_of((3,), 4, ("except-last",)), inputs_of(1, 8).cluster).stage_times
     assert (times.backward_us, times.last_backward_us) == (18 + 9, 18)
 
 
@@ -87,27 +77,27 @@ def test_what_has_no_backward_is_not_computed_again(recompute: Recompute) -> Non
     partition = partition_of((2, 2), 3, (recompute, recompute))
     if recompute == "layers":
         partition = dataclasses.replace(partition, recomputed=((0, 1), (2, 3)))
-    cluster = cluster_of(inputs_of(2, 6))
-    front, back = stage_times(costs, partition, cluster)
+    cluster = inputs_of(2, 6).cluster
+    front, back = Evaluation(costs, partition, cluster).stage_times
     assert (front.backward_us, front.last_backward_us, front.recompute_us) == (2, 2, 0)
     again = 4 if recompute == "layers" else 6
     assert (back.recompute_us, back.last_recompute_us) == (again, again * (recompute != "except-last"))
     never = partition_of((2, 2), 3)
-    assert stages_of(costs, partition, cluster)[0].memory == stages_of(costs, never, cluster)[0].memory
+    assert Evaluation(costs, partition, cluster).stages[0].memory == Evaluation(costs, never, cluster).stages[0].memory
 
 
 def test_a_blocking_link_is_marked_on_the_sender() -> None:
     """And never behind the last stage."""
     costs, partition = by_hand()
-    cluster = cluster_of(inputs_of(2, 8, link=dataclasses.replace(LINK, blocking=True)))
-    times = stage_times(costs, partition, cluster)
+    cluster = inputs_of(2, 8, link=dataclasses.replace(LINK, blocking=True)).cluster
+    times = Evaluation(costs, partition, cluster).stage_times
     assert [(t.send_us, t.blocking) for t in times] == [(3.0, True), (0.0, False)]
 
 
 def test_predicted_figures_by_hand() -> None:
     """Forward 9 + 3 + 3·5, backward 22 + 3 + 3·13, the optimizer's step of stage 0: 5; busy 4·14 + 4·17 of 2·91."""
     costs, partition = by_hand()
-    predicted = predict(costs, partition, cluster_of(inputs_of(2, 8, link=LINK)))
+    predicted = Evaluation(costs, partition, inputs_of(2, 8, link=LINK).cluster).predicted
     assert predicted == Predicted(
         step_us=27 + 64 + 5,
         samples_per_s=pytest.approx(8 / 96e-6),
@@ -122,7 +112,7 @@ def test_predicted_figures_by_hand() -> None:
 def test_a_spared_last_micro_batch_is_not_counted_as_busy() -> None:
     """One stage, three micro-batches, all but the last recomputed: always busy, 2·9 of 99 us again, no bubble."""
     costs = costs_at(three_layers(), 2)
-    predicted = predict(costs, partition_of((3,), 3, ("except-last",)), cluster_of(inputs_of(1, 6)))
+    predicted = Evaluation(costs, partition_of((3,), 3, ("except-last",)), inputs_of(1, 6).cluster).predicted
     assert predicted.step_us == 3 * (9 + 18) + 2 * 9 + 9
     assert predicted.bubble == pytest.approx(0.0, abs=1e-12)
     assert predicted.recompute_share == pytest.approx(18 / 99)
@@ -131,7 +121,7 @@ def test_a_spared_last_micro_batch_is_not_counted_as_busy() -> None:
 def test_predicted_1f1b_by_hand() -> None:
     """Two stages, F 1 and B 2 on both, M = 2: F0 F1 B0 B1 below F0 B0 F1 B1 takes 3·3 = 9, a third of it idle."""
     costs = costs_at(profile_of([1.0, 1.0], [2.0, 2.0]), 1)
-    predicted = predict(costs, partition_of((1, 1), 2, schedule="1f1b"), cluster_of(inputs_of(2, 2)))
+    predicted = Evaluation(costs, partition_of((1, 1), 2, schedule="1f1b"), inputs_of(2, 2).cluster).predicted
     assert (predicted.step_us, predicted.ideal_bubble, predicted.imbalance) == (9.0, 1 / 3, 1.0)
     assert predicted.bubble == pytest.approx(1 / 3)
 
@@ -140,8 +130,8 @@ def test_overhead_is_paid_per_micro_batch_stage_and_direction() -> None:
     """Equal stages without links: (M+K-1) times F + B + 2 overheads."""
     costs = costs_at(profile_of([3.0] * 4, [5.0] * 4), 1)
     partition = partition_of((1, 1, 2), 6)
-    base = step_us(costs, partition, cluster_of(inputs_of(3, 6)))
-    slow = step_us(costs, partition, cluster_of(inputs_of(3, 6, overhead_us=0.25)))
+    base = Evaluation(costs, partition, inputs_of(3, 6).cluster).step_us
+    slow = Evaluation(costs, partition, inputs_of(3, 6, overhead_us=0.25).cluster).step_us
     assert base == (4 + 5 * 2) * 8
     assert slow - base == pytest.approx((6 + 3 - 1) * 2 * 0.25)
 
@@ -149,7 +139,7 @@ def test_overhead_is_paid_per_micro_batch_stage_and_direction() -> None:
 def test_a_chain_that_takes_no_time_has_no_bubble_and_no_rate() -> None:
     """No division by zero: everything is nothing, and even."""
     costs = costs_at(profile_of([0.0, 0.0]), 1)
-    predicted = predict(costs, partition_of((1, 1), 2), cluster_of(inputs_of(2, 2)))
+    predicted = Evaluation(costs, partition_of((1, 1), 2), inputs_of(2, 2).cluster).predicted
     assert (predicted.step_us, predicted.samples_per_s, predicted.bubble) == (0.0, 0.0, 0.0)
     assert (predicted.imbalance, predicted.recompute_share) == (1.0, 0.0)
 
@@ -159,12 +149,13 @@ def test_the_timeline_ends_with_the_step(schedule: ScheduleName) -> None:
     """Its last event and stage 0's optimizer step make the step time; every pass of every stage is in it."""
     costs = costs_at(random_profile(6, 7), 1)
     partition = partition_of((2, 4, 1), 5, ("always", "never", "except-last"), schedule)
-    cluster = cluster_of(inputs_of(3, 5, link=Link(latency_us=2.0, bytes_per_s=1e7)))
-    events = timeline(costs, partition, cluster)
+    cluster = inputs_of(3, 5, link=Link(latency_us=2.0, bytes_per_s=1e7)).cluster
+    evaluation = Evaluation(costs, partition, cluster)
+    events = evaluation.events
     assert len([e for e in events if e.kind in ("F", "B")]) == 2 * 3 * 5
     optimizer_us = float(costs.optimizer_us[:2].sum())
     assert optimizer_us > 0
-    assert step_us(costs, partition, cluster) == pytest.approx(max(e.end_us for e in events) + optimizer_us, rel=1e-12)
+    assert evaluation.step_us == pytest.approx(max(e.end_us for e in events) + optimizer_us, rel=1e-12)
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
@@ -173,8 +164,8 @@ def test_stages_name_their_layers_and_carry_their_memory(schedule: ScheduleName)
     profile = random_profile(6, 7)
     costs = costs_at(profile, 1)
     partition = partition_of((2, 4, 1), 5, ("always", "never", "except-last"), schedule)
-    cluster = cluster_of(inputs_of(3, 5, memory_bytes=(10, 20, 30), reserve_bytes=7))
-    stages = stages_of(costs, partition, cluster)
+    cluster = inputs_of(3, 5, memory_bytes=(10, 20, 30), reserve_bytes=7).cluster
+    stages = Evaluation(costs, partition, cluster).stages
     assert [(s.index, s.first, s.last, s.layers, s.memory_bytes) for s in stages] == [
         (0, "layers.0", "layers.1", 2, 10),
         (1, "layers.2", "layers.5", 4, 20),
@@ -232,13 +223,13 @@ def test_a_plan_holds_what_was_asked_and_what_follows() -> None:
     costs, partition = by_hand()
     inputs = inputs_of(2, 8, link=LINK)
     solver = SolverReport(method="dynamic-programming", status="optimal", lower_bound_us=96.0)
-    plan = build_plan(costs, partition, inputs=inputs, solver=solver)
+    plan = Evaluation(costs, partition, inputs.cluster).plan(inputs, solver)
     assert plan.generator is not None
     assert (plan.generator.name, plan.generator.version) == ("gpipe-plan", __version__)
     assert (plan.inputs, plan.solver) == (inputs, solver)
     assert (plan.micro_batches, plan.micro_batch_size, plan.balance) == (4, 2, (2, 1))
-    assert plan.predicted == predict(costs, partition, cluster_of(inputs))
-    assert plan.stages == stages_of(costs, partition, cluster_of(inputs))
+    assert plan.predicted == Evaluation(costs, partition, inputs.cluster).predicted
+    assert plan.stages == Evaluation(costs, partition, inputs.cluster).stages
     assert Partition.of(plan, costs.names) == partition
     assert {stage.memory_bytes for stage in plan.stages} == {UNLIMITED}
 
@@ -247,7 +238,7 @@ def test_given_cuts_carry_no_certificate() -> None:
     """Nothing is known of how good they are: no bound, no gap."""
     costs, partition = by_hand()
     solver = SolverReport(method="given", status="given", gap=0.3, lower_bound_us=50.0)
-    plan = build_plan(costs, partition, inputs=inputs_of(2, 8), solver=solver)
+    plan = Evaluation(costs, partition, inputs_of(2, 8).cluster).plan(inputs_of(2, 8), solver)
     assert plan.solver == SolverReport(method="given", status="given")
 
 
@@ -273,19 +264,19 @@ def test_replicas_sum_the_gradients_of_a_chunk_when_it_is_done(name: ScheduleNam
         replicas=2,
     )
     cluster = Cluster(memory_bytes=(10**9,) * 4, allreduce=Link(latency_us=allreduce_us, bytes_per_s=1e9))
-    times, intervals = stage_times(costs, partition, cluster), partition.intervals()
-    sums_us = [sum_us(costs, *interval, cluster, replicas=2) for interval in intervals]
-    optimizers_us = [own_step_us(costs, *interval, cluster) for interval in intervals]
+    evaluation = Evaluation(costs, partition, cluster)
+    times, sums_us = evaluation.stage_times, evaluation.replica_sums_us
+    optimizers_us = [float(costs.optimizer_us[first:end].sum()) for first, end in partition.intervals()]
     periods, all_us = [], []
     for device in range(2):
-        own = [e for e in timeline(costs, partition, cluster) if e.device == device and not e.kind.startswith("send")]
+        own = [e for e in evaluation.events if e.device == device and not e.kind.startswith("send")]
         ends = {stage: max(e.end_us for e in own if e.stage == stage) for stage in partition.chunks_of(device)}
         summed_us = 0.0
         for stage, end_us in sorted(ends.items(), key=lambda item: item[1]):
             summed_us = max(summed_us, end_us) + sums_us[stage]
         periods.append(summed_us - min(e.start_us for e in own) + sum(optimizers_us[s] for s in ends))
         all_us.append(sum(optimizers_us[s] + sums_us[s] for s in ends))
-    assert step_us(costs, partition, cluster) == pytest.approx(max(periods), rel=1e-9)
+    assert evaluation.step_us == pytest.approx(max(periods), rel=1e-9)
     arrays = {
         name: np.array([[getattr(stage, name) for stage in times]])
         for name in (field.name for field in dataclasses.fields(StageTimes))

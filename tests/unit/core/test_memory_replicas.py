@@ -8,7 +8,8 @@ import pytest
 from planner.core.cost import chain_costs as costs_module
 from planner.core.cost.chain_costs import ChainCosts
 from planner.core.cost.costs import costs_at
-from planner.core.cost.evaluate import Partition, stages_of
+from planner.core.cost.evaluate import Evaluation
+from planner.core.cost.partition import Partition
 from planner.core.values.cluster import Cluster
 from planner.core.values.plan import Recompute, ScheduleName, StageMemory
 from tests.support.chains import even_chain
@@ -26,7 +27,7 @@ def memory_of(
 ) -> StageMemory:
     """Of one stage with all layers."""
     partition = Partition(schedule=schedule, micro_batches=m, balance=(3,), recompute=(recompute,), replicas=replicas)
-    (stage,) = stages_of(costs, partition, Cluster(memory_bytes=(MANY,)))
+    (stage,) = Evaluation(costs, partition, Cluster(memory_bytes=(MANY,))).stages
     return stage.memory
 
 
@@ -91,9 +92,8 @@ def shared(
             chunks=2 if schedule == "interleaved" else 1,
         )
         cluster = Cluster(memory_bytes=(MANY,) * partition.num_devices)
-        found.append(
-            [stage.memory for stage in stages_of(costs_at(replace(even, layers=tuple(layers)), 1), partition, cluster)]
-        )
+        costs = costs_at(replace(even, layers=tuple(layers)), 1)
+        found.append(list(Evaluation(costs, partition, cluster).memory))
     return found[0], found[1]
 
 

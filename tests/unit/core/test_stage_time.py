@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from planner.core.cost.costs import costs_at
-from planner.core.cost.evaluate import Partition, optimizer_us, own_step_us, stage_times
+from planner.core.cost.evaluate import Evaluation
+from planner.core.cost.partition import Partition
 from planner.core.cost.simulate import StageTimes
 from planner.core.cost.stage_time import CHOICES, LAYERS, ChainSums, busy_times, hidden_us, optimizer_tail_us
 from planner.core.values.cluster import Cluster, Link
@@ -95,14 +96,15 @@ def test_tables_of_stages_hold_what_partitions_say() -> None:
         )
         sums, first, end = ChainSums.of(costs, cluster, replicas), np.array([0, cut]), np.array([cut, num_layers])
         busy = sums.busy_times(first, end, [CHOICES.index(choice) for choice in choices], speed=1.0)
-        stages = stage_times(costs, partition, cluster)
+        evaluation = Evaluation(costs, partition, cluster)
+        stages = evaluation.stage_times
         for name, values in busy._asdict().items():
             assert values == pytest.approx([getattr(stage, name) for stage in stages])
         own = sums.own_us(first, end, 1.0)
-        assert own == pytest.approx([own_step_us(costs, *i, cluster, replicas=replicas) for i in partition.intervals()])
+        assert own == pytest.approx(evaluation.updates_us)
         crossing = cluster.link.transfer_us(sums.crossing_bytes[end]) * (end < num_layers)
         tail = optimizer_tail_us(own, np.asarray(hidden_us(busy, crossing)))
-        assert tail == pytest.approx(optimizer_us(costs, partition, cluster))
+        assert tail == pytest.approx(evaluation.optimizer_us)
 
 
 def test_replicas_wait_for_no_gradients_where_there_are_none() -> None:

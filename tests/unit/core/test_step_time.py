@@ -6,8 +6,8 @@ from fractions import Fraction
 import pytest
 
 from planner.core.cost.costs import costs_at
-from planner.core.cost.evaluate import Partition, predict, step_us
-from planner.core.cost.planning import cluster_of
+from planner.core.cost.evaluate import Evaluation
+from planner.core.cost.partition import Partition
 from planner.core.cost.simulate import StageTimes, simulate
 from planner.core.cost.step_time import StepTime, flow_shop_us, gpipe_step
 from planner.core.schedule import SCHEDULES
@@ -29,8 +29,8 @@ def predicted_step_us(num_stages: int, micro_batches: int, num_layers: int = 48,
     size = Fraction(batch, micro_batches)
     profile = profile_of([float(size)] * num_layers, [float(2 * size)] * num_layers)
     balance = (num_layers // num_stages,) * num_stages
-    costs, cluster = costs_at(profile, 1), cluster_of(inputs_of(num_stages, 1))
-    return step_us(costs, partition_of(balance, micro_batches), cluster)
+    costs, cluster = costs_at(profile, 1), inputs_of(num_stages, 1).cluster
+    return Evaluation(costs, partition_of(balance, micro_batches), cluster).step_us
 
 
 @pytest.mark.parametrize("num_stages", [1, 2, 3, 4, 7, 8, 15, 16])
@@ -39,7 +39,7 @@ def test_equal_stages_have_exactly_the_papers_bubble(schedule: ScheduleName, num
     """Idle share (K-1)/(M+K-1), in whole numbers, for GPipe and 1F1B alike, by the simulator and by `predict`."""
     stages = [StageTimes(forward_us=1, backward_us=2, last_backward_us=2)] * num_stages
     profile = profile_of([1.0] * num_stages, [2.0] * num_stages)
-    costs, cluster = costs_at(profile, 1), cluster_of(inputs_of(num_stages, 1))
+    costs, cluster = costs_at(profile, 1), inputs_of(num_stages, 1).cluster
     tried = 0
     for micro_batches in (1, 2, 3, 5, 8, 16, 37, 64):
         if schedule == "1f1b" and micro_batches < num_stages:
@@ -50,7 +50,7 @@ def test_equal_stages_have_exactly_the_papers_bubble(schedule: ScheduleName, num
         ideal = Fraction(num_stages - 1, micro_batches + num_stages - 1)
         assert 1 - Fraction(3 * micro_batches, int(end)) == ideal
         partition = partition_of((1,) * num_stages, micro_batches, schedule=schedule)
-        figures = predict(costs, partition, cluster)
+        figures = Evaluation(costs, partition, cluster).predicted
         assert figures.step_us == end
         assert figures.bubble == pytest.approx(float(ideal), abs=1e-15)
         assert figures.ideal_bubble == float(ideal)
@@ -157,9 +157,9 @@ def test_speed_ups_are_those_of_the_paper(num_stages: int, published: float) -> 
 def test_recomputing_all_but_the_last_costs_what_was_published(micro_batches: int) -> None:
     """With F:B = 1:2 on one device, time without over with is 3/(3+(M-1)/M): 0.857 at M = 2 (published 0.858)."""
     profile = profile_of([1.0] * 6, [2.0] * 6)
-    costs, cluster = costs_at(profile, 1), cluster_of(inputs_of(1, 1))
-    without = step_us(costs, partition_of((6,), micro_batches), cluster)
-    spared = step_us(costs, partition_of((6,), micro_batches, recompute="except-last"), cluster)
+    costs, cluster = costs_at(profile, 1), inputs_of(1, 1).cluster
+    without = Evaluation(costs, partition_of((6,), micro_batches), cluster).step_us
+    spared = Evaluation(costs, partition_of((6,), micro_batches, recompute="except-last"), cluster).step_us
     assert without / spared == pytest.approx(3 / (3 + (micro_batches - 1) / micro_batches), rel=1e-12)
     if micro_batches == 2:
         assert without / spared == pytest.approx(0.858, rel=0.01)
@@ -169,10 +169,10 @@ def test_recomputing_all_but_the_last_costs_what_was_published(micro_batches: in
 def test_the_best_cut_depends_on_the_schedule() -> None:
     """F 30 10 10 10, B 20 20 20 60, M = 32 (findings 8): GPipe pays max F + max B, 1F1B about max(F+B)."""
     costs = costs_at(profile_of([30, 10, 10, 10], [20, 20, 20, 60]), 1)
-    cluster = cluster_of(inputs_of(2, 32))
+    cluster = inputs_of(2, 32).cluster
     times = {
         schedule: {
-            balance: step_us(costs, partition_of(balance, 32, schedule=schedule), cluster)
+            balance: Evaluation(costs, partition_of(balance, 32, schedule=schedule), cluster).step_us
             for balance in ((1, 3), (2, 2), (3, 1))
         }
         for schedule in ("gpipe", "1f1b")
@@ -192,7 +192,7 @@ def test_1f1b_is_never_slower_than_its_list_of_actions_allows() -> None:
         backward = [rng.uniform(1, 9) for _ in range(num_stages)]
         costs = costs_at(profile_of(forward, backward), 1)
         partition = partition_of((1,) * num_stages, micro_batches, schedule="1f1b")
-        time = step_us(costs, partition, cluster_of(inputs_of(num_stages, 1)))
+        time = Evaluation(costs, partition, inputs_of(num_stages, 1).cluster).step_us
         pace = [
             sum(forward[:k]) + micro_batches * (forward[k] + backward[k]) + sum(backward[:k]) for k in range(num_stages)
         ]

@@ -9,7 +9,8 @@ from torch import Tensor, nn
 
 import planner
 from planner.core.cost.costs import costs_at
-from planner.core.cost.evaluate import Partition, stage_times
+from planner.core.cost.evaluate import Evaluation
+from planner.core.cost.partition import Partition
 from planner.core.errors import ModelError
 from planner.core.values.cluster import Cluster
 from planner.core.values.plan import Recompute
@@ -313,7 +314,7 @@ def test_what_is_run_again_is_what_is_predicted(recompute: Recompute, frozen: in
     partition = Partition(
         schedule="gpipe", micro_batches=1, balance=(2, 2), recompute=(recompute,) * 2, recomputed=recomputed
     )
-    times = stage_times(costs, partition, Cluster(memory_bytes=(0, 0)))
+    times = Evaluation(costs, partition, Cluster(memory_bytes=(0, 0))).stage_times
     layers, known = chain_of(build()).layers, shapes(build(), torch.randn(2, 8))
     calls: list[int] = []
     for n, layer in enumerate(layers):

@@ -4,9 +4,7 @@ import json
 
 import pytest
 
-from planner.core.cost.costs import costs_at
-from planner.core.cost.evaluate import Partition
-from planner.core.cost.planning import cluster_of
+from planner.core.cost.evaluate import Evaluation
 from planner.executor.measure.trace import trace_json
 from tests.support.runs import STEPS, runs_of
 from tests.unit.show.samples import interleaved, plan, profile
@@ -19,8 +17,7 @@ def slices(runs):
 @pytest.mark.parametrize("planned", [plan(recompute="always"), interleaved()], ids=["gpipe", "interleaved"])
 def test_rows_and_names(planned):
     """A row per rank; chunks are told apart in names, stages in arguments."""
-    costs = costs_at(profile(), planned.micro_batch_size, extrapolate=False)
-    runs = runs_of(costs, Partition.of(planned, costs.names), cluster_of(planned.inputs))
+    runs = runs_of(Evaluation.of(planned, profile()))
     events = slices(runs)
     assert {event["pid"] for event in events} == set(range(planned.num_devices))
     forwards = [event for event in events if event["cat"] == "forward"]
@@ -33,8 +30,7 @@ def test_rows_and_names(planned):
 def test_replicas_stand_below_each_other():
     """Each receives from its own pipeline alone."""
     planned = plan(recompute="always")
-    costs = costs_at(profile(), planned.micro_batch_size, extrapolate=False)
-    one = runs_of(costs, Partition.of(planned, costs.names), cluster_of(planned.inputs))
+    one = runs_of(Evaluation.of(planned, profile()))
     other = [run._replace(rank=run.rank + len(one), replica=1) for run in one]
     events = slices([*one, *other])
     assert len(events) == 2 * len(slices(one))
@@ -44,6 +40,5 @@ def test_replicas_stand_below_each_other():
 def test_a_run_without_steps():
     """Has rows, and nothing in them."""
     planned = plan()
-    costs = costs_at(profile(), planned.micro_batch_size, extrapolate=False)
-    runs = runs_of(costs, Partition.of(planned, costs.names), cluster_of(planned.inputs))
+    runs = runs_of(Evaluation.of(planned, profile()))
     assert slices([run._replace(steps=()) for run in runs]) == []

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from planner.core.cost.evaluate import Partition
+from planner.core.cost.partition import Partition
 from planner.core.judge.verdict import judge
 from planner.core.values.cluster import Link
 from planner.core.values.profile import Device, Profile, Setting

@@ -5,7 +5,8 @@ from typing import Any
 import pytest
 
 from planner.core.cost.costs import CostTable, costs_at
-from planner.core.cost.evaluate import Partition, stages_of
+from planner.core.cost.evaluate import Evaluation
+from planner.core.cost.partition import Partition
 from planner.core.values.cluster import Cluster
 from planner.core.values.profile import Device, Profile
 from planner.profile.transformer import Pace, Transformer, Widths, transformer_profile
@@ -87,7 +88,7 @@ def test_plans_in_halves_need_no_assumption() -> None:
     for tied in (False, True):
         profile = by_formula(**small, tied=tied)
         alone = Partition(schedule="gpipe", micro_batches=2, balance=(4,), recompute=("never",))
-        (stage,) = stages_of(costs_at(profile, 1), alone, Cluster(memory_bytes=(2**50,)))
+        (stage,) = Evaluation(costs_at(profile, 1), alone, Cluster(memory_bytes=(2**50,))).stages
         peaks.append(stage.memory)
     words = 51_200 * 256
     assert peaks[0].parameters - peaks[1].parameters == 2 * words

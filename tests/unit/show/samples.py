@@ -5,8 +5,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from planner.core.cost.costs import costs_at
-from planner.core.cost.evaluate import Partition, timeline
-from planner.core.cost.planning import build_plan, cluster_of
+from planner.core.cost.evaluate import Evaluation
+from planner.core.cost.partition import Partition
 from planner.core.cost.simulate import Event, StageTimes, simulate
 from planner.core.judge.certainty import certainty_of
 from planner.core.judge.verdict import Verdict, judge
@@ -136,7 +136,7 @@ def plan(
         devices=order,
     )
     solver = solver or SolverReport(method="dynamic-programming", status="optimal")
-    return build_plan(costs_at(of or profile(), 1), partition, inputs=inputs, solver=solver)
+    return Evaluation(costs_at(of or profile(), 1), partition, inputs.cluster).plan(inputs, solver)
 
 
 def interleaved(*, cap: int = 120 * MIB) -> Plan:
@@ -213,13 +213,11 @@ def explained(planned: Plan | None = None) -> Plan:
 
 
 def events_of(planned: Plan) -> tuple[Event, ...]:
-    costs = costs_at(profile(), 1)
-    return timeline(costs, Partition.of(planned, costs.names), cluster_of(planned.inputs))
+    return Evaluation.of(planned, profile()).events
 
 
 def step_of_sample(planned: Plan) -> Step:
-    costs = costs_at(profile(), 1)
-    return step_of(costs, Partition.of(planned, costs.names), cluster_of(planned.inputs))
+    return step_of(Evaluation.of(planned, profile()))
 
 
 def whole_plan_text(planned: Plan, how: Style) -> str:

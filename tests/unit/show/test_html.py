@@ -7,9 +7,7 @@ from html.parser import HTMLParser
 
 import pytest
 
-from planner.core.cost.costs import costs_at
-from planner.core.cost.evaluate import Partition
-from planner.core.cost.planning import cluster_of
+from planner.core.cost.evaluate import Evaluation
 from planner.core.schedule import KINDS as COMPUTED
 from planner.core.values.plan import SolverReport
 from planner.show.html import plan_html, profile_html, run_html
@@ -105,8 +103,7 @@ def test_it_stays_small():
     names = tuple(f"encoder.layers.{n}.mlp" for n in range(24))
     big = profile(names)
     planned = plan((3,) * 8, micro_batches=32, recompute="always", of=big)
-    costs = costs_at(big, 1)
-    step = step_of(costs, Partition.of(planned, costs.names), cluster_of(planned.inputs))
+    step = step_of(Evaluation.of(planned, big))
     assert len(plan_html(planned, big, step, report(planned), digest="sha256:1").encode()) < 300_000
 
 

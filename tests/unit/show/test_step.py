@@ -6,8 +6,7 @@ from itertools import pairwise
 import pytest
 
 from planner.core.cost.costs import costs_at
-from planner.core.cost.evaluate import Partition, stages_of
-from planner.core.cost.planning import cluster_of
+from planner.core.cost.evaluate import Evaluation
 from planner.core.values.cluster import Link
 from planner.show.step import step_of
 from tests.support.chains import random_profile
@@ -50,17 +49,16 @@ def test_levels_come_in_the_order_of_time(planned):
 def test_memory_from_exact_records_peaks_as_well(seed, recompute, schedule):
     """There the first backward is a moment of its own, and may be the highest."""
     measured = random_profile(seed, 6, exact=True)
-    costs = costs_at(measured, 1)
-    assert costs.exact
+    assert costs_at(measured, 1).exact
     for micro_batches in (3, 5):
         planned = plan(schedule=schedule, recompute=recompute, micro_batches=micro_batches, of=measured)
-        partition, cluster = Partition.of(planned, costs.names), cluster_of(planned.inputs)
-        step = step_of(costs, partition, cluster)
+        evaluation = Evaluation.of(planned, measured)
+        step = step_of(evaluation)
         assert tuple(max(level.bytes for level in levels) for levels in step.memory) == planned.device_bytes()
         # Replicas' gradients in a message are there in the last backward, and may be more than was there before.
-        partition = replace(partition, replicas=2)
-        stages, step = stages_of(costs, partition, cluster), step_of(costs, partition, cluster)
-        assert [max(level.bytes for level in levels) for levels in step.memory] == [s.memory.total for s in stages]
+        evaluation = replace(evaluation, partition=replace(evaluation.partition, replicas=2))
+        highest = [max(level.bytes for level in levels) for levels in step_of(evaluation).memory]
+        assert highest == [memory.total for memory in evaluation.memory]
 
 
 def test_recomputation_is_told_of_backwards_alone():
@@ -91,8 +89,7 @@ def test_the_optimizer_follows_the_last_backward():
     measured = profile()
     measured = replace(measured, layers=tuple(replace(layer, optimizer_us=50.0) for layer in measured.layers))
     planned = plan(of=measured)
-    costs = costs_at(measured, 1)
-    step = step_of(costs, Partition.of(planned, costs.names), cluster_of(planned.inputs))
+    step = step_of(Evaluation.of(planned, measured))
     steps = [span for span in step.spans if span.kind == "optimizer"]
     assert [span.duration_us for span in steps] == pytest.approx([100.0] * 3)
     for span in steps:

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from planner.core.cost.costs import costs_at
-from planner.core.cost.evaluate import Partition, step_us
-from planner.core.cost.planning import cluster_of
+from planner.core.cost.evaluate import Evaluation
+from planner.core.cost.partition import Partition
 from planner.core.judge.verdict import judge
 from planner.core.values.cluster import Link
 from planner.core.values.profile import Profile
@@ -23,6 +23,12 @@ from planner.solve import Request, solve
 from tests.support.brute_force import best_step_us, partitions
 from tests.support.chains import chain, layer, random_profile
 from tests.support.profiles import inputs_of, profile_of
+
+
+def never_recomputed(balance: tuple[int, ...], micro_batches: int) -> Partition:
+    """Stages under GPipe."""
+    recompute = ("never",) * len(balance)
+    return Partition(schedule="gpipe", micro_batches=micro_batches, balance=balance, recompute=recompute)
 
 
 def fixed_cost_chain(fixed_us: float, sizes: tuple[int, ...] = (1, 2, 4, 8, 16, 32)) -> Profile:
@@ -68,11 +74,10 @@ def test_a_frozen_backbone_is_not_cut_by_forward_plus_backward() -> None:
     profile = profile_of([1.0] * 16, [0.0] * 12 + [2.0] * 4)
     inputs = inputs_of(2, 64)
     plan = solve(profile, Request(inputs=inputs))
-    costs, cluster = costs_at(profile, 1), cluster_of(inputs)
+    costs, cluster = costs_at(profile, 1), inputs.cluster
 
     def time(balance: tuple[int, ...]) -> float:
-        partition = Partition(schedule="gpipe", micro_batches=64, balance=balance, recompute=("never", "never"))
-        return step_us(costs, partition, cluster)
+        return Evaluation(costs, never_recomputed(balance, 64), cluster).step_us
 
     both = [f + b for f, b in zip(costs.forward_us, costs.backward_us, strict=True)]
     min_max = min(((n, 16 - n) for n in range(1, 16)), key=lambda b: max(sum(both[: b[0]]), sum(both[b[0] :])))
@@ -199,11 +204,8 @@ def test_the_search_finds_what_moving_single_cuts_does_not(seed: int) -> None:
     forward = [rng.uniform(1, 20) for _ in range(12)]
     profile = profile_of(forward, [f * rng.uniform(0.2, 5) for f in forward])
     inputs = inputs_of(4, 8, recompute="never")
-    costs, cluster = costs_at(profile, 1), cluster_of(inputs)
-    times = [
-        step_us(costs, Partition(schedule="gpipe", micro_batches=8, balance=b, recompute=("never",) * len(b)), cluster)
-        for b in partitions(12, 4)
-    ]
+    costs, cluster = costs_at(profile, 1), inputs.cluster
+    times = [Evaluation(costs, never_recomputed(b, 8), cluster).step_us for b in partitions(12, 4)]
     assert len(times) == 232
     assert solve(profile, Request(inputs=inputs)).predicted.step_us == pytest.approx(min(times), rel=1e-12)
 
@@ -244,11 +246,8 @@ def test_the_certificate_is_true(seed: int) -> None:
     plan = solve(profile, Request(inputs=inputs))
     assert (plan.solver.status, plan.solver.gap) == ("optimal", 0.0)
     assert plan.solver.lower_bound_us == plan.predicted.step_us
-    costs, cluster = costs_at(profile, 1), cluster_of(inputs)
-    others = [
-        step_us(costs, Partition(schedule="gpipe", micro_batches=4, balance=b, recompute=("never",) * len(b)), cluster)
-        for b in partitions(7, 3)
-    ]
+    costs, cluster = costs_at(profile, 1), inputs.cluster
+    others = [Evaluation(costs, never_recomputed(b, 4), cluster).step_us for b in partitions(7, 3)]
     assert len(others) == 1 + 6 + 15
     assert plan.predicted.step_us <= min(others) * (1 + 1e-12)
 
@@ -326,9 +325,9 @@ def test_an_exact_plan_is_cheaper_than_judging_a_few_thousand_cuts() -> None:
     """40 layers on 8 devices have 18 million cuts; the plan takes less time than judging 3,000 of them one by one."""
     profile = random_profile(5, 40)
     inputs = inputs_of(8, 32)
-    costs, cluster = costs_at(profile, 1), cluster_of(inputs)
-    partition = Partition(schedule="gpipe", micro_batches=32, balance=(5,) * 8, recompute=("never",) * 8)
-    one_by_one = _cpu_s(lambda: [step_us(costs, partition, cluster) for _ in range(3000)])
+    costs, cluster = costs_at(profile, 1), inputs.cluster
+    partition = never_recomputed((5,) * 8, 32)
+    one_by_one = _cpu_s(lambda: [Evaluation(costs, partition, cluster).step_us for _ in range(3000)])
     assert _cpu_s(lambda: solve(profile, Request(inputs=inputs))) < one_by_one
 
 

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from planner.core.cost.costs import costs_at
-from planner.core.cost.evaluate import Partition, stages_of
-from planner.core.cost.planning import cluster_of
+from planner.core.cost.evaluate import Evaluation
+from planner.core.cost.partition import Partition
 from planner.core.errors import InfeasibleError, SolverError, UsageError
 from planner.core.judge.verdict import judge
 from planner.core.values.plan import Inputs, RecomputePolicy, ScheduleName
@@ -382,7 +382,7 @@ def fitting_interleaved(seed: int) -> tuple[Profile, Inputs, Partition]:
             recompute=("always",) * 6,
             chunks=2,
         )
-        stages = stages_of(costs, partition, cluster_of(inputs))
+        stages = Evaluation(costs, partition, inputs.cluster).stages
         tried.append((max(sum(s.memory.total for s in stages[d::3]) for d in range(3)), partition.balance, partition))
     peak, _, partition = min(tried, key=lambda one: one[:2])
     return profile, dataclasses.replace(inputs, memory_bytes=(peak,) * 3), partition

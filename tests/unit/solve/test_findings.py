@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 
 from planner.core.cost.costs import costs_at
-from planner.core.cost.evaluate import Partition, step_us
-from planner.core.cost.planning import cluster_of
+from planner.core.cost.evaluate import Evaluation
+from planner.core.cost.partition import Partition
 from planner.core.values.plan import Plan, ScheduleName
 from planner.core.values.profile import Profile
 from planner.solve import Request, solve
@@ -18,7 +18,7 @@ from tests.support.profiles import inputs_of, profile_of
 def under(profile: Profile, plan: Plan, schedule: ScheduleName) -> float:
     """Step time of the plan's cuts, M and recomputation under another schedule."""
     partition = replace(Partition.of(plan, [one.name for one in profile.layers]), schedule=schedule)
-    return step_us(costs_at(profile, plan.micro_batch_size), partition, cluster_of(plan.inputs))
+    return Evaluation(costs_at(profile, plan.micro_batch_size), partition, plan.inputs.cluster).step_us
 
 
 def test_the_chosen_number_of_micro_batches_beats_the_largest() -> None:
@@ -48,7 +48,7 @@ def test_a_frozen_backbone_is_cut_by_forward_and_backward_apart() -> None:
     profile, inputs = profile_of(forward, backward), inputs_of(4, 16)
     plan = solve(profile, Request(inputs=inputs))
     assert (plan.micro_batches, plan.solver.status) == (16, "optimal")
-    costs, cluster = costs_at(profile, 1), cluster_of(inputs)
+    costs, cluster = costs_at(profile, 1), inputs.cluster
     both = [f + b for f, b in zip(forward, backward, strict=True)]
     sums = [sum(both[:n]) for n in range(65)]
 
@@ -61,11 +61,9 @@ def test_a_frozen_backbone_is_cut_by_forward_and_backward_apart() -> None:
     min_max = [balance for balance in every if largest(balance) == smallest]
     assert min_max
     times = [
-        step_us(
-            costs,
-            Partition(schedule="gpipe", micro_batches=16, balance=balance, recompute=("never",) * 4),
-            cluster,
-        )
+        Evaluation(
+            costs, Partition(schedule="gpipe", micro_batches=16, balance=balance, recompute=("never",) * 4), cluster
+        ).step_us
         for balance in min_max
     ]
     assert min(times) > 1.1 * plan.predicted.step_us

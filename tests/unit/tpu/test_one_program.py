@@ -6,8 +6,8 @@ import pytest
 
 from planner.core.cost.chain_costs import ChainCosts
 from planner.core.cost.costs import costs_at
-from planner.core.cost.evaluate import Partition
 from planner.core.cost.memory import stage_memory
+from planner.core.cost.partition import Partition
 from planner.core.values.plan import Recompute
 from planner.core.values.profile import ArrayKind, ProgramMemory
 from planner.tpu.program_memory import program_memory

@@ -6,8 +6,8 @@ from itertools import accumulate, combinations, pairwise
 import pytest
 
 from planner.core.cost.costs import costs_at
-from planner.core.cost.evaluate import Partition, step_us
-from planner.core.cost.planning import cluster_of
+from planner.core.cost.evaluate import Evaluation
+from planner.core.cost.partition import Partition
 from planner.solve import Request, solve
 from tests.support.chains import AMOEBANET_BACKWARD_MS, AMOEBANET_FORWARD_MS, VGG16_MS
 from tests.support.profiles import inputs_of, profile_of
@@ -79,9 +79,9 @@ def test_with_forward_and_backward_apart_the_plan_equals_brute_force(num_stages:
     profile = profile_of(AMOEBANET_FORWARD_MS, AMOEBANET_BACKWARD_MS)
     inputs = inputs_of(num_stages, micro_batches)
     plan = solve(profile, Request(inputs=inputs))
-    costs, cluster = costs_at(profile, 1), cluster_of(inputs)
+    costs, cluster = costs_at(profile, 1), inputs.cluster
     times = [
-        step_us(costs, partition_of(balance, micro_batches), cluster)
+        Evaluation(costs, partition_of(balance, micro_batches), cluster).step_us
         for k in range(1, num_stages + 1)
         for balance in balances(24, k)
     ]
@@ -112,12 +112,12 @@ def test_no_min_max_partition_of_forward_plus_backward_is_faster() -> None:
         profile = profile_of(forward, backward)
         inputs = inputs_of(4, 16)
         plan = solve(profile, Request(inputs=inputs))
-        costs, cluster = costs_at(profile, 1), cluster_of(inputs)
+        costs, cluster = costs_at(profile, 1), inputs.cluster
         found = smallest_largest(both, 4)
         min_max = [b for b in balances(len(both), 4) if largest(both, b) <= found * (1 + 1e-12)]
         assert min_max
         for balance in min_max:
-            time = step_us(costs, partition_of(balance, 16), cluster)
+            time = Evaluation(costs, partition_of(balance, 16), cluster).step_us
             assert plan.predicted.step_us <= time * (1 + 1e-12)
             ratios.append(time / plan.predicted.step_us)
     assert max(ratios) > 1.01

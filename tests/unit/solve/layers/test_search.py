@@ -6,7 +6,8 @@ from itertools import combinations, pairwise
 import numpy as np
 import pytest
 
-from planner.core.cost.evaluate import Partition, stages_of
+from planner.core.cost.evaluate import Evaluation
+from planner.core.cost.partition import Partition
 from planner.core.errors import InfeasibleError
 from planner.core.judge.verdict import judge
 from planner.core.schedule import SCHEDULES
@@ -119,7 +120,7 @@ def bytes_with(many: Many, cuts: np.ndarray, recomputed: tuple[int, ...]) -> int
         recomputed=some if any(some) else (),
         chunks=many.case.chunks,
     )
-    stages = stages_of(many.case.costs, partition, many.case.cluster)
+    stages = Evaluation(many.case.costs, partition, many.case.cluster).stages
     return sum(stages[s].memory.total for s in many.chunks[0])
 
 

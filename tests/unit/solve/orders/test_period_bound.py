@@ -6,8 +6,8 @@ from itertools import combinations, pairwise, product
 import pytest
 
 from planner.core.cost.costs import costs_at
-from planner.core.cost.evaluate import Partition, stages_of, step_us
-from planner.core.cost.planning import cluster_of
+from planner.core.cost.evaluate import Evaluation
+from planner.core.cost.partition import Partition
 from planner.core.cost.stage_time import CHOICES
 from planner.core.schedule import Action
 from planner.core.schedule.listed import texts_of
@@ -35,7 +35,7 @@ def row(stage: int, kinds: str) -> tuple[Action, ...]:
 
 def fastest_us(profile: Profile, inputs: Inputs) -> tuple[float, float]:
     """The fastest of all plans that fit: every cut, recomputation and order of halves; and what its work takes."""
-    costs, cluster, best = costs_at(profile, 1), cluster_of(inputs), float("inf")
+    costs, cluster, best = costs_at(profile, 1), inputs.cluster, float("inf")
     num_layers = len(profile.layers)
     for num_devices in (1, 2):
         for inner in combinations(range(1, num_layers), num_devices - 1):
@@ -49,12 +49,12 @@ def fastest_us(profile: Profile, inputs: Inputs) -> tuple[float, float]:
                     order=texts_of([row(stage, order) for stage, order in enumerate(kinds)]),
                 )
                 try:
-                    time_us = step_us(costs, partition, cluster)
+                    time_us = Evaluation(costs, partition, cluster).step_us
                 except ValueError:
                     continue  # they wait for each other
                 if time_us >= best:
                     continue
-                stages = stages_of(costs, partition, cluster)
+                stages = Evaluation(costs, partition, cluster).stages
                 if all(stage.memory.total <= stage.memory_bytes for stage in stages):
                     best = time_us
     work_us = float((costs.forward_us + costs.halves.input_us + costs.halves.weight_us).sum())

@@ -1,0 +1,140 @@
+"""The answer of a planner: cuts, micro-batches, schedule and recomputation, without what follows from them."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+
+from planner.core.errors import UsageError
+from planner.core.schedule import Action, Schedule, schedule_of
+from planner.core.values.limits import short
+from planner.core.values.placement import Placement, device_of, stages_on
+from planner.core.values.plan import Plan, Recompute, ScheduleName, Stage
+from planner.core.values.units import counted
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Partition:
+    """The answer of a planner, without its consequences."""
+
+    schedule: ScheduleName
+    micro_batches: int
+    """M, of each pipeline."""
+    balance: tuple[int, ...]
+    recompute: tuple[Recompute, ...]
+    recomputed: tuple[tuple[int, ...], ...] = ()
+    """Per stage, the layers (counted along the chain) that are recomputed where its choice is `layers`."""
+    chunks: int = 1
+    """V: stages per device."""
+    order: tuple[str, ...] = ()
+    """Per device what it does, where the schedule was made for this partition; see `Plan.order`."""
+    replicas: int = 1
+    devices: tuple[int, ...] = ()
+    """Per stage, which device of the cluster runs it; empty for the usual order."""
+
+    @classmethod
+    def of(cls, plan: Plan, names: Sequence[str]) -> "Partition":
+        """What `plan` decides.
+
+        Args:
+            plan: The plan.
+            names: The layers of the chain, in order.
+
+        Raises:
+            UsageError: A recomputed layer does not exist.
+        """
+        some = any(stage.recomputed for stage in plan.stages)
+        usual = all(stage.device is None for stage in plan.stages)
+        return cls(
+            schedule=plan.schedule,
+            micro_batches=plan.micro_batches,
+            balance=plan.balance,
+            recompute=tuple(stage.recompute for stage in plan.stages),
+            recomputed=tuple(_positions(stage, names) for stage in plan.stages) if some else (),
+            chunks=plan.chunks,
+            order=plan.order,
+            replicas=plan.replicas,
+            devices=() if usual else tuple(plan.device_of(stage) for stage in plan.stages),
+        )
+
+    @property
+    def num_devices(self) -> int:
+        """K: devices of one pipeline."""
+        return len(self.balance) // self.chunks
+
+    def intervals(self) -> tuple[tuple[int, int], ...]:
+        """First layer and end of every stage."""
+        return tuple(pairwise(accumulate(self.balance, initial=0)))
+
+    def device_of(self, stage: int) -> int:
+        """The device of the cluster that runs `stage`."""
+        return self.devices[stage] if self.devices else self.place_of(stage)
+
+    def place_of(self, stage: int) -> int:
+        """Return the place in the pipeline, 0 to K-1, of the device that runs `stage`."""
+        return device_of(stage, self.num_devices, self.placement)
+
+    @property
+    def rule(self) -> Schedule:
+        """The schedule itself."""
+        return schedule_of(self.schedule, self.order)
+
+    @property
+    def placement(self) -> Placement:
+        """Which stages a device runs."""
+        return self.rule.placement
+
+    def chunks_of(self, device: int) -> tuple[int, ...]:
+        """The stages that `device` of a pipeline runs, in the order of the chain."""
+        return stages_on(device, self.num_devices, self.chunks, self.placement)
+
+    def recomputed_in(self, stage: int) -> tuple[int, ...]:
+        """The layers that are recomputed one by one in `stage`."""
+        return self.recomputed[stage] if self.recomputed else ()
+
+    def actions(self) -> tuple[tuple[Action, ...], ...]:
+        """What every device does, in order; raises `UsageError` where the schedule cannot run so."""
+        return self.rule.actions(self.num_devices, self.micro_batches, self.chunks)
+
+
+def _positions(stage: Stage, names: Sequence[str]) -> tuple[int, ...]:
+    places = {name: n for n, name in enumerate(names)}
+    for name in stage.recomputed:
+        if name not in places:
+            raise UsageError(f'stage {stage.index} recomputes the layer "{name}", the profile has no such layer')
+    return tuple(sorted(places[name] for name in stage.recomputed))
+
+
+def check_partition(partition: Partition, *, num_layers: int, num_devices: int) -> None:
+    """Every layer exactly once, no empty stage, not more devices than there are, recomputed layers where they belong.
+
+    Raises:
+        UsageError: An invariant does not hold.
+    """
+    balance, chunks, replicas = partition.balance, partition.chunks, partition.replicas
+    if not balance or min(balance) < 1:
+        raise UsageError(f"every stage needs at least one layer, got the balance {short(list(balance), 200)}")
+    if sum(balance) != num_layers:
+        raise UsageError(
+            f"the balance {short(list(balance), 200)} adds up to {counted(sum(balance), 'layer')}, "
+            f"the profile has {num_layers}",
+            hint="every layer belongs to exactly one stage: make the sum right",
+        )
+    if chunks < 1 or len(balance) % chunks or (chunks > 1 and not partition.rule.is_chunked):
+        raise UsageError(
+            f"{len(balance)} stages cannot be {chunks} chunks on each device of a {partition.schedule} pipeline",
+            hint="make the number of stages a multiple of `chunks`; not every schedule has chunks above 1",
+        )
+    if replicas < 1 or partition.num_devices * replicas > num_devices:
+        pipelines = f"{replicas} pipelines of {partition.num_devices}" if replicas > 1 else f"{len(balance)} stages"
+        raise UsageError(f"{pipelines} need {partition.num_devices * replicas} devices, there are {num_devices}")
+    if len(partition.recompute) != len(balance):
+        raise UsageError(f"{len(balance)} stages, but {len(partition.recompute)} recompute choices")
+    if partition.devices and len(set(partition.devices)) != len(balance):
+        raise UsageError(f"every stage needs a device of its own, got {list(partition.devices)}")
+    for k, (first, end) in enumerate(partition.intervals()):
+        layers = partition.recomputed_in(k)
+        if bool(layers) != (partition.recompute[k] == "layers"):
+            raise UsageError(f"stage {k}: `recompute: layers` and a list of `recomputed` layers belong together")
+        if layers and not first <= min(layers) <= max(layers) < end:
+            raise UsageError(f"stage {k} recomputes a layer that it does not run")
+    partition.actions()
