@@ -152,8 +152,8 @@ def test_every_option_that_is_mentioned_exists() -> None:
     others |= {"--pipeline-model-parallel-layout", "--mtp-num-layers"}
     group = get_command(app_for(["--help"]))
     options = {o for command in group.commands.values() for p in command.params for o in (*p.opts, *p.secondary_opts)}  # type: ignore[attr-defined]
-    scripts = ("script.py", "jax/training.py")
-    script = "".join((ROOT / "planner" / "executor" / name).read_text(encoding="utf-8") for name in scripts)
+    scripts = ("executor/script.py", "tpu/training.py")
+    script = "".join((ROOT / "planner" / name).read_text(encoding="utf-8") for name in scripts)
     for page in (ROOT / "README.md", *(ROOT / "docs").glob("*.md")):
         named = set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", page.read_text(encoding="utf-8")))
         unknown = {option for option in named - options - others if f'"{option}"' not in script}
