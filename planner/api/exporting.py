@@ -37,7 +37,7 @@ def export(checkpoint: File = "checkpoints", output: File = "model.pt") -> Expor
     path, source = Path(output), os.fspath(checkpoint)
     files.check_writable(str(path))
 
-    from planner.executor import check_whole, export_weights, latest_checkpoint  # noqa: PLC0415 - torch
+    from planner.executor import export_weights, latest_checkpoint  # noqa: PLC0415 - torch
 
     latest = latest_checkpoint(source)
     if latest is None:
@@ -45,5 +45,4 @@ def export(checkpoint: File = "checkpoints", output: File = "model.pt") -> Expor
         raise FileError("there is no checkpoint in it", path=source, hint=hint)
     if path.resolve().is_relative_to(latest.resolve()):
         raise UsageError(f"`--output {path}` lies in the checkpoint that is read", hint="name another file")
-    check_whole(latest)
     return Exported(path=path, checkpoint=latest, tensors=export_weights(str(latest), str(path)))

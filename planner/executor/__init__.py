@@ -7,7 +7,7 @@ with importing("train"):
     from planner.executor.build.loss_check import check_loss
     from planner.executor.checkpoints import Checkpoints
     from planner.executor.equivalence.check import Checked, check_equivalence, reference_losses
-    from planner.executor.keep.saved import check_whole, latest_checkpoint
+    from planner.executor.keep.saved import latest_checkpoint
     from planner.executor.keep.weights import export_weights
     from planner.executor.measure.calibrate import executor_cost
     from planner.executor.measure.links import measure_links
@@ -27,7 +27,6 @@ __all__ = [
     "check_buildable",
     "check_equivalence",
     "check_loss",
-    "check_whole",
     "checkpoints",
     "executor_cost",
     "export_weights",

@@ -1,15 +1,16 @@
-"""Checkpoints with `torch.distributed.checkpoint`, under the names of the model: any plan can read what another wrote.
+"""Checkpoints of a run: each rank stores its part under the names of the model, so that any plan can resume it.
 
-    DIR/step-00000100/      one checkpoint: after 100 optimizer steps
-        .metadata, *.distcp     tensors: `model.NAME`, `optimizer.state.NAME.KEY`; per rank: random state and options
-        checkpoint.json         what it is a checkpoint of, for people and for `--resume`
+    DIR/step-00000100/              one checkpoint: after 100 optimizer steps
+        rank-00000.safetensors      tensors of a rank, and its state as JSON: options, random states, place in the data
+        checkpoint.json             index: what the checkpoint is, which file has which tensor, and digests of the files
 
-A checkpoint is written into a hidden folder beside it and renamed when every rank has written its part, so a folder
-called `step-…` is always whole (`saved`). It says which run wrote it; a folder is of one run, and of one
-job at a time (`run_folder`). What several ranks hold (tied weights, replicas) is written once, by the lowest.
+A checkpoint is written into a hidden folder and renamed when every rank has written its file, so a folder called
+`step-…` is always whole (`saved`). It says which run wrote it; a folder is of one run, and of one job at a time
+(`run_folder`). Replicas hold the same tensors, which the first replica stores. A tied weight is stored by each stage
+that has it, so that a rank need not open another stage's file.
 
 A stage resumes bit for bit under the plan that wrote. Under another one it finds its parameters and their optimizer
-state by name; only the random state, which belongs to a rank, starts anew.
+state by name, and takes the rest, which is the same on all ranks, from the first rank.
 """
 
 import json
@@ -18,40 +19,34 @@ import signal
 import sys
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from planner.core.errors import FileError, ModelError, PlannerError, UsageError
 from planner.core.values.printable import printable_lines
 from planner.core.values.units import format_bytes
 from planner.device.kinds import kind_of
-from planner.executor.keep.description import PYTHON, description_of
+from planner.executor.keep.errors import first_line
 from planner.executor.keep.exchange import Exchange
+from planner.executor.keep.index import PYTHON, CheckpointIndex
+from planner.executor.keep.json_state import to_json
 from planner.executor.keep.optimizer_state import OptimizerState
-from planner.executor.keep.rank_state import as_data, packed, restored
 from planner.executor.keep.run_folder import RunFolder
-from planner.executor.keep.saved import (
-    NotWrittenError,
-    check_whole,
-    commit,
-    latest_checkpoint,
-    partial_of,
-    prune,
-    saved_in,
-)
-from planner.executor.keep.stored import first_line
-from planner.executor.keep.weights import TIED, begin_with_weights
+from planner.executor.keep.saved import NotWrittenError, commit, latest_checkpoint, partial_of, prune, saved_in
+from planner.executor.keep.stored import stored_name
+from planner.executor.keep.weights import begin_with_weights
+from planner.executor.keep.writing import RankState, Writing, WrittenFile
 from planner.executor.pipeline import Pipeline
-from planner.executor.read_checkpoint import ReadCheckpoint, read_checkpoint
+from planner.executor.read_checkpoint import ReadCheckpoint, read_checkpoint, restored
 from planner.executor.run.random_state import HostStates
 from planner.executor.watch.failure import Stopped
 from planner.executor.watch.position import STORE
-
-if TYPE_CHECKING:
-    from planner.executor.keep.writing import Writing
 
 _NO_ROOM = "make room, then `--resume auto`"
 
@@ -95,8 +90,6 @@ class Checkpoints:
         self._every, self._keep, self._steps = every, keep, steps
         self._watch = pipeline.watch
         self._others = others
-        for name, other in others.items():
-            as_data(other.state_dict(), f'the state of "{name}"')
         self._saved_step = -1
         self._is_checked = False
         self._failed: PlannerError | None = None
@@ -111,7 +104,7 @@ class Checkpoints:
         self._place = RunFolder(folder, rank=pipeline.rank, exchange=self._exchange, tell=self._tell)
         self._folder = self._place.path
         if self._folder is not None:
-            _writing()
+            self._stored()  # what cannot be saved is refused now; the rest, once the first step has made it
         pipeline.at_close.append(self._release)
         candidates = self._place.candidates(resume)
         pipeline.position.at("reading a checkpoint")
@@ -128,8 +121,8 @@ class Checkpoints:
         """Call it after every step: saves when it is time, and ends the script after a step in which it was told to."""
         if self._folder is None:
             return
-        if not self._is_checked:  # a loader has no state before its first batch
-            as_data(self._pipeline.state_dict(), "the state of the run")
+        if not self._is_checked:  # loaders and optimizers have no state before
+            self._stored()
             self._is_checked = True
         step, signalled = self._pipeline.step_index, 0
         if self._watch is not None:
@@ -179,16 +172,16 @@ class Checkpoints:
             return
         self._pipeline.position.at("a checkpoint", waits_for=STORE)
         self._saved_step = step
-        partial = partial_of(self._folder, step)
-        description = self._description()
-        self._pending = _writing()(
-            self._state(),
-            partial,
+        folder = partial_of(self._folder, step)
+        index = self._index()
+        self._pending = Writing(
+            self._stored(),
+            folder,
             exchange=self._exchange,
             in_thread=self._is_async,
             position=self._pipeline.position,
             rank=self._pipeline.rank,
-            publish=lambda: commit(partial, description),
+            publish=lambda files: commit(folder, self._with_files(index, files)),
         )
         if not self._is_async:
             self.finish()
@@ -213,32 +206,31 @@ class Checkpoints:
 
     # Private methods: saving
 
-    def _state(self) -> dict[str, Any]:
+    def _stored(self) -> RankState:
+        """Return what this rank stores.
+
+        Raises:
+            UsageError: A state holds an object that is neither data nor a tensor.
+        """
         pipeline = self._pipeline
         names, of_device = pipeline.first_names, kind_of(pipeline.device).generator
-        # What several ranks hold is stored once: replicas, and weights that are tied to another rank's.
-        elsewhere = pipeline.stored_elsewhere
-        tensors = {
-            names[name]: tensor.detach()
-            for name, tensor in pipeline.named_tensors().items()
-            if id(tensor) not in elsewhere
-        }
-        optimizer_state = {name: state for name, state in self._optimizer.by_name().items() if name in tensors}
-        rank_state = {
+        tensors: dict[str, Tensor] = {}
+        optimizer = {}
+        if pipeline.place.replica == 0:
+            for name, tensor in pipeline.named_tensors().items():
+                to_json(tensor, stored_name(names[name]), tensors)
+            for name, state in self._optimizer.by_name().items():
+                optimizer[name] = to_json(state, f"optimizer[{name!r}]", tensors)
+        parts = {
             "groups": self._optimizer.groups(),
             "random": HostStates.now().plain(),
-            "cuda_random": None if of_device is None else of_device.get_state(),
+            "device_random": None if of_device is None else of_device.get_state(),
             "pipeline": pipeline.state_dict(),
             "others": {name: other.state_dict() for name, other in self._others.items()},
         }
-        state: dict[str, Any] = {"ranks": {str(pipeline.rank): packed(rank_state)}}
-        if tensors:
-            state["model"] = tensors
-        if optimizer_state:
-            state["optimizer"] = {"state": optimizer_state}
-        if pipeline.rank == 0:
-            state[TIED] = json.dumps(names)
-        return state
+        return RankState(
+            {"optimizer": optimizer, **{part: to_json(value, part, tensors) for part, value in parts.items()}}, tensors
+        )
 
     def _end(self) -> None:
         """Wait for all that is under way, before this process may end."""
@@ -252,19 +244,30 @@ class Checkpoints:
             self._exchange.close()
         self._place.release()
 
-    def _description(self) -> dict[str, Any]:
+    def _index(self) -> CheckpointIndex:
+        """Return the index of a checkpoint of now, without the files."""
         balance = self._pipeline.balance
-        return {
-            "branches": self._place.lineage.branches,
-            "step": self._saved_step,
-            "seed": self._pipeline.seed,
-            "plan_digest": balance.plan_digest,
-            "balance": list(balance.balance),
-            "ranks": dist.get_world_size(),
-            "torch": str(torch.__version__),
-            "python": PYTHON,
-            "computation": self._pipeline.computation,
-        }
+        return CheckpointIndex(
+            branches=self._place.lineage.branches,
+            step=self._saved_step,
+            seed=self._pipeline.seed,
+            plan_digest=balance.plan_digest,
+            balance=balance.balance,
+            torch=str(torch.__version__),
+            python=PYTHON,
+            computation=self._pipeline.computation,
+            files=(),
+            tensors={},
+        )
+
+    def _with_files(self, index: CheckpointIndex, files: Sequence[WrittenFile]) -> CheckpointIndex:
+        holders: dict[str, int] = {}
+        for rank, written in enumerate(files):
+            for stored in written.names:
+                holders.setdefault(stored, rank)
+        firsts = self._pipeline.first_names
+        tensors = {name: holders[stored_name(name)] if name == first else first for name, first in firsts.items()}
+        return replace(index, files=tuple(written.entry for written in files), tensors=tensors)
 
     def _save_failed(self, error: Exception) -> None:
         assert self._folder is not None
@@ -298,7 +301,7 @@ class Checkpoints:
         for source in candidates:
             problem, held = None, None
             try:
-                held = read_checkpoint(source, self._described(source), self._pipeline, self._optimizer)
+                held = read_checkpoint(source, self._pipeline, self._optimizer)
             except (UsageError, ModelError):
                 raise
             except Exception as error:  # whatever it is: there may be an older one that is whole
@@ -317,38 +320,20 @@ class Checkpoints:
         message = f"cannot be resumed{more}: {problems[0].message}"
         raise FileError(message, path=str(candidates[0]), hint=older or problems[0].hint)
 
-    def _described(self, source: Path) -> dict[str, Any]:
-        """Return the description of a whole checkpoint, which the first rank reads for all."""
-        found: dict[str, Any] = {}
-        if self._pipeline.rank == 0:
-            try:
-                check_whole(source)
-                found = {"description": {**description_of(source), "files": {}}}
-            except Exception as error:  # reported as what any rank may find
-                found = {"problem": _problem(error, source)}
-        found = json.loads(self._exchange.of_first(json.dumps(found)))
-        if "problem" in found:
-            message, hint = found["problem"]
-            raise PlannerError(message, hint=hint)
-        return dict(found["description"])
-
     def _restore(self, source: Path, held: ReadCheckpoint) -> None:
-        pipeline, state = self._pipeline, held.state
-        self._optimizer.restore(held.optimizer_state, held.groups)
-        self._restore_others(state["others"], str(source))
-        restored("the pipeline", pipeline.load_state_dict, state["pipeline"], str(source))
+        pipeline, index, path = self._pipeline, held.index, str(source)
+        restored("the optimizer", partial(self._optimizer.restore, held.optimizer_state), held.groups, path)
+        self._restore_others(held.others, path)
+        restored("the pipeline", pipeline.load_state_dict, held.pipeline, path)
         # Outside of steps every rank draws the same, whatever the plan.
-        restored("the random numbers", lambda s: HostStates.from_plain(s).restore(), state["random"], str(source))
+        restored("the random numbers", lambda s: HostStates.from_plain(s).restore(), held.random, path)
         of_device = kind_of(pipeline.device).generator
-        if state.get("cuda_random") is not None and of_device is not None:
-            restored("the device's random numbers", of_device.set_state, state["cuda_random"], str(source))
-        description = held.description
-        self._place.begin_behind(source, description)
-        self._saved_step = description["step"]
-        how = (
-            "" if held.is_same_plan else f" (written by {description['ranks']} ranks, balance {description['balance']})"
-        )
-        self._tell(f"resumed {source} after {description['step']} steps{how}")
+        if held.device_random is not None and of_device is not None:
+            restored("the device's random numbers", of_device.set_state, held.device_random, path)
+        self._place.begin_behind(source, index)
+        self._saved_step = index.step
+        how = "" if held.is_same_plan else f" (written by {len(index.files)} ranks, balance {list(index.balance)})"
+        self._tell(f"resumed {source} after {index.step} steps{how}")
 
     def _restore_others(self, saved: Mapping[str, Any], path: str) -> None:
         if set(saved) != set(self._others):
@@ -366,12 +351,6 @@ class _Problem(NamedTuple):
 
     message: str
     hint: str
-
-
-def _writing() -> "type[Writing]":
-    from planner.executor.keep.writing import Writing  # noqa: PLC0415 - a second that runs without it need not wait
-
-    return Writing
 
 
 def _union(reports: Sequence[str]) -> str:

@@ -157,11 +157,6 @@ class Pipeline:
         return self._assembly.named_tensors()
 
     @property
-    def stored_elsewhere(self) -> frozenset[int]:
-        """Identities of this rank's tensors that another rank stores in a checkpoint: replicas, and tied weights."""
-        return self._assembly.stored_elsewhere
-
-    @property
     def computation(self) -> dict[str, str]:
         """Digests of what the whole model computes, which its tensors do not show: `loss` and `layers`."""
         return self._assembly.computation

@@ -1,10 +1,10 @@
 """What a rank reads of a checkpoint: the index, its own state, and the files that hold its tensors.
 
-Under the plan that wrote it, that is one file besides the index; with replicas or tied weights, which are stored once,
-one or two more. Under another plan it is the files of all stages whose layers this rank has now.
+Under the plan that wrote it, these are the index and one file; for a replica, which stores no tensors, the index and
+two. Under another plan they are the files of all stages whose layers this rank has now, and that of the first rank.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,11 +12,11 @@ from typing import Any
 import torch.distributed as dist
 
 from planner.core.errors import FileError
-from planner.executor.keep.description import check_same_computation
+from planner.executor.keep.errors import first_line
+from planner.executor.keep.index import CheckpointIndex, check_same_computation, check_whole
 from planner.executor.keep.optimizer_state import Groups, OptimizerState
-from planner.executor.keep.rank_state import ranks_beside, unpacked_rank
-from planner.executor.keep.stored import read_folder
-from planner.executor.keep.weights import load_weights, model_keys
+from planner.executor.keep.stored import StoredCheckpoint
+from planner.executor.keep.weights import load_weights
 from planner.executor.pipeline import Pipeline
 
 
@@ -24,23 +24,22 @@ from planner.executor.pipeline import Pipeline
 class ReadCheckpoint:
     """State that one rank restores from a checkpoint."""
 
-    description: Mapping[str, Any]
+    index: CheckpointIndex
     optimizer_state: Mapping[str, dict[str, Any]]
     groups: Groups
     """Options of the optimizers of the ranks that held this rank's parameters, and of the one it continues from."""
-    state: Mapping[str, Any]
-    """State of the rank that it continues from."""
+    random: Mapping[str, Any]
+    device_random: Any
+    pipeline: Mapping[str, Any]
+    others: Mapping[str, Any]
     is_same_plan: bool
 
 
-def read_checkpoint(
-    source: Path, description: Mapping[str, Any], pipeline: Pipeline, optimizer: OptimizerState
-) -> ReadCheckpoint:
+def read_checkpoint(source: Path, pipeline: Pipeline, optimizer: OptimizerState) -> ReadCheckpoint:
     """Read what this rank needs of a checkpoint; weights are copied into the model at once.
 
     Args:
         source: The checkpoint.
-        description: What it says of itself.
         pipeline: The pipeline.
         optimizer: Of this rank's parameters.
 
@@ -48,26 +47,44 @@ def read_checkpoint(
         FileError: It cannot be read, or is damaged.
         UsageError: It does not fit the model.
     """
-    check_same_computation(description, pipeline.computation, str(source))
-    stored = read_folder(str(source), index_sha256=description.get("index_sha256"))
-    is_same_plan = (description["balance"], description["ranks"]) == (
-        list(pipeline.balance.balance),
-        dist.get_world_size(),
-    )
+    stored = StoredCheckpoint(source)
+    index, place = stored.index, pipeline.place
+    if pipeline.rank == 0:
+        check_whole(source, index)
+    check_same_computation(index, pipeline.computation, str(source))
+    is_same_plan = (index.balance, len(index.files)) == (pipeline.balance.balance, dist.get_world_size())
     # Under another plan what is the same on all ranks is taken from the first: the loader, the schedules.
-    rank = pipeline.rank if is_same_plan else 0
-    tensors, keys = pipeline.named_tensors(), model_keys(stored)
-    own = [keys.get(pipeline.first_names[name], "") for name in tensors]
-    with stored.kept_open():
-        states = {number: unpacked_rank(stored, number) for number in (rank, *ranks_beside(stored, own))}
-        optimizer_state = optimizer.stored(stored)
-        load_weights(stored, tensors, pipeline.first_names)
-    if states[rank]["pipeline"].get("step_index") != description["step"]:
+    own = stored.file(pipeline.rank if is_same_plan else 0)
+    if is_same_plan:
+        stored.file(place.rank_of(place.stages[0], replica=0))  # has all tensors of this rank, tied ones too
+    load_weights(stored, pipeline.named_tensors(), pipeline.first_names)
+    optimizer_state = optimizer.stored(stored)
+    with_step = own.value("pipeline")
+    if with_step.get("step_index") != index.step:
         raise FileError("holds the state after another number of steps than it says", path=str(source))
     return ReadCheckpoint(
-        description=description,
+        index=index,
         optimizer_state=optimizer_state,
-        groups=[group for state in states.values() for group in state["groups"]],
-        state=states[rank],
+        groups=[group for file in stored.opened.values() for group in file.value("groups")],
+        random=own.value("random"),
+        device_random=own.value("device_random"),
+        pipeline=with_step,
+        others=dict(own.value("others")),
         is_same_plan=is_same_plan,
     )
+
+
+def restored(name: str, restore: Callable[[Any], Any], state: Any, path: str) -> None:
+    """Give a part of a run its state back.
+
+    Raises:
+        FileError: It does not take it.
+    """
+    try:
+        restore(state)
+    except Exception as error:
+        raise FileError(
+            f"the state of {name} in it cannot be restored: {type(error).__name__}: {first_line(error)}",
+            path=path,
+            hint="take another checkpoint, or start from its weights alone with `--weights`",
+        ) from error

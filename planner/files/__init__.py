@@ -18,6 +18,7 @@ from planner.files.reading import (
 )
 from planner.files.revisions import at_revision
 from planner.files.schedule_csv import read_schedule
+from planner.files.validation import parse_json
 from planner.files.writing import check_writable, dump, json_text, write, write_text
 
 __all__ = [
@@ -29,6 +30,7 @@ __all__ = [
     "json_schema",
     "json_text",
     "model_path",
+    "parse_json",
     "profile_path",
     "read",
     "read_balance",

@@ -7,7 +7,7 @@ from typing import Any, TypeVar, cast
 from pydantic_core import ErrorDetails, SchemaValidator, ValidationError
 
 from planner.files.core_schemas import core_schema_of
-from planner.files.strict_yaml import Document, KeyPath, Problem
+from planner.files.strict_yaml import Document, KeyPath, Problem, dotted
 
 _T = TypeVar("_T")
 
@@ -26,6 +26,19 @@ def validated(kind: type[_T], plain: str, document: Document) -> _T:
         # Mistyped keys first: a required key that is missing is then explained already.
         problems.sort(key=lambda problem: not problem[2].startswith("did you mean"))
         raise document.refuse(problems) from None
+
+
+def parse_json(kind: type[_T], text: bytes) -> _T:
+    """Return the value of dataclass `kind` that a JSON text holds; for files that people neither write nor edit.
+
+    Raises:
+        ValueError: The text is not JSON, or a key is unknown, missing, or of another type.
+    """
+    try:
+        return cast("_T", SchemaValidator(core_schema_of(kind)).validate_json(text, strict=True))
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        raise ValueError(f"`{dotted(first['loc'])}`: {first['msg']}" if first["loc"] else first["msg"]) from None
 
 
 def schema_of(kind: type[Any]) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from tests.support.chains import random_profile
 from tests.support.cli import MODEL, Ran, environment
 from tests.support.docs import ROOT
 
-ABSENT = ("torch", "fvcore", "networkx", "pulp", "highspy", "jax", "torchax", "libtpu", "scipy")
+ABSENT = ("torch", "fvcore", "networkx", "safetensors", "pulp", "highspy", "jax", "torchax", "libtpu", "scipy")
 
 TRAIN = "pip install 'gpipe-plan[train]'"
 MILP = "pip install 'gpipe-plan[milp]'"
@@ -102,7 +102,7 @@ def test_all_that_needs_no_torch_answers(ran: dict[str, Ran], folder: Path) -> N
     assert {line: (ran[line].code, ran[line].err) for line in ANSWERED if ran[line].code} == {}
     written = {"plan.yaml", "report.html", "step.svg", "step.json", "balance.yaml", "train.py", "train_jax.py"}
     assert written <= {path.name for path in folder.iterdir()}
-    assert ran["--version"].out.endswith(f"without torch, fvcore, networkx: {TRAIN}\n")
+    assert ran["--version"].out.endswith(f"without torch, fvcore, networkx, safetensors: {TRAIN}\n")
 
 
 def test_what_needs_an_extra_says_how_to_install_it(ran: dict[str, Ran]) -> None:

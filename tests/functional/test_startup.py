@@ -18,7 +18,7 @@ from planner.solve import Request, solve
 from tests.support.chains import random_profile
 from tests.support.cli import environment, spawn
 
-HEAVY = ("torch", "fvcore", "networkx", "pulp")
+HEAVY = ("torch", "fvcore", "networkx", "safetensors", "pulp")
 
 FACES = ("planner.emit.engines", "planner.show.html", "planner.show.svg", "planner.show.trace")
 HELP = (

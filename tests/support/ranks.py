@@ -30,7 +30,6 @@ _USED = (
     "torch._dynamo",  # by the first optimizer
     "torch.distributed.pipelining",
     "planner.executor",
-    "planner.executor.keep.writing",
     "planner.files",
     "tests.zoo.real_models",
     "transformers.models.gpt2.modeling_gpt2",

@@ -102,13 +102,6 @@ class Assembly:
         held = (pair for module in self.modules for pair in named_tensors(module))
         return {name: tensor for name, tensor in held if name in self.first_names}
 
-    @property
-    def stored_elsewhere(self) -> frozenset[int]:
-        """Identities of the tensors here that another rank stores: those of replicas, and trained tied weights."""
-        if self._job.place.replica > 0:
-            return frozenset(map(id, self.named_tensors().values()))
-        return frozenset(map(id, self.tied.counted_elsewhere))
-
     def expect(self, part: Part, *, training: bool) -> None:
         """Lets the stages know the shapes of what they receive of `part`."""
         boundaries = self._shapes(part.micro_batch_size, training=training).boundaries

@@ -1,285 +1,124 @@
-"""The index of a `torch.distributed.checkpoint`: what lies where, checked before anything is done with it.
+"""`checkpoint.json`: the index of a checkpoint, which says what it is and which rank's file has which tensor."""
 
-It was read as data (`planner.executor.keep.inert`), so it may say anything. What is made of it here holds: every class
-that it names is one that an index is made of, every tensor lies within a file of the folder, is whole, and has no more
-elements than that file has bytes for.
-"""
-
-import math
-import stat
-from dataclasses import dataclass
-from itertools import combinations, pairwise
+import json
+import os
+import platform
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import Final, Literal
 
-import torch
+from planner.core.errors import FileError, UsageError
+from planner.executor.keep.errors import check_file, readable
+from planner.executor.keep.rank_file import FileEntry, check_size
+from planner.files import parse_json
 
-from planner.executor.keep.inert import InertError, Named, Pairs, Record, read_inert
+INDEX: Final = "checkpoint.json"
+_OLD_INDEX: Final = ".metadata"
+"""Index of `torch.distributed.checkpoint`, whose folders are refused."""
+_MOST_BYTES: Final = 2**26
+"""A model with 100,000 tensors on 1,000 ranks has an index of 8 MB."""
 
-_MOST_PATCHES = 256
-"""Pieces of one tensor that is cut along several dimensions; each is compared with each."""
-
-_METADATA = "torch.distributed.checkpoint.metadata"
-_STORAGE = "torch.distributed.checkpoint.filesystem"
-_CLASSES = {
-    _METADATA: {
-        "BytesStorageMetadata",
-        "ChunkStorageMetadata",
-        "Metadata",
-        "MetadataIndex",
-        "StorageMeta",
-        "TensorProperties",
-        "TensorStorageMetadata",
-        "_MEM_FORMAT_ENCODING",
-    },
-    _STORAGE: {"_StorageInfo"},
-    "torch": {"Size", "strided", "contiguous_format"},
-    "torch.serialization": {"_get_layout"},
-    # The path that the checkpoint had when it was written.
-    "pathlib": {"PosixPath", "WindowsPath"},
-    "pathlib._local": {"PosixPath", "WindowsPath"},
-    # How Python up to 3.11.3 writes a member of an enumeration (Debian 12 has 3.11.2).
-    "builtins": {"getattr"},
+PYTHON: Final = ".".join(platform.python_version_tuple()[:2])
+"""Version of Python: the next one may read the same code differently, so that digests of it differ."""
+_COMPUTES: Final = {
+    "loss": "the loss function has",
+    "layers": "what the layers compute (activations, dropout, their own `forward`) has",
 }
-"""What an index is made of: names alone, nothing of it is imported for the index."""
 
 
-def _admits(name: Named) -> bool:
-    return name.name in _CLASSES.get(name.module, ()) or (name.module == "torch" and name.name in _DTYPES)
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CheckpointIndex:
+    """Content of `checkpoint.json`."""
+
+    schema: Literal["gpipe-plan/checkpoint/v1"] = "gpipe-plan/checkpoint/v1"
+    branches: tuple[tuple[str, int], ...]
+    """`planner.executor.keep.saved.Lineage` of the run that wrote it."""
+    step: int
+    """Steps that were done."""
+    seed: int
+    plan_digest: str
+    balance: tuple[int, ...]
+    torch: str
+    python: str
+    """`PYTHON` of the run that wrote it."""
+    computation: dict[str, str]
+    """Digests of the loss function and of the layers, as Python reads their code."""
+    files: tuple[FileEntry, ...]
+    """Files by rank."""
+    tensors: dict[str, int | str]
+    """By name in the model's state dict, in its order: the rank whose file has the tensor; for a tied one, its first
+    name."""
+
+    def first_name(self, name: str) -> str:
+        """Return the name under which a tensor is stored."""
+        place = self.tensors[name]
+        return name if isinstance(place, int) else place
 
 
-_DTYPES = {str(kind).removeprefix("torch."): kind for kind in vars(torch).values() if isinstance(kind, torch.dtype)}
+def file_name(rank: int) -> str:
+    """Return the name of a rank's file."""
+    return f"rank-{rank:05d}.safetensors"
 
 
-@dataclass(frozen=True, kw_only=True)
-class Extent:
-    """Bytes of a file: what `torch.save` wrote of one tensor or value."""
-
-    file: str
-    start: int
-    length: int
-    digest: str | None = None
-    """`planner.executor.keep.stored.records_digest` of it; None where it was written without."""
+def is_checkpoint(folder: Path) -> bool:
+    """Return True if the folder is a checkpoint itself, whole or not."""
+    return (folder / INDEX).exists() or (folder / _OLD_INDEX).exists()
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Chunk:
-    """A piece of a tensor: where it begins and how large it is, by dimension."""
-
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
-    place: Extent
-
-
-@dataclass(frozen=True, kw_only=True)
-class StoredTensor:
-    """A tensor that lies in the folder, in one piece or several."""
-
-    shape: torch.Size
-    dtype: torch.dtype
-    chunks: tuple[_Chunk, ...]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Index:
-    """What lies in a folder."""
-
-    tensors: dict[str, StoredTensor]
-    """By key."""
-    values: dict[str, Extent]
-    """What is no tensor, by key."""
-    paths: dict[str, tuple[str | int, ...]]
-    """By key, how to go down the nest of dicts that was saved."""
-
-
-def read_index(folder: str, content: bytes) -> Index:
-    """The index of a folder, of what it holds as bytes.
+def read_index(folder: Path) -> CheckpointIndex:
+    """Return the index of a checkpoint.
 
     Raises:
-        InertError: It is damaged, or it points out of the folder or beyond the files' ends.
+        FileError: The folder has none, it is damaged, or it is that of another format.
     """
-    top = _state(read_inert(content, _admits), "Metadata")
-    places = _places(folder, top)
-    tensors, values = {}, {}
-    for key, value in _pairs(top.get("state_dict_metadata")):
-        name = _text(key)
-        if _is_a(value, "BytesStorageMetadata"):
-            values[name] = _at(places, name, None)
-        else:
-            tensors[name] = _tensor(name, _state(value, "TensorStorageMetadata"), places)
-    paths = {_text(key): _path(value) for key, value in _pairs(top.get("planner_data") or Pairs())}
-    # A path that leads to nothing would be a name for something that was never stored.
-    return Index(
-        tensors=tensors,
-        values=values,
-        paths={key: path for key, path in paths.items() if key in tensors or key in values},
-    )
-
-
-def read_bounded(path: Path, most_bytes: int) -> bytes:
-    """Return the content of a regular file of at most `most_bytes` bytes.
-
-    Raises:
-        OSError: It is no regular file, is larger, or cannot be read.
-    """
-    check_regular(path)
-    if path.stat().st_size > most_bytes:
-        raise OSError(f"it has more than {most_bytes} bytes, which no such file has")
-    with path.open("rb") as file:
-        return file.read(most_bytes)
-
-
-def check_regular(path: Path) -> None:
-    """Refuses what is no regular file: reading a pipe or a device might never end.
-
-    Raises:
-        OSError: It is none.
-    """
-    if not stat.S_ISREG(path.stat().st_mode):
-        raise OSError("it is not a regular file")
-
-
-def is_count(value: Any) -> TypeGuard[int]:
-    """Whether it is a number of something that a file can have."""
-    # Not `isinstance`: a `bool` is an `int`, too.
-    return type(value) is int and 0 <= value < 2**63
-
-
-Extents = dict[tuple[str, tuple[int, ...] | None], Extent]
-"""By key, and for a tensor by where the piece begins in it."""
-
-
-def _places(folder: str, top: dict[str, Any]) -> Extents:
-    """Where every piece lies; each within a file of the folder."""
-    sizes: dict[str, int] = {}
-    places: Extents = {}
-    for key, value in _pairs(top.get("storage_data")):
-        place = _place(_state(value, "_StorageInfo"))
-        # Once for each file: an index may name the same one a million times.
-        if place.file not in sizes:
-            file = Path(folder, place.file)
-            try:
-                check_regular(file)
-            except OSError as error:
-                raise InertError(f"the file {file} cannot be read: {error.strerror or error}") from error
-            sizes[place.file] = file.stat().st_size
-        if place.start + place.length > sizes[place.file]:
-            raise InertError(f"{place.file} ends before what it should hold: it was cut short")
-        index_of = _state(key, "MetadataIndex")
-        offset = index_of.get("offset")
-        places[_text(index_of.get("fqn")), None if offset is None else _size(offset)] = place
-    return places
-
-
-def _tensor(name: str, state: dict[str, Any], places: Extents) -> StoredTensor:
-    shape, properties = _size(state.get("size")), state.get("properties")
-    if not _is_a(properties, "TensorProperties") or not isinstance(properties.state, tuple) or not properties.state:
-        raise InertError(f'"{name}" has no dtype')
-    # torch writes the dtype first; what follows (layout, pinned memory, …) is nothing to go by.
-    kind = properties.state[0]
-    if not isinstance(kind, Named) or kind.module != "torch" or kind.name not in _DTYPES:
-        raise InertError(f'"{name}" has the unknown dtype {str(kind)[:80]}')
-    dtype = _DTYPES[kind.name]
-    # Pieces of several files may make one tensor: each must fit, none may lie in another, together they are all of it.
-    listed = state.get("chunks")
-    if not isinstance(listed, list):
-        raise InertError(f'"{name}" has no chunks')
-    chunks = []
-    for each in listed:
-        chunk = _state(each, "ChunkStorageMetadata")
-        offsets, sizes = _size(chunk.get("offsets")), _size(chunk.get("sizes"))
-        place = _at(places, name, offsets)
-        # Python's integers do not overflow, and no tensor is made before all of this was looked at.
-        fits = len(offsets) == len(sizes) == len(shape) and all(
-            start + size <= whole for start, size, whole in zip(offsets, sizes, shape, strict=True)
+    if (folder / _OLD_INDEX).exists():
+        raise FileError(
+            "is a checkpoint of `torch.distributed.checkpoint`, which gpipe-plan does not read",
+            path=str(folder),
+            hint="if you trust it, `python -m torch.distributed.checkpoint.format_utils dcp_to_torch FOLDER FILE` "
+            "writes a file from which `--weights` may begin",
         )
-        if not fits or math.prod(sizes) * dtype.itemsize > place.length:
-            raise InertError(f'"{name}" has a chunk that does not fit')
-        chunks.append(_Chunk(offsets=offsets, sizes=sizes, place=place))
-    # As many elements as the tensor, and none twice: so all of it is there.
-    if sum(math.prod(chunk.sizes) for chunk in chunks) != math.prod(shape) or _overlap(chunks):
-        raise InertError(f'"{name}" is not whole')
-    return StoredTensor(shape=torch.Size(shape), dtype=dtype, chunks=tuple(chunks))
+    if not (folder / INDEX).exists():
+        raise FileError(f"is no checkpoint (it has no {INDEX})", path=str(folder))
+    with readable(folder, INDEX):
+        check_file(folder / INDEX, most_bytes=_MOST_BYTES)
+        index = parse_json(CheckpointIndex, (folder / INDEX).read_bytes())
+        for name in index.tensors:
+            rank = index.tensors.get(index.first_name(name))
+            if not isinstance(rank, int) or not 0 <= rank < len(index.files):
+                raise ValueError(f'"{name}" is in no file')
+    return index
 
 
-def _overlap(chunks: list[_Chunk]) -> bool:
-    """Whether two chunks share elements; those that are cut along one dimension only, as usual, by sorting."""
-    held = [chunk for chunk in chunks if 0 not in chunk.sizes]  # an empty one shares nothing
-    cut = (
-        {d for d in range(len(held[0].sizes)) if len({(c.offsets[d], c.sizes[d]) for c in held}) > 1} if held else set()
-    )
-    # Rows of one matrix, a rank's each: there may be thousands, and comparing all pairs would take seconds.
-    if len(cut) == 1:
-        d = cut.pop()
-        held.sort(key=lambda chunk: chunk.offsets[d])
-        return any(a.offsets[d] + a.sizes[d] > b.offsets[d] for a, b in pairwise(held))
-    if len(held) > _MOST_PATCHES:
-        raise InertError("a tensor lies in too many patches")
-    return any(_meet(a, b) for a, b in combinations(held, 2))
+def write_index(folder: Path, index: CheckpointIndex) -> None:
+    """Write the index of a checkpoint, whose files are all there."""
+    with (folder / INDEX).open("w") as file:
+        file.write(json.dumps(asdict(index), indent=1) + "\n")
+        file.flush()
+        os.fsync(file.fileno())
 
 
-def _meet(a: _Chunk, b: _Chunk) -> bool:
-    return all(
-        start < other + length and other < start + size
-        for start, size, other, length in zip(a.offsets, a.sizes, b.offsets, b.sizes, strict=True)
-    )
+def check_whole(folder: Path, index: CheckpointIndex) -> None:
+    """Compare the sizes of all files with the index; no file is opened.
+
+    Raises:
+        FileError: A file is missing, or has another size.
+    """
+    for rank, entry in enumerate(index.files):
+        with readable(folder / file_name(rank), ""):
+            check_size(folder / file_name(rank), entry)
 
 
-def _at(places: Extents, name: str, offset: tuple[int, ...] | None) -> Extent:
-    place = places.get((name, offset))
-    if place is None:
-        raise InertError(f'it does not say where "{name}" lies')
-    return place
+def check_same_computation(index: CheckpointIndex, computation: Mapping[str, str], source: str) -> None:
+    """Refuse to resume a run with another loss or other layers that have the same tensors.
 
-
-def _place(state: dict[str, Any]) -> Extent:
-    # A bare name: a path could lead anywhere, `..` out of the folder.
-    file, start, length = _text(state.get("relative_path")), state.get("offset"), state.get("length")
-    if Path(file).name != file or file in ("", ".", ".."):
-        raise InertError(f"it points out of the folder, to {file[:200]!r}")
-    if not is_count(start) or not is_count(length):
-        raise InertError("a place in a file that is no number")
-    if state.get("transform_descriptors"):
-        # Compressed or encrypted: bytes that mean something else than a tensor.
-        raise InertError("it was written with an extension of torch, which is not read here")
-    digest = state.get("digest")
-    return Extent(file=file, start=start, length=length, digest=None if digest is None else _text(digest))
-
-
-def _path(value: Any) -> tuple[str | int, ...]:
-    if not isinstance(value, tuple) or not all(isinstance(part, (str, int)) for part in value):
-        raise InertError("a path that is none")
-    return value
-
-
-def _pairs(value: Any) -> Pairs:
-    if not isinstance(value, Pairs):  # its keys were not hashed, and may come twice: the last one counts
-        raise InertError("a table is missing")
-    return value
-
-
-def _text(value: Any) -> str:
-    if isinstance(value, str):
-        return value
-    raise InertError("a name that is no text")
-
-
-def _size(value: Any) -> tuple[int, ...]:
-    if isinstance(value, Record) and value.maker == Named(module="torch", name="Size") and len(value.arguments) == 1:
-        sizes = value.arguments[0]
-        # torch takes no more dimensions than 64.
-        if isinstance(sizes, (tuple, list)) and len(sizes) <= 64 and all(is_count(size) for size in sizes):
-            return tuple(sizes)
-    raise InertError("a shape that is none")
-
-
-def _is_a(value: Any, name: str) -> TypeGuard[Record]:
-    # By name alone: the class is neither imported nor made.
-    module = _STORAGE if name == "_StorageInfo" else _METADATA
-    return isinstance(value, Record) and value.maker == Named(module=module, name=name)
-
-
-def _state(value: Any, name: str) -> dict[str, Any]:
-    if not _is_a(value, name):
-        raise InertError(f"there is no {name} where one should be")
-    return value.state.strings() if isinstance(value.state, Pairs) else {}
+    Raises:
+        UsageError: The model computes something else than the one that `source` is of.
+    """
+    changed = [words for name, words in _COMPUTES.items() if index.computation.get(name) != computation[name]]
+    if changed and index.python == PYTHON:
+        raise UsageError(
+            f"{' and '.join(changed)} changed since {source} was written: the run would go on with another model",
+            hint=f"undo the change in the model file; or begin a new run with the weights alone: `--weights {source}`",
+        )

@@ -5,10 +5,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
-from planner.core.errors import FileError
-from planner.executor.keep.rank_state import as_data
-from planner.executor.keep.stored import StoredFolder
+from planner.executor.keep.stored import StoredCheckpoint
 
 Groups = list[tuple[list[str], dict[str, Any]]]
 
@@ -26,14 +25,8 @@ class OptimizerState:
         self._names = {id(parameter): first_names.get(name, name) for name, parameter in parameters.items()}
 
     def by_name(self) -> dict[str, dict[str, Any]]:
-        """State of every parameter that has one.
-
-        Raises:
-            UsageError: It is no data.
-        """
-        held = {name: dict(self._optimizer.state[p]) for name, p in self._trained() if p in self._optimizer.state}
-        state: dict[str, dict[str, Any]] = as_data(held, "the optimizer's state")
-        return state
+        """Return the state of every parameter that has one."""
+        return {name: dict(self._optimizer.state[p]) for name, p in self._trained() if p in self._optimizer.state}
 
     def groups(self) -> Groups:
         """Options of every parameter group, beside the names of its parameters."""
@@ -46,29 +39,22 @@ class OptimizerState:
             for group in self._optimizer.param_groups
         ]
 
-    def stored(self, folder: StoredFolder) -> dict[str, dict[str, Any]]:
-        """What a checkpoint holds of `by_name` for this stage.
+    def stored(self, checkpoint: StoredCheckpoint) -> dict[str, dict[str, Any]]:
+        """Return what a checkpoint has of `by_name` for this stage.
 
         Raises:
-            FileError: It is damaged, or of another model.
+            FileError: It is damaged.
         """
-        trained = dict(self._trained())
-        fused = {id(p) for g in self._optimizer.param_groups if _steps_on_device(g) for p in g["params"]}
-        state: dict[str, dict[str, Any]] = {}
-        for key, path in folder.index.paths.items():
-            if path[:2] != ("optimizer", "state"):
-                continue
-            if len(path) != 4 or path[2] not in self._first_names:
-                raise FileError(f'holds "{key}", which is no optimizer state of this model', path=folder.folder)
-            name, part = str(path[2]), str(path[3])
-            if name not in trained:
-                continue
-            # As torch's optimizers keep it: the count of steps on the CPU unless told otherwise.
-            on_cpu = part == "step" and id(trained[name]) not in fused
-            device = "cpu" if on_cpu else trained[name].device
-            held = folder.tensor(key, device) if key in folder.index.tensors else folder.value(key)
-            state.setdefault(name, {})[part] = held
-        return state
+        on_device = {id(p) for g in self._optimizer.param_groups if _steps_on_device(g) for p in g["params"]}
+        found: dict[str, dict[str, Any]] = {}
+        for name, parameter in self._trained():
+            state = checkpoint.holder(name)[0].optimizer_state(name)
+            # As torch's optimizers keep it: the number of steps on the CPU unless the optimizer steps on the device.
+            found[name] = {
+                part: held if part == "step" and id(parameter) not in on_device else _moved(held, parameter.device)
+                for part, held in state.items()
+            }
+        return {name: state for name, state in found.items() if state}
 
     def restore(self, state: Mapping[str, dict[str, Any]], groups: Sequence[tuple[list[str], dict[str, Any]]]) -> None:
         """Goes on from the stage's `stored` state, and from the options of all ranks' groups."""
@@ -93,3 +79,7 @@ class OptimizerState:
 
 def _steps_on_device(group: Mapping[str, Any]) -> bool:
     return bool(group.get("capturable") or group.get("fused"))
+
+
+def _moved(value: Any, device: torch.device) -> Any:
+    return tree_map_only(Tensor, lambda tensor: tensor.to(device), value)

@@ -1,12 +1,12 @@
 """The folder that a run saves its checkpoints in, as all its ranks see it: one job's at a time, and of one run."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 from planner.core.errors import FileError, UsageError
 from planner.executor.keep.exchange import Exchange
 from planner.executor.keep.folder_lock import FolderLock
+from planner.executor.keep.index import CheckpointIndex, is_checkpoint
 from planner.executor.keep.saved import (
     Lineage,
     latest_checkpoint,
@@ -17,7 +17,6 @@ from planner.executor.keep.saved import (
     set_aside,
     step_of,
 )
-from planner.executor.keep.stored import INDEX
 
 
 class RunFolder:
@@ -55,7 +54,7 @@ class RunFolder:
         names = ""
         if self._is_first:
             there = saved_in(folder)[::-1]
-            if not there or (folder / INDEX).is_file():
+            if not there or is_checkpoint(folder):
                 there = [folder] if latest_checkpoint(str(folder)) else []
             names = "\n".join(map(str, there))
         candidates = [Path(name) for name in self._exchange.of_first(names).splitlines()]
@@ -63,7 +62,7 @@ class RunFolder:
             raise FileError("there is no checkpoint in it", path=resume)
         return candidates
 
-    def begin_behind(self, source: Path, description: Mapping[str, Any]) -> None:
+    def begin_behind(self, source: Path, index: CheckpointIndex) -> None:
         """From here on this run is the one that wrote `source`, or a branch of it.
 
         Raises:
@@ -72,18 +71,18 @@ class RunFolder:
         """
         if self.path is None:
             return
-        written, step = Lineage.of(description), int(description["step"])
+        written, step = Lineage(index.branches), index.step
         is_newest, problem = "", ""
         if self._is_first:
             there, is_own = saved_in(self.path), source.resolve().parent == self.path.resolve()
             is_newest = "yes" if is_own and step == step_of(there[-1]) else ""
             runs = {its.run for path in there if (its := lineage_of(path)) is not None}
-            if not is_own and runs - {written.run or None}:
+            if not is_own and runs - {written.run}:
                 problem = f"{self.path} holds checkpoints of another run than {source} is of"
         problem, is_newest = self._exchange.of_first(problem), self._exchange.of_first(is_newest)
         if problem:
             raise UsageError(problem, hint="give another folder to `--checkpoint`")
-        self.lineage = written if is_newest and written.branches else written.branched(step)
+        self.lineage = written if is_newest else written.branched(step)
         if self._is_first:
             self._set_others_aside(self.path)
 

@@ -9,22 +9,16 @@ folder, is a branch of it: what was written after the branching point belongs to
 higher numbers.
 """
 
-import json
-import os
 import shutil
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
-from typing import Any
 
 from planner.core.errors import FileError
-from planner.executor.keep.description import CHECKPOINT_SCHEMA, described, description_of
-from planner.executor.keep.stored import DESCRIPTION, INDEX, index_digest
+from planner.executor.keep.index import CheckpointIndex, is_checkpoint, read_index, write_index
 from planner.files.writing import sync_folder
-
-_FIRST_SCHEMA = "gpipe-plan/checkpoint/v1"
 
 
 class NotWrittenError(Exception):
@@ -36,17 +30,12 @@ class Lineage:
     """The branches that lead to a run, the first of them the run itself as it was begun."""
 
     branches: tuple[tuple[str, int], ...] = ()
-    """Name of each, and after how many steps it began. Empty for checkpoints that say nothing."""
+    """Name of each, and after how many steps it began."""
 
     @classmethod
     def new(cls) -> "Lineage":
         """A run that begins."""
         return cls().branched(0)
-
-    @classmethod
-    def of(cls, description: Mapping[str, Any]) -> "Lineage":
-        """That of the run which wrote a checkpoint."""
-        return cls(tuple((str(name), int(step)) for name, step in description.get("branches", ())))
 
     @property
     def run(self) -> str:
@@ -68,7 +57,7 @@ class Lineage:
 def latest_checkpoint(folder: str) -> Path | None:
     """`folder` if it is a checkpoint itself, else the latest in it; None if there is none."""
     path = Path(folder)
-    if (path / INDEX).is_file():
+    if is_checkpoint(path):
         return path
     there = saved_in(path)
     return there[-1] if there else None
@@ -88,25 +77,9 @@ def step_of(checkpoint: Path) -> int:
 def lineage_of(checkpoint: Path) -> Lineage | None:
     """The run that wrote it; None where it does not say."""
     try:
-        return Lineage.of(description_of(checkpoint))
+        return Lineage(read_index(checkpoint).branches)
     except FileError:
         return None
-
-
-def check_whole(checkpoint: Path) -> None:
-    """Compares the sizes of its files with those that were written; folders of others and of version 1 say none.
-
-    Raises:
-        FileError: One is missing, or has another size.
-    """
-    if not (checkpoint / DESCRIPTION).exists() or described(checkpoint)["schema"] == _FIRST_SCHEMA:
-        return
-    for name, size in description_of(checkpoint)["files"].items():
-        path = checkpoint / name
-        held = path.stat().st_size if path.is_file() else None
-        if held != size:
-            what = "is missing" if held is None else f"has {held} bytes of {size}"
-            raise FileError(f"is not whole: {name} {what}", path=str(checkpoint))
 
 
 def partial_of(folder: Path, step: int) -> Path:
@@ -114,16 +87,9 @@ def partial_of(folder: Path, step: int) -> Path:
     return folder / f".step-{step:08d}.partial"
 
 
-def commit(partial: Path, description: Mapping[str, Any]) -> None:
+def commit(partial: Path, index: CheckpointIndex) -> None:
     """Makes what all ranks have written a checkpoint."""
-    files = {path.name: path.stat().st_size for path in sorted(partial.iterdir()) if path.name != DESCRIPTION}
-    text = json.dumps(
-        {"schema": CHECKPOINT_SCHEMA, **description, "files": files, "index_sha256": index_digest(partial)}, indent=1
-    )
-    with (partial / DESCRIPTION).open("w") as file:
-        file.write(f"{text}\n")
-        file.flush()
-        os.fsync(file.fileno())
+    write_index(partial, index)
     sync_folder(partial)
     target = partial.with_name(partial.name.removeprefix(".").removesuffix(".partial"))
     if target.is_dir():

@@ -1,35 +1,34 @@
 """Weights of the whole model, read so that a stage takes its own part only, and written for the unpipelined model.
 
-All names are those of the model's own state dict. A tensor that has several (tied weights) is stored in a checkpoint
-once, under the first of them; a file from elsewhere may hold it under any.
+All names are those of the model's own state dict. A tensor that has several (tied weights) may be stored under any of
+them.
 """
 
-import json
 import os
 import stat
 import zipfile
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, cast
 
 import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from planner.core.errors import FileError, UsageError
-from planner.executor.keep.inert import InertError, Pairs, read_inert
-from planner.executor.keep.stored import StoredFolder, first_line, read_folder
+from planner.executor.keep.errors import first_line, readable
+from planner.executor.keep.index import check_whole
+from planner.executor.keep.stored import StoredCheckpoint
 from planner.files.writing import sync_folder
 from planner.model.ghosts import memory_key
-
-TIED = "tied"
-"""Where a checkpoint keeps `first_names`: what a name left out is the same as."""
 
 _FLOATS = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
 """What is cast into each other, as `load_state_dict` does."""
 
 _BYTES_PER_NAME, _BYTES_BESIDE = 2**13, 2**20
-"""How large the pickle in a file of `torch.save` may be. A tensor takes 130 bytes; scripts save more than weights."""
+"""Limits of the description of the tensors in a file of `torch.save`. A tensor takes 130 bytes; scripts save more than
+weights."""
 
 _NESTED = ("model", "state_dict", "model_state_dict")
 """Under what scripts keep the state dict beside other things."""
@@ -45,13 +44,27 @@ def first_names(model: nn.Module) -> dict[str, str]:
     return names
 
 
+class Weights(Protocol):
+    """Tensors by name, read when they are asked for."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of all tensors."""
+
+    def shape(self, name: str) -> torch.Size:
+        """Return the shape of a tensor."""
+
+    def tensor(self, name: str) -> Tensor:
+        """Return a tensor, on the CPU."""
+
+
 def load_weights(
-    source: str | StoredFolder, tensors: Mapping[str, Tensor], names: Mapping[str, str]
+    source: str | StoredCheckpoint, tensors: Mapping[str, Tensor], names: Mapping[str, str]
 ) -> tuple[str, ...]:
     """Copy a state dict into the tensors of a stage; of a file, only what they need is read.
 
     Args:
-        source: A file of `torch.save` or safetensors, or the folder of a `torch.distributed.checkpoint`, or its index.
+        source: A file of `torch.save` or safetensors, or a checkpoint.
         tensors: The stage's, by name in the model.
         names: All names of the model, as `first_names` gives them.
 
@@ -62,19 +75,28 @@ def load_weights(
         FileError: It cannot be read.
         UsageError: Names are missing in it, or not of the model; shapes differ; or a dtype cannot be cast.
     """
-    path = source.folder if isinstance(source, StoredFolder) else source
-    shapes, read = _opened(source, num_names=len(names))
-    _check_names(path, shapes, names)
+    path = source if isinstance(source, str) else source.folder
+    stored = _opened(source, num_names=len(names)) if isinstance(source, str) else source
+    _check_names(path, stored.names, names)
     # What is tied has one name here and perhaps another there: they meet under the first of them.
-    name_there = {names[name]: name for name in shapes}
+    name_there = {names[name]: name for name in stored.names}
     wanted = {name_there[names[name]]: tensor.detach() for name, tensor in tensors.items()}
-    for name, tensor in wanted.items():
-        if shapes[name] != tensor.shape:
+    for name, target in wanted.items():
+        with readable(path, f'"{name}"'):
+            shape = stored.shape(name)
+        if shape != target.shape:
             raise UsageError(
-                f'{path} does not fit the model: "{name}" is {list(shapes[name])} there, {list(tensor.shape)} here',
+                f'{path} does not fit the model: "{name}" is {list(shape)} there, {list(target.shape)} here',
                 hint="give the settings that the weights were made with (`gpipe-plan profile --set …`)",
             )
-    casts = {(read(name, tensor), tensor.dtype) for name, tensor in wanted.items()}
+    casts = set()
+    for name, target in wanted.items():
+        with readable(path, f'"{name}"'):
+            tensor = stored.tensor(name)
+            _check_castable(path, name, tensor.dtype, target.dtype)
+            target.copy_(tensor)
+        _check_range(path, name, tensor.dtype, target)
+        casts.add((tensor.dtype, target.dtype))
     return tuple(sorted(f"{_word(stored)} to {_word(used)}" for stored, used in casts if stored != used))
 
 
@@ -107,16 +129,13 @@ def export_weights(folder: str, path: str) -> int:
         Number of tensors.
 
     Raises:
-        FileError: There is no checkpoint, or the file cannot be written.
+        FileError: There is no whole checkpoint, or the file cannot be written.
     """
-    stored = read_folder(folder)
-    state = {name: stored.tensor(key) for name, key in model_keys(stored).items()}
-    if TIED in stored:
-        # In the model's own order, and what is tied is one tensor under all its names.
-        firsts = _tied_names(stored)
-        if not set(firsts.values()) <= set(state):
-            raise FileError("names weights as tied that it lacks", path=folder)
-        state = {name: state[first] for name, first in firsts.items()}
+    stored = StoredCheckpoint(Path(folder))
+    check_whole(Path(folder), stored.index)
+    first = stored.index.first_name
+    read = {name: stored.tensor(name) for name in stored.names if first(name) == name}
+    state = {name: read[first(name)] for name in stored.names}
     write_weights(state, path)
     return len(state)
 
@@ -147,37 +166,17 @@ def write_weights(state: dict[str, Tensor], path: str) -> None:
         raise FileError(f"cannot be written: {error}", path=path) from error
 
 
-Reader = Callable[[str, Tensor], torch.dtype]
-"""Fills a tensor with what is stored under a name; returns the dtype of what is stored."""
-
-
-def _opened(path: str | StoredFolder, *, num_names: int) -> tuple[dict[str, torch.Size], Reader]:
-    """Return shapes by name, and what reads a tensor; for a model with `num_names` names."""
-    if isinstance(path, StoredFolder):
-        return _opened_folder(path)
+def _opened(path: str, *, num_names: int) -> Weights:
+    """Return the tensors in a file or checkpoint, for a model with `num_names` names."""
     if Path(path).is_dir():
-        return _opened_folder(read_folder(path))
+        return StoredCheckpoint(Path(path))
     if not Path(path).is_file():
         raise FileError("no such file or folder", path=path)
     if path.endswith(".safetensors"):
-        return _opened_safetensors(path)
+        with readable(path, ""):
+            return _SafetensorsFile(path)
     _check_size(path, num_names)
-    return _opened_file(path)
-
-
-def _opened_folder(stored: StoredFolder) -> tuple[dict[str, torch.Size], Reader]:
-    path = stored.folder
-    keys = model_keys(stored)
-    shapes = {name: stored.index.tensors[key].shape for name, key in keys.items()}
-
-    def read(name: str, target: Tensor) -> torch.dtype:
-        dtype = stored.index.tensors[keys[name]].dtype
-        _check_castable(path, name, dtype, target.dtype)
-        stored.read(keys[name], target)
-        _check_range(path, name, dtype, target)
-        return dtype
-
-    return shapes, read
+    return _TorchFile(path)
 
 
 def _check_size(path: str, num_names: int) -> None:
@@ -196,57 +195,47 @@ def _check_size(path: str, num_names: int) -> None:
         )
 
 
-def _opened_file(path: str) -> tuple[dict[str, torch.Size], Reader]:
-    try:
-        # Mapped: a page is read when its tensor is copied.
-        state = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
-    except Exception as error:
-        raise FileError(
-            f"cannot be read as weights: {type(error).__name__}: {first_line(error)}",
-            path=path,
-            hint="save a state dict: `torch.save(model.state_dict(), path)`",
-        ) from error
-    for key in _NESTED:
-        if isinstance(state, dict) and isinstance(state.get(key), dict):
-            state = state[key]
-    if not isinstance(state, dict):
-        raise FileError(f"holds a {type(state).__name__}, not a state dict", path=path)
-    held = {name: tensor for name, tensor in state.items() if isinstance(name, str) and isinstance(tensor, Tensor)}
-    return {name: tensor.shape for name, tensor in held.items()}, _copying(path, held.__getitem__)
+class _TorchFile:
+    """A state dict in a file of `torch.save`."""
+
+    def __init__(self, path: str) -> None:
+        try:
+            # Mapped: a page is read when its tensor is copied.
+            state = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+        except Exception as error:
+            raise FileError(
+                f"cannot be read as weights: {type(error).__name__}: {first_line(error)}",
+                path=path,
+                hint="save a state dict: `torch.save(model.state_dict(), path)`",
+            ) from error
+        for key in _NESTED:
+            if isinstance(state, dict) and isinstance(state.get(key), dict):
+                state = state[key]
+        if not isinstance(state, dict):
+            raise FileError(f"holds a {type(state).__name__}, not a state dict", path=path)
+        self._state = {name: t for name, t in state.items() if isinstance(name, str) and isinstance(t, Tensor)}
+        self.names = tuple(self._state)
+
+    def shape(self, name: str) -> torch.Size:
+        return self._state[name].shape
+
+    def tensor(self, name: str) -> Tensor:
+        return self._state[name]
 
 
-def _opened_safetensors(path: str) -> tuple[dict[str, torch.Size], Reader]:
-    try:
-        from safetensors import safe_open  # noqa: PLC0415 - a package that only such a file needs
-    except ImportError as error:
-        raise FileError("safetensors is not installed", path=path, hint="pip install safetensors") from error
-    try:
-        file: Any = safe_open(path, framework="pt")
-        shapes = {name: torch.Size(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118 - no dict
-    except Exception as error:
-        raise FileError(f"cannot be read as safetensors: {first_line(error)}", path=path) from error
-    return shapes, _copying(path, file.get_tensor)
+class _SafetensorsFile:
+    """A file of safetensors."""
 
+    def __init__(self, path: str) -> None:
+        self._file = cast("Any", safe_open(path, framework="pt"))
+        self.names = tuple(map(str, self._file.keys()))
 
-def _copying(path: str, tensor_of: Callable[[str], Tensor]) -> Reader:
-    def read(name: str, target: Tensor) -> torch.dtype:
-        with _readable(path, name):
-            tensor = tensor_of(name)
-        _check_castable(path, name, tensor.dtype, target.dtype)
-        with _readable(path, name):
-            target.copy_(tensor)
-        _check_range(path, name, tensor.dtype, target)
-        return tensor.dtype
+    def shape(self, name: str) -> torch.Size:
+        return torch.Size(self._file.get_slice(name).get_shape())
 
-    return read
-
-
-@contextmanager
-def _readable(path: str, name: str) -> Iterator[None]:
-    try:
-        yield
-    except Exception as error:
-        raise FileError(f"cannot be read: {first_line(error)}", path=f'{path}: "{name}"') from error
+    def tensor(self, name: str) -> Tensor:
+        tensor: Tensor = self._file.get_tensor(name)
+        return tensor
 
 
 def _check_castable(path: str, name: str, stored: torch.dtype, used: torch.dtype) -> None:
@@ -268,28 +257,6 @@ def _check_range(path: str, name: str, stored: torch.dtype, target: Tensor) -> N
 
 def _word(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
-
-
-def model_keys(stored: StoredFolder) -> dict[str, str]:
-    """Name in the model to key, of a checkpoint of ours (all under `model`) or of any state dict."""
-    ours = {key.removeprefix("model."): key for key in stored.index.tensors if key.startswith("model.")}
-    return ours or {key: key for key in stored.index.tensors}
-
-
-def _tied_names(stored: StoredFolder) -> dict[str, str]:
-    """What `first_names` said when the checkpoint was written; checkpoints of version 1 hold it as a pickle."""
-    held = stored.value(TIED)
-    try:
-        if isinstance(held, bytes):
-            pairs = read_inert(held, admits=lambda _: False)
-            names = pairs.strings() if isinstance(pairs, Pairs) else None
-        else:
-            names = json.loads(held)
-    except (InertError, TypeError, ValueError, RecursionError) as error:
-        raise FileError(f"its names of tied weights cannot be read: {error}", path=stored.folder) from error
-    if not isinstance(names, dict) or not all(isinstance(name, str) for pair in names.items() for name in pair):
-        raise FileError("its names of tied weights are no names", path=stored.folder)
-    return names
 
 
 def _check_names(path: str, stored: Iterable[str], names: Mapping[str, str]) -> None:
@@ -315,8 +282,6 @@ def _write(state: dict[str, Tensor], path: str, *, as_safetensors: bool) -> None
     if not as_safetensors:
         torch.save(state, path)
         return
-    from safetensors.torch import save_file  # noqa: PLC0415 - a package that only such a file needs
-
     held: dict[int, str] = {}
     # Tensors that share memory are refused; what reads the file ties them again.
     save_file({name: tensor for name, tensor in state.items() if held.setdefault(id(tensor), name) == name}, path)

@@ -15,7 +15,6 @@ they are kept only where the two processes had their cores to themselves.
 import contextlib
 import json
 import os
-import pickle
 import statistics
 import sys
 import tempfile
@@ -132,7 +131,7 @@ def _worker(rank: int, folder: str) -> None:
             steps.append(RunStep(number, tuple(spans)))
             spans.clear()
         run = _Run(tuple(steps[_WARM_UPS:]), core_time().since(warm).share)
-        _file(folder, rank, size).write_bytes(pickle.dumps(run))
+        _file(folder, rank, size).write_text(json.dumps(run), encoding="utf-8")
         dist.destroy_process_group()
 
 
@@ -154,8 +153,8 @@ def _file(folder: str, rank: int, size: int) -> Path:
 
 
 def _run(folder: str, rank: int, size: int) -> _Run:
-    run: _Run = pickle.loads(_file(folder, rank, size).read_bytes())  # noqa: S301 - our own
-    return run
+    steps, core_share = json.loads(_file(folder, rank, size).read_text(encoding="utf-8"))
+    return _Run(tuple(RunStep(number, tuple(RunSpan(*span) for span in spans)) for number, spans in steps), core_share)
 
 
 def step_of_nothing(

@@ -36,8 +36,8 @@ def test_the_torch_that_is_there_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     leave_only(monkeypatch)
     assert command_for("train") == "pip install 'gpipe-plan[train]'"
     leave_only(monkeypatch, "torch")
-    assert command_for("train") == "pip install fvcore networkx"
-    leave_only(monkeypatch, "torch", "fvcore", "networkx")
+    assert command_for("train") == "pip install fvcore networkx safetensors"
+    leave_only(monkeypatch, "torch", "fvcore", "networkx", "safetensors")
     check_installed("train")
 
 
@@ -46,5 +46,5 @@ def test_an_import_that_fails_for_another_reason_fails_as_it_is(monkeypatch: pyt
     leave_only(monkeypatch)
     with pytest.raises(ModuleNotFoundError, match="no_such_module"), importing("train"):
         import no_such_module  # type: ignore[import-not-found]  # noqa: F401
-    with pytest.raises(MissingPackageError, match="torch, fvcore and networkx"), importing("train"):
+    with pytest.raises(MissingPackageError, match="torch, fvcore, networkx and safetensors"), importing("train"):
         raise ModuleNotFoundError(name="torch.nn")

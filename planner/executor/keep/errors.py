@@ -1,0 +1,59 @@
+"""Errors of reading a checkpoint or a weights file: one message that names the file."""
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from planner.core.errors import FileError, PlannerError
+
+
+@contextmanager
+def readable(path: str | Path, what: str) -> Iterator[None]:
+    """Turn errors in the block, except our own, into a `FileError`: a damaged file may raise errors of many kinds.
+
+    Args:
+        path: File that is read.
+        what: Words before "cannot be read", such as a tensor's name; may be empty.
+
+    Raises:
+        FileError: Another error than one of ours was raised in the block.
+    """
+    try:
+        yield
+    except PlannerError:
+        raise
+    except Exception as error:
+        message = f"{what} cannot be read: {first_line(error)}".lstrip()
+        raise FileError(message, path=str(path), hint="take another checkpoint or file") from error
+
+
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error's message, without torch's advice to load with `weights_only=False`."""
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
+    if isinstance(error, json.JSONDecodeError):
+        return f"it is not JSON ({error})"
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    if lines and lines[0].startswith("Weights only load failed"):
+        return next(
+            (line.partition("WeightsUnpickler error: ")[2] for line in lines if "WeightsUnpickler error" in line),
+            "it holds more than data",
+        )
+    return lines[0] if lines else type(error).__name__
+
+
+def check_file(path: Path, *, most_bytes: int) -> int:
+    """Return the size of a regular file: reading a pipe or a device might never end.
+
+    Raises:
+        ValueError: The file is not regular, or has more than `most_bytes` bytes.
+        OSError: There is none.
+    """
+    if not path.is_file():
+        path.stat()
+        raise ValueError("it is not a regular file")
+    size = path.stat().st_size
+    if size > most_bytes:
+        raise ValueError(f"it has {size} bytes, more than the {most_bytes} that it may have")
+    return size

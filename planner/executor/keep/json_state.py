@@ -1,0 +1,91 @@
+"""Conversion of the state of a run to JSON and tensors, and back, bit for bit.
+
+JSON has numbers, texts, None, lists, and dicts whose keys are texts. The rest is written as a dict with one key:
+
+    {"$tensor": NAME}                   a tensor, stored under NAME
+    {"$float": "inf"}                   a float that JSON cannot hold
+    {"$tuple": [...]}
+    {"$dict": [[key, value], ...]}      a dict with keys that are no texts, or that begin with "$"
+    {"$counter": [[key, value], ...]}   a `collections.Counter`, as `MultiStepLR` has
+
+Python writes a float with as many digits as it takes to read the same bits back.
+"""
+
+import math
+from collections import Counter, OrderedDict
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from planner.core.errors import UsageError
+from planner.executor.keep.tensor_bytes import is_storable
+
+_PLAIN = (type(None), bool, int, str)
+_DICTS = (dict, OrderedDict, Counter)
+
+
+def to_json(value: Any, where: str, tensors: dict[str, Tensor]) -> Any:
+    """Return `value` as JSON.
+
+    Args:
+        value: Nested dicts, lists and tuples of numbers, texts, None and tensors; numbers of NumPy become Python's.
+        where: Place of the value in the state, such as "others['schedule']".
+        tensors: Takes the tensors in `value`, each under its place.
+
+    Raises:
+        UsageError: It holds an object of another type.
+    """
+    if isinstance(value, np.generic):
+        value = value.item()
+    kind = type(value)
+    if kind in _PLAIN:
+        return value
+    if kind is float:
+        return value if math.isfinite(value) else {"$float": str(value)}
+    if kind in (list, tuple):
+        items = [to_json(item, f"{where}[{n}]", tensors) for n, item in enumerate(value)]
+        return items if kind is list else {"$tuple": items}
+    if kind in _DICTS:
+        held = {key: to_json(item, f"{where}[{key!r}]", tensors) for key, item in value.items()}
+        if kind is not Counter and all(type(key) is str and not key.startswith("$") for key in held):
+            return held
+        pairs = [[to_json(key, f"a key of {where}", tensors), item] for key, item in held.items()]
+        return {"$counter" if kind is Counter else "$dict": pairs}
+    if is_storable(value):
+        tensors[where] = value.detach()
+        return {"$tensor": where}
+    what = f"{kind.__module__}.{kind.__qualname__}"
+    raise UsageError(
+        f"a checkpoint cannot hold {where}, which is a {what}{f' of {value.dtype}' if hasattr(value, 'dtype') else ''}",
+        hint="a `state_dict` may have numbers, texts, None, tensors, and lists, tuples and dicts of them",
+    )
+
+
+def from_json(value: Any, tensor: Callable[[str], Tensor]) -> Any:
+    """Return what `to_json` made `value` of; raises errors of several kinds if it was made of nothing.
+
+    Args:
+        value: JSON.
+        tensor: Returns the tensor with a name.
+    """
+    if isinstance(value, list):
+        return [from_json(item, tensor) for item in value]
+    if not isinstance(value, dict):
+        return value
+    tag = next(iter(value), "")
+    if not tag.startswith("$"):
+        return {key: from_json(item, tensor) for key, item in value.items()}
+    content = value[tag]
+    if tag == "$tensor":
+        return tensor(content)
+    return _MADE_OF[tag](from_json(content, tensor))
+
+
+_MADE_OF: dict[str, Callable[[Any], Any]] = {
+    "$float": float,
+    "$tuple": tuple,
+    "$dict": dict,
+    "$counter": lambda pairs: Counter(dict(pairs)),
+}

@@ -1,0 +1,152 @@
+"""One rank's file in a checkpoint: its tensors in the safetensors format, and its state as JSON in the file's header.
+
+    8 bytes    length of the header
+    header     JSON: type, shape and place of every tensor; under `__metadata__`, the rank's `state` as a JSON text
+    the rest   the tensors, one after the other
+
+`checkpoint.json` has a SHA-256 of the state, and the state has a CRC-32 of every tensor. So a file of another
+checkpoint is refused when it is opened, and a damaged tensor when it is read. Tensors that are not read are not
+checked: under another plan a rank reads only a part of a file.
+
+The file is written here, tensor by tensor, so that the bytes that are on the disk can be counted meanwhile.
+"""
+
+import hashlib
+import json
+import struct
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO, cast
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from planner.executor.keep.errors import check_file, readable
+from planner.executor.keep.json_state import from_json
+from planner.executor.keep.tensor_bytes import bytes_of, type_name
+
+_MOST_HEADER_BYTES = 100_000_000
+"""The limit of the package `safetensors`."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FileEntry:
+    """What `checkpoint.json` says of a rank's file."""
+
+    size_bytes: int
+    state_sha256: str
+
+
+class RankFile:
+    """A rank's file, open for reading.
+
+    Args:
+        path: The file.
+        entry: What it must be.
+
+    Raises:
+        FileError: It is missing, damaged, or of another checkpoint.
+    """
+
+    def __init__(self, path: Path, entry: FileEntry) -> None:
+        self._path = path
+        with readable(path, ""):
+            check_size(path, entry)
+            self._file = cast("Any", safe_open(path, framework="pt"))
+            text = self._file.metadata()["state"]
+            if hashlib.sha256(text.encode()).hexdigest() != entry.state_sha256:
+                raise ValueError("its state is not the one that `checkpoint.json` was written for")
+            self._state: dict[str, Any] = json.loads(text)
+            self._crc32: dict[str, int] = self._state["crc32"]
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of all tensors."""
+        return tuple(self._crc32)
+
+    def shape(self, name: str) -> torch.Size:
+        """Return the shape of a tensor.
+
+        Raises:
+            FileError: There is none.
+        """
+        with readable(self._path, f'"{name}"'):
+            return torch.Size(self._file.get_slice(name).get_shape())
+
+    def tensor(self, name: str) -> Tensor:
+        """Return a tensor, on the CPU.
+
+        Raises:
+            FileError: There is none, or it is damaged.
+        """
+        with readable(self._path, f'"{name}"'):
+            # A copy: the package maps the file, which may be removed while the run goes on.
+            tensor: Tensor = self._file.get_tensor(name).clone()
+            if zlib.crc32(bytes_of(tensor)) != self._crc32[name]:
+                raise ValueError("its checksum is wrong")
+        return tensor
+
+    def value(self, part: str) -> Any:
+        """Return a part of the rank's state.
+
+        Raises:
+            FileError: There is none, or it is damaged.
+        """
+        with readable(self._path, f"the state of {part}"):
+            return from_json(self._state[part], self.tensor)
+
+    def optimizer_state(self, name: str) -> dict[str, Any]:
+        """Return the optimizer's state of a parameter; empty if there is none.
+
+        Raises:
+            FileError: It is damaged.
+        """
+        with readable(self._path, f'the optimizer state of "{name}"'):
+            return dict(from_json(self._state["optimizer"].get(name, {}), self.tensor))
+
+
+def write_rank_file(file: BinaryIO, state: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> FileEntry:
+    """Write a rank's file.
+
+    Args:
+        file: File that is open for writing.
+        state: State of the rank, as JSON.
+        tensors: Tensors that `is_storable` is true for, by name.
+
+    Returns:
+        The entry for `checkpoint.json`.
+
+    Raises:
+        ValueError: The state is too large.
+    """
+    text = json.dumps({**state, "crc32": {name: zlib.crc32(bytes_of(tensor)) for name, tensor in tensors.items()}})
+    header: dict[str, Any] = {"__metadata__": {"state": text}}
+    # The largest types first, so that every tensor begins at a multiple of its type's size.
+    ordered = sorted(tensors.items(), key=lambda item: -item[1].element_size())
+    end = 0
+    for name, tensor in ordered:
+        begin, end = end, end + tensor.nbytes
+        header[name] = {"dtype": type_name(tensor.dtype), "shape": [*tensor.shape], "data_offsets": [begin, end]}
+    content = json.dumps(header).encode()
+    content += b" " * (-len(content) % 8)
+    if len(content) > _MOST_HEADER_BYTES:
+        raise ValueError(f"the state of a rank without its tensors has more than {_MOST_HEADER_BYTES} bytes")
+    file.write(struct.pack("<Q", len(content)) + content)
+    for _, tensor in ordered:
+        file.write(bytes_of(tensor))
+    return FileEntry(size_bytes=8 + len(content) + end, state_sha256=hashlib.sha256(text.encode()).hexdigest())
+
+
+def check_size(path: Path, entry: FileEntry) -> None:
+    """Compare the size of a file with its entry.
+
+    Raises:
+        ValueError: It is another, or the file is not regular.
+        OSError: There is no file.
+    """
+    size = check_file(path, most_bytes=entry.size_bytes)
+    if size < entry.size_bytes:
+        raise ValueError(f"it has {size} bytes of {entry.size_bytes}")

@@ -1,0 +1,31 @@
+"""Types and bytes of tensors, as the safetensors format has them."""
+
+import json
+from functools import cache
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import save
+from torch import Tensor, nn
+
+
+def is_storable(value: Any) -> bool:
+    """Return True if `value` is a dense tensor of a type that safetensors has."""
+    is_dense = (type(value) is Tensor or isinstance(value, nn.Parameter)) and value.layout is torch.strided
+    return is_dense and type_name(value.dtype) != ""
+
+
+@cache
+def type_name(dtype: torch.dtype) -> str:
+    """Return the name of a type in the format; empty for a type that the installed package cannot store."""
+    try:
+        return str(json.loads(save({"": torch.empty(0, dtype=dtype)})[8:])[""]["dtype"])
+    except (KeyError, RuntimeError, SafetensorError):
+        return ""
+
+
+def bytes_of(tensor: Tensor) -> memoryview:
+    """Return a tensor's values as bytes; a copy only if they are not contiguous, or not in the host's memory."""
+    values: memoryview = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data
+    return values
