@@ -27,7 +27,6 @@ from planner.core.cost.partition import Partition
 from planner.core.values.balance import Balance, StageBalance
 from planner.core.values.plan import Recompute
 from planner.core.values.profile import Model, Profile
-from planner.emit import Places
 from planner.model import LoadedModel, in_precision, load_model
 from planner.profile import ProfileOptions, profile_model
 from planner.profile.structure import find_chain
@@ -184,7 +183,7 @@ def compare(profile: Profile, *, stages: int, micro_batches: int, recompute: Rec
     plan = api.solve(profile, **asked, recompute=recompute, schedule="gpipe", balance=cuts)
     partition = Partition.of(plan, [layer.name for layer in profile.layers])
     with TemporaryDirectory() as folder:
-        emitted = emit(plan, profile, folder=folder, profile_folder=".", places=Places(), say=print)
+        emitted = emit(plan, profile, folder=folder, profile_folder=".", say=print)
         emitted.write(folder)
         how = JaxArguments(steps=1, seed=0, device=None, compile=CHIP)
         with jax_training(Path(folder, "balance.yaml"), how) as training:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from planner.api import texts
 from planner.api.keywords import on_plan
 from planner.api.options.emitting import EmitOptions
-from planner.api.question import calibrated_options, solve_options
+from planner.api.question import calibrated_options
 from planner.api.reading import fresh_verdict, plan_of, profile_for
 from planner.api.texts import File
 from planner.core.errors import UsageError
@@ -67,8 +67,7 @@ def written(
         smaller=fresh[1:],
         launch=options.launch,
         nodes=nodes,
-        # The runs of other engines have no times of stages to calibrate with: the whole question is repeated.
-        again=calibrated_options if options.engine == "native" else solve_options,
+        again=calibrated_options,
         say=say,
     )
 

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -18,7 +17,7 @@ from planner.emit.device_map import emit_device_map
 from planner.emit.launch import LAUNCHERS, check_launcher, job_of
 from planner.emit.layout import EngineFile, Layout
 from planner.emit.megatron import emit_megatron
-from planner.emit.native import AskAgain, Emitted, Places, emit_native, no_options
+from planner.emit.native import AskAgain, Places, emit_native, no_options
 from planner.emit.schedule_csv import emit_schedule_csv
 from planner.emit.signature import refuse_other
 from planner.emit.split_spec import emit_split_spec
@@ -103,11 +102,11 @@ def write_emitted(
         files.check_outputs({str(path): str(path) for path in paths}, read)
         _write(dict(zip(paths, texts.values(), strict=True)), force=force)
         return Written(paths=paths, notes=file.notes, use=file.use)
-    is_ours = engine == "native"
-    emit_script = partial(emit_native, smaller=smaller) if is_ours else partial(load("FORMATS", engine), say=say)
-    emitted: Emitted = emit_script(
-        plan, profile, folder=folder, profile_folder=profile_folder, places=places, again=again
-    )
+    where = {"folder": folder, "profile_folder": profile_folder}
+    if engine == "native":
+        emitted = emit_native(plan, profile, smaller=smaller, places=places, again=again, **where)
+    else:
+        emitted = load("FORMATS", engine)(plan, profile, say=say, **where)
     if launch is not None:
         script = Path(folder, emitted.name).as_posix()
         file = LAUNCHERS[launch](job_of(emitted.plans, plan.inputs, script=script, nodes=nodes))

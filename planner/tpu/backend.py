@@ -2,7 +2,7 @@
 
 Each distinct layer becomes four programs (`planner.tpu.layer_programs`). The compiler tells of each how many bytes
 it takes in, gives back and needs meanwhile, padding included, and how long it should take. The optimizer's step over a
-layer's parameters is a program, too (`planner.tpu.torchax_optimizer`).
+layer's parameters is a program, too (`planner.tpu.optimizers`).
 
 With a TPU attached the same programs are run and timed instead. Compiled layers are remembered on disk, so that an
 interrupted profile goes on where it was.
@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from planner.core.cost.storages import CrossingStorages
@@ -25,21 +25,19 @@ from planner.core.values.cluster import ExecutorCost
 from planner.core.values.devices import Accelerator, accelerator, tpu_called
 from planner.core.values.profile import Device, LayerProfile, ProgramMemory
 from planner.core.values.rates import Rates, rates_of
-from planner.device.kinds import kind_of
-from planner.model.ghosts import NeedsValuesError
 from planner.model.load import LoadedModel
-from planner.model.optimizers import ModelOptimizer
-from planner.profile.backends.estimated import GhostMeter, RooflineClock, as_ghosts_if_lean
+from planner.profile.backends.estimated import GhostMeter, as_ghosts_if_lean
 from planner.profile.layers import Costs, Measured, layer_profiles
 from planner.profile.memory import measure_casts
-from planner.profile.optimizer import OptimizerCost, measure_optimizer
+from planner.profile.optimizer import OptimizerCost, trained_parameters
 from planner.profile.records import Job, Records, Ways, record_sizes
 from planner.profile.task import Task
 from planner.profile.timing import Times
 from planner.profile.units import Key
 from planner.tpu.compiler import Compiler
 from planner.tpu.extra import expect_no_tpu
-from planner.tpu.outcomes import CompiledLayer, CompiledStep
+from planner.tpu.optimizers import Rule, rule_of
+from planner.tpu.outcomes import CompiledLayer
 
 _TPU = "tpu:"
 _PRECISIONS = ("", "fp32", "bf16")
@@ -112,12 +110,13 @@ class CompiledBackend:
         """Compiles every distinct layer at each size, and the optimizer's step over its parameters."""
         folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "gpipe-plan", "tpu")
         compiler = Compiler(self._chip, self._rates, folder, task.options.repeats)
+        rule = rule_of(task.loaded.build_optimizer, list(task.chain.model.parameters()))
         layers: dict[Key, CompiledLayer] = {}
         ways = Ways(device=self.device, record=partial(_compile, task=task, compiler=compiler, layers=layers))
         with as_ghosts_if_lean(task):
             records = record_sizes(task, ways)
             distinct = records.distinct
-            optimizer = _optimizer_costs(task, records, compiler, self._rates)
+            optimizer = _optimizer_costs(records, compiler, rule)
             costs = Costs(
                 records=records,
                 casts_bytes=records.of_each(partial(measure_casts, meter=GhostMeter())),
@@ -249,48 +248,14 @@ def _program(
     )
 
 
-def _optimizer_costs(task: Task, records: Records, compiler: Compiler, rates: Rates) -> dict[str, OptimizerCost]:
-    """State by torch's own optimizer, time and transients by the compiler: of every distinct layer."""
-    build = task.loaded.build_optimizer
-    costs = {digest: _state(unit.module, task, rates) for digest, unit in records.distinct.items()}
-    trained = {d: [p for p in unit.module.parameters() if p.requires_grad] for d, unit in records.distinct.items()}
+def _optimizer_costs(records: Records, compiler: Compiler, rule: Rule) -> dict[str, OptimizerCost]:
+    """State by the rule of the optimizer, time and transients by the compiler: of every distinct layer."""
+    units = records.distinct
+    trained = {digest: trained_parameters(unit.module) for digest, unit in units.items()}
     digests = [digest for digest, parameters in trained.items() if parameters]
-    steps = dict.fromkeys(costs, CompiledStep(step_us=0.0, peak_bytes=0))
-    reasons = set()
-    for n, outcome in compiler.steps([trained[digest] for digest in digests], build):
-        digest = digests[n]
-        if isinstance(outcome, CompiledStep):
-            steps[digest] = outcome
-        else:
-            reasons.add(outcome)
-            steps[digest] = _one_pass(trained[digest], costs[digest].state_bytes, rates)
-    for reason in sorted(reasons):
-        task.note(
-            f"the compiler cannot be asked about the optimizer's step ({reason}): taken to be one pass over "
-            "parameters, gradients and state"
-        )
-    return {
-        digest: replace(cost, step_us=steps[digest].step_us, peak_bytes=steps[digest].peak_bytes)
-        for digest, cost in costs.items()
-    }
-
-
-def _state(module: nn.Module, task: Task, rates: Rates) -> OptimizerCost:
-    build = task.loaded.build_optimizer
-    measure = partial(measure_optimizer, repeats=1)
-    try:
-        whole = ModelOptimizer(build, module.parameters())
-        return measure(module, whole, meter=GhostMeter(), clock=RooflineClock(rates))
-    except NeedsValuesError:
-        # Zeros that nobody writes take no memory, and of large parameters a part is enough.
-        trained = (p for p in module.parameters() if p.requires_grad)
-        values = nn.ParameterList([nn.Parameter(torch.zeros(p.shape, dtype=p.dtype)) for p in trained])
-        host = kind_of(torch.device("cpu"))
-        whole = ModelOptimizer(build, values.parameters())
-        return measure(values, whole, meter=host.meter(), clock=host.clock(1))
-
-
-def _one_pass(trained: Sequence[Tensor], state_bytes: int, rates: Rates) -> CompiledStep:
-    # Parameters and state are read and written, gradients read.
-    moved_bytes = 3 * sum(p.nbytes for p in trained) + 2 * state_bytes
-    return CompiledStep(step_us=1e6 * moved_bytes / rates.bytes_per_s, peak_bytes=0)
+    names, parameters = [units[digest].name for digest in digests], [trained[digest] for digest in digests]
+    costs = dict.fromkeys(trained, OptimizerCost())
+    for n, step in compiler.steps(names, parameters, rule):
+        state_bytes = rule.num_states * sum(parameter.nbytes for parameter in parameters[n])
+        costs[digests[n]] = OptimizerCost(state_bytes=state_bytes, peak_bytes=step.peak_bytes, step_us=step.step_us)
+    return costs

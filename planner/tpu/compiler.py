@@ -1,34 +1,32 @@
 """Compiles layers and steps of the optimizer for a TPU, and remembers on disk what came of it, a file each."""
 
 import hashlib
-import inspect
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from planner.core.values.rates import Rates
-from planner.model.optimizers import Builder
 from planner.profile.units import Unit, UnitInput
-from planner.tpu.compiling import Problem, found_by, raise_problems
+from planner.tpu.compiling import Problem, Work, found_by, raise_problems
 from planner.tpu.extra import versions
+from planner.tpu.optimizers import Rule
 from planner.tpu.outcomes import CompiledLayer, CompiledStep
 
 if TYPE_CHECKING:
     from planner.tpu.halves import LayerFunction
     from planner.tpu.programs import Program
 
-_REVISION = 6
+_REVISION = 7
 """The revision of what is remembered of a layer or a step, and of how it is compiled."""
 
-_SMALL = 2
-"""Rows and columns of parameters that an optimizer is asked about its options with."""
+
+_Found = TypeVar("_Found", CompiledLayer, CompiledStep)
 
 
 class Compiler:
@@ -54,30 +52,20 @@ class Compiler:
             ModelError: torchax lacks an operator of a layer, or a layer cannot be compiled; all such layers are named.
             MemoryError: A layer alone needs more memory than the chip has.
         """
-        paths = [self._path(_described(unit, received)) for unit, received in jobs]
+        described = [_described(unit, received) for unit, received in jobs]
         works = [partial(self._compiled_unit, unit, received) for unit, received in jobs]
-        problems: dict[str, dict[str, Problem]] = {}
-        for n, outcome in found_by(CompiledLayer, paths, works, several=bool(self._chip)):
-            if isinstance(outcome, CompiledLayer):
-                yield n, outcome
-            else:
-                problems.setdefault(outcome.kind, {})[jobs[n][0].name] = outcome
-        raise_problems(problems)
+        yield from self._outcomes(CompiledLayer, [unit.name for unit, _ in jobs], described, works)
 
-    def steps(self, parameters: Sequence[Sequence[Tensor]], build: Builder) -> Iterator[tuple[int, CompiledStep | str]]:
-        """The optimizer's step over the parameters of several layers: place and outcome, as they come.
+    def steps(
+        self, names: Sequence[str], parameters: Sequence[Sequence[Tensor]], rule: Rule
+    ) -> Iterator[tuple[int, CompiledStep]]:
+        """The optimizer's step over the trained parameters of several layers: place and outcome, as they come.
 
-        Args:
-            parameters: Of each layer, those that are trained; of tensors only shape and dtype count.
-            build: Makes the optimizer.
-
-        Returns:
-            The outcome is a line that says why, where the compiler cannot be asked: torchax cannot trace the optimizer.
+        Of tensors only shape and dtype count. Raises as `compile`.
         """
-        paths = [self._path(_described_step(trained, build)) for trained in parameters]
-        works = [partial(self._compiled_step, trained, build) for trained in parameters]
-        for n, outcome in found_by(CompiledStep, paths, works, several=bool(self._chip)):
-            yield n, outcome if isinstance(outcome, CompiledStep) else outcome.what
+        described = [["step", rule.description, [[list(p.shape), str(p.dtype)] for p in of]] for of in parameters]
+        works = [partial(self._compiled_step, of_layer, rule) for of_layer in parameters]
+        yield from self._outcomes(CompiledStep, names, described, works)
 
     # Private methods; what runs in the process that compiles imports jax there, after it has been forked.
 
@@ -87,11 +75,11 @@ class Compiler:
 
         return compile_layer(unit_function(unit, received), target_device(self._chip), self._time_us)
 
-    def _compiled_step(self, parameters: Sequence[Tensor], build: Builder) -> CompiledStep:
+    def _compiled_step(self, parameters: Sequence[Tensor], rule: Rule) -> CompiledStep:
         from planner.tpu.chips import target_device  # noqa: PLC0415
         from planner.tpu.layer_programs import compile_step  # noqa: PLC0415
 
-        return compile_step(parameters, build, target_device(self._chip), self._time_us)
+        return compile_step(parameters, rule, target_device(self._chip), self._time_us)
 
     def _time_us(self, program: "Program", shapes: Any) -> float:
         """Measured on an attached device; else the compiler's estimate, or the roofline's where it makes none."""
@@ -104,9 +92,21 @@ class Compiler:
         # Products are of bfloat16 numbers unless the model asks for another precision.
         return 1e6 * max(program.flops / self._rates.half_flops_per_s, program.accessed_bytes / self._rates.bytes_per_s)
 
-    def _path(self, described: list[Any] | None) -> Path | None:
+    def _outcomes(
+        self, kind: type[_Found], names: Sequence[str], described: Sequence[list[Any]], works: Sequence[Work[_Found]]
+    ) -> Iterator[tuple[int, _Found]]:
+        paths = list(map(self._path, described))
+        problems: dict[str, dict[str, Problem]] = {}
+        for n, outcome in found_by(kind, paths, works, several=bool(self._chip)):
+            if isinstance(outcome, kind):
+                yield n, outcome
+            elif isinstance(outcome, Problem):
+                problems.setdefault(outcome.kind, {})[names[n]] = outcome
+        raise_problems(problems)
+
+    def _path(self, described: list[Any]) -> Path | None:
         """Where an outcome is remembered, by what decides it."""
-        if described is None or self._folder is None or not self._chip:
+        if self._folder is None or not self._chip:
             return None
         decisive = [_REVISION, self._chip, *described, versions()]
         digest = hashlib.sha256(json.dumps(decisive, sort_keys=True).encode())
@@ -126,27 +126,7 @@ def unit_function(unit: Unit, received: UnitInput) -> "LayerFunction":
     return layer_function(unit.module, run, [*received.values, *targets])
 
 
-def optimizer_description(parameters: Sequence[Tensor], build: Builder) -> list[Any] | None:
-    """What decides the step beside the parameters; None for an optimizer that is not torch's, whose code may change."""
-    small = [nn.Parameter(torch.zeros((_SMALL,) * p.dim(), dtype=p.dtype)) for p in parameters]
-    optimizer = build(iter(small))
-    module = inspect.getmodule(type(optimizer))
-    if module is None or not module.__name__.startswith("torch.optim."):
-        return None
-    places = {id(parameter): n for n, parameter in enumerate(small)}
-    groups = [
-        [[places[id(p)] for p in group["params"]], sorted((k, repr(v)) for k, v in group.items() if k != "params")]
-        for group in optimizer.param_groups
-    ]
-    return [type(optimizer).__name__, groups]
-
-
 def _described(unit: Unit, received: UnitInput) -> list[Any]:
     shapes = [[str(v.dtype), list(v.shape)] if isinstance(v, Tensor) else repr(v) for v in received.values]
     parameters = [[name, list(p.shape), str(p.dtype), p.requires_grad] for name, p in unit.module.named_parameters()]
     return [unit.digest, shapes, str(received.spec), parameters, unit.precision]
-
-
-def _described_step(parameters: Sequence[Tensor], build: Builder) -> list[Any] | None:
-    described = optimizer_description(parameters, build)
-    return None if described is None else ["step", described, [[list(p.shape), str(p.dtype)] for p in parameters]]

@@ -22,6 +22,7 @@ _LACKING, _TOO_LARGE = "lacking", "too large"
 """What may be wrong with a layer."""
 
 _Found = TypeVar("_Found")
+Work = Callable[[], _Found]
 
 
 class LacksOperatorError(Exception):
@@ -42,7 +43,7 @@ class Problem:
 
 
 def found_by(
-    kind: type[_Found], paths: Sequence[Path | None], works: Sequence[Callable[[], _Found]], *, several: bool
+    kind: type[_Found], paths: Sequence[Path | None], works: Sequence[Work[_Found]], *, several: bool
 ) -> Iterator[tuple[int, _Found | Problem]]:
     """Each work's place and outcome as they come, those that are remembered first; equal ones are made once.
 
@@ -98,7 +99,7 @@ class _WorkerError(Exception):
         return f"\n{self.args[0]}"
 
 
-def _worked_off(works: Sequence[Callable[[], _Found]], *, several: bool) -> Iterator[tuple[int, _Found | Problem]]:
+def _worked_off(works: Sequence[Work[_Found]], *, several: bool) -> Iterator[tuple[int, _Found | Problem]]:
     global _job  # noqa: PLW0603 - what a forked process inherits
     workers = _num_workers(len(works)) if several else 1
     if workers == 1:

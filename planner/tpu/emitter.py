@@ -20,7 +20,7 @@ from planner.core.values.plan import Plan, StageMemory
 from planner.core.values.profile import Profile
 from planner.core.values.units import bytes_option, format_bytes
 from planner.emit.layout import Layout
-from planner.emit.native import AskAgain, Emitted, Places, emit_with, no_options, planned_of
+from planner.emit.native import Emitted, emit_with
 from planner.emit.processes import environment
 from planner.files import relocated
 from planner.tpu.program_memory import program_memory
@@ -34,8 +34,6 @@ def emit(
     *,
     folder: str,
     profile_folder: str,
-    places: Places,
-    again: AskAgain = no_options,
     say: Callable[[str], None],
 ) -> Emitted:
     """Return the balance configuration and the training script; arguments as for `emit_native`.
@@ -63,14 +61,6 @@ def emit(
             relocated(profile.model.source, profile_folder, folder),
             template=("planner.tpu", "train_template.py.txt"),
             script=script,
-            planned=planned_of(
-                profile,
-                plan,
-                places.plan,
-                again=again,
-                profile_path=places.profile,
-                folder=folder,
-            ),
             notes=(note,),
             use=f"python {script}",
             predicted_bytes=memory.total,

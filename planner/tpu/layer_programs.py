@@ -19,13 +19,13 @@ import jax
 from jax import numpy as jnp
 from torch import Tensor
 
-from planner.model.optimizers import Builder
 from planner.tpu.compiling import OutOfMemoryError
 from planner.tpu.halves import Halves, LayerFunction, halves_of, random_key
 from planner.tpu.narrowing import readers_of
+from planner.tpu.optimizers import Rule
 from planner.tpu.outcomes import CompiledLayer, CompiledStep
 from planner.tpu.programs import Program, compile_program, filled_between
-from planner.tpu.torchax_optimizer import step_function
+from planner.tpu.torchax_adapter import shape_of
 from planner.tpu.tpu_layouts import (
     bytes_in_loops,
     kinds_in_loops,
@@ -87,11 +87,18 @@ def compile_layer(function: LayerFunction, device: jax.Device, time_us: Timer) -
     return _layer_of(function, halves, programs, times_us)
 
 
-def compile_step(parameters: Sequence[Tensor], build: Builder, device: jax.Device, time_us: Timer) -> CompiledStep:
+def compile_step(parameters: Sequence[Tensor], rule: Rule, device: jax.Device, time_us: Timer) -> CompiledStep:
     """Compiles the optimizer's step over some parameters, of which only shape and dtype count."""
-    function = step_function(parameters, build)
-    arguments = (function.parameters, function.states, function.parameters)
-    program = compile_program(function.call, arguments, device, donated=(0, 1))
+    shapes = list(map(shape_of, parameters))
+
+    def step(parameters: Any, states: Any, gradients: Any, number: Any) -> Any:
+        updated = [rule.update(*of_one, number) for of_one in zip(parameters, gradients, states, strict=True)]
+        # In the order of the arguments, so that each result takes the memory of what it replaces.
+        return [parameter for parameter, _ in updated], [states for _, states in updated]
+
+    states = [[shape] * rule.num_states for shape in shapes]
+    arguments = (shapes, states, shapes, jax.ShapeDtypeStruct((), jnp.int32))
+    program = compile_program(step, arguments, device, donated=(0, 1))
     return CompiledStep(
         step_us=time_us(program, arguments),
         peak_bytes=program.temporary_bytes + max(0, program.output_bytes - program.alias_bytes),

@@ -6,40 +6,33 @@ arXiv:2105.07576, section 3), by what collects them in the bundled executor.
 """
 
 from collections.abc import Iterator
-from functools import partial
 from itertools import chain, islice, starmap
 from pathlib import Path
-from time import perf_counter
 from typing import Any
 
 import torch
-from torch import nn
 
-from planner.core.errors import ExitCode, UsageError
-from planner.core.values.balance import Planned, solve_again
+from planner.core.errors import ExitCode
 from planner.core.values.devices import accelerator
-from planner.core.values.profile import Device
 from planner.core.values.units import format_bytes
 from planner.executor.build.building import check_same_model
 from planner.executor.job import load_planned
 from planner.executor.keep.weights import begin_with_weights, first_names, whole_state, write_weights
-from planner.executor.measure.reporting import steps_report
-from planner.executor.measure.step_record import OnStep, StepHook, StepRecord
-from planner.executor.measure.telling import drift_note, places_of
 from planner.executor.run.loader import epochs, example_of
 from planner.executor.run.parts import micro_batches_of
 from planner.files import check_writable, read_balance
-from planner.model import Batch, LoadedModel
+from planner.model import Batch
 from planner.model.batch_norm import BatchStatistics
 from planner.model.calling import arguments_of
 from planner.model.precision import converted
 from planner.model.state import collecting_layers
 from planner.tpu.chips import devices_of, named_chips
 from planner.tpu.compiling import OutOfMemoryError
+from planner.tpu.optimizers import rule_of
 from planner.tpu.pipeline import JaxPipeline
 from planner.tpu.programs import compiled
 from planner.tpu.training import CompiledMemory, JaxArguments, fitting
-from planner.tpu.training_step import UPDATES, State, TrainingStep, Update
+from planner.tpu.training_step import State, TrainingStep
 
 _ESTIMATED = 32
 """Micro-batches that running statistics are taken from."""
@@ -52,7 +45,7 @@ class JaxTraining:
         PlannerError: The model or the plan cannot be run so.
     """
 
-    def __init__(self, balance_path: str | Path, how: JaxArguments, *, on_step: OnStep | None = None) -> None:
+    def __init__(self, balance_path: str | Path, how: JaxArguments) -> None:
         self.balance = read_balance(str(balance_path))
         if how.save:
             check_writable(how.save)
@@ -67,20 +60,14 @@ class JaxTraining:
             casts = begin_with_weights(how.weights, built.state_dict(), first_names(built))
             if casts:
                 print(f"cast on loading {how.weights}: {', '.join(casts)}", flush=True)
-        update, num_states, self._rate = _optimizer(self.model, built)
+        rule = rule_of(self.model.build_optimizer, list(built.parameters()))
         devices = (
             named_chips(how.compile, self.balance.num_stages)
             if how.compile
             else devices_of(how.device, self.balance.num_stages)
         )
         self.pipeline = JaxPipeline(self.model, layers, self.balance, devices)
-        self._step = TrainingStep(self.pipeline.program, update, num_states, how.seed)
-        # In the spelling of profiles: what JAX calls a GPU is one of CUDA's to them.
-        kind = "cuda" if devices[0].platform == "gpu" else devices[0].platform
-        self._device = Device(kind=kind, name=devices[0].device_kind)
-        self._hook = None if on_step is None else StepHook(on_step, how.seed)
-        self._losses: list[float] = []
-        self._step_us: list[float] = []
+        self._step = TrainingStep(self.pipeline.program, rule, how.seed)
 
     def begin(self) -> State:
         """The state in front of the first step: parameters as the model has them, nothing in the optimizer."""
@@ -96,35 +83,7 @@ class JaxTraining:
 
     def step(self, state: State, inputs: Any, targets: Any, number: int) -> tuple[float, State]:
         """Loss of a mini-batch, and the state after the optimizer's step, the `number`-th from 0."""
-        begin = perf_counter()
-        loss, state = self._step.run(state, *self.pipeline.batch(inputs, targets), number)
-        step_us = (perf_counter() - begin) * 1e6
-        self._losses.append(loss)
-        self._step_us.append(step_us)
-        if self._hook is not None:
-            record = StepRecord(
-                step=number,
-                loss=loss,
-                step_us=step_us,
-                samples=self.balance.batch,
-                learning_rates=(self._rate,),
-                skipped=False,
-            )
-            self._hook.call(record)
-        return loss, state
-
-    def drift_note(self, folder: Path) -> str:
-        """What to say where the steps were not as planned; the balance configuration stands in `folder`."""
-        report = steps_report(
-            self.balance,
-            self._device,
-            "",
-            seed=self._seed,
-            losses=self._losses,
-            samples=[self.balance.batch] * len(self._losses),
-            step_us=self._step_us,
-        )
-        return drift_note(self.balance, report, num_here=self.balance.num_stages, again=partial(self._again, folder))
+        return self._step.run(state, *self.pipeline.batch(inputs, targets), number)
 
     def save(self, state: State, path: str) -> None:
         """Writes trained parameters and buffers as one state dict: safetensors by its suffix, else `torch.save`.
@@ -169,15 +128,6 @@ class JaxTraining:
         print(text, flush=True)
         return code
 
-    def _again(self, folder: Path, planned: Planned) -> tuple[str, str]:
-        """How to measure once more, and plan with that."""
-        plan, profile = places_of(planned, folder)
-        device = planned.device or self.balance.device
-        return (
-            f"measure once more, where it ran (`gpipe-plan profile … --device {device}`), and plan again:",
-            solve_again(profile, planned.solve, plan=plan),
-        )
-
     def _estimate_statistics(self) -> int:
         """Takes running statistics anew; returns of how many batch normalisations."""
         layers = collecting_layers(self._built)
@@ -198,31 +148,3 @@ class JaxTraining:
         for layer, momentum in zip(layers, momentums, strict=True):
             layer.momentum = momentum
         return len(layers)
-
-
-def _optimizer(model: LoadedModel, built: nn.Module) -> tuple[Update, int, float]:
-    """The model's optimizer, number by number, how many numbers of state it has for each, and its learning rate.
-
-    Raises:
-        UsageError: It is none of those known here, or has options that differ between parameters.
-    """
-    optimizer = model.build_optimizer(p for p in built.parameters() if p.requires_grad)
-    name, options = type(optimizer).__name__, optimizer.defaults
-    if len(optimizer.param_groups) > 1:
-        raise UsageError(f"the JAX program knows one group of parameters, the model's {name} has several")
-    if len(optimizer.param_groups[0]["params"]) < sum(p.requires_grad for p in built.parameters()):
-        raise UsageError(
-            f"the JAX program trains all parameters, the model's {name} has some of them",
-            hint="freeze the others in `build_model`: `p.requires_grad_(False)`",
-        )
-    odd = [option for option in ("amsgrad", "maximize", "centered", "nesterov") if options.get(option)]
-    if name not in UPDATES or odd:
-        text = f"{name} with {odd[0]}" if odd else name
-        raise UsageError(
-            f"the JAX program does not know the optimizer {text}",
-            hint=f"one of {', '.join(UPDATES)}: `--optimizer`",
-        )
-    make, num_states = UPDATES[name]
-    momentum = bool(options.get("momentum"))
-    num_states += momentum if name in ("SGD", "RMSprop") else 0
-    return make(options), num_states, float(options["lr"])

@@ -20,7 +20,6 @@ from planner.tpu.extra import CHIPS, expect_no_tpu
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from planner.executor.measure.step_record import OnStep
     from planner.tpu.trainer import JaxTraining
 
 __all__ = ["CompiledMemory", "JaxArguments", "fitting", "jax_arguments", "jax_training"]
@@ -82,10 +81,8 @@ def jax_arguments(description: str | None, *, steps: int, seed: int) -> JaxArgum
 
 
 @contextmanager
-def jax_training(
-    balance_path: str | Path, given: JaxArguments, *, on_step: "OnStep | None" = None
-) -> "Iterator[JaxTraining]":
-    """A plan's program with the model file's optimizer, for the block; then a word where it was not as planned.
+def jax_training(balance_path: str | Path, given: JaxArguments) -> "Iterator[JaxTraining]":
+    """A plan's program with the model file's optimizer, for the block.
 
     Errors of ours end the process with one message and exit code 2: the model or the plan cannot be run so, or the
     extra `tpu` is not installed.
@@ -93,7 +90,6 @@ def jax_training(
     Args:
         balance_path: The balance configuration, as `gpipe-plan emit --format jax` writes it.
         given: The command line.
-        on_step: Is called with a `StepRecord` after every step.
     """
     try:
         check_installed("tpu")
@@ -101,11 +97,7 @@ def jax_training(
             expect_no_tpu()
         from planner.tpu.trainer import JaxTraining  # noqa: PLC0415 - jax
 
-        training = JaxTraining(balance_path, given, on_step=on_step)
-        yield training
-        note = training.drift_note(Path(balance_path).parent)
-        if note:
-            print(note, file=sys.stderr, flush=True)
+        yield JaxTraining(balance_path, given)
     except PlannerError as error:
         print_error(error)
         sys.exit(ExitCode.ERROR)

@@ -1,11 +1,8 @@
 """The road for TPUs without one: profile, solve, show, emit, and the emitted JAX program."""
 
-import os
 import re
-import shlex
 import subprocess
 import sys
-from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -15,10 +12,8 @@ from safetensors import safe_open
 from torch import nn
 
 from planner.core import extras
-from planner.core.values.balance import Planned
 from planner.core.values.devices import accelerator
-from planner.executor import StepRecord
-from planner.files import read_balance, read_plan, read_profile, write
+from planner.files import read_plan, read_profile
 from planner.tpu import emitter, training
 from planner.tpu.training import JaxArguments
 from tests.support.cli import EXAMPLE, HEAD, LOSS, call, environment, write_model
@@ -97,9 +92,6 @@ def test_from_a_model_to_a_jax_program(here: Path, capsys: pytest.CaptureFixture
     assert emitted.code == 0, emitted.err
     assert emitted.out.splitlines() == ["balance.yaml", "train_jax.py"]
 
-    planned = read_balance("balance.yaml").planned
-    assert planned is not None
-    assert (planned.device, planned.step_us) == ("tpu", read_plan("plan.yaml").predicted.step_us)
     *lines, wrote = train(here, "--steps", "4", "--seed", "3", "--save", "model.pt").splitlines()
     losses = [float(line.split()[-1]) for line in lines]
     expected, model = _torch_losses(here, steps=4, seed=3)
@@ -166,54 +158,6 @@ def test_weights_go_in_and_out(
     assert refused.value.code == 2
     assert "the model is not the one that was planned" in capsys.readouterr().err
     assert not (tmp_path / "never.pt").exists()
-
-
-@installed
-def test_every_step_is_told_and_a_run_that_is_not_as_planned_says_so(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As a `train.py` does it; what the function draws changes nothing. With how to measure and plan again."""
-    import jax
-
-    from planner.executor.measure import telling
-    from planner.tpu import trainer
-
-    monkeypatch.setattr(trainer, "devices_of", lambda _, num: jax.devices()[:num])
-    monkeypatch.setattr(telling, "usable_cores", lambda: 2)
-    write_model(tmp_path, NORMALISED)
-    given = JaxArguments(steps=12, seed=0, device="cpu", compile=None)
-    path = tmp_path / "balance.yaml"
-    write_balance(Case(model=tmp_path / "model.py", balance=(1, 3), micro_batches=2, batch=8), path)
-    records: list[StepRecord] = []
-
-    def on_step(record: StepRecord) -> None:
-        torch.randn(3)
-        records.append(record)
-
-    planned = {"cpu": Planned(step_us=0.5, device="cpu", plan="../my plan.yaml", solve=("--devices 2", "--mem 1GB"))}
-    planned["tpu"] = replace(planned["cpu"], device="tpu")
-    losses: dict[str, list[float]] = {}
-    said: dict[str, str] = {}
-    for kind, prediction in planned.items():
-        write(str(path), replace(read_balance(str(path)), planned=prediction))
-        losses[kind] = []
-        with training.jax_training(path, given, on_step=on_step if kind == "cpu" else None) as begun:
-            state = begun.begin()
-            for step, (inputs, targets) in enumerate(begun.batches(given.steps)):
-                loss, state = begun.step(state, inputs, targets, step)
-                losses[kind].append(loss)
-        said[kind] = capsys.readouterr().err
-
-    assert [record.step for record in records] == list(range(12))
-    assert [record.loss for record in records] == losses["cpu"] == losses["tpu"]
-    assert {(record.samples, record.learning_rates, record.skipped) for record in records} == {(8, (0.1,), False)}
-    assert all(record.step_us > 0 for record in records)
-    note, how, command = said["cpu"].splitlines()
-    assert note.startswith("note: not as planned: a step took ")
-    assert "`gpipe-plan profile … --device cpu`" in how
-    plan, profile = (os.path.relpath(tmp_path / name) for name in ("../my plan.yaml", "profile.yaml"))
-    assert command.strip() == f"gpipe-plan solve {profile} --devices 2 --mem 1GB -o {shlex.quote(plan)}"
-    assert not said["tpu"]
 
 
 def _one_step(folder: Path, *, seed: int, save: str, weights: str | None = None) -> float:

@@ -5,7 +5,6 @@ from dataclasses import replace
 import pytest
 
 from planner.core.errors import UsageError
-from planner.emit import Places
 from planner.tpu.emitter import emit
 from tests.unit.emit.test_engines import plan_of, tied
 
@@ -17,7 +16,7 @@ def test_the_error_says_what_can_be_done_with_shared_parameters() -> None:
     nearer = replace(profile, layers=(*others, replace(last, tied=(f"{others[1].name}.weight",))))
     for shared, may_be_together in ((profile, False), (nearer, True)):
         with pytest.raises(UsageError, match="share parameters over stages") as refused:
-            emit(plan_of(shared, (3, 3)), shared, folder=".", profile_folder=".", places=Places(), say=print)
+            emit(plan_of(shared, (3, 3)), shared, folder=".", profile_folder=".", say=print)
         assert "`tie_word_embeddings=False`" in refused.value.hint
         assert "the bundled executor sums them" in refused.value.hint
         assert ("--together" in refused.value.hint) == may_be_together

@@ -18,7 +18,7 @@ from planner.core.errors import MeasurementError, ModelError, UsageError
 from planner.core.values.profile import Profile
 from planner.core.values.rates import rates_of
 from planner.model import LoadedModel, in_precision, load_model, model_of
-from planner.model.optimizers import OPTIMIZERS
+from planner.model.optimizers import OPTIMIZERS, Builder
 from planner.profile import ProfileOptions, profile_model
 from planner.profile.structure import find_chain
 from planner.profile.units import trace_units
@@ -26,6 +26,7 @@ from planner.tpu import compiler as tpu
 from planner.tpu import compiling
 from planner.tpu.compiler import Compiler
 from planner.tpu.compiling import OutOfMemoryError
+from planner.tpu.optimizers import rule_of
 from planner.tpu.outcomes import CompiledStep
 
 pytestmark = pytest.mark.skipif(find_spec("torchax") is None, reason="needs the extra: pip install 'gpipe-plan[tpu]'")
@@ -124,34 +125,27 @@ def test_the_optimizers_step_is_what_the_compiler_says(tmp_path: Path, monkeypat
     norm = [torch.empty(192), torch.empty(192)]
     block = [*norm, *norm, *(torch.empty(n * 192, 192) for n in (1, 3, 4)), torch.empty(192, 4 * 192), torch.empty(768)]
     jobs = [norm, block, list(norm)]
-    found = dict(compiler.steps(jobs, OPTIMIZERS["adamw"]))
+    parameters = [nn.Parameter(torch.empty(3))]
+
+    def steps_of(build: Builder) -> dict[int, CompiledStep]:
+        return dict(compiler.steps("abc", jobs, rule_of(build, parameters)))
+
+    found = steps_of(OPTIMIZERS["adamw"])
     assert len(compiled) == 2
-    steps = [found[n] for n in range(3)]
-    assert all(isinstance(step, CompiledStep) for step in steps)
-    norms, blocks, again = (step.step_us for step in steps if isinstance(step, CompiledStep))
+    norms, blocks, again = (found[n].step_us for n in range(3))
     # With a launch for each operator these were 54 and 352.
     assert norms == again < 0.5
     assert 30 < blocks < 60
-    assert dict(compiler.steps(jobs, OPTIMIZERS["adamw"])) == found
+    assert steps_of(OPTIMIZERS["adamw"]) == found
     assert len(compiled) == 2
-    dict(compiler.steps(jobs, lambda parameters: torch.optim.AdamW(parameters, weight_decay=0.0)))
+    steps_of(lambda parameters: torch.optim.AdamW(parameters, weight_decay=0.0))
     assert len(compiled) == 4
 
 
-def test_an_optimizer_that_cannot_be_traced_is_told() -> None:
-    """Adafactor looks at values; its step is one pass over all it reads and writes, and the notes say so."""
-    loaded = model_of(
-        nn.Sequential(nn.Linear(256, 256), nn.Linear(256, 256)),
-        example_batch=lambda size: (torch.randn(size, 256), torch.randn(size, 256)),
-        loss_fn=nn.functional.mse_loss,
-        optimizer="adafactor",
-    )
-    notes: list[str] = []
-    profile = profile_model(loaded, replace(V2, micro_batch_sizes=(8,)), note=notes.append)
-    (told,) = (note for note in notes if "the compiler cannot be asked about the optimizer's step" in note)
-    assert "one pass over parameters, gradients and state" in told
-    assert 0 < profile.layers[0].optimizer_us < 5
-    assert 0 < profile.layers[0].optimizer_bytes < profile.layers[0].parameter_bytes
+def test_an_optimizer_that_the_program_does_not_know_is_refused() -> None:
+    """Before anything is compiled."""
+    with pytest.raises(UsageError, match="does not know the optimizer Adafactor"):
+        profile_model(replace(perceptron(), build_optimizer=OPTIMIZERS["adafactor"]), V2)
 
 
 @pytest.fixture(scope="module")

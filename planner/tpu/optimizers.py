@@ -1,0 +1,109 @@
+"""Torch's optimizers, number by number: a profile compiles their steps, and the training program runs them.
+
+This module imports no jax.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+from torch import Tensor
+
+from planner.core.errors import UsageError
+from planner.model.optimizers import Builder, ModelOptimizer
+
+if TYPE_CHECKING:
+    from jax import Array
+
+Update = Callable[["Array", "Array", list["Array"], "Array"], tuple["Array", list["Array"]]]
+"""(parameter, gradient, states, number of the step from 1) -> (parameter, states)."""
+
+
+@dataclass(frozen=True)
+class Rule:
+    """How an optimizer updates every number of its parameters."""
+
+    update: Update
+    num_states: int
+    """States of each number."""
+    description: str
+    """Name and options of the optimizer."""
+
+
+def rule_of(build: Builder, parameters: Sequence[Tensor]) -> Rule:
+    """Return the rule of the optimizer of a model with these parameters.
+
+    Raises:
+        UsageError: It is none of those known here, or does not treat all trained parameters alike.
+    """
+    whole = ModelOptimizer(build, parameters)
+    name, groups = whole.name, whole.groups()
+    if len(groups) > 1:
+        raise UsageError(f"the JAX program knows one group of parameters, the model's {name} has several")
+    ((options, optimized),) = groups
+    if sum(p.requires_grad for p in optimized) < sum(p.requires_grad for p in parameters):
+        raise UsageError(
+            f"the JAX program trains all parameters, the model's {name} has some of them",
+            hint="freeze the others in `build_model`: `p.requires_grad_(False)`",
+        )
+    odd = [option for option in ("amsgrad", "maximize", "centered", "nesterov") if options.get(option)]
+    if name not in _RULES or odd:
+        text = f"{name} with {odd[0]}" if odd else name
+        raise UsageError(
+            f"the JAX program does not know the optimizer {text}",
+            hint=f"one of {', '.join(_RULES)}: `--optimizer`",
+        )
+    make, num_states = _RULES[name]
+    return Rule(make(options), num_states + bool(options.get("momentum")), f"{name} {sorted(options.items())}")
+
+
+def _sgd(options: Mapping[str, Any]) -> Update:
+    def update(parameter: "Array", gradient: "Array", states: list["Array"], number: "Array") -> Any:
+        gradient = gradient + options["weight_decay"] * parameter
+        if not options["momentum"]:
+            return parameter - options["lr"] * gradient, []
+        # torch begins with the first gradient as it is.
+        damped = 1.0 - options["dampening"] * (number > 1).astype(gradient.dtype)
+        moving = options["momentum"] * states[0] + damped * gradient
+        return parameter - options["lr"] * moving, [moving]
+
+    return update
+
+
+def _rmsprop(options: Mapping[str, Any]) -> Update:
+    def update(parameter: "Array", gradient: "Array", states: list["Array"], _number: "Array") -> Any:
+        gradient = gradient + options["weight_decay"] * parameter
+        square = options["alpha"] * states[0] + (1 - options["alpha"]) * gradient * gradient
+        step = gradient / (square**0.5 + options["eps"])
+        if not options["momentum"]:
+            return parameter - options["lr"] * step, [square]
+        moving = options["momentum"] * states[1] + step
+        return parameter - options["lr"] * moving, [square, moving]
+
+    return update
+
+
+def _adam(options: Mapping[str, Any]) -> Update:
+    beta1, beta2 = options["betas"]
+
+    def update(parameter: "Array", gradient: "Array", states: list["Array"], number: "Array") -> Any:
+        if options["decoupled_weight_decay"]:
+            parameter = parameter * (1 - options["lr"] * options["weight_decay"])
+        else:
+            gradient = gradient + options["weight_decay"] * parameter
+        mean = beta1 * states[0] + (1 - beta1) * gradient
+        square = beta2 * states[1] + (1 - beta2) * gradient * gradient
+        scale = ((1 - beta2**number) ** 0.5).astype(parameter.dtype)
+        rate = (options["lr"] / (1 - beta1**number)).astype(parameter.dtype)
+        return parameter - rate * mean / (square**0.5 / scale + options["eps"]), [mean, square]
+
+    return update
+
+
+_RULES: Final[Mapping[str, tuple[Callable[[Mapping[str, Any]], Update], int]]] = {
+    "SGD": (_sgd, 0),
+    "RMSprop": (_rmsprop, 1),
+    "Adam": (_adam, 2),
+    "AdamW": (_adam, 2),
+}
+"""By the name of torch's class: what makes the update from options, and the states of each number without momentum."""
