@@ -321,15 +321,15 @@ class Checkpoints:
         raise FileError(message, path=str(candidates[0]), hint=older or problems[0].hint)
 
     def _restore(self, source: Path, held: ReadCheckpoint) -> None:
-        pipeline, index, path = self._pipeline, held.index, str(source)
+        pipeline, index, state, path = self._pipeline, held.index, held.state, str(source)
         restored("the optimizer", partial(self._optimizer.restore, held.optimizer_state), held.groups, path)
-        self._restore_others(held.others, path)
-        restored("the pipeline", pipeline.load_state_dict, held.pipeline, path)
+        self._restore_others(state["others"], path)
+        restored("the pipeline", pipeline.load_state_dict, state["pipeline"], path)
         # Outside of steps every rank draws the same, whatever the plan.
-        restored("the random numbers", lambda s: HostStates.from_plain(s).restore(), held.random, path)
+        restored("the random numbers", lambda s: HostStates.from_plain(s).restore(), state["random"], path)
         of_device = kind_of(pipeline.device).generator
-        if held.device_random is not None and of_device is not None:
-            restored("the device's random numbers", of_device.set_state, held.device_random, path)
+        if state["device_random"] is not None and of_device is not None:
+            restored("the device's random numbers", of_device.set_state, state["device_random"], path)
         self._place.begin_behind(source, index)
         self._saved_step = index.step
         how = "" if held.is_same_plan else f" (written by {len(index.files)} ranks, balance {list(index.balance)})"

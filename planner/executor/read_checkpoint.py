@@ -28,10 +28,8 @@ class ReadCheckpoint:
     optimizer_state: Mapping[str, dict[str, Any]]
     groups: Groups
     """Options of the optimizers of the ranks that held this rank's parameters, and of the one it continues from."""
-    random: Mapping[str, Any]
-    device_random: Any
-    pipeline: Mapping[str, Any]
-    others: Mapping[str, Any]
+    state: Mapping[str, Any]
+    """Other state of the rank that it continues from."""
     is_same_plan: bool
 
 
@@ -59,17 +57,14 @@ def read_checkpoint(source: Path, pipeline: Pipeline, optimizer: OptimizerState)
         stored.file(place.rank_of(place.stages[0], replica=0))  # has all tensors of this rank, tied ones too
     load_weights(stored, pipeline.named_tensors(), pipeline.first_names)
     optimizer_state = optimizer.stored(stored)
-    with_step = own.value("pipeline")
-    if with_step.get("step_index") != index.step:
+    state = {part: own.value(part) for part in ("random", "device_random", "pipeline", "others")}
+    if state["pipeline"].get("step_index") != index.step:
         raise FileError("holds the state after another number of steps than it says", path=str(source))
     return ReadCheckpoint(
         index=index,
         optimizer_state=optimizer_state,
         groups=[group for file in stored.opened.values() for group in file.value("groups")],
-        random=own.value("random"),
-        device_random=own.value("device_random"),
-        pipeline=with_step,
-        others=dict(own.value("others")),
+        state=state,
         is_same_plan=is_same_plan,
     )
 

@@ -20,7 +20,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
-import torch
 from safetensors import safe_open
 from torch import Tensor
 
@@ -67,24 +66,14 @@ class RankFile:
         """Names of all tensors."""
         return tuple(self._crc32)
 
-    def shape(self, name: str) -> torch.Size:
-        """Return the shape of a tensor.
-
-        Raises:
-            FileError: There is none.
-        """
-        with readable(self._path, f'"{name}"'):
-            return torch.Size(self._file.get_slice(name).get_shape())
-
     def tensor(self, name: str) -> Tensor:
-        """Return a tensor, on the CPU.
+        """Return a tensor whose memory is the file's: copy what is kept.
 
         Raises:
             FileError: There is none, or it is damaged.
         """
         with readable(self._path, f'"{name}"'):
-            # A copy: the package maps the file, which may be removed while the run goes on.
-            tensor: Tensor = self._file.get_tensor(name).clone()
+            tensor: Tensor = self._file.get_tensor(name)
             if zlib.crc32(bytes_of(tensor)) != self._crc32[name]:
                 raise ValueError("its checksum is wrong")
         return tensor
@@ -96,7 +85,7 @@ class RankFile:
             FileError: There is none, or it is damaged.
         """
         with readable(self._path, f"the state of {part}"):
-            return from_json(self._state[part], self.tensor)
+            return from_json(self._state[part], self._copied)
 
     def optimizer_state(self, name: str) -> dict[str, Any]:
         """Return the optimizer's state of a parameter; empty if there is none.
@@ -105,7 +94,10 @@ class RankFile:
             FileError: It is damaged.
         """
         with readable(self._path, f'the optimizer state of "{name}"'):
-            return dict(from_json(self._state["optimizer"].get(name, {}), self.tensor))
+            return dict(from_json(self._state["optimizer"].get(name, {}), self._copied))
+
+    def _copied(self, name: str) -> Tensor:
+        return self.tensor(name).clone()
 
 
 def write_rank_file(file: BinaryIO, state: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> FileEntry:

@@ -1,19 +1,19 @@
 """A checkpoint that is open for reading."""
 
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-import torch
 from torch import Tensor
 
 from planner.executor.keep.index import file_name, read_index
 from planner.executor.keep.rank_file import RankFile
 
 
-class StoredCheckpoint:
-    """The index of a checkpoint, and its files, each of which is opened once, when something in it is needed.
+class StoredCheckpoint(Mapping[str, Tensor]):
+    """The tensors of the model in a checkpoint by name, each read when it is asked for.
 
     Args:
-        folder: The checkpoint.
+        folder: The checkpoint. Each of its files is opened once, when something in it is needed.
 
     Raises:
         FileError: It is none, or its index is damaged.
@@ -50,26 +50,22 @@ class StoredCheckpoint:
         stored = stored_name(first)
         return self._holders.get(stored) or self.file(int(self.index.tensors[first])), stored
 
-    # As `planner.executor.keep.weights.Weights`
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """Names of all tensors of the model."""
-        return tuple(self.index.tensors)
-
-    def shape(self, name: str) -> torch.Size:
-        """Return the shape of a tensor of the model; raises as `tensor`."""
-        file, stored = self.holder(name)
-        return file.shape(stored)
-
-    def tensor(self, name: str) -> Tensor:
-        """Return a tensor of the model, on the CPU.
+    def __getitem__(self, name: str) -> Tensor:
+        """Return a tensor of the model, whose memory is the file's.
 
         Raises:
             FileError: It cannot be read.
         """
         file, stored = self.holder(name)
         return file.tensor(stored)
+
+    def __iter__(self) -> Iterator[str]:
+        """Iterate over all names, in the model's order."""
+        return iter(self.index.tensors)
+
+    def __len__(self) -> int:
+        """Return the number of names."""
+        return len(self.index.tensors)
 
 
 def stored_name(name: str) -> str:

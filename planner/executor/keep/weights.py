@@ -9,11 +9,10 @@ import stat
 import zipfile
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any
 
 import torch
-from safetensors import safe_open
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from planner.core.errors import FileError, UsageError
@@ -44,20 +43,6 @@ def first_names(model: nn.Module) -> dict[str, str]:
     return names
 
 
-class Weights(Protocol):
-    """Tensors by name, read when they are asked for."""
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """Names of all tensors."""
-
-    def shape(self, name: str) -> torch.Size:
-        """Return the shape of a tensor."""
-
-    def tensor(self, name: str) -> Tensor:
-        """Return a tensor, on the CPU."""
-
-
 def load_weights(
     source: str | StoredCheckpoint, tensors: Mapping[str, Tensor], names: Mapping[str, str]
 ) -> tuple[str, ...]:
@@ -77,26 +62,25 @@ def load_weights(
     """
     path = source if isinstance(source, str) else source.folder
     stored = _opened(source, num_names=len(names)) if isinstance(source, str) else source
-    _check_names(path, stored.names, names)
+    _check_names(path, stored, names)
     # What is tied has one name here and perhaps another there: they meet under the first of them.
-    name_there = {names[name]: name for name in stored.names}
-    wanted = {name_there[names[name]]: tensor.detach() for name, tensor in tensors.items()}
+    name_there = {names[name]: name for name in stored}
+    # Nothing is copied before all tensors were found to fit. Until then they are only mapped into memory.
+    wanted = {name_there[names[name]]: target.detach() for name, target in tensors.items()}
+    found = {name: stored[name] for name in wanted}
     for name, target in wanted.items():
-        with readable(path, f'"{name}"'):
-            shape = stored.shape(name)
-        if shape != target.shape:
+        if found[name].shape != target.shape:
             raise UsageError(
-                f'{path} does not fit the model: "{name}" is {list(shape)} there, {list(target.shape)} here',
+                f'{path} does not fit the model: "{name}" is {list(found[name].shape)} there, '
+                f"{list(target.shape)} here",
                 hint="give the settings that the weights were made with (`gpipe-plan profile --set …`)",
             )
-    casts = set()
+        _check_castable(path, name, found[name].dtype, target.dtype)
     for name, target in wanted.items():
         with readable(path, f'"{name}"'):
-            tensor = stored.tensor(name)
-            _check_castable(path, name, tensor.dtype, target.dtype)
-            target.copy_(tensor)
-        _check_range(path, name, tensor.dtype, target)
-        casts.add((tensor.dtype, target.dtype))
+            target.copy_(found[name])
+        _check_range(path, name, found[name].dtype, target)
+    casts = {(found[name].dtype, target.dtype) for name, target in wanted.items()}
     return tuple(sorted(f"{_word(stored)} to {_word(used)}" for stored, used in casts if stored != used))
 
 
@@ -134,8 +118,8 @@ def export_weights(folder: str, path: str) -> int:
     stored = StoredCheckpoint(Path(folder))
     check_whole(Path(folder), stored.index)
     first = stored.index.first_name
-    read = {name: stored.tensor(name) for name in stored.names if first(name) == name}
-    state = {name: read[first(name)] for name in stored.names}
+    read = {name: stored[name] for name in stored if first(name) == name}
+    state = {name: read[first(name)] for name in stored}
     write_weights(state, path)
     return len(state)
 
@@ -166,17 +150,17 @@ def write_weights(state: dict[str, Tensor], path: str) -> None:
         raise FileError(f"cannot be written: {error}", path=path) from error
 
 
-def _opened(path: str, *, num_names: int) -> Weights:
-    """Return the tensors in a file or checkpoint, for a model with `num_names` names."""
+def _opened(path: str, *, num_names: int) -> Mapping[str, Tensor]:
+    """Return the tensors in a file or checkpoint, mapped into memory, for a model with `num_names` names."""
     if Path(path).is_dir():
         return StoredCheckpoint(Path(path))
     if not Path(path).is_file():
         raise FileError("no such file or folder", path=path)
     if path.endswith(".safetensors"):
         with readable(path, ""):
-            return _SafetensorsFile(path)
+            return load_file(path)
     _check_size(path, num_names)
-    return _TorchFile(path)
+    return _opened_file(path)
 
 
 def _check_size(path: str, num_names: int) -> None:
@@ -195,47 +179,21 @@ def _check_size(path: str, num_names: int) -> None:
         )
 
 
-class _TorchFile:
-    """A state dict in a file of `torch.save`."""
-
-    def __init__(self, path: str) -> None:
-        try:
-            # Mapped: a page is read when its tensor is copied.
-            state = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
-        except Exception as error:
-            raise FileError(
-                f"cannot be read as weights: {type(error).__name__}: {first_line(error)}",
-                path=path,
-                hint="save a state dict: `torch.save(model.state_dict(), path)`",
-            ) from error
-        for key in _NESTED:
-            if isinstance(state, dict) and isinstance(state.get(key), dict):
-                state = state[key]
-        if not isinstance(state, dict):
-            raise FileError(f"holds a {type(state).__name__}, not a state dict", path=path)
-        self._state = {name: t for name, t in state.items() if isinstance(name, str) and isinstance(t, Tensor)}
-        self.names = tuple(self._state)
-
-    def shape(self, name: str) -> torch.Size:
-        return self._state[name].shape
-
-    def tensor(self, name: str) -> Tensor:
-        return self._state[name]
-
-
-class _SafetensorsFile:
-    """A file of safetensors."""
-
-    def __init__(self, path: str) -> None:
-        self._file = cast("Any", safe_open(path, framework="pt"))
-        self.names = tuple(map(str, self._file.keys()))
-
-    def shape(self, name: str) -> torch.Size:
-        return torch.Size(self._file.get_slice(name).get_shape())
-
-    def tensor(self, name: str) -> Tensor:
-        tensor: Tensor = self._file.get_tensor(name)
-        return tensor
+def _opened_file(path: str) -> dict[str, Tensor]:
+    try:
+        state = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+    except Exception as error:
+        raise FileError(
+            f"cannot be read as weights: {type(error).__name__}: {first_line(error)}",
+            path=path,
+            hint="save a state dict: `torch.save(model.state_dict(), path)`",
+        ) from error
+    for key in _NESTED:
+        if isinstance(state, dict) and isinstance(state.get(key), dict):
+            state = state[key]
+    if not isinstance(state, dict):
+        raise FileError(f"holds a {type(state).__name__}, not a state dict", path=path)
+    return {name: tensor for name, tensor in state.items() if isinstance(name, str) and isinstance(tensor, Tensor)}
 
 
 def _check_castable(path: str, name: str, stored: torch.dtype, used: torch.dtype) -> None:

@@ -4,7 +4,7 @@
 
 import json
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +13,21 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.optim.lr_scheduler import StepLR
+from torch.optim.lr_scheduler import (
+    ConstantLR,
+    CosineAnnealingWarmRestarts,
+    ExponentialLR,
+    LRScheduler,
+    MultiStepLR,
+    OneCycleLR,
+    SequentialLR,
+    StepLR,
+)
 
 from planner.core.errors import FileError, UsageError
 from planner.executor import Pipeline, latest_checkpoint
 from planner.executor.checkpoints import Checkpoints
+from planner.executor.keep.json_state import to_json
 from planner.executor.run.loader import drawn_alike
 from tests.support.cli import MODEL
 from tests.unit.executor.test_pipeline import balance_of, edit
@@ -40,12 +50,22 @@ def _alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def train(path: Path, steps: int, *, schedule: bool = True, is_async: bool = False, **options: Any) -> dict[str, Any]:
+Schedule = Callable[[torch.optim.Optimizer], LRScheduler]
+
+
+def halved(optimizer: torch.optim.Optimizer) -> LRScheduler:
+    """Half the learning rate every two steps."""
+    return StepLR(optimizer, 2, gamma=0.5)
+
+
+def train(
+    path: Path, steps: int, *, schedule: Schedule | None = halved, is_async: bool = False, **options: Any
+) -> dict[str, Any]:
     """Trains until step `steps`; parameters, losses, learning rates and options at the end."""
     pipeline = Pipeline(path)
     try:
         optimizer = pipeline.optimizer(pipeline.model.build_optimizer)
-        others = {"schedule": StepLR(optimizer, 2, gamma=0.5)} if schedule else {}
+        others = {"schedule": schedule(optimizer)} if schedule else {}
         saved = Checkpoints(pipeline, optimizer, steps=steps, **options, **others)
         saved._is_async = is_async
         begun = pipeline.step_index
@@ -60,6 +80,7 @@ def train(path: Path, steps: int, *, schedule: bool = True, is_async: bool = Fal
             "begun": begun,
             "parameters": {name: p.detach().clone() for name, p in pipeline.named_parameters()},
             "losses": pipeline.losses,
+            "state": [optimizer.state[p] for group in optimizer.param_groups for p in group["params"]],
             "groups": [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups],
             "loss_scale": pipeline.state_dict()["loss_scale"],
         }
@@ -85,6 +106,43 @@ def test_a_run_goes_on_as_if_it_had_not_stopped(tmp_path: Path, dtype: str) -> N
     assert all(torch.equal(second["parameters"][name], p) for name, p in whole["parameters"].items())
     described = json.loads((tmp_path / "saved/step-00000007/checkpoint.json").read_text())
     assert (described["step"], len(described["files"]), described["balance"]) == (7, 1, [5])
+
+
+ODD = """
+class Odd(torch.optim.SGD):
+    def step(self, closure=None):
+        super().step(closure)
+        for group in self.param_groups:
+            group["odd"] = {1: (0.1, None), "best": -float("inf"), "$tensor": [True], "sum": group["params"][0].sum()}
+            for p in group["params"]:
+                held = self.state[p].get("held", {0: ()})
+                self.state[p]["held"] = {**held, len(held): (p.detach().clone(), len(held) / 3)}
+"""
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "schedule"),
+    [
+        ("torch.optim.NAdam", lambda o: MultiStepLR(o, [1, 3])),
+        ("torch.optim.Adamax", lambda o: OneCycleLR(o, 0.1, total_steps=9)),
+        ("torch.optim.Adafactor", lambda o: CosineAnnealingWarmRestarts(o, 2)),
+        ("Odd", lambda o: SequentialLR(o, [ConstantLR(o), ExponentialLR(o, 0.9)], [2])),
+    ],
+)
+def test_any_optimizer_and_schedule_goes_on(optimizer: str, schedule: Schedule, tmp_path: Path) -> None:
+    """Tensors, numbers, None, lists, tuples, counters and dicts with keys of any kind, to the bit."""
+    build = f"\ndef build_optimizer(parameters):\n    return {optimizer}(parameters, lr=0.01)\n"
+    path, folder = balance_of(tmp_path, MODEL + ODD + build), str(tmp_path / "saved")
+    whole = train(path, 5, schedule=schedule)
+    train(path, 2, schedule=schedule, folder=folder)
+    again = train(path, 5, schedule=schedule, folder=folder, resume="auto")
+    tensors: tuple[dict[str, Tensor], ...] = ({}, {})
+    first, second = (
+        to_json({part: run[part] for part in ("parameters", "state", "groups")}, "", held)
+        for run, held in zip((whole, again), tensors, strict=True)
+    )
+    assert first == second
+    assert all(torch.equal(tensors[1][name], tensor) for name, tensor in tensors[0].items())
 
 
 def test_a_run_that_is_resumed_from_an_earlier_step_replaces_the_later_ones(tmp_path: Path) -> None:
@@ -117,7 +175,7 @@ def test_what_cannot_be_resumed_is_refused(tmp_path: Path) -> None:
         train(path, 2, resume=str(tmp_path))
     train(path, 2, folder=folder)
     with pytest.raises(UsageError, match=r"the checkpoint holds the state of \['schedule'\], the script keeps"):
-        train(path, 3, schedule=False, resume=folder)
+        train(path, 3, schedule=None, resume=folder)
     (tmp_path / "saved/step-00000002/checkpoint.json").write_text("{")
     with pytest.raises(FileError, match=r"checkpoint\.json cannot be read"):
         train(path, 3, resume=f"{folder}/step-00000002")

@@ -80,7 +80,7 @@ def test_a_rollback_keeps_its_own_and_leaves_what_was_abandoned(path: Path, fold
     """Later checkpoints of the branch that was left are neither removed nor resumed by `auto`."""
     train(path, 6, folder=str(folder), every=1, keep=4)
     left = train(path, 6, resume=f"{folder}/step-00000006")["parameters"]
-    again = train(path, 4, folder=str(folder), every=1, keep=2, resume=f"{folder}/step-00000003", schedule=True)
+    again = train(path, 4, folder=str(folder), every=1, keep=2, resume=f"{folder}/step-00000003")
     assert again["begun"] == 3
     assert names(folder) == ["abandoned-1", "step-00000003", "step-00000004"]
     assert names(folder / "abandoned-1") == ["step-00000004", "step-00000005", "step-00000006"]
@@ -181,7 +181,7 @@ def test_a_loop_that_ends_early_leaves_its_end(path: Path, folder: Path, capsys:
     pipeline.close()
     assert capsys.readouterr().out.count("the loop ended after 5 of 50 steps") == 1
     assert names(folder) == ["step-00000005"]
-    assert train(path, 6, folder=str(folder), resume="auto", schedule=False)["begun"] == 5
+    assert train(path, 6, folder=str(folder), resume="auto", schedule=None)["begun"] == 5
 
 
 HOLDS = """

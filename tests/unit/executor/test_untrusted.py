@@ -105,7 +105,7 @@ def test_a_damaged_checkpoint_is_one_message(
     elif damage == "a pipe":
         os.mkfifo(target)
     elif damage in ("tensor", "state"):
-        weight = StoredCheckpoint(step).tensor("0.weight").numpy().tobytes()
+        weight = StoredCheckpoint(step)["0.weight"].numpy().tobytes()
         place = content.index(weight if damage == "tensor" else b"MT19937")
         content[place] ^= 1
         target.write_bytes(content)
@@ -214,7 +214,7 @@ def _has_an_unknown_type(state: dict[str, Any]) -> None:
 def test_states_that_are_none(edit: Callable[[dict[str, Any]], None], path: Path, step: Path) -> None:
     """With the right digests. One message; NumPy itself would take the first, and read what lies behind its state."""
     opened = StoredCheckpoint(step).file(0)
-    tensors = {name: opened.tensor(name) for name in opened.names}
+    tensors = {name: opened.tensor(name).clone() for name in opened.names}
     state = opened._state
     edit(state)
     with (step / "rank-00000.safetensors").open("wb") as file:
