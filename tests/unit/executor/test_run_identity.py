@@ -18,7 +18,7 @@ from planner.executor.keep import folder_lock, saved
 from planner.executor.keep.folder_lock import FolderLock
 from planner.executor.keep.index import check_whole, read_index
 from planner.executor.keep.saved import Lineage
-from tests.support.cli import MODEL, call
+from tests.support.cli import MODEL
 from tests.support.training import ROOT
 from tests.unit.executor.test_checkpoint import GROUPS, train
 from tests.unit.executor.test_pipeline import balance_of
@@ -148,20 +148,6 @@ def test_what_is_asked_for_by_name_is_not_replaced(path: Path, folder: Path, how
     with pytest.raises(FileError, match=r"step-00000004: cannot be resumed \(nor can the 1 before it\)"):
         train(path, 6, folder=str(folder), resume="auto")
     assert names(folder)[-2:] == ["step-00000002", "step-00000004"]
-
-
-@pytest.mark.parametrize("how", ["truncated", "missing", "index"])
-def test_export_of_a_broken_checkpoint_is_refused(
-    path: Path, folder: Path, capsys: pytest.CaptureFixture[str], how: str
-) -> None:
-    """One message that names it, exit code 2, and no file."""
-    train(path, 2, folder=str(folder))
-    broken(folder / "step-00000002", how)
-    done = call(capsys, "export", str(folder), "-o", str(folder.with_name("model.pt")))
-    assert done.code == 2
-    assert done.error.startswith(f"{folder}/step-00000002")
-    assert "Traceback" not in done.err
-    assert not folder.with_name("model.pt").exists()
 
 
 def test_a_loop_that_ends_early_leaves_its_end(path: Path, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -21,7 +21,7 @@ from planner.executor.keep.index import read_index, write_index
 from planner.executor.keep.json_state import to_json
 from planner.executor.keep.rank_file import write_rank_file
 from planner.executor.keep.stored import StoredCheckpoint
-from planner.executor.keep.weights import export_weights, first_names, load_weights
+from planner.executor.keep.weights import first_names, load_weights
 from tests.support.cli import MODEL, call
 from tests.unit.executor.test_checkpoint import GROUPS, _alone, train
 from tests.unit.executor.test_pipeline import balance_of
@@ -133,6 +133,7 @@ def test_an_index_is_checked_before_anything_is_read(path: Path, step: Path) -> 
         {"tensors": index["tensors"] | {"0.weight": 1}},
         {"tensors": index["tensors"] | {"0.weight": -1}},
         {"tensors": index["tensors"] | {"0.weight": "../0.weight"}},
+        {"tensors": index["tensors"] | {"a": "b", "b": "0.weight"}},
         {"step": 7},
     )
     texts = ["[" * 200_000, "[]", "\xff", *(json.dumps(index | fields) for fields in wrong)]
@@ -275,11 +276,3 @@ def test_a_state_that_cannot_be_saved_is_refused_when_a_run_begins(path: Path, t
         with pytest.raises(UsageError, match=rf"cannot hold {message}"):
             saved.step_done()
         pipeline.close()
-
-
-def test_export_checks_the_names_of_tied_weights(step: Path, tmp_path: Path) -> None:
-    """A name that is tied to one that is tied itself is in no file."""
-    index = read_index(step)
-    write_index(step, replace(index, tensors=index.tensors | {"a": "b", "b": "0.weight"}))
-    with pytest.raises(FileError, match='"a" is in no file'):
-        export_weights(str(step), str(tmp_path / "model.pt"))
