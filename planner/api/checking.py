@@ -13,9 +13,8 @@ from planner.api.reading import cuts_of, plan_of, profile_for
 from planner.api.texts import File
 from planner.core.errors import UsageError
 from planner.core.judge.certainty import certainty_of
-from planner.core.judge.figures import claimed_of
 from planner.core.judge.recut import with_cuts
-from planner.core.judge.verdict import Verdict, compared, judge, with_findings
+from planner.core.judge.verdict import Verdict, claimed_of, compared, judge, with_findings
 from planner.core.values.devices import accelerator
 from planner.core.values.findings import Finding, finding
 from planner.core.values.plan import Plan

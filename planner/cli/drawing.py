@@ -11,8 +11,7 @@ from planner.cli.options import check_format
 from planner.core.cost.evaluate import Evaluation
 from planner.core.errors import StaleError, UsageError
 from planner.core.judge.certainty import certainty_of
-from planner.core.judge.figures import claimed_of
-from planner.core.judge.verdict import judge
+from planner.core.judge.verdict import claimed_of, judge
 from planner.core.schedule import schedule_of
 from planner.core.values.balance import Balance
 from planner.core.values.calibration import Calibration

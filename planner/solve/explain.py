@@ -176,8 +176,7 @@ def _other_optimizers(profile: Profile) -> Iterator[tuple[str, Profile]]:
     for name, copies in (("momentum", 1), ("sgd", 0)):
         layers = []
         for layer in profile.layers:
-            gradients = layer.parameter_bytes if layer.gradient_bytes is None else layer.gradient_bytes
-            state = copies * gradients
+            state = copies * layer.trained_bytes
             layers.append(
                 replace(layer, optimizer_bytes=state, optimizer_peak_bytes=0, optimizer_boundary_peak_bytes=0)
             )

@@ -227,11 +227,6 @@ class ChainCosts:
         return replace(self, bucket_bytes=float(BUCKET_BYTES) if replicas > 1 else 0.0)
 
     @property
-    def zeros(self) -> FloatArray:
-        """Bytes of the zeros that replicas sum for parameters without a gradient, shape (L,)."""
-        return self.state.idle * (self.bucket_bytes > 0)
-
-    @property
     def halves(self) -> Halves:
         """A backward in halves."""
         return self.composed_halves()

@@ -71,7 +71,8 @@ class Evaluation:
 
     def _times_of(self, stage: int, first: int, end: int) -> StageTimes:
         costs, partition, cluster = self.costs, self.partition, self.cluster
-        speed, has_backward = cluster.speed(partition.device_of(stage)), costs.has_backward
+        has_backward, crosses = costs.has_backward, end < costs.num_layers
+        speed = cluster.speed(partition.device_of(stage))
         again = [n for n in partition.recomputed_in(stage) if has_backward[n]]
         busy = busy_times(
             costs.forward_us[first:end].sum(),
@@ -86,7 +87,6 @@ class Evaluation:
         if self._splits_backward:
             input_us, weight_us = costs.halves.input_us[first:end].sum(), costs.halves.weight_us[first:end].sum()
             durations |= half_times(busy, input_us, weight_us, speed=speed, overhead_us=cluster.overhead_us)._asdict()
-        crosses = end < costs.num_layers
         link = cluster.link_between(
             partition.place_of(stage),
             partition.place_of(stage + 1),
@@ -129,10 +129,10 @@ class Evaluation:
     @cached_property
     def optimizer_us(self) -> float:
         """Delay of the next step by sums over replicas and optimizers, where nothing else hides them."""
+        updates_us = self.updates_us
         # The chunk that a device runs last, and first again in the next step, is the first of its chunks.
         first = self.stage_times[: self.partition.num_devices]
-        hidden = np.array([hidden_us(times, times.send_us) for times in first])
-        return float(optimizer_tail_us(self.updates_us, hidden))
+        return float(optimizer_tail_us(updates_us, np.array([hidden_us(times, times.send_us) for times in first])))
 
     @cached_property
     def pipeline_us(self) -> float:
@@ -158,7 +158,9 @@ class Evaluation:
         num_devices, micro_batches, splits = partition.num_devices, partition.micro_batches, self._splits_backward
         busy, again = (sum(parts) for parts in zip(*map(self._busy_us, range(len(times))), strict=True))
         pair_us = [t.forward_us + self._backward_us(t) for t in times]
-        device_us = [sum(pair_us[s] for s in partition.chunks_of(d)) for d in range(num_devices)]
+        device_us = [0.0] * num_devices
+        for stage, us in enumerate(pair_us):
+            device_us[partition.place_of(stage)] += us
         samples = micro_batches * self.costs.micro_batch_size * partition.replicas
         return Predicted(
             step_us=self.step_us,

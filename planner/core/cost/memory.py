@@ -8,7 +8,7 @@ What parts there are, and how large, is in `planner.core.cost.parts`; how many o
 and as they depend on which layers are recomputed. Devices with several stages: `planner.core.cost.device_memory`.
 """
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import Any, Final, NamedTuple
 
@@ -104,7 +104,7 @@ def _itemised(stages: Stages, recompute: Recompute, moments: Moments, reserve_by
     parts = parts_of(stages, recompute, in_flight=moments.in_flight)
     every = [
         {item: np.rint(np.broadcast_to(size, stages.shape)[:, -1]) for item, size in parts.at(moment).items()}
-        for moment in _moments(parts, moments)
+        for moment in parts.moments(moments)
     ]
     highest = np.argmax([np.sum(list(items.values()), axis=0) for items in every], axis=0)
     return [
@@ -179,20 +179,13 @@ def _peaks(stages: Stages, moments: Moments, recompute: Recompute) -> FloatArray
     changing = {item for size in parts.sizes.values() for item in size.items}
     constant = sum((np.rint(size) for item, size in parts.always.items() if item not in changing), np.zeros((1, 1)))
     highest = np.zeros(stages.shape)
-    for moment in _moments(parts, moments):
+    for moment in parts.moments(moments):
         total = np.full(stages.shape, constant)
         for item, size in parts.at(moment).items():
             if item in changing:
                 total += np.rint(size)
         np.maximum(highest, total, out=highest)
     return highest
-
-
-def _moments(parts: Parts, moments: Moments) -> Iterator[Moment]:
-    """The moments that the device has, in the order of its program."""
-    for moment in moments.apart if parts.last_differs else moments.alike:
-        if "message" in parts.sizes or ("message", 1) not in moment:
-            yield moment
 
 
 class LinearMoment(NamedTuple):
@@ -215,7 +208,7 @@ def linear_moments(
     stages = stages_in(costs, firsts, slice(int(firsts[0]), stop), micro_batches=moments.micro_batches)
     empty = with_layers_again(stages, StageLevels(0.0, 0.0, 0.0, 0.0))
     parts = parts_of(empty, "layers", in_flight=moments.in_flight)
-    return tuple(_linear(parts, moment, stages.shape) for moment in _moments(parts, moments))
+    return tuple(_linear(parts, moment, stages.shape) for moment in parts.moments(moments))
 
 
 def _linear(parts: Parts, moment: Moment, shape: tuple[int, int]) -> LinearMoment:

@@ -27,7 +27,7 @@ Without exact records the parts are a bound that counts everything at once. Laye
 their own (`planner.core.cost.chain_costs.LayerLaw`).
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
@@ -42,6 +42,7 @@ from planner.core.cost.moments import (
     PARTS,
     WEIGHT_BACKWARDS,
     Moment,
+    Moments,
     PartName,
 )
 from planner.core.cost.stages import InHalves, Stages
@@ -80,6 +81,12 @@ class Parts:
     """Parts that are left out are of no bytes."""
     last_differs: bool
     """Whether the last micro-batch is recomputed otherwise than the others."""
+
+    def moments(self, moments: Moments) -> Iterator[Moment]:
+        """Return those of a device's moments at which its parts differ, in the order of its program."""
+        for moment in moments.apart if self.last_differs else moments.alike:
+            if "message" in self.sizes or ("message", 1) not in moment:
+                yield moment
 
     def at(self, moment: Moment) -> dict[Item, FloatArray]:
         """Bytes at a moment, by item."""

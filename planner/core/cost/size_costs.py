@@ -13,9 +13,8 @@ from math import inf
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.core.cost.chain_costs import Boundaries, Halves, LayerLaw, Levels, sums_before
+from planner.core.cost.chain_costs import Boundaries, Halves, LayerLaw, Levels
 from planner.core.cost.storages import Crossing, CrossingStorages, Relay, additive_crossing, writes_received
-from planner.core.cost.ties import gradient_bytes
 from planner.core.values.profile import LayerProfile, MemoryDetail, SplitMemory
 
 FloatArray = NDArray[np.float64]
@@ -48,7 +47,7 @@ def additive_costs(layers: Sequence[LayerProfile], n: int) -> SizeCosts:
         for by_layer in ([x.forward_peak_bytes for x in layers], [x.backward_peak_bytes for x in layers])
     )
     nothing = np.zeros(len(layers))
-    gradients = _per_layer(layers, gradient_bytes)
+    gradients = _per_layer(layers, lambda layer: layer.trained_bytes)
     return SizeCosts(
         forward_us=_per_layer(layers, lambda layer: layer.forward_us[n]),
         backward_us=_per_layer(layers, lambda layer: layer.backward_us[n]),
@@ -87,9 +86,14 @@ def exact_costs(layers: Sequence[LayerProfile], n: int) -> SizeCosts:
     """The costs at the profile's size number `n`, composed from the exact records of all layers."""
     details = [layer.detail[n] for layer in layers]
     storages = CrossingStorages(details)
-    boundaries, saved = _boundaries(details, storages), np.array(storages.saved())
-    gradients = _per_layer(layers, gradient_bytes)
-    at_end = _held_at_end(storages, boundaries)
+    crossing, relays, writes = storages.crossing(), storages.relays(), np.array(writes_received(details))
+    saved, behind, unkept, passing = (
+        np.array(sizes, dtype=float)
+        for sizes in (storages.saved(), storages.bytes_behind(), storages.unkept_behind(), storages.passing())
+    )
+    boundaries = _boundaries(details, behind, unkept, writes)
+    gradients = _per_layer(layers, lambda layer: layer.trained_bytes)
+    at_end = _held_at_end(boundaries, passing)
     return SizeCosts(
         forward_us=_per_layer(layers, lambda layer: layer.forward_us[n]),
         backward_us=_per_layer(layers, lambda layer: layer.backward_us[n]),
@@ -98,18 +102,18 @@ def exact_costs(layers: Sequence[LayerProfile], n: int) -> SizeCosts:
         levels=_exact_levels(layers, details, boundaries, saved=saved, gradients=gradients, at_end=at_end),
         halves=cache(partial(_exact_halves, layers, n, saved=saved, gradients=gradients, at_end=at_end)),
         target=float(details[-1].target_bytes),
-        crossing=storages.crossing(),
-        relays=storages.relays(),
+        crossing=crossing,
+        relays=relays,
     )
 
 
-def _boundaries(details: Sequence[MemoryDetail], storages: CrossingStorages) -> Boundaries:
+def _boundaries(
+    details: Sequence[MemoryDetail], behind: FloatArray, unkept: FloatArray, writes: NDArray[np.bool_]
+) -> Boundaries:
     # Tensors cross one by one, also those of one storage. Inside a stage, and where it ends, whole storages are held.
     received = _sums([[tensor.bytes for tensor in detail.inputs] for detail in details])
     gradients = _sums([[tensor.bytes for tensor in detail.inputs if tensor.carries] for detail in details])
-    behind, unkept = (np.array(sizes, float) for sizes in (storages.bytes_behind(), storages.unkept_behind()))
     output = np.append(np.maximum(behind[:-1], received[1:]), behind[-1])
-    writes = np.array(writes_received(details))
     return Boundaries(
         input=received,
         output=output,
@@ -127,6 +131,10 @@ def _sums(sizes: Sequence[Sequence[int]]) -> FloatArray:
     return np.array([sum(each) for each in sizes], dtype=float)
 
 
+def _sums_in_front(sizes: FloatArray) -> FloatArray:
+    return np.append(0.0, np.cumsum(sizes)[:-1])
+
+
 def _exact_levels(
     layers: Sequence[LayerProfile],
     details: Sequence[MemoryDetail],
@@ -136,7 +144,7 @@ def _exact_levels(
     gradients: FloatArray,
     at_end: FloatArray,
 ) -> Levels:
-    held = sums_before(saved)[:-1]
+    held = _sums_in_front(saved)
     gradients_through, casts_through = np.cumsum(gradients), np.cumsum([float(layer.cast_bytes) for layer in layers])
 
     def peaks(peak: Callable[[MemoryDetail], int]) -> FloatArray:
@@ -167,10 +175,10 @@ def _exact_levels(
     )
 
 
-def _held_at_end(storages: CrossingStorages, boundaries: Boundaries) -> FloatArray:
+def _held_at_end(boundaries: Boundaries, passing: FloatArray) -> FloatArray:
     """What the engine holds where a stage ends with a layer: outputs, but those of layers in front, and gradients."""
     # What the layers in front made, the layer's own peak does not count; and of the loss no gradient is received.
-    held: FloatArray = boundaries.output + boundaries.output_gradient - np.array(storages.passing(), dtype=float)
+    held: FloatArray = boundaries.output + boundaries.output_gradient - passing
     held[-1] -= boundaries.output_gradient[-1]
     return held
 
@@ -225,7 +233,7 @@ def _exact_halves(
     held = of(lambda record: record.held_bytes) - batch
     # What a layer behind keeps of its input, this layer's output, is counted there.
     held_output = np.append(held_input[1:], 0.0)
-    saved_before, held_before = sums_before(saved)[:-1], sums_before(held)[:-1]
+    saved_before, held_before = _sums_in_front(saved), _sums_in_front(held)
     made_by_input = np.maximum(gradients - weight_gradients, 0.0)
     casts = np.array([float(layer.cast_bytes) for layer in layers])
 
@@ -257,7 +265,7 @@ def _exact_halves(
 
 def _assumed(layer: LayerProfile, n: int, *, held: float) -> SplitMemory:
     """A record for a layer without one: everything saved is kept for W, which makes all gradients."""
-    detail, gradients = layer.detail[n], gradient_bytes(layer)
+    detail, gradients = layer.detail[n], layer.trained_bytes
     return SplitMemory(
         held_bytes=round(held),
         weight_gradient_bytes=gradients,

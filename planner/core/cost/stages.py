@@ -219,7 +219,10 @@ class Window:
             costs.has_backward[self.firsts - 1] & (self.firsts > 0),
         )
         saved = self.sums(costs.levels.saved) + unsaved - passing.unkept + copied_input
-        gradients = self._tied(costs.gradients, "gradient_bytes") + self.sums(costs.zeros)
+        # Replicas sum zeros for parameters without a gradient.
+        gradients = self._tied(costs.gradients, "gradient_bytes") + self.sums(
+            costs.state.idle * (costs.bucket_bytes > 0)
+        )
         peaks = self._peaks(output)
         first_message, message = self._message_peaks(peaks, gradients, output)
         batch = np.where(self.first == 0, edge.input[0], 0.0) + np.where(is_last, costs.target, 0.0)

@@ -21,7 +21,7 @@ def ties_of(layers: Sequence[LayerProfile]) -> tuple[Tie, ...]:
                     second=second,
                     parameter_bytes=size,
                     gradient_bytes=shared_bytes,
-                    optimizer_bytes=layer.optimizer_bytes * shared_bytes / max(1, gradient_bytes(layer)),
+                    optimizer_bytes=layer.optimizer_bytes * shared_bytes / max(1, layer.trained_bytes),
                     cast_bytes=min(_casts_surely(layers[first], size), _casts_surely(layer, size)),
                     these_alone=these_alone,
                     earlier=earlier,
@@ -30,15 +30,10 @@ def ties_of(layers: Sequence[LayerProfile]) -> tuple[Tie, ...]:
     return tuple(ties)
 
 
-def gradient_bytes(layer: LayerProfile) -> int:
-    """Bytes of a layer's gradients; as many as of its parameters where the profile does not say."""
-    return layer.parameter_bytes if layer.gradient_bytes is None else layer.gradient_bytes
-
-
 def _trained_surely(layer: LayerProfile) -> float:
     """Bytes of gradients that must be of tied parameters, which may be frozen: all others have as many as they are."""
     untied_bytes = layer.parameter_bytes - layer.idle_bytes - layer.tied_bytes
-    return max(0.0, gradient_bytes(layer) - max(0, untied_bytes))
+    return max(0.0, layer.trained_bytes - max(0, untied_bytes))
 
 
 def _casts_surely(layer: LayerProfile, tied_bytes: int) -> float:

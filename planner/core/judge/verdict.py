@@ -3,15 +3,15 @@
 What can be found, and what it means, stands in `planner.core.values.findings`.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields, is_dataclass, replace
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any, Literal
 
 from planner.core.cost.costs import costs_at, covers
 from planner.core.cost.evaluate import Evaluation
 from planner.core.cost.partition import Partition, check_partition
 from planner.core.errors import UsageError
-from planner.core.judge.figures import differing, is_same
 from planner.core.values.devices import Accelerator
 from planner.core.values.findings import Finding, Severity, finding
 from planner.core.values.plan import Plan, SolverReport, Stage
@@ -79,8 +79,7 @@ def judge(
     """
     stale = profile_digest != plan.inputs.profile.digest
     findings = [_stale(plan, profile_digest)] if stale else []
-    partition = Partition.of(plan, [layer.name for layer in profile.layers])
-    misfit = _misfit(plan, partition, profile, stale=stale)
+    misfit = _misfit(plan, profile, stale=stale)
     uncovered = stale and not covers(profile, plan.micro_batch_size, extrapolate=plan.inputs.extrapolate)
     if misfit is not None or uncovered:
         return _verdict([*findings, *([misfit] if misfit else [])], None, strict=strict)
@@ -89,13 +88,15 @@ def judge(
         findings.extend(_elsewhere(profile, device))
     if memory_bytes is not None and len(memory_bytes) != plan.inputs.devices:
         raise UsageError(f"{len(memory_bytes)} caps for {plan.inputs.devices} devices")
+    partition = Partition.of(plan, [layer.name for layer in profile.layers])
     check_partition(partition, num_layers=len(profile.layers), num_devices=plan.inputs.devices)
     inputs = plan.inputs if memory_bytes is None else replace(plan.inputs, memory_bytes=memory_bytes)
     costs = costs_at(profile, plan.micro_batch_size, extrapolate=inputs.extrapolate)
     evaluation = Evaluation(costs, partition, inputs.cluster)
-    # The certificate of another step time was for other cuts, or another profile.
-    is_certified = is_same("step_us", plan.predicted.step_us, evaluation.step_us)
-    now = evaluation.plan(inputs, plan.solver if is_certified else SolverReport(method="given", status="given"))
+    now = evaluation.plan(inputs, plan.solver)
+    if not is_same("step_us", plan.predicted.step_us, now.predicted.step_us):
+        # The certificate was for other cuts, or another profile.
+        now = evaluation.plan(inputs, SolverReport(method="given", status="given"))
     for chunks in now.by_device():
         findings.extend(_memory_findings(chunks, headroom))
     findings.extend(_unproven(profile, now))
@@ -174,23 +175,25 @@ def _stale(plan: Plan, digest: str) -> Finding:
     return finding("GP201", message, hint=hint)
 
 
-def _misfit(plan: Plan, partition: Partition, profile: Profile, *, stale: bool) -> Finding | None:
-    """Whether the plan names or counts other layers. Of its own profile a wrong count is an error, not a finding."""
-    if sum(partition.balance) == len(profile.layers) and min(partition.balance, default=0) > 0:
-        return _renamed(plan, partition, profile)
+def _misfit(plan: Plan, profile: Profile, *, stale: bool) -> Finding | None:
+    """Return whether the plan names or counts other layers; a wrong count of its own profile's is an error instead."""
+    if sum(plan.balance) == len(profile.layers) and min(plan.balance, default=0) > 0:
+        return _renamed(plan, profile)
     if not stale:
         return None
-    message = f"the plan cuts {counted(sum(partition.balance), 'layer')}, the profile has {len(profile.layers)}"
+    message = f"the plan cuts {counted(sum(plan.balance), 'layer')}, the profile has {len(profile.layers)}"
     return finding("GP202", message, hint="profile and solve again")
 
 
-def _renamed(plan: Plan, partition: Partition, profile: Profile) -> Finding | None:
-    for stage, (first, end) in zip(plan.stages, partition.intervals(), strict=True):
-        for name, layer in ((stage.first, first), (stage.last, end - 1)):
+def _renamed(plan: Plan, profile: Profile) -> Finding | None:
+    names = [layer.name for layer in profile.layers]
+    known = set(names)
+    for stage, count, end in zip(plan.stages, plan.balance, accumulate(plan.balance), strict=True):
+        for name, layer in ((stage.first, end - count), (stage.last, end - 1)):
             # A hand-edited balance moves cuts without renaming: only names the profile does not have are wrong.
-            if name not in {profiled.name for profiled in profile.layers}:
+            if name not in known:
                 message = f'stage {stage.index} names the layer "{name}", the profile has no such layer'
-                hint = f'layer {layer} is "{profile.layers[layer].name}" now: solve again'
+                hint = f'layer {layer} is "{names[layer]}" now: solve again'
                 return finding("GP202", message, hint=hint, stage=stage.index)
     return None
 
@@ -226,3 +229,62 @@ def _edited(plan: Plan, now: Plan) -> list[Finding]:
     if changed:
         message += f"; memory differs in stage {', '.join(map(str, changed))}"
     return [finding("GP203", message, hint="the plan's decisions were edited by hand")]
+
+
+def is_same(name: str, written: float, computed: float) -> bool:
+    """Whether two figures are one, as files round them: times to 0.1 us, others to six digits behind the point."""
+    slack = 0.1 if name.endswith("_us") else 2e-6
+    return abs(written - computed) <= slack + 1e-6 * abs(computed)
+
+
+def claimed_of(written: Plan, verdict: Verdict) -> SolverReport | None:
+    """The certificate of a plan that can be looked into: its own where the cuts are as they were, or None.
+
+    The verdict is that on the plan as written, against its profile.
+    """
+    now, codes = verdict.plan, {each.code for each in verdict.findings}
+    if now is None or codes & {"GP101", "GP201"} or now.inputs != written.inputs:
+        return None
+    claimed = written.solver if written.solver.status == now.solver.status else now.solver
+    is_bare = claimed.status == "given" and not (written.frontier or claimed.gap or claimed.lower_bound_us)
+    return None if is_bare else claimed
+
+
+def differing(plan: Plan, now: Plan) -> tuple[str, ...]:
+    """The figures of `plan` that its profile does not give, by their places in the file; decisions are left out."""
+    places = [*_differing(plan.predicted, now.predicted, "predicted")]
+    for k, (written, computed) in enumerate(zip(plan.stages, now.stages, strict=True)):
+        places += _differing(written, computed, f"stages[{k}]")
+    return tuple(places)
+
+
+def certificate_problems(plan: Plan, solver: SolverReport) -> tuple[str, ...]:
+    """What a solver's report says that cannot be, of a plan with such a step time."""
+    step_us, bound_us = plan.predicted.step_us, solver.lower_bound_us
+    problems = []
+    if solver.status == "given":
+        if solver.gap or bound_us:
+            problems.append("cuts that were given have neither gap nor bound")
+        return tuple(problems)
+    if bound_us > step_us and not is_same("lower_bound_us", bound_us, step_us):
+        problems.append(f"the bound of {bound_us / 1e3:.1f} ms is above the step of {step_us / 1e3:.1f} ms")
+    gap = max(0.0, 1 - bound_us / step_us) if step_us else 0.0
+    # The step and its bound are rounded to 0.1 us, which shows in the gap of very short steps.
+    if abs(gap - solver.gap) > 2e-6 + (0.2 / step_us if step_us else 0.0):
+        problems.append(f"a gap of {solver.gap:.4%} is written, step and bound give {gap:.4%}")
+    if solver.status == "optimal" and solver.gap > 0:
+        problems.append(f"it is called optimal with a gap of {solver.gap:.4%}")
+    for point in plan.frontier:
+        faster = point.fits and point.step_us < step_us and not is_same("step_us", point.step_us, step_us)
+        if solver.status == "optimal" and faster:
+            problems.append(f"M = {point.micro_batches} in its frontier is faster than what is called optimal")
+    return tuple(problems)
+
+
+def _differing(written: Any, computed: Any, at: str) -> Iterator[str]:
+    for each in fields(written):
+        one, other = getattr(written, each.name), getattr(computed, each.name)
+        if is_dataclass(one):
+            yield from _differing(one, other, f"{at}.{each.name}")
+        elif isinstance(one, (int, float)) and isinstance(other, (int, float)) and not is_same(each.name, one, other):
+            yield f"{at}.{each.name}"

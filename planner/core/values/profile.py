@@ -282,6 +282,11 @@ class LayerProfile:
     program: tuple[ProgramMemory, ...] = ()
     """What a compiled profile has in place of `detail`."""
 
+    @property
+    def trained_bytes(self) -> int:
+        """Bytes of the gradients; as many as of the parameters where the profile does not say."""
+        return self.parameter_bytes if self.gradient_bytes is None else self.gradient_bytes
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Profile:

@@ -56,8 +56,7 @@ def layers_section(profile: Profile | None, plan: Plan | None) -> Section:
 
 
 def _training_bytes(layer: LayerProfile) -> int:
-    gradients = layer.parameter_bytes if layer.gradient_bytes is None else layer.gradient_bytes
-    return gradients + layer.optimizer_bytes
+    return layer.trained_bytes + layer.optimizer_bytes
 
 
 def _chart(

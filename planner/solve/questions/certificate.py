@@ -3,8 +3,7 @@
 from dataclasses import replace
 
 from planner.core.errors import MissingPackageError, PlannerError, SolverError
-from planner.core.judge.figures import certificate_problems, claimed_of, is_same
-from planner.core.judge.verdict import Verdict, with_findings
+from planner.core.judge.verdict import Verdict, certificate_problems, claimed_of, is_same, with_findings
 from planner.core.values.findings import Finding, finding
 from planner.core.values.plan import FrontierPoint, Plan, SolverReport
 from planner.core.values.profile import Profile

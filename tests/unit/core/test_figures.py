@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from planner import api
-from planner.core.judge.figures import certificate_problems
+from planner.core.judge.verdict import certificate_problems
 from planner.core.values.plan import Plan, Predicted, SolverReport
 from tests.support import gate
 
