@@ -1,4 +1,4 @@
-"""A user's model.py to a chain of layers. Shared by profiler and executor."""
+"""Load a user's model.py and turn its model into a chain of layers. Shared by profiler and executor."""
 
 from planner.core.extras import importing
 

@@ -1,10 +1,10 @@
-"""What a module's forward leaves behind in attributes: `self.aux_loss`, an entry of a list, the size of a grid.
+"""Record values that a module's forward leaves in attributes: `self.aux_loss`, an entry of a list, the size of a grid.
 
-Code that runs later may read it: the model sums the losses of its experts, a layer asks for the size that another one
-noted. So it is written down like what a call returns, and a stage that passes over the call puts it there again.
+Later code may read them: the model sums the losses of its experts, a layer reads a size that another layer stored. So
+they are recorded like the result of a call, and a stage that does not run the call restores them.
 
-Followed are attributes of modules, and within them lists, dicts and objects of the user's; what is put there are
-tensors, plain values, and nests of these. Of anything else nothing is known.
+Attributes of modules are followed, and lists, dicts and objects of the user's in them. Values are recorded if they are
+tensors, plain values, or nests of these. Other values are ignored.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -22,34 +22,34 @@ from planner.model.nests import Nest, put_together, take_apart
 _OF_EVERY_MODULE = frozenset(vars(nn.Module())) | {"forward"}
 
 _DEEPEST = 3
-"""Objects within objects are looked into so far."""
+"""Depth to which objects within objects are followed."""
 
 _NOTHING = object()
 
 
 @dataclass(frozen=True, kw_only=True)
 class Change:
-    """One attribute, or entry of a dict or list, that is another than before."""
+    """Attribute, or entry of a dict or list, that a forward changed."""
 
     path: str
-    """The module's."""
+    """Path of the module."""
     keys: tuple[Any, ...]
-    """The way from the module's attributes to what is another; to the list where it is one."""
+    """Keys from the module's attributes to the changed value, or to the changed list."""
     kind: Literal["set", "extended", "replaced"]
-    """An attribute or the entry of a dict was set; a list was extended, or has other items now."""
+    """`set`: an attribute or an entry of a dict was set. `extended`, `replaced`: a list got further or other items."""
     nest: Nest
     leaves: tuple[Any, ...]
-    """The leaves of the attribute or entry, or of the tuple of (new) items; in a recording, as it writes them down."""
+    """Leaves of the value, or of the tuple of (new) items; in a recording, recorded leaves."""
 
     @property
     def holds_tensors(self) -> bool:
-        """Whether, in a recording, tensors are among the leaves."""
+        """True if tensors are among the leaves, in a recording."""
         return any(isinstance(leaf, Value) for leaf in self.leaves)
 
 
 @dataclass(frozen=True)
 class _Container:
-    """A dict or a list, or the attributes of an object: itself, and a copy of what it held before."""
+    """Dict or list, or the attributes of an object, with a copy of its former content."""
 
     path: str
     keys: tuple[Any, ...]
@@ -58,7 +58,7 @@ class _Container:
 
 
 class Attributes:
-    """The attributes of modules, which come by path, as they are when this is made."""
+    """Snapshot of the attributes of modules, which are given by path."""
 
     def __init__(self, modules: Iterable[tuple[str, nn.Module]]) -> None:
         self._containers: dict[int, _Container] = {}
@@ -66,7 +66,7 @@ class Attributes:
             self._look_into(path, (), vars(module))
 
     def changes(self) -> list[Change]:
-        """What is another since this was made, as far as it is followed."""
+        """Return the changes since the snapshot, as far as they are followed."""
         return [change for container in self._containers.values() for change in _changes(container)]
 
     def tensors(self) -> list[Tensor]:
@@ -78,10 +78,10 @@ class Attributes:
         return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
 
     def restore(self) -> None:
-        """Puts back what now holds other tensors, and what was set beside them: that they are there, for example.
+        """Restore containers that hold other tensors now, and remove attributes that were set in the same objects.
 
-        Numbers are put back as well: counts of forwards. Anything else stays: a note that hooks were registered would
-        be wrong if it went and they stayed.
+        Numbers are restored as well: they may count forwards. Other values stay. A note that hooks are registered, for
+        example, would be wrong if it were removed and the hooks stayed.
         """
         for container in self._containers.values():
             live, before = container.live, container.before
@@ -104,7 +104,7 @@ class Attributes:
             if isinstance(container, list)
             else {key: value for key, value in container.items() if keys or key not in _OF_EVERY_MODULE}
         )
-        # Noted before what it holds is looked into: objects refer to each other in circles.
+        # Added before its content is followed, because objects may refer to each other in cycles.
         self._containers[id(container)] = _Container(path, keys, container, items)
         if len(keys) >= _DEEPEST:
             return
@@ -115,10 +115,15 @@ class Attributes:
 
 
 def put_back(model: nn.Module, change: Change, leaves: Sequence[Any]) -> None:
-    """Makes a change of a recording again, with these leaves.
+    """Repeat a change of a recording with these leaves.
+
+    Args:
+        model: The model.
+        change: The change.
+        leaves: Values of its leaves.
 
     Raises:
-        LookupError: What the attribute was in is not there.
+        LookupError: The container of the attribute does not exist.
     """
     value = put_together(leaves, change.nest)
     container = _container(model, change)
@@ -131,10 +136,10 @@ def put_back(model: nn.Module, change: Change, leaves: Sequence[Any]) -> None:
 
 
 def left_behind(model: nn.Module, change: Change) -> list[Any]:
-    """The leaves that a call left behind just now where it made a change in a recording.
+    """Return the leaves that a call has just left at the place of a recorded change.
 
     Raises:
-        LookupError: It has left nothing of that structure.
+        LookupError: There is no value of that structure.
     """
     container = _container(model, change)
     # A list is longer than it was when recorded if it is not emptied between steps: the last items are the new ones.
@@ -151,12 +156,12 @@ def left_behind(model: nn.Module, change: Change) -> list[Any]:
 
 @contextmanager
 def without_leftovers(model: nn.Module, changes: Iterable[Change]) -> Iterator[None]:
-    """Lets go, at its end, of the tensors that forward leaves behind, and of the graph and the memory behind them."""
+    """Remove, at the end of the block, the tensors that forward left in attributes, and with them their graphs."""
     before: list[tuple[Any, Any, Any]] = []
     for change in changes:
         try:
             container = _container(model, change)
-        except LookupError:  # it is made meanwhile, within something that is let go of
+        except LookupError:  # the container is made during forward, within one that is restored
             continue
         if change.kind == "set":
             before.append((container, change.keys[-1], container.get(change.keys[-1], _NOTHING)))
@@ -213,7 +218,7 @@ def _container(model: nn.Module, change: Change) -> Any:
 
 
 def _inside(value: Any) -> Any:
-    """The list or dict that an attribute is, or that holds the attributes of an object of the user's; else None."""
+    """Return the list or dict that a value is, or the attribute dict of an object of the user's; else None."""
     if type(value) in (list, dict):
         return value
     if isinstance(value, Tensor | nn.Module | type) or callable(value) or is_plain(value):

@@ -1,14 +1,14 @@
-"""Running layers under `torch.autocast`.
+"""Run layers under `torch.autocast`.
 
-Under autocast every layer is given low-precision copies of its weights, which torch makes when they are first needed
-and keeps until the outermost context is left. So one context (`keeping_casts`) is open around all micro-batches of a
-step, and each copy exists once. Layers and loss run with autocast switched on inside it (`layers_in`), backward does
-not: its operators run in the dtypes that forward chose.
+Under autocast torch makes low-precision copies of weights when they are first needed. It caches them until the
+outermost context ends. So one context (`keeping_casts`) is open around all micro-batches of a step, and each copy is
+made once. Layers and loss run with autocast enabled inside it (`layers_in`). Backward runs without: its operators use
+the dtypes that forward chose.
 
-Until 2.11 torch kept a copy as it was first made: without a graph, if that was under `no_grad`, and who used it later
-passed the weight no gradient (pytorch/pytorch#165068). What is recomputed first runs so. There, with such a torch, it
-neither takes copies nor leaves any (`caching_only_with_graph`): each micro-batch makes its own and drops them at once.
-The same goes for what a model's own autograd functions call, such as those that recompute.
+Until 2.11 torch cached a copy as it was first made. If that was under `no_grad`, the copy had no graph, and a later use
+passed the weight no gradient (pytorch/pytorch#165068). The first forward of recomputed layers runs under `no_grad`.
+With such a torch, it neither reads nor fills the cache (`caching_only_with_graph`): each micro-batch makes its own
+copies and drops them at once. The same holds for the forward of a model's own autograd functions.
 """
 
 from collections.abc import Iterator
@@ -25,12 +25,21 @@ _AUTOCAST: dict[Precision, torch.dtype] = {"bf16-mixed": torch.bfloat16, "fp16-m
 
 
 def autocast_dtype(precision: Precision) -> torch.dtype | None:
-    """What autocast computes in; None without autocast."""
+    """Return the dtype that autocast computes in; None without autocast."""
     return _AUTOCAST.get(precision)
 
 
 def layers_in(precision: Precision, device: torch.device, *, keep: bool = True) -> AbstractContextManager[Any]:
-    """The context in which layers and loss run; without `keep`, copies of weights are made anew wherever needed."""
+    """Return the context in which layers and loss run.
+
+    Args:
+        precision: Precision of the model.
+        device: Device of the layers.
+        keep: Whether copies of weights are cached; without the cache each use makes a new copy.
+
+    Returns:
+        A context manager.
+    """
     dtype = _AUTOCAST.get(precision)
     if dtype is None:
         return nullcontext()
@@ -41,19 +50,19 @@ def layers_in(precision: Precision, device: torch.device, *, keep: bool = True) 
 
 
 def keeping_casts(precision: Precision, device: torch.device) -> AbstractContextManager[Any]:
-    """A context that keeps autocast's copies of weights while it is open; it does not switch autocast on."""
+    """Return a context that keeps autocast's weight cache while it is open; it does not enable autocast."""
     dtype = _AUTOCAST.get(precision)
     return nullcontext() if dtype is None else torch.autocast(device.type, dtype=dtype, enabled=False)
 
 
 def caching_only_with_graph() -> AbstractContextManager[None]:
-    """A context that lets autocast keep no copy that would pass its weight no gradient; it is for recomputed layers."""
+    """Return a context for recomputed layers in which autocast caches no copy that would stop gradients."""
     return nullcontext() if torch.is_grad_enabled() or _copies_have_graphs() else _without_cache()
 
 
 @cache
 def _copies_have_graphs() -> bool:
-    """Whether a copy that autocast makes under `no_grad` passes gradients on where it is used again."""
+    """Return True if a copy that autocast makes under `no_grad` passes gradients on when it is used again."""
     weight = torch.ones(1, 1, requires_grad=True)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         with torch.no_grad():
@@ -69,11 +78,14 @@ def _with_care(autocast: torch.autocast) -> Iterator[None]:
 
 
 class _Careful(TorchFunctionMode):
-    """Sees the functions that a model calls: some of them in the forward of an autograd function, without a graph."""
+    """Mode that disables the weight cache for functions that run without a graph.
+
+    The forward of an autograd function is one.
+    """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """What `func` returns."""
-        # Most have a graph, and a forward waits for this. What is compiled is compiled without this mode.
+        """Call `func`, without the weight cache where there is no graph."""
+        # The common case comes first, for speed. Code is compiled without this mode.
         if torch.is_grad_enabled() or torch.compiler.is_dynamo_compiling():
             return func(*args, **(kwargs or {}))
         with _without_cache():

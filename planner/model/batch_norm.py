@@ -1,13 +1,13 @@
-"""Deferred batch normalisation: running statistics of whole mini-batches, though each micro-batch runs alone.
+"""Deferred batch normalization: running statistics of whole mini-batches, though each micro-batch runs alone.
 
-In training every micro-batch is normalised by its own statistics. A plain `BatchNorm` would also update its running
+In training every micro-batch is normalized by its own statistics. A plain `BatchNorm` would also update its running
 statistics with each of them, and again where a micro-batch is recomputed. Here the sums over all micro-batches are
 collected, and the running statistics are updated once per step with the mean and the unbiased variance of the whole
-mini-batch: what the model in one piece would have done with the same inputs of the layer. (The idea is torchgpipe's,
-which takes the biased variance.)
+mini-batch. The unpartitioned model would do the same with the same inputs of the layer. (The idea is torchgpipe's,
+which uses the biased variance.)
 
-A layer finds its statistics in passing: while it runs, a scratch pair stands in the place of its running statistics,
-with a momentum of one. Nothing is read twice. What it takes is counted by `planner.model.state`.
+While a layer runs, a scratch pair replaces its running statistics, with a momentum of one. So torch's own kernel
+computes mean and variance, and no input is read twice. `planner.model.state` counts the memory for this.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -35,7 +35,7 @@ def uses_batch_in_evaluation(model: nn.Module) -> bool:
 
 @contextmanager
 def deferring(model: nn.Module) -> Iterator["BatchStatistics"]:
-    """In which the batch normalisations of a model are those of training: deferred.
+    """Defer the batch normalizations of a model inside the block, as in pipelined training.
 
     Raises:
         ModelError: One of them is a `SyncBatchNorm`.
@@ -51,7 +51,7 @@ def deferring(model: nn.Module) -> Iterator["BatchStatistics"]:
 
 
 class BatchStatistics:
-    """Collects for the batch normalisations among some modules; frozen ones (in evaluation mode) stay as they are."""
+    """Statistics of the batch normalizations among some modules; frozen ones (in evaluation mode) are not changed."""
 
     def __init__(self, modules: Iterable[tuple[str, nn.Module]] = ()) -> None:
         self.is_collecting = False
@@ -59,9 +59,9 @@ class BatchStatistics:
         self.watch(modules)
 
     def watch(self, modules: Iterable[tuple[str, nn.Module]]) -> None:
-        """Collects from now on for those among `modules`, too.
+        """Collect the statistics of the batch normalizations among `modules`, too.
 
-        Of a stage of a larger model these are also the modules that other stages run.
+        For a stage of a larger model these may include modules that other stages run.
 
         Raises:
             ModelError: One of them is a `SyncBatchNorm`.
@@ -77,20 +77,25 @@ class BatchStatistics:
 
     @contextmanager
     def collecting(self) -> Iterator[None]:
-        """Around one forward of a micro-batch that counts; any other leaves nothing behind."""
+        """Collect in one forward of a micro-batch; forwards outside of the block leave no statistics."""
         self.is_collecting = True
         try:
             yield
         finally:
             self.is_collecting = False
-        # Not where the forward failed: the error goes past this line.
+        # Not reached if the forward failed.
         if any(call.new for call in self._calls.values()):
             self._add()
 
     def scratch_of(self, module: _BatchNorm, values: int) -> tuple[Tensor, Tensor]:
-        """Where `module`, which is about to run, leaves mean and variance of its input.
+        """Return the tensors that receive mean and variance of the input of `module`, which is about to run.
 
-        Its input has so many `values` per channel.
+        Args:
+            module: Batch normalization.
+            values: Number of values per channel in its input.
+
+        Returns:
+            Mean and variance, each of shape (channels,).
         """
         # A layer that is called again in the same forward has a scratch pair for each call.
         number = 0
@@ -103,7 +108,7 @@ class BatchStatistics:
         return call.mean, call.variance
 
     def commit(self, group: dist.ProcessGroup | None = None) -> None:
-        """Updates running statistics with all that was collected since the last time, in all of `group`."""
+        """Update running statistics with all that was collected since the last call, over all ranks of `group`."""
         # In the order of the first forward, which is the same in every replica: so the sums belong together.
         calls = list(self._calls.values())
         if calls and group is not None:
@@ -112,7 +117,7 @@ class BatchStatistics:
             call.commit()
 
     def _add(self) -> None:
-        """Adds what lies in the scratch pairs to the sums: layer by layer, as all activations are there by now."""
+        """Add the scratch pairs to the sums."""
         calls_of: dict[int, list[_Call]] = {}
         for call in self._calls.values():
             if call.new:
@@ -125,7 +130,7 @@ class BatchStatistics:
             squares = [call.squares for call in calls]
             torch._foreach_add_(squares, variances, alpha=values - 1)
             torch._foreach_addcmul_(squares, means, means, value=values)
-            # By way of `data`: autograd keeps them beside what backward reads, and would take them for changed.
+            # Through `data`: autograd saves these tensors for backward, and would report them as modified.
             torch._foreach_zero_([scratch.data for scratch in (*means, *variances)])
             for call in calls:
                 call.count += values
@@ -134,18 +139,18 @@ class BatchStatistics:
 
 @dataclass
 class _Call:
-    """One of the times that a layer is called in a forward; nearly always there is but one."""
+    """One of the calls of a layer in a forward; there is nearly always only one."""
 
     module: _BatchNorm
     mean: Tensor
     variance: Tensor
-    """Unbiased; both are scratch, of the micro-batch that has just run."""
+    """Unbiased variance; both tensors are scratch, of the micro-batch that has just run."""
     sum: Tensor
-    """The sum of all values so far, in float64: many small steps are added up, and then a difference is taken."""
+    """Sum of all values so far; float64, because a difference of large sums follows."""
     squares: Tensor
-    """The sum of their squares, in the same way."""
+    """Sum of their squares, in float64."""
     new: int = 0
-    """Values per channel that the scratch is of; 0 before the layer has run."""
+    """Values per channel in the scratch pair; 0 before the layer has run."""
     count: int = 0
     """Values per channel in the sums."""
 
@@ -158,7 +163,7 @@ class _Call:
         return cls(module, mean, variance, total, squares)
 
     def commit(self) -> None:
-        """Updates the layer's running statistics, if there is anything in the sums, and empties these."""
+        """Update the layer's running statistics from the sums, if they are not empty, and clear these."""
         if self.count:
             mean = self.sum / self.count
             # Not a division by 0: of one value there is no variance, and torch refuses to train on it.
@@ -168,7 +173,7 @@ class _Call:
         self.squares.zero_()
 
     def _update(self, mean: Tensor, variance: Tensor) -> None:
-        """Does what `BatchNorm` would, with the statistics of a whole mini-batch."""
+        """Update running statistics as `BatchNorm` would, with the statistics of a whole mini-batch."""
         module = self.module
         assert module.running_mean is not None
         assert module.running_var is not None
@@ -197,7 +202,7 @@ def _sum_over(group: dist.ProcessGroup, calls: Sequence[_Call]) -> None:
 
 
 class _Deferred:
-    """Stands for the forward of a batch normalisation, whatever class it is of."""
+    """Replacement of the forward of a batch normalization, of any class."""
 
     def __init__(self, module: _BatchNorm, statistics: BatchStatistics) -> None:
         before = vars(module).get("forward")
@@ -212,13 +217,13 @@ class _Deferred:
             return self._forward(*args, **kwargs)
         names = ("running_mean", "running_var", "num_batches_tracked")
         buffers, momentum = {name: module._buffers[name] for name in names}, module.momentum
-        # Without running statistics a layer takes those of its input, and leaves them nowhere.
+        # Without running statistics a layer uses those of its input, and stores none.
         scratch: tuple[Tensor | None, Tensor | None] = (None, None)
         if self._statistics.is_collecting:
             value: Tensor = args[0] if args else next(iter(kwargs.values()))
             scratch = self._statistics.scratch_of(module, value.numel() // value.shape[1])
         module._buffers.update(zip(names, (*scratch, None), strict=True))
-        # So that the scratch pair is all of this micro-batch's statistics, and nothing of what was there.
+        # With momentum 1 the scratch pair holds this micro-batch's statistics alone.
         module.momentum = 1.0
         try:
             return self._forward(*args, **kwargs)

@@ -1,4 +1,4 @@
-"""How a model is called with its inputs, and how calls of its modules are intercepted."""
+"""Call a model with its inputs, and intercept calls of its modules."""
 
 import functools
 from collections.abc import Callable, Iterable, Iterator
@@ -9,7 +9,10 @@ from torch import nn
 
 
 def arguments_of(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """How a model is called with its inputs: a tuple is spread, a dict holds keyword arguments."""
+    """Return the positional and keyword arguments for a model's inputs.
+
+    A tuple or list is spread over positional arguments. A dict holds keyword arguments.
+    """
     if isinstance(inputs, dict):
         return (), dict(inputs)
     return (tuple(inputs), {}) if isinstance(inputs, tuple | list) else ((inputs,), {})
@@ -17,7 +20,7 @@ def arguments_of(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 @contextmanager
 def wrapped(modules: Iterable[nn.Module], run: Callable[..., Any]) -> Iterator[None]:
-    """Has `run(module, forward, args, kwargs)` called wherever the forward of one of the modules is."""
+    """Call `run(module, forward, args, kwargs)` wherever the forward of one of the modules is called."""
     with ExitStack() as stack:
         for module in dict.fromkeys(modules):
             stack.callback(_restore, module, vars(module).get("forward"))

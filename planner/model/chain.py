@@ -1,8 +1,8 @@
-"""A model as a chain of layers: layer l maps what crosses boundary l-1 to what crosses boundary l.
+"""Represent a model as a chain of layers: layer l maps the tensors at boundary l - 1 to those at boundary l.
 
-For an `nn.Sequential` a layer is a child, nested ones flattened; the layer's name is its module path, and what crosses
-a boundary is any nest of tuples, lists and dicts of tensors. Any other model is cut where its outline says: a layer is
-part of its own forward, named after the largest module in it, and what crosses a boundary is a tuple of tensors.
+For an `nn.Sequential` a layer is a child (nested ones are flattened). Its name is its module path, and any nest of
+tuples, lists and dicts of tensors may cross a boundary. Any other model is cut according to its outline: a layer is
+part of its own forward, named after the largest module in it, and a tuple of tensors crosses a boundary.
 """
 
 import hashlib
@@ -31,13 +31,13 @@ from planner.model.stage import ModelStage, holder_at
 
 @dataclass(frozen=True)
 class Layer:
-    """One layer: `name` is its path in the model, or that of the largest module in it (`#2` where there is another)."""
+    """Layer with its path in the model, or that of the largest module in it (`#2` for a second layer of that name)."""
 
     name: str
     module: nn.Module
 
     def parameter_names(self) -> dict[str, nn.Parameter]:
-        """Full parameter name in the model to parameter."""
+        """Return the parameters of the layer by their full names in the model."""
         return {f"{self._prefix}{name}": parameter for name, parameter in self.module.named_parameters()}
 
     def buffer_names(self) -> dict[str, Tensor]:
@@ -46,7 +46,7 @@ class Layer:
 
     @property
     def buffer_bytes(self) -> int:
-        """Bytes of all its buffers, as they are now."""
+        """Bytes of all its current buffers."""
         return sum(buffer.nbytes for buffer in self.module.buffers())
 
     @property
@@ -56,12 +56,12 @@ class Layer:
 
 @dataclass(frozen=True)
 class Chain:
-    """The layers of a model in execution order."""
+    """Layers of a model in execution order."""
 
     layers: tuple[Layer, ...]
     model: nn.Module
     outline: Outline | None = None
-    """Where it is cut, unless it is a Sequential."""
+    """Outline of a model that is not a Sequential."""
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -70,20 +70,20 @@ class Chain:
 
     @property
     def ends(self) -> tuple[str, ...]:
-        """By boundary between layers: what to call it in `uncut`, so that the model is not cut there."""
+        """Name, for each boundary, that `uncut` uses to prevent a cut there."""
         return self.names[:-1] if self.outline is None else self.outline.ends
 
     def modules(self, layer: int) -> tuple[str, ...]:
-        """Paths of the modules in a layer, in execution order; empty where it is the one that the layer is called."""
+        """Return the paths of the modules in a layer, in execution order; empty if the layer's name is the only one."""
         name = self.layers[layer].name
         modules = (name,) if self.outline is None else self.outline.modules[layer]
         return () if modules == (name,) else modules
 
     def stage(self, first: int, end: int) -> nn.Module:
-        """Layers `first`..`end - 1` as one module, whose parameters have the names they have in the model.
+        """Return layers `first` to `end - 1` as one module, whose parameters have the names they have in the model.
 
-        It takes what crosses the boundary in front of it (the first stage: the model's inputs), and returns what
-        crosses the one behind (the last: the model's output). The modules are the model's own.
+        The first stage takes the model's inputs, and the last returns the model's output. Between stages it is what
+        crosses the boundary. The modules are the model's own.
         """
         if self.outline is None:
             return _Layers(self.layers[first:end])
@@ -111,18 +111,21 @@ def chain_of(
     loss_of: Callable[[int], Callable[[Any], object]] | None = None,
     uncut: Sequence[str] = (),
 ) -> Chain:
-    """The chain of a model.
+    """Return the chain of a model.
 
     Args:
         model: The model.
-        example_inputs: Inputs for so many samples; only an `nn.Sequential` can do without.
+        example_inputs: Function from a number of samples to inputs; only an `nn.Sequential` needs none.
         granularity: About one layer per block, or also parts of blocks; a Sequential is always cut into its children.
-        loss_of: For so many samples, the loss of what the model returns for them. What it does not read is not handed
-            on to the last layer (of a Sequential, everything is); without it, all that the model returns is.
-        uncut: Names of layers behind which it is not cut, though it could be.
+        loss_of: Function from a number of samples to the loss of the model's output for them. Outputs that it does not
+            read are not sent to the last layer (in a Sequential, all are). Without it, all outputs are sent.
+        uncut: Names of layers after which the model is not cut.
+
+    Returns:
+        The chain.
 
     Raises:
-        ModelError: It is empty, has parameters without a shape, cannot be run, or cannot be cut anywhere.
+        ModelError: The model is empty, has parameters without a shape, cannot be run, or cannot be cut anywhere.
     """
     lazy = [path for path, module in model.named_modules() if any(map(is_lazy, module._parameters.values()))]
     if lazy:
@@ -142,7 +145,7 @@ def chain_of(
             hint="compile its blocks instead, or leave `torch.compile` out",
         )
     refuse_sparse(model)
-    # Children that must stay together are no layers of their own: then it is cut as any other module is.
+    # If children must stay in one layer, the Sequential is cut like any other module.
     if _is_plain_sequential(model) and not uncut and not _shares_state(model, example_inputs):
         layers = tuple(_flatten(model, ""))
         if not layers:
@@ -157,28 +160,34 @@ def chain_of(
 
 
 def outlined(outline: Outline, model: nn.Module) -> Chain:
-    """The chain of another instance of the model that an outline is of."""
+    """Return the chain of an instance of the model that an outline describes."""
     stages = (ModelStage(outline, model, n, n + 1) for n in range(len(outline.names)))
     return Chain(tuple(map(Layer, outline.names, stages)), model, outline)
 
 
 def register(root: nn.Module, name: str, module: nn.Module) -> None:
-    """Makes `module` a descendant of `root` under its dotted path, so that parameters keep their original names."""
+    """Register `module` below `root` under its dotted path, so that parameters keep their original names.
+
+    Args:
+        root: Module that becomes an ancestor of `module`.
+        name: Dotted path.
+        module: The module.
+    """
     *path, last = name.split(".")
     holder_at(root, path)._modules[last] = module
 
 
 def run_layers(layers: Sequence[nn.Module], value: Any) -> Any:
-    """`value` through `layers`, as `nn.Sequential` does it: no reference to what lies between is kept."""
+    """Return the result of `layers` applied to `value` one after another, without keeping values between them."""
     for layer in layers:
         value = layer(value)
     return value
 
 
 def shared_parameters(layers: Sequence[Layer]) -> list[list[tuple[int, str]]]:
-    """Return (layer, name of the parameter there) of each memory that parameters of several layers cover.
+    """Return (layer, parameter name) of all owners, for each memory that parameters of several layers cover.
 
-    Views of one storage that cover different parts of it are parameters of their own.
+    Views of one storage that cover different parts of it are separate parameters.
     """
     by_memory: dict[tuple[object, ...], list[tuple[int, str]]] = {}
     for index, layer in enumerate(layers):
@@ -188,10 +197,10 @@ def shared_parameters(layers: Sequence[Layer]) -> list[list[tuple[int, str]]]:
 
 
 def tied_parameters(layers: Sequence[Layer]) -> dict[str, tuple[str, ...]]:
-    """Parameter name to the names in other layers that share its storage; only those that share.
+    """Return, for each parameter that other layers share, the names of its memory in these layers.
 
-    The name of a layer stands for its parameter where that is called after another module than the layer: a parameter
-    that no module of the layer owns, or that several layers own under the same name.
+    If no module of the other layer owns the parameter, or if several layers own it under the same name, the other
+    layer's name is used.
     """
     tied: dict[str, tuple[str, ...]] = {}
     for owners in shared_parameters(layers):
@@ -203,9 +212,18 @@ def tied_parameters(layers: Sequence[Layer]) -> dict[str, tuple[str, ...]]:
 
 
 def chain_digest(chain: Chain, settings: dict[str, Setting], precision: Precision = "") -> str:
-    """`sha256:…` over names, classes, parameters and buffers (shapes, dtypes, trainable or not), settings, precision.
+    """Return a digest `sha256:…` of everything about a chain but the values of its tensors.
 
-    Weights do not count, so it can be taken on the meta device.
+    It covers names, classes, parameters and buffers (shape, dtype, trainability), settings and precision. The model may
+    be on the meta device.
+
+    Args:
+        chain: The chain.
+        settings: Settings that the model was built with.
+        precision: Precision that it runs in.
+
+    Returns:
+        The digest.
     """
     content: dict[str, Any] = {"settings": settings, "layers": [_described(layer) for layer in chain.layers]}
     if chain.outline is not None:
@@ -216,12 +234,12 @@ def chain_digest(chain: Chain, settings: dict[str, Setting], precision: Precisio
 
 
 def digest_of(content: Any) -> str:
-    """`sha256:…` over values that JSON can hold, and over the text of any others."""
+    """Return `sha256:…` over values that JSON can hold, and over the text of any others."""
     return "sha256:" + hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode()).hexdigest()
 
 
 def without_addresses(text: str) -> str:
-    """What a module prints; functions and objects show where they lie in memory, which differs between processes."""
+    """Return a printed module without the memory addresses of functions and objects, which differ between processes."""
     return re.sub(r" at 0x[0-9a-f]+", "", text)
 
 
@@ -236,7 +254,7 @@ def _described(layer: Layer) -> dict[str, Any]:
 
 
 def _printed(module: nn.Module) -> str:
-    """Return what a module prints, or its classes where one prints values, absent on a rank: itself, or observers."""
+    """Return the printed module; or its classes, if a submodule prints values that a rank may not have."""
     own = any(
         type(part).__module__.startswith("torch.ao.")
         or (type(part).__repr__ is not nn.Module.__repr__ and not type(part).__module__.startswith("torch."))
@@ -261,7 +279,7 @@ def refuse_sparse(model: nn.Module) -> None:
     """Refuse a model that holds sparse tensors, or a layer whose gradients are sparse.
 
     Raises:
-        ModelError: Names the tensor or the layer.
+        ModelError: There is one; it names the tensor or the layer.
     """
     for path, module in model.named_modules():
         if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse:

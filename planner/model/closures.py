@@ -1,10 +1,10 @@
-"""Tensors outside of a model's parameters and buffers that its code and its hooks can read.
+"""Find tensors outside of a model's parameters and buffers that its code and its hooks can read.
 
     mask = torch.rand(8, 8) > 0.5
     layer.weight.register_hook(lambda gradient: gradient * mask)
 
-Here `mask` is in no module. It is found by following what Python objects refer to: attributes, containers, closures and
-default arguments of functions, bound objects, and modules that are hidden in any of these.
+Here no module holds `mask`. It is found by following the references of Python objects: attributes, containers, closures
+and default arguments of functions, bound objects, and modules that are hidden in any of these.
 """
 
 from collections import deque

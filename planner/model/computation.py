@@ -1,9 +1,8 @@
-"""What a model computes, as far as names and shapes do not show it: its loss function, activations, own forwards.
+"""Compute digests of the code of a model that names and shapes do not show: loss function, activations, own forwards.
 
-Two digests, of the loss and of the layers, tell a run that goes on whether it still trains what it trained. They are
-of the code as Python reads it, so that comments, docstrings and the layout of the file do not count; how Python writes
-what it has read may differ between its versions. Of code that is
-installed (torch, transformers) the names count and not the text: another release is no other model.
+The two digests, of the loss and of the layers, show whether a resumed run still trains the same model. They are taken
+from the parsed code, so comments, docstrings and formatting do not count. Python versions may differ in how they write
+parsed code. For installed code (torch, transformers) only names count: another release is not another model.
 """
 
 import ast
@@ -26,7 +25,7 @@ _INSTALLED: Final = ("site-packages", "dist-packages")
 
 
 def computation_of(model: nn.Module, loaded: LoadedModel) -> dict[str, str]:
-    """Digests of what `loss` and `layers` of a model compute; it may be whole on any device."""
+    """Return digests of what `loss` and `layers` of a model compute; the model may be on any device."""
     # Constants that a loss reads count, too; a layer's are mostly sizes, which its tensors show.
     reader = _Reader(constants=True)
     loss = [reader.described(loaded.loss_fn), reader.described(loaded.loss_count)]
@@ -37,20 +36,20 @@ def computation_of(model: nn.Module, loaded: LoadedModel) -> dict[str, str]:
 
 
 class _Reader:
-    """Describes functions, classes and objects by values that JSON can hold."""
+    """Description of functions, classes and objects by values that JSON can hold."""
 
     def __init__(self, *, constants: bool) -> None:
         self._constants = constants
         self._seen: set[int] = set()
 
     def of_module(self, module: nn.Module) -> list[Any]:
-        """Its class, what it prints of itself, and the functions that it holds (an activation, say)."""
+        """Return the module's class, its printed options, and the functions that it holds, such as an activation."""
         held = {name: value for name, value in vars(module).items() if not name.startswith("_")}
         functions = {name: self.described(value) for name, value in held.items() if _is_function(value)}
         return [type(module).__qualname__, without_addresses(module.extra_repr()), functions]
 
     def described(self, value: Any) -> Any:
-        """What `value` says of what is computed, as JSON can hold it."""
+        """Return a description of `value`, as far as it determines results, that JSON can hold."""
         if isinstance(value, functools.partial):
             return ["partial", self._all([value.func, *value.args]), self._named(value.keywords)]
         if isinstance(value, MethodType):
@@ -94,12 +93,12 @@ def _is_function(value: Any) -> bool:
 
 def _name_of(thing: Any) -> str:
     module = str(getattr(thing, "__module__", None) or "")
-    # A user's file is imported under a name of its own, which says nothing.
+    # A user's file is imported under a generated module name.
     return f"{'' if _is_own(thing) else module}.{getattr(thing, '__qualname__', type(thing).__qualname__)}"
 
 
 def _is_own(thing: Any) -> bool:
-    """Whether it stands in the user's files, and not in what is installed."""
+    """Return True if it is defined in the user's files, not in installed ones."""
     try:
         file = Path(inspect.getsourcefile(thing) or "<none>")
     except TypeError:  # builtins
@@ -116,7 +115,7 @@ def _methods(thing: type) -> Iterator[FunctionType]:
 
 
 def _referred(function: FunctionType) -> dict[str, Any]:
-    """What a function reads from outside by name: globals of its file, and variables around it."""
+    """Return the values that a function reads from outside by name: globals of its file, and enclosing variables."""
     names = set(_names(function.__code__))
     values = {name: function.__globals__[name] for name in names if name in function.__globals__}
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
@@ -135,7 +134,7 @@ def _names(code: CodeType) -> Iterator[str]:
 
 
 def _text(thing: Callable[..., Any]) -> str:
-    """Its source without comments, docstrings and layout."""
+    """Return the source without comments, docstrings and formatting."""
     try:
         source = textwrap.dedent(inspect.getsource(thing))
     except (OSError, TypeError):

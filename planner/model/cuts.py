@@ -1,17 +1,18 @@
-"""Where a recorded model can be cut, and what crosses each cut.
+"""Find where a recorded model can be cut, and what crosses each cut.
 
-A cut is a time of the recording: what ran before it is in front. Calls that are over at a cut are not run again behind
-it; what they returned is received where it is needed. What the code of the calls that are still open did in front of
-the cut is done again behind it, on what was received; but for joins, which cross themselves.
+A cut is a time of the recording; code before it has run. Calls that ended before a cut do not run again after it: their
+results are received where they are needed. Calls that are still open run their code again from its start, on the
+received tensors. Joins are an exception: they are received.
 
     def forward(self, x):
         a = self.first(x)
         b = self.second(a)
         c = a + b                  # the model's own code
-        ----------------------     the cut: behind `second`, or behind the join that follows it
+        ----------------------     the cut: after `second`, or after the join that follows it
         return self.third(c) + a
 
-Behind the cut c and a are read. If c is no join, it is made again there, and a and b cross; if it is one, c and a do.
+After the cut c and a are read. If c is no join, it is computed again there, and a and b cross; if it is one, c and a
+cross.
 """
 
 from bisect import bisect_left
@@ -31,29 +32,29 @@ from planner.model.regions import Region
 from planner.model.repetition import Repetition
 
 _NEAR = 1.1
-"""Cuts with up to so many times the bytes of the best one nearby are worth keeping."""
+"""Cuts with up to this many times the bytes of the best one nearby are kept."""
 
 _WIDEST = 3.0
-"""A cut inside a block may have so many times the bytes of those around it."""
+"""Limit of the bytes of a cut inside a block, relative to the cuts around the block."""
 
 _Life = tuple[int, int, int, list[int]]
-"""A version that is used: its number, when it was created, when it is used last, and every time of use."""
+"""Version that is used: its number, its time of creation, time of last use, and times of all uses."""
 
 
 @dataclass(frozen=True)
 class Crossing:
-    """What must cross a cut."""
+    """Tensors that must cross a cut."""
 
     values: tuple[int, ...]
     """Numbers of tensors in `Recording.values`."""
     holds: frozenset[str]
-    """Parameters and buffers that code in front of the cut, which is run again behind it, reads."""
+    """Parameters and buffers that the code that runs again after the cut reads."""
     problem: str | None
-    """Why the model cannot be cut here."""
+    """Reason why the model cannot be cut here; or None."""
 
 
 class Cuts:
-    """The cuts of a recording of a model, of which only the structure counts."""
+    """Cuts of a recording of a model, of which only the module structure is used."""
 
     def __init__(self, recording: Recording, model: nn.Module) -> None:
         self.recording = recording
@@ -67,7 +68,7 @@ class Cuts:
         self._lives: list[_Life] = [
             (v, data["created"], data["uses"][-1], data["uses"]) for v, data in flow.items() if data["uses"]
         ]
-        # Many modules end at the same places, and every choice below asks for the width of the same cuts again.
+        # Cached: many modules end at the same times, and every choice below needs the width of the same cuts.
         self._num_bytes: dict[tuple[int, bool], int] = {}
         self._cut_behind: dict[int, int] = {}
         # Versions come in the order in which they were made: the first of a storage is what created it.
@@ -79,10 +80,19 @@ class Cuts:
         self._last_trained = max(trained, default=0)
         self._states = {state.storage: state.name for state in recording.states}
         self.num_tried = 0
-        """Behind how many calls `choose` would have cut, if nothing prevented it there."""
+        """Number of calls after which `choose` would cut if nothing prevented it."""
 
     def crossing(self, cut: int, *, used_before: int = END + 1, with_unread: bool = False) -> Crossing:
-        """What crosses `cut` for the sake of what happens between it and `used_before`, unread outputs left out."""
+        """Return what crosses `cut` for uses between it and `used_before`.
+
+        Args:
+            cut: Time of the cut.
+            used_before: Later uses do not count.
+            with_unread: Whether outputs that the loss does not read count as used.
+
+        Returns:
+            The crossing.
+        """
         # Uses are in order: the first that is not before the cut says whether the version is needed soon enough.
         live = [
             version
@@ -95,7 +105,7 @@ class Cuts:
             ]
         needs = _Needs(self, cut)
         needs.follow(live, strict=True)
-        # Code that is run again decides again (`if x.sum() > 0`), though nothing else may read what it asks for.
+        # Repeated code decides again (`if x.sum() > 0`), and needs these values even if nothing else reads them.
         for number in self.recording.decisions:
             if self.repetition.repeats(number, cut):
                 needs.follow(self.recording.reads[number], strict=False)
@@ -104,7 +114,7 @@ class Cuts:
         return Crossing(tuple(sorted(needs.values)), frozenset(needs.holds), problem)
 
     def num_bytes(self, cut: int, *, with_unread: bool = False) -> int:
-        """Bytes that cross a cut."""
+        """Return the bytes that cross a cut."""
         key = cut, with_unread and bool(self.recording.unread)
         if key not in self._num_bytes:
             crossing = self.crossing(cut, with_unread=with_unread)
@@ -113,16 +123,16 @@ class Cuts:
 
     @property
     def joins(self) -> tuple[Join, ...]:
-        """What the code between modules makes that crosses as it is, where that code is run again."""
+        """Joins, which cross cuts where their code would run again."""
         return tuple(self._joins.values())
 
     def join(self, operator: int, cut: int) -> Join | None:
-        """What an operator made that crosses a cut, though code that is run again behind it made it in front."""
+        """Return the join that an operator made, if it crosses the cut and its code would run again after it."""
         join = self._joins.get(operator)
         return join if join is not None and join.exit < cut and self.repetition.repeats(operator, cut) else None
 
     def parts(self, cut: int) -> tuple[int, int]:
-        """How many tensors cross a cut only for code in front of it, which is run again, and how many that makes."""
+        """Return how many tensors cross a cut only for code that runs again, and how many results that code has."""
         flow = self.recording.flow.nodes
         read_behind = {flow[v]["storage"] for v, _, last, _ in self._lives if last >= cut}
         crossing = {self.recording.values[value][0] for value in self.crossing(cut).values}
@@ -131,18 +141,23 @@ class Cuts:
         return len(crossing - read_behind), sum(self.join(number, cut) is None for number in repeated)
 
     def holds(self, first: int, end: int) -> frozenset[str]:
-        """Parameters and buffers that must be there to run what lies between two cuts."""
+        """Return the parameters and buffers that are needed to run the code between two cuts."""
         inside = (o.holds for o in self.recording.operators if first <= o.time < end)
-        # What the last layer's end uses is the model's output.
+        # The model's output is used at the end of the last layer.
         used_before = END + 1 if end == END else end
         crossing = self.crossing(first, used_before=used_before)
         returned = self.recording.output_holds if end == END else frozenset()
         return frozenset(name for names in inside for name in names) | crossing.holds | returned
 
     def missing_outputs(self, cut: int, holds: frozenset[str]) -> frozenset[int]:
-        """Leaves of the model's output that the loss does not read and that cannot be had behind `cut`.
+        """Return the unread leaves of the model's output that cannot be computed after `cut`.
 
-        `holds` names the parameters and buffers that are there behind it.
+        Args:
+            cut: Time of the cut.
+            holds: Parameters and buffers that the stages after it have.
+
+        Returns:
+            Indices of leaves.
         """
         unread = self.recording.unread
         if not unread:
@@ -155,28 +170,27 @@ class Cuts:
             if number >= 0 and self.join(number, cut) is not None:
                 is_there = data["storage"] in received
             elif number >= 0 and (data["created"] >= cut or self.repetition.repeats(number, cut)):
-                # It is made behind the cut, if what it is made of is there.
+                # It is computed after the cut, if its operands are there.
                 operator = self.recording.operators[number]
                 is_there = holds.issuperset(operator.holds) and missing.isdisjoint(self.recording.reads[number])
             elif number < 0 and data["storage"] not in self.recording.exposures:
-                is_there = version not in unread  # a parameter; what reads it says whether it must be there
+                is_there = version not in unread  # a parameter; the operators that read it are checked for it
             else:
-                # It was made in a call that is over. What crosses is its storage, as it is at the cut: of several
-                # versions, it may be another one.
+                # A finished call made it. Its storage crosses as it is at the cut, which may be another version.
                 is_there = data["storage"] in received and self._num_versions[data["storage"]] == 1
             if not is_there:
                 missing.add(version)
         return frozenset(leaf for leaf, version in enumerate(self.recording.outputs) if version in missing & unread)
 
     def choose(self, granularity: Granularity) -> tuple[list[int], list[str]]:
-        """The cuts worth having, in order; and by call, blocks first, why there is none behind it.
+        """Return the useful cuts, in order; and messages, blocks first, on calls after which there is none.
 
-        Behind a block, which is a member of a ModuleList, ModuleDict or Sequential, the model is cut wherever it can
-        be; so it is behind other modules that hold trained ones. Behind smaller modules outside of blocks it is cut
-        only where that is narrow, and within blocks only if `granularity` is fine.
+        A block is a member of a ModuleList, ModuleDict or Sequential. The model is cut after each block and after other
+        modules that hold trained ones, wherever that is possible. After smaller modules outside of blocks it is cut
+        only at narrow places; within blocks only if `granularity` is fine.
         """
         calls = self.recording.calls
-        # A model's author put the seams between blocks: elsewhere a cut must be narrow to be worth it.
+        # Boundaries between blocks are natural cuts; elsewhere a cut must be narrow to be useful.
         blocks = [call for call in calls[1:] if self._is_member(call)]
         inside = {number for call in blocks for number in self._below(call)}
         outside = [call for call in calls[1:] if call.number not in inside and not self._is_member(call)]
@@ -189,7 +203,7 @@ class Cuts:
         ends.update(self._narrowest([cut for cut in possible if cut in small], sorted(ends)))
         chosen = self._without_empty(sorted(ends))
         if not chosen and not problems:
-            # The model is one block, and all there is to cut lies within it.
+            # The model is one block, so all possible cuts are within it.
             chosen = self._without_empty(self._possible(calls[1:], problems))
         self.num_tried = sum(map(self._is_tried, (*blocks, *outside)))
         if granularity == "fine":
@@ -200,7 +214,7 @@ class Cuts:
 
     @cached_property
     def _ancestors_of_unread(self) -> list[int]:
-        """The outputs that the loss does not read and all that they were made of, what came first in front."""
+        """Outputs that the loss does not read, and all versions that they were computed from, in order of creation."""
         unread = self.recording.unread
         return sorted(unread.union(*(nx.ancestors(self.recording.flow, version) for version in unread)))
 
@@ -215,7 +229,7 @@ class Cuts:
             yield from self._below(self.recording.calls[child])
 
     def _possible(self, calls: Sequence[Call], problems: list[str]) -> list[int]:
-        """Cuts behind calls, as far as there are parameters behind them."""
+        """Return the possible cuts after calls that have trained parameters after them."""
         possible = []
         for call in filter(self._is_tried, calls):
             cut = self._behind(call)
@@ -227,11 +241,11 @@ class Cuts:
         return sorted(set(possible))
 
     def _behind(self, call: Call) -> int:
-        """The cut behind a call: at once, or behind what is joined there, where that is narrower."""
+        """Return the cut after a call: directly, or after a join that follows it, whichever is narrower."""
         if call.number not in self._cut_behind:
             parent = self.recording.calls[call.parent]
             gap = parent.children.index(call.number) + 1
-            # Behind the last one its parent ends, and has a cut of its own.
+            # After the last child its parent ends, which has its own cut.
             joins = self._joins_in.get((parent.number, gap), []) if gap < len(parent.children) else []
             cuts = [call.exit + 1, *(join.exit + 1 for join in joins)]
             possible = [cut for cut in cuts if self.crossing(cut).problem is None]
@@ -239,14 +253,14 @@ class Cuts:
         return self._cut_behind[call.number]
 
     def _is_tried(self, call: Call) -> bool:
-        # Behind the last operator that reads a parameter there would be nothing to train.
+        # After the last operator that reads a parameter there would be nothing to train.
         return not call.constant and call.exit <= self._last_trained
 
     def _no_wider_than_around(self, cuts: list[int], calls: Sequence[Call]) -> list[int]:
-        """The cuts that are hardly wider than those around each of `calls` that they cut in two.
+        """Return the cuts that are hardly wider than the boundaries of each of `calls` that they go through.
 
-        What a module is worth to the loss says nothing of how wide it is: that a model with its loss inside also
-        returns its logits counts.
+        Unread outputs count in the width of a module: the width does not depend on what the loss reads. An example is a
+        model with its loss inside that also returns its logits.
         """
         narrow = []
         for cut in cuts:
@@ -260,7 +274,10 @@ class Cuts:
         return narrow
 
     def _narrowest(self, cuts: list[int], ends: list[int], *, widest: float = float("inf")) -> list[int]:
-        """The cuts between each two of `ends` that are nearly as narrow as the narrowest, and `widest` times `ends`."""
+        """Return the cuts between each two of `ends` that are nearly the narrowest there.
+
+        They are at most `widest` times as wide as these two ends.
+        """
         narrow: list[int] = []
         for first, end in zip([0, *ends], [*ends, END], strict=True):
             between = {cut: self.num_bytes(cut) for cut in cuts if first < cut < end}
@@ -270,9 +287,9 @@ class Cuts:
         return narrow
 
     def _without_empty(self, cuts: list[int]) -> list[int]:
-        """Without cuts that would leave a layer no parameters: of the two around it the wider one goes."""
+        """Remove cuts that would leave a layer without parameters: of the two around it the wider one is removed."""
         left = list(cuts)
-        layer = 0  # it lies between cuts `layer - 1` and `layer`, the first and the last one at an edge
+        layer = 0  # between cuts `layer - 1` and `layer`; the first and last layer have only one cut
         while layer <= len(left) and left:
             first, end = (left[layer - 1] if layer else 0), (left[layer] if layer < len(left) else END)
             if self._trains(first, end):
@@ -281,12 +298,12 @@ class Cuts:
             is_at_edge = layer in (0, len(left))
             wider = layer - (self.num_bytes(first) >= self.num_bytes(end))
             del left[min(layer, len(left) - 1) if is_at_edge else wider]
-            # A neighbour has swallowed the layer, perhaps the one in front: on from there.
+            # The layer was merged with a neighbor, perhaps the previous one: continue from there.
             layer = max(0, layer - 1)
         return left
 
     def _trains(self, first: int, end: int) -> bool:
-        """Whether what runs between two cuts reads a parameter."""
+        """Return True if the code between two cuts reads a parameter."""
         names = (name for o in self.recording.operators if first <= o.time < end for name in o.holds)
         return any(self._is_parameter(name) for name in names)
 
@@ -296,10 +313,10 @@ class Cuts:
 
 
 class _Needs:
-    """What must be received, and held, to have certain versions of storages behind a cut.
+    """Values that must be received, and tensors that must be held, to have certain versions after a cut.
 
-    It goes back from each version to what that was made of, until it comes to what can be sent: a tensor that a call
-    returned into the sight of code that is run again, or a join. Everything on the way is run again.
+    The search goes back from each version to its operands, until it reaches a tensor that can be sent: a join, or a
+    result of a call that the repeated code can use. All operators on the way run again.
     """
 
     def __init__(self, cuts: Cuts, cut: int) -> None:
@@ -311,7 +328,7 @@ class _Needs:
         self.problem: str | None = None
 
     def follow(self, versions: Iterable[int], *, strict: bool) -> None:
-        """Adds what `versions` need; a strict need must have the very numbers that were drawn, if any were."""
+        """Add the needs of `versions`; a strict need requires the same random numbers as before the cut."""
         recording = self._cuts.recording
         flow = recording.flow
         open_versions = [version for version in versions if version not in self._seen]
@@ -339,7 +356,7 @@ class _Needs:
             open_versions.extend(recording.reads[number])
 
     def _check_sent(self, operator: Operator, storage: int, *, is_exposed: bool) -> None:
-        """Notes what is wrong with having the result of an operator sent."""
+        """Record a problem if the result of an operator cannot be sent."""
         where = self._name_of(operator)
         region = self._region_of(operator)
         if not is_exposed and region is not None and region.function:
@@ -347,11 +364,11 @@ class _Needs:
         elif not is_exposed:
             self._fail(f"a tensor made in {where} ({operator.name}) is used behind it, and nobody returned it")
         elif self._was_made_outside(storage):
-            # The code around would make the tensor again, without what the call wrote into it.
+            # The code around would make the tensor again, without the values that the call wrote.
             self._fail(f"{where} writes into a tensor ({operator.name}) that the code around it goes on using")
 
     def _check_repeated(self, operator: Operator, reads: Sequence[int], *, strict: bool) -> None:
-        """Notes what is wrong with running an operator again."""
+        """Record a problem if an operator cannot run again."""
         where, name = self._name_of(operator), operator.name
         region = self._region_of(operator)
         if region is not None:
@@ -365,11 +382,11 @@ class _Needs:
             if kept is not None:  # only one of the stages changes it
                 self._fail(f'the code of {where} reads "{kept}" ({name}), which forward changes')
         if any(not self._is_repeated(old) for old in operator.writes):
-            # What is received has been written into already, in front.
+            # The received tensor already contains this write.
             self._fail(f"the code of {where} writes into what a module returned ({name})")
 
     def _region_of(self, operator: Operator) -> Region | None:
-        """The region around it that calls modules."""
+        """Return the region around an operator, if it calls modules."""
         region = self._cuts.recording.regions[operator.region] if operator.region >= 0 else None
         return region if region is not None and region.calls_modules else None
 
@@ -377,7 +394,7 @@ class _Needs:
         return self._cuts.recording.calls[operator.call].path or "the model itself"
 
     def _was_made_outside(self, storage: int) -> bool:
-        """Whether code that is run again made the storage, and a call then wrote into it."""
+        """Return True if code that runs again made the storage, and a call that does not then wrote into it."""
         creator = self._cuts._creator[storage]
         return creator >= 0 and self._cuts.repetition.repeats(creator, self._cut)
 
@@ -386,4 +403,4 @@ class _Needs:
         return maker >= 0 and self._cuts.repetition.repeats(maker, self._cut)
 
     def _fail(self, problem: str) -> None:
-        self.problem = self.problem or problem  # the first one found is told
+        self.problem = self.problem or problem  # the first one is reported

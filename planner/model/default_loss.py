@@ -1,7 +1,7 @@
-"""What is trained where the user's file has no `loss_fn`: the output's own `.loss`, its one scalar, or else its mean.
+"""Choose a loss where the user's file has no `loss_fn`: the output's own `.loss`, its only scalar, or its mean.
 
-Which of them it is shows in the first output, of an example batch; whatever the model returns later, the same one is
-taken. Two scalars that could be it are an error: one of them alone is what the user means.
+The first output, of an example batch, decides which; the same one is used for all later outputs. Two scalars that could
+be the loss are an error, because only one of them is what the user means.
 """
 
 from collections.abc import Sequence
@@ -20,17 +20,17 @@ _HINT = "define `loss_fn(output, target)` that returns the one to train"
 
 
 class DefaultLoss:
-    """A `loss_fn(output, target)` for a file that has none; `path` is what messages call it."""
+    """Function `loss_fn(output, target)` for a file that has none; `path` is the file's name in messages."""
 
     def __init__(self, path: str) -> None:
         self._path = path
         self._taken: object = None
 
     def __call__(self, output: Any, _target: Any) -> Tensor:
-        """The loss in an output.
+        """Return the loss in an output.
 
         Raises:
-            ModelError: It has none, or several; or not the one that it had before.
+            ModelError: The output has no loss, or several, or not the one that an earlier output had.
         """
         if self._taken is None:
             self._taken = self._chosen(output)
@@ -44,7 +44,7 @@ class DefaultLoss:
 
     @property
     def note(self) -> str:
-        """What the user should know; empty as long as it is not known what is trained."""
+        """Note for the user on what is trained; empty until that is known."""
         if self._taken is None:
             return ""
         return f"{self._path} has no `loss_fn(output, target)`: {self._described} is trained"
@@ -102,6 +102,6 @@ def _own_loss(output: Any) -> Tensor | None:
 
 
 def _is_scalar(tensor: Tensor, beside: Sequence[Tensor]) -> bool:
-    """Whether it holds a single number, and not only because it is of a single sample."""
+    """Return True if the tensor holds a single number that is not just one number of a single sample."""
     of_several = any(other.numel() and other.shape[:1] > (1,) for other in beside)
     return tensor.ndim == 0 or (tensor.numel() == 1 and of_several)

@@ -1,4 +1,4 @@
-"""Calls of `torch.autograd.grad` in a forward that is recorded, and what torch logs meanwhile."""
+"""Watch calls of `torch.autograd.grad` in a forward that is recorded, and silence torch's log during it."""
 
 import logging
 from collections.abc import Callable, Iterator
@@ -9,12 +9,15 @@ import torch
 
 
 class DifferentiatesError(BaseException):
-    """The forward calls `torch.autograd.grad`. No `Exception`: the model's own handlers are not to stop it."""
+    """Signal that the forward calls `torch.autograd.grad`.
+
+    It is no `Exception`, so that the model's own handlers do not catch it.
+    """
 
 
 @contextmanager
 def watching_gradients(begin: Callable[[Any], Callable[[], None]]) -> Iterator[None]:
-    """Call `begin` with the inputs of each `torch.autograd.grad`, and what it returns at the end of that call."""
+    """Call `begin` with the inputs of each `torch.autograd.grad`; call the function that it returns when that ends."""
     grad = torch.autograd.grad
 
     def watched(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
@@ -33,7 +36,10 @@ def watching_gradients(begin: Callable[[Any], Callable[[], None]]) -> Iterator[N
 
 @contextmanager
 def quiet_about_shapes() -> Iterator[None]:
-    """Log nothing of operators that know no shape without values: that error is handled."""
+    """Suppress torch's log about operators whose shape depends on values.
+
+    Their errors are handled.
+    """
     logger = logging.getLogger("torch._subclasses.fake_tensor")
     level = logger.level
     logger.setLevel(logging.CRITICAL + 1)

@@ -1,7 +1,7 @@
-"""Calls of torch's functions by a module's own code, between the calls of its submodules.
+"""Watch calls of torch's functions by a module's own code, between the calls of its submodules.
 
-Such a call is known by its place: the gap between submodules that it lies in, its name, and how many calls of that name
-were before it in the gap. Whoever runs the same code finds it there again.
+Such a call is identified by its position: the gap between submodules that it is in, its name, and the number of earlier
+calls of that name in the gap. Code that runs again makes the same call at the same position.
 """
 
 from collections import Counter
@@ -13,16 +13,16 @@ from torch._C import _len_torch_function_stack
 from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
 
 Called = tuple[str, int]
-"""A call in a gap: the function's name, and how many calls of that name were before it in the gap."""
+"""Call in a gap: the function's name, and the number of earlier calls of that name in the gap."""
 
 Run = Callable[[Called, Callable[[], Any]], Any]
 
 
 class FunctionWatch(TorchFunctionMode):
-    """Hands over the calls of torch's functions that are made in gaps.
+    """Mode that intercepts the calls of torch's functions in gaps.
 
-    Gaps begin and end while the model's code is at work, which may enter and leave modes of its own meanwhile. So this
-    one lies below those, and is taken out of the stack from wherever it is.
+    Gaps begin and end while the model's code runs, which may enter and leave modes of its own. So this mode is placed
+    below those in the stack, and removed from wherever it is.
     """
 
     def __init__(self) -> None:
@@ -33,9 +33,9 @@ class FunctionWatch(TorchFunctionMode):
         self._is_running = False
 
     def begin_gap(self, run: Run) -> None:
-        """From here on `run` gets each call and what makes it; what it returns is what the model's code gets."""
+        """Pass each following call, and a function that makes it, to `run`, whose result the model's code receives."""
         if self._run is not None:
-            return  # a function that calls modules: torch has taken the mode out, and puts it back behind
+            return  # A function that calls modules: torch has removed the mode, and puts it back after the call.
         self._run = run
         self._counts.clear()
         modes = _emptied_stack()
@@ -43,17 +43,17 @@ class FunctionWatch(TorchFunctionMode):
             _push_mode(mode)
 
     def end_gap(self) -> None:
-        """Calls are no longer handed over."""
+        """Stop intercepting calls."""
         if self._run is None or self._is_running:
             return
-        # Whoever runs the calls has this one, and tensors: a cycle would keep them.
+        # `run` refers to this object and to tensors: a reference cycle would keep the tensors alive.
         self._run = None
         for mode in _emptied_stack():
             if mode is not self:
                 _push_mode(mode)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Hands over one call."""
+        """Intercept one call."""
         run = self._run
         assert run is not None, "outside of gaps the mode is in no stack"
         name = getattr(func, "__name__", "")
@@ -67,7 +67,7 @@ class FunctionWatch(TorchFunctionMode):
 
 
 def in_transform() -> bool:
-    """Return True within a function that `torch.vmap` transforms: its tensors stand for one sample, and have no memory.
+    """Return True within a function that `torch.vmap` transforms: its tensors represent one sample and have no memory.
 
     Modules that are called there are part of the code around the transform.
     """
@@ -75,5 +75,5 @@ def in_transform() -> bool:
 
 
 def _emptied_stack() -> list[TorchFunctionMode]:
-    """The modes that were in it, from the outermost."""
+    """Empty the stack of modes and return its modes, from the outermost."""
     return [_pop_mode() for _ in range(_len_torch_function_stack())][::-1]

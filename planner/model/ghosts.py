@@ -1,15 +1,15 @@
 """Ghosts: tensors that have a shape and a device, and no values.
 
-A ghost stands where a value is not at hand: a parameter of another stage, an output that nobody will read. What is
-computed from a ghost is a ghost; a value asked of one (`.item()`, an `if`) is an error. So a mistake about what is
-needed shows as a ghost where a value should be, never as a wrong number.
+A ghost replaces a value that is not available: a parameter of another stage, or an unread output. The result of an
+operator on a ghost is a ghost. Code that reads its value (`.item()`, an `if`) raises an error. So a mistake about what
+a stage needs results in a ghost where a value should be, never in a wrong number.
 
-Of two kinds, a ghost is either lean (its model has no values yet, and shapes are all that is asked for), or absent: it
-stands, in a stage, where another stage has the value. What an absent ghost goes into is absent, too, so that nothing
-which reaches an output or another stage can be made of one unseen (`expect_present`).
+There are two kinds. A lean ghost belongs to a model without values, of which only shapes are needed. An absent ghost
+replaces, in a stage, a value that another stage has. Results computed from an absent ghost are absent, too, so that it
+cannot affect an output or a sent tensor unnoticed (`expect_present`).
 
-Inside lies a fake tensor of torch's. It is wrapped because libraries look for fake tensors, take them for a sign of
-compilation, and do something else then.
+A ghost contains a fake tensor of torch's. It is wrapped because libraries check for fake tensors, take them for a sign
+of compilation, and then run other code.
 """
 
 from collections.abc import Iterable, Sequence
@@ -46,18 +46,18 @@ class NeedsValuesError(Exception):
 
 
 class Ghost(Tensor):
-    """A tensor without values."""
+    """Tensor without values."""
 
     _fake: FakeTensor | None = None
 
     origin = ""
-    """What is absent, for a message; empty for a lean ghost."""
+    """Name of what is absent, for a message; empty for a lean ghost."""
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @property
     def bare(self) -> FakeTensor:
-        """The fake tensor inside; its storage tells which ghosts are views of one another."""
+        """Fake tensor inside; ghosts are views of one another if these share a storage."""
         if self._fake is None:
             with _mode(), torch._C.DisableTorchFunction():
                 self._fake = torch.empty_strided(self.shape, self.stride(), dtype=self.dtype, device=self.device)  # type: ignore[assignment]
@@ -65,9 +65,9 @@ class Ghost(Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        """Runs an operator on what is inside."""
+        """Run an operator on the fake tensors."""
         if func._schema.name in SHAPE_ONLY and isinstance(args[0], Absent):
-            # What is made has values, though what it is made like has none.
+            # The result has values, although its template has none.
             like = zeros_without_memory(args[0].shape, args[0].dtype, args[0].device)
             return func(like, *args[1:], **(kwargs or {}))
         ghosts: dict[int, Ghost] = {}
@@ -79,7 +79,7 @@ class Ghost(Tensor):
                 ghosts[id(value.bare)] = value
                 origin = origin or value.origin
                 return value.bare
-            # Torch asks a tensor that it makes a fake one of for its gradient, and warns where there can be none.
+            # Torch reads `.grad` of a tensor that it converts to a fake one, and warns if it is not a leaf.
             return value.detach() if value.requires_grad else value
 
         def wrap(value: Any) -> Any:
@@ -100,27 +100,30 @@ class Ghost(Tensor):
             except UnsupportedOperatorException as error:
                 raise NeedsValuesError(f"{func} cannot tell the shape of its result without values") from error
         if torch.Tag.inplace_view in func.tags:
-            # `x.transpose_(0, 1)`, with which torch ends a batch-first GRU: the ghost itself has another shape now.
+            # `x.transpose_(0, 1)`, which torch's batch-first GRU calls, changes the shape of the ghost itself.
             with no_dispatch():
                 func(*args, **(kwargs or {}))
         return _mapped(wrap, result)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        """There are no values to show."""
+        """Return shape, dtype and device; there are no values."""
         return f"{type(self).__name__}({list(self.shape)}, {self.dtype}, {self.device})"
 
 
 class Absent(Ghost):
-    """A ghost of what another stage has."""
+    """Ghost of a value that another stage has."""
 
 
 def absent(like: Tensor, device: torch.device, origin: str) -> Absent:
-    """An absent ghost.
+    """Return an absent ghost.
 
     Args:
-        like: Has its shape, strides and dtype.
-        device: Where it seems to be.
-        origin: What it stands for: the name of a parameter, or of the module that returned it.
+        like: Tensor with its shape, strides and dtype.
+        device: Device that it reports.
+        origin: Name of the parameter, or of the module that returned the value.
+
+    Returns:
+        The ghost.
     """
     ghost: Absent = Tensor._make_wrapper_subclass(
         Absent, like.shape, strides=like.stride(), dtype=like.dtype, device=device
@@ -130,10 +133,10 @@ def absent(like: Tensor, device: torch.device, origin: str) -> Absent:
 
 
 def expect_present(tensors: Iterable[Any], where: str) -> None:
-    """Makes sure that no absent ghost went into any of `tensors`.
+    """Check that no tensor depends on an absent ghost.
 
     Raises:
-        ModelError: One did.
+        ModelError: One of `tensors` is absent.
     """
     for tensor in tensors:
         if isinstance(tensor, Absent):
@@ -141,7 +144,7 @@ def expect_present(tensors: Iterable[Any], where: str) -> None:
 
 
 def ghost_like(tensor: Tensor, device: torch.device) -> Ghost:
-    """A ghost of the shape and dtype of `tensor`."""
+    """Return a ghost with the shape and dtype of `tensor`."""
     ghost: Ghost = Tensor._make_wrapper_subclass(
         Ghost, tensor.shape, strides=tensor.stride(), dtype=tensor.dtype, device=device
     )
@@ -174,7 +177,7 @@ def _without_computed(value: Any, seen: set[int]) -> Any:
 
 
 def storage_of(tensor: Tensor) -> torch.UntypedStorage:
-    """The memory that a tensor lies in; a ghost's tells which ghosts share theirs, and how large it would be."""
+    """Return the storage of a tensor; that of a ghost has the right size, and is shared with its views."""
     if not isinstance(tensor, Ghost):
         return tensor.untyped_storage()
     if tensor.bare.is_sparse:
@@ -183,24 +186,33 @@ def storage_of(tensor: Tensor) -> torch.UntypedStorage:
 
 
 def zeros_without_memory(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Zeros of any shape that take no more memory than one; nothing can be written into them."""
+    """Return zeros of any shape with the memory of a single number; nothing can be written into them.
+
+    Args:
+        shape: Shape of the tensor.
+        dtype: Its dtype.
+        device: Its device.
+
+    Returns:
+        An expanded tensor.
+    """
     return torch.zeros((), dtype=dtype, device=device).expand(shape)
 
 
 def storage_key(tensor: Tensor) -> int:
-    """What tells a tensor's storage from all others that there are at the same time."""
+    """Return a number that identifies a tensor's storage among all storages that exist at the same time."""
     key: int = storage_of(tensor)._cdata
     return key
 
 
 def memory_key(tensor: Tensor) -> tuple[object, ...]:
-    """Return what is equal for tensors that cover the same memory in the same order; see `storage_key`."""
+    """Return a key that is equal for tensors that cover the same memory in the same order; see `storage_key`."""
     return storage_key(tensor), tensor.storage_offset(), tensor.shape, tensor.stride()
 
 
 @cache
 def _mode() -> FakeTensorMode:
-    # For it torch imports its compiler, which takes a second: who makes no ghosts need not wait.
+    # Made on first use, because torch imports its compiler for it, which takes a second.
     return FakeTensorMode(allow_non_fake_inputs=True)
 
 
@@ -217,7 +229,7 @@ def _wrapped(inner: FakeTensor, origin: str) -> Ghost:
 
 
 def _poison_written(func: Any, args: Any, kwargs: dict[str, Any], origin: str) -> None:
-    """Makes numbers that an absent ghost is written over into none: the tensor itself cannot become a ghost."""
+    """Fill a tensor that an absent ghost is written into with NaN: the tensor itself cannot become a ghost."""
     for position, argument in enumerate(func._schema.arguments):
         if argument.alias_info is None or not argument.alias_info.is_write:
             continue
@@ -235,7 +247,7 @@ def _poison_written(func: Any, args: Any, kwargs: dict[str, Any], origin: str) -
 
 
 def _mapped(function: Any, value: Any) -> Any:
-    """`function` of every tensor in the arguments or the result of an operator."""
+    """Apply `function` to every tensor in the arguments or the result of an operator."""
     if isinstance(value, Tensor):
         return function(value)
     if isinstance(value, tuple | list) and not isinstance(value, torch.Size):

@@ -1,14 +1,14 @@
-"""How a model's tensors grow with the batch, as two forwards of batches of different size tell.
+"""Determine how a model's tensors grow with the batch, from forwards of two batches of different size.
 
-Every dimension is taken for a straight line through the two sizes that were seen:
+Every dimension is assumed to be linear in the number of samples, through the two sizes that were recorded:
 
     value          2 samples    4 samples    n samples
     embeddings     (2, 7, 16)   (4, 7, 16)   (n, 7, 16)
     windows        (6, 16)      (12, 16)     (3 n, 16)
     padded words   (2, 9)       (4, 7)       none: its shape depends on the data
 
-Nothing can be cut where a tensor of the last kind crosses, nor inside of a call that calls other modules for another
-batch: a pipeline takes the same path, and sends the same tensors, for every micro-batch.
+The model is not cut where a tensor of the last kind would cross. It is also not cut inside of a call that calls other
+modules for another batch: a pipeline runs the same code, and sends the same tensors, for every micro-batch.
 """
 
 import contextlib
@@ -22,23 +22,23 @@ from planner.model.leaves import Constant, Leaf, Value, counted
 from planner.model.recording import Call, Join, Recording
 
 SIZES = (2, 4)
-"""Samples in the two batches that are run. Not 1, which batch normalization and broadcasting treat in their own way."""
+"""Samples in the two batches. Not 1, because batch normalization and broadcasting treat one sample differently."""
 
 ShapePair = tuple[tuple[int, ...], tuple[int, ...]]
-"""The shapes of one value, in a batch of either size."""
+"""Shapes of one value, in a batch of either size."""
 
 Shapes = dict[int, ShapePair]
-"""By value."""
+"""Shapes by value."""
 
 
 def shape_at(pair: ShapePair, size: int) -> tuple[int, ...]:
-    """The shape in a batch of `size` samples."""
+    """Return the shape in a batch of `size` samples."""
     step = SIZES[1] - SIZES[0]
     return tuple(max(0, a + (b - a) * (size - SIZES[0]) // step) for a, b in zip(*pair, strict=True))
 
 
 def candidates_in_both(recording: Recording, other: Recording) -> dict[Join, ShapePair]:
-    """What may be a join for batches of either size, and its shapes; of the joins, those of `recording`."""
+    """Return the candidates for joins that occur for both batch sizes, as those of `recording`, with their shapes."""
     other_shapes = {place: other.values[join.value][1].shape for place, join in _candidates_by_place(other)}
     pairs = {}
     for place, join in _candidates_by_place(recording):
@@ -49,16 +49,24 @@ def candidates_in_both(recording: Recording, other: Recording) -> dict[Join, Sha
 
 
 def shapes_in_both(recording: Recording, other: Recording, cuts: Sequence[int]) -> tuple[Shapes, list[Call]]:
-    """The shapes of what comes into sight of code that a cut goes through, and the calls that take no fixed path.
+    """Return the shapes of values that the code of open calls can use, and the calls that take no fixed path.
 
-    Also settles, in the calls of `recording`, which whole numbers among the leaves count samples.
+    Integers among the leaves that grow with the batch become `Counted` in the calls of `recording`.
+
+    Args:
+        recording: Forward of a batch of `SIZES[0]` samples.
+        other: Forward of a batch of `SIZES[1]` samples.
+        cuts: Times of the cuts.
+
+    Returns:
+        Shapes by value, and the calls that call other modules for another batch size.
 
     Raises:
         ModelError: The model's inputs have another structure for another batch.
     """
     varying: list[Call] = []
     shapes = _paired("the model's input", recording.inputs, other.inputs)
-    # Calls are followed in pairs: their numbers differ behind a call that makes more calls for another batch.
+    # Calls are followed in pairs: their numbers differ after a call that makes more calls for another batch.
     open_pairs = [(0, 0)]
     while open_pairs:
         first, second = open_pairs.pop()
@@ -67,12 +75,12 @@ def shapes_in_both(recording: Recording, other: Recording, cuts: Sequence[int]) 
             varying.append(call)
             continue
         for number, other_number in zip(call.children, other_call.children, strict=True):
-            # A value that several calls return is the same tensor: the first one says what it is.
+            # A value that several calls return is the same tensor: the first one defines its shape.
             shapes = _shapes_of_call(recording.calls[number], other.calls[other_number]) | shapes
             if any(recording.calls[number].enter < cut <= recording.calls[number].exit for cut in cuts):
                 open_pairs.append((number, other_number))
     if recording.unread:
-        with contextlib.suppress(ModelError):  # it may return what it likes, but then nothing stands in for that
+        with contextlib.suppress(ModelError):  # another structure is allowed, but then there are no stand-ins for it
             shapes = _paired("the model", recording.calls[0].leaves, other.calls[0].leaves) | shapes
     return shapes, varying
 
@@ -80,12 +88,15 @@ def shapes_in_both(recording: Recording, other: Recording, cuts: Sequence[int]) 
 def refusals_of_cuts(
     cuts: Iterable[tuple[int, str, Sequence[int]]], shapes: Shapes, varying: Sequence[Call]
 ) -> dict[int, ModelError]:
-    """The cuts that go through a call without a fixed path, or that something crosses which depends on the data.
+    """Return the error of each cut through a call without a fixed path, or crossed by a data-dependent tensor.
 
     Args:
-        cuts: Every cut, the name of the layer in front of it, and the values that cross it.
-        shapes: By value, as `shapes_in_both` has them.
-        varying: The calls that take no fixed path.
+        cuts: Every cut, the name of the layer before it, and the values that cross it.
+        shapes: Shapes by value, from `shapes_in_both`.
+        varying: Calls that take no fixed path.
+
+    Returns:
+        Errors by cut.
     """
     refusals: dict[int, ModelError] = {}
     for cut, name, values in cuts:
@@ -98,7 +109,10 @@ def refusals_of_cuts(
 
 
 def _candidates_by_place(recording: Recording) -> Iterator[tuple[tuple[Any, ...], Join]]:
-    """What may be a join, by where it is; numbers of calls are others where a module calls more for another batch."""
+    """Yield the candidates for joins with a position that is comparable between recordings.
+
+    Numbers of calls are not: a module may call more modules for another batch.
+    """
     places: list[tuple[int, ...]] = [()] * len(recording.calls)
     # A parent comes before its children, so its place is known by then.
     for call in recording.calls:
@@ -109,9 +123,9 @@ def _candidates_by_place(recording: Recording) -> Iterator[tuple[tuple[Any, ...]
 
 
 def _shapes_of_call(call: Call, other: Call) -> Shapes:
-    """The shapes of what one call returned and left behind; its whole numbers that count samples become `Counted`."""
+    """Return the shapes of what a call returned and left in attributes; mark its integers that grow with the batch."""
     shapes: Shapes = {}
-    # What it returns may be of another structure, as long as none of it crosses a cut: then no shape is known of it.
+    # Its result may have another structure if none of it crosses a cut; its shapes are then unknown.
     with contextlib.suppress(ModelError):
         shapes = _paired(call.path, call.leaves, other.leaves)
         call.leaves = _counted(call.leaves, other.leaves)
@@ -133,15 +147,15 @@ def _counted(leaves: Sequence[Leaf], others: Sequence[Leaf]) -> tuple[Leaf, ...]
 
 
 def _changes_in_both(call: Call, other: Call) -> tuple[tuple[Change, ...], Shapes]:
-    """What a call leaves in attributes for either batch, and the shapes of the tensors among that."""
+    """Return the attribute changes that a call makes for both batches, and the shapes of the tensors in them."""
     other_leaves = {(change.path, change.keys, change.kind, change.nest): change.leaves for change in other.changes}
     kept: list[Change] = []
     shapes: Shapes = {}
     for change in call.changes:
-        # Changes are matched by place and structure: one call may leave several behind, in any order.
+        # Changes are matched by place and structure: one call may make several, in any order.
         others = other_leaves.get((change.path, change.keys, change.kind, change.nest), ())
         leaves = _counted(change.leaves, others) if others else ()
-        # A number that depends on the data is for somebody to look at: nothing is known of it behind a cut.
+        # A number that depends on the data is not restored: its value is unknown after a cut.
         if not leaves or any(isinstance(a, Constant) and a != b for a, b in zip(leaves, others, strict=True)):
             continue
         with contextlib.suppress(ModelError):
@@ -151,7 +165,7 @@ def _changes_in_both(call: Call, other: Call) -> tuple[tuple[Change, ...], Shape
 
 
 def _grows(shape: tuple[int, ...], other: tuple[int, ...]) -> bool:
-    """Whether every sample more adds as much, and no dimension would be negative without samples."""
+    """Return True if every sample adds the same, and no dimension would be negative without samples."""
     if not all(type(length) is int for length in (*shape, *other)):
         return False  # the ragged dimension of a nested tensor
     step = SIZES[1] - SIZES[0]
@@ -160,7 +174,7 @@ def _grows(shape: tuple[int, ...], other: tuple[int, ...]) -> bool:
 
 
 def _data_dependence(name: str, values: Sequence[int], shapes: Shapes) -> ModelError | None:
-    """Why no boundary can be behind a layer: what crosses it depends on the data."""
+    """Return the error if a tensor that crosses the boundary after a layer depends on the data."""
     if any(value not in shapes for value in values):
         return ModelError(
             f'what crosses the boundary behind "{name}" is something else for another batch size',

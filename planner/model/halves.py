@@ -1,17 +1,17 @@
-"""A stage's backward in two parts: I, the gradient of its input, and W, the gradients of its weights, put off.
+"""Split the backward of a stage: input gradient (I) first, weight gradients (W) later.
 
-    forward           under `SplitBackward.splitting`: linear layers, convolutions and embeddings keep what they would
-    backward_input    I: all of the backward but the gradients of their weights; (x, dy) stays of each of them
+    forward           under `SplitBackward.splitting`: linear layers, convolutions and embeddings note their use
+    backward_input    I: the whole backward except for gradients of their weights; (x, dy) of each is kept
     backward_weight   W: these gradients, added to the parameters as autograd adds them
 
-I is autograd's own backward, so that everything else in it is done once and let go of: what is recomputed, other
-parameters, hooks, streams. W makes a graph of its own that leads straight to the parameters.
+I is autograd's own backward. Everything else in it is done once and then released: recomputation, other parameters,
+hooks, streams. W builds a separate graph that leads straight to the parameters.
 
-What W takes, a function mode sees as it is called: by a module or not. What it cannot see (compiled code, a weight that
-is computed from others) or should not touch (a parameter with hooks) stays whole, in I. Backwards that a model runs by
-itself within its forward, for the sake of some gradient, are whole as well, and may be differentiated again.
+A function mode sees the operators as they are called, by a module or not. The following remain whole, in I: compiled
+code and weights computed from other weights, which the mode cannot see, and parameters with hooks. A backward that a
+model runs within its forward is whole as well, and may be differentiated again.
 
-Putting off the gradients of weights: Qi et al. 2024, arXiv:2401.10241.
+Deferred weight gradients: Qi et al. 2024, arXiv:2401.10241.
 """
 
 from collections import Counter
@@ -35,25 +35,25 @@ from planner.model.put_off import OPERATORS, Operands, Operator, Use, use_of, we
 
 @dataclass(slots=True, kw_only=True)
 class _Later:
-    """What the gradients of one use of a weight are computed from."""
+    """Deferred weight gradients of one use of a weight."""
 
     operator: Operator
     operands: Operands
-    """The operands of the use: weight and bias are parameters, or autocast's copies; no bias that is not trained."""
+    """Operands of the use: parameters, or autocast's copies of them; the bias is None if it is not trained."""
     leaves: tuple[nn.Parameter, ...]
-    """The parameters that these are, or are copies of."""
+    """Parameters that these operands are, or are copies of."""
     gradient: Tensor
-    """The gradient of what the operator made."""
+    """Gradient of the operator's result."""
     versions: tuple[int, int]
-    """The versions of x and the gradient: whether somebody has written into them since."""
+    """Version counters of x and of the gradient, to detect writes since."""
     backward: int
-    """Autograd's number of the backward that came to it."""
+    """Autograd's number of the backward that reached it."""
 
     def gradients(self) -> tuple[Tensor, Tensor | None]:
-        """The gradients of weight and bias.
+        """Return the gradients of weight and bias.
 
         Raises:
-            RuntimeError: What they are computed from is no longer what it was, as autograd says it.
+            RuntimeError: One of their operands was modified since, as autograd reports it.
         """
         x, weight, _ = self.operands
         if (x._version, self.gradient._version) != self.versions:
@@ -66,33 +66,33 @@ class _Later:
 
 
 PutOff = list[_Later]
-"""What a micro-batch keeps on a stage between I and W."""
+"""Deferred weight gradients of one micro-batch on a stage, between I and W."""
 
 
 def additions_of(put_off: PutOff) -> Counter[nn.Parameter]:
-    """How often W adds to the gradient of each parameter: once for every backward that came to it, however often."""
+    """Return how often W adds to the gradient of each parameter: once for every backward that reached it."""
     backwards = (together for _, together in groupby(put_off, key=lambda use: use.backward))
     return Counter(leaf for uses in backwards for leaf in {id(p): p for use in uses for p in use.leaves}.values())
 
 
 class SplitBackward:
-    """The backward of one stage, in two parts.
+    """Backward of one stage, in two parts.
 
     Args:
-        counts_only: Whether a hook on a parameter may be called although its gradient is not complete: it looks at
-            none. By default no hook may.
+        counts_only: Returns True for a hook on a parameter that does not read its gradient, so that it may run before
+            the gradient is complete. By default no hook may.
     """
 
     def __init__(self, counts_only: Callable[[Callable[..., Any]], bool] = lambda _: False) -> None:
         self._counts_only = counts_only
         self.collected: PutOff | None = None
-        """What is put off by the I that runs now; None where none does."""
+        """Deferred gradients of the running I; None if none runs."""
         self._casts: dict[nn.Parameter, Tensor] | None = None
         self._mode = _Seeing(self)
 
     @contextmanager
     def keeping_casts(self) -> Iterator[None]:
-        """Meanwhile autocast's copies of weights that are put off are kept, as torch keeps those of the others."""
+        """Cache autocast's copies of the weights with deferred gradients inside the block, as torch does for others."""
         self._casts = {}
         try:
             yield
@@ -100,48 +100,57 @@ class SplitBackward:
             self._casts = None
 
     def splitting(self) -> AbstractContextManager[Any]:
-        """What a forward runs in whose backward will be run in two parts."""
+        """Return the context for a forward whose backward is split."""
         return self._mode
 
     def backward_input(self, outputs: Sequence[Tensor], gradients: Sequence[Tensor]) -> PutOff:
-        """I: adds gradients to all leaves but to weights that are put off.
+        """Run I: add gradients to all leaves except for weights whose gradients are deferred.
 
         Args:
-            outputs: Of a forward that ran in `splitting`.
-            gradients: Theirs.
+            outputs: Outputs of a forward that ran in `splitting`.
+            gradients: Gradients of the outputs.
 
         Returns:
-            What `backward_weight` needs.
+            The argument of `backward_weight`.
         """
         collected: PutOff = []
         self.collected = collected
         try:
-            with self._mode:  # what is recomputed is seen as it was seen the first time
+            with self._mode:  # recomputation is intercepted like the first forward
                 torch.autograd.backward(outputs, gradients)
         finally:
             self.collected = None
         return collected
 
     def backward_weight(self, put_off: PutOff) -> None:
-        """W: adds the gradients of weights; `put_off` is empty then.
+        """Run W: add the deferred gradients of weights, and empty `put_off`.
 
         Raises:
-            RuntimeError: A tensor was written into that they need.
+            RuntimeError: A tensor that they need was modified.
         """
-        # Several uses of a weight are added up before they go to the parameter, those of each backward by themselves:
-        # what is recomputed has one of its own.
+        # Uses of a weight are summed before they are added to the parameter, separately for each backward: recomputed
+        # code has its own.
         while put_off:
             together = list(takewhile(lambda use: use.backward == put_off[0].backward, put_off))
             del put_off[: len(together)]
             starts = []
-            # Autograd begins with what was made last; so that is what I came to first.
+            # Autograd starts with the newest node, so the use that I reached first must be made last.
             while together:
                 starts.append(_start_of(together.pop()))
             torch.autograd.backward(starts, [start.detach() for start in starts])
 
     def call(self, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """What `function`, one of `OPERATORS`, returns; so that the gradients of its weight can be put off."""
-        # Most of what a model multiplies is no weight, and a forward waits for what is looked at here.
+        """Return the result of `function`, one of `OPERATORS`, so that the gradients of its weight can be deferred.
+
+        Args:
+            function: The function of torch.
+            args: Its positional arguments.
+            kwargs: Its keyword arguments.
+
+        Returns:
+            Its result.
+        """
+        # Most products have no trained weight; the cheap test comes first, for speed.
         use = use_of(function, args, kwargs) if self._is_trained(weight_in(function, args, kwargs)) else None
         if use is None or not self._can_be_put_off(use.operands):
             return function(*args, **kwargs)
@@ -154,28 +163,27 @@ class SplitBackward:
         return _Whole.apply(self, use, *operands)  # type: ignore[no-untyped-call]
 
     def _can_be_put_off(self, operands: Operands) -> bool:
-        """Whether the gradients of a trained weight and of a bias can be computed later; what x is is not known yet."""
+        """Return True if the gradients of a trained weight and of a bias can be deferred, given the type of x."""
         x, _, bias = operands
         if type(x) not in _PLAIN or x.layout != torch.strided or x.is_complex():
             return False
         if bias is not None and not self._is_trained(bias) and bias.requires_grad:
             return False
-        # Transforms of functions (`torch.func`) and forward-mode derivatives ask autograd functions for rules of their
-        # own.
+        # Function transforms (`torch.func`) and forward-mode derivatives need additional rules of autograd functions.
         is_transformed = torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
         needs_something = torch.is_grad_enabled() or _autocast_dtype(x) is not None
         return needs_something and not is_transformed
 
     def _is_trained(self, weight: Any) -> bool:
-        """Whether it is a parameter to which gradients are added, and nobody looks at them before they are complete."""
+        """Return True if gradients accumulate in the parameter, and no hook reads them before they are complete."""
         if not _is_parameter(weight) or not weight.requires_grad or not weight.is_leaf or weight.is_complex():
             return False
-        # A hook would be called in I, with nothing.
+        # A hook would be called in I, without a gradient.
         hooks = weight._post_accumulate_grad_hooks
         return not weight._backward_hooks and (not hooks or all(map(self._counts_only, hooks.values())))
 
     def _cast(self, tensor: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-        """The tensor as autocast casts it; a parameter's copy leads to the parameter, and is made once."""
+        """Return the tensor as autocast casts it; a parameter's copy is made once, with a graph to the parameter."""
         if tensor is None or tensor.dtype in {dtype, torch.float64}:
             return tensor
         if not isinstance(tensor, nn.Parameter):
@@ -191,7 +199,7 @@ class SplitBackward:
 
 
 class _Seeing(TorchFunctionMode):
-    """Sees the functions of torch that a forward calls."""
+    """Mode that intercepts the functions of torch that a forward calls."""
 
     def __init__(self, split: SplitBackward) -> None:
         super().__init__()
@@ -200,13 +208,13 @@ class _Seeing(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """What `func` returns."""
+        """Return the result of `func`."""
         kwargs = kwargs or {}
-        # Most calls are none of those, and a forward waits for this. What is compiled is compiled without this mode.
+        # The common case comes first, for speed. Code is compiled without this mode.
         if torch.compiler.is_dynamo_compiling() or func not in _SEEN:
             return func(*args, **kwargs)
         if not _PLAIN.issuperset(types):
-            return func(*args, **kwargs)  # other kinds of tensor have their own ways
+            return func(*args, **kwargs)  # other tensor classes are not supported
         inner = _SEEN_THROUGH.get(func)
         if inner is None:
             return self._split.call(func, args, kwargs)
@@ -215,18 +223,18 @@ class _Seeing(TorchFunctionMode):
 
 
 class _Whole(torch.autograd.Function):
-    """An operator whose backward is whole, but within an I: there it is without the gradients of its weights."""
+    """Operator with an ordinary backward, which leaves out the gradients of weights within an I."""
 
     @staticmethod
     def forward(ctx: Any, split: SplitBackward, use: Use, *tensors: Any) -> Tensor:
         operands = Operands._make(tensors)
-        # No tensor but weights: what is kept of x, a checkpoint may want to drop.
+        # Only weights are kept here; x is a saved tensor, which a checkpoint may drop.
         ctx.split, ctx.operator, ctx.leaves, ctx.weights = split, use.operator, use.operands[1:], operands[1:]
-        # As much as torch keeps: the weight is needed for the gradient of the input alone.
+        # The same tensors as torch saves: the weight is needed only for the gradient of the input.
         ctx.save_for_backward(operands.x, operands.weight if operands.x.requires_grad else None)
         ctx.set_materialize_grads(False)
         result = use.operator.forward(operands)
-        # A view that an autograd function returns could not be written into behind it.
+        # Later code could not write into a view that an autograd function returns.
         return result.detach() if result._is_view() else result
 
     @staticmethod
@@ -260,7 +268,7 @@ class _Whole(torch.autograd.Function):
 
 
 class _WeightGradients(torch.autograd.Function):
-    """A scalar whose backward computes the gradients of a weight, which nobody else holds then."""
+    """Scalar whose backward computes the gradients of a weight, and holds the only reference to them."""
 
     @staticmethod
     def forward(ctx: Any, use: _Later, *weights: Tensor) -> Tensor:
@@ -275,7 +283,7 @@ class _WeightGradients(torch.autograd.Function):
 
 
 def _start_of(use: _Later) -> Tensor:
-    """The scalar from which a backward leads to the weights of a use."""
+    """Return the scalar from which a backward leads to the weights of a use."""
     weights = [weight for weight in use.operands[1:] if weight is not None]
     start: Tensor = _WeightGradients.apply(use, *weights)  # type: ignore[no-untyped-call]
     return start
@@ -287,7 +295,7 @@ def _autocast_dtype(x: Tensor) -> torch.dtype | None:
 
 
 def _wanted(leaves: Sequence[nn.Parameter | None], *, is_split: bool) -> str:
-    """What the backward that runs now wants of the gradients of weights: "later", "never", or at once (empty)."""
+    """Return when the running backward needs the gradients of weights: "later", "never", or now (empty)."""
     trained = [leaf for leaf in leaves if leaf is not None and leaf.requires_grad]
     try:
         answers = {torch._C._will_engine_execute_node(get_gradient_edge(leaf).node) for leaf in trained}
@@ -299,7 +307,7 @@ def _wanted(leaves: Sequence[nn.Parameter | None], *, is_split: bool) -> str:
 
 
 def _replayed(ctx: Any, gradient: Tensor, x: Tensor) -> tuple[Tensor | None, ...]:
-    """The gradients of x, weight and bias, which can be differentiated again where that is asked for."""
+    """Return the gradients of x, weight and bias; they can be differentiated again if the backward creates a graph."""
     create_graph = torch.is_grad_enabled()
     needed = ctx.needs_input_grad[2:]
     with torch.enable_grad():
@@ -312,7 +320,7 @@ def _replayed(ctx: Any, gradient: Tensor, x: Tensor) -> tuple[Tensor | None, ...
 
 
 _PLAIN: Final = frozenset((Tensor, nn.Parameter, Ghost))
-"""A ghost of what another stage has is another class: its gradients are nobody's here."""
+"""Types of tensors that are supported. An absent ghost has another class, because its gradients are unused."""
 
 
 def _is_parameter(weight: Any) -> bool:
@@ -325,8 +333,8 @@ def _never(*_: Any) -> bool:
 
 
 def _unasked(function: Any) -> Any:
-    """A copy of a function that does not ask for modes before it begins: those see what it calls."""
-    # Torch hands a function that is written in Python to the mode as a whole, and what it calls to nobody.
+    """Return a copy of a function that does not dispatch to modes itself, so that modes see the functions it calls."""
+    # Torch passes a function that is written in Python to the mode as a whole, without the functions it calls.
     names = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
     inside = {**function.__globals__, **dict.fromkeys(names, _never)}
     copy = FunctionType(function.__code__, inside, function.__name__, function.__defaults__, function.__closure__)
@@ -335,7 +343,7 @@ def _unasked(function: Any) -> Any:
 
 
 _BACKWARDS: Final = (Tensor.backward, torch.autograd.backward, torch.autograd.grad)
-"""They recompute checkpoints, whose tensors must be those of their first forward, in the same order."""
+"""Functions that recompute checkpoints, whose tensors must be those of their first forward, in the same order."""
 _SEEN_THROUGH: Final = {
     function: _unasked(function)
     for function in (functional.embedding, functional.multi_head_attention_forward, *_BACKWARDS)

@@ -1,8 +1,7 @@
-"""The tensors that modules hold: parameters and buffers, and what lies in plain attributes beside them.
+"""List and replace the tensors that modules hold: parameters, buffers, and tensors in plain attributes.
 
-A plain attribute may be a list of the module's own parameters (`_flat_weights` of torch's LSTM and GRU). Those are no
-tensors of their own: they are wherever the parameters are, and whoever puts others in place of parameters must do so
-there, too.
+A plain attribute may be a list of the module's own parameters (`_flat_weights` of torch's LSTM and GRU). These are not
+additional tensors: code that replaces parameters must also replace them there.
 """
 
 from collections import deque
@@ -24,7 +23,7 @@ _Change = tuple[dict[str, Any], str, Any]
 
 
 def named_tensors(module: nn.Module) -> list[tuple[str, Tensor]]:
-    """Parameters and buffers under all their names: what is tied comes once under each."""
+    """Return parameters and buffers under all their names: a tied tensor occurs once for each name."""
     return [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
 
 
@@ -36,17 +35,20 @@ def loose_tensors(module: nn.Module) -> list[Tensor]:
 
 
 def move_loose_tensors(module: nn.Module, move: Callable[[Tensor], Tensor]) -> None:
-    """Puts `move(tensor)` in place of every one of `loose_tensors`."""
+    """Replace each of `loose_tensors` by `move(tensor)`."""
     loose = {id(tensor) for tensor in loose_tensors(module)}
     replace_loose(module, lambda tensor: move(tensor) if id(tensor) in loose else tensor)
 
 
 def replace_tensors(module: nn.Module, other: Callable[[Tensor], Tensor]) -> list[_Change]:
-    """Puts `other(tensor)` in place of every parameter and buffer, wherever `module` and its parts hold it.
+    """Replace every parameter and buffer by `other(tensor)`, wherever `module` and its submodules hold it.
 
-    It is asked for once for each, so that what is tied stays tied. Returns what `replace_loose` does.
+    `other` is called once for each tensor, so that tied tensors stay tied.
+
+    Returns:
+        The changed plain attributes, as returned by `replace_loose`.
     """
-    # With those that are replaced: what nobody holds any more might leave its identity to another.
+    # The old tensors are kept as well: the id of a freed tensor could be reused.
     replacements: dict[int, tuple[Tensor, Tensor]] = {}
     for table in _tables(module):
         for name, tensor in table.items():
@@ -60,7 +62,7 @@ def replace_tensors(module: nn.Module, other: Callable[[Tensor], Tensor]) -> lis
 
 @contextmanager
 def replaced_tensors(module: nn.Module, other: Callable[[Tensor], Tensor]) -> Iterator[None]:
-    """Does what `replace_tensors` does for a while; afterwards every module holds what it held before."""
+    """Apply `replace_tensors` inside the block; afterwards every module holds its former tensors again."""
     before = [(table, dict(table)) for table in _tables(module)]
     changed = replace_tensors(module, other)
     try:
@@ -74,7 +76,7 @@ def replaced_tensors(module: nn.Module, other: Callable[[Tensor], Tensor]) -> It
 
 
 def as_ghosts(module: nn.Module) -> AbstractContextManager[None]:
-    """Meanwhile parameters and buffers of `module` are ghosts; what is tied stays tied."""
+    """Replace parameters and buffers of `module` by ghosts inside the block; tied ones stay tied."""
     return replaced_tensors(module, _ghost)
 
 
@@ -86,9 +88,10 @@ def copy_attributes(parameter: Tensor, other: Tensor) -> None:
 
 
 def replace_loose(module: nn.Module, other: Callable[[Tensor], Tensor]) -> list[_Change]:
-    """Puts `other(tensor)` in place of every tensor in plain attributes, lists and dicts, parameters included.
+    """Replace every tensor in plain attributes, lists and dicts by `other(tensor)`, parameters included.
 
-    Returns the attributes of the module, the name and the former value of each that names another tensor now.
+    Returns:
+        For each changed attribute, the attributes of its module, its name and its former value.
     """
     changed: list[_Change] = []
     for part in module.modules():
@@ -101,7 +104,7 @@ def replace_loose(module: nn.Module, other: Callable[[Tensor], Tensor]) -> list[
 
 
 def _attributes(part: nn.Module) -> Iterator[tuple[str, Any]]:
-    """The plain attributes that can hold a tensor; a model has thousands more, which would each be taken apart."""
+    """Yield the plain attributes that can hold a tensor; flattening all the thousands of others would take too long."""
     for name, value in vars(part).items():
         holds = isinstance(value, Tensor) or (isinstance(value, list | tuple | dict | deque) and len(value) > 0)
         if holds and name not in _HELD_BY_TORCH:
@@ -109,7 +112,7 @@ def _attributes(part: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def _tables(module: nn.Module) -> Iterator[dict[str, Tensor | None]]:
-    """The mappings in which a module and its parts hold their parameters and buffers, by name."""
+    """Yield the dicts in which a module and its submodules hold parameters and buffers, by name."""
     for part in module.modules():
         yield cast("dict[str, Tensor | None]", part._parameters)
         yield part._buffers

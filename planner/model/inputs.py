@@ -1,4 +1,7 @@
-"""Inputs given as text: `3x224x224`, `1024:int64:32000` (shape[:dtype[:upper bound]], without the batch dimension)."""
+"""Parse inputs given as text: `3x224x224`, `1024:int64:32000`.
+
+The form is shape[:dtype[:upper bound]], without the batch dimension.
+"""
 
 import torch
 from torch import Tensor
@@ -9,16 +12,22 @@ BATCH_FIRST = (
     "put the samples first in every tensor of inputs and targets: `batch_first=True` in `nn.Transformer`, `nn.LSTM` "
     "and the like, or transpose in the model's `forward`"
 )
-"""What to do with a sequence-first model."""
+"""Hint for a sequence-first model."""
 
 _EXAMPLE = "for example `--input 3x224x224` or `--input 1024:int64:32000`"
 
 
 def input_tensor(text: str, batch_size: int) -> Tensor:
-    """Random data of shape (batch_size, *shape): normal for floats, uniform below the upper bound for integers.
+    """Return random data of shape (batch_size, *shape).
+
+    Floating-point data are normal; integers are uniform below the upper bound.
+
+    Args:
+        text: Text of the form shape[:dtype[:upper bound]].
+        batch_size: Number of samples.
 
     Raises:
-        UsageError: Not of the form shape[:dtype[:upper bound]].
+        UsageError: The text has another form.
     """
     parts = text.split(":")
     try:

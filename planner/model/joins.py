@@ -1,16 +1,16 @@
-"""Joins: what a module's own code makes that is narrower than what it is made of, as the sum in `x = x + block(x)`.
+"""Find joins: results of a module's own code that are narrower than their operands, as the sum in `x = x + block(x)`.
 
-Code in front of a cut is run again behind it, on what was received. For the sake of a sum, all that it is made of would
-have to cross: for `x = x + block(x)` over many blocks, what every block returned. A join crosses itself instead. The
-stage in front computes it; in the stages behind, the function that makes it returns what was received.
+Code before a cut runs again after it, on the received tensors. To repeat a sum, all of its operands would have to be
+sent: for `x = x + block(x)` over many blocks, the results of every block. A join is sent itself instead. The stage
+before the cut computes it. In later stages, the function that makes it returns the received tensor.
 
     x0 --+-- block 0 -- r0 --(+)-- x1 --+-- block 1 -- r1 --(+)-- x2 | -- block 2
          +--------------------+         +--------------------+      cut
 
-At this cut without joins x0, r0 and r1 cross; with the joins x1 and x2 it is x2 alone.
+At this cut x0, r0 and r1 would be sent without joins; with the joins x1 and x2, only x2 is sent.
 
-That never makes a cut wider. What a join takes the place of are tensors that only it is made of, that nobody else reads
-behind it, and that are larger together than it is; no two joins take the place of the same ones.
+A join never makes a cut wider. It replaces tensors that only it is computed from, that no other code reads after the
+cut, and that are larger together than it is. No two joins replace the same tensors.
 """
 
 from bisect import bisect_right
@@ -21,12 +21,12 @@ from planner.model.repetition import Repetition
 
 
 def joins_of(recording: Recording, repetition: Repetition) -> dict[int, Join]:
-    """The joins among `Recording.candidates`, by the operator that made each."""
+    """Return the joins among `Recording.candidates`, by the operator that made each."""
     return _Finder(recording, repetition).joins
 
 
 class _Finder:
-    """Finds joins, one after the other: a later one may be made of earlier ones."""
+    """Search for joins in execution order: a later join may be computed from earlier ones."""
 
     def __init__(self, recording: Recording, repetition: Repetition) -> None:
         self._recording = recording
@@ -43,8 +43,8 @@ class _Finder:
                 self.joins[number] = candidate
 
     def _is_pure(self, candidate: Join) -> bool:
-        """Whether nothing but the tensor comes of the call, and nobody writes into that."""
-        # A stage that received the tensor does not run the function: it would lack whatever else that does.
+        """Return True if the call has no effect but its result, and nothing writes into that."""
+        # A stage that received the tensor does not run the function, so its other effects would be missing.
         if len(self._versions[self._flow[candidate.version]["storage"]]) > 1:
             return False
         first, end = (bisect_right(self._times, time) for time in (candidate.enter, candidate.exit))
@@ -55,14 +55,15 @@ class _Finder:
         )
 
     def _writes_outside(self, versions: tuple[int, ...], time: int) -> bool:
-        """Whether one of the versions is of a storage that was there before `time`."""
+        """Return True if one of the versions belongs to a storage that existed before `time`."""
         storages = (self._flow[version]["storage"] for version in versions)
         return any(self._flow[self._versions[storage][0]]["created"] < time for storage in storages)
 
     def _is_narrower(self, candidate: Join) -> bool:
-        """Whether it takes fewer bytes than what would cross for its sake alone, just behind it.
+        """Return True if sending the result takes fewer bytes than sending the tensors that only it needs.
 
-        As many will do if the stages behind would need parameters or buffers to make it.
+        Both are counted at the cut just after it. An equal number is enough if the later stages would need parameters
+        or buffers to make it.
         """
         cut = candidate.exit + 1
         replaced_bytes, needs_held = 0, False
@@ -73,7 +74,7 @@ class _Finder:
             for data in map(self._flow.__getitem__, self._sources(number, cut)):
                 maker = data["operator"]
                 if maker < 0 or not self._repetition.repeats(maker, cut):
-                    # A call that is over returned it, or it is an input: it would be sent.
+                    # A finished call returned it, or it is an input: it would be sent.
                     replaced_bytes += sum(map(self._num_bytes, self._repetition.exposed(data["storage"], cut)))
                 elif maker in self.joins:
                     replaced_bytes += self._num_bytes(self.joins[maker].value)
@@ -82,14 +83,14 @@ class _Finder:
         return replaced_bytes + needs_held > self._num_bytes(candidate.value)
 
     def _sources(self, operator: int, cut: int) -> Iterator[int]:
-        """The versions that an operator reads and nothing else that runs behind a cut."""
-        # What something else reads there crosses anyway: the join would not take its place.
+        """Yield the versions that an operator reads and that no other code after the cut reads."""
+        # A tensor that other code reads there is sent anyway: the join would not replace it.
         for version in dict.fromkeys(self._recording.reads[operator]):
             if all(self._is_over(time, operator, cut) for time in self._flow[version]["uses"]):
                 yield version
 
     def _is_over(self, time: int, operator: int, cut: int) -> bool:
-        """Whether a use at `time` is the operator's own, or is not repeated behind the cut."""
+        """Return True if the use at `time` is the operator's own, or does not run again after the cut."""
         if time >= cut:
             return False
         number = bisect_right(self._times, time) - 1

@@ -1,14 +1,14 @@
-"""State that a model keeps from one forward to the next, and the part of a forward that uses it.
+"""Find state that a model keeps from one forward to the next, and the part of a forward that uses it.
 
 Each stage has a separate copy of the state, changed only by its own forwards. So code that changes state and code that
-reads it must share a stage:
+reads it must be in the same stage:
 
     forward of block 0      reads w           first access
     ------------------                        a stage that ends here would read a `w` that is never changed
     forward of block 3      changes w         last access
 
 Tensors that are written in place are found in one forward. Tensors that are assigned to attributes (`self.h = h`) are
-state if the next forward reads them, which a second recording tells. Numbers in attributes are not looked at.
+state if the next forward reads them, which a second recording shows. Numbers in attributes are ignored.
 """
 
 from collections.abc import Iterable, Mapping
@@ -44,7 +44,7 @@ def written_states(recording: Recording, names: Mapping[int, str], assigned: Map
         for storage in written.union(flow[version]["storage"] for version in reads):
             times.setdefault(storage, []).append(operator.time)
     for storage, path in assigned.items():
-        # When the module's code did it is not known: at the latest where its last call ended.
+        # The exact time is unknown; it is at the latest the end of the module's last call.
         ends = [call.exit for call in recording.calls if call.path == path]
         times.setdefault(storage, []).append(max(ends, default=END))
     return [
@@ -61,11 +61,11 @@ def written_states(recording: Recording, names: Mapping[int, str], assigned: Map
 
 @dataclass(frozen=True, kw_only=True)
 class Rereads:
-    """What a second forward did with the tensors that the first one left in attributes."""
+    """Uses, in a second forward, of the tensors that the first forward left in attributes."""
 
     recording: Recording
     storages: Mapping[Key, frozenset[int]]
-    """By attribute, the storages of those tensors in the second recording."""
+    """Storages of those tensors in the second recording, by attribute."""
     fixed: frozenset[Key]
     """Attributes whose tensors depend on nothing that differs between stages or forwards, such as cached tables."""
 
@@ -84,7 +84,7 @@ def attribute_states(first: Recording, second: Rereads) -> list[KeptState]:
         ]
         if not reading or (key in second.fixed and key not in set_again):
             continue
-        if len(first.calls) != len(again.calls):  # nothing tells which calls of the first read it
+        if len(first.calls) != len(again.calls):  # it is unknown which calls of the first recording read it
             span = (0, END)
         else:
             setting = _innermost(first, key)

@@ -1,4 +1,4 @@
-"""Number of labels over which a model averages the loss that it computes itself."""
+"""Count the labels over which a model averages the loss that it computes itself."""
 
 from typing import TYPE_CHECKING, Any, Final
 
@@ -9,18 +9,18 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 MASKED: Final = -100
-"""Label that torch's and transformers' losses leave out."""
+"""Label that the losses of torch and transformers ignore."""
 
 
 def label_count(inputs: Any, counted: CountedLabels) -> float:
-    """Return the number of labels among the inputs of a micro-batch that its loss is the mean of.
+    """Return the number of labels in a micro-batch over which the model averages its loss.
 
     Args:
         inputs: Keyword arguments of the model, with `labels` of shape (samples, ..., tokens).
-        counted: Which labels; `shifted` if the label of a token is predicted from the tokens before it.
+        counted: Labels that count; `shifted` if the label of a token is predicted from the tokens before it.
 
     Raises:
-        UsageError: The labels have no values here.
+        UsageError: The labels are on the meta device and have no values.
     """
     labels: Tensor = inputs["labels"]
     if labels.is_meta:

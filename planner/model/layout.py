@@ -1,8 +1,8 @@
-"""How a tensor that crosses a boundary lies in memory.
+"""Keep the memory layout of tensors that cross a stage boundary.
 
-A layer may return a dense tensor whose dimensions lie in another order than they are counted in: an LSTM with the batch
-first, a convolution with the channels last. It crosses as it lies. A copy of it would cost memory in front of the
-boundary, and behind it the next layer would get something else than in the model in one piece.
+A layer may return a dense tensor whose dimensions have another order in memory than in its shape: an LSTM with the
+batch first, a convolution with the channels last. It is sent in that layout. A contiguous copy would cost memory on the
+sending stage, and the next layer would receive a tensor with other strides than in the unpartitioned model.
 """
 
 from collections.abc import Sequence
@@ -12,7 +12,12 @@ from torch import Tensor
 
 
 def shape_like(tensor: Tensor, shape: Sequence[int] | None = None) -> Tensor:
-    """A dense tensor on the meta device that lies as `tensor`, or one like it of another shape, crosses a boundary."""
+    """Return a dense tensor on the meta device with the layout that `tensor` has when it is sent.
+
+    Args:
+        tensor: Tensor that is sent.
+        shape: Shape of the result, if it is not that of `tensor`.
+    """
     return torch.empty_permuted(
         tensor.shape if shape is None else tuple(shape),
         _order(tensor),
@@ -23,7 +28,7 @@ def shape_like(tensor: Tensor, shape: Sequence[int] | None = None) -> Tensor:
 
 
 def laid_out(tensor: Tensor, like: Tensor) -> Tensor:
-    """`tensor`, or a copy of it where it does not lie as `like` does, dimension by dimension."""
+    """Return `tensor` in the dimension order of `like`; it is copied only if its order differs."""
     order = _order(like)
     if tensor.permute(order).is_contiguous():
         return tensor
@@ -31,7 +36,10 @@ def laid_out(tensor: Tensor, like: Tensor) -> Tensor:
 
 
 def in_memory_order(tensor: Tensor) -> Tensor:
-    """A contiguous tensor of the same memory, for a transfer; without history, where it is another tensor."""
+    """Return a contiguous tensor with the same memory, for a transfer.
+
+    It has no autograd history unless it is `tensor` itself.
+    """
     order = _order(tensor)
     if order == tuple(range(tensor.dim())):
         return tensor
@@ -42,7 +50,7 @@ def in_memory_order(tensor: Tensor) -> Tensor:
 
 
 def _order(tensor: Tensor) -> tuple[int, ...]:
-    """The dimensions as they lie in memory; of a tensor that has gaps or shares places, as they are counted."""
+    """Return the dimensions in their order in memory; in index order if the tensor has gaps or overlaps."""
     counted = tuple(range(tensor.dim()))
     if tensor.is_contiguous():
         return counted

@@ -1,8 +1,8 @@
-"""Models without their parameters: structure for planning, and real copies of a few layers for measuring.
+"""Build models without memory for their parameters: for planning, and for measuring a few layers at a time.
 
-A model that is larger than the device, or than this machine, is built with parameters on the meta device, which have
-a shape and take no memory; buffers (tables, masks) are real, for code looks at their values. Layers that are measured
-get parameters of their own then, with random values: what a layer costs does not depend on them.
+A model that is larger than the device, or than this machine, is built with parameters on the meta device, which have a
+shape and take no memory. Buffers (tables, masks) are real, because code reads their values. Layers that are measured
+get random parameters: their cost does not depend on the values.
 """
 
 from collections import OrderedDict
@@ -21,7 +21,7 @@ _SPREAD = 0.02
 
 
 def build_lean(build: Callable[[], nn.Module]) -> nn.Module:
-    """The model that `build` makes, without memory for the parameters of modules that it makes."""
+    """Return the model that `build` makes, without memory for the parameters of its modules."""
     with _without_parameters():
         model = build()
     # A list that a module made of its parameters before it registered them still has those with memory.
@@ -30,15 +30,15 @@ def build_lean(build: Callable[[], nn.Module]) -> nn.Module:
 
 
 def fill(modules: Iterable[nn.Module], model: nn.Module, device: torch.device, *, initial: bool = True) -> None:
-    """Give the parameters of `modules`, parts of `model`, memory and values; what is tied stays tied.
+    """Give the parameters of `modules`, parts of `model`, memory and values; tied parameters stay tied.
 
     Parameters that have values already are not changed.
 
     Args:
         modules: The modules.
         model: The model that they are part of.
-        device: Where their memory is.
-        initial: Whether values are random; else they are whatever the memory holds.
+        device: Device of their memory.
+        initial: Whether values are random; if False, the memory is not initialized.
     """
     modules = list(modules)
     wanted = {id(p) for module in modules for p in module.parameters() if p.is_meta}
@@ -49,7 +49,7 @@ def fill(modules: Iterable[nn.Module], model: nn.Module, device: torch.device, *
 
 
 def move_buffers(model: nn.Module, device: torch.device) -> None:
-    """Puts all tensors that are no parameters on `device`."""
+    """Move all tensors that are not parameters to `device`."""
     replace_tensors(model, lambda tensor: tensor if isinstance(tensor, nn.Parameter) else tensor.to(device))
     move_loose_tensors(model, lambda tensor: tensor.to(device))
 
@@ -58,14 +58,14 @@ def move_buffers(model: nn.Module, device: torch.device) -> None:
 def _without_parameters() -> Iterator[None]:
     register = nn.Module.register_parameter
     at_place: dict[tuple[object, ...], Tensor] = {}
-    """By memory that parameters were made of, the one that replaces it. The weak references keep addresses unique."""
+    """Replacement of each memory that parameters were made of. The weak references keep addresses unique."""
 
     def register_empty(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
         register(module, name, parameter)
         # A subclass (a quantised parameter, an uninitialised one) has more to it than a shape.
         if parameter is None or type(parameter) is not nn.Parameter or parameter.is_meta:
             return
-        # Whoever registers it a second time, under another name, finds the same one.
+        # A second registration under another name gets the same replacement.
         if "_empty" not in vars(parameter):
             # Two parameters that are made of one tensor share their memory here as well.
             place = StorageWeakRef(parameter.untyped_storage()), parameter.storage_offset(), parameter.stride()

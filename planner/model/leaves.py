@@ -1,4 +1,4 @@
-"""Leaves of what a call returned or left behind, as they are written down: none of them holds a tensor."""
+"""Leaves of what a call returned or left in attributes, as they are recorded: none of them holds a tensor."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -9,7 +9,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Meta:
-    """A tensor without values: shape, strides and offset in its storage, dtype, whether it carries a gradient."""
+    """Properties of a tensor without its values: shape, strides and offset in its storage, dtype, and gradient flag."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -19,7 +19,7 @@ class Meta:
 
     @classmethod
     def of(cls, tensor: Tensor) -> "Meta":
-        """What is kept of `tensor`."""
+        """Return the properties of `tensor`."""
         return cls(
             tuple(tensor.shape),
             tuple(tensor.stride()),
@@ -30,13 +30,13 @@ class Meta:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that it takes to send it."""
+        """Bytes to send it."""
         return int(torch.Size(self.shape).numel()) * self.dtype.itemsize
 
 
 @dataclass(frozen=True)
 class Value:
-    """A leaf of what a call returned: a tensor, by its number in `Recording.values`."""
+    """Leaf that is a tensor, given by its number in `Recording.values`."""
 
     number: int
     meta: Meta
@@ -44,38 +44,38 @@ class Value:
 
 @dataclass(frozen=True)
 class Passed:
-    """A leaf of what a call returned: the very object that was among its arguments, at this place."""
+    """Leaf that is the same object as the argument at this position."""
 
     argument: int
 
 
 @dataclass(frozen=True)
 class Held:
-    """A leaf of what a call returned: this parameter or buffer itself."""
+    """Leaf that is this parameter or buffer itself."""
 
     name: str
 
 
 @dataclass(frozen=True)
 class Constant:
-    """A leaf of what a call returned: no tensor."""
+    """Leaf that is not a tensor."""
 
     value: Any
 
 
 @dataclass(frozen=True)
 class Counted:
-    """A leaf: a whole number, or several, that grow with the batch."""
+    """Leaf that is one or several integers that grow linearly with the number of samples."""
 
     without: tuple[int, ...]
-    """With no sample at all."""
+    """Values for zero samples."""
     each: tuple[int, ...]
-    """What every sample adds."""
+    """Increase per sample."""
     is_size: bool
-    """Whether they are a `torch.Size`."""
+    """True if they form a `torch.Size`."""
 
     def of(self, size: int) -> Any:
-        """What it is for so many samples."""
+        """Return the value for `size` samples."""
         numbers = (number + size * more for number, more in zip(self.without, self.each, strict=True))
         return torch.Size(numbers) if self.is_size else next(numbers)
 
@@ -84,7 +84,16 @@ Leaf = Value | Passed | Held | Constant | Counted
 
 
 def counted(leaf: Leaf, other: Leaf, sizes: tuple[int, int]) -> Leaf:
-    """`leaf`, from a batch of one size, in the light of the `other` size: a number of samples is one of any batch."""
+    """Return `leaf` as a function of the number of samples, if the two recordings show that it is one.
+
+    Args:
+        leaf: Leaf recorded with a batch of `sizes[0]` samples.
+        other: The same leaf recorded with `sizes[1]` samples.
+        sizes: Both numbers of samples.
+
+    Returns:
+        A `Counted`, or `leaf` itself if it does not grow linearly with the batch.
+    """
     if not (isinstance(leaf, Constant) and isinstance(other, Constant)) or leaf == other:
         return leaf
     is_size = isinstance(leaf.value, torch.Size)
@@ -101,6 +110,6 @@ def counted(leaf: Leaf, other: Leaf, sizes: tuple[int, int]) -> Leaf:
 
 
 def is_plain(value: Any) -> bool:
-    """Whether it is a value that nobody changes: another one that is equal does as well."""
+    """Return True if the value is immutable, so that an equal one can replace it."""
     plain = bool | int | float | str | torch.Size | torch.dtype | torch.device
     return value is None or isinstance(value, plain)

@@ -1,4 +1,4 @@
-"""A user's model.py: what it offers, found by name, called with the user's settings."""
+"""Load a user's model.py: find its functions by name, and call them with the user's settings."""
 
 import contextlib
 import copy
@@ -49,39 +49,39 @@ class Batch(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class LoadedModel:
-    """What a model.py offers, ready to call."""
+    """Content of a model.py, ready to call."""
 
     source: str
     settings: dict[str, Setting]
     inputs: tuple[str, ...]
     build: Callable[[], nn.Module]
-    """Makes the model; after `torch.manual_seed(S)` with the initial values of that seed."""
+    """Function that makes the model; after `torch.manual_seed(S)`, with the initial values of that seed."""
     example_batch: Callable[[int], Batch]
     loss_fn: Callable[[Any, Any], Tensor]
     build_optimizer: Builder
     train_batches: Callable[[int], Iterable[Any]] | None
     optimizer_name: str
     loss_count: Callable[[Any], Any] | None = None
-    """Says of how many things in the targets `loss_fn` is the mean; None where it is the mean of the samples."""
+    """Function from targets to the number of items that `loss_fn` averages over; None if it averages over samples."""
     counted_labels: CountedLabels = ""
-    """Labels among the inputs that the model's own loss is the mean of (`Model.counted_labels`)."""
+    """Labels among the inputs that the model's own loss averages over (`Model.counted_labels`)."""
     granularity: Granularity = "coarse"
     uncut: tuple[str, ...] = ()
     """Names of layers that no stage may end with; see `planner.core.values.profile.Model.uncut`."""
     precision: Precision = ""
-    """What the model is to run in; `build` returns it as it is written all the same (`planner.model.precision`)."""
+    """Precision to run the model in; `build` returns the model unconverted (`planner.model.precision`)."""
     default_loss: DefaultLoss | None = None
-    """What `loss_fn` comes from where the file has none."""
+    """Origin of `loss_fn` if the file has none."""
     is_without_values: bool = False
-    """Whether `build` makes parameters on the meta device (`planner.model.shortened`)."""
+    """True if `build` makes parameters on the meta device (`planner.model.shortened`)."""
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What the user should know about defaults taken: of the loss, once its chain was made."""
+        """Notes for the user about defaults: on the loss, after the chain was made."""
         return () if self.default_loss is None or not self.default_loss.note else (self.default_loss.note,)
 
     def chain(self, model: nn.Module) -> Chain:
-        """The chain of `model`, an instance of this one.
+        """Return the chain of `model`, an instance of this one.
 
         Raises:
             ModelError: It cannot be run on its example batch, or not be cut, or layers share memory that is trained.
@@ -101,9 +101,9 @@ class LoadedModel:
         return chain
 
     def _choose_loss(self, model: nn.Module) -> None:
-        """Shows the loss an output that has a graph, where finding the layers did not: a stage may have none."""
+        """Call the loss once with an output that has a graph, because finding the layers of a Sequential did not."""
         attributes = Attributes(model.named_modules())
-        # What it raises comes again where layers run on values.
+        # Its errors are raised again when layers run on values.
         with torch.random.fork_rng(), as_ghosts(model), contextlib.suppress(Exception, SystemExit):
             batch = self.example_batch(SIZES[0])
             args, kwargs = arguments_of(batch.inputs)
@@ -129,21 +129,24 @@ def load_model(
     granularity: Granularity = "coarse",
     uncut: Sequence[str] = (),
 ) -> LoadedModel:
-    """The model in `path/to/model.py[:ENTRY]`.
+    """Load the model in `path/to/model.py[:ENTRY]`.
 
     Args:
         source: The file, and after a colon the entry if it is not the first found of `build_model`, `model`, or the
             file's only `nn.Module` subclass without required arguments.
         settings: `--set` values as typed; their types come from the entry's signature.
-        inputs: `--input` shapes, where the file has no `example_batch`.
-        optimizer: Name of an optimizer, which then takes the place of the file's `build_optimizer`.
-        granularity: How finely a model that is no Sequential is cut.
+        inputs: `--input` shapes, for a file without `example_batch`.
+        optimizer: Name of an optimizer, which replaces the file's `build_optimizer`.
+        granularity: How finely a model that is not a Sequential is cut.
         uncut: Layers that no stage may end with.
 
+    Returns:
+        The loaded model.
+
     Raises:
-        FileError: No such file, or not a Python file.
+        FileError: There is no such file, or it is not a Python file.
         ModelError: The file cannot be run or offers no model.
-        UsageError: A setting that the entry does not have or that is not of its type.
+        UsageError: A setting is unknown or has another type.
     """
     path, module, entry = _import(source)
     loaded = _loaded(
@@ -161,10 +164,21 @@ def model_of(
     optimizer: str | None = None,
     granularity: Granularity = "coarse",
 ) -> LoadedModel:
-    """A model that is no file: a copy of `model`, with what a model.py would say of it.
+    """Return a loaded model from an object: a copy of `model`, with the functions that a model.py would define.
+
+    Args:
+        model: The module.
+        example_batch: Function from a number of samples to `(inputs, targets)`.
+        loss_fn: Function of output and targets.
+        inputs: `--input` shapes, without an `example_batch`.
+        optimizer: Name of an optimizer.
+        granularity: How finely a model that is not a Sequential is cut.
+
+    Returns:
+        The loaded model.
 
     Raises:
-        ModelError: Not an `nn.Module`, or nothing is known of its inputs.
+        ModelError: It is not an `nn.Module`, or its inputs are unknown.
     """
     module = ModuleType("given")
     content = {"model": copy.deepcopy(model), "example_batch": example_batch, "loss_fn": loss_fn}
@@ -186,7 +200,7 @@ def _loaded(
     optimizer: str | None,
     granularity: Granularity,
 ) -> LoadedModel:
-    """What `module`, which stands at `path`, offers."""
+    """Return the loaded model of `module`, whose file is `path`."""
     entry_name, build_model, typed = _builder(path, module, entry, dict(settings or {}))
     example = _example_batch(path, module, typed, tuple(inputs))
     for name in ("loss_fn", "loss_count", "build_optimizer", "train_batches"):
@@ -232,7 +246,7 @@ def _import(source: str) -> tuple[str, ModuleType, str | None]:
 
 
 class _FromSource(SourceFileLoader):
-    """Reads a model file as it is now: a cache of bytecode takes an edit within the same second for none."""
+    """Loader that always reads the source: the bytecode cache would miss an edit within the same second."""
 
     def path_stats(self, path: str) -> NoReturn:
         raise OSError(f"{path} is not cached")
@@ -301,7 +315,7 @@ def _example_batch(
             hint="define it to return `(inputs, targets)`, or give shapes: `--input 3x224x224` or `1024:int64:32000`",
         )
     if function is None or inputs:
-        # Parsed once here, so that a wrong shape is told before anything is built.
+        # Parsed once here, so that a wrong shape is reported before anything is built.
         for text in inputs:
             input_tensor(text, 1)
         if len(inputs) == 1:
@@ -344,5 +358,5 @@ def _checked_optimizer(path: str, build: Builder) -> Builder:
 
 
 def to_device(value: Any, device: torch.device) -> Any:
-    """Every tensor in `value` on `device`."""
+    """Return `value` with every tensor on `device`."""
     return tree_map_only(Tensor, lambda tensor: tensor.to(device), value)

@@ -10,7 +10,11 @@ from planner.model.operators import OperatorWatch, decides
 
 
 def addresses_read(loss_of: Callable[[Any], object], output: Any) -> set[int] | None:
-    """Return the addresses of the storages that a loss reads; None if that may depend on values, or if it fails."""
+    """Return the addresses of the storages that a loss reads.
+
+    Returns:
+        None if what the loss reads may depend on values, or if the loss fails.
+    """
     addresses: set[int] = set()
     has_decided = False
 
@@ -28,5 +32,5 @@ def addresses_read(loss_of: Callable[[Any], object], output: Any) -> set[int] | 
         raise
     except Exception:  # it is reported where the loss is needed
         return None
-    addresses.update(map(storage_key, tensors_in(loss)))  # the output's own loss, say, of which nothing is computed
+    addresses.update(map(storage_key, tensors_in(loss)))  # no operator reads an output that is itself the loss
     return None if has_decided else addresses

@@ -1,7 +1,7 @@
-"""Nests: what models take and return (tuples, lists, dicts, dataclasses), taken apart into leaves and put together.
+"""Flatten and rebuild nests: the tuples, lists, dicts and dataclasses that models take and return.
 
-Not torch's pytrees: those know only the types that somebody registered, and look into some that must stay whole here
-(a key-value cache, which is changed behind the back of whoever holds it).
+Torch's pytrees do not fit: they only know registered types, and they flatten some types that must stay whole here (a
+key-value cache, which is changed in place while other code refers to it).
 """
 
 import dataclasses
@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 
 ABSENT: Final = object()
-"""Takes the place of a leaf that is not there."""
+"""Placeholder of a leaf that is missing."""
 
 
 @dataclass(frozen=True)
 class Nest:
-    """The structure of a value; without a kind, a leaf."""
+    """Structure of a value; a leaf if `kind` is None."""
 
     kind: type | None = None
     keys: tuple[Any, ...] = ()
@@ -30,23 +30,23 @@ _LEAF = Nest()
 
 
 def take_apart(value: Any) -> tuple[list[Any], Nest]:
-    """The leaves of `value` in order, and its structure."""
+    """Return the leaves of `value` in order, and its structure."""
     leaves: list[Any] = []
     return leaves, _nest(value, leaves)
 
 
 def put_together(leaves: Iterable[Any], nest: Nest) -> Any:
-    """The value of structure `nest` with the given leaves."""
+    """Return the value of structure `nest` with the given leaves."""
     return _value(iter(leaves), nest)
 
 
 def tensors_in(value: Any) -> list[Tensor]:
-    """The tensors in `value`, in order."""
+    """Return the tensors in `value`, in order."""
     return [leaf for leaf in take_apart(value)[0] if isinstance(leaf, Tensor)]
 
 
 def leaf_names(nest: Nest, prefix: str = "") -> list[str]:
-    """A name for every leaf: keys and positions, joined by dots."""
+    """Return a name for every leaf: keys and positions, joined by dots."""
     if nest.kind is None:
         return [prefix]
     below = zip(nest.keys, nest.children, strict=True)
@@ -54,7 +54,7 @@ def leaf_names(nest: Nest, prefix: str = "") -> list[str]:
 
 
 def aligned(value: Any, nest: Nest) -> list[Any]:
-    """The leaves of `value` where `nest` has them; those of a part that has another structure are absent."""
+    """Return the leaves of `value` at the positions of `nest`; ABSENT where a part has another structure."""
     leaves, structure = take_apart(value)
     return _aligned(iter(leaves), structure, nest)
 

@@ -1,4 +1,4 @@
-"""Torch's operators as they run, and what torch's own description of one says: where it writes, what values decide."""
+"""Watch torch's operators as they run, and read from their schemas what they write and what depends on values."""
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -11,11 +11,11 @@ from planner.model.nests import tensors_in
 
 
 class OperatorWatch(TorchDispatchMode):
-    """Tells listeners of every operator that runs while it is open.
+    """Mode that reports every operator that runs while it is open.
 
     Args:
-        before: Called with operator, arguments and keywords in front of each: it sees arguments as they were.
-        after: Called with these and the result behind each: by then it shows which storages are new.
+        before: Called with operator, arguments and keywords before each operator; it sees the old arguments.
+        after: Called with these and the result after each operator; by then it is known which storages are new.
     """
 
     def __init__(
@@ -28,7 +28,7 @@ class OperatorWatch(TorchDispatchMode):
         self._before, self._after = before, after
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Runs one operator."""
+        """Run one operator."""
         kwargs = kwargs or {}
         self._before(func, args, kwargs)
         result = func(*args, **kwargs)
@@ -37,14 +37,20 @@ class OperatorWatch(TorchDispatchMode):
 
 
 def written_tensors(func: Any, args: Any, kwargs: dict[str, Any]) -> Iterator[Tensor]:
-    """The tensors among an operator's arguments that it writes into."""
+    """Yield the tensors among an operator's arguments that it writes into.
+
+    Args:
+        func: Operator.
+        args: Its positional arguments.
+        kwargs: Its keyword arguments.
+    """
     for position, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             yield from tensors_in(args[position] if position < len(args) else kwargs.get(argument.name))
 
 
 def decides(func: Any, arguments: Sequence[Tensor]) -> bool:
-    """Whether Python, or the shape of the operator's result, depends on the values of its tensors."""
+    """Return True if control flow, or the shape of the operator's result, depends on the values of its tensors."""
     if func._schema.name == "aten::index" and all(t.dtype is not torch.bool for t in arguments[1:]):
         return False  # only a mask makes the shape depend on values
     return torch.Tag.data_dependent_output in func.tags or torch.Tag.dynamic_output_shape in func.tags

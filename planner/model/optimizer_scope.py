@@ -46,7 +46,7 @@ def check_optimizer(build: Builder, parameters: Iterable[Tensor], device: torch.
     Args:
         build: Builder of the optimizer.
         parameters: Parameters of the whole model, in its order. Their values are not read.
-        device: Where to step.
+        device: Device of the steps.
 
     Raises:
         ModelError: The step depends on other parameters, draws random numbers, needs a closure, or fails. Or the
@@ -91,7 +91,7 @@ def _sample(groups: Sequence[Group]) -> list[Tensor]:
 
 
 def _spread(items: Sequence[_Item], most: int) -> Sequence[_Item]:
-    """Choose at most so many items, from the first to the last."""
+    """Choose at most `most` items, evenly spread from the first to the last."""
     if len(items) <= most:
         return items
     return [items[round(n * (len(items) - 1) / (most - 1))] for n in range(most)]
@@ -100,7 +100,7 @@ def _spread(items: Sequence[_Item], most: int) -> Sequence[_Item]:
 def _stepped(
     whole: ModelOptimizer, sample: Sequence[Tensor], part: Sequence[int], device: torch.device
 ) -> dict[int, list[Tensor]]:
-    """Step a part of the sample; for each number, the parameter, its gradients and its state.
+    """Step a part of the sample; return the parameter, its gradients and its state for each number.
 
     Raises:
         ModelError: The step draws random numbers, needs a closure, or fails.
@@ -133,10 +133,10 @@ def _stepped(
 
 
 def _step(optimizer: torch.optim.Optimizer) -> None:
-    """Step.
+    """Call `step()` and convert its errors.
 
     Raises:
-        ModelError: It needs a closure, or fails.
+        ModelError: The step needs a closure, or fails.
     """
     name = type(optimizer).__name__
     try:

@@ -1,4 +1,4 @@
-"""Optimizers by name, for models without one of their own; and optimizers of a model that is present in part."""
+"""Build optimizers by name, for models without a builder; and optimizers of a model that is present in part."""
 
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, NamedTuple
@@ -22,10 +22,14 @@ OPTIMIZERS: dict[str, Builder] = {
 
 
 def optimizer_builder(user_builder: Callable[..., Any] | None, name: str) -> tuple[Builder, str]:
-    """The user's `build_optimizer` if there is one, else the optimizer of that name; and what to call it.
+    """Return the builder of an optimizer, and its name for messages.
+
+    Args:
+        user_builder: The user's `build_optimizer`, which has precedence; or None.
+        name: Name of one of `OPTIMIZERS`.
 
     Raises:
-        UsageError: No optimizer of that name.
+        UsageError: There is no optimizer of that name.
     """
     if user_builder is not None:
         return user_builder, "build_optimizer"
@@ -42,7 +46,7 @@ class Group(NamedTuple):
 
     @property
     def cost_options(self) -> str:
-        """Text of the options that change what a step costs."""
+        """Text of the options that change the cost of a step."""
         free = ("lr", "initial_lr", "weight_decay", "param_names")
         return repr(sorted((key, value) for key, value in self.options.items() if key not in free))
 
@@ -127,7 +131,7 @@ def _placeholder(parameter: Tensor) -> nn.Parameter:
 
 
 def _keep(group: dict[str, Any], kept: Collection[int]) -> None:
-    """Remove all other parameters from a group, in place: an optimizer may hold the list elsewhere, too."""
+    """Remove all other parameters from a group, in place: the optimizer may refer to the same list elsewhere."""
     chosen = [n for n, p in enumerate(group["params"]) if id(p) in kept]
     for key in ("params", "param_names"):
         if key in group:

@@ -1,7 +1,7 @@
-"""A model's outline: how one forward went, where it is cut into layers, and what crosses the cuts.
+"""A model's outline: the recording of one forward, the cuts into layers, and the tensors that cross the cuts.
 
 It names modules and tensors and holds none, so the outline of one instance of a model serves every other. Two forwards,
-of batches of different size, tell how the shapes of all tensors grow with the batch.
+of batches of different size, show how the shapes of all tensors grow with the batch.
 
     layers     0          1            2
     times    0 ... cuts[0] ... cuts[1] ... END
@@ -36,52 +36,52 @@ from planner.model.spans import (
 )
 
 _MANY_PARTS = 2
-"""So many tensors more than there need be are worth a word."""
+"""Number of avoidable tensors across a boundary from which on a note is given."""
 
 _MANY_PREVENTED = 0.25
-"""Of all places where the model could be cut, so large a part that cannot be is worth a word."""
+"""Share of all possible cuts that are prevented, from which on a note is given."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Outline:
-    """Where a model is cut, into which layers, and what crosses the cuts."""
+    """Cuts of a model into layers, and the tensors that cross them."""
 
     recording: Recording
     shapes: Shapes
-    """By value: its shape in a batch of either size."""
+    """Shapes by value, in a batch of either size."""
     cuts: tuple[int, ...]
     """Times of the recording, in order."""
     names: tuple[str, ...]
-    """By layer, of which there is one more than there are cuts."""
+    """Names of the layers, one more than there are cuts."""
     ends: tuple[str, ...]
-    """By cut: what the layer in front of it is called where nothing is left uncut."""
+    """Name, for each cut, that the layer before it has if nothing is left uncut."""
     modules: tuple[tuple[str, ...], ...]
-    """By layer: paths of the largest modules that run as a whole in it, in order."""
+    """Paths, for each layer, of the largest modules that run as a whole in it, in order."""
     holds: tuple[frozenset[str], ...]
-    """By layer: the parameters and buffers that it needs."""
+    """Parameters and buffers that each layer needs."""
     crossings: tuple[tuple[int, ...], ...]
-    """By cut: the values that cross it."""
+    """Values that cross each cut."""
     repeated_holds: tuple[frozenset[str], ...]
-    """By cut: parameters and buffers that code in front of it, which is run again behind it, touches."""
+    """Parameters and buffers read by the code that runs again after each cut."""
     overwritten: tuple[frozenset[int], ...]
-    """By cut: storages that code in front of it, which is run again behind it, writes into."""
+    """Storages written by the code that runs again after each cut."""
     writes: tuple[bool, ...]
-    """By layer: whether it writes into a tensor that it receives."""
+    """True for each layer that writes into a tensor that it receives."""
     aliases: tuple[bool, ...]
-    """By layer: whether what it passes on shares memory with what it received."""
+    """True for each layer that sends memory that it received."""
     parts: tuple[tuple[int, int], ...]
-    """By cut: how many tensors cross that nothing behind it reads, but only code in front of it, which is run again,
-    and how many results that code has."""
+    """Number of tensors that cross each cut only for code that runs again after it, and number of results of that
+    code."""
     prevented: str
-    """Why there are few cuts; empty if there is one nearly wherever there could be."""
+    """Reason why there are few cuts; empty if nearly all possible cuts are made."""
     joins: tuple[Join, ...]
-    """What the code between modules makes that crosses the cuts behind it as it is."""
+    """Joins, which cross the cuts after them."""
     missing: tuple[frozenset[int], ...]
-    """By cut: leaves of the model's output that the loss does not read and that cannot be had behind it."""
+    """Leaves of the model's output, for each cut, that the loss does not read and that later stages cannot compute."""
 
     @property
     def widened(self) -> str:
-        """Where most tensors cross for the sake of code between modules that is run again; empty if few do."""
+        """Note on the boundary where most tensors cross only for code that runs again; empty if few do."""
         layer = max(range(len(self.parts)), key=lambda n: self.parts[n][0] - self.parts[n][1])
         parts, results = self.parts[layer]
         if parts - results < _MANY_PARTS:
@@ -94,21 +94,21 @@ class Outline:
         )
 
     def times(self, first: int, end: int) -> tuple[int, int]:
-        """Between which times layers `first`..`end - 1` run."""
+        """Return the times between which layers `first` to `end - 1` run."""
         return (self.cuts[first - 1] if first else 0), (self.cuts[end - 1] if end <= len(self.cuts) else END)
 
     def received(self, layer: int) -> tuple[int, ...]:
-        """The values in front of a layer but the first."""
+        """Return the values that a layer other than the first receives."""
         return self.crossings[layer - 1]
 
     def shape(self, value: int, size: int) -> tuple[int, ...]:
-        """The shape of a value, in a batch of `size` samples."""
+        """Return the shape of a value in a batch of `size` samples."""
         return shape_at(self.shapes[value], size)
 
     def size_of(self, values: Sequence[int], tensors: Sequence[Tensor]) -> int:
-        """How many samples there are, by the shapes of some values."""
+        """Return the number of samples, from the shapes of some values."""
         for value, tensor in zip(values, tensors, strict=True):
-            # A dimension that grows tells; one that does not, such as of a mask for all samples, says nothing.
+            # Only a dimension that grows determines it; one of a mask for all samples, for example, is constant.
             for a, b, length in zip(*self.shapes[value], tensor.shape, strict=True):
                 if a != b:
                     # `shape_at`, solved for the size.
@@ -116,12 +116,12 @@ class Outline:
         return SIZES[0]
 
     def boundary(self, layer: int, size: int) -> tuple[Tensor, ...]:
-        """The tensors that a layer but the first receives, on the meta device."""
+        """Return the tensors that a layer other than the first receives, on the meta device."""
         return tuple(self._meta(value, size) for value in self.received(layer))
 
     @property
     def described(self) -> list[Any]:
-        """What crosses each cut, for a digest."""
+        """Shapes and dtypes that cross each cut, for a digest."""
         return [[[self.shapes[v], str(self.recording.values[v][1].dtype)] for v in values] for values in self.crossings]
 
     def _meta(self, value: int, size: int) -> Tensor:
@@ -129,7 +129,7 @@ class Outline:
         recorded = torch.empty_strided(
             meta.shape, meta.stride, dtype=meta.dtype, device="meta", requires_grad=meta.requires_grad
         )
-        # What crosses is sent without gaps, its dimensions in the order in which they lay when it was recorded.
+        # A tensor is sent without gaps, with its dimensions in their recorded order in memory.
         return shape_like(recorded, self.shape(value, size))
 
 
@@ -141,10 +141,20 @@ def outline_of(
     *,
     uncut: Sequence[str] = (),
 ) -> Outline:
-    """The outline of any module; see `planner.model.chain.chain_of` for what is asked.
+    """Return the outline of any module.
+
+    Args:
+        model: The model.
+        example_inputs: Function from a number of samples to inputs.
+        granularity: About one layer per block, or also parts of blocks.
+        loss_of: Function from a number of samples to the loss of the model's output for them; or None.
+        uncut: Names of layers after which the model is not cut.
+
+    Returns:
+        The outline; `planner.model.chain.chain_of` has the details.
 
     Raises:
-        ModelError: It cannot be cut anywhere, or does something else for other batch sizes.
+        ModelError: The model cannot be cut anywhere, or runs other code for other batch sizes.
     """
     recording = _recorded(model, example_inputs, SIZES[0], loss_of)
     other = _recorded(model, example_inputs, SIZES[1])
@@ -158,7 +168,7 @@ def outline_of(
     shapes |= {join.value: candidates[join] for join in cuts.joins}
     crossings = ((cut, name, cuts.crossing(cut).values) for cut, name in _ends(recording, model, chosen))
     chosen = _without(refusals_of_cuts(crossings, shapes, varying), chosen, problems)
-    # What the layers are called to end with is settled before any is left uncut: `uncut` was noted by these names.
+    # The names of the ends are those before any cut is removed, because `uncut` refers to these names.
     ends = [(cut, name) for cut, name in _ends(recording, model, chosen) if name not in uncut]
     if uncut:
         problems.append(f"the stages behind {', '.join(uncut)} do not compute what the model does")
@@ -174,12 +184,12 @@ def outline_of(
 def _outline(
     cuts: Cuts, model: nn.Module, ends: Sequence[tuple[int, str]], shapes: Shapes, *, prevented: str
 ) -> Outline:
-    """The outline of a model that is cut behind `ends`: times, and names of the layers in front of them."""
+    """Return the outline of a model that is cut at `ends`: times, and names of the layers before them."""
     recording, chosen = cuts.recording, tuple(cut for cut, _ in ends)
     edges = (0, *chosen, END)
     spans = list(pairwise(edges))
     crossings = tuple(cuts.crossing(cut).values for cut in chosen)
-    # In front of the first layer and behind the last there is no cut that anything could cross.
+    # There is no cut before the first layer or after the last.
     storages = [storages_at(recording, time, values) for time, values in zip(edges, ((), *crossings, ()), strict=True)]
     modules = tuple(modules_in(recording, span) for span in spans)
     repeated = [repeated_effects(cuts, cut) for cut in chosen]
@@ -209,7 +219,7 @@ def _outline(
 
 
 def _ends(recording: Recording, model: nn.Module, cuts: Sequence[int]) -> list[tuple[int, str]]:
-    """Every cut, and what the layer in front of it is called if the model is cut at all of them."""
+    """Return every cut, with the name of the layer before it if the model is cut at all of them."""
     spans = pairwise((0, *cuts, END))
     return list(zip(cuts, layer_names(model, (modules_in(recording, span) for span in spans)), strict=False))
 
@@ -220,14 +230,14 @@ def _recorded(
     size: int,
     loss_of: Callable[[int], Callable[[Any], object]] | None = None,
 ) -> Recording:
-    """One forward on `size` samples, with ghosts for parameters or, where the model asks for values, with these."""
+    """Record one forward on `size` samples, with ghosts as parameters or, if the model reads values, with real ones."""
     with torch.random.fork_rng():
         torch.manual_seed(0)  # the same data every time, and so the same digest
         inputs = example_inputs(size)
         loss = None if loss_of is None else loss_of(size)
     try:
-        # Ghosts take no memory for activations and no time, whatever the size of the model.
-        with contextlib.suppress(Exception):  # whatever it is, on real values it may be none, or comes again
+        # Ghosts need no memory for activations and no time, for a model of any size.
+        with contextlib.suppress(Exception):  # on real values the error may not occur, or it is raised again
             return record(model, inputs, loss_of=loss, ghosts=True)
         return record(model, _on_device_of(model, inputs), loss_of=loss, ghosts=False)
     except (Exception, SystemExit) as error:
@@ -238,7 +248,7 @@ def _recorded(
 
 
 def _on_device_of(model: nn.Module, inputs: Any) -> Any:
-    # An example batch is made on the CPU; a model that is finished may lie elsewhere.
+    # An example batch is made on the CPU; a finished model may be on another device.
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     leaves, nest = take_apart(inputs)
     return put_together((leaf.to(device) if isinstance(leaf, Tensor) else leaf for leaf in leaves), nest)
@@ -254,10 +264,10 @@ def _prevented(problems: Sequence[str], num_tried: int) -> str:
 
 
 def _without(errors: dict[int, ModelError], chosen: Sequence[int], problems: list[str]) -> list[int]:
-    """The cuts that nothing is wrong with; what is wrong with the others joins `problems`.
+    """Return the cuts without errors; the messages of the others are added to `problems`.
 
     Raises:
-        ModelError: Something is wrong with every one.
+        ModelError: Every cut has an error.
     """
     sound = [cut for cut in chosen if cut not in errors]
     if errors and not sound:

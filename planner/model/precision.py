@@ -1,4 +1,4 @@
-"""A model in the precision that was asked for: converted, or made to run under autocast; also loaded again so."""
+"""Run a model in the requested precision: converted, or under autocast; also load it again that way."""
 
 import copy
 from collections.abc import Callable, Iterable, Iterator
@@ -17,10 +17,10 @@ _CONVERTED: dict[Precision, torch.dtype] = {"fp32": torch.float32, "bf16": torch
 
 
 def in_precision(loaded: LoadedModel, precision: Precision) -> LoadedModel:
-    """`loaded` with batches and a loss that fit a model that runs in `precision`.
+    """Return `loaded` with batches and a loss that fit a model that runs in `precision`.
 
-    Floating-point inputs are converted where parameters are. The loss is float32 in any precision; where outputs
-    are of a converted model, it is computed from them in float32, as its gradient would be coarse otherwise.
+    Floating-point inputs are converted where parameters are. The loss is float32 in any precision. For a converted
+    model it is computed from float32 outputs, because its gradient would be coarse otherwise.
     """
     if not precision:
         return loaded
@@ -44,12 +44,19 @@ def in_precision(loaded: LoadedModel, precision: Precision) -> LoadedModel:
 
 
 def load_again(source: str, model: Model, precision: Precision, *, optimizer: str | None = None) -> LoadedModel:
-    """The model in `source`, loaded with the settings, inputs and cuts that it was profiled with.
+    """Return the model in `source`, loaded with the settings, inputs and cuts that it was profiled with.
 
-    The optimizer is the file's own unless it has another name than `build_optimizer`.
+    Args:
+        source: File and entry of the model.
+        model: Description of the model in its profile.
+        precision: Precision to run it in.
+        optimizer: Name of an optimizer; the file's own if it is empty or `build_optimizer`.
+
+    Returns:
+        The loaded model.
 
     Raises:
-        FileError: The file is not there.
+        FileError: The file does not exist.
         ModelError: It cannot be loaded.
     """
     loaded = load_model(
@@ -64,7 +71,7 @@ def load_again(source: str, model: Model, precision: Precision, *, optimizer: st
 
 
 def to_precision(value: Any, precision: Precision) -> Any:
-    """Floating-point tensors in a nest, in the dtype of a converted model; others as they are."""
+    """Return a nest with floating-point tensors in the dtype of a converted model; other leaves are unchanged."""
     dtype = _CONVERTED.get(precision)
     if dtype is None:
         return value
@@ -72,17 +79,17 @@ def to_precision(value: Any, precision: Precision) -> Any:
 
 
 def convert(module: nn.Module, precision: Precision) -> nn.Module:
-    """Converts floating-point parameters and buffers, in place; tied ones stay tied."""
+    """Convert floating-point parameters and buffers in place; tied ones stay tied."""
     dtype = _CONVERTED.get(precision)
     if dtype is None:
         return module
-    # Not `module.to`, which would take the imaginary part off complex buffers.
+    # `module.to` would drop the imaginary part of complex buffers.
     module._apply(lambda t: t.to(dtype) if t.is_floating_point() else t)
     return module
 
 
 def converted(module: nn.Module, precision: Precision) -> nn.Module:
-    """`module`, converted in a copy where anything changes: what a file built may be the user's own, finished model."""
+    """Return `module`, or a converted copy of it if anything changes: the user may still use the original."""
     dtype = _CONVERTED.get(precision)
     tensors = (*module.parameters(), *module.buffers())
     if dtype is None or not any(t.is_floating_point() and t.dtype != dtype for t in tensors):
@@ -91,7 +98,7 @@ def converted(module: nn.Module, precision: Precision) -> nn.Module:
 
 
 def dtype_of(module: nn.Module) -> str:
-    """What most of a module's parameters are, `float32` say; only one is asked."""
+    """Return the dtype of a module's first parameter, such as `float32`."""
     return str(next((p.dtype for p in module.parameters()), torch.float32)).removeprefix("torch.")
 
 

@@ -1,10 +1,10 @@
-"""Operators whose weight's gradient can be computed later than their input's.
+"""Operators whose weight gradient (W) can be computed later than their input gradient (I).
 
     y = x W + b      I: dx = dy Wᵀ      W: dW = xᵀ dy, db = the sum of dy over rows
 
-Linear layers, convolutions and embeddings: they hold nearly all that a model trains, and each has a backward that falls
-into two parts of which neither needs what the other computes. What torch does in one go is done here by the same
-kernels, with the factors in the same order and layout, so that gradients are the same to the bit.
+Linear layers, convolutions and embeddings hold nearly all parameters that a model trains. The backward of each has two
+parts that do not need each other's results. They are computed by the same kernels as in torch, with the factors in the
+same order and layout, so that gradients are bit-for-bit the same.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -18,7 +18,7 @@ from torch.nn import functional
 
 
 class Operands(NamedTuple):
-    """What an operator makes a tensor of."""
+    """Operands of an operator."""
 
     x: Tensor
     weight: Tensor
@@ -26,24 +26,24 @@ class Operands(NamedTuple):
 
 
 class Operator(Protocol):
-    """One way to make a tensor of an input and a weight; linear in each."""
+    """Function of an input and a weight; linear in each."""
 
     @property
     def is_cast(self) -> bool:
-        """Whether autocast runs it in low precision."""
+        """True if autocast runs it in low precision."""
 
     def forward(self, of: Operands) -> Tensor:
-        """What the operator makes."""
+        """Return the result of the operator."""
 
     def input_gradient(self, gradient: Tensor, of: Operands) -> Tensor:
-        """The gradient of x, from that of what was made."""
+        """Return the gradient of x, given the gradient of the result."""
 
     def weight_gradients(self, gradient: Tensor, of: Operands) -> tuple[Tensor, Tensor | None]:
-        """The gradients of weight and bias; of these only shape and layout are looked at."""
+        """Return the gradients of weight and bias; of these only shape and layout are read."""
 
 
 class Use(NamedTuple):
-    """A call of an operator; its operands may be anything yet."""
+    """Call of an operator; its operands may be of any type."""
 
     operator: Operator
     operands: Operands
@@ -51,27 +51,27 @@ class Use(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Product:
-    """`x W + b` with a matrix W: x has any number of dimensions from two on."""
+    """Product `x W + b` with a matrix W; x has two or more dimensions."""
 
     call: Callable[[Operands], Tensor]
     is_transposed: bool
-    """Whether W has a row for every output, as that of a linear layer has."""
+    """True if W has a row for every output, as in a linear layer."""
     is_cast: bool = True
 
     def forward(self, of: Operands) -> Tensor:
-        """The product, as the function that was called makes it."""
+        """Return the product, from the function that was called."""
         return self.call(of)
 
     def input_gradient(self, gradient: Tensor, of: Operands) -> Tensor:
-        """`dy Wᵀ`, as `mm_mat1_backward` of torch's FunctionsManual.cpp computes it."""
+        """Return `dy Wᵀ`, as `mm_mat1_backward` of torch's FunctionsManual.cpp computes it."""
         rows, factor = _rows(gradient), self._factor(of.weight)
-        # What lies column by column gets a gradient that lies so, too.
+        # A column-major x gets a column-major gradient.
         if _is_by_columns(_rows(of.x)):
             return factor.mm(rows.t()).t().reshape(of.x.shape)
         return rows.mm(factor.t()).reshape(of.x.shape)
 
     def weight_gradients(self, gradient: Tensor, of: Operands) -> tuple[Tensor, Tensor | None]:
-        """`xᵀ dy`, as `mm_mat2_backward` computes it, and the sum over rows."""
+        """Return `xᵀ dy`, as `mm_mat2_backward` computes it, and the sum over rows."""
         rows, inputs = _rows(gradient), _rows(of.x)
         by_columns = _is_by_columns(self._factor(of.weight))
         product = rows.t().mm(inputs).t() if by_columns else inputs.t().mm(rows)
@@ -79,13 +79,13 @@ class Product:
         return of_weight, None if of.bias is None else rows.sum_to_size(of.bias.shape)
 
     def _factor(self, weight: Tensor) -> Tensor:
-        """The second factor of the product: with a column for every output."""
+        """Return the second factor of the product, with a column for every output."""
         return weight.t() if self.is_transposed else weight
 
 
 @dataclass(frozen=True, kw_only=True)
 class Convolution:
-    """A convolution over one, two or three dimensions, transposed or not."""
+    """Convolution over one, two or three dimensions, transposed or not."""
 
     call: Callable[..., Tensor]
     stride: tuple[int, ...]
@@ -97,18 +97,18 @@ class Convolution:
     is_cast: bool = True
 
     def forward(self, of: Operands) -> Tensor:
-        """The convolution, as the function that was called makes it."""
+        """Return the convolution, from the function that was called."""
         rest = (self.output_padding, self.groups, self.dilation) if self.is_transposed else (self.dilation, self.groups)
         return self.call(*of, self.stride, self.padding, *rest)
 
     def input_gradient(self, gradient: Tensor, of: Operands) -> Tensor:
-        """The first of the three gradients that torch's kernel gives."""
+        """Return the first of the three gradients of torch's kernel."""
         kernel = torch.ops.aten.convolution_backward
         of_input, _, _ = kernel(gradient, of.x, of.weight, None, *self._numbers, [True, False, False])
         return of_input  # type: ignore[no-any-return]
 
     def weight_gradients(self, gradient: Tensor, of: Operands) -> tuple[Tensor, Tensor | None]:
-        """The second and the third of them."""
+        """Return the second and third gradients of torch's kernel."""
         kernel, has_bias = torch.ops.aten.convolution_backward, of.bias is not None
         sizes = None if of.bias is None else list(of.bias.shape)
         _, *gradients = kernel(gradient, of.x, of.weight, sizes, *self._numbers, [False, True, has_bias])
@@ -121,37 +121,55 @@ class Convolution:
 
 @dataclass(frozen=True, kw_only=True)
 class Embedding:
-    """Rows of the weight by their numbers, which carry no gradient."""
+    """Lookup of rows of the weight by integer indices."""
 
     padding_idx: int
     scale_grad_by_freq: bool
     is_cast: bool = False
 
     def forward(self, of: Operands) -> Tensor:
-        """The rows."""
+        """Return the rows."""
         return torch.embedding(of.weight, of.x, self.padding_idx, self.scale_grad_by_freq)
 
     def input_gradient(self, gradient: Tensor, of: Operands) -> Tensor:
-        """The gradient of numbers of rows, which have none: nobody asks for it."""
+        """Raise an error: integer indices have no gradient."""
         raise NotImplementedError
 
     def weight_gradients(self, gradient: Tensor, of: Operands) -> tuple[Tensor, Tensor | None]:
-        """The gradients of every row added up."""
+        """Return the sums of the gradients of every row."""
         options = (of.weight.shape[0], self.padding_idx, self.scale_grad_by_freq, False)
         return torch.ops.aten.embedding_backward(gradient, of.x, *options), None
 
 
 def weight_in(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """What a call of one of `OPERATORS` has in the place of the weight; None for nothing."""
+    """Return the argument of a call of one of `OPERATORS` that is the weight; None if it is missing.
+
+    Args:
+        function: The function of torch.
+        args: Its positional arguments.
+        kwargs: Its keyword arguments.
+
+    Returns:
+        The argument.
+    """
     names, place, _ = OPERATORS[function]
     return args[place] if place < len(args) else kwargs.get(names[place])
 
 
 def use_of(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Use | None:
-    """The use of a weight that a call of one of `OPERATORS` is; None where it is none that is known here."""
+    """Return the use of a weight by a call of one of `OPERATORS`; None if the form of the call is not supported.
+
+    Args:
+        function: The function of torch.
+        args: Its positional arguments.
+        kwargs: Its keyword arguments.
+
+    Returns:
+        The operator and its operands.
+    """
     names, _, make = OPERATORS[function]
     arguments = {**dict(zip(names, args, strict=False)), **kwargs}
-    # With an `out=`, say. What is called wrongly torch says better.
+    # Such as a call with `out=`. Torch has the better message for a wrong call.
     if len(args) > len(names) or not arguments.keys() <= set(names):
         return None
     try:
@@ -164,12 +182,12 @@ _Arguments = Mapping[str, Any]
 
 
 class _Form(NamedTuple):
-    """How a function of torch is called."""
+    """Signature of a function of torch."""
 
     names: tuple[str, ...]
-    """The names of its arguments, in order."""
+    """Names of its arguments, in order."""
     weight: int
-    """The place of the weight among them."""
+    """Position of the weight among them."""
     use: Callable[[_Arguments], Use | None]
 
 
@@ -238,13 +256,13 @@ def _convolution(call: Callable[..., Tensor], is_transposed: bool, arguments: _A
 
 
 def _each(value: Any, dimensions: int) -> tuple[int, ...]:
-    """A number for every dimension, of one for all or a sequence."""
+    """Return one number for every dimension, from a single number or a sequence."""
     values = (value,) if isinstance(value, int) else tuple(value)
     return values * dimensions if len(values) == 1 else values
 
 
 def _padding(padding: Any, kernel: Sequence[int], dilation: Sequence[int]) -> tuple[int, ...] | None:
-    """On either side; None where one side has more than the other."""
+    """Return the padding on either side; None if the two sides differ."""
     if padding == "valid":
         return (0,) * len(kernel)
     if padding != "same":
@@ -272,4 +290,4 @@ OPERATORS: Final[Mapping[Any, _Form]] = {
         for call in _TRANSPOSED
     },
 }
-"""The functions of torch that use a weight so."""
+"""Functions of torch that use a weight in this way."""

@@ -1,9 +1,4 @@
-"""Records one forward of a model, on ghosts of its parameters where that can be: see `recording.py` for what is kept.
-
-Two watches run at once. A wrapper around the forward of every module sees calls begin and end; a mode of torch's sees
-every operator between, whatever code it comes from. A third, open only in the gaps between submodules, sees the torch
-functions that a module's own code calls: what they make may cross a cut as a join.
-"""
+"""Record one forward of a model, if possible on ghosts of its parameters; `recording.py` defines the recording."""
 
 import sys
 from collections.abc import Callable
@@ -35,13 +30,19 @@ from planner.model.seeding import host_draws
 
 
 def record(model: nn.Module, inputs: Any, *, loss_of: Callable[[Any], object] | None = None, ghosts: bool) -> Recording:
-    """Runs `model` on `inputs` once; buffers, gradients and the random state stay as they were.
+    """Run `model` on `inputs` once and record it; buffers, gradients and the random state are restored.
 
-    What counts as read of its output is what `loss_of` reads of it; without that, everything. With `ghosts` it runs
-    without the values of parameters and buffers, which takes neither time nor memory.
+    Args:
+        model: The model.
+        inputs: Its inputs.
+        loss_of: Loss of the output; outputs that it does not read count as unread. Without it all count as read.
+        ghosts: Whether to run without the values of parameters and buffers, which takes neither time nor memory.
+
+    Returns:
+        The recording.
 
     Raises:
-        NeedsValuesError: It asks for a value of a ghost.
+        NeedsValuesError: The model reads a value of a ghost.
     """
     try:
         return _record(model, inputs, loss_of=loss_of, ghosts=ghosts, keeps_graph=False)
@@ -60,11 +61,11 @@ def _record(
     recorder = _Recorder(model)
     recorder.keeps_graph = keeps_graph or not ghosts
     with ExitStack() as stack:
-        # A forward may leave tensors in attributes: none of this one is to stay there.
+        # Tensors that this forward leaves in attributes must not stay there.
         stack.callback(Attributes(model.named_modules()).restore)
         stack.enter_context(quiet_about_shapes())
         stack.enter_context(torch.random.fork_rng())
-        torch.manual_seed(0)  # what is left to chance, such as layers that are skipped, goes the same way each time
+        torch.manual_seed(0)  # random choices, such as skipped layers, are the same in each recording
         # On values, buffers are copied: a forward writes into them, into running statistics for example.
         copied = replaced_tensors(model, lambda held: held if isinstance(held, nn.Parameter) else held.clone())
         stack.enter_context(as_ghosts(model) if ghosts else copied)
@@ -89,7 +90,7 @@ def _record(
 
 
 def _attribute_states(recorder: "_Recorder", model: nn.Module, inputs: Any) -> list[KeptState]:
-    """Runs the model once more, if tensors are left in attributes, to see which of them it reads."""
+    """Run the model again, if it left tensors in attributes, to see which of them it reads."""
     left = recorder.left_in_attributes(model)
     if not left:
         return []
@@ -108,10 +109,10 @@ def _attribute_states(recorder: "_Recorder", model: nn.Module, inputs: Any) -> l
 
 
 class _Recorder:
-    """Writes a `Recording` while a model runs under it.
+    """Recorder of a model that runs under it.
 
-    A version is tainted if a parameter, a floating-point input or a random number went into it. What is not tainted,
-    such as a mask made of positions, every stage can make for itself.
+    A version is tainted if it depends on a parameter, a floating-point input or a random number. Every stage can
+    compute an untainted version itself, such as a mask of positions.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -133,7 +134,7 @@ class _Recorder:
         self._gradient = -1  # number of the region of the call of `torch.autograd.grad` at work
 
     def output_of(self, model: nn.Module, inputs: Any) -> Any:
-        """What the model returns; whatever torch refuses is told of the module whose code did it."""
+        """Return the model's output; an error of torch names the module whose code caused it."""
         args, kwargs = arguments_of(inputs)
         try:
             with wrapped(model.modules(), self.run), OperatorWatch(after=self.note_operator):
@@ -146,7 +147,7 @@ class _Recorder:
             self._watch.end_gap()
 
     def note_model(self, model: nn.Module) -> None:
-        """Notes parameters and buffers by storage; a parameter taints what is computed from it."""
+        """Record parameters and buffers by storage; parameters are tainted."""
         for path, module in model.named_modules(remove_duplicate=False):
             for name, tensor in [*module._parameters.items(), *module._buffers.items()]:
                 if tensor is None:
@@ -162,7 +163,7 @@ class _Recorder:
                     self._tainted.add(self._versions[storage])
 
     def note_inputs(self, inputs: Any) -> None:
-        """Notes tensors among the inputs; floating-point ones taint what is computed from them."""
+        """Record the tensors among the inputs; floating-point ones are tainted."""
         leaves, nest = take_apart(inputs)
         noted: list[Leaf] = []
         for leaf in leaves:
@@ -176,7 +177,7 @@ class _Recorder:
         self.recording.inputs, self.recording.input_nest = tuple(noted), nest
 
     def note_outputs(self, output: Any, read: set[int] | None) -> None:
-        """Notes as used the outputs whose storages lie at addresses in `read`; without it, all tensors among them."""
+        """Record a use of the outputs whose storages are at the addresses in `read`; if it is None, of all tensors."""
         leaves, nest = take_apart(output)
         versions = [self._version_of(leaf) if isinstance(leaf, Tensor) else -1 for leaf in leaves]
         used = {version for version in versions if version >= 0}
@@ -198,7 +199,7 @@ class _Recorder:
                     drop_computed(leaf.value)
 
     def begin_gradient(self, inputs: Any) -> Callable[[], None]:
-        """Note what a call of `torch.autograd.grad` differentiates, and its operators until its end, as a region."""
+        """Record a call of `torch.autograd.grad` as a region, from the making of its inputs to its end."""
         if not self.keeps_graph:
             raise DifferentiatesError
         created = (self.recording.flow.nodes[self._version_of(t)]["created"] for t in tensors_in(inputs))
@@ -211,10 +212,10 @@ class _Recorder:
         self._gradient, region.end = -1, self._tick()
 
     def changed_tensors(self, model: nn.Module) -> tuple[dict[int, str], dict[int, str]]:
-        """Names, by storage, of what was there before the forward and still is; and paths of buffers set anew."""
+        """Return names, by storage, of tensors that exist before and after the forward; and paths of new buffers."""
         received = {self.recording.values[leaf.number][0] for leaf in self.recording.inputs if isinstance(leaf, Value)}
         made = {data["storage"] for data in self.recording.flow.nodes.values() if data["created"] < 0}
-        # What the forward made for itself, of numbers say, is gone by now.
+        # Temporary tensors of the forward are freed by now.
         there = {n for memory, n in self._storages.values() if n in made and not memory.expired()}
         names = {n: self._held[n][0] if n in self._held else "a tensor in no module" for n in there - received}
         now = {self._storage(buffer) for buffer in model.buffers()}
@@ -222,7 +223,7 @@ class _Recorder:
         return names, gone
 
     def left_in_attributes(self, model: nn.Module) -> dict[Key, list[Tensor]]:
-        """The tensors that the forward left in attributes."""
+        """Return the tensors that the forward left in attributes."""
         left: dict[Key, list[Tensor]] = {}
         for change in self.recording.calls[0].changes:
             with suppress(LookupError):
@@ -230,14 +231,14 @@ class _Recorder:
         return {key: tensors for key, tensors in left.items() if tensors}
 
     def is_tainted(self, tensor: Tensor) -> bool:
-        """Whether other stages could not make it for themselves."""
+        """Return True if other stages could not compute the tensor themselves."""
         return self._version_of(tensor) in self._tainted
 
     def run(self, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Runs and notes one call of a module's forward."""
+        """Run and record one call of a module's forward."""
         if in_transform():
             return forward(*args, **kwargs)
-        # The code around this call pauses here: its gap is over, and another begins when the call returns.
+        # The gap of the calling code ends here; another begins when the call returns.
         self._watch.end_gap()
         call = self._begun(module)
         around = self._finder.around(sys._getframe(1), call.enter)
@@ -269,7 +270,7 @@ class _Recorder:
         return result
 
     def note_operator(self, func: Any, args: Any, kwargs: dict[str, Any], result: Any) -> None:
-        """Notes an operator that has run, and the versions that it made."""
+        """Record an operator that has run, and the versions that it made."""
         recording, time = self.recording, self._tick()
         name = func._schema.name
         arguments = [] if name in SHAPE_ONLY else tensors_in((args, kwargs))
@@ -306,12 +307,12 @@ class _Recorder:
             self._versions[storage] = self._version(storage, number)
             self._derive(self._versions[storage], reads, tainted=tainted)
         if tainted:
-            # Whoever wants to run one of these calls again needs what the operator read.
+            # To run one of these calls again, a stage needs what the operator read.
             for above in self._stack:
                 recording.calls[above].constant = False
 
     def _begun(self, module: nn.Module) -> Call:
-        """A new call, of which the innermost one at work is the parent."""
+        """Record the beginning of a call, whose parent is the innermost running call."""
         calls = self.recording.calls
         parent = self._stack[-1] if self._stack else -1
         call = Call(number=len(calls), path=self._paths[module], parent=parent, enter=self._tick())
@@ -321,7 +322,7 @@ class _Recorder:
         return call
 
     def _function(self, called: Called, run: Callable[[], Any]) -> Any:
-        """Runs one call of a torch function by a module's own code; what it makes may be a join."""
+        """Run one call of a torch function by a module's own code; its result may be a join."""
         if in_transform():
             return run()
         recording = self.recording
@@ -332,8 +333,8 @@ class _Recorder:
         # A function that calls submodules ends in another gap than it began in: a stage could not find it again.
         if not (isinstance(result, Tensor) and result.is_floating_point() and len(call.children) == gap):
             return result
-        # What is no new tensor crosses already, or not at all; what is not tainted every stage makes for itself; and
-        # within an autograd function it has no graph.
+        # An old tensor is sent already, or not needed. Every stage computes an untainted one itself. A tensor within
+        # an autograd function has no graph.
         version = self._version_of(result)
         is_new = recording.flow.nodes[version]["created"] > enter
         if is_new and version in self._tainted and call.function < 0:
@@ -355,11 +356,11 @@ class _Recorder:
             self._tainted.add(version)
 
     def _leaf(self, leaf: Any, call: Call, arguments: list[Any], before: dict[int, int]) -> Leaf:
-        """A leaf of what a call returned or left behind, written down without the tensor."""
+        """Return the record of a leaf that a call returned or left in attributes, without the tensor."""
         argument = next((n for n, other in enumerate(arguments) if other is leaf), -1)
         if isinstance(leaf, Tensor):
             storage = self._storage(leaf)
-            # Untouched, it is whatever the stage that passes over the call has in its place: nothing must be sent.
+            # If it is unchanged, a stage that skips the call returns its own argument: nothing must be sent.
             if argument >= 0 and before[id(leaf)] == self._versions[storage]:
                 return Passed(argument)
             if isinstance(leaf, nn.Parameter) and storage in self._held:
@@ -368,7 +369,7 @@ class _Recorder:
         return Passed(argument) if argument >= 0 and not is_plain(leaf) else Constant(leaf)
 
     def _value(self, tensor: Tensor, call: int, *, exposed: bool = True) -> Value:
-        """The number of a tensor, by storage and geometry, that a call returned; it is exposed unless it is a join."""
+        """Return the number of a tensor that a call returned, by storage and geometry; joins are not exposed."""
         storage, meta = self._storage(tensor), Meta.of(tensor)
         number = self._values.setdefault((storage, meta), len(self._values))
         if number == len(self.recording.values):
@@ -401,7 +402,7 @@ class _Recorder:
         self.recording.flow.nodes[version]["uses"].append(time)
 
     def _name_in(self, names: list[str], call: int) -> str:
-        """The name of a parameter: of several names of a tied one, that in the module at work."""
+        """Return the name of a parameter; of a tied one, the name in the running module."""
         while call >= 0:
             path = self.recording.calls[call].path
             inside = [name for name in names if name.startswith(f"{path}.")] if path else []
@@ -416,4 +417,4 @@ class _Recorder:
 
 
 def _forget(_: Any) -> Any:
-    """Keeps nothing."""
+    """Return nothing, so that the tensor is not kept."""

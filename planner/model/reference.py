@@ -1,4 +1,4 @@
-"""The reference of the equivalence check: the user's model in a plain training loop, uncut and unwrapped.
+"""Train the reference of the equivalence check: the user's model in a plain training loop, uncut and unwrapped.
 
     for step in range(steps):
         for each micro-batch:                    # the same ones that the pipeline's stages get
@@ -6,12 +6,12 @@
             loss.backward()
         optimizer.step()
 
-Nothing of the executor takes part. Two things are arranged so that the loop can be compared with a pipeline:
+No code of the executor is used. Two things are arranged so that the loop can be compared with a pipeline:
 
-- Every layer draws random numbers from a seed of its own (`planner.model.seeding`), as layers of a pipeline do. Torch's
-  global module hooks set this seed. The model's own hooks are not modified.
+- Every layer draws random numbers from its own seed (`planner.model.seeding`), as layers of a pipeline do. Torch's
+global module hooks set this seed. The model's own hooks are not modified.
 - Running statistics of batch normalization are those of the whole mini-batch (docs/cost-model.md), computed here from
-  the layers' inputs.
+the layers' inputs.
 
 After the gradients and after the optimizer's step, the state is written to a file.
 """
@@ -51,7 +51,7 @@ _CPU = torch.device("cpu")
 
 @dataclass(frozen=True, kw_only=True)
 class LayerStart:
-    """Where in a forward a layer begins: at the start or the end of one call of a module."""
+    """Beginning of a layer in a forward: the start or the end of one call of a module."""
 
     path: str
     call: int
@@ -61,20 +61,20 @@ class LayerStart:
 
 @dataclass(frozen=True, kw_only=True)
 class ReferenceOptions:
-    """How the plain loop trains."""
+    """Options of the plain loop."""
 
     seed: int
     steps: int
     micro_batches: int
     micro_batch_size: int
     starts: tuple[LayerStart | None, ...]
-    """By layer from the second on, where it begins; None where no call of a module begins or ends there."""
+    """Start of each layer from the second on; None where no call of a module begins or ends there."""
     updates: bool = True
-    """Whether there is an optimizer; else only the gradients of one step are computed."""
+    """True if there is an optimizer; else only the gradients of one step are computed."""
     skipped: tuple[Skipped, ...] = ()
-    """Layers that are left out."""
+    """Modules that are left out."""
     lean: bool = False
-    """Whether parameters get random values of their own, so that only those of layers that run take memory."""
+    """True if parameters get new random values, so that only those of layers that run take memory."""
 
 
 def train_reference(
@@ -86,12 +86,15 @@ def train_reference(
 
     Args:
         loaded: The model.
-        options: How to train.
-        folder: Where to write; None writes nothing.
+        options: Options of the loop.
+        folder: Folder of the files; None writes nothing.
         shake: Changes the parameters a little before the last step, to see how far rounding errors grow in it.
 
     Returns:
         The loss of every step.
+
+    Raises:
+        ModelError: The loss is not finite, or carries no gradient.
     """
 
     def write(name: str, state: Callable[[], State]) -> None:
@@ -134,7 +137,16 @@ Shake = Callable[[nn.Module], None]
 
 
 def mini_batch(loaded: LoadedModel, options: ReferenceOptions, step: int) -> Batch:
-    """Return the example mini-batch of a step, which depends on seed and step alone."""
+    """Return the example mini-batch of a step, which depends on seed and step alone.
+
+    Args:
+        loaded: The model.
+        options: Options of the loop.
+        step: Index of the step.
+
+    Returns:
+        A batch of all micro-batches.
+    """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(options.seed * 1_000_003 + step)
         return loaded.example_batch(options.micro_batches * options.micro_batch_size)
@@ -172,7 +184,11 @@ def _accumulate(
 
 
 def _has_gradient(model: nn.Module, loss: Tensor) -> bool:
-    """Return True if there is something to train; raise `ModelError` if the loss does not lead to it."""
+    """Return True if there is something to train.
+
+    Raises:
+        ModelError: The model has trained parameters, and the loss does not depend on them.
+    """
     if not loss.requires_grad and any(parameter.requires_grad for parameter in model.parameters()):
         raise ModelError("the loss carries no gradient, so nothing would be trained", hint="is something detached?")
     return loss.requires_grad

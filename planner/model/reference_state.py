@@ -20,17 +20,17 @@ _LIBRARIES = ("torch", "transformers", "timm", "planner")
 
 @dataclass(frozen=True, kw_only=True)
 class State:
-    """What a training loop has at one moment."""
+    """State of a training loop at one point in the step."""
 
     loss: float
     tensors: Mapping[str, Tensor | None]
-    """By what it is and its name, as in `gradient:head.weight`; None for a gradient that did not come about."""
+    """Tensors by kind and name, as in `gradient:head.weight`; None for a missing gradient."""
     numbers: Mapping[str, float]
-    """Numbers that modules hold in attributes, by path; the model file's, by module and name."""
+    """Numbers that modules hold in attributes, by path; those of the model file, by module and name."""
     groups: Mapping[str, Mapping[str, float]]
-    """By parameter, the options of its group in the optimizer."""
+    """Options of the optimizer's group, by parameter."""
     largest_gradient: float = 0.0
-    """The largest absolute number in all gradients."""
+    """Largest absolute number in all gradients."""
 
     def sampled(self) -> "State":
         """Return this state with each large tensor replaced by a sample, which suffices to verify an update."""
@@ -48,7 +48,7 @@ class State:
             parameter.data = values
 
     def save(self, path: Path) -> None:
-        """Write it to a file."""
+        """Write this state to a file."""
         tensors = {name: None if tensor is None else tensor.detach() for name, tensor in self.tensors.items()}
         unfinished = path.with_suffix(".unfinished")
         torch.save({**vars(self), "tensors": tensors}, unfinished)
@@ -56,14 +56,14 @@ class State:
 
     @classmethod
     def load(cls, path: Path) -> "State":
-        """Read it from a file, whose tensors stay there until they are used."""
+        """Read a state from a file; its tensors are read from disk when they are used."""
         return cls(**torch.load(path, mmap=True, weights_only=True))
 
 
 def sample_of(tensor: Tensor) -> Tensor:
     """Return the numbers of a tensor in one dimension; of a large one a million or two, evenly spread.
 
-    The sample of a sample is the sample.
+    The sample of a sample is the same sample.
     """
     flat = tensor.detach().reshape(-1)
     return flat[:: max(1, flat.numel() >> 20)].clone()
@@ -93,7 +93,16 @@ def initial_state(loaded: LoadedModel, model: nn.Module) -> State:
 
 
 def state_after_backward(loaded: LoadedModel, model: nn.Module, loss: float) -> State:
-    """Return gradients, buffers and numbers."""
+    """Return gradients, buffers and numbers.
+
+    Args:
+        loaded: The model as loaded.
+        model: The instance that was trained.
+        loss: Loss of the step.
+
+    Returns:
+        The state.
+    """
     gradients = {f"gradient:{name}": p.grad for name, p in model.named_parameters(remove_duplicate=False)}
     return State(
         loss=loss,
@@ -107,7 +116,16 @@ def state_after_backward(loaded: LoadedModel, model: nn.Module, loss: float) -> 
 
 
 def state_after_update(model: nn.Module, loss: float, optimizer: torch.optim.Optimizer) -> State:
-    """Return samples of parameters and of the optimizer's state."""
+    """Return samples of parameters and of the optimizer's state.
+
+    Args:
+        model: The instance that was trained.
+        loss: Loss of the step.
+        optimizer: Its optimizer.
+
+    Returns:
+        The state.
+    """
     named = dict(model.named_parameters(remove_duplicate=False))
     tensors, groups = optimizer_state(optimizer, named)
     tensors |= {f"parameter:{name}": parameter for name, parameter in named.items()}

@@ -1,4 +1,4 @@
-"""What a model raised, as an error that says what to do about it."""
+"""Convert what a model raised to an error that says what to do about it."""
 
 import re
 from collections.abc import Iterator
@@ -15,11 +15,20 @@ _ONE_VALUE = "Expected more than 1 value per channel when training"
 
 
 class TooFewSamplesError(ModelError):
-    """A micro-batch is too small for a layer, which can do with a larger one."""
+    """Error of a micro-batch that is too small for a layer; a larger one would be accepted."""
 
 
 def raised_by(where: str, error: BaseException, inputs: str) -> PlannerError:
-    """What `where`, a layer or the model, raised on `inputs`; errors of ours are told as they are."""
+    """Return the error to report for what a layer or the model raised; errors of planner.core.errors are kept.
+
+    Args:
+        where: Name of the layer or the model.
+        error: What it raised.
+        inputs: Description of its inputs.
+
+    Returns:
+        The error to raise.
+    """
     if isinstance(error, PlannerError):
         return error
     refusal = _refusal_of_code(where, error)
@@ -57,12 +66,12 @@ def sparse_gradients(where: str) -> ModelError:
 
 @contextmanager
 def code_told(where: str) -> Iterator[None]:
-    """Explain code of `where`, the layer at work, that torch refuses, and what to write instead.
+    """Convert torch's refusals of the code of `where`, the running layer, to errors that say what to write instead.
 
-    It writes in place, or it registers a hook where there are no gradients.
+    Refused are in-place writes that backward forbids, and hooks on tensors without gradients.
 
     Raises:
-        ModelError: That.
+        ModelError: The code did one of these.
     """
     try:
         yield

@@ -1,15 +1,15 @@
 """Regions of a forward that no cut goes through: checkpoints, autograd functions that call modules, and gradients.
 
-`torch.utils.checkpoint` calls its function once more in backward, with the model's modules as they are then: what a
-stage put in place of those that it passed over is gone. An autograd function runs without a graph, so what the modules
-in it return carries no gradient; only what it returns itself does. No cut goes through either. One that calls no module
-is no obstacle: a stage behind a cut runs it again, with all the code around it.
+`torch.utils.checkpoint` calls its function again in backward, with the modules as they are then. Stand-ins of a stage
+are removed by that time. An autograd function runs without a graph, so the results of modules in it carry no gradient;
+only its own result does. So neither is cut. An autograd function that calls no module is no obstacle: a stage after a
+cut runs it again, with all the code around it.
 
 `torch.autograd.grad` in a forward (the forces of a potential, a gradient penalty) needs the graph from its inputs to
 its outputs, which no stage has if a cut goes through it.
 
-The re-entrant kind of checkpointing is such an autograd function. While a model is recorded, and while its layers run,
-the other kind takes its place, which computes the same and leaves tensors their graph.
+Re-entrant checkpointing is such an autograd function. While a model is recorded, and while its layers run, the other
+kind replaces it. It computes the same results and keeps their graph.
 """
 
 import inspect
@@ -29,27 +29,27 @@ _CHECKPOINT = inspect.unwrap(checkpointing.checkpoint).__code__
 
 @dataclass(kw_only=True)
 class Region:
-    """One region: when its first and its last operator or call began or ended."""
+    """Region of a forward, from the first to the last time at which an operator or call in it began or ended."""
 
     begin: int
     end: int
     function: str = ""
     """Name of the autograd function; empty for a checkpoint."""
     call: int = -1
-    """Of what `torch.autograd.grad` differentiates, the call of a module whose code does it; -1 for other regions.
+    """Call of a module whose code calls `torch.autograd.grad`; -1 for other regions.
 
     The region ends with that call: a stage that begins within it would run that code again, without the graph.
     """
     calls_modules: bool = False
-    """Whether a module was called in it; where none was, its code can be run again like any other."""
+    """True if a module was called in it; otherwise its code can run again like any other."""
 
     def holds(self, cut: int) -> bool:
-        """Whether a cut goes through it."""
+        """Return True if a cut goes through it."""
         return self.begin < cut <= self.end
 
     @property
     def problem(self) -> str:
-        """Why that cannot be."""
+        """Reason why no cut can go through it."""
         if self.call >= 0:
             return (
                 "`torch.autograd.grad` in `forward` differentiates the code there, so one stage needs its whole graph "
@@ -64,10 +64,10 @@ class Region:
 
 
 class RegionFinder:
-    """Finds the regions around calls and operators on the stack of Python's own frames.
+    """Search for regions around calls and operators, on the stack of Python's frames.
 
     Args:
-        run: The code that runs every call of a module.
+        run: Code that runs every call of a module.
         regions: All regions that were found, in the order in which they began.
     """
 
@@ -77,7 +77,7 @@ class RegionFinder:
         self._levels: list[list[tuple[FrameType, int]]] = [[]]  # by call that is at work: the regions in its own code
 
     def around(self, frame: FrameType | None, time: int) -> tuple[int, ...]:
-        """Numbers of the regions around a frame, from the outermost; something happens in them at `time`."""
+        """Return the numbers of the regions around a frame, from the outermost, and extend them to `time`."""
         self._levels[-1] = self._in_code_at_work(frame, time)
         around = tuple(number for level in self._levels for _, number in level)
         for number in around:
@@ -85,11 +85,11 @@ class RegionFinder:
         return around
 
     def enter(self) -> None:
-        """A call begins: `around` was asked of it just before."""
+        """Begin a call; `around` was called for it just before."""
         self._levels.append([])
 
     def leave(self) -> None:
-        """The call at work ends."""
+        """End the running call."""
         self._levels.pop()
 
     def _in_code_at_work(self, frame: FrameType | None, time: int) -> list[tuple[FrameType, int]]:
@@ -108,7 +108,7 @@ class RegionFinder:
 
 @contextmanager
 def without_reentrance() -> Iterator[None]:
-    """Meanwhile checkpoints with `use_reentrant=True` are made as with `use_reentrant=False`."""
+    """Run checkpoints with `use_reentrant=True` as with `use_reentrant=False` inside the block."""
     before = checkpointing.CheckpointFunction
     checkpointing.CheckpointFunction = _NotReentrant  # type: ignore[assignment, misc]
     try:
@@ -118,11 +118,11 @@ def without_reentrance() -> Iterator[None]:
 
 
 class _NotReentrant:
-    """Takes the place of the autograd function."""
+    """Replacement of the autograd function."""
 
     @staticmethod
     def apply(function: Callable[..., Any], *args: Any) -> Any:
-        """What `function` returns, and its graph if the re-entrant kind would give it one."""
+        """Return the result of `function`, with a graph if the re-entrant kind would give it one."""
         preserve_rng_state, *given = args
         carries_gradient = any(isinstance(argument, Tensor) and argument.requires_grad for argument in args)
         if torch.is_grad_enabled() and carries_gradient:
@@ -135,8 +135,8 @@ class _NotReentrant:
 
 @cache
 def _function_of(code: CodeType) -> str:
-    """The autograd function that runs this code as its forward; empty where none does."""
-    # By its forward, for `apply` has a frame of its own in some releases of torch, and none in others.
+    """Return the autograd function that runs this code as its forward; empty if there is none."""
+    # Found by its forward, because only some releases of torch have a frame for `apply`.
     if code.co_name != "forward":
         return ""
     functions = [torch.autograd.Function]

@@ -1,12 +1,12 @@
-"""What the code in front of a cut does again behind it.
+"""Find the code before a cut that runs again after it.
 
-The code of a call runs again behind every cut that lies within the call. A call whose result depends on nothing that a
-stage could lack, a constant one, is no end in itself: whoever runs the code around it runs it, too.
+The code of a call runs again after every cut within the call. A constant call, whose result depends on nothing that a
+stage could lack, counts as part of the code around it: it runs again if that code does.
 
     call 0           |---------------------------------------|
-    call 1             |-------|                                   over at both cuts: not run again
-    call 2 (a mask)               |---|                            over too, but constant: run again, with call 0
-    call 3                                 |---------|             its code runs again behind cut b
+    call 1             |-------|                                   finished before both cuts: not run again
+    call 2 (a mask)               |---|                            finished too, but constant: run again, with call 0
+    call 3                                 |---------|             its code runs again after cut b
                                          a      b
 """
 
@@ -14,19 +14,19 @@ from planner.model.recording import Call, Recording
 
 
 class Repetition:
-    """Which operators of a recording are run again behind a cut, and what comes into sight of them."""
+    """Operators of a recording that run again after a cut, and the values that they can use."""
 
     def __init__(self, recording: Recording) -> None:
         self._recording = recording
         self._runner_of = [self._runner(call) for call in recording.calls]
 
     def repeats(self, operator: int, cut: int) -> bool:
-        """Whether an operator in front of a cut is run again behind it."""
+        """Return True if an operator before a cut runs again after it."""
         run = self._recording.operators[operator]
         return run.time < cut <= self._exit_of(self._runner_of[run.call])
 
     def exposes(self, call: int, cut: int) -> bool:
-        """Whether the results of a call come into sight of code that is run again behind a cut."""
+        """Return True if code that runs again after a cut can use the results of a call."""
         if call < 0:  # inputs of the model are in sight of all its code
             return True
         maker = self._recording.calls[call]
@@ -34,12 +34,12 @@ class Repetition:
         return is_over and cut <= self._exit_of(self._runner_of[maker.parent])
 
     def exposed(self, storage: int, cut: int) -> set[int]:
-        """The values in which a storage comes into sight of code that is run again, as calls returned them."""
+        """Return the values with this storage, as calls returned them, that code running again after a cut can use."""
         exposures = self._recording.exposures.get(storage, ())
         return {value for value, call in exposures if self.exposes(call, cut)}
 
     def _runner(self, call: Call) -> int:
-        """The call whose end decides whether what `call` does is done again: a constant one always is, with it."""
+        """Return the call whose end decides whether `call` runs again: for a constant call, the code around it."""
         while call.constant and call.parent >= 0:
             call = self._recording.calls[call.parent]
         return call.number

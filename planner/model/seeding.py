@@ -1,4 +1,4 @@
-"""Seeds of everything that a step draws (dropout, say): one for every step, layer and micro-batch."""
+"""Seed all random draws of a step, such as dropout: one seed for every step, layer and micro-batch."""
 
 # ruff: noqa: NPY002 - the global generator is what a script draws from
 
@@ -17,9 +17,12 @@ def layer_seed(seed: int, step: int, layer: int, micro_batch: int) -> int:
 
     Args:
         seed: The run's seed.
-        step: Counted from the start of training.
+        step: Index of the step since the start of training.
         layer: Index in the whole model's chain.
         micro_batch: Index in the step's mini-batch.
+
+    Returns:
+        A 64-bit seed.
     """
     return _next(_of_layer(seed, step, layer), micro_batch)
 
@@ -38,12 +41,12 @@ def seed_host(seed: int) -> None:
 
 
 def host_draws() -> tuple[object, ...]:
-    """Return what changes when Python's or NumPy's generator is drawn from."""
+    """Return values that change when Python's or NumPy's generator is drawn from."""
     _, keys, *rest = cast("tuple[Any, ...]", np.random.get_state(legacy=True))
     return random.getstate(), keys.tobytes(), *rest
 
 
-@lru_cache(maxsize=256)  # asked for every micro-batch again
+@lru_cache(maxsize=256)  # the same for every micro-batch
 def _of_layer(seed: int, step: int, layer: int) -> int:
     return _next(_next(_next(0, seed), step), layer)
 

@@ -1,4 +1,4 @@
-"""Values of `--set name=value`, which come as text: the model's own signature says of what type they are."""
+"""Convert the text of `--set name=value` to the types in the signature of the model's builder."""
 
 import contextlib
 import inspect
@@ -12,15 +12,18 @@ from planner.core.values.profile import Setting
 
 
 def typed_settings(owner: str, build: Callable[..., Any], settings: dict[str, str]) -> dict[str, Setting]:
-    """Settings with the types that a function takes them as.
+    """Return settings with the types that a function expects.
 
     Args:
-        owner: What to call the function in a message.
+        owner: Name of the function in a message.
         build: The function, or the class.
-        settings: By name, as they were typed.
+        settings: Texts by name, as they were typed.
+
+    Returns:
+        The converted values by name.
 
     Raises:
-        UsageError: The function has no such setting, or the text is not of its type.
+        UsageError: The function has no such setting, or the text has another type.
     """
     parameters = inspect.signature(build).parameters
     is_open = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
@@ -34,13 +37,13 @@ def typed_settings(owner: str, build: Callable[..., Any], settings: dict[str, st
 
 
 def public_names(names: Iterable[str]) -> str:
-    """The names without an underscore in front, as a message lists them."""
+    """Return the names without a leading underscore, as text for a message."""
     public = [f"`{name}`" for name in names if not name.startswith("_")]
     return ", ".join(public) or "nothing"
 
 
 def _wanted(build: Callable[..., Any], parameter: inspect.Parameter) -> type:
-    """The type of a setting: by its annotation, also as text or optional; else by its default."""
+    """Return the type of a setting: from its annotation (also as text or optional), else from its default."""
     try:
         hint = typing.get_type_hints(build.__init__ if inspect.isclass(build) else build).get(parameter.name)
     except Exception:  # an annotation that names what is not there says nothing

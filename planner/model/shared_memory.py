@@ -1,4 +1,4 @@
-"""Checks of tensors that several layers hold: stages hold copies of them, which must train like the one tensor."""
+"""Check tensors that several layers hold: stages hold copies of them, which must train like the one tensor."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import combinations
@@ -36,7 +36,7 @@ def check_separate_memory(layers: Sequence[Layer]) -> None:
     other. Stages on several devices have the same parameter, but not the same memory.
 
     Raises:
-        ModelError: Naming both.
+        ModelError: Two tensors overlap; it names both.
     """
     by_storage: dict[int, list[_Span]] = {}
     for span in _spans(layers):
@@ -92,7 +92,7 @@ def check_hooks(hooked: Mapping[str, nn.Parameter], layers: Sequence[Layer]) -> 
 
 
 def _is_additive(parameter: nn.Parameter) -> bool:
-    """Return True if the hooks of `parameter` return the same for a sum of gradients as in sum for its parts."""
+    """Return True if the hooks of `parameter` applied to a sum of gradients equal the sum of the hooks of each."""
     limits, device = torch.finfo(parameter.dtype), torch.device("cpu") if parameter.is_meta else parameter.device
     generator = torch.Generator().manual_seed(0)
 
@@ -107,7 +107,7 @@ def _is_additive(parameter: nn.Parameter) -> bool:
             with torch.no_grad(), torch.random.fork_rng(devices=[]):
                 whole = _after_hooks(parameter, one + other)
                 in_parts = _after_hooks(parameter, one) + _after_hooks(parameter, other)
-        except Exception:  # user's code, which may depend on what only training has: nothing is known of it
+        except Exception:  # the user's code may depend on objects that exist only in training
             return False
         largest = max(float(result.abs().max()) for result in (whole, in_parts))
         if not torch.allclose(whole, in_parts, rtol=0.0, atol=tolerance * largest):

@@ -1,11 +1,11 @@
-"""A model with most of its repeated layers left out, as small as a check of its cuts allows.
+"""Leave out most of a model's repeated layers, so that a check of its cuts needs little memory and time.
 
 Of a run of equal layers two are kept, so that every kind of neighbors still meets:
 
     embedding  block 0  block 1  block 2  ...  block 46  block 47  head
     embedding  block 0  -------- passed through --------  block 47  head
 
-A layer that is left out keeps its module, which then has no parameters and returns what it is given.
+A layer that is left out keeps its module, which then has no parameters and returns its input.
 """
 
 from collections.abc import Callable, Hashable, Sequence
@@ -21,24 +21,24 @@ from planner.model.load import LoadedModel
 from planner.model.nests import Nest, put_together, take_apart
 
 _LONGEST_PERIOD = 8
-"""Layers that repeat in groups (local and global attention, say) repeat after at most so many."""
+"""Longest period of layers that repeat in groups, such as local and global attention."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Skipped:
-    """A module that returns what it is given."""
+    """Module that returns its input."""
 
     path: str
     leaves: tuple[Leaf, ...] = ()
     nest: Nest | None = None
-    """What it returned when it was recorded; None where that is its one argument (in a Sequential)."""
+    """Structure of its recorded result; None if the result is its only argument (in a Sequential)."""
 
 
 def repeated_layers(keys: Sequence[Hashable]) -> list[int]:
     """Return the layers that can be left out: all periods but two of every repetition.
 
     Args:
-        keys: By layer, what makes it equal to others.
+        keys: Key of each layer; equal layers have equal keys.
     """
     dropped: list[int] = []
     first = 0
@@ -81,8 +81,11 @@ def shortened(loaded: LoadedModel, skipped: Sequence[Skipped], *, lean: bool = F
 
     Args:
         loaded: The model.
-        skipped: What is left out.
+        skipped: Modules that are left out.
         lean: Whether parameters are built on the meta device (`planner.model.lean`).
+
+    Returns:
+        The shortened model.
     """
 
     def build() -> nn.Module:
@@ -92,7 +95,7 @@ def shortened(loaded: LoadedModel, skipped: Sequence[Skipped], *, lean: bool = F
 
 
 def without_modules(model: nn.Module, skipped: Sequence[Skipped]) -> nn.Module:
-    """Make some modules of a model return what they are given, and drop what they hold."""
+    """Make some modules of a model return their input, and drop their parameters, buffers and submodules."""
     for each in skipped:
         module = model.get_submodule(each.path)
         tables: tuple[dict[str, Any], ...] = (module._modules, module._parameters, module._buffers)

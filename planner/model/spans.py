@@ -1,6 +1,6 @@
-"""What lies between two cuts: the modules of a layer, its name, and the storages that it touches.
+"""Describe the code between two cuts: the modules of a layer, its name, and the storages that it touches.
 
-A span is a pair of times: a layer is what ran from its first time on and before its second.
+A span is a pair of times: a layer is what runs from the first time and before the second.
 """
 
 from collections.abc import Iterable, Sequence
@@ -12,20 +12,20 @@ from planner.model.leaves import Value
 from planner.model.recording import END, Call, Recording
 
 Span = tuple[int, int]
-"""Times: of the cut in front, or 0, and of the cut behind, or `END`."""
+"""Pair of times: of the cut before, or 0, and of the cut after, or `END`."""
 
 
 def modules_in(recording: Recording, span: Span) -> tuple[str, ...]:
-    """Paths of the largest modules that run as a whole in a span, in order."""
+    """Return the paths of the largest modules that run as a whole in a span, in order."""
     whole = [call for call in recording.calls[1:] if _is_whole(call, span)]
     tops = [call.path for call in whole if not _is_whole(recording.calls[call.parent], span)]
     return tuple(dict.fromkeys(tops))
 
 
 def layer_names(model: nn.Module, modules: Iterable[tuple[str, ...]]) -> tuple[str, ...]:
-    """A name for every layer, whose modules are as `modules_in` has them.
+    """Return a name for every layer, given its modules as returned by `modules_in`.
 
-    It is that of the module in it with the most parameters, with `#2` where there is another such.
+    The name is that of the module in it with the most parameters, followed by `#2` for the second layer of that name.
     """
     by_path = dict(model.named_modules(remove_duplicate=False))
     counts: dict[str, int] = {}
@@ -40,9 +40,15 @@ def layer_names(model: nn.Module, modules: Iterable[tuple[str, ...]]) -> tuple[s
 
 
 def storages_at(recording: Recording, time: int, crossing: Sequence[int]) -> set[int]:
-    """The storages of the tensors that are there at a time: 0, for the inputs; `END`, for the outputs; or a cut.
+    """Return the storages of the tensors that exist at a time.
 
-    `crossing` has the values that cross the cut, where it is one.
+    Args:
+        recording: One forward.
+        time: 0 for the inputs, `END` for the outputs, or a cut.
+        crossing: Values that cross the cut, if it is one.
+
+    Returns:
+        Numbers of storages.
     """
     if time == 0:
         return {recording.values[leaf.number][0] for leaf in recording.inputs if isinstance(leaf, Value)}
@@ -54,13 +60,22 @@ def storages_at(recording: Recording, time: int, crossing: Sequence[int]) -> set
 
 
 def writes_into(recording: Recording, span: Span, storages: set[int]) -> bool:
-    """Whether an operator of a span writes into one of these storages."""
+    """Return True if an operator of a span writes into one of these storages.
+
+    Args:
+        recording: One forward.
+        span: Times of a layer.
+        storages: Numbers of storages.
+
+    Returns:
+        True if it writes.
+    """
     inside = (operator for operator in recording.operators if span[0] <= operator.time < span[1])
     return any(recording.flow.nodes[version]["storage"] in storages for o in inside for version in o.writes)
 
 
 def repeated_effects(cuts: Cuts, cut: int) -> tuple[frozenset[str], frozenset[int]]:
-    """What code in front of a cut touches, which is run again behind it.
+    """Return what the code that runs again after a cut reads and writes.
 
     Returns:
         The parameters and buffers that it reads, and the storages that it writes into.
@@ -77,10 +92,19 @@ def repeated_effects(cuts: Cuts, cut: int) -> tuple[frozenset[str], frozenset[in
 def add_unread(
     holds: Sequence[frozenset[str]], recording: Recording, model: nn.Module, spans: Sequence[Span]
 ) -> tuple[frozenset[str], ...]:
-    """What every layer holds, with the parameters and buffers that this forward did not read.
+    """Add the parameters and buffers that this forward did not read to the layers.
 
-    Those of experts that were not chosen, for example, go to the layer that their module began in, or the nearest one
-    around it that was called; what no call says anything of goes to the first layer.
+    Those of experts that were not chosen, for example, go to the layer in which their module, or the nearest module
+    around it that was called, begins. Others go to the first layer.
+
+    Args:
+        holds: Parameters and buffers that each layer reads.
+        recording: One forward.
+        model: The model.
+        spans: Times of each layer.
+
+    Returns:
+        Parameters and buffers of each layer, complete.
     """
     read = frozenset(name for names in holds for name in names)
     # By identity, for a tied tensor has several names, of which the forward may have read another.

@@ -1,9 +1,9 @@
-"""A stage of a model that is no Sequential: the model's own forward, of which only some layers really run.
+"""Run a stage of a model that is not a Sequential: the model's own forward, in which only the stage's layers run.
 
-Modules in front of the stage are not run: they return what was received, or, where nobody needs it, an absent ghost.
-Neither are functions between them that made a join (`joins.py`). Parameters of other stages that the model's own code
-touches on its way are absent ghosts, too. Whatever reaches an output or the next stage is checked to be made of none.
-The forward ends behind the stage's last module, or the join behind that. Modules are changed only while a stage runs.
+Modules before the stage do not run. They return the received tensors or, where the stage needs none, an absent ghost.
+The same holds for functions between them that made a join (`joins.py`). Parameters of other stages that the model's own
+code touches are absent ghosts, too. The stage checks that no output and no sent tensor depends on an absent ghost. The
+forward ends after the stage's last module, or the join after that. Modules are changed only while a stage runs.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -18,27 +18,27 @@ from planner.model.stage_part import Part
 
 
 class ModelStage(nn.Module):
-    """Layers `first`..`end - 1` of `model`; parameters and buffers have the names they have in the model.
+    """Layers `first` to `end - 1` of `model`; parameters and buffers have the names they have in the model.
 
-    The first stage takes the model's inputs; the others, a tuple of the tensors of `Outline.received`. The last
-    returns the model's output, with stand-ins for what the loss does not read and is not at hand; the others, the
-    tuple that the next one takes.
+    The first stage takes the model's inputs; the others, a tuple of the tensors of `Outline.received`. The last returns
+    the model's output, with stand-ins for unread outputs that it does not have; the others, the tuple that the next one
+    takes.
     """
 
     def __init__(self, outline: Outline, model: nn.Module, first: int, end: int) -> None:
         super().__init__()
-        # All in one attribute, and none of them a module: the names of what the model holds are free.
+        # One attribute that is not a module leaves all other names free for the model's parameters and buffers.
         self._part = Part(outline, model, first, end)
         self.share_with(self)
 
     def forward(self, received: Any) -> Any:
-        """What the stage makes of what it receives: see the class for what either is."""
+        """Return the tensors that the stage sends, or the model's output; see the class."""
         return StageForward(self._part, received).result()
 
     def share_with(self, root: nn.Module) -> None:
-        """Makes this stage's parameters and buffers those of `root` too, under the names they have in the model.
+        """Register this stage's parameters and buffers in `root`, under the names they have in the model.
 
-        All but buffers that forwards replace: see `replaced_buffers`.
+        Buffers that forwards replace are excluded: see `replaced_buffers`.
         """
         for name in self._part.held:
             if name in self._part.replaced:  # it would keep the first tensor in memory
@@ -51,28 +51,29 @@ class ModelStage(nn.Module):
                 holder._buffers[last] = owner._buffers[last]
 
     def named_buffers(self, prefix: str = "", *args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:
-        """Return the stage's buffers of today."""
+        """Yield the current buffers of the stage."""
         yield from super().named_buffers(prefix, *args, **kwargs)
         for name, buffer in self.replaced_buffers():
             yield f"{prefix}.{name}" if prefix else name, buffer
 
     def replaced_buffers(self) -> list[tuple[str, Tensor]]:
-        """Return the buffers in whose place forwards put other tensors, by their names in the model."""
+        """Return the buffers that forwards replace by other tensors, with their names in the model."""
         return [(name, held_tensor(self._part.model, name)) for name in self._part.replaced]
 
     def call_at_ends(self, begun: Callable[[], None], done: Callable[[], None] = lambda: None) -> None:
-        """Has these called in each forward, behind all that lies in front of the stage, and behind its last layer."""
+        """Call `begun` in each forward after all code before the stage, and `done` after its last layer."""
         self._part.when_begun, self._part.when_done = begun, done
 
     def call_at_layers(self, listener: Callable[[int], None]) -> None:
-        """Has `listener` called in each forward where one of its layers begins: 0 for the stage's first, and so on.
+        """Call `listener` in each forward where a layer begins, with its index in the stage.
 
-        Where the model draws from Python's or NumPy's generator, also for layers before the stage: -1 for the last.
+        Where the model draws from Python's or NumPy's generator, it is also called for layers before the stage: -1 is
+        the last.
         """
         self._part.listen(listener)
 
     def keep_state(self) -> None:
-        """Has forwards keep the tensors in attributes that later ones read."""
+        """Let forwards keep the tensors in attributes that later forwards read."""
         self._part.keep_state()
 
     @property
@@ -82,35 +83,35 @@ class ModelStage(nn.Module):
 
     @property
     def begun(self) -> list[str]:
-        """Paths of those whose code has begun before the stage, and runs once more from its start."""
+        """Paths of the modules whose code begins before the stage, and runs again from its start."""
         return self._part.begun
 
     @property
     def finished(self) -> dict[str, nn.Module]:
-        """The modules whose forward ends in this stage, by path; parts of it may run in earlier stages, too."""
+        """Modules whose forward ends in this stage, by path; parts of them may run in earlier stages, too."""
         part, calls = self._part, self._part.outline.recording.calls
         paths = {call.path for call in calls if part.begin <= call.exit and (call.exit < part.stop or part.stop == END)}
         return {path: part.model.get_submodule(path) for path in sorted(paths)}
 
     @property
     def holders(self) -> list[nn.Module]:
-        """The modules of the model whose own parameters, buffers and kept attributes the stage needs."""
+        """Modules of the model whose own parameters, buffers and kept attributes the stage needs."""
         paths = sorted({*(name.rpartition(".")[0] for name in self._part.held), *(path for path, _ in self._part.kept)})
         return [self._part.model.get_submodule(path) for path in paths]
 
     @property
     def needed_to_pass_over(self) -> list[Tensor]:
-        """Parameters and buffers that code in front of the stage reads, for what the stage needs of it."""
+        """Parameters and buffers that code before the stage reads, and that the stage has."""
         return [held_tensor(self._part.model, name) for name in self._part.repeated]
 
     @property
     def model(self) -> nn.Module:
-        """The whole model, which the stage runs its part of."""
+        """Whole model, of which the stage runs its part."""
         return self._part.model
 
 
 def holder_at(root: nn.Module, path: Sequence[str]) -> nn.Module:
-    """The module at `path` below `root`, made where it is missing."""
+    """Return the module at `path` below `root`; it is created if it is missing."""
     for part in path:
         below = root._modules.get(part)
         if below is None:

@@ -1,11 +1,11 @@
-"""One forward of a stage: the model's own code, followed call by call along its recording.
+"""Run one forward of a stage: the model's own code, followed call by call along its recording.
 
-Say the model's forward calls `embed`, `blocks.0`, `blocks.1` and `head`, and the stage is `blocks.1` alone:
+For example, the model's forward calls `embed`, `blocks.0`, `blocks.1` and `head`, and the stage is `blocks.1` alone:
 
-    embed       over before the stage begins: not run, an absent ghost of its result is returned
-    blocks.0    likewise, but what it returned was received: that is returned
+    embed       ends before the stage: not run, an absent ghost of its result is returned
+    blocks.0    also not run, but its result was received: that is returned
                 here the stage begins
-    blocks.1    run; what crosses the cut behind it is kept
+    blocks.1    run; its results that cross the next cut are kept
                 here it stops: `_Finished` leaves the model's code, and `head` is never reached
 
 A cut may also go through a call, such as that of an encoder that holds the blocks. Such a call is open: its code runs,
@@ -34,7 +34,10 @@ from planner.model.stand_ins import StandIns
 
 
 class _Finished(BaseException):
-    """The stage's last module is done. No `Exception`: the model's own handlers are not to stop it."""
+    """Signal that the stage's last module has run.
+
+    It is no `Exception`, so that the model's own handlers do not catch it.
+    """
 
 
 class StageForward:
@@ -68,11 +71,15 @@ class StageForward:
         device = received[0].device if part.received else torch.device("cpu")
         self._stand_ins = StandIns(part, self._size, device)
         if not self._begun:
-            # The model's code wants its inputs once more: those that cross the cut were received.
+            # The model's code runs from its start and needs its inputs: those that cross the cut were received.
             self._inputs = self._rebuilt(self._recording.inputs, self._recording.input_nest, [])
 
     def result(self) -> Any:
-        """What crosses the cut behind the stage, or the model's output."""
+        """Return the tensors that cross the cut after the stage, or the model's output.
+
+        Raises:
+            ModelError: The model ran other code than when it was recorded.
+        """
         part = self._part
         args, kwargs = arguments_of(self._inputs)
         with ExitStack() as stack:
@@ -81,7 +88,7 @@ class StageForward:
             stack.enter_context(without_leftovers(part.model, part.leftovers))
             stack.enter_context(wrapped(part.watched, self._run))
             stack.callback(self._watch.end_gap)
-            if self._begun:  # there is no call in front whose end would begin the stage, and its first layer
+            if self._begun:  # there is no earlier call whose end would begin the stage and its first layer
                 self._part.when_begun()
                 self._begin_layer(0)
             else:
@@ -97,7 +104,7 @@ class StageForward:
             return output
         if self._recording.unread:
             output = self._with_stand_ins(output)
-        # Of the rest nothing may depend on what this stage does not have, which zeros in its place would hide.
+        # No other output may depend on values that this stage does not have; zeros as stand-ins would hide that.
         expect_present(take_apart(output)[0], "the model's output")
         return output
 
@@ -117,7 +124,7 @@ class StageForward:
         return sent
 
     def _run(self, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """One call of a watched module: passed over, opened, or run as a whole."""
+        """Handle one call of a watched module: skip it, open it, or run it as a whole."""
         if self._inside or in_transform():
             return forward(*args, **kwargs)
         # The code that makes this call was in a gap, in which it must have made every join that the recording has.
@@ -138,7 +145,7 @@ class StageForward:
                 result = forward(*args, **kwargs)
             finally:
                 self._inside = False
-        # What an earlier call returned lies in front: if it is to be sent on, it was received.
+        # The result of a call before the stage was received if it must be sent on.
         if call.exit >= self._part.begin:
             self._keep_result(call, result)
         self._reach(call.exit + 1)
@@ -146,19 +153,19 @@ class StageForward:
         return result
 
     def _keep_result(self, call: Call, result: Any) -> None:
-        """Keeps what a call that ran returned and left behind, as far as it is sent."""
+        """Store the tensors that a call returned and left in attributes, if they are sent."""
         leaves = take_apart(result)[0]
         if len(leaves) != len(call.leaves):
             if not (self._part.begin and call.number in self._part.open):
                 raise another_path(f'"{call.path}" returned something else')
-            # What it collects from within modules that are passed over is not all there.
+            # Results that it collects from skipped modules are incomplete.
             leaves = aligned(result, call.nest)
         self._keep(leaves, call.leaves)
         self._expect_constants(call, leaves)
         self._keep_changes(call)
 
     def _function(self, called: Called, run: Callable[[], Any]) -> Any:
-        """One call of a torch function in a gap with joins: what it makes may have been received, or be to send."""
+        """Handle one call of a torch function in a gap with joins: its result was received, or may have to be sent."""
         join = self._awaited.pop(called, None)
         if join is None:
             return run()
@@ -172,14 +179,14 @@ class StageForward:
         return result
 
     def _begin_gap(self) -> None:
-        """The code of the call at work goes on, behind a submodule."""
+        """Watch functions for joins, after a submodule of the running call has returned."""
         joins = self._part.joins.get((self._stack[-1], self._next[self._stack[-1]]))
         if joins:
             self._awaited = dict(joins)
             self._watch.begin_gap(self._function)
 
     def _end_gap(self) -> None:
-        """The code of the call at work calls the next submodule, or ends."""
+        """Stop watching functions: the running call calls its next submodule, or ends."""
         self._watch.end_gap()
         if self._awaited:
             path = self._calls[self._stack[-1]].path
@@ -188,7 +195,7 @@ class StageForward:
             raise another_path(f"{where} did not call `{name}` between its modules")
 
     def _reach(self, time: int) -> None:
-        """What begins or ends at a time of the recording does so."""
+        """Begin or end the stage and its layers that begin or end at a time of the recording."""
         if time == self._part.begin:
             self._part.when_begun()
         if time < self._part.begin:
@@ -196,7 +203,7 @@ class StageForward:
         self._begin_layer(time)
         if time == self._part.stop:
             self._part.when_done()
-            raise _Finished  # out of all the code that is open, whatever it would do with results
+            raise _Finished  # leaves all open calls, which do not use the results
 
     def _begin_earlier(self, time: int) -> None:
         """Seed code that runs again before the stage as the earlier layer that it is in."""
@@ -210,7 +217,7 @@ class StageForward:
             self._part.when_layer_begins(layer)
 
     def _expected(self, module: nn.Module) -> Call:
-        """The call that comes next in the recording, if it is one of this module."""
+        """Return the next call in the recording; raise if it is of another module."""
         parent = self._calls[self._stack[-1]]
         position = self._next[parent.number]
         self._next[parent.number] = position + 1
@@ -228,7 +235,7 @@ class StageForward:
                 self._tensors[recorded_leaf.number] = leaf
 
     def _expect_constants(self, call: Call, leaves: Sequence[Any]) -> None:
-        """What is no tensor is not sent: the stages behind take it to be what it was when the layers were found."""
+        """Check that leaves that are not tensors are as recorded: later stages use the recorded values."""
         for leaf, recorded in zip(leaves, call.leaves, strict=True):
             if not isinstance(recorded, Constant | Counted) or not isinstance(leaf, int | float | str | torch.Size):
                 continue
@@ -241,7 +248,7 @@ class StageForward:
                 )
 
     def _keep_changes(self, call: Call) -> None:
-        """Keeps what a call left behind in attributes, as far as it is sent."""
+        """Store the tensors that a call left in attributes, if they are sent."""
         for change in call.changes:
             if not any(isinstance(leaf, Value) and leaf.number in self._part.sent for leaf in change.leaves):
                 continue
@@ -251,7 +258,7 @@ class StageForward:
                 raise another_path(f'"{call.path}" left something else behind') from None
 
     def _passed_over(self, call: Call, arguments: Sequence[Any]) -> Any:
-        """What a call that does not run returns; what it would leave behind is put where it would be."""
+        """Return the result of a call that does not run; put the values that it would leave in attributes there."""
         for change in call.changes:
             try:
                 put_back(self._part.model, change, [self._leaf(leaf, arguments) for leaf in change.leaves])
@@ -277,9 +284,9 @@ class StageForward:
                 return leaf.of(self._size)
 
     def _with_stand_ins(self, output: Any) -> Any:
-        """The model's output with stand-ins for what is not to be had in this stage, and is not read."""
+        """Return the model's output with stand-ins for unread leaves that this stage does not have."""
         nest = self._recording.output_nest
-        # Lists that the model's code fills as it goes (hidden states) lack what modules in front would have put there.
+        # Lists that the model's code fills (hidden states) lack the values of modules before the stage.
         leaves = aligned(output, nest)
         missing = self._part.missing | {number for number, leaf in enumerate(leaves) if leaf is ABSENT}
         if not missing:
@@ -294,6 +301,6 @@ class StageForward:
 
 
 def held_tensor(model: nn.Module, full: str) -> Any:
-    """The parameter or buffer of that name."""
+    """Return the parameter or buffer of that name."""
     path, _, name = full.rpartition(".")
     return getattr(model.get_submodule(path), name)

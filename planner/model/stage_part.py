@@ -1,4 +1,4 @@
-"""What a stage knows of its part of the model before it runs: from where to where, and what comes in and goes out."""
+"""Describe a stage's part of the model before it runs: its begin and end, and the tensors it receives and sends."""
 
 from collections.abc import Callable, Sequence
 
@@ -10,11 +10,11 @@ from planner.model.outline import Outline
 from planner.model.recording import END, Join
 
 _Joins = dict[Called, Join]
-"""The joins of one gap, by the call of a torch function that makes each."""
+"""Joins of one gap, by the call of a torch function that makes each."""
 
 
 class Part:
-    """Layers `first`..`end - 1` of a model; the outline may be that of another instance of it."""
+    """Layers `first` to `end - 1` of a model; the outline may be that of another instance of it."""
 
     def __init__(self, outline: Outline, model: nn.Module, first: int, end: int) -> None:
         self.outline = outline
@@ -25,9 +25,9 @@ class Part:
         self.held = sorted({name for layer in outline.holds[first:end] for name in layer})
         repeated = outline.repeated_holds[first - 1] if first else frozenset[str]()
         self.repeated = sorted(repeated.intersection(self.held))
-        """Parameters and buffers that code in front of the stage reads, and that the stage has."""
+        """Parameters and buffers that code before the stage reads, and that the stage has."""
         self.absent = sorted(repeated.difference(self.held))
-        """Those that only other stages have: nothing of what the stage makes may depend on them."""
+        """Parameters and buffers that only other stages have: no result of the stage may depend on them."""
         self.overwritten = outline.overwritten[first - 1] if first else frozenset()
         calls = outline.recording.calls
         self.leftovers = [
@@ -36,10 +36,11 @@ class Part:
             for c in call.changes
             if c.holds_tensors or (call.exit < self.begin and not call.constant)
         ]
-        """What a forward leaves in attributes and does not keep: tensors, and numbers of calls that it passes over."""
+        """Attribute values that a forward sets and does not keep: tensors, and numbers of calls that the stage does not
+        run."""
         states = [state for state in outline.recording.states if self.begin <= state.first < self.stop]
         self.replaced = [state.name for state in states if state.is_replaced and state.name in self.held]
-        """Buffers in whose place the stage's forwards put other tensors."""
+        """Buffers that the stage's forwards replace by other tensors."""
         self.kept = [state.attribute for state in states if state.attribute is not None]
         """Attributes with tensors that the stage changes and that its later forwards read."""
         self.missing = outline.missing[first - 1] if first and self.stop == END else frozenset()
@@ -47,16 +48,17 @@ class Part:
         self.when_done: Callable[[], None] = lambda: None
         self.when_layer_begins: Callable[[int], None] = lambda _layer: None
         self.layer_at: dict[int, int] = {}
-        """By time: which layer of the stage begins; empty while nobody listens."""
+        """Layer of the stage that begins at each time; empty without a listener."""
         self.earlier: list[tuple[int, int]] = []
-        """Times at which earlier layers begin, and their numbers, from the stage's first: -1 is just before it."""
+        """Times at which earlier layers begin, and their numbers, counted from the stage's first: -1 is just before
+        it."""
         self._layers = range(first, end)
         self._cuts = [outline.times(layer, layer + 1)[0] for layer in self._layers]
         self._watch([self.begin, self.stop])
 
     @property
     def running(self) -> list[str]:
-        """Paths of the modules whose code runs: open ones, and those that run as a whole with all within them."""
+        """Paths of the modules whose code runs: open ones, and those that run as a whole with all submodules."""
         calls = self.outline.recording.calls
         whole = [path for layer in self._layers for path in self.outline.modules[layer]]
         inside = [p for path in whole for p, _ in self.model.get_submodule(path).named_modules(prefix=path)]
@@ -64,17 +66,17 @@ class Part:
 
     @property
     def begun(self) -> list[str]:
-        """Paths of the modules whose code has begun in an earlier layer, and runs once more from its start."""
+        """Paths of the modules whose code begins in an earlier layer, and runs again from its start."""
         return sorted({call.path for call in self.outline.recording.calls if call.enter < self.begin <= call.exit})
 
     def keep_state(self) -> None:
-        """Has forwards keep what later ones read."""
+        """Let forwards keep the attributes that later forwards read."""
         self.leftovers = [change for change in self.leftovers if key_of(change) not in self.kept]
 
     def listen(self, listener: Callable[[int], None]) -> None:
-        """Has `listener` called where a layer begins: cuts within the stage are watched, too.
+        """Call `listener` where each layer begins; this also watches the cuts within the stage.
 
-        Code before the stage runs once more. Where it draws from generators of the host, it must draw the same.
+        Code before the stage runs again. Where it draws from generators of the host, it must draw the same numbers.
         """
         self.when_layer_begins = listener
         if self.outline.recording.draws_on_host:
@@ -84,15 +86,15 @@ class Part:
         self._watch([*self._cuts, self.stop])
 
     def _watch(self, times: Sequence[int]) -> None:
-        """Chooses the calls, and the joins, that a forward must follow to notice that it passes these times.
+        """Choose the calls and joins that a forward must follow to notice that it passes these times.
 
-        A call is open if one of the times lies within it: its code runs, and its children are met one by one. All other
-        calls run, or are passed over, as a whole.
+        A call is open if one of the times is within it: its code runs, and its children are followed one by one. All
+        other calls run, or are skipped, as a whole.
         """
         calls = self.outline.recording.calls
         crossing = {*self.received, *self.sent}
         self.joins: dict[tuple[int, int], _Joins] = {}
-        """By call and gap in it."""
+        """Joins by call and gap in it."""
         for join in self.outline.joins:
             if join.value in crossing or join.exit + 1 in times:
                 self.joins.setdefault((join.call, join.gap), {})[join.called] = join

@@ -1,8 +1,8 @@
-"""What stands, while a stage runs, where other stages have the tensor: ghosts, zeros, outputs that nobody reads.
+"""Stand-ins for tensors that a stage does not have: ghosts, zeros, and outputs that cannot be read.
 
 Outputs of the model that the loss did not read when the layers were found (hidden states, attentions, encoder states)
-are not handed from stage to stage for the last one to return. In their place it returns tensors that have a shape and
-no numbers; whatever reads one after all is told so.
+are not sent from stage to stage. The last stage returns stand-ins instead, which have a shape and no values. Code that
+reads one raises an error that names the output.
 """
 
 from collections.abc import Iterator, Sequence
@@ -21,7 +21,7 @@ from planner.model.stage_part import Part
 
 
 class Unread(Tensor):
-    """A tensor that cannot be read."""
+    """Tensor that cannot be read."""
 
     _name: str
 
@@ -29,7 +29,7 @@ class Unread(Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        """Serves those who ask for the shape alone."""
+        """Run an operator that needs only the shape; raise for all others."""
         if func._schema.name in SHAPE_ONLY:
             return func(zeros_without_memory(args[0].shape, args[0].dtype, args[0].device), *args[1:], **(kwargs or {}))
         name = next(tensor._name for tensor in tensors_in((args, kwargs)) if isinstance(tensor, Unread))
@@ -40,58 +40,63 @@ class Unread(Tensor):
         )
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        """There are no numbers to show."""
+        """Return shape, dtype and device; there are no values."""
         return f"Unread({list(self.shape)}, {self.dtype}, {self.device})"
 
 
 def _unread(name: str, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Unread:
-    """Stands in for the model's output called `name`."""
+    """Return a stand-in for the model's output called `name`."""
     unread: Unread = Tensor._make_wrapper_subclass(Unread, shape, dtype=dtype, device=device)
     unread._name = name
     return unread
 
 
 class StandIns:
-    """The stand-ins of one forward of a stage, on a micro-batch of `size` samples."""
+    """Stand-ins of one forward of a stage, on a micro-batch of `size` samples."""
 
     def __init__(self, part: Part, size: int, device: torch.device) -> None:
         self._part = part
         self._size = size
-        # Torchax's tensors lie nowhere that torch knows, and take no ghosts beside them. They take zeros, which nothing
-        # notices here: that stages are right is found when the model is profiled, which runs them in torch.
+        # Torchax's tensors are on a device that torch does not know, and cannot be mixed with ghosts. They get zeros,
+        # which detect no mistake here: stages are checked when the model is profiled, which runs them in torch.
         self._with_ghosts = device.type != "jax"
         self._device = device if self._with_ghosts else torch.device("cpu")
 
     def received(self, value: int) -> Tensor:
-        """Stands for what a call in front of the stage returned and nothing in the stage needs."""
+        """Return a stand-in for the result of a call before the stage that nothing in the stage needs."""
         recording = self._part.outline.recording
         storage, meta = recording.values[value]
         shape = self._part.outline.shape(value, self._size)
-        # What stands in for a tensor is no work of the model's: nobody who watches its operators is to see it.
+        # Making a stand-in is no operator of the model, so modes that watch its operators must not see it.
         with _disable_current_modes(), torch.no_grad():
             if self._with_ghosts:
                 like = torch.empty(shape, dtype=meta.dtype, device="meta")
                 call = recording.exposures[storage][0][1]
                 return absent(like, self._device, "an input of the model" if call < 0 else recording.calls[call].path)
-            if storage in self._part.overwritten:  # what is written into must have memory of its own
+            if storage in self._part.overwritten:  # a tensor that is written into needs separate memory
                 return torch.zeros(shape, dtype=meta.dtype, device=self._device)
             return zeros_without_memory(shape, meta.dtype, self._device)
 
     def parameter(self, name: str, tensor: Tensor) -> Tensor:
-        """Stands for a parameter or buffer that code in front of the stage touches on its way."""
+        """Return a stand-in for a parameter or buffer that code before the stage touches."""
         with _disable_current_modes(), torch.no_grad():
             if self._with_ghosts:
                 return absent(tensor, self._device, name)
             return zeros_without_memory(tensor.shape, tensor.dtype, self._device)
 
     def output(self, number: int, name: str, leaf: Any) -> Any:
-        """Stands for a leaf of the model's output that is not to be had in this stage, and that the loss does not read.
+        """Return a stand-in for a leaf of the model's output that the stage does not have and the loss does not read.
 
-        The stage itself has `leaf` there: a tensor of that shape, `ABSENT`, or what is no tensor. Whoever reads it
-        after all is told of it by `name`.
+        Args:
+            number: Index of the leaf.
+            name: Name of the leaf, for the error of code that reads the stand-in.
+            leaf: Value in the stage's own output: a tensor of that shape, `ABSENT`, or a value that is not a tensor.
+
+        Returns:
+            The stand-in, or `leaf` itself if it is not a tensor.
 
         Raises:
-            LookupError: It is absent, and the recording does not say what it would be.
+            LookupError: The leaf is absent, and the recording does not say what it would be.
         """
         if isinstance(leaf, Tensor):
             return _unread(name, leaf.shape, leaf.dtype, leaf.device)
@@ -110,7 +115,7 @@ class StandIns:
 
     @contextmanager
     def in_model(self, names: Sequence[str]) -> Iterator[None]:
-        """Puts stand-ins in place of parameters and buffers of the model, and at the end these back."""
+        """Replace parameters and buffers of the model by stand-ins inside the block."""
         replaced: list[tuple[dict[str, Any], str, Any]] = []
         for full in names:
             path, _, name = full.rpartition(".")

@@ -1,7 +1,7 @@
-"""The state that layers have of their own, and that a forward may change: where it lies in their modules.
+"""Locate the state that layers hold and that a forward may change.
 
-Running statistics of batch normalisations are collected over the micro-batches instead, by the executor
-(`planner.model.batch_norm`): they are those of whole mini-batches. The profile counts what that takes.
+Running statistics of batch normalization are excluded. The executor collects them over the micro-batches
+(`planner.model.batch_norm`), so that they are those of whole mini-batches. The profile counts the memory for that.
 """
 
 from collections.abc import Iterable, Iterator
@@ -14,7 +14,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from planner.model.stage import ModelStage
 
 ABSENT = object()
-"""Stands for what is not there."""
+"""Placeholder for a missing value."""
 
 NUMBERS = (bool, int, float)
 """Types of attributes that are state."""
@@ -22,11 +22,11 @@ NUMBERS = (bool, int, float)
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 
 _SUM_BYTES = 16
-"""Per channel, in float64: sums of values and of their squares."""
+"""Bytes per channel, in float64: sums of values and of their squares."""
 
 
 class Place(NamedTuple):
-    """Where a tensor, or what else stands in its place, lies."""
+    """Location of a tensor, or of what replaces it."""
 
     module: str
     """Path of its module."""
@@ -35,37 +35,46 @@ class Place(NamedTuple):
 
     @property
     def value(self) -> Any:
-        """What lies there now."""
+        """Current value at this location."""
         return self.holder.get(self.name, ABSENT)
 
 
 @dataclass(frozen=True)
 class StateOwner:
-    """A module with state: buffers, frozen parameters, and plain attributes that are tensors or numbers."""
+    """Module with state: buffers, frozen parameters, and plain attributes that are tensors or numbers."""
 
     path: str
     module: nn.Module
     elsewhere: frozenset[str] = frozenset()
-    """Names of what belongs to layers elsewhere."""
+    """Names of tensors that belong to layers elsewhere."""
     tensors: tuple[str, ...] = ()
-    """Plain attributes that are tensors or None to begin with."""
+    """Plain attributes that are tensors, or None at the start."""
     numbers: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, path: str, module: nn.Module, elsewhere: frozenset[str] = frozenset()) -> "StateOwner":
-        """The module, with the plain attributes that it has now; those that are None may hold a tensor later."""
+        """Return the module with its current plain attributes; those that are None may hold a tensor later.
+
+        Args:
+            path: Path of the module.
+            module: The module.
+            elsewhere: Names of tensors that belong to other layers.
+
+        Returns:
+            The module as an owner of state.
+        """
         plain = [(name, value) for name, value in vars(module).items() if name not in _OF_EVERY_MODULE]
         tensors = tuple(name for name, value in plain if value is None or isinstance(value, Tensor))
         numbers = tuple(name for name, value in plain if type(value) in NUMBERS)
         return cls(path, module, elsewhere, tensors, numbers)
 
     def places(self) -> Iterator[Place]:
-        """All but numbers."""
+        """Yield the locations of all state but numbers."""
         for name in self.module._buffers:
             if name not in self.elsewhere:
                 yield Place(self.path, self.module._buffers, name)
         for name, parameter in self.module._parameters.items():
-            # What is trained is the optimizer's to change.
+            # Only the optimizer changes trained parameters.
             if name not in self.elsewhere and parameter is not None and not parameter.requires_grad:
                 yield Place(self.path, self.module._parameters, name)
         for name in self.tensors:
@@ -73,9 +82,9 @@ class StateOwner:
 
 
 def state_owners(layers: Iterable[tuple[str, nn.Module]]) -> list[StateOwner]:
-    """The modules in which some layers, which come by name, have their state, each once.
+    """Return the modules that hold the state of some layers, given by name, each once.
 
-    Of the modules of a larger model these are the ones that own what the layers hold.
+    For layers of a `ModelStage` these are the modules of the model that own the tensors of the layers.
     """
     by_module: dict[nn.Module, StateOwner] = {}
     for name, layer in layers:
@@ -87,17 +96,17 @@ def state_owners(layers: Iterable[tuple[str, nn.Module]]) -> list[StateOwner]:
 
 
 def collecting_layers(module: nn.Module) -> list[_BatchNorm]:
-    """The batch normalisations in `module` whose running statistics training changes."""
+    """Return the batch normalizations in `module` whose running statistics training changes."""
     parts = module.holders if isinstance(module, ModelStage) else module.modules()
     norms = (part for part in parts if isinstance(part, _BatchNorm))
     return [norm for norm in norms if norm.training and norm.running_mean is not None]
 
 
 def collecting_bytes(module: nn.Module) -> int:
-    """Bytes held all through training to collect the running statistics of the batch normalisations in `module`.
+    """Return the bytes held all through training to collect running statistics of the batch normalizations in `module`.
 
-    For every channel a mean and a variance of the micro-batch that runs, in the precision of the running statistics,
-    and the sums. A layer that is called several times in a forward takes them as often; once is counted.
+    For every channel these are a mean and a variance of the running micro-batch, in the precision of the running
+    statistics, and the sums. A layer that is called several times in a forward takes them as often; once is counted.
     """
     means = [layer.running_mean for layer in collecting_layers(module) if layer.running_mean is not None]
     return sum(2 * mean.nbytes + _SUM_BYTES * mean.numel() for mean in means)

@@ -1,4 +1,4 @@
-"""What a user's code raises, as an error that says where in their file, and what was behind it."""
+"""Convert what a user's code raises to an error that names the place in their file and the original cause."""
 
 import contextlib
 import sys
@@ -19,10 +19,10 @@ _UNFIT = "the torchvision that is installed does not fit torch: install the one 
 
 @contextmanager
 def user_code(path: str, what: str) -> Iterator[None]:
-    """Turns anything that the user's code raises into a `ModelError` that says where in their file.
+    """Convert anything that the user's code raises to a `ModelError` with the line in their file.
 
-    Meanwhile the file's neighbours can be imported, as if it were run as a script, and what it prints goes to stderr:
-    stdout carries our answer alone.
+    Inside the block, modules next to the file can be imported, as if it ran as a script. Its output goes to stderr,
+    because stdout is reserved for our result.
     """
     folder = str(Path(path).resolve().parent)
     sys.path.insert(0, folder)
@@ -58,10 +58,10 @@ def _is_of(module: ModuleType | None, *packages: str) -> bool:
 
 
 def _first_cause(error: BaseException) -> BaseException:
-    """What a failed import goes back to.
+    """Return the error that an import error results from.
 
-    Packages that import lazily (`transformers`) say of it no more than that something could not be imported. Any other
-    error speaks for itself.
+    Packages that import lazily (`transformers`) only report that something could not be imported. Other errors are
+    returned unchanged.
     """
     if not isinstance(error, ImportError):
         return error
