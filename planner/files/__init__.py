@@ -1,4 +1,4 @@
-"""Files to values and back: strict reading, digests, atomic writing. Alone in knowing yaml and pydantic."""
+"""Reading and writing of files: strict parsing, digests, atomic writes. Only this package uses yaml and pydantic."""
 
 from planner.files.canonical import digest_of, to_plain
 from planner.files.places import check_outputs, model_path, profile_path, reference_path, relocated

@@ -1,4 +1,4 @@
-"""How much a file may ask of the reader: YAML lets a few hundred bytes stand for gigabytes, or for endless nests."""
+"""Limits for YAML files: a few hundred bytes of YAML can expand to gigabytes or to endless nesting."""
 
 import re
 from collections.abc import Iterable, Iterator
@@ -6,19 +6,20 @@ from collections.abc import Iterable, Iterator
 import yaml
 
 MAX_BYTES = 2**28
-"""The largest file that is read; a profile of ten thousand layers has a few megabytes."""
+"""Size of the largest file that is read; a profile of ten thousand layers has a few megabytes."""
 
 MAX_DEPTH = 32
-"""How deep lists and mappings may lie within each other; our own files need eight."""
+"""Largest nesting depth of lists and mappings; our own files need eight."""
 
 MAX_VALUES = 2**23
-"""Values of a YAML file, those that aliases stand for included; a profile of ten thousand layers has three million."""
+"""Largest number of values of a YAML file, with aliases expanded; a profile of ten thousand layers has three million.
+"""
 
 
 class UnboundedError(Exception):
-    """A file asks for more than any of ours needs; `line`, from 1, is where."""
+    """Limit exceeded by a file, at `line`, counted from 1."""
 
-    hint = "the files of gpipe-plan are plain lists and mappings; write the file anew with the command that makes it"
+    hint = "files of gpipe-plan are plain lists and mappings; write the file again with the command that makes it"
 
     def __init__(self, message: str, line: int) -> None:
         super().__init__(message)
@@ -26,13 +27,13 @@ class UnboundedError(Exception):
 
 
 def bounded(events: Iterable[yaml.Event]) -> Iterator[yaml.Event]:
-    """Pass on the events of a document, as long as it asks for no more than any of our files.
+    """Pass on the events of a document while it stays within the limits.
 
     Raises:
-        UnboundedError: It nests too deeply, has too many values, or refers to itself.
-        yaml.YAMLError: It is not YAML.
+        UnboundedError: The document nests too deeply, has too many values, or refers to itself.
+        yaml.YAMLError: The text is not YAML.
     """
-    # A count of values for the document and for every list or mapping that is open, and the anchor it goes to.
+    # Counts of values of the document and of every open list or mapping, and the anchor of each.
     counts, anchors = [0], [""]
     sizes: dict[str, int] = {}
     for event in events:
@@ -52,15 +53,15 @@ def bounded(events: Iterable[yaml.Event]) -> Iterator[yaml.Event]:
         elif isinstance(event, yaml.AliasEvent):
             if event.anchor in anchors and event.anchor not in sizes:
                 raise _refusal(event, f"refers to itself (`*{str(event.anchor)[:40]}`)")
-            # What is not defined is the reader's to refuse.
+            # The reader rejects undefined aliases.
             counts[-1] += sizes.get(event.anchor or "", 1)
         if counts[-1] > MAX_VALUES:
-            raise _refusal(event, f"has more than {MAX_VALUES} values, those that aliases stand for included")
+            raise _refusal(event, f"has more than {MAX_VALUES} values, including those of aliases")
         yield event
 
 
 def is_too_deep(text: str) -> bool:
-    """Whether the lists and mappings of a JSON text lie deeper within each other than is read."""
+    """Return True if lists and mappings of a JSON text are nested deeper than allowed."""
     if text.count("[") + text.count("{") <= MAX_DEPTH:
         return False
     depth = 0

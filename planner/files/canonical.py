@@ -1,4 +1,4 @@
-"""The plain content of a value, and its digest."""
+"""Plain content (dicts and lists) of a value, and its digest."""
 
 import hashlib
 import json
@@ -11,9 +11,9 @@ from planner.core.values.profile import BoundaryTensor, MemoryDetail, ProgramMem
 from planner.core.values.proof import Proof
 
 _SPARE = frozenset({BoundaryTensor, MemoryDetail, ProgramMemory, Proof, SplitMemory})
-"""Classes of which every field that holds its default is left out: a profile has thousands of them."""
+"""Classes whose fields are all left out if they have their default: a profile has thousands of such values."""
 
-# What came to the files later than the rest stays out of those that do not use it: they keep their bytes and digests.
+# Fields added later are left out of files that do not use them, so that these files keep their bytes and digests.
 _SPARE_FIELDS: dict[str, frozenset[str]] = {
     "Balance": frozenset({"chunks", "placement", "replicas"}),
     "BoundaryRun": frozenset({"replica"}),
@@ -29,14 +29,14 @@ _SPARE_FIELDS: dict[str, frozenset[str]] = {
     "StageMemory": frozenset({"casts"}),
     "StageRun": frozenset({"backward_input_us", "backward_weight_us", "core_share", "outside_bytes", "replica"}),
 }
-"""Fields of other classes, by the names of these, that are left out where they hold their default."""
+"""Fields of other classes, by class name, that are left out if they have their default."""
 
 
 def to_plain(value: Any) -> Any:
-    """Dataclasses to plain dicts and lists.
+    """Return a dataclass as plain dicts and lists.
 
-    A field that has a default is left out where it holds nothing (None, or an empty text, list or mapping). Some are
-    left out where they hold any other default, too: see `_SPARE` and `_SPARE_FIELDS`.
+    A field with a default is left out if it is None or an empty text, list or mapping. Fields in `_SPARE` and
+    `_SPARE_FIELDS` are also left out if they have any other default.
     """
     kind = type(value)
     if kind in _ATOMS:
@@ -56,7 +56,10 @@ _ATOMS = frozenset({int, float, str, bool, type(None)})
 
 @cache
 def _fields_of(kind: type) -> tuple[tuple[str, Callable[[Any], bool] | None], ...]:
-    """Names of the fields, and when one is left out: None for never. A profile has a hundred thousand of them."""
+    """Return the field names, each with a test for leaving it out (None for never).
+
+    The result is cached, because a profile has a hundred thousand fields.
+    """
     return tuple((field.name, _left_out(field, kind)) for field in fields(kind))
 
 
@@ -70,7 +73,7 @@ def _left_out(field: "Field[Any]", kind: type) -> Callable[[Any], bool] | None:
 
 
 def digest_of(value: Any, *, leave_out: tuple[str, ...] = ("generator",)) -> str:
-    """`sha256:…` over the canonical JSON of `value`: unchanged by formatting, changed by any number in it."""
+    """Return `sha256:…` of the canonical JSON of `value`; it depends on every value but not on formatting."""
     plain = to_plain(value)
     if isinstance(plain, dict):
         plain = {key: item for key, item in plain.items() if key not in leave_out}

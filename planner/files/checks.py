@@ -1,4 +1,4 @@
-"""Checks of meaning, beyond types: what a profile or a plan must satisfy before anything is computed from it."""
+"""Semantic checks, beyond types: conditions that a profile or plan must meet before it is used."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, fields, is_dataclass
@@ -22,14 +22,14 @@ if TYPE_CHECKING:
 
 
 def problems_of(value: "Value", *, every_number: bool = True) -> Iterator[Problem]:
-    """Everything that makes no sense in `value`; `every_number` is false where none can be out of bounds."""
+    """Yield all problems of `value`; `every_number` is false if no number can be out of bounds."""
     if every_number:
         yield from _bad_numbers(value, ())
     yield from _PROBLEMS[word_of(value.schema)](value)
 
 
 def _bad_numbers(value: Any, at: KeyPath) -> Iterator[Problem]:
-    """Nothing in our files is negative, except the index that says "no alias" and the figures of a prediction."""
+    """Yield negative or too large numbers; only the index for "no alias" and predictions may be negative."""
     if is_dataclass(value):
         for field in fields(value):
             if field.name not in ("alias", "predicted", "settings"):
@@ -49,15 +49,19 @@ def _profile_problems(profile: Profile) -> Iterator[Problem]:
     if not sizes or min(sizes) < 1 or len(set(sizes)) < len(sizes):
         yield ("micro_batch_sizes",), f"expected different sizes of at least 1, got {list(sizes)}", ""
     if sizes and max(sizes) > MOST_BATCH:
-        yield ("micro_batch_sizes",), f"at most {MOST_BATCH} samples are planned for", ""
+        yield ("micro_batch_sizes",), f"at most {MOST_BATCH} samples are supported", ""
     if not profile.layers:
         yield ("layers",), "a profile needs at least one layer", ""
-    seen: dict[str, int] = {}
+    numbers: dict[str, int] = {}
     for n, layer in enumerate(profile.layers):
-        if layer.name in seen:
-            yield ("layers", n, "name"), f'"{layer.name}" is already layer {seen[layer.name]}', "layer names are unique"
-        seen[layer.name] = n
-        yield from _tie_problems(layer, n, seen)
+        if layer.name in numbers:
+            yield (
+                ("layers", n, "name"),
+                f'"{layer.name}" is already layer {numbers[layer.name]}',
+                "layer names are unique",
+            )
+        numbers[layer.name] = n
+        yield from _tie_problems(layer, n, numbers)
         for field in fields(layer):
             values = getattr(layer, field.name)
             if not isinstance(values, tuple) or field.name in ("tied", "tied_groups", "modules"):
@@ -67,14 +71,14 @@ def _profile_problems(profile: Profile) -> Iterator[Problem]:
                 yield ("layers", n, field.name), text, ""
 
 
-def _tie_problems(layer: LayerProfile, n: int, seen: Mapping[str, int]) -> Iterator[Problem]:
-    """Yield what is wrong with the tied parameters of layer `n`; `seen` has the numbers of layers up to this one."""
+def _tie_problems(layer: LayerProfile, n: int, numbers: Mapping[str, int]) -> Iterator[Problem]:
+    """Yield the problems of the tied parameters of layer `n`; `numbers` has the indices of the layers up to it."""
     if layer.tied_bytes > layer.parameter_bytes:
         text = f"{layer.tied_bytes} bytes cannot be shared, the layer has {layer.parameter_bytes}"
         yield ("layers", n, "tied_bytes"), text, ""
     if sum(group.bytes for group in layer.tied_groups) > layer.tied_bytes:
         yield ("layers", n, "tied_groups"), f"more than {layer.tied_bytes} bytes (`tied_bytes`) are in groups", ""
-    if any(seen.get(name, n) == n for group in layer.tied_groups for name in group.layers or [layer.name]):
+    if any(numbers.get(name, n) == n for group in layer.tied_groups for name in group.layers or [layer.name]):
         yield ("layers", n, "tied_groups"), "expected names of earlier layers", ""
 
 
@@ -95,7 +99,7 @@ def _plan_problems(plan: Plan) -> Iterator[Problem]:
     if plan.micro_batches < 1:
         yield ("micro_batches",), "must be at least 1", ""
     elif plan.micro_batches * len(plan.balance) > MOST_ACTIONS:
-        text = f"{len(plan.balance)} stages with {plan.micro_batches} micro-batches are more than is simulated"
+        text = f"{len(plan.balance)} stages with {plan.micro_batches} micro-batches are too many to simulate"
         yield ("micro_batches",), text, f"stages times micro-batches are at most {MOST_ACTIONS}"
     elif plan.micro_batches * plan.micro_batch_size * plan.replicas != plan.inputs.batch:
         side_by_side = f" in each of {plan.replicas} replicas" if plan.replicas > 1 else ""
@@ -110,19 +114,19 @@ def _plan_problems(plan: Plan) -> Iterator[Problem]:
 
 def _order_problems(plan: "Plan | Balance") -> Iterator[Problem]:
     if plan.chunks < 1 or not plan.balance:
-        return  # told elsewhere
+        return  # reported by another check
     try:
         schedule = schedule_of(plan.schedule, plan.order)
         if plan.order and plan.schedule != schedule.name:
-            text = f"are of the schedule `{schedule.name}`, and `schedule` is `{plan.schedule}`"
-            yield ("order",), text, "leave them out, or solve again"
+            text = f"belong to the schedule `{schedule.name}`, but `schedule` is `{plan.schedule}`"
+            yield ("order",), text, "remove them, or solve again"
             return
         if plan.order:
             check_lists(lists_of(plan.order), plan.micro_batches)
             schedule.refuse(plan.num_devices, plan.micro_batches, plan.chunks)
         if plan.num_devices > 1 and plan.placement != schedule.placement:
-            text = f"is `{plan.placement}`, and the schedule's is `{schedule.placement}`"
-            yield ("placement",), text, "leave it out, or solve again"
+            text = f"is `{plan.placement}`, but the schedule's is `{schedule.placement}`"
+            yield ("placement",), text, "remove it, or solve again"
     except UsageError as error:
         yield ("order",), error.message, error.hint
 
@@ -132,20 +136,20 @@ def _is_speed(value: float) -> bool:
 
 
 def _calibrated_problems(values: "Calibration | Inputs", at: KeyPath = ()) -> Iterator[Problem]:
-    """What a calibration brings as factors."""
+    """Yield the problems of factors from a calibration."""
     if not _is_speed(values.compute):
-        yield (*at, "compute"), "must be from 1e-6 to 1e6", "1 is what was profiled, 2 takes twice as long"
+        yield (*at, "compute"), "must be from 1e-6 to 1e6", "1 means times as profiled, 2 means twice as long"
     if values.step_ratio is not None and not _is_speed(values.step_ratio):
-        yield (*at, "step_ratio"), "must be from 1e-6 to 1e6", "1 is a step as predicted, 2 took twice as long"
+        yield (*at, "step_ratio"), "must be from 1e-6 to 1e6", "1 means a step as predicted, 2 means twice as long"
 
 
 def _inputs_problems(inputs: Inputs) -> Iterator[Problem]:
     if len(inputs.memory_bytes) != inputs.devices:
-        text = f"expected {inputs.devices} caps, one per device, got {len(inputs.memory_bytes)}"
+        text = f"expected {inputs.devices} memory limits, one per device, got {len(inputs.memory_bytes)}"
         yield ("inputs", "memory_bytes"), text, ""
     if inputs.devices > MOST_DEVICES or inputs.batch > MOST_BATCH:
         text = f"{inputs.devices} devices and a batch of {inputs.batch}"
-        yield ("inputs",), f"{text}: at most {MOST_DEVICES} and {MOST_BATCH} are planned for", ""
+        yield ("inputs",), f"{text}: at most {MOST_DEVICES} and {MOST_BATCH} are supported", ""
     yield from _calibrated_problems(inputs, ("inputs",))
     if len(inputs.speeds) not in (0, inputs.devices) or not all(map(_is_speed, inputs.speeds)):
         text = f"expected {inputs.devices} speeds from 1e-6 to 1e6, one per device, got {list(inputs.speeds)[:20]}"
@@ -155,7 +159,7 @@ def _inputs_problems(inputs: Inputs) -> Iterator[Problem]:
         if link is not None and link.bytes_per_s != 0 and not RATES[0] <= link.bytes_per_s <= RATES[1]:
             yield ("inputs", *at, "bytes_per_s"), "must be from 1 to 1e18 bytes per second, or 0", "0 is unlimited"
     if inputs.links and len(inputs.links) < inputs.devices - 1:
-        text = f"expected {inputs.devices - 1} links, one behind every device but the last, got {len(inputs.links)}"
+        text = f"expected {inputs.devices - 1} links, one after every device but the last, got {len(inputs.links)}"
         yield ("inputs", "links"), text, ""
 
 
@@ -163,7 +167,7 @@ def _recompute_problems(stages: "Sequence[Stage | StageBalance]") -> Iterator[Pr
     for k, stage in enumerate(stages):
         if stage.recomputed and stage.recompute != "layers":
             text = f"names layers, but the stage's `recompute` is `{stage.recompute}`"
-            yield ("stages", k, "recomputed"), text, "say `recompute: layers`, or name none"
+            yield ("stages", k, "recomputed"), text, "write `recompute: layers`, or remove the list"
         elif stage.recompute == "layers" and not stage.recomputed:
             yield ("stages", k, "recompute"), "`layers` needs a list of them in `recomputed`", ""
         twice = [name for n, name in enumerate(stage.recomputed) if name in stage.recomputed[:n]]
@@ -175,24 +179,28 @@ def _balance_problems(balance: "Balance") -> Iterator[Problem]:
     layers = [len(stage.layers) for stage in balance.stages]
     if list(balance.balance) != layers or not layers or min(layers) < 1:
         text = f"{list(balance.balance)} layers per stage, but the stages name {layers}"
-        yield ("balance",), text, "emit again from the plan"
+        yield ("balance",), text, "run `gpipe-plan emit` again"
     if balance.micro_batches < 1 or balance.batch < 1 or balance.batch % balance.micro_batches:
         text = f"a batch of {balance.batch} cannot be split into {balance.micro_batches} equal micro-batches"
-        yield ("micro_batches",), text, "emit again from the plan"
+        yield ("micro_batches",), text, "run `gpipe-plan emit` again"
     if balance.smaller != tuple(sorted({*balance.smaller}, reverse=True)) or min(balance.smaller, default=1) < 1:
-        text = f"{list(balance.smaller)} are not numbers of processes, each smaller than the one before"
-        yield ("smaller",), text, "emit again from the plans"
+        text = f"{list(balance.smaller)} are not numbers of processes, in decreasing order"
+        yield ("smaller",), text, "run `gpipe-plan emit` again"
     yield from _order_problems(balance)
     yield from _recompute_problems(balance.stages)
     for k, stage in enumerate(balance.stages):
         elsewhere = [name for name in stage.recomputed if name not in stage.layers]
         if elsewhere:
-            yield ("stages", k, "recomputed"), f'"{elsewhere[0]}" is no layer of this stage', "emit again from the plan"
+            yield (
+                ("stages", k, "recomputed"),
+                f'"{elsewhere[0]}" is not a layer of this stage',
+                "run `gpipe-plan emit` again",
+            )
 
 
 def _links_problems(links: "Links") -> Iterator[Problem]:
     if not links.boundaries:
-        yield ("boundaries",), "at least one link between neighbours is needed", "measure again"
+        yield ("boundaries",), "at least one link between neighbors is needed", "measure again"
     for n, boundary in enumerate(links.boundaries):
         if len(boundary.sample_bytes) != len(boundary.sample_us):
             text = f"expected {len(boundary.sample_bytes)} times, one per size, got {len(boundary.sample_us)}"
@@ -225,4 +233,4 @@ _PROBLEMS: Final[Mapping[str, Callable[[Any], Iterator[Problem]]]] = {
     "calibration": _calibrated_problems,
     "partial": _partial_problems,
 }
-"""By kind of file, as in `planner.files.kinds`."""
+"""Checks by kind of file, as in `planner.files.kinds`."""

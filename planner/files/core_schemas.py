@@ -1,8 +1,8 @@
-"""What pydantic-core is to check of our dataclasses, from the types of their fields.
+"""pydantic-core schemas of our dataclasses, built from the types of their fields.
 
-pydantic's own generator makes the same (`tests/unit/files/test_core_schemas.py` holds one against the other). But to
-import it and to have it look at the classes of a plan takes longer than all else that `check` does. Our values have few
-types: numbers, texts, closed sets of texts, tuples and mappings of them, and dataclasses.
+pydantic's own generator builds equal schemas (`tests/unit/files/test_core_schemas.py` compares them). But importing it
+and generating the schema of a plan takes longer than all other work of `check`. Our values have few types: numbers,
+texts, closed sets of texts, tuples and mappings of them, and dataclasses.
 """
 
 import builtins
@@ -23,7 +23,7 @@ _CHOICES: Final[dict[tuple[str, str], Sequence[str]]] = {
     ("Inputs", "schedule"): (*SCHEDULE_CHOICES, GIVEN),
     ("Plan", "schedule"): (*SCHEDULES, SEARCHED.name),
 }
-"""By class and field; `planner.core.values` lies below the schedules, and cannot name them."""
+"""Allowed texts by class and field; `planner.core.values` cannot import the schedules."""
 
 
 _SCALARS: Final[dict[type, Callable[[], CoreSchema]]] = {
@@ -35,20 +35,20 @@ _SCALARS: Final[dict[type, Callable[[], CoreSchema]]] = {
 
 
 def core_schema_of(kind: type[Any]) -> CoreSchema:
-    """The schema of the dataclass `kind`: no key that its fields do not name, and no other type than theirs."""
+    """Return the schema of the dataclass `kind`: only keys named by its fields, only values of their types."""
     classes: dict[type[Any], CoreSchema] = {}
     whole = _typed(kind, classes)
     return core_schema.definitions_schema(whole, list(classes.values()))
 
 
 def _typed(annotation: Any, classes: dict[type[Any], CoreSchema]) -> CoreSchema:
-    """What a value of this type is; `classes` takes the dataclasses that it may hold."""
+    """Return the schema of an annotation; schemas of dataclasses in it are added to `classes`."""
     if annotation in _SCALARS:
         return _SCALARS[annotation]()
     if is_dataclass(annotation):
         assert isinstance(annotation, type)
         if annotation not in classes:
-            classes[annotation] = core_schema.none_schema()  # its place, should it hold itself
+            classes[annotation] = core_schema.none_schema()  # placeholder, in case it contains itself
             classes[annotation] = _dataclass(annotation, classes)
         return core_schema.definition_reference_schema(_reference(annotation))
     of = get_args(annotation)

@@ -1,6 +1,6 @@
-"""The kinds of files, by the word in the middle of their schema; a kind's class is imported when a file needs it.
+"""Kinds of files, by the word in the middle of their `schema` key. The class of a kind is imported on demand.
 
-Most commands read a plan and its profile. To define the classes of all kinds takes longer than to read these two.
+Most commands read only a plan and its profile. Defining the classes of all kinds takes longer than reading both.
 """
 
 from collections.abc import Mapping
@@ -20,39 +20,39 @@ if TYPE_CHECKING:
     Value: TypeAlias = Profile | Plan | RunReport | Balance | Links | Calibration | Partial
 
 
-class Kind(NamedTuple):
+class FileKind(NamedTuple):
     """One kind of file."""
 
     module: str
-    """Where its class stands, in `planner.core.values`."""
+    """Module of its class, in `planner.core.values`."""
     class_name: str
     made_by: str
-    """The command that makes one."""
+    """Command that makes a file of this kind."""
 
     @property
     def of(self) -> "type[Value]":
-        """The class of its values."""
+        """Class of its values."""
         kind: type[Value] = getattr(import_module(f"planner.core.values.{self.module}"), self.class_name)
         return kind
 
     @property
     def schema(self) -> str:
-        """What stands behind the key `schema`."""
+        """Value of the key `schema`."""
         return next(str(field.default) for field in fields(self.of) if field.name == "schema")
 
 
-KINDS: Final[Mapping[str, Kind]] = {
-    "profile": Kind("profile", "Profile", "gpipe-plan profile MODEL.py"),
-    "plan": Kind("plan", "Plan", "gpipe-plan solve"),
-    "run": Kind("run_report", "RunReport", "torchrun … train.py --report run.json"),
-    "balance": Kind("balance", "Balance", "gpipe-plan emit"),
-    "links": Kind("links", "Links", "torchrun --nproc-per-node K -m planner profile-links"),
-    "calibration": Kind("calibration", "Calibration", "gpipe-plan verify"),
-    "partial": Kind("partial", "Partial", "gpipe-plan profile MODEL.py"),
+KINDS: Final[Mapping[str, FileKind]] = {
+    "profile": FileKind("profile", "Profile", "gpipe-plan profile MODEL.py"),
+    "plan": FileKind("plan", "Plan", "gpipe-plan solve"),
+    "run": FileKind("run_report", "RunReport", "torchrun … train.py --report run.json"),
+    "balance": FileKind("balance", "Balance", "gpipe-plan emit"),
+    "links": FileKind("links", "Links", "torchrun --nproc-per-node K -m planner profile-links"),
+    "calibration": FileKind("calibration", "Calibration", "gpipe-plan verify"),
+    "partial": FileKind("partial", "Partial", "gpipe-plan profile MODEL.py"),
 }
 
 
 def word_of(schema: str) -> str:
-    """The word that tells the kind in `gpipe-plan/WORD/v1`; empty where there is none."""
+    """Return the kind's word from `gpipe-plan/WORD/v1`; empty if the text has another form."""
     parts = schema.split("/")
     return parts[1] if len(parts) == 3 else ""

@@ -1,4 +1,4 @@
-"""Paths in files are relative to the file, so that both can move together; and no command writes over what it reads."""
+"""Paths in files, and protection of input files. Paths are relative to the file, so that both can move together."""
 
 import os
 from collections.abc import Iterable, Mapping
@@ -11,7 +11,7 @@ from planner.files.reading import is_replayable
 
 
 def reference_path(profile_path: str, plan_path: str) -> str:
-    """How a plan at `plan_path` refers to its profile: relative to its own folder, so both can move together."""
+    """Return the profile's path relative to the folder of the plan, so that both can move together."""
     if not is_replayable(profile_path):
         return "-"
     if not is_replayable(plan_path):
@@ -20,30 +20,47 @@ def reference_path(profile_path: str, plan_path: str) -> str:
 
 
 def profile_path(plan: Plan, plan_path: str, override: str | None = None) -> str:
-    """Where the plan's profile stands: at `override`, if that is said.
+    """Return the path of the plan's profile, or `override` if it is set.
+
+    Args:
+        plan: The plan.
+        plan_path: Path of the plan's file.
+        override: Path that replaces the one in the plan.
+
+    Returns:
+        Path of the profile.
 
     Raises:
-        UsageError: Neither that nor the plan names a file.
+        UsageError: Neither the plan nor `override` names a file.
     """
     if override is not None:
         return override
     if plan.inputs.profile.path == "-":
         raise UsageError(
-            "the plan does not say which file its profile is in: it was solved from standard input, or from a value",
-            hint="say where the profile is: `--profile FILE`",
+            "the plan does not name a profile, because the profile was read from standard input or passed as a value",
+            hint="name the profile: `--profile FILE`",
         )
     folder = "" if not is_replayable(plan_path) else str(Path(plan_path).parent)
     return os.path.normpath(Path(folder, plan.inputs.profile.path))
 
 
 def model_path(profile: Profile, folder: str) -> str | None:
-    """Where the model's file stands, if the profile in `folder` names one."""
+    """Return the path of the model's file, or None if the profile in `folder` names none."""
     path = profile.model.source.rpartition(":")[0]
     return os.path.normpath(Path(folder, path)) if path else None
 
 
 def relocated(source: str, profile_folder: str, folder: str) -> str:
-    """`path:entry`, relative to `profile_folder`, as it is from `folder`; absolute paths stay as they are."""
+    """Convert `path:entry` from relative to `profile_folder` to relative to `folder`; absolute paths are unchanged.
+
+    Args:
+        source: Path and entry of a model.
+        profile_folder: Folder that the path is relative to.
+        folder: Folder that the result is relative to.
+
+    Returns:
+        Path and entry.
+    """
     path, colon, entry = source.rpartition(":")
     if path and not Path(path).is_absolute():
         path = Path(os.path.relpath(Path(profile_folder, path), folder)).as_posix()
@@ -51,12 +68,14 @@ def relocated(source: str, profile_folder: str, folder: str) -> str:
 
 
 def check_outputs(outputs: Mapping[str, str | None], inputs: Iterable[str | None]) -> None:
-    """Refuses outputs that are an input or the same as another output, before anything is computed.
+    """Raise UsageError if an output is an input or equals another output, before anything is computed.
 
-    Outputs are named by their options; `-` is a standard stream, None is nothing.
+    Args:
+        outputs: Paths by option; `-` is a standard stream, None is no output.
+        inputs: Paths of files that are read.
 
     Raises:
-        UsageError: Two of them are one file, under whatever names.
+        UsageError: Two paths are the same file, even under different names.
     """
     read = [path for path in inputs if path is not None and path != "-"]
     written: dict[str, str] = {}
@@ -66,10 +85,10 @@ def check_outputs(outputs: Mapping[str, str | None], inputs: Iterable[str | None
         shown = path if option == path else f"{option} {path}"
         for other in read:
             if _is_same(path, other):
-                raise UsageError(f"`{shown}` would overwrite {other}, which is read", hint="name another file")
+                raise UsageError(f"`{shown}` would overwrite {other}, which is an input", hint="name another file")
         for other_option, other in written.items():
             if _is_same(path, other) and not _is_device(path):
-                raise UsageError(f"`{other_option} {other}` and `{shown}` are one file", hint="name two files")
+                raise UsageError(f"`{other_option} {other}` and `{shown}` are the same file", hint="name two files")
         written[option] = path
 
 
@@ -78,10 +97,10 @@ def _is_same(path: str, other: str) -> bool:
         if Path(path).exists() and Path(other).exists():
             return Path(path).samefile(other) and not _is_device(path)
         return Path(path).resolve() == Path(other).resolve()
-    except (OSError, ValueError, RuntimeError):  # neither can be opened, which is told where it is tried
+    except (OSError, ValueError, RuntimeError):  # neither can be opened, which is reported later
         return False
 
 
 def _is_device(path: str) -> bool:
-    """Whether what is written there replaces nothing: /dev/null, a pipe, a terminal."""
+    """Return True if writing there replaces no file: /dev/null, a pipe, a terminal."""
     return Path(path).exists() and not Path(path).is_file()

@@ -1,4 +1,4 @@
-"""Files to values: a strict reader, types, checks of meaning; errors name file, line and key."""
+"""Reading of files: strict parsing, type checks and semantic checks. Errors name file, line and key."""
 
 import json
 import re
@@ -28,12 +28,18 @@ _T_co = TypeVar("_T_co", covariant=True)
 
 
 def read(path: str, wanted: str | None = None, text: str | None = None) -> "Value":
-    """The value in the file at `path` (`-` is standard input), by its `schema` key.
+    """Return the value in a file; its `schema` key gives its kind.
 
-    It may be of any kind, unless one is `wanted`. Where its `text` was read before, `path` only names it.
+    Args:
+        path: Path of the file; `-` is standard input.
+        wanted: Kind that the file must have; None for any.
+        text: Content of the file, if it was read before; `path` is then only a name.
+
+    Returns:
+        A value of the class of its kind.
 
     Raises:
-        FileError: Missing, unreadable, invalid or of another kind; names the line and key where known.
+        FileError: The file is missing, unreadable, invalid or of another kind; the error names line and key if known.
     """
     document = Document.parse(path, read_text(path, _made_by(path, wanted)) if text is None else text)
     kind = _kind_of(document, wanted)
@@ -48,12 +54,12 @@ def read(path: str, wanted: str | None = None, text: str | None = None) -> "Valu
 
 
 def read_plain(path: str) -> Any:
-    """What a YAML or JSON file of another tool says: mappings, lists, texts and numbers; raises as `read`."""
+    """Return the content of another tool's YAML or JSON file as plain values; raises like `read`."""
     return Document.parse(path, read_text(path, _made_by(path, None))).content
 
 
 _ODD_NUMBER = re.compile(r"[:,\[] -?\d[\d.]*[eE]|[:,\[] ?-|\d{18}|Infinity|NaN")
-"""What a number looks like that may be negative or very large. Most files have none, and are spared a look at each."""
+"""Pattern of numbers that may be negative or very large. Most files have none, which saves checking each number."""
 
 
 class _Reader(Protocol[_T_co]):
@@ -61,7 +67,7 @@ class _Reader(Protocol[_T_co]):
 
 
 def _read_as(wanted: str, path: str, text: str | None = None) -> Any:
-    """The value in a file of the kind `wanted`; arguments and errors are those of `read`."""
+    """Read a file of the kind `wanted`; arguments and errors are those of `read`."""
     return read(path, wanted, text)
 
 
@@ -75,7 +81,7 @@ read_partial: "_Reader[Partial]" = partial(_read_as, "partial")
 
 
 def stage_lines(path: str) -> tuple[int, ...]:
-    """The line of every stage in the plan in `path`, from 1; none where it cannot be read again."""
+    """Return the line of every stage in a plan's file, from 1; empty if the file cannot be read again."""
     if not is_replayable(path):
         return ()
     document = Document.parse(path, read_text(path, _made_by(path, "plan")))
@@ -83,23 +89,30 @@ def stage_lines(path: str) -> tuple[int, ...]:
 
 
 def is_replayable(path: str) -> bool:
-    """Whether a file can be read twice, and has a folder: neither standard input nor another pipe, as of `<(…)`."""
+    """Return True if a file can be read twice and has a folder, unlike standard input or another pipe (`<(…)`)."""
     try:
         return path != "-" and (Path(path).is_file() or not Path(path).exists())
-    except OSError:  # there can be no such file, which is told where it is opened
+    except OSError:  # the path is invalid, which is reported when it is opened
         return True
 
 
 def _made_by(path: str, wanted: str | None) -> str:
-    # What is not there is told by its name: `plan.yaml` would be a plan, any other a profile, with which all begins.
+    # The name suggests the kind of a missing file: `plan.yaml` is a plan, any other name is taken for a profile.
     return KINDS[wanted or (Path(path).stem if Path(path).stem in KINDS else "profile")].made_by
 
 
 def read_text(path: str, made_by: str) -> str:
-    """The text of a file that the command `made_by` makes; `-` is standard input.
+    """Return the text of a file; `-` is standard input.
+
+    Args:
+        path: Path of the file.
+        made_by: Command that makes such a file, for the hint.
+
+    Returns:
+        The text.
 
     Raises:
-        FileError: There is no such file, it cannot be read, or it is too large for one of ours.
+        FileError: The file does not exist, cannot be read, or is too large.
     """
     try:
         if path == "-":
@@ -109,7 +122,7 @@ def read_text(path: str, made_by: str) -> str:
         with Path(path).open(encoding="utf-8") as file:
             return _bounded(file, path)
     except FileNotFoundError:
-        hint = f"make it with `{made_by}`, or name another"
+        hint = f"make it with `{made_by}`, or name another file"
         raise FileError("no such file", path=path, hint=hint) from None
     except IsADirectoryError:
         raise FileError("is a directory, not a file", path=path) from None
@@ -117,8 +130,8 @@ def read_text(path: str, made_by: str) -> str:
         raise FileError(f"is not UTF-8 text (byte {error.start})", path=path) from None
     except OSError as error:
         raise FileError(f"cannot be read: {error.strerror}", path=path) from None
-    except ValueError:  # a path with a character that no path has
-        raise FileError("is no path of a file", path=path) from None
+    except ValueError:  # a character that is invalid in paths
+        raise FileError("is not a valid path", path=path) from None
 
 
 def _bounded(file: TextIO, path: str) -> str:
@@ -127,12 +140,12 @@ def _bounded(file: TextIO, path: str) -> str:
         pieces.append(piece)
         count += len(piece)
         if count > MAX_BYTES:
-            raise FileError(f"has more than {MAX_BYTES} characters, which no file of gpipe-plan has", path=path)
+            raise FileError(f"has more than {MAX_BYTES} characters, the limit for files of gpipe-plan", path=path)
     return "".join(pieces)
 
 
 def _kind_of(document: Document, wanted: str | None) -> str:
-    """The file's kind, if we can read it and it is the wanted one."""
+    """Return the file's kind; raise FileError if the kind is unknown or not `wanted`."""
     if not isinstance(document.content, dict) or "schema" not in document.content:
         message = f"has no key `schema` (expected {_expected(wanted, quote='`')}): not a file of gpipe-plan"
         raise FileError(message, path=document.path, line=1)
@@ -146,7 +159,7 @@ def _kind_of(document: Document, wanted: str | None) -> str:
             f"`schema`: expected {_expected(meant)}, got {json.dumps(schema)}",
             path=document.path,
             line=document.line_of(("schema",)),
-            hint=f"write the file anew with this version: `{KINDS[meant or 'profile'].made_by}`",
+            hint=f"write the file again with this version: `{KINDS[meant or 'profile'].made_by}`",
         )
     if wanted not in (None, kind):
         called = {"links": "list of links", "partial": "partial profile"}
@@ -156,13 +169,13 @@ def _kind_of(document: Document, wanted: str | None) -> str:
 
 
 def _expected(kind: str | None, quote: str = "") -> str:
-    """The schema of a kind, or of all of them, each in `quote`."""
+    """Return the schema key of a kind, or of all kinds, each in `quote`."""
     return KINDS[kind].schema if kind else " or ".join(f"{quote}{each.schema}{quote}" for each in KINDS.values())
 
 
 def json_schema(kind: str) -> dict[str, Any]:
     """Return the JSON Schema, of draft 2020-12, of a kind of file, such as `profile`."""
     schema = schema_of(KINDS[kind].of)
-    # The dataclass has a default for it, the file must not.
+    # The dataclass has a default, but the key is required in a file.
     schema["required"] = ["schema", *schema["required"]]
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema}

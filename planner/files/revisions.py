@@ -1,4 +1,4 @@
-"""A file as it was at a revision of the git repository that it lies in."""
+"""Files at a revision of their git repository."""
 
 import subprocess
 from pathlib import Path
@@ -7,26 +7,26 @@ from planner.core.errors import FileError
 
 
 def at_revision(path: str, revision: str) -> str:
-    """The text of `path` as committed at `revision`, such as `main` or `HEAD~1`.
+    """Return the text of `path` as committed at `revision`, such as `main` or `HEAD~1`.
 
     Raises:
-        FileError: No git, no repository, no such revision, or no such file in it.
+        FileError: There is no git, no repository, no such revision, or no such file in it.
     """
     file = Path(path)
     called = f"git:{revision}:{path}"
-    if not revision:  # git would take the staged file
-        raise FileError("no revision is named", path=called, hint="name one: `git:main`")
-    # `./` makes git take the path from the folder that it runs in, wherever the repository begins.
+    if not revision:  # git would read the staged file
+        raise FileError("the revision is missing", path=called, hint="name one: `git:main`")
+    # With `./` git resolves the path from its working folder, not from the root of the repository.
     command = ["git", "show", "--end-of-options", f"{revision}:./{file.name}"]
     try:
         process = subprocess.run(command, cwd=file.parent, capture_output=True, check=False)  # noqa: S603 - no shell
     except FileNotFoundError:
-        raise FileError("git, or the folder of the file, is not there", path=called) from None
+        raise FileError("git or the folder of the file does not exist", path=called) from None
     except OSError as error:
         raise FileError(f"git could not be run: {error.strerror}", path=called) from None
     if process.returncode:
         said = process.stderr.decode(errors="replace").strip().partition("\n")[0].removeprefix("fatal: ")
-        hint = "in CI the checkout may hold one commit alone: `fetch-depth: 0` of actions/checkout fetches the others"
+        hint = "a CI checkout may have only one commit: `fetch-depth: 0` of actions/checkout fetches all"
         raise FileError(f"git says: {said}", path=called, hint=hint)
     try:
         return process.stdout.decode("utf-8")

@@ -1,4 +1,4 @@
-"""A schedule that was written as a table, by us, by another engine or by hand: torch's compute-only CSV."""
+"""Schedules in torch's compute-only CSV format, written by gpipe-plan, another engine or by hand."""
 
 from planner.core.errors import FileError, UsageError
 from planner.core.schedule import Listed, actions_in, check_lists
@@ -6,11 +6,11 @@ from planner.files.reading import read_text
 
 
 def read_schedule(path: str) -> Listed:
-    """The schedule in the file at `path`: lists that run to their end, with the stages in a loop or a V.
+    """Return the schedule in a file, after checking that it runs and that stages form a loop or a V.
 
     Raises:
-        FileError: It cannot be read, a cell is no action, or the lists are no step of a pipeline; names the row (from
-            1) and the column, or the device (from 0) and the action.
+        FileError: The file cannot be read, a cell is not an action, or the action orders are invalid. The error names
+            the row (from 1) and the column, or the device (from 0) and the action.
     """
     text = read_text(path, "gpipe-plan emit --format csv")
     try:

@@ -1,6 +1,6 @@
-"""YAML as JSON would have it: strict scalars, no duplicate keys, and the line of every key.
+"""Strict YAML: scalars as in JSON, no duplicate keys, and the line of every key.
 
-PyYAML's own reader takes `1e9` for a string, `no` for false, `12:30:00` for 45000, and the last of two equal keys.
+PyYAML's own reader takes `1e9` for a string, `no` for false, `12:30:00` for 45000, and accepts duplicate keys.
 """
 
 import json
@@ -17,7 +17,7 @@ from planner.files.bounds import UnboundedError, bounded, is_too_deep
 Key = str | int
 KeyPath = tuple[Key, ...]
 Problem = tuple[KeyPath, str, str]
-"""Where, what is wrong, and what to do."""
+"""Key path, problem, and hint."""
 
 
 _TAGS = frozenset(("!", "null", "bool", "int", "float", "str", "map", "seq"))
@@ -26,7 +26,7 @@ _ESCAPED_PAIR = re.compile(r"\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-f
 
 
 class StrictLoader(yaml.CSafeLoader):
-    """Scalars as JSON has them; everything else is a string (so `1e9` is a number and `no` is not a boolean)."""
+    """YAML loader with JSON's scalars; everything else is a string (`1e9` is a number, `no` is not a boolean)."""
 
     yaml_implicit_resolvers: dict[str, list[tuple[str, re.Pattern[str]]]] = {}  # noqa: RUF012 - as in PyYAML
 
@@ -43,7 +43,7 @@ for _tag, _pattern, _first in (
 
 
 class Document:
-    """Plain content of a file and the line of every key in it."""
+    """Plain content of a file, and the line of every key."""
 
     def __init__(self, path: str, text: str) -> None:
         self.path = path
@@ -64,7 +64,7 @@ class Document:
 
     @property
     def lines(self) -> dict[KeyPath, int]:
-        """Line of every key; found out when it is asked for. None where JSON is laid out as no YAML is."""
+        """Line of every key, computed on first use; empty if a JSON file's layout is not valid YAML."""
         if not self._lines:
             try:
                 self._read(notes_lines=True)
@@ -75,8 +75,8 @@ class Document:
     def _read(self, *, notes_lines: bool = False) -> Any:
         text, path = self._text, self.path
         if path.endswith(".json") or text.lstrip()[:1] == "{":
-            # YAML contains nearly all of JSON, and its reader knows the lines; what it does not have are the escapes of
-            # characters beyond 16 bits, and one control character as it is.
+            # YAML contains nearly all of JSON, and its reader reports lines. It lacks escapes of characters beyond 16
+            # bits, and one unescaped control character.
             text = _ESCAPED_PAIR.sub(lambda pair: json.loads(f'"{pair[0]}"'), text).replace("\x7f", "\\x7f")
         try:
             reader = _Reader(text, notes_lines=notes_lines)
@@ -92,13 +92,13 @@ class Document:
         return content
 
     def line_of(self, at: KeyPath) -> int | None:
-        """Line of the key, or of the nearest key above it."""
+        """Return the line of the key, or of the nearest parent key with a line."""
         while at and at not in self.lines:
             at = at[:-1]
         return self.lines.get(at)
 
     def refuse(self, problems: list[Problem]) -> FileError:
-        """One error for all problems; the first is told in full."""
+        """Return one error for all problems; up to six are listed."""
         at, text, hint = problems[0]
         further = [f"line {self.line_of(p)}: `{dotted(p)}`: {t}" for p, t, _ in problems[1:6]]
         if len(problems) > 6:
@@ -108,7 +108,7 @@ class Document:
 
 
 class _RefusedError(Exception):
-    """Something that YAML has and our files have not; `line`, from 1, is where."""
+    """YAML feature that our files do not use, at `line`, counted from 1."""
 
     def __init__(self, message: str, event: yaml.Event, hint: str = "") -> None:
         super().__init__(message)
@@ -116,7 +116,7 @@ class _RefusedError(Exception):
 
 
 class _Reader:
-    """Reader of one document, from the events of its parser: YAML's own composer takes several times as long."""
+    """Reader of one document from parser events; several times faster than YAML's own composer."""
 
     def __init__(self, text: str, *, notes_lines: bool) -> None:
         self._events = bounded(yaml.parse(text, Loader=StrictLoader))
@@ -126,7 +126,7 @@ class _Reader:
         self.lines: dict[KeyPath, int] = {}
 
     def document(self) -> Any:
-        """Return the content; None for a text without any."""
+        """Return the content, or None for an empty document."""
         next(self._events)
         event = next(self._events)
         if isinstance(event, yaml.StreamEndEvent):
@@ -144,8 +144,8 @@ class _Reader:
         if isinstance(event, yaml.AliasEvent):
             return self._anchored_value(event)
         if event.tag and event.tag.removeprefix("tag:yaml.org,2002:") not in _TAGS:
-            problem = f"`{self._dotted()}`: the tag {event.tag[:60]} means nothing here"
-            raise _RefusedError(problem, event, "leave it out")
+            problem = f"`{self._dotted()}`: the tag {event.tag[:60]} is not supported"
+            raise _RefusedError(problem, event, "remove it")
         if isinstance(event, yaml.ScalarEvent):
             value = self._scalar(event)
         elif isinstance(event, yaml.SequenceStartEvent):
@@ -180,7 +180,7 @@ class _Reader:
             key = self._path[-1] = self._key(event)
             line = _line_of(event)
             if key in content:
-                problem = f"`{self._dotted()}` stands twice, first in line {first_lines[key]}"
+                problem = f"`{self._dotted()}` is defined twice, first in line {first_lines[key]}"
                 raise _RefusedError(problem, event)
             content[key] = self._value(next(self._events))
             first_lines[key] = line
@@ -231,7 +231,7 @@ _TYPES: Final[dict[str, Callable[[str], Any]]] = {
 
 
 def _plain_scalar(text: str) -> Any:
-    """Return what a scalar without quotes and tag is."""
+    """Return the value of a scalar without quotes and tag."""
     if text in _WORDS:
         return _WORDS[text]
     if text[0] not in "-0123456789":
@@ -242,7 +242,7 @@ def _plain_scalar(text: str) -> Any:
 
 
 def _json_content(text: str) -> Any:
-    """Return the content of a JSON document, with the meaning that it has as YAML; None where YAML must read it."""
+    """Return the content of a JSON document with the same meaning as in YAML; None if the YAML reader is needed."""
     if is_too_deep(text):
         return None
     try:
@@ -254,11 +254,11 @@ def _json_content(text: str) -> Any:
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     content = dict(pairs)
     if len(content) < len(pairs):
-        raise ValueError  # The YAML reader says in which line.
+        raise ValueError  # the YAML reader reports the line
     return content
 
 
 def dotted(at: KeyPath) -> str:
-    """`layers[1].forward_us[0]`."""
+    """Return a key path as text: `layers[1].forward_us[0]`."""
     text = "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in at)
     return text.lstrip(".")

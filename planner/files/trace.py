@@ -1,7 +1,7 @@
-"""The one writer of traces that Perfetto (ui.perfetto.dev) and chrome://tracing open: of a predicted step, of a run.
+"""Trace files for Perfetto (ui.perfetto.dev) and chrome://tracing, of a predicted step or a run.
 
-"Trace Event Format" (Google, 2016): events with times in microseconds, a process for each device, and in it a thread
-for what the device computes and one for each direction that it sends in. Recomputation lies within its backward.
+"Trace Event Format" (Google, 2016): times in microseconds and one process per device. A process has one thread for
+computation and one for each direction in which it sends. Recomputation is nested in its backward.
 """
 
 import json
@@ -12,7 +12,7 @@ from typing import Final, NamedTuple
 from planner.core.schedule.kinds import KINDS
 
 TRACE_THREADS: Final = ("compute", "send forward", "send backward")
-"""Threads of a process by their number; a slice whose kind is none of these is computed."""
+"""Threads of a process by number; slices of other kinds are in `compute`."""
 
 _NAMES: Final[Mapping[str, str]] = {
     **{kind.label: kind.letter for kind in KINDS.values()},
@@ -25,21 +25,21 @@ _NAMES: Final[Mapping[str, str]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TraceSlice:
-    """Something that took a process some time."""
+    """Interval of time in which a process did one thing."""
 
     kind: str
-    """What devices compute, or send, by the label of its kind; or `receive`, `recompute`, `optimizer`."""
+    """Label of the action or of its sending; or `receive`, `recompute`, `optimizer`."""
     process: int
     micro_batch: str = ""
-    """Its number; `3.1` on chunk 1 of a device that has several; empty where the name needs none."""
+    """Number of the micro-batch; `3.1` on chunk 1 of a device with several; empty if not needed."""
     start_us: float
     end_us: float
     args: Mapping[str, int]
-    """What a viewer tells of the slice that is chosen."""
+    """Details that a viewer shows for the selected slice."""
 
 
 class TraceLevel(NamedTuple):
-    """The memory that a process holds from a time on."""
+    """Memory that a process holds from a point in time."""
 
     process: int
     start_us: float
@@ -53,17 +53,20 @@ def trace_text(
     *,
     threads: Sequence[str] = TRACE_THREADS,
     title: str,
-    what: str,
+    description: str,
 ) -> str:
-    """The file; one event per line.
+    """Return the text of a trace file, with one event per line.
 
     Args:
-        processes: The name of each process, by its number, which also is its place from the top.
-        slices: What the processes did. Those of one thread must lie apart or one within the other.
-        levels: What they held, by time.
+        processes: Name of each process, by number; the number is also its position from the top.
+        slices: Slices of the processes. Slices of one thread must be disjoint or nested.
+        levels: Memory of the processes, by time.
         threads: Those of `TRACE_THREADS` that have slices.
-        title: Of the trace.
-        what: Who made it, and of what.
+        title: Title of the trace.
+        description: Origin of the trace.
+
+    Returns:
+        JSON text.
     """
     counters = (
         {"name": "memory", "ph": "C", "ts": round(time_us, 3), "pid": process, "args": {"bytes": held}}
@@ -71,7 +74,7 @@ def trace_text(
     )
     events = [*_rows(processes, threads), *map(_slice, slices), *counters]
     lines = ",\n".join(json.dumps(event, separators=(",", ":")) for event in events)
-    other = json.dumps({"title": title, "what": what})
+    other = json.dumps({"title": title, "what": description})
     return f'{{"displayTimeUnit":"ms","otherData":{other},"traceEvents":[\n{lines}\n]}}\n'
 
 
@@ -89,7 +92,7 @@ def _rows(processes: Mapping[int, str], threads: Sequence[str]) -> Iterator[_Eve
 
 
 def _slice(entry: TraceSlice) -> _Event:
-    # Both ends are rounded, not the duration: what touches still touches, and what lies within still does.
+    # Both ends are rounded, not the duration, so that adjacent slices stay adjacent and nested ones nested.
     start_us, end_us = round(entry.start_us, 3), round(entry.end_us, 3)
     return {
         "name": f"{_NAMES[entry.kind]}{entry.micro_batch}",

@@ -1,4 +1,4 @@
-"""Plain content to values, by the types of their fields: all that pydantic does for us, and what its errors mean."""
+"""Type checks of plain content by pydantic-core, and explanations of its errors."""
 
 import json
 from difflib import get_close_matches
@@ -13,23 +13,31 @@ _T = TypeVar("_T")
 
 
 def validated(kind: type[_T], plain: str, document: Document) -> _T:
-    """The value of class `kind` that a file holds, whose content as JSON is `plain`; the document knows its lines.
+    """Return the value of class `kind` that a file holds.
+
+    Args:
+        kind: A dataclass.
+        plain: Content of the file as JSON.
+        document: The parsed file, for line numbers.
+
+    Returns:
+        The value.
 
     Raises:
-        FileError: A key is unknown or missing, or its value is of another type; names all of them.
+        FileError: A key is unknown or missing, or has a value of another type; the error lists all of them.
     """
     try:
         return cast("_T", SchemaValidator(core_schema_of(kind)).validate_json(plain, strict=True))
     except ValidationError as error:
         keys = _Keys(kind)
         problems = [_explain(e, document, keys) for e in error.errors(include_url=False)]
-        # Mistyped keys first: a required key that is missing is then explained already.
+        # Unknown keys first: a suggested spelling also explains a missing key.
         problems.sort(key=lambda problem: not problem[2].startswith("did you mean"))
         raise document.refuse(problems) from None
 
 
 def parse_json(kind: type[_T], text: bytes) -> _T:
-    """Return the value of dataclass `kind` that a JSON text holds; for files that people neither write nor edit.
+    """Return the value of dataclass `kind` in a JSON text; for files that people do not edit.
 
     Raises:
         ValueError: The text is not JSON, or a key is unknown, missing, or of another type.
@@ -42,8 +50,8 @@ def parse_json(kind: type[_T], text: bytes) -> _T:
 
 
 def schema_of(kind: type[Any]) -> dict[str, Any]:
-    """The JSON Schema of the dataclass `kind`."""
-    from planner.files.json_schemas import JsonSchema  # noqa: PLC0415 - dear to import, and seldom asked for
+    """Return the JSON Schema of the dataclass `kind`."""
+    from planner.files.json_schemas import JsonSchema  # noqa: PLC0415 - slow to import, and rarely needed
 
     return JsonSchema().generate(core_schema_of(kind))
 
@@ -62,15 +70,15 @@ _EXPECTED = {
 
 
 class _Keys:
-    """The keys that may stand at each place of a file."""
+    """Allowed keys at each key path of a file."""
 
     def __init__(self, kind: type[Any]) -> None:
         self._schema = schema_of(kind)
 
-    def at(self, place: KeyPath) -> list[str]:
-        """Keys of the mapping at `place`; empty where there is none."""
+    def at(self, path: KeyPath) -> list[str]:
+        """Return the keys of the mapping at `path`; empty if there is no mapping."""
         node: Any = self._schema
-        for step in place:
+        for step in path:
             node = self._resolved(node)
             node = node.get("items", {}) if isinstance(step, int) else node.get("properties", {}).get(step, {})
         return list(self._resolved(node).get("properties", {}))
@@ -85,7 +93,7 @@ class _Keys:
 
 
 def _explain(error: ErrorDetails, document: Document, keys: _Keys) -> Problem:
-    # A union (`int | None`) appends the name of the member it tried: keep only what is in the file.
+    # A union (`int | None`) appends the name of the member that was tried; keep only the keys of the file.
     at = tuple(error["loc"])
     kind = error["type"]
     if kind == "missing":
@@ -93,7 +101,7 @@ def _explain(error: ErrorDetails, document: Document, keys: _Keys) -> Problem:
     if kind == "unexpected_keyword_argument":
         absent = [key for key in keys.at(at[:-1]) if (*at[:-1], key) not in document.lines]
         near = [key for key in absent if key.startswith(f"{at[-1]}_")] or get_close_matches(str(at[-1]), absent, n=1)
-        hint = f"did you mean `{near[0]}`?" if near else "remove it; see `gpipe-plan schema` for the keys there are"
+        hint = f"did you mean `{near[0]}`?" if near else "remove it; see `gpipe-plan schema` for all keys"
         return at, "unknown key", hint
     while at and document.lines and at not in document.lines:
         at = at[:-1]

@@ -1,4 +1,4 @@
-"""Values to files: deterministic text, one line per layer and per stage, written all at once or not at all."""
+"""Writing of files: deterministic text, one line per layer and per stage, atomic replacement."""
 
 import json
 import math
@@ -20,19 +20,19 @@ from planner.files.strict_yaml import StrictLoader
 
 
 class _Line(dict[str, Any]):
-    """A mapping that is written on one line."""
+    """Mapping that is written on one line."""
 
 
 class _Lines(list[Any]):
-    """A list that is written with an item to a line."""
+    """List that is written with one item per line."""
 
 
 _OLD_COMMAND = "##["
-"""What GitHub's runner obeys anywhere in a line."""
+"""Command marker that GitHub's runner recognizes anywhere in a line."""
 
 
 class _Dumper(yaml.CSafeDumper):
-    """Writes what `StrictLoader` reads; strings that it would take for numbers are quoted."""
+    """YAML writer for `StrictLoader`; strings that look like numbers are quoted."""
 
     yaml_implicit_resolvers = {  # noqa: RUF012 - as in PyYAML
         key: yaml.CSafeDumper.yaml_implicit_resolvers.get(key, []) + StrictLoader.yaml_implicit_resolvers.get(key, [])
@@ -44,7 +44,7 @@ class _Dumper(yaml.CSafeDumper):
 
 
 def _string(dumper: _Dumper, text: str) -> yaml.Node:
-    # A line break in a name must not break the line that the name stands in, nor may a runner take it for a command.
+    # A line break in a name must not break its line, and a CI runner must not take the name for a command.
     plain = text.isprintable() and _OLD_COMMAND not in text
     return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=None if plain else '"')
 
@@ -55,16 +55,25 @@ _Dumper.add_representer(_Lines, lambda dumper, lines: dumper.represent_sequence(
 
 
 def json_text(value: Any) -> str:
-    """Deterministic text of `value` as JSON."""
+    """Return deterministic JSON text of `value`."""
     return dump(value, as_json=True)
 
 
 def dump(value: Any, *, as_json: bool = False, header: str = "") -> str:
-    """Deterministic text of `value`: YAML with a line per layer and per stage, or JSON."""
+    """Return deterministic text of `value`: YAML with a line per layer and per stage, or JSON.
+
+    Args:
+        value: A value of a file's class, or a plain mapping.
+        as_json: If true, write JSON.
+        header: Comment lines for the top of a YAML file.
+
+    Returns:
+        The text.
+    """
     plain = _rounded(to_plain(value))
     kind = word_of(plain.get("schema", "")) if isinstance(plain, dict) else ""
     if kind == "run":
-        # A run that diverged reports losses that JSON has no number for.
+        # Losses of a run that diverged may be NaN or infinite, which JSON cannot express.
         plain["losses"] = [x if math.isfinite(x) else str(x) for x in value.losses]
     if as_json:
         text = json.dumps(plain, indent=2, allow_nan=False)
@@ -88,17 +97,17 @@ def _yaml(plain: dict[str, Any], *, allow_unicode: bool) -> str:
     text: str = yaml.dump(
         plain, Dumper=_Dumper, sort_keys=False, default_flow_style=None, width=2**31 - 1, allow_unicode=allow_unicode
     )
-    return text.replace(_OLD_COMMAND, r"#\x23[")  # within double quotes, as `_string` has it
+    return text.replace(_OLD_COMMAND, r"#\x23[")  # inside double quotes, see `_string`
 
 
-_ASKED = ("inputs", "device", "settings", "proof")
-"""What was asked for, what a link can do, and how small a difference was, is written as it is."""
+_UNROUNDED = ("inputs", "device", "settings", "proof")
+"""Keys whose values are not rounded: options, device properties, settings and errors of the equivalence check."""
 
 
 def _rounded(value: Any) -> Any:
-    """Times to 0.1 us and figures of a plan to six digits behind the point: sums end in ...99999 otherwise."""
+    """Round times to 0.1 us and other figures to six decimals, to avoid results like 0.30000000000000004."""
     if isinstance(value, dict):
-        return {key: item if key in _ASKED else _round_to(item, _digits(key)) for key, item in value.items()}
+        return {key: item if key in _UNROUNDED else _round_to(item, _digits(key)) for key, item in value.items()}
     return [_rounded(item) for item in value] if isinstance(value, list) else value
 
 
@@ -115,22 +124,27 @@ def _round_to(value: Any, digits: int) -> Any:
 
 
 def write(path: str, value: Any, *, header: str = "") -> None:
-    """Writes `value` to `path` (`-` is standard output), as JSON if the suffix says so.
+    """Write `value` to `path`, as JSON if the suffix is `.json`.
+
+    Args:
+        path: Path of the file; `-` is standard output.
+        value: A value of a file's class.
+        header: Comment lines for the top of a YAML file.
 
     Raises:
-        FileError: The file cannot be written; what stood there before is untouched.
+        FileError: The file cannot be written; an existing file is unchanged.
     """
     write_text(path, dump(value, as_json=path.endswith(".json"), header=header))
 
 
 def write_text(path: str, text: str) -> None:
-    """Writes `text` to `path` all at once, or not at all; raises as `write`."""
+    """Write `text` to `path` atomically; raises like `write`."""
     if path == "-":
         try:
             sys.stdout.write(text)
             sys.stdout.flush()
         except BrokenPipeError:
-            raise  # the reader went away, which is no error
+            raise  # the reader has closed the pipe, which is no error
         except OSError as error:
             raise FileError(f"cannot be written: {error.strerror}", path="standard output") from None
         return
@@ -142,17 +156,17 @@ def write_text(path: str, text: str) -> None:
         if target.is_symlink():
             target = target.resolve()
         if target.exists() and not target.is_file():
-            target.write_bytes(data)  # a pipe or a device: there is nothing to replace
+            target.write_bytes(data)  # a pipe or a device, which is not replaced
         else:
             _replace(target, data)
     except UnicodeEncodeError as error:
-        raise FileError(f"cannot be written: {text[error.start]!r} is not a character", path=path) from None
+        raise FileError(f"cannot be written: {text[error.start]!r} is not a valid character", path=path) from None
     except OSError as error:
         raise FileError(f"cannot be written: {error.strerror}", path=path) from None
 
 
 def check_writable(path: str) -> None:
-    """Refuses a path that `write_text` could not write to, before time is spent on its content; raises as `write`."""
+    """Raise FileError if `write_text` could not write to `path`, before time is spent on the content."""
     target = Path(path)
     try:
         if path == "-" or (target.exists() and not target.is_dir()):
@@ -174,11 +188,11 @@ def _replace(target: Path, data: bytes) -> None:
             temporary = Path(file.name)
             file.write(data)
             file.flush()
-            os.fsync(file.fileno())  # else a power failure may leave the new name with nothing behind it
-        # A temporary file is private; what it replaces keeps its mode, or was never there.
+            os.fsync(file.fileno())  # otherwise a power failure may leave an empty file under the new name
+        # A temporary file is private. The result gets the mode of the replaced file, or the default mode.
         mode = stat.S_IMODE(target.stat().st_mode) if target.exists() else 0o666 & ~_umask()
         temporary.chmod(mode)
-        os.replace(temporary, target)  # noqa: PTH105 - all at once, on every system
+        os.replace(temporary, target)  # noqa: PTH105 - atomic on every system
         sync_folder(target.parent)
     except BaseException:
         if temporary is not None:
@@ -187,7 +201,7 @@ def _replace(target: Path, data: bytes) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Makes a rename in `folder` last through a power failure, where the system can."""
+    """Sync `folder`, so that a rename survives a power failure, if the system supports it."""
     with suppress(OSError):
         handle = os.open(folder, os.O_RDONLY)
         try:

@@ -21,7 +21,7 @@ def trace_json(step: Step, title: str) -> str:
         (TraceLevel(device, *level) for device, levels in enumerate(step.memory) for level in levels),
         threads=[thread for thread in TRACE_THREADS if thread in kinds],
         title=title,
-        what="predicted by gpipe-plan, one training step",
+        description="predicted by gpipe-plan, one training step",
     )
 
 

@@ -143,7 +143,7 @@ def _replace(pattern: str, new: str) -> Callable[[Path], None]:
         pytest.param(_replace(r"/v1\b", "/v2"), "/v2", id="other-version"),
         pytest.param(_replace(r"schema: .*", "schema: 7"), "`schema`", id="schema-no-text"),
         pytest.param(_append("colour: blue\n"), "`colour`", id="unknown-key"),
-        pytest.param(_append("schema: gpipe-plan/plan/v1\n"), "`schema` stands twice", id="key-twice"),
+        pytest.param(_append("schema: gpipe-plan/plan/v1\n"), "`schema` is defined twice", id="key-twice"),
     ],
 )
 def test_a_broken_file_is_named(

@@ -56,7 +56,7 @@ def test_an_output_that_is_an_input_is_refused(
     before = {path.name: path.read_bytes() for path in folder.iterdir()}
     ran = call(capsys, *arguments)
     assert ran.code == 2
-    assert "would overwrite" in ran.error or "are one file" in ran.error
+    assert "would overwrite" in ran.error or "are the same file" in ran.error
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
 
 

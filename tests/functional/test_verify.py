@@ -116,7 +116,7 @@ def test_a_run_that_is_over_is_judged(here: Path, capsys: Capsys, monkeypatch: p
         (replace(run, samples_per_s=rates), (), f"a step of run.json had {3 * batch} samples, the plan's has {batch}"),
         (replace(run, step_us=run.step_us[:2]), (), "2 steps are all warm-up"),
         (run, ("--steps", "5"), "`--steps 5` says how long to run the plan, `--run` that it was run"),
-        (run, ("--calibration", "run.json"), "would overwrite run.json, which is read"),
+        (run, ("--calibration", "run.json"), "would overwrite run.json, which is an input"),
     ):
         files.write("run.json", of)
         refused = call(capsys, *words, *more)

@@ -22,7 +22,7 @@ def trace_json(runs: Sequence[ProcessRun], title: str) -> str:
         {run.rank: f"rank {run.rank}" for run in runs},
         (entry for number in numbers for entry in trace.step(number, runs)),
         title=title,
-        what="measured by gpipe-plan's executor",
+        description="measured by gpipe-plan's executor",
     )
 
 

@@ -48,7 +48,7 @@ def test_a_stage_recomputes_its_own_layers(tmp_path: Path) -> None:
         if fits:
             assert read_balance(path) == balance
             continue
-        with pytest.raises(FileError, match=f'"{name}" is no layer of this stage'):
+        with pytest.raises(FileError, match=f'"{name}" is not a layer of this stage'):
             read_balance(path)
 
 

@@ -270,7 +270,7 @@ def test_a_key_that_stands_twice_is_refused_with_both_lines(
 ) -> None:
     """Never "the last one wins"; the same in JSON."""
     error = refused(text, tmp_path)
-    assert f"`{key}` stands twice, first in line {first}" in error.message
+    assert f"`{key}` is defined twice, first in line {first}" in error.message
     assert error.line == second
 
 
@@ -428,9 +428,9 @@ def test_groups_of_tied_parameters_name_earlier_layers(tmp_path: Path, group: st
         (("balance: [", "balance: [1, "), "`stages`: 2 stages, but the balance has 3"),
         (
             ("memory_bytes: [1000000, ", "memory_bytes: ["),
-            "`inputs.memory_bytes`: expected 2 caps, one per device, got 1",
+            "`inputs.memory_bytes`: expected 2 memory limits, one per device, got 1",
         ),
-        (("devices: 2", "devices: 3"), "`inputs.memory_bytes`: expected 3 caps, one per device, got 2"),
+        (("devices: 2", "devices: 3"), "`inputs.memory_bytes`: expected 3 memory limits, one per device, got 2"),
         (("recompute: never, forward", "recompute: sometimes, forward"), "`stages[0].recompute`: "),
         (("schedule: gpipe\nmicro", "schedule: zigzag\nmicro"), "`schedule`: "),
         (("batch: 8\n", "batch: eight\n"), '`inputs.batch`: expected an integer, got "eight"'),

@@ -46,16 +46,16 @@ def test_an_alias_is_what_its_anchor_is() -> None:
 @pytest.mark.parametrize(
     ("text", "line", "message"),
     [
-        ("a: 1\nb: 2\na: 3", 3, "`a` stands twice, first in line 1"),
-        ("a:\n- {b: 1, b: 2}", 2, "`a[0].b` stands twice, first in line 2"),
+        ("a: 1\nb: 2\na: 3", 3, "`a` is defined twice, first in line 1"),
+        ("a:\n- {b: 1, b: 2}", 2, "`a[0].b` is defined twice, first in line 2"),
         ("a: !!int foo", 1, "`a`: foo is not of the type"),
-        ("a:\n- !!set {b}", 2, "`a[0]`: the tag tag:yaml.org,2002:set means nothing here"),
+        ("a:\n- !!set {b}", 2, "`a[0]`: the tag tag:yaml.org,2002:set is not supported"),
         ("a: *x", 1, "is not YAML: found undefined alias"),
         ("a: &x 1\nb: &x 2", 2, "is not YAML: second occurrence"),
         ("a: 1\n---\nb: 2", 2, "is not YAML: but found another document"),
         ("? [a]\n: 1", 1, "is not YAML: a key is a list or a mapping"),
         ("a: {b: 1", 2, "is not YAML"),
-        ('{"a": 1, "a": 2}', 1, "`a` stands twice"),
+        ('{"a": 1, "a": 2}', 1, "`a` is defined twice"),
     ],
 )
 def test_mistakes_are_refused_with_their_line(text: str, line: int, message: str) -> None:
