@@ -63,7 +63,7 @@ def test_show_says_what_the_profile_gives(
         (
             lambda plan: replace(plan, inputs=replace(plan.inputs, batch=10**9), micro_batches=10**9),
             2,
-            "3 stages with 1000000000 micro-batches are more than is simulated",
+            "3 stages with 1000000000 micro-batches are too many to simulate",
         ),
         (
             lambda plan: replace(plan, inputs=replace(plan.inputs, batch=4 * 10**12), micro_batch_size=10**12),

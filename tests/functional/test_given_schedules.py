@@ -105,11 +105,11 @@ def test_replicas_share_a_file(here: Path) -> None:
     ("text", "said"),
     [
         ("", "the schedule file is empty"),
-        ("0F0,0B0\n1F0,1X0\n", "row 2, column 2: `1X0` is no action"),
+        ("0F0,0B0\n1F0,1X0\n", "row 2, column 2: `1X0` is not an action"),
         ("0F0,0f1,0B0\n", "row 1, column 2: `0f1` must be in upper case"),
-        ("0F0,0SEND_F0\n", "row 1, column 2: `0SEND_F0` is no work of a stage"),
-        ("0F0,0B0\n,,\n1F0,1B0\n", "row 2: the device has nothing to do"),
-        ("0F0,0I0\n1F0,1B0\n", "device 0: 0I0 is half of a backward, 0W0 is missing"),
+        ("0F0,0SEND_F0\n", "row 1, column 2: `0SEND_F0` is a transfer"),
+        ("0F0,0B0\n,,\n1F0,1B0\n", "row 2: the device has no action"),
+        ("0F0,0I0\n1F0,1B0\n", "device 0: 0I0 is an input-gradient pass, its weight-gradient pass 0W0 is missing"),
         ("0B0,0F0\n1F0,1B0\n", "device 0: 0B0 comes before 0F0"),
         ("0F0,0B0,0F1,0B1\n1F1,1F0,1B0,1B1\n", "the devices wait for each other"),
         ("0F0,2F0,2B0,0B0\n1F0,1B0\n", "device 1 has 1 stages, device 0 has 2"),
@@ -171,9 +171,9 @@ def test_what_does_not_fit_says_what_would(here: Path) -> None:
     [
         ("0F0 0F1", "0F0 0F0", "device 0: 0F0 comes twice"),
         ("0I0 0W0", "0W0 0I0", "device 0: 0W0 comes before 0I0, which it needs"),
-        ("2F0", "0F9", "device 1: 0F9 is of stage 0, which is on device 0"),
+        ("2F0", "0F9", "device 1: stage 0 of 0F9 is on device 0"),
         ("1F0 2F0 1F1 2F1 2I0", "1F1 2F1 1F0 2F0 2I0", ""),
-        ("3W0", "", "device 0: 3I0 is half of a backward, 3W0 is missing"),
+        ("3W0", "", "device 0: 3I0 is an input-gradient pass, its weight-gradient pass 3W0 is missing"),
     ],
 )
 def test_an_edited_order_is_judged(

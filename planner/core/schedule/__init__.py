@@ -1,7 +1,7 @@
-"""Schedules: which device does what in which order.
+"""Schedules: the order in which each device of a pipeline runs its forwards and backwards.
 
-A schedule is a value (`SCHEDULES` has them by name), what it makes devices do is data (`programs`). Everything that has
-to know either reads it from here: names and titles, what runs with how many micro-batches, colours, and bounds.
+A schedule is a value; `SCHEDULES` lists all of them by name. The action orders that it gives to devices are data
+(`programs`). All other code reads names, titles, colors, bounds and supported micro-batch counts from here.
 """
 
 from collections.abc import Mapping
@@ -13,7 +13,7 @@ from planner.core.schedule.dualpipev import DualPipeV
 from planner.core.schedule.gpipe import GPipe
 from planner.core.schedule.interleaved import Interleaved
 from planner.core.schedule.interleaved_zb import InterleavedZB
-from planner.core.schedule.kinds import KINDS, Flow, Kind, Label, Letter
+from planner.core.schedule.kinds import KINDS, ActionKind, Flow, Label, Letter
 from planner.core.schedule.listed import Listed, lists_of, texts_of
 from planner.core.schedule.one_forward_one_backward import OneForwardOneBackward
 from planner.core.schedule.program import (
@@ -48,10 +48,10 @@ __all__ = [
     "SEARCHED_IN_V",
     "SPLITTING",
     "Action",
+    "ActionKind",
     "DeadlockError",
     "Flow",
     "Instruction",
-    "Kind",
     "Label",
     "Letter",
     "Listed",
@@ -80,10 +80,10 @@ SEARCHED: Final = Listed()
 SEARCHED_IN_V: Final = Listed(meant_for="v")
 
 GIVEN: Final[ScheduleName] = "given"
-"""What a plan says was asked where the lists came from a file."""
+"""Schedule name in a plan whose action orders were read from a file."""
 
 SPLITTING: Final[tuple[Schedule, ...]] = (ZBH1(), ZBH2(), InterleavedZB(), ZBV(), VHalf(), VMin(), DualPipeV())
-"""The schedules whose backwards come in halves."""
+"""Schedules with split backward passes (I and W)."""
 
 SCHEDULES: Final[Mapping[ScheduleName, Schedule]] = {
     schedule.name: schedule for schedule in (GPIPE, ONE_FORWARD_ONE_BACKWARD, INTERLEAVED, *SPLITTING)
@@ -91,20 +91,23 @@ SCHEDULES: Final[Mapping[ScheduleName, Schedule]] = {
 """All schedules by name, in the order in which the solver tries them."""
 
 SCHEDULE_CHOICES: Final = (*SCHEDULES, SEARCHED.name, "auto")
-"""What an option may say of the schedule."""
+"""Accepted values of the schedule option."""
 
 
 @lru_cache(maxsize=64)
 def schedule_of(name: ScheduleName, order: tuple[str, ...] = ()) -> Schedule:
-    """The schedule that a plan names, or has as lists.
+    """Return the schedule that a plan names, or that its action orders define.
 
     Args:
-        name: Of the schedule.
-        order: Per device its actions as text, where the schedule was made for the plan; without them a searched one
-            has its name alone.
+        name: Name of the schedule.
+        order: Actions of each device as text, if the schedule was made for the plan. A searched schedule without them
+            is only a name.
+
+    Returns:
+        The schedule.
 
     Raises:
-        UsageError: A word of the lists is no action.
+        UsageError: A word of `order` is not an action.
     """
     if order:
         return Listed(lists_of(order))
@@ -112,7 +115,7 @@ def schedule_of(name: ScheduleName, order: tuple[str, ...] = ()) -> Schedule:
 
 
 def schedules_for(policy: ScheduleName) -> tuple[Schedule, ...]:
-    """The schedules that an option leaves to choose from: all of them, or the one that it names."""
+    """Return the schedules that an option allows: all of them, or the one that it names."""
     searched = SEARCHED, SEARCHED_IN_V
     if policy == "auto":
         return *SCHEDULES.values(), *searched

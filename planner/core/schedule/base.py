@@ -1,10 +1,10 @@
-"""What a schedule is: a value that names itself, says what it cannot run, and lists what every device does.
+"""Base class of schedules, and the actions that schedules consist of.
 
     K   devices in a pipeline
     M   micro-batches of a step
-    V   stages that each device runs, its chunks, placed as `planner.core.values.placement` says
+    V   chunks: stages of each device, placed as `planner.core.values.placement` says
 
-A new schedule is a module with a class like those beside this one, and its name in `planner.core.schedule.SCHEDULES`.
+To add a schedule, write a module with a subclass and add it to `planner.core.schedule.SCHEDULES`.
 """
 
 import re
@@ -27,86 +27,89 @@ _ACTION: Final = re.compile(f"{_NUMBER}([{''.join(KINDS)}]){_NUMBER}")
 
 @dataclass(frozen=True, slots=True)
 class Action:
-    """One kind of work for one micro-batch on one stage."""
+    """One forward, backward, input-gradient or weight-gradient pass of a micro-batch on a stage."""
 
     stage: int
-    """Place in the chain."""
+    """Index of the stage in the pipeline, from 0."""
     kind: Letter
     micro_batch: int
 
     def __str__(self) -> str:
-        """`2F3` is the forward of micro-batch 3 on stage 2, as in torch's schedule files."""
+        """Return the notation of torch's schedule files: `2F3` is the forward of micro-batch 3 on stage 2."""
         return f"{self.stage}{self.kind}{self.micro_batch}"
 
     @classmethod
     def from_text(cls, text: str) -> "Action | None":
-        """The action that a text like `2F3` names; None if it names none. Numbers have nine digits at most."""
+        """Return the action written as `2F3`, or None if the text is not an action.
+
+        Numbers have at most nine digits.
+        """
         match = _ACTION.fullmatch(text)
         return None if match is None else cls(int(match[1]), _LETTERS[match[2]], int(match[3]))
 
 
 class Loads(NamedTuple):
-    """What one micro-batch costs at least, in microseconds, wherever the chain is cut."""
+    """Lower bounds of the compute time of one micro-batch, in microseconds, valid for every partition."""
 
     work_us: float
-    """Forward and backward of the whole chain on the fastest device."""
+    """Forward and backward of all layers on the fastest device."""
     forward_us: float
-    """Forward on the device that has most of it."""
+    """Largest forward time of any device."""
     backward_us: float
-    """Backward on the device that has most of it."""
+    """Largest backward time of any device."""
     pair_us: float
-    """Both on the device that has most of them together."""
+    """Largest sum of forward and backward time of any device."""
 
 
 class Schedule(ABC):
-    """The order in which devices run the forwards and backwards of a step."""
+    """Order in which devices run the forwards and backwards of a step."""
 
     name: ClassVar[ScheduleName]
-    """What options and files call it."""
+    """Name in options and files."""
     title: ClassVar[str]
-    """What the literature calls it."""
+    """Name in the literature."""
     torch_name: ClassVar[str]
-    """What torch calls it: `torch.distributed.pipelining.schedules.get_schedule_class` takes that; empty if none."""
+    """Name for `torch.distributed.pipelining.schedules.get_schedule_class`; empty if torch lacks the schedule."""
     is_chunked: ClassVar[bool] = False
-    """Whether a device may run several stages."""
+    """True if a device may run several stages."""
     exact_chunks: ClassVar[int | None] = None
-    """How many stages a device runs where no other number works: two arms of a V."""
+    """Only possible number of stages per device, such as 2 for a V; None if any number works."""
     placement: ClassVar[Placement] = "loop"
-    """Which these are."""
+    """Placement of the stages on the devices."""
     is_forwards_first: ClassVar[bool] = False
-    """Whether all forwards of a step come before its first backward on every device."""
+    """True if every device runs all forwards of a step before its first backward."""
     is_to_be_made: bool = False
-    """Whether its lists are yet to be made, for the stages that the solver cuts."""
+    """True if the solver still has to make the action orders for its stages."""
     splits_backward: ClassVar[bool] = False
-    """Whether backwards come in halves, I and W, all or some of them."""
+    """True if some or all backwards are split into an input-gradient (I) and a weight-gradient (W) pass."""
     has_closed_form: ClassVar[bool] = False
-    """Whether `planner.core.cost.step_time` tells its step without walking through it."""
+    """True if `planner.core.cost.step_time` computes the step time by a formula, without simulation."""
     has_known_moments: ClassVar[bool] = False
-    """Whether `planner.core.cost.moments.stage_moments` tells what a stage holds without walking through it."""
+    """True if `planner.core.cost.moments.stage_moments` finds the memory of a stage without simulation."""
     is_one_forward_one_backward: ClassVar[bool] = False
-    """Whether a stage with n stages behind it lets at most n + 1 micro-batches wait for their backward."""
+    """True if a stage with n later stages has at most n + 1 micro-batches in flight."""
 
     @abstractmethod
     def order(self, device: int, num_devices: int, micro_batches: int, chunks: int) -> tuple[Action, ...]:
-        """What `device` does, one thing after the other; the numbers have been checked by `refuse`."""
+        """Return the actions of `device` in order; `refuse` has checked the numbers."""
 
     def stages_on(self, device: int, num_devices: int, chunks: int) -> tuple[int, ...]:
-        """The stages that `device` runs, by chunk."""
+        """Return the stages of `device`, by chunk."""
         return stages_on(device, num_devices, chunks, self.placement)
 
     @property
     def texts(self) -> tuple[str, ...]:
-        """Per device what it does as text, of a schedule that was made for one pipeline; else empty."""
+        """Action orders as text, one per device, of a schedule made for one pipeline; empty for all others."""
         return ()
 
     def runs_chunks(self, chunks: int) -> bool:
-        """Whether devices may run so many stages each; 0 is any number that works."""
+        """Return True if devices may run `chunks` stages each; 0 means any number."""
         if self.exact_chunks is not None:
             return chunks in (0, self.exact_chunks)
         return self.is_chunked or chunks in (0, 1)
 
     def refuse(self, num_devices: int, micro_batches: int, chunks: int) -> None:
-        """Raises where the schedule cannot run so.
+        """Raise UsageError if the schedule cannot run with these numbers.
 
         Args:
             num_devices: K.
@@ -114,7 +117,7 @@ class Schedule(ABC):
             chunks: V.
 
         Raises:
-            UsageError: It cannot.
+            UsageError: The schedule cannot run with them.
         """
         if self.exact_chunks is not None and chunks != self.exact_chunks:
             raise UsageError(
@@ -128,15 +131,15 @@ class Schedule(ABC):
             )
 
     def most_devices(self, micro_batches: int) -> float:
-        """How many devices a pipeline of so many micro-batches may have."""
+        """Return the largest number of devices that `micro_batches` micro-batches allow."""
         return inf
 
     def round_size(self, num_devices: int) -> int:
-        """M must be a multiple of this where it is larger."""
+        """Return the number that M must be a multiple of if M is larger than it."""
         return 1
 
     def in_flight(self, device: int, num_devices: int, micro_batches: int) -> int:
-        """Most micro-batches that wait on `device` for their backward, where each device runs one stage."""
+        """Return the most micro-batches in flight on `device`, if each device runs one stage."""
         waiting = most = 0
         for action in self.order(device, num_devices, micro_batches, chunks=1):
             waiting += KINDS[action.kind].direction
@@ -144,11 +147,20 @@ class Schedule(ABC):
         return most
 
     def bound_us(self, loads: Loads, micro_batches: int, chunks: int) -> float:
-        """Below the step time of every partition: memory, links, overheads and recomputation cost nothing here.
+        """Return a lower bound of the step time of every partition, in microseconds.
 
-        The busiest device works without a pause; and where every device runs one stage, all micro-batches but one wait
-        for the slowest backward while the other passes through all stages and back. Nobody waits for the second half of
-        a backward: schedules with halves are only held to the first.
+        Memory, links, overheads and recomputation are free in this bound. The busiest device never idles. If every
+        device runs one stage, all micro-batches but one also wait for the slowest backward while the other one passes
+        through all stages and back. Nothing waits for the weight-gradient pass, so split-backward schedules only get
+        the first bound.
+
+        Args:
+            loads: Lower bounds for one micro-batch.
+            micro_batches: M.
+            chunks: V.
+
+        Returns:
+            The bound in microseconds.
         """
         if self.splits_backward:
             return micro_batches * loads.pair_us
@@ -156,29 +168,35 @@ class Schedule(ABC):
         return max(micro_batches * loads.pair_us, loads.work_us + one_after_the_other)
 
     def longest_us(self, upper_us: float, work_us: float, micro_batches: int) -> float:
-        """Forward and backward of a micro-batch that no stage exceeds in a step shorter than `upper_us`.
+        """Return the longest forward plus backward time of a stage in a step shorter than `upper_us`.
 
         Args:
-            upper_us: The step time to beat.
-            work_us: Forward and backward of a micro-batch through all stages.
+            upper_us: Step time to beat, in microseconds.
+            work_us: Forward and backward of a micro-batch through all stages, in microseconds.
             micro_batches: M.
+
+        Returns:
+            The limit per micro-batch, in microseconds.
         """
         return upper_us / micro_batches
 
     def actions(self, num_devices: int, micro_batches: int, chunks: int = 1) -> tuple[tuple[Action, ...], ...]:
-        """What every device does, in order.
+        """Return the actions of every device, in order.
 
         Args:
-            num_devices: K: as many lists are returned.
+            num_devices: K, the number of action orders.
             micro_batches: M.
             chunks: V.
 
+        Returns:
+            K action orders.
+
         Raises:
-            UsageError: The schedule cannot run so, or there are too many actions to look at each.
+            UsageError: The schedule cannot run with these numbers, or there are too many actions to simulate.
         """
         if num_devices * chunks * micro_batches > MOST_ACTIONS:
             raise UsageError(
-                f"{num_devices * chunks} stages with {micro_batches} micro-batches are more than is simulated",
+                f"{num_devices * chunks} stages with {micro_batches} micro-batches are too many to simulate",
                 hint=f"stages times micro-batches are at most {MOST_ACTIONS}: use fewer micro-batches",
             )
         self.refuse(num_devices, micro_batches, chunks)

@@ -1,16 +1,16 @@
 """Schedules from a building block: Qi et al. 2024 (Pipeline Parallelism with Controllable Memory, arXiv:2405.15362).
 
-A building block says at which time one micro-batch is where, two stages per device placed as a V, with F, I and W of
-one unit each. Six units later the next micro-batch does the same: that is all work a device has for one, so there is
-room for exactly it. What a device holds follows from how long a micro-batch stays there, and nothing else.
+A building block states the time of each pass of one micro-batch. Each device has two stages, placed as a V; F, I and W
+take one unit each. The next micro-batch repeats the block six units later. This fills the devices exactly, because one
+micro-batch takes six units per device. The memory of a device depends only on how long a micro-batch stays on it.
 
-    1. The block is repeated M times, F and I only; Ws go into the free units behind their Is.
-    2. Squeeze: everything moves to the front as far as what it waits for and the memory allow. The repeated blocks
-       leave the beginning and the end half empty.
-    3. Behind its last F, when no memory is needed any more, a device goes on with Is as soon as it can, and does Ws
-       when it would wait: gradients are on their way sooner.
+    1. Repeat the block M times, with F and I only. Put each W into the first free unit after its I.
+    2. Squeeze: move every action as early as its inputs and the memory allow. The repeated blocks leave the start and
+      the end of the step half empty.
+    3. After its last F a device needs no more memory. It then runs each I as soon as possible and a W when it would
+      otherwise idle, so that gradients are sent sooner.
 
-The authors' code squeezes and reorders by other rules, and wastes about as much.
+The authors' code squeezes and reorders by other rules. Its schedules have about the same idle time.
 """
 
 from abc import abstractmethod
@@ -27,33 +27,33 @@ from planner.core.schedule.program import needed_for
 from planner.core.values.placement import stages_on
 
 _PERIOD = 6
-"""Units of work that a device has for one micro-batch: F, I and W of two stages."""
+"""Units of time per micro-batch on a device: F, I and W of two stages."""
 
 _HOLDS: Final[Mapping[Letter, int]] = {"F": 1, "I": 0, "W": -1}
-"""What each kind adds to what a device holds: in this paper a micro-batch is held until its W."""
+"""Change of the number of held activations by each kind of action; the paper releases a micro-batch after its W."""
 
 _Slots = dict[int, Action]
-"""What a device does in each unit of time."""
+"""Action of a device in each unit of time."""
 
 _Message = tuple[Flow | None, int, int]
-"""Direction, stage and micro-batch of what others wait for."""
+"""Direction, stage and micro-batch of a message between stages."""
 
 
 class Block(NamedTuple):
-    """When the first micro-batch is on a device, in units."""
+    """Times at which a device processes the first micro-batch, in units."""
 
     forward_down: int
-    """F of the first of its stages, by which micro-batches come."""
+    """F of its first stage, on the way down the V."""
     forward_up: int
-    """F of the second, by which they leave."""
+    """F of its second stage, on the way up."""
     backward_up: int
-    """I of the second."""
+    """I of its second stage."""
     backward_down: int
-    """I of the first."""
+    """I of its first stage."""
 
 
 class FromBlock(Schedule):
-    """A schedule that repeats a building block on a V of two stages per device."""
+    """Schedule that repeats a building block on a V of two stages per device."""
 
     torch_name = ""
     is_chunked = True
@@ -63,28 +63,29 @@ class FromBlock(Schedule):
 
     @abstractmethod
     def block(self, device: int, num_devices: int) -> Block:
-        """The part of the building block that is on a device."""
+        """Return the device's part of the building block."""
 
     @abstractmethod
     def most_held(self, num_devices: int) -> int:
-        """How many forwards, of either of its stages, a device holds before their W at most."""
+        """Return the most forwards, of both stages together, that a device holds before their W."""
 
     def order(self, device: int, num_devices: int, micro_batches: int, chunks: int) -> tuple[Action, ...]:
-        """The device's part of the repeated block, squeezed."""
+        """Return the device's part of the squeezed blocks."""
         blocks = tuple(self.block(k, num_devices) for k in range(num_devices))
         return _lists_of(blocks, micro_batches, self.most_held(num_devices))[device]
 
 
 @lru_cache(maxsize=8)
 def _lists_of(blocks: tuple[Block, ...], micro_batches: int, most_held: int) -> tuple[tuple[Action, ...], ...]:
-    """Every device's actions.
+    """Return the actions of every device, in O(K^2 M) steps.
 
     Args:
-        blocks: Per device (K of them), its part of the building block; no two times may agree modulo six.
+        blocks: Parts of the building block of the K devices. No two times of a part may be equal modulo six.
         micro_batches: M.
-        most_held: How many forwards, of either stage, a device may hold before their W: no less than the blocks need.
+        most_held: Limit of the forwards that a device holds before their W. It is at least what the blocks need.
 
-    Complexity: O(K^2 M) steps.
+    Returns:
+        K action orders.
     """
     stages = [stages_on(device, len(blocks), 2, "v") for device in range(len(blocks))]
     rows = [_repeated(block, down, up, micro_batches) for block, (down, up) in zip(blocks, stages, strict=True)]
@@ -93,7 +94,7 @@ def _lists_of(blocks: tuple[Block, ...], micro_batches: int, most_held: int) -> 
 
 
 def _repeated(block: Block, down: int, up: int, micro_batches: int) -> _Slots:
-    """The block M times, a period apart, with Ws in the first free units behind their Is."""
+    """Return M copies of the block, one period apart, with each W in the first free unit after its I."""
     slots: _Slots = {}
     for i in range(micro_batches):
         slots[block.forward_down + _PERIOD * i] = Action(down, "F", i)
@@ -109,19 +110,19 @@ def _repeated(block: Block, down: int, up: int, micro_batches: int) -> _Slots:
 
 
 def _squeezed(rows: Sequence[_Slots], most_held: int) -> list[_Slots]:
-    """All actions as early as they can be, gone through in the order of time; none overtakes one of its kind."""
+    """Return the slots with every action as early as possible; actions of one kind keep their order."""
     num_stages = 2 * len(rows)
     squeezed = [dict(row) for row in rows]
-    held = [_held(row) for row in rows]
+    held = [_held_counts(row) for row in rows]
     over: dict[_Message | None, int] = {}
     last: dict[tuple[Letter, int], int] = {}
     for unit, device in sorted((unit, device) for device, row in enumerate(rows) for unit in row):
         action, row, holds = rows[device][unit], squeezed[device], held[device]
-        # Ws of a device stay in the order of its Is, whatever their stage.
+        # W actions of a device keep the order of its I actions, whatever their stage.
         queue = action.kind, device if action.kind == "W" else action.stage
         begin = max(last.get(queue, -1), over.get(_message_for(action, num_stages), -1)) + 1
         if action.kind == "F":
-            # From where it goes on it is held: nowhere on the way may the memory be full.
+            # The activation is held from its new time. Memory must not be full at any unit from there.
             begin = next((n + 1 for n in range(unit - 1, begin - 1, -1) if holds[n] >= most_held), begin)
         place = next((n for n in range(begin, unit) if n not in row), unit)
         del row[unit]
@@ -133,9 +134,9 @@ def _squeezed(rows: Sequence[_Slots], most_held: int) -> list[_Slots]:
 
 
 def _run(rows: Sequence[Sequence[Action]]) -> tuple[tuple[Action, ...], ...]:
-    """Unit by unit, what each device does next.
+    """Return the actions of each device, simulated unit by unit.
 
-    It goes on to the end: the rows are in an order that once held, so what is earliest in it has what it waits for.
+    The simulation always finishes: the rows were once in a valid order, so the earliest action has its inputs.
     """
     devices = [_Device(row, 2 * len(rows)) for row in rows]
     over: set[_Message | None] = {None}
@@ -146,7 +147,7 @@ def _run(rows: Sequence[Sequence[Action]]) -> tuple[tuple[Action, ...], ...]:
 
 
 class _Device:
-    """A device that keeps to the order of its row until its last F, and from there on puts off Ws where it can."""
+    """Device that follows its row until its last F, and then defers W actions where possible."""
 
     def __init__(self, row: Sequence[Action], num_stages: int) -> None:
         last_forward = max(place for place, action in enumerate(row) if action.kind == "F")
@@ -157,7 +158,7 @@ class _Device:
         self._num_stages = num_stages
 
     def next_action(self, over: Container[_Message | None]) -> Action | None:
-        """What is next in its order; if that cannot be, the W that has waited longest; None if none waits."""
+        """Return the next action of the order, or else the oldest deferred W, or None if neither can run."""
         wanted, waiting = self.wanted, self.waiting
         if wanted and _message_for(wanted[0], self._num_stages) in over:
             self.actions.append(wanted.popleft())
@@ -169,16 +170,16 @@ class _Device:
 
 
 def _message_of(action: Action) -> _Message:
-    """What an action makes."""
+    """Return the message that an action produces."""
     return KINDS[action.kind].flow, action.stage, action.micro_batch
 
 
 def _message_for(action: Action, num_stages: int) -> _Message | None:
-    """What an action waits for."""
+    """Return the message that an action waits for."""
     need = needed_for(action.kind, action.stage, num_stages)
     return None if need is None else (need.flow, need.stage, action.micro_batch)
 
 
-def _held(row: _Slots) -> list[int]:
-    """How many forwards a device holds before their W, after each unit."""
+def _held_counts(row: _Slots) -> list[int]:
+    """Return the number of forwards held before their W, after each unit."""
     return list(accumulate(_HOLDS[row[unit].kind] if unit in row else 0 for unit in range(max(row) + 1)))

@@ -1,12 +1,12 @@
-"""DualPipeV: DeepSeek's DualPipe (arXiv:2412.19437) cut in half onto a V; torch's `ScheduleDualPipeV`.
+"""DualPipeV: DeepSeek's DualPipe (arXiv:2412.19437) cut in half and placed on a V; torch's `ScheduleDualPipeV`.
 
     K = 2, M = 4, stages 0 and 3, 1 and 2
     device 0: 0F0 0F1 0F2 3F0 3I0 3W0 3F1 0F3 3B1 3F2 0B0 3B2 3F3 0B1 3B3 0I2 0W2 0I3 0W3
     device 1: 1F0 2F0 1F1 2F1 1F2 2B0 2F2 1B0 1F3 2B1 2F3 1B1 2B2 1B2 2I3 1I3 2W3 1W3
 
-Where DualPipeV computes a forward and a backward of two micro-batches at once, to hide one's communication behind the
-other's work, a device here computes them one after the other, the forward first. Most backwards are whole; halves are
-used where the pipeline fills and drains.
+DualPipeV overlaps a forward and a backward of two micro-batches to hide communication. Here a device runs them one
+after the other, the forward first. Most backwards are whole. Split backwards are used while the pipeline fills and
+drains.
 """
 
 from planner.core.errors import UsageError
@@ -14,11 +14,11 @@ from planner.core.schedule.base import Action, Schedule
 from planner.core.schedule.halves import Row
 
 _DOWN, _UP = 0, 1
-"""The chunks of a device: the arm of the V by which micro-batches come, and the one by which they leave."""
+"""Chunks of a device: its stage on the way down the V, and its stage on the way up."""
 
 
 class DualPipeV(Schedule):
-    """Forwards of one arm of a V in turn with backwards of the other."""
+    """Schedule that alternates forwards of one arm of a V with backwards of the other."""
 
     name = "dualpipev"
     title = "DualPipeV"
@@ -29,7 +29,7 @@ class DualPipeV(Schedule):
     splits_backward = True
 
     def order(self, device: int, num_devices: int, micro_batches: int, chunks: int) -> tuple[Action, ...]:
-        """The order of torch's schedule, its eight steps, pairs that overlap told apart."""
+        """Return torch's order (its eight steps), with overlapped pairs run one after the other."""
         behind = num_devices - 1 - device
         row = Row(self.stages_on(device, num_devices, chunks), micro_batches)
         for _ in range(2 * behind):
@@ -51,7 +51,7 @@ class DualPipeV(Schedule):
         return tuple(row.actions)
 
     def refuse(self, num_devices: int, micro_batches: int, chunks: int) -> None:
-        """Raises where there are fewer micro-batches than stages, as torch's schedule does."""
+        """Raise UsageError if there are fewer micro-batches than stages, as torch's schedule does."""
         super().refuse(num_devices, micro_batches, chunks)
         if micro_batches < 2 * num_devices:
             raise UsageError(
@@ -61,12 +61,12 @@ class DualPipeV(Schedule):
             )
 
     def most_devices(self, micro_batches: int) -> int:
-        """There are two stages on each device, and as many micro-batches as stages."""
+        """Return M // 2: there are two stages per device, and at least as many micro-batches as stages."""
         return micro_batches // 2
 
     @staticmethod
     def _drain(row: Row, device: int, behind: int) -> None:
-        """What is left when all forwards are over, from the middle on in halves: Ws fill the gaps at the end."""
+        """Add the backwards after the last forward; the later ones are split, so that W passes fill gaps at the end."""
         whole = device + 1
         for place in range(2 * (device + 1)):
             chunk = _DOWN if place % 2 else _UP
@@ -82,6 +82,6 @@ class DualPipeV(Schedule):
 
 
 def _pair(row: Row, forward: int, backward: int) -> None:
-    """A forward of one arm and the whole backward of the other."""
+    """Add a forward of one chunk and a whole backward of the other."""
     row.forward(forward)
     row.backward(backward)

@@ -4,8 +4,8 @@
     device 0: 0F0 0F1 0F2 0B0 0B1 0B2
     device 1: 1F0 1F1 1F2 1B0 1B1 1B2
 
-The paper drains the backward passes in reverse order, torch's `ScheduleGPipe` in the order of the forward passes: so
-does this.
+The paper runs the backwards in reverse order. torch's `ScheduleGPipe` and this module run them in the order of the
+forwards.
 """
 
 from math import inf
@@ -14,7 +14,7 @@ from planner.core.schedule.base import Action, Loads, Schedule
 
 
 class GPipe(Schedule):
-    """All forwards, then all backwards in the same order."""
+    """Schedule of all forwards, then all backwards in the same order."""
 
     name = "gpipe"
     title = "GPipe"
@@ -24,18 +24,18 @@ class GPipe(Schedule):
     has_known_moments = True
 
     def order(self, device: int, num_devices: int, micro_batches: int, chunks: int) -> tuple[Action, ...]:
-        """Every device runs all forwards, then all backwards, in the same order."""
+        """Return all forwards, then all backwards, in the same order."""
         forwards = tuple(Action(device, "F", i) for i in range(micro_batches))
         return (*forwards, *(Action(device, "B", i) for i in range(micro_batches)))
 
     def in_flight(self, device: int, num_devices: int, micro_batches: int) -> int:
-        """All micro-batches wait, when the last forward is over."""
+        """Return M: all micro-batches are in flight after the last forward."""
         return micro_batches
 
     def bound_us(self, loads: Loads, micro_batches: int, chunks: int) -> float:
-        """Below the step time of every partition: both flow shops wait for their slowest stage M-1 times."""
+        """Return a lower bound in microseconds: both flow shops wait M-1 times for their slowest stage."""
         return loads.work_us + (micro_batches - 1) * (loads.forward_us + loads.backward_us)
 
     def longest_us(self, upper_us: float, work_us: float, micro_batches: int) -> float:
-        """What is left of the step for the slowest stage, whose forward and backward come M-1 times more."""
+        """Return the time left in the step for the slowest stage, which runs M-1 more times, in microseconds."""
         return inf if micro_batches == 1 else max(0.0, upper_us - work_us) / (micro_batches - 1)

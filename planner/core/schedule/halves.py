@@ -1,4 +1,4 @@
-"""What schedules with backwards in halves share: I as soon as it can be, W when there is nothing better to do."""
+"""Helpers of schedules with split backwards: I runs as early as possible, W fills idle time."""
 
 from collections.abc import Sequence
 
@@ -7,15 +7,18 @@ from planner.core.schedule.kinds import Letter
 
 
 def in_turn(forwards: Sequence[Action], backwards: Sequence[Action], *, warm_up: int, lag: int) -> tuple[Action, ...]:
-    """Forwards to warm up with, then a forward and an I in turn, and with each I the W of one that came before.
+    """Return warm-up forwards, then alternating F and I, each I followed by the W of an earlier micro-batch.
 
     Args:
-        forwards: Every F of the device, in order.
-        backwards: Every I of the device, in order; its Ws come in the same.
-        warm_up: How many forwards come before the first I, but for the one that it is paired with.
-        lag: How many Is wait for their W in the steady phase.
+        forwards: All F actions of the device, in order.
+        backwards: All I actions of the device, in order. W actions follow the same order.
+        warm_up: Number of forwards before the first F-I pair.
+        lag: Number of I actions that wait for their W in the steady phase.
 
-    Source: Qi et al. 2023 (arXiv:2401.10241), figures 2 and 3, which are this with the numbers of ZB-H1 and ZB-H2.
+    Returns:
+        The actions of the device.
+
+    Source: Qi et al. 2023 (arXiv:2401.10241), figures 2 and 3: ZB-H1 and ZB-H2 differ only in these numbers.
     """
     weights = [Action(action.stage, "W", action.micro_batch) for action in backwards]
     actions = list(forwards[:warm_up])
@@ -28,11 +31,13 @@ def in_turn(forwards: Sequence[Action], backwards: Sequence[Action], *, warm_up:
 
 
 class Row:
-    """The list of a device with several stages as it grows: each kind of each chunk goes on with its next micro-batch.
+    """Action order under construction, of a device with several stages.
+
+    Each kind of action of each chunk continues with its next micro-batch.
 
     Args:
-        stages: The stages of the device, by chunk.
-        micro_batches: M: what comes after the last one is left out.
+        stages: Stages of the device, by chunk.
+        micro_batches: M; actions of later micro-batches are left out.
     """
 
     def __init__(self, stages: Sequence[int], micro_batches: int) -> None:
@@ -44,23 +49,23 @@ class Row:
         self._waiting: list[tuple[int, int]] = []
 
     def forward(self, chunk: int) -> None:
-        """F of the chunk's next micro-batch."""
+        """Add the F of the chunk's next micro-batch."""
         self._add(chunk, "F", self._forwards[chunk])
         self._forwards[chunk] += 1
 
     def backward(self, chunk: int) -> None:
-        """B of the chunk's next micro-batch."""
+        """Add the B of the chunk's next micro-batch."""
         self._add(chunk, "B", self._backwards[chunk])
         self._backwards[chunk] += 1
 
     def input_backward(self, chunk: int) -> None:
-        """I of the chunk's next micro-batch, whose W waits from now on."""
+        """Add the I of the chunk's next micro-batch, and queue its W."""
         self._waiting.append((chunk, self._backwards[chunk]))
         self._add(chunk, "I", self._backwards[chunk])
         self._backwards[chunk] += 1
 
     def weight_backward(self, chunk: int | None = None) -> None:
-        """The W that has waited longest, of one chunk or of any; nothing if none waits."""
+        """Add the W queued longest, of one chunk or of any; add nothing if the queue is empty."""
         place = next((i for i, (waits, _) in enumerate(self._waiting) if chunk in (None, waits)), None)
         if place is not None:
             waits, micro_batch = self._waiting.pop(place)

@@ -1,12 +1,12 @@
-"""Interleaved 1F1B: Narayanan et al. 2021 (arXiv:2104.04473). Devices run several stages each, their chunks, in turn.
+"""Interleaved 1F1B: Narayanan et al. 2021 (arXiv:2104.04473). Each device runs several stages (chunks) in turn.
 
     K = 2, M = 2, two chunks per device: stages 0 and 2, 1 and 3
     device 0: 0F0 0F1 2F0 2F1 2B0 2B1 0B0 0B1
     device 1: 1F0 1F1 3F0 3B0 3F1 3B1 1B0 1B1
 
-In the paper M is a multiple of K, and chunks take turns after K micro-batches each; torch's `ScheduleInterleaved1F1B`
-needs only M // K turns of equal length. With one chunk on each device it is 1F1B that warms up with 2 (K-k) - 1
-forwards in place of K-k.
+In the paper M is a multiple of K, and chunks take turns every K micro-batches. torch's `ScheduleInterleaved1F1B` only
+needs M // K rounds of equal length. With one chunk per device this is 1F1B with 2 (K-k) - 1 warm-up forwards instead of
+K-k.
 """
 
 from collections.abc import Sequence
@@ -19,17 +19,17 @@ from planner.core.values.plan import ScheduleName
 
 
 class Interleaved(Schedule):
-    """1F1B whose devices run several stages in turn."""
+    """1F1B with several stages per device, which run in turn."""
 
     name = "interleaved"
     title = "interleaved 1F1B"
     torch_name = "Interleaved1F1B"
     is_chunked = True
     one_stage_name: ClassVar[ScheduleName] = "1f1b"
-    """What it would be with one stage per device, which a refusal points to."""
+    """Name of the schedule with one stage per device, for hints of errors."""
 
     def order(self, device: int, num_devices: int, micro_batches: int, chunks: int) -> tuple[Action, ...]:
-        """The order of torch's schedule without its idle slots, which are drawn and never executed."""
+        """Return torch's order without its idle slots, which are drawn but never executed."""
         per_round = self.per_round(num_devices, micro_batches)
         stages = self.stages_on(device, num_devices, chunks)
         forwards = in_rounds("F", stages, micro_batches, per_round)
@@ -42,7 +42,7 @@ class Interleaved(Schedule):
         return (*actions, *backwards[steady:])
 
     def refuse(self, num_devices: int, micro_batches: int, chunks: int) -> None:
-        """Raises where the micro-batches do not make rounds of equal length."""
+        """Raise UsageError if the micro-batches cannot be divided into rounds of equal length."""
         super().refuse(num_devices, micro_batches, chunks)
         rounds = _num_rounds(num_devices, micro_batches)
         if micro_batches % rounds:
@@ -55,11 +55,11 @@ class Interleaved(Schedule):
             )
 
     def per_round(self, num_devices: int, micro_batches: int) -> int:
-        """Micro-batches with which a chunk runs before it is another's turn."""
+        """Return the number of micro-batches that a chunk runs in one round."""
         return micro_batches // _num_rounds(num_devices, micro_batches)
 
     def round_size(self, num_devices: int) -> int:
-        """A round is as long as there are devices."""
+        """Return K: a round has as many micro-batches as there are devices."""
         return num_devices
 
 
@@ -68,7 +68,17 @@ def _num_rounds(num_devices: int, micro_batches: int) -> int:
 
 
 def in_rounds(kind: Letter, stages: Sequence[int], micro_batches: int, per_round: int) -> list[Action]:
-    """Round by round, every stage in turn with that round's micro-batches."""
+    """Return the actions round by round: each stage in turn runs the micro-batches of the round.
+
+    Args:
+        kind: Kind of all actions.
+        stages: Stages of the device, in the order of their turns.
+        micro_batches: M.
+        per_round: Micro-batches per round.
+
+    Returns:
+        M actions for each stage.
+    """
     return [
         Action(stage, kind, i)
         for first in range(0, micro_batches, per_round)

@@ -4,7 +4,7 @@
     device 0: 0F0 0F1 2F0 2F1 2I0 2W0 2I1 2W1 0I0 0W0 0I1 0W1
     device 1: 1F0 1F1 3F0 3I0 3F1 3I1 3W0 1I0 3W1 1I1 1W0 1W1
 
-Rounds and turns are those of interleaved 1F1B, halves those of ZB-H1, which it is where each device runs one stage.
+Rounds are those of interleaved 1F1B. I and W are ordered as in ZB-H1; with one stage per device this is ZB-H1.
 """
 
 from planner.core.schedule.base import Action
@@ -13,7 +13,7 @@ from planner.core.schedule.interleaved import Interleaved, in_rounds
 
 
 class InterleavedZB(Interleaved):
-    """Interleaved 1F1B in halves."""
+    """Interleaved 1F1B with split backwards."""
 
     name = "interleaved-zb"
     title = "interleaved zero bubble"
@@ -22,7 +22,7 @@ class InterleavedZB(Interleaved):
     one_stage_name = "zb-h1"
 
     def order(self, device: int, num_devices: int, micro_batches: int, chunks: int) -> tuple[Action, ...]:
-        """The order of torch's schedule without its idle slots."""
+        """Return torch's order without its idle slots."""
         stages = self.stages_on(device, num_devices, chunks)
         per_round = self.per_round(num_devices, micro_batches)
         return in_turn(

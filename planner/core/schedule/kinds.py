@@ -1,16 +1,16 @@
-"""The kinds of work that a schedule is made of: one row each, from which everything reads what a kind is.
+"""Kinds of action: forward, backward and the two passes of a split backward, one row each.
 
-    F  forward: takes what the stage in front sends, makes what the stage behind waits for
-    B  backward: takes the gradient from the stage behind, makes the gradient for the stage in front
-    I  the half of a backward that others wait for: it makes the gradient for the stage in front, and everything else
-       but the gradients of large weights
-    W  the other half: gradients of weights, for which nobody waits until the step ends
+    F  forward: takes the previous stage's output, makes the next stage's input
+    B  backward: takes the gradient from the next stage, makes the gradient for the previous stage
+    I  input-gradient pass of a split backward: makes the gradient for the previous stage, and all other gradients
+       but those of large weights
+    W  weight-gradient pass: makes the gradients of large weights, which are needed only at the end of the step
 
 A micro-batch passes each stage with F and B, or with F, I and W.
 
-What a kind needs and what it sends is told by the direction in which its data flow, so that no other module has to
-know that a forward needs stage s-1 and a backward stage s+1. The last stage of a direction sends nothing; a kind that
-follows another one on the same stage begins with it where the direction begins.
+`direction` states which stage an action depends on and which stage it sends to, so that no other module encodes that a
+forward needs stage s-1 and a backward stage s+1. The last stage of a direction sends nothing. The first stage of a
+direction depends on its own earlier action (`follows`).
 """
 
 from collections.abc import Mapping
@@ -22,36 +22,36 @@ Letter = Literal["F", "B", "I", "W"]
 Label = Literal["forward", "backward", "input backward", "weight backward"]
 
 Flow = Literal["F", "B"]
-"""What stages tell each other: activations, from front to back, or their gradients, from back to front."""
+"""Message between stages: activations (F), sent to the next stage, or gradients (B), sent to the previous stage."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Kind:
-    """What a device computes for one micro-batch on one of its stages."""
+class ActionKind:
+    """Kind of computation for one micro-batch on one stage."""
 
     letter: Letter
-    """What people and torch's schedule files call it: `F3` is the forward of micro-batch 3."""
+    """Letter in schedule files: `F3` is the forward of micro-batch 3."""
     label: Label
-    """What it is called in words."""
+    """Name in words."""
     direction: Literal[1, 0, -1]
-    """Where its data flow: +1 from the stage in front to the one behind, -1 the other way, 0 nowhere."""
+    """Direction of its data: +1 to the next stage, -1 to the previous stage, 0 to none."""
     flow: Flow | None
-    """What it sends on, and what it waits for from the stage before it; None if it has to do with no other stage."""
+    """Message that it sends and waits for; None if it exchanges nothing with other stages."""
     follows: Flow | None
-    """What the same stage must have made of the same micro-batch, where no other stage has to do with it."""
+    """Message that the same stage must have made for the micro-batch, if no other stage sends one."""
     paper: tuple[str, ...]
-    """Colours of its boxes in pictures, one for each chunk of a device in turn: hex, with a dash on dark and light."""
+    """Colors of its boxes in pictures, one per chunk in turn, as hex; readable on dark and light backgrounds."""
     ink: str
-    """Colour of what is written on them."""
+    """Color of the text on these boxes."""
     terminal: tuple[tuple[int, int], ...]
-    """The same on a terminal of 256 colours: per chunk two shades, in which neighbours take turns."""
+    """Colors on a 256-color terminal: per chunk two shades, used for neighboring boxes in turn."""
     terminal_ink: int
-    """The colour of what is written on them there."""
+    """Color of the text on them."""
 
 
-# Blue and orange: told apart by all eyes, and by brightness alone. Later chunks have other hues in the same
-# brightness: green and yellow, purple and pink, grey; then it begins anew.
-FORWARD: Final = Kind(
+# Blue and orange differ for color-blind readers, and in brightness alone. Later chunks have other hues of the same
+# brightness: green and yellow, purple and pink, gray. Then the colors repeat.
+FORWARD: Final = ActionKind(
     letter="F",
     label="forward",
     direction=1,
@@ -62,7 +62,7 @@ FORWARD: Final = Kind(
     terminal=((25, 32), (22, 29), (54, 91), (236, 240)),
     terminal_ink=231,
 )
-BACKWARD: Final = Kind(
+BACKWARD: Final = ActionKind(
     letter="B",
     label="backward",
     direction=-1,
@@ -73,9 +73,10 @@ BACKWARD: Final = Kind(
     terminal=((214, 172), (228, 185), (218, 175), (254, 249)),
     terminal_ink=16,
 )
-# The halves: the one that others wait for in red and mauve, the other in pale blue and sand, which step back. Of four
-# kinds in two chunks the most alike, also for eyes that lack a cone, are the forwards and the backwards of two chunks.
-INPUT_BACKWARD: Final = Kind(
+# Input-gradient passes are red and mauve; weight-gradient passes are pale blue and sand, because they matter less. Of
+# four kinds in two chunks, the most similar pairs are the forwards and the backwards of two chunks, also for readers
+# who lack a cone.
+INPUT_BACKWARD: Final = ActionKind(
     letter="I",
     label="input backward",
     direction=-1,
@@ -86,7 +87,7 @@ INPUT_BACKWARD: Final = Kind(
     terminal=((160, 124), (133, 96), (130, 94), (95, 131)),
     terminal_ink=231,
 )
-WEIGHT_BACKWARD: Final = Kind(
+WEIGHT_BACKWARD: Final = ActionKind(
     letter="W",
     label="weight backward",
     direction=0,
@@ -98,7 +99,7 @@ WEIGHT_BACKWARD: Final = Kind(
     terminal_ink=16,
 )
 
-KINDS: Final[Mapping[Letter, Kind]] = {
+KINDS: Final[Mapping[Letter, ActionKind]] = {
     kind.letter: kind for kind in (FORWARD, BACKWARD, INPUT_BACKWARD, WEIGHT_BACKWARD)
 }
-"""All kinds by their letters, in the order in which they are counted and drawn."""
+"""All kinds by letter, in the order of counts and drawings."""

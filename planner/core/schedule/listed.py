@@ -1,6 +1,6 @@
-"""A schedule that was made for one pipeline: it is the lists themselves, and runs nothing else.
+"""Schedule made for one pipeline: explicit action orders.
 
-A plan keeps them as text, a line per device, in the words of torch's schedule files: `0F0 0F1 0I0 0W0`.
+A plan stores them as text, one line per device, in the notation of torch's schedule files: `0F0 0F1 0I0 0W0`.
 """
 
 from collections.abc import Sequence
@@ -13,11 +13,11 @@ from planner.core.values.placement import Placement, device_of
 
 
 class Listed(Schedule):
-    """What every device does, as it was found for one pipeline.
+    """Explicit action orders, found for one pipeline.
 
     Args:
-        rows: Per device, its actions in order; without any it is a name that says nothing yet.
-        meant_for: Where it will have the stages, as long as it has no lists.
+        rows: Actions of each device, in order; empty as long as they are not made.
+        meant_for: Placement of the stages until the orders are made.
     """
 
     name = "search"
@@ -31,29 +31,29 @@ class Listed(Schedule):
         self.is_to_be_made = not rows
 
     def __eq__(self, other: object) -> bool:
-        """Whether the lists are the same, or will be of the same placement."""
+        """Return True if the action orders, or the placements of orders yet to be made, are equal."""
         return isinstance(other, Listed) and (self.rows, self._meant_for) == (other.rows, other._meant_for)
 
     def __hash__(self) -> int:
-        """Equal for equal lists."""
+        """Return equal hashes for equal action orders."""
         return hash((self.rows, self._meant_for))
 
     @cached_property
     def splits_backward(self) -> bool:  # type: ignore[override]
-        """Whether any backward runs in halves, or may, as long as there are no lists."""
+        """True if a backward is split, or if the orders are not made yet."""
         return not self.rows or any(action.kind == "W" for row in self.rows for action in row)
 
     @property
     def exact_chunks(self) -> int | None:  # type: ignore[override]
-        """Two arms of a V, as long as there are no lists."""
+        """2 if orders for a V are yet to be made, otherwise None."""
         return 2 if not self.rows and self._meant_for == "v" else None
 
     @cached_property
     def placement(self) -> Placement:  # type: ignore[override]
-        """Where the lists have the stages.
+        """Placement of the stages in the action orders.
 
         Raises:
-            UsageError: Neither a loop nor a V has them so.
+            UsageError: The stages are placed neither as a loop nor as a V.
         """
         if not self.rows:
             return self._meant_for
@@ -62,42 +62,42 @@ class Listed(Schedule):
             if all(device_of(s, num_devices, placement) == device for s, device in enumerate(devices)):
                 return placement
         raise UsageError(
-            f"the lists have the stages on the devices {list(devices)}, which is neither a loop nor a V",
-            hint="stage v K + d belongs on device d, or, of every second chunk v, on device K - 1 - d",
+            f"the action orders place the stages on devices {list(devices)}, which is neither a loop nor a V",
+            hint="put stage v K + d on device d (loop); for a V, on device K - 1 - d if v is odd",
         )
 
     @cached_property
     def num_micro_batches(self) -> int:
-        """M; 0 as long as there are no lists."""
+        """M; 0 as long as the orders are not made."""
         return len({action.micro_batch for row in self.rows for action in row})
 
     @property
     def texts(self) -> tuple[str, ...]:
-        """The lists as text."""
+        """Action orders as text."""
         return texts_of(self.rows)
 
     def order(self, device: int, num_devices: int, micro_batches: int, chunks: int) -> tuple[Action, ...]:
-        """The list of the device; of fewer micro-batches, as a last mini-batch may have them, what there is."""
+        """Return the actions of the device, without micro-batches that a shorter last mini-batch lacks."""
         return tuple(action for action in self.rows[device] if action.micro_batch < micro_batches)
 
     def refuse(self, num_devices: int, micro_batches: int, chunks: int) -> None:
-        """Raises where the lists are of another pipeline."""
+        """Raise UsageError if the action orders belong to a pipeline with other numbers."""
         super().refuse(num_devices, micro_batches, chunks)
         stages = {action.stage for row in self.rows for action in row}
         numbers = len(self.rows), self.num_micro_batches, len(stages)
         if numbers != (num_devices, micro_batches, num_devices * chunks):
             raise UsageError(
-                f"the lists are for {numbers[0]} devices, {numbers[1]} micro-batches and {numbers[2]} stages, "
+                f"the action orders are for  {numbers[0]} devices, {numbers[1]} micro-batches and {numbers[2]} stages, "
                 f"the pipeline has {num_devices}, {micro_batches} and {num_devices * chunks}",
                 hint="solve again",
             )
 
 
 def lists_of(texts: Sequence[str]) -> tuple[tuple[Action, ...], ...]:
-    """The lists that a plan has as text.
+    """Return the action orders that a plan stores as text.
 
     Raises:
-        UsageError: A word is no action.
+        UsageError: A word is not an action.
     """
     rows = []
     for device, text in enumerate(texts):
@@ -106,7 +106,7 @@ def lists_of(texts: Sequence[str]) -> tuple[tuple[Action, ...], ...]:
             action = Action.from_text(word)
             if action is None:
                 raise UsageError(
-                    f"device {device} has `{word[:40]}` in its list, which is no action",
+                    f"device {device} has `{word[:40]}` in its action order, which is not an action",
                     hint="an action is the stage, one of F, B, I and W, and the micro-batch: `2F0`",
                 )
             row.append(action)
@@ -115,5 +115,5 @@ def lists_of(texts: Sequence[str]) -> tuple[tuple[Action, ...], ...]:
 
 
 def texts_of(rows: Sequence[Sequence[Action]]) -> tuple[str, ...]:
-    """The lists as a plan has them; `lists_of` reads them back."""
+    """Return the action orders as text; `lists_of` reads them back."""
     return tuple(" ".join(map(str, row)) for row in rows)

@@ -4,8 +4,8 @@
     device 0: 0F0 0F1 0B0 0F2 0B1 0B2
     device 1: 1F0 1B0 1F1 1B1 1F2 1B2
 
-Stage k warms up with K-k forwards, as many as there are stages from it on; then every forward is followed by the
-backward of the micro-batch that has waited longest.
+Stage k warms up with K-k forwards: one for itself and one for every later stage. Then it alternates one forward with
+the backward of the oldest micro-batch in flight.
 """
 
 from itertools import zip_longest
@@ -15,7 +15,7 @@ from planner.core.schedule.base import Action, Schedule
 
 
 class OneForwardOneBackward(Schedule):
-    """A few forwards, then one forward and one backward in turn."""
+    """Schedule of a few warm-up forwards, then one forward and one backward in turn."""
 
     name = "1f1b"
     title = "1F1B"
@@ -24,7 +24,7 @@ class OneForwardOneBackward(Schedule):
     is_one_forward_one_backward = True
 
     def order(self, device: int, num_devices: int, micro_batches: int, chunks: int) -> tuple[Action, ...]:
-        """Warm-up, forward and backward in turn, and what backwards are left."""
+        """Return the warm-up, alternating backwards and forwards, and the remaining backwards."""
         warm_up = self.in_flight(device, num_devices, micro_batches)
         forwards = [Action(device, "F", i) for i in range(micro_batches)]
         backwards = [Action(device, "B", i) for i in range(micro_batches)]
@@ -34,7 +34,7 @@ class OneForwardOneBackward(Schedule):
         return tuple(actions)
 
     def refuse(self, num_devices: int, micro_batches: int, chunks: int) -> None:
-        """Raises where a stage would have nothing to warm up with, as torch's schedule does."""
+        """Raise UsageError if a stage would have no micro-batch to warm up with, as torch's schedule does."""
         super().refuse(num_devices, micro_batches, chunks)
         if micro_batches < num_devices:
             raise UsageError(
@@ -43,9 +43,9 @@ class OneForwardOneBackward(Schedule):
             )
 
     def most_devices(self, micro_batches: int) -> int:
-        """A pipeline has at most as many devices as there are micro-batches, for each to warm up with one."""
+        """Return M: each device warms up with at least one micro-batch."""
         return micro_batches
 
     def in_flight(self, device: int, num_devices: int, micro_batches: int) -> int:
-        """A stage lets as many wait as it warms up with: one for itself and one for every stage behind it."""
+        """Return the number of warm-up forwards: one for the stage itself and one for every later stage."""
         return min(micro_batches, num_devices - device)

@@ -1,8 +1,8 @@
-"""Programs: what devices do in order, transfers included, and what each thing waits for.
+"""Instruction lists of devices, transfers included, and the dependencies between actions.
 
-The one place that knows which stage a stage hears from and sends to. A forward of stage s waits for that of stage s-1,
-a backward, or the half of it that makes the input's gradient, for that of stage s+1, and on the last stage for its own
-forward; the other half for the first one: `Kind.direction` and `Kind.follows` say so.
+Only this module knows which stages exchange messages. A forward of stage s waits for the forward of stage s-1. A
+backward or input-gradient pass waits for that of stage s+1, and on the last stage for its own forward. A
+weight-gradient pass waits for its input-gradient pass. `ActionKind.direction` and `ActionKind.follows` encode this.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,51 +14,51 @@ from planner.core.schedule.kinds import KINDS, Flow, Letter
 
 
 class Need(NamedTuple):
-    """What a stage must have made of the micro-batch in question."""
+    """Message that must exist before an action of the same micro-batch can start."""
 
     flow: Flow
     stage: int
 
 
 class DeadlockError(ValueError):
-    """The lists of devices wait for each other in a circle, or for what is in no list.
+    """Action orders that wait for each other in a circle, or for an action that is missing.
 
     Args:
-        waiting: Per device that is not done, the action at which it waits.
+        waiting: Action at which each unfinished device waits.
     """
 
     def __init__(self, waiting: Mapping[int, Action]) -> None:
         where = {device: str(action) for device, action in waiting.items()}
-        super().__init__(f"deadlock: devices wait for what never comes, at {where}")
+        super().__init__(f"deadlock: devices wait for actions that never finish, at {where}")
         self.waiting = waiting
 
 
 @dataclass(frozen=True, slots=True)
 class Instruction:
-    """What a device does next; `send` and `receive` only begin a transfer."""
+    """Next step of a device; `send` and `receive` only start a transfer."""
 
     do: Literal["run", "send", "receive"]
     kind: Letter
-    """What is run; of a transfer `F` or `B`, which way it goes."""
+    """Kind of the action that runs; for a transfer, its direction `F` or `B`."""
     micro_batch: int
     stage: int
-    """Of the device whose instruction it is."""
+    """Stage of the device that executes the instruction."""
 
 
 def message_from(kind: Letter, stage: int, num_stages: int) -> int | None:
-    """The stage whose message a kind of work begins with; None at the end of the chain where its direction begins."""
+    """Return the stage whose message the action needs; None for the first stage of its direction."""
     source = stage - KINDS[kind].direction
     return source if source != stage and 0 <= source < num_stages else None
 
 
 def message_to(kind: Letter, stage: int, num_stages: int) -> int | None:
-    """The stage that waits for what a kind of work makes; None at the other end of the chain."""
+    """Return the stage that waits for the action's message; None for the last stage of its direction."""
     target = stage + KINDS[kind].direction
     return target if target != stage and 0 <= target < num_stages else None
 
 
 def needed_for(kind: Letter, stage: int, num_stages: int) -> Need | None:
-    """What must be over before a kind of work can begin on a stage; None for the first forward."""
+    """Return what must exist before an action can start on a stage; None for the first stage's forward."""
     source, flow, follows = message_from(kind, stage, num_stages), KINDS[kind].flow, KINDS[kind].follows
     if source is not None and flow is not None:
         return Need(flow, source)
@@ -66,35 +66,35 @@ def needed_for(kind: Letter, stage: int, num_stages: int) -> Need | None:
 
 
 def devices_of(actions: Sequence[Sequence[Action]]) -> tuple[int, ...]:
-    """Per stage, the device in whose list it occurs.
+    """Return the device of each stage.
 
     Raises:
-        ValueError: A stage is in no list, or in several.
+        ValueError: A stage is in no action order, or in several.
     """
     devices = {action.stage: device for device, row in enumerate(actions) for action in row}
     num_pairs = len({(action.stage, device) for device, row in enumerate(actions) for action in row})
     if sorted(devices) != list(range(num_pairs)):
-        raise ValueError(f"every stage must be in the list of one device, got the stages {sorted(devices)}")
+        raise ValueError(f"every stage must be in the action order of one device, got the stages {sorted(devices)}")
     return tuple(devices[stage] for stage in range(len(devices)))
 
 
 def programs(actions: Sequence[Sequence[Action]]) -> tuple[tuple[Instruction, ...], ...]:
-    """The actions of every device with the transfers between devices, as the executor runs them.
+    """Return the instruction lists of all devices: their actions and the transfers between them.
 
-    Devices take turns, all at once, with one action each; within a turn they are gone through in their order. What an
-    action makes is sent right behind it, and what receives it is put at the end of what its device has by then: for a
-    forward ahead of the device's own action of that turn, with which the transfer overlaps. Every two devices so have
-    their transfers in the same order, and each waits only for what stands in front of it: they cannot block each other.
+    All devices run one action per turn, in order of device index. The message of an action is sent right after it. The
+    receive is appended to the instructions that the receiver has so far; a forward is received before the receiver's
+    own action of that turn, so that the transfer overlaps with it. Any two devices therefore have their transfers in
+    the same order and wait only for earlier instructions. They cannot block each other.
 
     Args:
-        actions: Per device (K of them), its actions in order.
+        actions: Actions of the K devices, in order.
 
     Returns:
-        Per device, its instructions in order.
+        Instructions of the K devices, in order.
 
     Raises:
-        DeadlockError: The lists wait for each other in a circle, or for what is in no list.
-        ValueError: A stage is in several lists, or one between others in none.
+        DeadlockError: The action orders wait for each other in a circle, or for a missing action.
+        ValueError: A stage is in several action orders, or in none.
     """
     devices = devices_of(actions)
     rows: list[list[Instruction]] = [[] for _ in actions]
@@ -103,27 +103,30 @@ def programs(actions: Sequence[Sequence[Action]]) -> tuple[tuple[Instruction, ..
         rows[device].append(Instruction("run", action.kind, action.micro_batch, action.stage))
         target = message_to(action.kind, action.stage, len(devices))
         if flow is None or target is None or devices[target] == device:
-            continue  # nobody waits for it, or the device keeps it for itself
+            continue  # no stage needs it, or the device keeps it
         rows[device].append(Instruction("send", flow, action.micro_batch, action.stage))
         rows[devices[target]].append(Instruction("receive", flow, action.micro_batch, target))
     return tuple(map(tuple, rows))
 
 
 def execution_order(actions: Sequence[Sequence[Action]]) -> tuple[Action, ...]:
-    """All actions in an order in which each comes after everything it waits for.
+    """Return all actions in an order in which each follows its dependencies.
 
     Args:
-        actions: Per device (K of them), its actions in order.
+        actions: Actions of the K devices, in order.
+
+    Returns:
+        Every action of every device.
 
     Raises:
-        DeadlockError: The lists wait for each other in a circle, or for what is in no list.
-        ValueError: A stage is in several lists, or one between others in none.
+        DeadlockError: The action orders wait for each other in a circle, or for a missing action.
+        ValueError: A stage is in several action orders, or in none.
     """
     return tuple(_in_turns(actions, devices_of(actions)))
 
 
 def _in_turns(actions: Sequence[Sequence[Action]], devices: Sequence[int]) -> Iterator[Action]:
-    """Turn by turn, every device does the next action of its list if what that needs was over before the turn."""
+    """Yield the actions turn by turn; a device runs its next action if its dependency finished before the turn."""
     num_stages = len(devices)
     needs = {(kind, s): needed_for(kind, s, num_stages) for kind in KINDS for s in range(num_stages)}
     over: set[tuple[Flow | None, int, int]] = set()

@@ -1,11 +1,11 @@
-"""Lists of actions as a table, which torch, torchtitan and NeMo Automodel read: their compute-only schedule file.
+"""Compute-only schedule files of torch, torchtitan and NeMo Automodel: action orders as a CSV table.
 
     0F0,0F1,,0B0,0B1
     1F0,1B0,1F1,1B1
 
-A row for each device, in each cell an action, as its stage, kind and micro-batch: `2F0`, `2B0`, `2I0`, `2W0`. An empty
-cell is an idle slot: it draws the table and means nothing, since devices wait for what they need and for nothing else.
-`(0F1;1B0)OVERLAP_F_B` is a forward and a backward that torch may run at once; they are read as one after the other.
+A row is a device, a cell an action written as stage, kind and micro-batch: `2F0`, `2B0`, `2I0`, `2W0`. An empty cell is
+an idle slot, used only for drawing, because devices wait only for their dependencies. `(0F1;1B0)OVERLAP_F_B` is a
+forward and a backward that torch may overlap; they are read as two consecutive actions.
 """
 
 import csv
@@ -21,25 +21,25 @@ _TRANSFER = re.compile(r"[0-9]+(SEND_[FB]|RECV_[FB]|UNSHARD|RESHARD|REDUCE_GRAD)
 
 
 def table_of(actions: Sequence[Sequence[Action]]) -> str:
-    """The table's text: a line for each device, without idle slots.
+    """Return the text of the table: a line for each device, without idle slots.
 
     Args:
-        actions: Per device (K of them), its actions in order.
+        actions: Actions of the K devices, in order.
     """
     return "".join(",".join(map(str, row)) + "\n" for row in actions)
 
 
 def actions_in(text: str) -> tuple[tuple[Action, ...], ...]:
-    """The lists that a table holds, idle slots left out. Whether they can run is not looked at: `check_lists` does.
+    """Return the action orders in a table, without idle slots; `check_lists` checks if they can run.
 
     Args:
         text: The table.
 
     Returns:
-        Per device (K of them), its actions in order.
+        Actions of the K devices, in order.
 
     Raises:
-        UsageError: A cell is no action, or a row has none: it names the row and the column, from 1.
+        UsageError: A cell is not an action, or a row has no action; the message names row and column, from 1.
     """
     lines = text.removeprefix("\ufeff").rstrip().splitlines()
     if not lines:
@@ -54,7 +54,7 @@ def _row(number: int, line: str) -> tuple[Action, ...]:
         raise UsageError(f"row {number}: {error}", hint=_HINT) from None
     actions = tuple(action for column, cell in enumerate(cells, start=1) for action in _cell(number, column, cell))
     if not actions:
-        raise UsageError(f"row {number}: the device has nothing to do", hint=_HINT)
+        raise UsageError(f"row {number}: the device has no action", hint=_HINT)
     return actions
 
 
@@ -72,7 +72,7 @@ def _cell(row: int, column: int, cell: str) -> Iterator[Action]:
 def _problem(text: str) -> str:
     short = text if len(text) <= 40 else f"{text[:37]}..."
     if _TRANSFER.fullmatch(text):
-        return f"`{short}` is no work of a stage: only tables without transfers are read"
+        return f"`{short}` is a transfer: only compute-only tables can be read"
     if Action.from_text(text.upper()):
         return f"`{short}` must be in upper case"
-    return f"`{short}` is no action"
+    return f"`{short}` is not an action"

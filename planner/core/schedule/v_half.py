@@ -4,8 +4,8 @@
     device 0: 0F0 0F1 0F2 3F0 3I0 3W0 3F1 3I1 0I0 0W0 3W1 3F2 3I2 0I1 0W1 0I2 3W2 0W2
     device 1: 1F0 2F0 1F1 2F1 2I0 2W0 1I0 1W0 1F2 2F2 2I1 1I1 2I2 1I2 2W1 1W1 2W2 1W2
 
-Down the V a micro-batch takes two units from device to device, up the V one; its gradient likewise. The longer it stays
-with the first stage of a device, the shorter with the second: all devices hold the same.
+A micro-batch takes two units from device to device down the V, and one unit up the V; so does its gradient. The longer
+it stays with a device's first stage, the shorter it stays with the second. All devices need the same memory.
 """
 
 from planner.core.schedule.building_block import Block, FromBlock
@@ -18,8 +18,8 @@ class VHalf(FromBlock):
     title = "V-Half"
 
     def block(self, device: int, num_devices: int) -> Block:
-        """The offsets of the paper."""
-        # Where K is even, gradients come three units later: at once they would meet forwards on the same device.
+        """Return the offsets of the paper."""
+        # If K is even, gradients come three units later; otherwise they would collide with forwards on the device.
         late = 0 if num_devices % 2 else 3
         return Block(
             forward_down=2 * device,
@@ -29,5 +29,5 @@ class VHalf(FromBlock):
         )
 
     def most_held(self, num_devices: int) -> int:
-        """(K+2) // 2 micro-batches in both stages: the paper's figure."""
+        """Return the paper's figure: (K+2) // 2 micro-batches in both stages."""
         return 2 * ((num_devices + 2) // 2)

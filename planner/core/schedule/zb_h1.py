@@ -4,9 +4,9 @@
     device 0: 0F0 0F1 0I0 0W0 0F2 0I1 0W1 0I2 0W2
     device 1: 1F0 1I0 1F1 1I1 1W0 1F2 1I2 1W1 1W2
 
-1F1B whose stages, the later the more, put off gradients of weights: gradients of inputs reach the first stage sooner,
-and what was put off fills the end of the step. Stage i, counted from 0, holds K-i micro-batches before their I and i
-more before their W, no more than the first one holds under 1F1B.
+1F1B with deferred weight gradients; later stages defer more. Input gradients reach the first stage sooner, and the
+deferred W passes fill the end of the step. Stage i, counted from 0, holds K-i micro-batches before their I and i more
+before their W. That is no more than the first stage holds under 1F1B.
 """
 
 from planner.core.schedule.base import Action, Schedule
@@ -14,7 +14,7 @@ from planner.core.schedule.halves import in_turn
 
 
 class ZBH1(Schedule):
-    """1F1B in halves, at 1F1B's memory."""
+    """1F1B with split backwards, at 1F1B's memory."""
 
     name = "zb-h1"
     title = "ZB-H1"
@@ -22,7 +22,7 @@ class ZBH1(Schedule):
     splits_backward = True
 
     def order(self, device: int, num_devices: int, micro_batches: int, chunks: int) -> tuple[Action, ...]:
-        """The order of 1F1B, but that the Ws of `device` micro-batches wait."""
+        """Return the order of 1F1B, with the W passes of `device` micro-batches deferred."""
         return in_turn(
             [Action(device, "F", i) for i in range(micro_batches)],
             [Action(device, "I", i) for i in range(micro_batches)],

@@ -4,16 +4,16 @@
     device 0: 0F0 0F1 0F2 3F0 3I0 3W0 3F1 3I1 3W1 0I0 0W0 3F2 3I2 3W2 0I1 0W1 0I2 0W2
     device 1: 1F0 2F0 1F1 2F1 2I0 2W0 1F2 1I0 1W0 2F2 2I1 2W1 1I1 2I2 1I2 1W1 2W2 1W2
 
-The chain lies on the devices as a V: the device that begins it also ends it, and all devices hold the same, what the
-first device of 1F1B does. Without transfers and with F = I = W on all stages no device is idle between its first action
-and its last, if there are at least 2K-1 micro-batches. The lists are those of torch's `ScheduleZBVZeroBubble`.
+The stages are placed as a V: the first device has the first and the last stage. All devices need the same memory, that
+of the first device under 1F1B. Without transfers and with F = I = W on all stages, no device is idle between its first
+and last action, if M is at least 2K-1. The orders equal those of torch's `ScheduleZBVZeroBubble`.
 """
 
 from planner.core.schedule.base import Action, Schedule
 from planner.core.schedule.halves import Row
 
 _DOWN, _UP = 0, 1
-"""The chunks of a device: the arm of the V by which micro-batches come, and the one by which they leave."""
+"""Chunks of a device: its stage on the way down the V, and its stage on the way up."""
 
 
 class ZBV(Schedule):
@@ -28,9 +28,9 @@ class ZBV(Schedule):
     splits_backward = True
 
     def order(self, device: int, num_devices: int, micro_batches: int, chunks: int) -> tuple[Action, ...]:
-        """Warm-up along both arms, then F, I, W of either arm in turn, then gradients with the last Ws among them.
+        """Return the warm-up along both arms, then F, I, W of each arm in turn, then the remaining I and W passes.
 
-        Fewer than 2K-1 micro-batches are the first of so many: the rest is left out.
+        With fewer than 2K-1 micro-batches, this is the order for 2K-1 without the missing micro-batches.
         """
         behind = num_devices - device
         row = Row(self.stages_on(device, num_devices, chunks), micro_batches)
@@ -57,7 +57,7 @@ class ZBV(Schedule):
 
 
 def _pass(row: Row, chunk: int) -> None:
-    """F, I and W of a chunk."""
+    """Add F, I and W of a chunk."""
     row.forward(chunk)
     row.input_backward(chunk)
     row.weight_backward(chunk)

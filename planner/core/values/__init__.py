@@ -1,1 +1,1 @@
-"""What passes from part to part, frozen: profiles, plans, clusters, options, and what goes wrong with them."""
+"""Frozen values that modules exchange: profiles, plans, clusters, options and findings."""

@@ -1,4 +1,4 @@
-"""The balance configuration: what the executor needs of a plan. These are the values behind `balance.yaml`."""
+"""Balance configuration: the part of a plan that the executor needs. These are the values behind `balance.yaml`."""
 
 import shlex
 from collections.abc import Iterable
@@ -16,56 +16,58 @@ BALANCE_SCHEMA: Final = "gpipe-plan/balance/v1"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageBalance:
-    """One stage: its layers by module path."""
+    """Layers of one stage, by module path."""
 
     index: int
     device: int | None = None
-    """Which of a pipeline's devices runs it; None where it is the usual one: `index`, modulo K."""
+    """Device of the pipeline that runs it; None for the default, `index` modulo K."""
     recompute: Recompute
     layers: tuple[str, ...]
     recomputed: tuple[str, ...] = ()
-    """The layers that are recomputed, each on its own, where `recompute` is `layers`."""
+    """Layers that are recomputed, each separately, if `recompute` is `layers`."""
     peak_bytes: int = 0
-    """Memory that the plan predicts for it, to be told when there is too little; 0 where nothing is predicted."""
+    """Predicted peak memory, reported if memory runs out; 0 if nothing is predicted."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Planned:
-    """What the plan predicts of a run, and where to plan again. Paths are relative to the folder of this file."""
+    """Predictions for a run, and how to replan. Paths are relative to the folder of this file."""
 
     step_us: float
     reserve_bytes: int = 0
-    """What of every device's peak is for what its allocator does not see."""
+    """Part of every device's peak that its allocator does not see."""
     device: str = ""
-    """The kind of device that it is predicted for, where the bundled executor does not train on such."""
+    """Kind of device of the prediction, if the bundled executor does not train on that kind."""
     plan: str = "plan.yaml"
     profile: str = "profile.yaml"
     solve: tuple[str, ...] = ()
-    """The options that ask the plan's question again, each with its value; of a plan for the bundled executor those
-    beside `--calibration`."""
+    """Options of `solve` that repeat the plan's request, each with its value.
+
+    A plan for the bundled executor has its options without `--calibration`.
+    """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Balance:
-    """The cuts by name, so that a model whose layers moved is caught, and how to run them."""
+    """Cuts by layer name, so that a changed model is detected, and how to run them."""
 
     schema: Literal["gpipe-plan/balance/v1"] = BALANCE_SCHEMA
     generator: Generator | None = None
     plan_digest: str
     model: Model
-    """`source` is relative to the folder of this file."""
+    """Profiled model; `source` is relative to the folder of this file."""
     optimizer: str = ""
     dtype: Precision = ""
-    """What `profile --dtype` asked for; empty where the model runs as it is built."""
+    """Value of `profile --dtype`; empty if the model runs as it is built."""
     device: str = "cpu"
     threads: int = 1
     schedule: ScheduleName
     chunks: int = 1
     """V: stages per device."""
     placement: Placement = "loop"
-    """Which stages these are."""
+    """Placement of the stages on the devices."""
     replicas: int = 1
-    """R: pipelines side by side, each with batch/R samples."""
+    """R: number of pipelines that run in parallel, each with batch/R samples."""
     batch: int
     """Samples per optimizer step, over all replicas."""
     micro_batches: int
@@ -73,11 +75,11 @@ class Balance:
     balance: tuple[int, ...]
     stages: tuple[StageBalance, ...] = field(default=())
     order: tuple[str, ...] = ()
-    """Per device of a pipeline what it does, one thing after the other, where the schedule was made for the plan."""
+    """Actions of each device of a pipeline in order, if the schedule was made for the plan."""
     smaller: tuple[int, ...] = ()
-    """Numbers of processes, most first, for which other cuts of the same model stand beside: see `beside`."""
+    """Numbers of processes, most first, that have a file with other cuts of the same model: see `beside`."""
     planned: Planned | None = None
-    """To be held against what a run took, at its end."""
+    """Predictions that are compared with the run at its end."""
 
     @property
     def num_stages(self) -> int:
@@ -101,31 +103,31 @@ class Balance:
 
     @property
     def peak_bytes(self) -> tuple[int, ...]:
-        """The peak that the allocator of each of a pipeline's devices is predicted to see; empty where none is."""
+        """Predicted allocator peaks of the devices of a pipeline; empty if nothing is predicted."""
         if self.planned is None:
             return ()
         sums = (sum(self.stages[stage].peak_bytes for stage in chunks) for chunks in self.by_device())
         return tuple(peak - self.planned.reserve_bytes for peak in sums)
 
     def by_device(self) -> tuple[tuple[int, ...], ...]:
-        """The stages of every device of a pipeline, in pipeline order."""
+        """Return the stages of every device of a pipeline, in pipeline order."""
         devices = range(self.num_devices)
         return tuple(stages_on(device, self.num_devices, self.chunks, self.placement) for device in devices)
 
     @property
     def device_order(self) -> tuple[int, ...]:
-        """Which of the pipeline's devices each stage of a round is on, counted among those that it uses."""
+        """Pipeline device of each stage of a round, counted among the used devices."""
         named = [stage.index if stage.device is None else stage.device for stage in self.stages[: self.num_devices]]
         return tuple(sorted(named).index(device) for device in named)
 
 
 def beside(path: PurePath, num_processes: int) -> PurePath:
-    """Where the cuts for fewer processes stand beside the balance configuration at `path`: `balance-6.yaml`."""
+    """Return the path of the cuts for fewer processes, next to the balance configuration `path`: `balance-6.yaml`."""
     return path.with_name(f"{path.stem}-{num_processes}{path.suffix}")
 
 
 def launch_line(num_processes: int, script: str, *, nodes: int = 1) -> str:
-    """How to start `script` on one machine, or on each of `nodes` machines."""
+    """Return the command that starts `script` on one machine, or on each of `nodes` machines."""
     if nodes == 1:
         return f"torchrun --nproc-per-node {num_processes} {script}"
     several = f"torchrun --nnodes {nodes} --nproc-per-node {num_processes // nodes}"
@@ -141,13 +143,16 @@ def as_typed(options: Iterable[str]) -> str:
 def solve_again(
     profile: str, options: Iterable[str], *, calibration: str | None = None, plan: str = "plan.yaml"
 ) -> str:
-    """Return the command that makes a plan anew, at the same place.
+    """Return the command that replans and overwrites the plan.
 
     Args:
         profile: Path of the profile.
-        options: Of `solve`, as `Planned.solve` has them.
+        options: Options of `solve`, as in `Planned.solve`.
         calibration: Path of a calibration to plan with, if any.
         plan: Path of the plan.
+
+    Returns:
+        A shell command.
     """
     words = ["gpipe-plan solve", shlex.quote(profile), as_typed(options)]
     places = {"--calibration": calibration, "-o": None if plan == "plan.yaml" else plan}

@@ -1,8 +1,8 @@
-"""Accelerators that people ask about by name: `gpipe-plan check --device h100`.
+"""Accelerators by name, as in `gpipe-plan check --device h100`.
 
-Memory is what the vendor's data sheet says, its "GB" read as 10^9 bytes. Boards often hold a little more (an H100 of
-"80 GB" reports 85.0 GB), so an answer for a name errs on the safe side; `--mem` takes exact sizes. Of a TPU's memory
-the compiler keeps some for itself: there it is what programs can use.
+Memory is the vendor's figure, with "GB" read as 10^9 bytes. Boards often have a little more (an H100 of "80 GB" reports
+85.0 GB), so results for a name are on the safe side; `--mem` takes exact sizes. For a TPU it is the memory that
+programs can use, because the compiler reserves some.
 """
 
 import re
@@ -13,26 +13,26 @@ from typing import Final
 from planner.core.errors import UsageError
 
 TORCH_KINDS: Final = ("cpu", "cuda")
-"""Kinds of device that the bundled executor trains on, each a class of `planner.device.kinds`."""
+"""Kinds of device that the bundled executor trains on; each has a class in `planner.device.kinds`."""
 
 _GB = 10**9
 _GIB = 2**30
 
 ASSUMED_RESERVE_BYTES: Final = _GB
-"""The reserve of a device that is not here: an allowance, not a measurement; `--reserve` takes what is known better."""
+"""Reserve assumed for a device that is not present. It is not measured; `--reserve` overrides it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Accelerator:
-    """One kind of device, as a plan's stage sees it: a card, a chip, or a core of a chip."""
+    """Kind of accelerator: a card, a chip, or a core of a chip, whichever runs one stage."""
 
     name: str
     memory_bytes: int
     called: tuple[str, ...]
-    """Words that all stand in the name such a device reports, in lower case: a profile's `device.name`."""
+    """Lower-case words that all occur in the name reported by such a device (`device.name` of a profile)."""
 
     def is_called(self, reported: str) -> bool:
-        """Whether a device that reports this name may be one of these."""
+        """Return True if a device that reports this name may be one of these."""
         return set(self.called) <= set(re.split(r"[^a-z0-9]+", reported.lower()))
 
 
@@ -61,9 +61,9 @@ ACCELERATORS: Final = (
     # AMD Instinct data sheets: MI250X 128 GB over two dies, which are two devices; MI300X 192 GB HBM3.
     Accelerator(name="mi250x", memory_bytes=64 * _GB, called=("mi250x",)),
     Accelerator(name="mi300x", memory_bytes=192 * _GB, called=("mi300x",)),
-    # What libtpu 0.0.52 says programs can use when one needs too much ("exceeds available HBM"): a little less than the
-    # GiB that Google Cloud, "TPU system architecture", gives. v2 and v3 chips have two cores that are devices of their
-    # own; from v4 on the two cores of a chip (v5e and v6e have one) are one device.
+    # The TPU figures are what libtpu 0.0.52 reports as available in its error message ("exceeds available HBM"). That
+    # is a little less than in Google Cloud's "TPU system architecture". v2 and v3 chips have two cores that are
+    # separate devices. From v4 on, the two cores of a chip (v5e and v6e have one) are one device.
     Accelerator(name="tpu:v2", memory_bytes=int(7.48 * _GIB), called=("tpu", "v2")),
     Accelerator(name="tpu:v3", memory_bytes=int(15.48 * _GIB), called=("tpu", "v3")),
     Accelerator(name="tpu:v4", memory_bytes=int(30.75 * _GIB), called=("tpu", "v4")),
@@ -74,16 +74,16 @@ ACCELERATORS: Final = (
 
 
 def tpu_called(reported: str) -> str:
-    """The chip that reports this name, as in `--compile v2`; empty if it is none of those known."""
+    """Return the TPU chip that reports this name, as in `--compile v2`; empty if it is unknown."""
     chips = (known for known in ACCELERATORS if known.name.startswith("tpu:") and known.is_called(reported))
     return next((chip.name.removeprefix("tpu:") for chip in chips), "")
 
 
 def accelerator(name: str) -> Accelerator:
-    """The accelerator called `name`, in upper or lower case.
+    """Return the accelerator called `name`, in upper or lower case.
 
     Raises:
-        UsageError: Not one of those known; the hint names those that come near.
+        UsageError: The name is unknown; the hint lists similar names.
     """
     by_name = {listed.name: listed for listed in ACCELERATORS}
     wanted = name.lower()
@@ -95,11 +95,11 @@ def accelerator(name: str) -> Accelerator:
 
 
 def accelerators_with(need_bytes: int) -> tuple[Accelerator, ...]:
-    """The devices that hold `need_bytes`, the smallest first."""
+    """Return the accelerators with at least `need_bytes` of memory, the smallest first."""
     able = [listed for listed in ACCELERATORS if listed.memory_bytes >= need_bytes]
     return tuple(sorted(able, key=lambda listed: listed.memory_bytes))
 
 
 def training_kind(profiled: str) -> str:
-    """The kind of device that torch trains on after such a profile: the CPU in place of those that only JAX reaches."""
+    """Return the kind of device on which torch trains after such a profile; the CPU if only JAX supports it."""
     return profiled if profiled in TORCH_KINDS else "cpu"

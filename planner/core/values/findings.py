@@ -1,7 +1,7 @@
-"""What `gpipe-plan check` can find: every code with what it means, why it matters, and what to do.
+"""Findings of `gpipe-plan check`: every code with its meaning, its importance and its remedy.
 
-The one place for these texts: `gpipe-plan explain`, `docs/findings.md`, and the rules in SARIF come from here.
-Hundreds group them: 1 memory, 2 plan and profile, 3 profile and model, 4 against another plan.
+`gpipe-plan explain`, `docs/findings.md` and the SARIF rules take their texts from here. The first digit is the topic: 1
+memory, 2 plan and profile, 3 profile and model, 4 comparison with another plan.
 """
 
 from dataclasses import dataclass
@@ -11,12 +11,12 @@ from typing import Final, Literal
 from planner.core.errors import UsageError
 
 Severity = Literal["error", "warning", "note"]
-"""An error makes the answer no; a warning does so with `--strict`; a note never does."""
+"""Severity: an error makes `check` fail; a warning does so with `--strict`; a note never does."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rule:
-    """One kind of finding."""
+    """Kind of finding."""
 
     code: str
     severity: Severity
@@ -28,7 +28,7 @@ class Rule:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """One thing to know about a plan."""
+    """Problem or remark about a plan."""
 
     code: str
     severity: Severity
@@ -41,33 +41,33 @@ RULES: Final = (
     Rule(
         code="GP101",
         severity="error",
-        title="a stage needs more memory than its cap",
-        meaning="The predicted peak of a stage, reserve included, is above the memory of its device: the cap in "
-        "the plan, or the one that `--mem` or `--device` puts in its place.",
-        why="Training would end with an out-of-memory error in the first step, on that device, and with it everywhere.",
-        remedy="Solve again under this cap: `gpipe-plan solve` finds other cuts, more micro-batches or "
-        "recomputation, or says that nothing fits and what would. Otherwise take devices with more "
-        "memory, more devices, or a smaller batch. The finding is followed by what would fit, computed "
+        title="a stage needs more memory than its limit",
+        meaning="The predicted peak of a stage, reserve included, exceeds the memory limit of its device: that in "
+        "the plan, or that given by `--mem` or `--device`.",
+        why="Training would stop with an out-of-memory error on that device in the first step.",
+        remedy="Solve again under this limit: `gpipe-plan solve` finds other cuts, more micro-batches or "
+        "recomputation, or reports what would fit. Otherwise use devices with more "
+        "memory, more devices, or a smaller batch. The finding also lists what would fit, computed "
         "for this plan.",
     ),
     Rule(
         code="GP102",
         severity="warning",
-        title="a stage leaves less room than asked for",
-        meaning="The stage fits its cap, but less than the share given by `--headroom` stays free.",
-        why="Predictions are tested to within a few percent, fragmentation and libraries differ from one "
-        "release to the next: a plan that fills a device to the last percent may fail after an upgrade.",
+        title="a stage leaves less memory free than requested",
+        meaning="The stage fits its memory limit, but less than the share given by `--headroom` stays free.",
+        why="Predictions are accurate to a few percent, and fragmentation and libraries differ between "
+        "releases. A plan that fills a device completely may fail after an upgrade.",
         remedy="Solve with the same headroom (`gpipe-plan solve --headroom 5%`), so that the search keeps it "
-        "free. Warnings do not change the exit code; `check --strict` makes them.",
+        "free. Warnings change the exit code only with `check --strict`.",
     ),
     Rule(
         code="GP201",
         severity="error",
         title="the plan was made from another profile",
-        meaning="The digest of the profile that the plan records is not that of the profile beside it. The digest "
-        "is over what the file means: comments and layout do not count, any number does.",
-        why="The cuts were the best for other costs. They may no longer fit, and there may be faster ones; "
-        "what is said of memory is recomputed from the profile of today.",
+        meaning="The digest of the profile that the plan records is not that of the given profile. The digest "
+        "depends on the values in the file, not on comments and layout.",
+        why="The cuts were the best for other costs. They may no longer fit, and others may be faster. "
+        "The memory reported here is computed from the given profile.",
         remedy="Solve again with the options of the plan's `inputs`, and commit profile and plan together. If "
         "the profile was changed by mistake, restore it.",
     ),
@@ -76,45 +76,45 @@ RULES: Final = (
         severity="error",
         title="the profile's layers are not those of the plan",
         meaning="A stage names a layer that the profile does not have, or the number of layers differs.",
-        why="The model was changed: a cut by position would now fall elsewhere than intended.",
-        remedy="Profile the model of today and solve again.",
+        why="The model was changed, so a cut by position may now be at the wrong layer.",
+        remedy="Profile the current model and solve again.",
     ),
     Rule(
         code="GP203",
         severity="warning",
-        title="numbers in the plan are not those of the profile",
-        meaning="Recomputed from the very profile that the plan was made from, step time or memory differ from "
-        "what is written in the plan.",
-        why="Somebody edited the plan by hand, which is allowed: what was checked are the edited cuts. But "
-        "the numbers and the solver's certificate in the file belong to others, and people read them.",
-        remedy="Nothing, if the edit is meant. To write the numbers anew: `gpipe-plan check --format json`, or "
+        title="numbers in the plan do not follow from the profile",
+        meaning="Step time or memory, computed from the profile that the plan was made from, differ from "
+        "those in the plan.",
+        why="The plan was edited by hand. This is allowed, and the edited cuts were checked. But "
+        "the numbers and the solver's certificate in the file belong to the original cuts.",
+        remedy="None, if the edit is intended. To get the new numbers, use `gpipe-plan check --format json`, or "
         "solve with `--balance` set to the edited cuts.",
     ),
     Rule(
         code="GP204",
         severity="note",
-        title="times were taken on another device",
-        meaning="With `--device` memory is judged for a device other than the profiled one.",
-        why="Bytes are nearly the same on any device; times are not. Step time, the bubble and the choice of "
-        "cuts still speak of the profiled device.",
-        remedy="Profile on that device to plan for it. For the question whether it fits, nothing is to be done.",
+        title="times were measured on another device",
+        meaning="`--device` names a device other than the profiled one; memory is checked for that device.",
+        why="Memory is nearly the same on any device; times are not. Step time, bubble and "
+        "cuts still refer to the profiled device.",
+        remedy="Profile on that device to plan for it. To check only memory, nothing needs to be done.",
     ),
     Rule(
         code="GP205",
         severity="warning",
-        title="the plan is not as good as it says",
-        meaning="Solved again with the plan's own inputs and number of micro-batches, the certificate does not hold: "
-        "the status, the gap, the lower bound or the frontier in the file are others.",
-        why="Somebody edited the plan, or another tool wrote it. People read `optimal` and look no further.",
-        remedy="Solve again. Cuts that are meant to stay as they are are judged with `solve --balance`.",
+        title="the plan is not as good as its certificate states",
+        meaning="Solving again with the plan's inputs and number of micro-batches gives another certificate: "
+        "the status, the gap, the lower bound or the frontier in the file differ.",
+        why="The plan was edited, or written by another tool. Readers rely on the word `optimal`.",
+        remedy="Solve again. To evaluate fixed cuts, use `solve --balance`.",
     ),
     Rule(
         code="GP206",
         severity="note",
         title="the certificate was not recomputed",
-        meaning="Solving the same question again takes longer than a gate may: the plan's status, gap, bound and "
-        "frontier are as written in the file. Everything else is recomputed.",
-        why="What is written may be true; nobody has looked.",
+        meaning="Solving again would take longer than a check may. The plan's status, gap, bound and "
+        "frontier were read from the file. Everything else was recomputed.",
+        why="These values may be correct, but they were not verified.",
         remedy="To be sure, solve again.",
     ),
     Rule(
@@ -122,16 +122,16 @@ RULES: Final = (
         severity="note",
         title="the profile is not measured",
         meaning="Times and memory in the profile are estimated from a model of the device, or come from a compiler.",
-        why="The verdict is no surer than they are: an estimate may be wrong by a factor.",
+        why="The verdict is only as reliable as the profile, and an estimate may be wrong by a factor.",
         remedy="Profile on the device before you rely on the numbers.",
     ),
     Rule(
         code="GP208",
         severity="warning",
-        title="the plan lies outside the profiled sizes",
-        meaning="Its micro-batch size was not profiled, nor lies it between sizes that were: time and memory are "
+        title="the micro-batch size is outside the profiled range",
+        meaning="The plan's micro-batch size is not within the range of profiled sizes. Time and memory are "
         "extrapolated.",
-        why="Peaks may be under-estimated: what is said to fit may not.",
+        why="Peaks may be underestimated, so a stage reported as fitting may not fit.",
         remedy="Profile that size too: `gpipe-plan profile --batch-sizes …`, and solve again.",
     ),
     Rule(
@@ -139,21 +139,21 @@ RULES: Final = (
         severity="error",
         title="the model is no longer the profiled one",
         meaning="The model file given by `--model`, built without weights, differs from the model behind the profile: "
-        "a layer came or went, has other parameters, or computes something else.",
+        "a layer was added, removed or changed.",
         why="Memory and time in the profile are those of the old model. The plan may no longer fit, and the executor "
         "refuses to run it.",
-        remedy="Profile the model of today, solve again, and commit both files with the change to the model.",
+        remedy="Profile the current model, solve again, and commit both files with the change to the model.",
     ),
     Rule(
         code="GP302",
         severity="error",
-        title="a stage is recomputed that then computes something else",
+        title="a recomputed stage computes a different result",
         meaning="When the model was profiled, its stages were compared with the unpartitioned model. Without "
-        "recomputation they were equal. With recomputation, loss, gradients, buffers or numbers of modules differed.",
-        why="A layer changes what it runs on each time it runs, in a way that cannot be put back (a counter in an "
-        "attribute, say). Training would go on with wrong gradients, and nothing would show it.",
-        remedy="Solve again: the solver recomputes nothing of such a model. To have recomputation, let the layer keep "
-        "what changes in a buffer, which the executor puts back, and profile again.",
+        "recomputation they were equal. With recomputation, loss, gradients, buffers or module attributes differed.",
+        why="A layer changes state in each forward, and the executor cannot restore this state (such as a counter in "
+        "an attribute). Training would continue with wrong gradients, without an error.",
+        remedy="Solve again: the solver never recomputes such a model. To allow recomputation, let the layer store "
+        "this state in a buffer, which the executor restores, and profile again.",
     ),
     Rule(
         code="GP303",
@@ -161,9 +161,9 @@ RULES: Final = (
         title="the stages were not compared with the model",
         meaning="The profile does not say that stages of this model train as the unpartitioned model does. It was "
         "made with `--proof-budget 0s`, or the comparison could not be run.",
-        why="A cut can be wrong in ways that only a run shows: training would go on with wrong gradients, and nothing "
-        "would show it.",
-        remedy="Profile again. If the comparison could not be run, the finding says why. Profiles that were written "
+        why="A cut can be wrong in ways that only a run shows. Training would continue with wrong gradients, without "
+        "an error.",
+        remedy="Profile again. If the comparison could not be run, the finding says why. Profiles written "
         "by hand have no model to compare with.",
     ),
     Rule(
@@ -171,8 +171,8 @@ RULES: Final = (
         severity="note",
         title="not every cut was compared with the model",
         meaning="Some cuts, or the optimizer, were not compared with the unpartitioned model, because time or memory "
-        "did not suffice. The finding counts them.",
-        why="A cut that was not compared can be wrong, and nothing would show it.",
+        "ran out. The finding gives their number.",
+        why="A cut that was not compared can be wrong without an error.",
         remedy="Profile with more time (`--proof-budget 300s`) or on a machine with more memory; or build a smaller "
         "instance of the model (`--set layers=4`) and profile that once.",
     ),
@@ -181,8 +181,9 @@ RULES: Final = (
         severity="note",
         title="a stage needs more memory than before",
         meaning="Compared with the plan given by `--against`, a device's predicted peak has grown.",
-        why="It still may fit. But growth that nobody meant is best seen in the change that brings it.",
-        remedy="Look at the table of stages: bytes before, now, and the difference. Caps and `--headroom` decide.",
+        why="It may still fit. Unintended growth is best noticed in the change that causes it.",
+        remedy="Read the table of stages: bytes before, now, and the difference. The memory limits and "
+        "`--headroom` decide.",
     ),
     Rule(
         code="GP402",
@@ -190,7 +191,7 @@ RULES: Final = (
         title="a step takes longer than before",
         meaning="Compared with the plan given by `--against`, fewer samples per second are predicted.",
         why="A layer has become slower, or the cuts no longer suit the costs.",
-        remedy="Look at the table for the stage that grew; solving again may find cuts that make up for it.",
+        remedy="Find the stage that grew in the table. Solving again may find better cuts.",
     ),
 )
 
@@ -198,10 +199,10 @@ _BY_CODE: Final = {known.code: known for known in RULES}
 
 
 def rule(code: str) -> Rule:
-    """The rule behind a code, in upper or lower case.
+    """Return the rule of a code, in upper or lower case.
 
     Raises:
-        UsageError: There is no such code; the hint names those that come near.
+        UsageError: There is no such code; the hint lists similar codes.
     """
     if code.upper() in _BY_CODE:
         return _BY_CODE[code.upper()]
@@ -210,5 +211,15 @@ def rule(code: str) -> Rule:
 
 
 def finding(code: str, message: str, *, hint: str = "", stage: int | None = None) -> Finding:
-    """A finding with the severity that its rule gives it."""
+    """Return a finding with the severity of its rule.
+
+    Args:
+        code: Code of the rule.
+        message: Text of the finding.
+        hint: Suggested action, if any.
+        stage: Index of the stage, if the finding concerns one.
+
+    Returns:
+        The finding.
+    """
     return Finding(code=code, severity=_BY_CODE[code].severity, message=message, hint=hint, stage=stage)

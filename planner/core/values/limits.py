@@ -1,37 +1,46 @@
-"""How large a question may be: beyond it the answer would take hours or all memory, and nobody has such a machine."""
+"""Limits of the size of a request. Larger ones would take hours or all memory, and exceed any real machine."""
 
 from planner.core.errors import UsageError
 
 LARGEST = 2**60
-"""The largest number of bytes, microseconds or anything else that is computed with."""
+"""Largest number of bytes, microseconds or other units in computations."""
 
 MOST_DEVICES = 2**16
 MOST_BATCH = 10**9
 MOST_MICRO_BATCHES = 2**14
 
 MOST_ACTIONS = 2**19
-"""Stages times micro-batches of one pipeline: what a step is simulated and drawn with."""
+"""Largest number of stages times micro-batches of a pipeline that is simulated and drawn."""
 
 SPEEDS = (1e-6, 1e6)
-"""How many times faster or slower than the profiled device another may be."""
+"""Range of device speeds relative to the profiled device."""
 
 RATES = (1.0, 1e18)
-"""Bytes per second that a link may move."""
+"""Range of link bandwidths, in bytes per second."""
 
 
-def at_most(option: str, value: int, limit: int, what: str) -> int:
-    """`value`, if it is no more than is planned for.
+def at_most(option: str, value: int, limit: int, plural: str) -> int:
+    """Return `value` if it does not exceed the limit.
+
+    Args:
+        option: Name of the option.
+        value: Its value.
+        limit: Largest allowed value.
+        plural: Noun for the message: `devices`.
+
+    Returns:
+        `value`.
 
     Raises:
-        UsageError: It is more.
+        UsageError: The value exceeds the limit.
     """
     if value > limit:
-        raise UsageError(f"`{option} {short(value)}`: at most {limit} {what} are planned for")
+        raise UsageError(f"`{option} {short(value)}`: at most {limit} {plural} are supported")
     return value
 
 
 def short(value: object, most: int = 40) -> str:
-    """A number or a text as it was given, or its beginning where it is long."""
+    """Return a value as text, cut off after `most` characters."""
     # Python writes no integer of more than 4300 digits.
     text = f"{value:#x}" if isinstance(value, int) and abs(value) >= 10**30 else str(value)
     return text if len(text) <= most else f"{text[:most]}…"

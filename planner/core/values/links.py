@@ -1,7 +1,4 @@
-"""Links as they were measured between neighbouring processes, and latency and bandwidth fitted to them.
-
-These are the values behind `links.yaml`; `docs/file-formats.md` describes every field.
-"""
+"""Links measured between neighboring processes, with latency and bandwidth fitted to the measurements."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,34 +14,42 @@ LINKS_SCHEMA: Final = "gpipe-plan/links/v1"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasuredLink:
-    """One boundary, between a process and the next."""
+    """Link measured between a process and the next."""
 
     link: Link
-    """What the planner takes the boundary for."""
+    """Latency and bandwidth that the planner uses."""
     sample_bytes: tuple[int, ...] = ()
     sample_us: tuple[float, ...] = ()
-    """Median time of moving so many bytes once."""
+    """Median time to move each of `sample_bytes` once."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Links:
-    """Every boundary of a pipeline, in order."""
+    """Links between all neighbors of a pipeline, in order."""
 
     schema: Literal["gpipe-plan/links/v1"] = LINKS_SCHEMA
     generator: Generator | None = None
     device: Device
-    """What the first process runs on."""
+    """Device of the first process."""
     environment: Environment
     backend: str
-    """The backend of `torch.distributed` that moved the samples."""
+    """Backend of `torch.distributed` that moved the samples."""
     boundaries: tuple[MeasuredLink, ...]
 
 
 def fit_link(sizes_bytes: Sequence[int], times_us: Sequence[float], *, blocking: bool) -> Link:
-    """Latency and bandwidth by least squares of the relative errors; neither is negative.
+    """Fit latency and bandwidth by least squares of the relative errors; neither is negative.
 
-    Relative, because sizes spread over orders of magnitude: one per cent of the largest transfer would outweigh the
-    latency that the small ones tell.
+    Relative errors, because sizes differ by orders of magnitude: one percent of the largest transfer would outweigh the
+    latency that the small transfers show.
+
+    Args:
+        sizes_bytes: Sizes of the transfers.
+        times_us: Measured times in microseconds, one per size.
+        blocking: If the receiver is busy during a transfer.
+
+    Returns:
+        The fitted link.
     """
     sizes, times = np.asarray(sizes_bytes, float), np.maximum(times_us, 0.1)
     relative = np.stack([1 / times, sizes / times], axis=1)
@@ -61,5 +66,5 @@ def fit_link(sizes_bytes: Sequence[int], times_us: Sequence[float], *, blocking:
 
 
 def _factor_of(column: "np.ndarray[tuple[int], np.dtype[np.float64]]") -> float:
-    """The factor that brings a single column nearest to ones."""
+    """Return the least-squares factor that maps a column to ones."""
     return float(column.sum() / (column @ column))

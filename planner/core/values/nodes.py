@@ -1,26 +1,26 @@
-"""Machines of several devices each, and which ranks of a job they hold: ranks are numbered node by node."""
+"""Machines with several devices each. Ranks are numbered node by node."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Nodes:
-    """Machines that are alike."""
+    """Machines with equal numbers of devices."""
 
     count: int
     devices: int
-    """Devices of each, or processes on it: there is one process per device."""
+    """Devices, and therefore processes, of each node."""
 
     @property
     def num_processes(self) -> int:
-        """Processes on all of them together."""
+        """Number of processes on all nodes."""
         return self.count * self.devices
 
     def __str__(self) -> str:
-        """`4x8`, as `--nodes` takes it."""
+        """Return the value of `--nodes`, such as `4x8`."""
         return f"{self.count}x{self.devices}"
 
 
 def are_apart(rank: int, other: int, node_devices: int) -> bool:
-    """Whether two ranks are on different nodes of `node_devices` devices each."""
+    """Return True if two ranks are on different nodes of `node_devices` devices each."""
     return rank // node_devices != other // node_devices

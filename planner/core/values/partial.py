@@ -1,7 +1,4 @@
-"""An interrupted profile: what had been measured by then, so that the same command can go on from there.
-
-These are the values behind `profile.yaml.partial`; `docs/file-formats.md` describes every field.
-"""
+"""Interrupted profile: the measurements so far, so that the same command can continue from them."""
 
 from dataclasses import dataclass, replace
 from typing import Final, Literal
@@ -13,26 +10,26 @@ PARTIAL_SCHEMA: Final = "gpipe-plan/partial/v1"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measurement:
-    """What is known of one layer at one micro-batch size."""
+    """Measurements of one layer at one micro-batch size."""
 
     digest: str
-    """The layer's."""
+    """Digest of the layer."""
     micro_batch_size: int
     memory: MemoryDetail
     split: SplitMemory | None = None
-    """The record of its backward in halves."""
+    """Memory record of its split backward."""
     forward_us: tuple[float, ...] = ()
-    """One per repeat."""
+    """Forward times, one per repeat."""
     backward_us: tuple[float, ...] = ()
     backward_input_us: tuple[float, ...] = ()
-    """One per repeat that ran the backward in halves: forward and I together."""
+    """Times of forward plus input-gradient pass, one per repeat with a split backward."""
     backward_weight_us: tuple[float, ...] = ()
-    """W of the same repeats."""
+    """Times of the weight-gradient pass of the same repeats."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Partial:
-    """Measurements, and all that must be the same for them to be of use."""
+    """Measurements, and all conditions that must be unchanged to reuse them."""
 
     schema: Literal["gpipe-plan/partial/v1"] = PARTIAL_SCHEMA
     generator: Generator
@@ -43,8 +40,8 @@ class Partial:
     measurements: tuple[Measurement, ...]
 
     def differences(self, other: "Partial") -> list[str]:
-        """Names of what makes the measurements of one useless for the other."""
+        """Return the names of the conditions in which two interrupted profiles differ."""
         names = ("generator", "model", "device", "environment", "optimizer")
-        # What other programs hold of the device at the moment changes no measurement.
+        # Memory that other programs hold on the device changes no measurement.
         a, b = (replace(one, device=replace(one.device, reserve_bytes=0)) for one in (self, other))
         return [name for name in names if getattr(a, name) != getattr(b, name)]

@@ -1,13 +1,13 @@
-"""Which device runs which stages, where each device of a pipeline runs several: its chunks.
+"""Placement of stages on devices, if each device of a pipeline runs several stages (chunks).
 
     K = 3, V = 2          loop                    v
     device 0              stages 0, 3             stages 0, 5
     device 1              stages 1, 4             stages 1, 4
     device 2              stages 2, 5             stages 2, 3
 
-In a loop (Narayanan et al. 2021, arXiv:2104.04473) the chain passes all devices from first to last again and again; in
-a V (Qi et al. 2024, arXiv:2405.15362) it turns round at either end, where two neighbours are on one device. Chunk v of
-a device is in either case one of the stages v K to (v + 1) K - 1.
+In a loop (Narayanan et al. 2021, arXiv:2104.04473) the stages pass all devices from first to last, V times. In a V (Qi
+et al. 2024, arXiv:2405.15362) the direction alternates, so that two consecutive stages share a device at each turn. In
+both, chunk v of a device is one of the stages v K to (v + 1) K - 1.
 """
 
 from collections.abc import Sequence
@@ -17,13 +17,32 @@ Placement = Literal["loop", "v"]
 
 
 def device_of(stage: int, num_devices: int, placement: Placement = "loop") -> int:
-    """The device, 0 to K-1, that runs `stage`, counted along the chain."""
+    """Return the device, 0 to K-1, that runs `stage`.
+
+    Args:
+        stage: Index of the stage in the pipeline.
+        num_devices: K.
+        placement: Placement of the stages.
+
+    Returns:
+        The index of the device.
+    """
     chunk, place = divmod(stage, num_devices)
     return num_devices - 1 - place if placement == "v" and chunk % 2 else place
 
 
 def stages_on(device: int, num_devices: int, chunks: int = 1, placement: Placement = "loop") -> tuple[int, ...]:
-    """The stages that `device` runs, one for each of its V chunks, in the order of the chain."""
+    """Return the stages of `device`, one for each of its chunks, in pipeline order.
+
+    Args:
+        device: Index of the device, 0 to K-1.
+        num_devices: K.
+        chunks: V.
+        placement: Placement of the stages.
+
+    Returns:
+        V indices of stages.
+    """
     turned = num_devices - 1 - device
     return tuple(
         chunk * num_devices + (turned if placement == "v" and chunk % 2 else device) for chunk in range(chunks)
@@ -31,8 +50,15 @@ def stages_on(device: int, num_devices: int, chunks: int = 1, placement: Placeme
 
 
 def rank_of(stage: int, replica: int, order: Sequence[int], placement: Placement = "loop") -> int:
-    """The process that runs `stage` in a replica: replicas lie one behind the other, K processes each.
+    """Return the rank of the process that runs `stage` in a replica; each replica has K consecutive ranks.
 
-    `order` is the device of each place in the pipeline, first to last.
+    Args:
+        stage: Index of the stage in the pipeline.
+        replica: Index of the replica.
+        order: Device at each of the K positions in the pipeline.
+        placement: Placement of the stages.
+
+    Returns:
+        The rank.
     """
     return replica * len(order) + order[device_of(stage, len(order), placement)]

@@ -1,8 +1,8 @@
-"""The plan: which stage runs which layers, with how many micro-batches, and what that is predicted to cost.
+"""Plan: the layers of each stage, the number of micro-batches, and the predicted costs.
 
-These are the values behind `plan.yaml`; `docs/file-formats.md` describes every field. `inputs` is what was asked,
-`schedule`, `micro_batches`, `balance` and `stages[].recompute` are the answer, everything else is derived from
-the profile and never trusted when a plan is read back.
+These are the values behind `plan.yaml`; `docs/file-formats.md` describes every field. `inputs` is the request.
+`schedule`, `micro_batches`, `balance` and `stages[].recompute` are the result. Everything else is derived from the
+profile and is recomputed when a plan is read.
 """
 
 from dataclasses import dataclass, field, fields
@@ -16,80 +16,83 @@ from planner.core.values.profile import Generator
 PLAN_SCHEMA: Final = "gpipe-plan/plan/v1"
 
 Recompute = Literal["never", "except-last", "always", "layers"]
-"""On which micro-batches a stage drops its activations and computes them again in backward.
+"""Micro-batches whose activations a stage drops in forward and recomputes in backward.
 
-`layers`: on every micro-batch, but only those of the layers that `Stage.recomputed` names, each on its own.
+`layers`: all micro-batches, but only the layers in `Stage.recomputed`, each separately.
 """
 
 RecomputePolicy = Literal["auto", "never", "except-last", "always", "layers"]
-"""What the user allows; `auto` lets the solver choose stage by stage, `layers` layer by layer as well."""
+"""Recomputation that the user allows.
+
+With `auto` the solver chooses for each stage, with `layers` also for each layer.
+"""
 
 ScheduleName = str
-"""One of `planner.core.schedule.SCHEDULES`, or `auto` where it says what the user allows: the fastest that fits."""
+"""Name in `planner.core.schedule.SCHEDULES`, or `auto` in a request: the fastest schedule that fits."""
 
 DEFAULT_SCHEDULE: Final[ScheduleName] = "auto"
-"""What is asked where nothing else is: of `solve`, `sweep` and the functions behind them."""
+"""Schedule that `solve`, `sweep` and their functions use by default."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProfileReference:
-    """The profile a plan was made from."""
+    """Profile that a plan was made from."""
 
     path: str
     digest: str
     how: Literal["measured", "compiled", "estimated"] = "measured"
-    """Where the profile's numbers come from."""
+    """Source of the profile's numbers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Inputs:
-    """What was asked, with every option resolved."""
+    """Request, with every option resolved."""
 
     profile: ProfileReference
     model_digest: str = ""
     devices: int
-    """How many devices all replicas have together."""
+    """Number of devices of all replicas together."""
     memory_bytes: tuple[int, ...]
-    """Cap of each device, in pipeline order."""
+    """Memory limit of each device, in pipeline order."""
     speeds: tuple[float, ...] = ()
-    """How many times faster than the profiled device each device is; empty where all are as fast as it."""
+    """Speed of each device relative to the profiled device; empty if all are as fast as it."""
     compute: float = 1.0
-    """How many times what was profiled all computing takes: from a calibration."""
+    """Ratio of measured to profiled compute time, from a calibration."""
     step_ratio: float | None = None
-    """The step of the run that the calibration is of, measured over predicted with it; None without one."""
+    """Measured over predicted step time of the calibration's run; None without a calibration."""
     batch: int
-    """Mini-batch: samples per optimizer step, over all replicas."""
+    """Samples per optimizer step (mini-batch), over all replicas."""
     link: Link = field(default_factory=Link)
     inter_link: Link | None = None
-    """Between nodes, where it differs from `link`, which then is the one within a node."""
+    """Link between nodes, if it differs from `link`, which then is the link within a node."""
     node_devices: int = 0
-    """Devices per node; 0 where all are in one."""
+    """Devices per node; 0 if all are in one node."""
     links: tuple[Link, ...] = ()
-    """The one behind every device but the last, where each was measured; `link` and nodes do not count then."""
+    """Link from every device to the next, if each was measured; replaces `link` and the nodes."""
     allreduce: Link | None = None
-    """What replicas sum their gradients over; None where that costs nothing."""
+    """Link over which replicas sum their gradients; None if that costs nothing."""
     reserve_bytes: int = 0
     overhead_us: float = 0.0
     schedule: ScheduleName = "gpipe"
-    """What the user allows."""
+    """Schedule that the user allows."""
     chunks: int = 1
-    """Stages per device, where the schedule may have several; 0 lets the solver choose."""
+    """Stages per device, if the schedule allows several; 0 lets the solver choose."""
     replicas: int = 1
-    """Pipelines side by side; 0 lets the solver choose."""
+    """Number of pipelines that run in parallel; 0 lets the solver choose."""
     together: tuple[tuple[str, ...], ...] = ()
     """Groups of layers that must be in one stage."""
     apart: tuple[tuple[str, ...], ...] = ()
     """Groups of layers of which no two may be in one stage."""
     any_order: bool = False
-    """Whether devices may be put into any order."""
+    """True if devices may be put into any order."""
     recompute: RecomputePolicy = "auto"
     optimizer: str = ""
     dtype: Precision = ""
-    """What `profile --dtype` asked for; empty where the model runs as it is built."""
+    """Value of `profile --dtype`; empty if the model runs as it is built."""
     min_micro_batch: int = 1
-    """Least samples of a micro-batch."""
+    """Smallest allowed number of samples of a micro-batch."""
     extrapolate: bool = False
-    """Whether micro-batch sizes outside the profiled range were allowed."""
+    """True if micro-batch sizes outside the profiled range are allowed."""
 
     @property
     def cluster(self) -> Cluster:
@@ -99,11 +102,11 @@ class Inputs:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SolverReport:
-    """How good the answer is, and how that is known."""
+    """Quality of the plan, and how it was established."""
 
     method: str
     status: Literal["optimal", "feasible", "given"]
-    """`given`: the cuts came from the user and were only evaluated."""
+    """Status; `given`: the cuts came from the user and were only evaluated."""
     gap: float = 0.0
     """(step time - lower bound) / step time."""
     lower_bound_us: float = 0.0
@@ -111,83 +114,83 @@ class SolverReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageMemory:
-    """Peak memory of one stage over a step, in bytes, itemised at the moment of the peak."""
+    """Peak memory of one stage over a step, in bytes, by component at the point of the peak."""
 
     parameters: int = 0
     gradients: int = 0
     optimizer: int = 0
     buffers: int = 0
     casts: int = 0
-    """Low-precision copies of weights, which autocast keeps while the schedule runs."""
+    """Low-precision copies of weights in autocast's weight cache, while the schedule runs."""
     in_flight: int = 0
-    """Inputs, outputs and saved activations of the micro-batches waiting for their backward."""
+    """Inputs, outputs and saved activations of the micro-batches in flight."""
     transfer: int = 0
     """Buffers of the engine: gradients being received or sent."""
     working: int = 0
-    """The micro-batch being computed: what it saves (again) and its transient peak, or the optimizer's step."""
+    """Saved activations and transient peak of the micro-batch being computed, or the optimizer's step."""
     reserve: int = 0
     total: int = 0
 
     @classmethod
     def of(cls, **items: int) -> "StageMemory":
-        """The sum of `items`, itemised."""
+        """Return the components with their sum as total."""
         return cls(**items, total=sum(items.values()))
 
     def items(self) -> tuple[tuple[str, int], ...]:
-        """Name and bytes of every item, the total left out."""
+        """Return name and bytes of every component, without the total."""
         return tuple((f.name, getattr(self, f.name)) for f in fields(self) if f.name != "total")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stage:
-    """One stage: layers `first` to `last` of the chain on one device. Times are for one micro-batch."""
+    """Stage with layers `first` to `last` on one device. Times are for one micro-batch."""
 
     index: int
     device: int | None = None
-    """Index into `Inputs.memory_bytes`; None where it is the usual one: `index`, modulo K."""
+    """Index into `Inputs.memory_bytes`; None for the default, `index` modulo K."""
     first: str
     last: str
     layers: int
     recompute: Recompute
     recomputed: tuple[str, ...] = ()
-    """The layers that are recomputed, where `recompute` is `layers`."""
+    """Layers that are recomputed, if `recompute` is `layers`."""
     forward_us: float
     backward_us: float
-    """Recomputation included."""
+    """Backward time, including recomputation."""
     backward_weight_us: float = 0.0
-    """How much of `backward_us` is W, where backwards come in halves."""
+    """Part of `backward_us` that is the weight-gradient pass, if backwards are split."""
     memory: StageMemory
-    """The stage's peak; where it shares its device with other chunks, its part of the device's peak."""
+    """Peak of the stage; if it shares its device with other chunks, its part of the device's peak."""
     memory_bytes: int
-    """The cap of the device."""
+    """Memory limit of the device."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Predicted:
-    """What the cost model says of a whole step."""
+    """Predictions of the cost model for a whole step."""
 
     step_us: float
     samples_per_s: float
     bubble: float
     """Share of device time spent idle between the first forward and the last backward."""
     ideal_bubble: float
-    """(K-1)/(V M+K-1): what equal stages would have; 0 where backwards come in halves, which may waste nothing."""
+    """Bubble of equal stages, (K-1)/(V M+K-1); 0 if backwards are split, which allows a bubble of 0."""
     imbalance: float
-    """Largest over mean forward + backward time of a stage."""
+    """Largest forward plus backward time of a stage, divided by the mean."""
     recompute_share: float
-    """Share of compute time spent computing activations again."""
+    """Share of compute time spent recomputing activations."""
     bottleneck_stage: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FrontierPoint:
-    """The best plan with one number of micro-batches (and of replicas)."""
+    """Best plan with one number of micro-batches (and of replicas)."""
 
     micro_batches: int
     micro_batch_size: int
     replicas: int = 1
     fits: bool = True
-    """Whether there is a plan at all; if not, the figures are 0."""
+    """True if there is a plan; if not, the figures are 0."""
     schedule: ScheduleName = "gpipe"
     devices: int = 0
     """K of that plan."""
@@ -201,7 +204,7 @@ class FrontierPoint:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WhatIf:
-    """What one change of the devices would bring: the best plan then."""
+    """Effect of a change of the devices: the step time of the best plan after it."""
 
     change: str
     step_us: float
@@ -209,35 +212,35 @@ class WhatIf:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Noise:
-    """What errors of measurement do to the plan, from profiles drawn around the measured one."""
+    """Effect of measurement errors on the plan, from profiles drawn around the measured one."""
 
     draws: int
     spread: float
     """Median over layers of the relative half-width of the 95 % interval."""
     mean_regret: float
-    """By how much the plan is slower than the best plan of a drawn profile, under that profile."""
+    """Mean relative slowdown of the plan against the best plan of a drawn profile, under that profile."""
     worst_regret: float
     same_plan: float
-    """Share of the draws of which no plan was found that beats these cuts and M."""
+    """Share of the draws for which no plan was found that beats these cuts and M."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Insight:
-    """Why the plan is as it is, and what would change it."""
+    """Explanation of the plan: its bottleneck, its tightest device and changes that would improve it."""
 
     pace: str
-    """What sets the pace: a stage's forward and backward, or a link."""
+    """Bottleneck: a stage's forward and backward, or a link."""
     tightest_device: int
     free_bytes: int
-    """Below the cap of that device."""
+    """Free memory of that device, below its limit."""
     what_if: tuple[WhatIf, ...] = ()
     noise: Noise | None = None
-    """What errors of measurement do; None where the profile has no spread."""
+    """Effect of measurement errors; None if the profile has no spread."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Plan:
-    """A partition of the chain into stages, with its schedule and predictions."""
+    """Partition of the layers into stages, with schedule and predictions."""
 
     schema: Literal["gpipe-plan/plan/v1"] = PLAN_SCHEMA
     generator: Generator | None = None
@@ -247,23 +250,23 @@ class Plan:
     chunks: int = 1
     """V: stages per device."""
     placement: Placement = "loop"
-    """Which stages these are."""
+    """Placement of the stages on the devices."""
     replicas: int = 1
-    """R: pipelines side by side, each with batch/R samples."""
+    """R: number of pipelines that run in parallel, each with batch/R samples."""
     micro_batches: int
     """M, of each pipeline."""
     micro_batch_size: int
     order: tuple[str, ...] = ()
-    """Per device of a pipeline what it does, one thing after the other, where the schedule was made for this plan."""
+    """Actions of each device of a pipeline in order, if the schedule was made for this plan."""
     balance: tuple[int, ...]
     stages: tuple[Stage, ...]
     predicted: Predicted
     frontier: tuple[FrontierPoint, ...] = ()
-    """The trade-off over M, where it was asked for."""
+    """Trade-off over M, if requested."""
     schedules: tuple[FrontierPoint, ...] = ()
-    """What each schedule would give, where that was asked for; without a plan, `fits` is false."""
+    """Best plan of each schedule, if requested; `fits` is false without a plan."""
     insight: Insight | None = None
-    """An explanation, where it was asked for."""
+    """Explanation of the plan, if requested."""
 
     def __repr__(self) -> str:
         """Return the decisions and the predicted step time in one line."""
@@ -279,17 +282,17 @@ class Plan:
         return len(self.balance) // self.chunks
 
     def device_of(self, stage: Stage) -> int:
-        """Index into `Inputs.memory_bytes` of the device that runs `stage`."""
+        """Return the index into `Inputs.memory_bytes` of the device that runs `stage`."""
         return device_of(stage.index, self.num_devices, self.placement) if stage.device is None else stage.device
 
     def chunks_of(self, device: int) -> tuple[Stage, ...]:
-        """The stages that `device` of a pipeline, counted in pipeline order, runs."""
+        """Return the stages of `device`, which is counted in pipeline order."""
         return tuple(self.stages[s] for s in stages_on(device, self.num_devices, self.chunks, self.placement))
 
     def by_device(self) -> tuple[tuple[Stage, ...], ...]:
-        """The stages of every device of one pipeline, in pipeline order."""
+        """Return the stages of every device of one pipeline, in pipeline order."""
         return tuple(self.chunks_of(device) for device in range(self.num_devices))
 
     def device_bytes(self) -> tuple[int, ...]:
-        """Peak memory of every device of one pipeline, in pipeline order."""
+        """Return the peak memory of every device of one pipeline, in pipeline order."""
         return tuple(sum(stage.memory.total for stage in chunks) for chunks in self.by_device())

@@ -1,16 +1,17 @@
-"""In which precision a model runs: what `--dtype` may ask for."""
+"""Precisions of a model: the values of `--dtype`."""
 
 from typing import Literal, get_args
 
 Precision = Literal["", "fp32", "bf16", "bf16-mixed", "fp16-mixed"]
-"""Empty: as the model is built. `fp32`, `bf16`: parameters, buffers and inputs that are floating-point are converted.
+"""Value of `--dtype`; empty if the model runs as it is built.
 
-`…-mixed`: parameters stay as they are built, and the layers run under `torch.autocast`.
+`fp32`, `bf16`: floating-point parameters, buffers and inputs are converted. `…-mixed`: parameters stay as they are
+built, and the layers run under `torch.autocast`.
 """
 
 PRECISIONS: tuple[Precision, ...] = get_args(Precision)[1:]
 
 
 def precision_of(dtype: str) -> Precision:
-    """What was asked for, from a profile's `environment.dtype`: else that is the dtype the model is built in."""
+    """Return the `--dtype` of a profile from its `environment.dtype`; empty if the model was profiled as built."""
     return next((name for name in PRECISIONS if name == dtype), "")

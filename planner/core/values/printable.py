@@ -1,7 +1,7 @@
-"""Text from files, shown to people: it moves no cursor, turns no direction, and commands no machine that reads along.
+"""Safe printing of text from files: it cannot control a terminal, hide its content or command a CI runner.
 
-Terminals obey escape sequences, bidirectional controls show another text than there is, and the runner of GitHub takes
-lines that begin with `::` (or hold `##[`) for commands, from whatever is printed in a step.
+Terminals obey escape sequences. Bidirectional controls make text look different from its content. GitHub's runner
+executes printed lines that begin with `::` or contain `##[`.
 """
 
 import re
@@ -11,19 +11,19 @@ _OLD_COMMAND = "##["
 
 
 def spelled_out(text: str) -> str:
-    """`text` on one line: every character that does not print, as Python writes it in a string."""
+    """Return `text` on one line, with unprintable characters escaped as in Python strings."""
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)
 
 
 def printable(text: str) -> str:
-    """A value on one line, which commands nothing wherever in a line it comes to stand."""
+    """Return a value on one line that is not a command of a CI runner at any position of a line."""
     return spelled_out(text).replace("::", r":\x3a").replace(_OLD_COMMAND, r"#\x23[")
 
 
 def printable_lines(text: str) -> str:
-    """A message that may have several lines: those after the first are indented, so that none passes for another."""
+    """Return a message with all lines after the first indented, so that no line looks like another message."""
     first, *rest = text.split("\n")
     return "\n".join([_line(first), *(_line(line if not line or line[0] == " " else f"  {line}") for line in rest)])
 

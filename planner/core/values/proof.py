@@ -1,4 +1,4 @@
-"""What the equivalence check found: do the stages of a model train as the unpartitioned model does?"""
+"""Result of the equivalence check: do the stages of a model train as the unpartitioned model does?"""
 
 from dataclasses import dataclass
 

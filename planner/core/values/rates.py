@@ -1,7 +1,7 @@
-"""Peak rates of known accelerators: what a roofline (Williams, Waterman and Patterson, 2009) is drawn from.
+"""Peak rates of known accelerators, for a roofline (Williams, Waterman and Patterson, 2009).
 
-By the names of `planner.core.values.devices`. Dense rates, without sparsity, per device as a pipeline stage sees it, at
-the clocks of the data sheet named.
+Names are those of `planner.core.values.devices`. Rates are dense (without sparsity), per device that runs a pipeline
+stage, at the clocks of the cited data sheet.
 """
 
 from dataclasses import dataclass, field
@@ -17,15 +17,15 @@ class Rates:
     """Peak rates of one device."""
 
     full_name: str
-    """The name that torch reports, or nearly."""
+    """Name that torch reports, or nearly so."""
     float32_flops_per_s: float
     half_flops_per_s: float
-    """bfloat16, or float16 where the device has no bfloat16, with products added up in float32."""
+    """bfloat16 rate, or float16 if the device has no bfloat16, with products accumulated in float32."""
     bytes_per_s: float
-    """Between its memory and its cores."""
+    """Bandwidth between its memory and its cores."""
     source: str
     link: Link = field(default_factory=Link)
-    """To a neighbour, in one direction, where all such devices have the same; else nothing is known."""
+    """Link to a neighbor, in one direction, if it is the same for all such devices; otherwise unknown."""
 
 
 RATES: Final = {
@@ -53,9 +53,9 @@ RATES: Final = {
                   half_flops_per_s=989.5e12, bytes_per_s=4800e9, source="NVIDIA H200 datasheet, SXM"),
     "mi300x": Rates(full_name="AMD Instinct MI300X", float32_flops_per_s=163.4e12,
                     half_flops_per_s=1307.4e12, bytes_per_s=5300e9, source="AMD Instinct MI300X data sheet"),
-    # TPUs multiply bfloat16 numbers, also those of float32 matrices unless the model asks for another precision. Rates
-    # are per device as in `planner.core.values.devices`: half a chip's for v2 and v3. Links: one of the chip's
-    # to a neighbour.
+    # TPUs multiply bfloat16 numbers, also for float32 matrices unless the model requests another precision. Rates are
+    # per device as in `planner.core.values.devices`: half a chip's for v2 and v3. Links: one link of the chip to a
+    # neighbor.
     "tpu:v2": Rates(full_name="TPU v2 core", float32_flops_per_s=23e12, half_flops_per_s=23e12, bytes_per_s=350e9,
                     link=Link(latency_us=1.0, bytes_per_s=62e9),
                     source="Jouppi et al., CACM 63(7), 2020, table 3: 46 TFLOPS, 700 GB/s, 496 Gbit/s per link"),
@@ -78,10 +78,10 @@ RATES: Final = {
 
 
 def rates_of(name: str) -> Rates:
-    """The rates of the accelerator called `name`, in upper or lower case.
+    """Return the rates of the accelerator called `name`, in upper or lower case.
 
     Raises:
-        UsageError: Not one of those known, or one whose rates are not.
+        UsageError: The name or its rates are unknown.
     """
     device = accelerator(name)
     if device.name not in RATES:

@@ -1,4 +1,4 @@
-"""The run report: what a training run under a plan really took. These are the values behind `run.json`."""
+"""Run report: the measurements of a training run under a plan. These are the values behind `run.json`."""
 
 from dataclasses import dataclass, field
 from typing import Final, Literal
@@ -8,49 +8,53 @@ from planner.core.values.profile import Device, Environment, Generator
 RUN_SCHEMA: Final = "gpipe-plan/run/v1"
 
 LEAST_CORE_SHARE: Final = 0.6
-"""How much of the time that it wants to a process must run, or its times say nothing.
+"""Smallest share of its requested CPU time that a process must get for its times to be used.
 
-Two on two cores had 0.78 to 0.93, as what moves their messages runs there, too; beside six others 0.08 to 0.19.
+Two processes on two cores had 0.78 to 0.93, because sending messages also takes time there. With six other processes
+they had 0.08 to 0.19.
 """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageRun:
-    """What one stage took. Times are means over the middle of the last steps: of one micro-batch, waiting of a step."""
+    """Measurements of one stage.
+
+    Times are means over the middle of the last steps, per micro-batch, or per step if stated.
+    """
 
     index: int
     replica: int = 0
-    """Which of the pipelines side by side."""
+    """Index of its pipeline."""
     first: str
     last: str
     forward_us: float
     backward_us: float
-    """Recomputation included."""
+    """Backward time, including recomputation."""
     backward_input_us: float = 0.0
-    """I of a backward in halves, recomputation included; 0 where no backward came so."""
+    """Time of the input-gradient pass (I), including recomputation; 0 without split backwards."""
     backward_weight_us: float = 0.0
-    """W, likewise; the sum need not be `backward_us`."""
+    """Time of the weight-gradient pass (W); I and W need not add up to `backward_us`."""
     recompute_us: float = 0.0
-    """How much of `backward_us` was computing activations again."""
+    """Part of `backward_us` that was recomputation."""
     transfer_us: float = 0.0
-    """Per step: waiting for what its sender had ready."""
+    """Time per step waiting for transfers of data that the sender had ready."""
     idle_us: float = 0.0
-    """Per step: waiting for what was not ready yet; the same for all stages of a device."""
+    """Time per step waiting for data that was not ready yet; equal for all stages of a device."""
     parameter_bytes: int
     peak_bytes: int
-    """Highest allocation during a step, by the device's allocator; the same for all stages of a device."""
+    """Highest allocation during a step, by the device's allocator; equal for all stages of a device."""
     outside_bytes: int = 0
-    """What the device had in use beside that: context, libraries, the allocator's slack; known on CUDA."""
+    """Memory in use on the device in addition (context, libraries, allocator slack); known on CUDA."""
     core_share: float = 0.0
-    """How much of the time that it wanted to its process ran, as others had its core; 0 where not known."""
+    """Share of the requested CPU time that its process got, as other processes used the core; 0 if unknown."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BoundaryRun:
-    """What moving one micro-batch over a boundary took, as the receiver felt it: a mean."""
+    """Mean time to move one micro-batch over a boundary, as measured by the receiver."""
 
     index: int
-    """The stage in front of it."""
+    """Index of the stage before the boundary."""
     replica: int = 0
     forward_us: float
     backward_us: float
@@ -58,7 +62,7 @@ class BoundaryRun:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunReport:
-    """One run of the bundled executor."""
+    """Report of one run of the bundled executor."""
 
     schema: Literal["gpipe-plan/run/v1"] = RUN_SCHEMA
     generator: Generator | None = None
@@ -68,20 +72,20 @@ class RunReport:
     device: Device
     environment: Environment = field(default_factory=Environment)
     losses: tuple[float, ...]
-    """Mean over the mini-batch, one per step."""
+    """Mean loss over the mini-batch, one per step."""
     step_us: tuple[float, ...]
-    """One per step, first stage's clock."""
+    """Time of each step, by the first stage's clock."""
     batch: int = 0
-    """Samples per step as planned, over all replicas; 0: not known."""
+    """Planned samples per step, over all replicas; 0 if unknown."""
     samples_per_s: tuple[float, ...] = ()
-    """One per step, of the samples that it had."""
+    """Samples per second of each step, from its actual number of samples."""
     bubble: float | None = None
     """Share of device time spent waiting between first forward and last backward; median over the last steps."""
     overhead_us: float | None = None
-    """The engine's own time before a forward or backward that received nothing; median."""
+    """Median engine time before a forward or backward that received nothing."""
     warmup_steps: int
-    """The first steps also read memory, and are left out of the times per stage."""
+    """Number of first steps that also read memory; they are left out of the times per stage."""
     stages: tuple[StageRun, ...]
-    """The stages of one pipeline in order, then the next pipeline's."""
+    """Stages of one pipeline in order, then those of the next pipeline."""
     boundaries: tuple[BoundaryRun, ...] = ()
-    """Between processes, in the same order."""
+    """Boundaries between processes, in the same order."""

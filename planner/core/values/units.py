@@ -1,7 +1,7 @@
-"""Quantities with units, as people type and read them.
+"""Quantities with units, parsed from options and printed for people.
 
-Decimal and binary prefixes are different things (`8GB` = 8·10^9 B, `8GiB` = 8·2^30 B); a number without a unit is
-refused, because nobody agrees on what `--mem 8` means.
+Decimal and binary prefixes differ (`8GB` = 8·10^9 B, `8GiB` = 8·2^30 B). A number without a unit is rejected, because
+`--mem 8` is ambiguous.
 """
 
 import math
@@ -23,7 +23,7 @@ _QUANTITY = re.compile(r"\s*(?P<number>\d+(?:\.\d*)?|\.\d+)\s*(?P<unit>[A-Za-zµ
 
 
 def parse_bytes(text: str) -> int:
-    """A size such as `8GB`, `7.5GiB`, `512 MiB` in bytes, rounded down to a whole byte.
+    """Return a size such as `8GB`, `7.5GiB`, `512 MiB` in bytes, rounded down to a whole byte.
 
     Raises:
         UsageError: Not a number with a unit of bytes.
@@ -31,31 +31,33 @@ def parse_bytes(text: str) -> int:
     number, unit = _split(text, "8GB or 7.5GiB")
     factor = _BYTES.get(unit.lower())
     if factor is None:
-        raise _refuse(text, unit, "a size", "B, kB, MB, GB, TB, PB, KiB, MiB, GiB, TiB, PiB", sample="8GB or 7.5GiB")
+        raise _unit_error(
+            text, unit, "a size", "B, kB, MB, GB, TB, PB, KiB, MiB, GiB, TiB, PiB", sample="8GB or 7.5GiB"
+        )
     size_bytes: int = math.floor(_bounded(number * factor, text))
     return size_bytes
 
 
 def parse_bytes_per_s(text: str) -> float:
-    """A rate such as `25GB/s` in bytes per second.
+    """Return a rate such as `25GB/s` in bytes per second.
 
     Raises:
         UsageError: Not a number with a unit of bytes per second, or zero.
     """
-    return _parse_rate(text, _BYTES, what="B", units="B/s, kB/s, MB/s, GB/s, TB/s, KiB/s … TiB/s", sample="25GB/s")
+    return _parse_rate(text, _BYTES, numerator="B", units="B/s, kB/s, MB/s, GB/s, TB/s, KiB/s … TiB/s", sample="25GB/s")
 
 
 def parse_flops_per_s(text: str) -> float:
-    """A rate such as `190TFLOP/s` in floating-point operations per second.
+    """Return a rate such as `190TFLOP/s` in floating-point operations per second.
 
     Raises:
         UsageError: Not a number with a unit of operations per second, or zero.
     """
-    return _parse_rate(text, _FLOPS, what="FLOP", units="GFLOP/s, TFLOP/s, PFLOP/s", sample="190TFLOP/s")
+    return _parse_rate(text, _FLOPS, numerator="FLOP", units="GFLOP/s, TFLOP/s, PFLOP/s", sample="190TFLOP/s")
 
 
 def parse_us(text: str) -> float:
-    """A duration such as `5us`, `1.5ms`, `60s` in microseconds.
+    """Return a duration such as `5us`, `1.5ms`, `60s` in microseconds.
 
     Raises:
         UsageError: Not a number with a unit of time.
@@ -63,26 +65,26 @@ def parse_us(text: str) -> float:
     number, unit = _split(text, "5us or 1.5ms")
     factor = _TIMES_US.get(unit)
     if factor is None:
-        raise _refuse(text, unit, "a time", "us, ms, s", sample="5us or 1.5ms")
+        raise _unit_error(text, unit, "a time", "us, ms, s", sample="5us or 1.5ms")
     return float(_bounded(number * factor, text))
 
 
 def parse_share(text: str) -> float:
-    """A share such as `5%` as a fraction of one (0.05).
+    """Return a share such as `5%` as a fraction of one (0.05).
 
     Raises:
         UsageError: Not a percentage from 0 % to below 100 %.
     """
     number, unit = _split(text, "5%")
     if unit != "%":
-        raise _refuse(text, unit, "a share", "%", sample="5%")
+        raise _unit_error(text, unit, "a share", "%", sample="5%")
     if number >= 100:
         raise UsageError(f"a share must be below 100%: `{text}`")
     return float(number / 100)
 
 
 def bytes_option(size_bytes: int) -> str:
-    """A size rounded up to two decimals, as options take it: `8.21GB`."""
+    """Return a size for options, rounded up to two decimals: `8.21GB`."""
     for unit, factor in _DECIMAL:
         if size_bytes >= factor:
             return _two_decimals(-(-size_bytes * 100 // factor), unit)
@@ -90,7 +92,7 @@ def bytes_option(size_bytes: int) -> str:
 
 
 def exact_bytes_option(size_bytes: int) -> str:
-    """A size to the byte, as options take it: `8GB`, `1.5GiB`, `8000000001B`."""
+    """Return a size for options, exact to the byte: `8GB`, `1.5GiB`, `8000000001B`."""
     binary = tuple((f"{p}iB", 1024**n) for n, p in ((4, "T"), (3, "G"), (2, "M"), (1, "K")))
     for unit, factor in (*_DECIMAL, *binary):
         if size_bytes >= factor and size_bytes * 100 % factor == 0:
@@ -99,38 +101,38 @@ def exact_bytes_option(size_bytes: int) -> str:
 
 
 def format_bytes(size_bytes: float) -> str:
-    """Bytes for a person, in binary units with three significant digits: `7.45 GiB`."""
+    """Return bytes for people, in binary units with three significant digits: `7.45 GiB`."""
     return _in_units(float(size_bytes), 1024, _SIZE_UNITS)
 
 
 def format_rate(bytes_per_s: float) -> str:
-    """Bytes per second for a person, in decimal units, as links are sold: `25.0 GB/s`."""
+    """Return bytes per second for people, in decimal units as links are sold: `25.0 GB/s`."""
     return _in_units(float(bytes_per_s), 1000, ("B/s", "kB/s", "MB/s", "GB/s", "TB/s"))
 
 
 def format_speed(samples_per_s: float) -> str:
-    """Samples per second for a person: `1,234 samples/s`."""
+    """Return samples per second for people: `1,234 samples/s`."""
     text = f"{samples_per_s:,.0f}" if samples_per_s >= 100 else f"{samples_per_s:.3g}"
     return f"{text} samples/s"
 
 
 def format_us(time_us: float) -> str:
-    """Microseconds for a person, in the unit that reads best: `812 ms`."""
+    """Return microseconds for people, in the most readable unit: `812 ms`."""
     return _in_units(float(time_us), 1000, _TIME_UNITS)
 
 
 def unit_of_us(time_us: float) -> tuple[float, str]:
-    """The unit in which `format_us` writes a time, in microseconds, and what it is called."""
+    """Return the unit in which `format_us` writes a time: its length in microseconds, and its name."""
     return _unit_of(float(time_us), 1000, _TIME_UNITS)[1:]
 
 
 def unit_of_bytes(size_bytes: float) -> tuple[float, str]:
-    """The unit in which `format_bytes` writes a size, in bytes, and what it is called."""
+    """Return the unit in which `format_bytes` writes a size: its size in bytes, and its name."""
     return _unit_of(float(size_bytes), 1024, _SIZE_UNITS)[1:]
 
 
 _LONGEST = 100
-"""Characters of a quantity: no more digits than anybody means."""
+"""Largest number of characters of a quantity."""
 
 _TIME_UNITS = ("us", "ms", "s")
 _SIZE_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
@@ -143,16 +145,16 @@ def _two_decimals(hundredths: int, unit: str) -> str:
     return f"{whole}{f'.{rest:02d}'.rstrip('0') if rest else ''}{unit}"
 
 
-def _parse_rate(text: str, factors: Mapping[str, int], *, what: str, units: str, sample: str) -> float:
+def _parse_rate(text: str, factors: Mapping[str, int], *, numerator: str, units: str, sample: str) -> float:
     number, unit = _split(text, sample)
     amount, slash, per = unit.partition("/")
     factor = factors.get(amount.lower())
     if factor is None or slash == "" or per.lower() != "s":
-        raise _refuse(text, unit, "a rate", units, sample=sample)
+        raise _unit_error(text, unit, "a rate", units, sample=sample)
     if number == 0:
-        raise UsageError(f"a rate of zero never gets anything done: `{text}`")
+        raise UsageError(f"a rate must not be zero: `{text}`")
     if not RATES[0] <= number * factor <= RATES[1]:
-        raise UsageError(f"a rate is from 1 {what}/s to 10^18 {what}/s, got `{short(text)}`")
+        raise UsageError(f"a rate is from 1 {numerator}/s to 10^18 {numerator}/s, got `{short(text)}`")
     return float(number * factor)
 
 
@@ -169,9 +171,9 @@ def _bounded(value: Fraction, text: str) -> Fraction:
     return value
 
 
-def _refuse(text: str, unit: str, what: str, units: str, *, sample: str) -> UsageError:
+def _unit_error(text: str, unit: str, quantity: str, units: str, *, sample: str) -> UsageError:
     problem = "has no unit" if unit == "" else f"has the unknown unit `{unit}`"
-    return UsageError(f"{what} is needed, `{text}` {problem}", hint=f"use one of {units}: for example {sample}")
+    return UsageError(f"{quantity} is needed, `{text}` {problem}", hint=f"use one of {units}: for example {sample}")
 
 
 def _in_units(value: float, step: int, units: tuple[str, ...]) -> str:
@@ -181,7 +183,7 @@ def _in_units(value: float, step: int, units: tuple[str, ...]) -> str:
 
 
 def _unit_of(value: float, step: int, units: tuple[str, ...]) -> tuple[float, float, str]:
-    """`value` in the largest unit in which it is at least 1 once it is rounded to three digits, and that unit."""
+    """Return `value` in the largest unit in which it rounds to at least 1, the unit's size, and its name."""
     index = 0
     while index < len(units) - 1 and abs(float(_three_digits(value))) >= step:
         value, index = value / step, index + 1
@@ -193,7 +195,7 @@ def _three_digits(value: float) -> str:
 
 
 def three_digits_end(value: float) -> int:
-    """How many digits behind the point `value` has where three are written, or more if it has them before the point."""
+    """Return the number of decimals that gives `value` three significant digits; at least 0."""
     for digits in (2, 1):
         if len(f"{value:.{digits}f}".lstrip("-").replace(".", "")) <= 3:
             return digits
@@ -201,5 +203,14 @@ def three_digits_end(value: float) -> int:
 
 
 def counted(count: int, noun: str, plural: str = "s") -> str:
-    """A number with its noun: `1 stage`, `4 micro-batches`."""
+    """Return a number with its noun: `1 stage`, `4 micro-batches`.
+
+    Args:
+        count: The number.
+        noun: Noun in the singular.
+        plural: Ending of the plural.
+
+    Returns:
+        The text.
+    """
     return f"{count} {noun}{'' if count == 1 else plural}"

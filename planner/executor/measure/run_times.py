@@ -16,7 +16,7 @@ from operator import itemgetter
 from statistics import fmean, mean, median
 from typing import Final, Literal, NamedTuple, TypeVar
 
-from planner.core.schedule import KINDS, Flow, Kind, Label
+from planner.core.schedule import KINDS, ActionKind, Flow, Label
 from planner.core.schedule.kinds import WEIGHT_BACKWARD
 from planner.core.values.run_report import BoundaryRun, RunReport, StageRun
 
@@ -287,6 +287,6 @@ def _source_of(kind: RunSpanKind, stage: int) -> int:
     return stage - _KINDS[kind].direction
 
 
-_KINDS: Final[Mapping[str, Kind]] = {kind.label: kind for kind in KINDS.values()}
+_KINDS: Final[Mapping[str, ActionKind]] = {kind.label: kind for kind in KINDS.values()}
 _BACKWARDS: Final = frozenset(kind.label for kind in KINDS.values() if kind.follows is not None)
 """A whole backward, and its halves."""

@@ -19,14 +19,14 @@ from rich.console import RenderableType
 from rich.text import Text
 
 from planner.core.cost.simulate import Event
-from planner.core.schedule.kinds import KINDS, WEIGHT_BACKWARD, Kind
+from planner.core.schedule.kinds import KINDS, WEIGHT_BACKWARD, ActionKind
 from planner.core.values.units import format_us
 from planner.show.terminal.rendering import flow, heading
 from planner.show.terminal.style import Glyphs, Style
 from planner.show.views.numbers import percent, place_word, time_ticks
 from planner.show.views.spans import BUBBLE_WORDS, HUES, REDONE, bubble_of
 
-_BY_LETTER: Mapping[str, Kind] = {kind.letter: kind for kind in KINDS.values()}
+_BY_LETTER: Mapping[str, ActionKind] = {kind.letter: kind for kind in KINDS.values()}
 """What devices compute, as events name it; what else an event may be is a transfer."""
 
 _MIN_TICK_COLUMNS = 10
@@ -205,7 +205,7 @@ def _legend(style: Style, *, idle: float, boxes: Sequence[Box], chunks: int) -> 
     return flow([*samples, *said], style, gap="   ")
 
 
-def _sample(kind: Kind, chunk: int, glyphs: Glyphs) -> Text:
+def _sample(kind: ActionKind, chunk: int, glyphs: Glyphs) -> Text:
     box = Box(kind=kind.letter, micro_batch=0, start=0, end=3, room=3, chunk=chunk)
     sample = Text(kind.letter, style=_look(box, kind.terminal_ink, bold=True))
     return sample.append(_fill(box, glyphs) * 2, _look(box))

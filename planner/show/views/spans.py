@@ -7,10 +7,10 @@ transfers, `o` for the optimizer, `again` for recomputation, which is drawn over
 from collections.abc import Iterable, Mapping
 from typing import Final
 
-from planner.core.schedule.kinds import KINDS, Kind
+from planner.core.schedule.kinds import KINDS, ActionKind
 from planner.show.step import Span, Step
 
-BY_LABEL: Final[Mapping[str, Kind]] = {kind.label: kind for kind in KINDS.values()}
+BY_LABEL: Final[Mapping[str, ActionKind]] = {kind.label: kind for kind in KINDS.values()}
 """The kinds that devices compute, by what spans call them."""
 
 HUES: Final = min(len(kind.paper) for kind in KINDS.values())
@@ -96,5 +96,5 @@ def ink_rules() -> str:
     return "".join(f".timeline .on-{kind.letter.lower()}{{fill:{kind.ink}}}" for kind in KINDS.values())
 
 
-def _look(kind: Kind, chunk: int) -> str:
+def _look(kind: ActionKind, chunk: int) -> str:
     return f"{kind.letter.lower()}{chunk % HUES}"

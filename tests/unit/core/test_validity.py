@@ -160,17 +160,17 @@ def test_named_schedules_are_valid(schedule: Schedule) -> None:
     [
         ("0F0", 1, "device 0: 0F0 has no backward, 0B0 is missing"),
         ("0B0", 1, "device 0: 0F0 is missing"),
-        ("0F0,0I0", 1, "device 0: 0I0 is half of a backward, 0W0 is missing"),
-        ("0F0,0W0", 1, "device 0: 0W0 is half of a backward, 0I0 is missing"),
-        ("0F0,0B0,0W0", 1, "device 0: 0B0 is the whole backward, 0W0 a half of the same"),
-        ("0F0,0I0,0W0,0B0", 1, "device 0: 0B0 is the whole backward, 0I0 a half of the same"),
+        ("0F0,0I0", 1, "device 0: 0I0 is an input-gradient pass, its weight-gradient pass 0W0 is missing"),
+        ("0F0,0W0", 1, "device 0: 0W0 is a weight-gradient pass, its input-gradient pass 0I0 is missing"),
+        ("0F0,0B0,0W0", 1, "device 0: 0B0 is the whole backward, 0W0 is part of the same backward"),
+        ("0F0,0I0,0W0,0B0", 1, "device 0: 0B0 is the whole backward, 0I0 is part of the same backward"),
         ("0F0,0B0", 2, "device 0: 0F1 is missing"),
-        ("0F0,0B0,0F1,0B1", 1, "device 0: 0F1 is of micro-batch 1, there are 1"),
+        ("0F0,0B0,0F1,0B1", 1, "device 0: 0F1 needs micro-batch 1, there are 1"),
         ("0F0,0B0,0F0", 1, "device 0: 0F0 comes twice"),
         ("0B0,0F0", 1, "device 0: 0B0 comes before 0F0, which it needs"),
         ("0F0,0W0,0I0", 1, "device 0: 0W0 comes before 0I0, which it needs"),
         ("0F0,0B0,1F0,1I0,1W0", 1, "device 0: 0B0 comes before 1I0, which it needs"),
-        ("0F0,0B0 / 0F1,1F0", 2, "device 1: 0F1 is of stage 0, which is on device 0"),
+        ("0F0,0B0 / 0F1,1F0", 2, "device 1: stage 0 of 0F1 is on device 0"),
         ("0F0,0B0 / 2F0,2B0", 1, "no device has stage 1, device 1 has stage 2"),
         ("0F0,0B0,1F0,1B0 / 2F0,2B0", 1, "device 1 has 1 stages, device 0 has 2"),
         (
@@ -187,7 +187,7 @@ def test_what_is_wrong_is_said(text: str, micro_batches: int, message: str) -> N
     assert refused.value.message == message
 
 
-@pytest.mark.parametrize(("rows", "message"), [([], "no lists"), ([[]], "device 0 has nothing to do")])
+@pytest.mark.parametrize(("rows", "message"), [([], "no action orders"), ([[]], "device 0 has no action")])
 def test_no_work_is_no_step(rows: Lists, message: str) -> None:
     """Neither without devices nor with an idle one."""
     with pytest.raises(UsageError, match=message):
