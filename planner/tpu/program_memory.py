@@ -15,27 +15,26 @@ top, which stands for gaps between arrays of unlike sizes, beside those that one
 (`planner.tpu.stage_memory`).
 
 Arrays of shapes that no stage has all of take up to half more than the largest stage's, and stages with nothing in
-common lie in vectors without padding (`planner.tpu.places`). Where a profile has sizes and no shapes, there is
-room for as many layers of every kind as some stage has, up to that half, of what is kept for half of it.
+common lie in vectors without padding (`planner.tpu.places`).
 How near it comes: docs/measurements/tpu-composition.md.
 """
 
-from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from itertools import chain
 from typing import Final, NamedTuple
 
 import numpy as np
 
-from planner.core.cost.chain_costs import ChainCosts, FloatArray
+from planner.core.cost.chain_costs import ChainCosts
 from planner.core.cost.memory import one_stage, stage_memory
 from planner.core.cost.moments import stage_moments
 from planner.core.cost.partition import Partition
+from planner.core.errors import UsageError
 from planner.core.schedule import GPIPE
 from planner.core.values.plan import Recompute, StageMemory
 from planner.core.values.profile import ArrayKind
-from planner.tpu.places import MOST_ROOM, Places, places_for, shared_places
-from planner.tpu.stage_memory import Looped, Programs
+from planner.tpu.places import shared_places
+from planner.tpu.stage_memory import Looped, ProgramArrays, Programs
 
 _GAPS = 1.1
 """Memory of a forward or backward over what its layers add up to."""
@@ -48,9 +47,6 @@ _RESHAPED = 1 / 2
 
 _WIDENED = 1 / 2
 """A margin for what a forward makes in 16 bits, as a part of it: found on a ViT, whose program took that much more."""
-
-_OWN_KEPT = 1 / 2
-"""Where shapes are not known: the part of what a layer keeps that counts as of shapes that unlike layers lack."""
 
 _NARROW: Final = ("bfloat16", "float16")
 
@@ -65,8 +61,17 @@ def program_memory(costs: ChainCosts, partition: Partition) -> StageMemory:
         costs: The chain at the plan's micro-batch size.
         partition: GPipe's schedule, one stage per device. `except-last` counts as `always`, as the program has it.
 
+    Raises:
+        UsageError: The profile does not record what layers need in one compiled program.
+
     Complexity: O(L).
     """
+    programs = costs.law
+    if not isinstance(programs, Programs) or not programs.arrays:
+        raise UsageError(
+            "the profile does not record what layers need in one compiled program",
+            hint="profile for a TPU, which need not be here: `gpipe-plan profile MODEL --device tpu:v2`",
+        )
     micro_batches = partition.micro_batches
     choices = ["always" if choice == "except-last" else choice for choice in partition.recompute]
     intervals = partition.intervals()
@@ -89,7 +94,7 @@ def program_memory(costs: ChainCosts, partition: Partition) -> StageMemory:
         )
         for k, (first, end) in enumerate(intervals)
     ]
-    most = _with_room(costs, intervals, _ProgramParts(*map(max, zip(*stages, strict=True))), choices)
+    most = _with_room(programs.arrays, intervals, _ProgramParts(*map(max, zip(*stages, strict=True))), choices)
     forward = most.input + most.kept + most.input + _GAPS * most.forward
     backward = most.gradients + most.input + most.kept + 2 * most.input + _GAPS * most.backward
     gradients = most.gradients if backward > forward else 0.0
@@ -128,20 +133,17 @@ class _ProgramParts(NamedTuple):
 
 
 def _with_room(
-    costs: ChainCosts, intervals: Sequence[tuple[int, int]], most: _ProgramParts, choices: Sequence[Recompute]
+    layers: Sequence[ProgramArrays],
+    intervals: Sequence[tuple[int, int]],
+    most: _ProgramParts,
+    choices: Sequence[Recompute],
 ) -> _ProgramParts:
     """The most of everything, with room for arrays of shapes that no stage has all of."""
     keeping = [interval for interval, choice in zip(intervals, choices, strict=True) if choice in _KEEPING]
-    if isinstance(costs.law, Programs) and costs.law.arrays:
-        layers = costs.law.arrays
-        state = shared_places([_chained(layer.trained for layer in layers[first:end]) for first, end in intervals])
-        kept = shared_places([_chained(layer.kept for layer in layers[first:end]) for first, end in keeping])
-        received = shared_places([layers[first].received for first, _ in intervals[1:]])
-        is_narrow = any(array.kind.startswith(_NARROW) for layer in layers for array in layer.kept)
-    else:
-        state = Places(1 + _room(costs, intervals, costs.state.parameters), are_vectors=False)
-        kept = Places(1 + _OWN_KEPT * _room(costs, keeping, costs.levels.saved), are_vectors=False)
-        received, is_narrow = Places(1.0, are_vectors=False), False
+    state = shared_places([_chained(layer.trained for layer in layers[first:end]) for first, end in intervals])
+    kept = shared_places([_chained(layer.kept for layer in layers[first:end]) for first, end in keeping])
+    received = shared_places([layers[first].received for first, _ in intervals[1:]])
+    is_narrow = any(array.kind.startswith(_NARROW) for layer in layers for array in layer.kept)
     # Out of vectors a stage takes its arrays, and its gradients are put together to one.
     taken_out = most.parameters if state.are_vectors else 0.0
     kept_out = _TAKEN_OUT * most.kept if kept.are_vectors else 0.0
@@ -161,14 +163,6 @@ def _chained(arrays: Iterable[Sequence[ArrayKind]]) -> list[ArrayKind]:
     return list(chain.from_iterable(arrays))
 
 
-def _room(costs: ChainCosts, intervals: Sequence[tuple[int, int]], per_layer: FloatArray) -> float:
-    """What arrays of all stages take beside the largest stage's, as a share of these, if unlike layers share none."""
-    largest = max((float(per_layer[first:end].sum()) for first, end in intervals), default=0.0)
-    counts = places_for(Counter[int](costs.alike[first:end].tolist()) for first, end in intervals)
-    every = sum(number * float(per_layer[kind]) for kind, number in counts.items())
-    return min(max(every / largest, 1.0), MOST_ROOM) - 1 if largest else 0.0
-
-
 def _program_parts(
     costs: ChainCosts,
     first: int,
@@ -179,25 +173,22 @@ def _program_parts(
     recomputed: Collection[int] = (),
 ) -> _ProgramParts:
     s, _ = one_stage(costs, first, end, micro_batches=micro_batches, recompute=recompute, recomputed=recomputed)
-    keeps = recompute in _KEEPING
+    assert isinstance(costs.law, Programs)
+    assert isinstance(s.law, Looped)
+    programs, stage, keeps = costs.law, slice(first, end), recompute in _KEEPING
     nothing = np.zeros_like(s.saved)
     kept = s.saved if keeps else nothing
-    copies = batch = nothing
-    if isinstance(costs.law, Programs) and isinstance(s.law, Looped):
-        # All of the mini-batch lies as the first layer wants it, in 16 bits where its products read it so.
-        programs, stage = costs.law, slice(first, end)
-        is_narrowed = programs.narrowed_input[stage].any()
-        batch = nothing + micro_batches * programs.laid_out[stage].sum() / (2 if is_narrowed else 1)
-        copies = nothing + programs.narrowed[stage].sum() + programs.padding[stage].sum()
-        forward, backward = s.peaks.forward, s.peaks.backward
-        if recompute == "never":
-            at_once = _RESHAPED * programs.reshaped[stage]
-            forward = nothing + (costs.levels.forward[stage] + at_once).max()
-            backward = nothing + (costs.levels.backward[stage] - programs.reshaped[stage] + at_once).max()
-        running = kept + forward, backward if keeps else s.law.straight
-    elif s.exact:
-        running = s.peaks.forward, s.peaks.backward
-    else:
-        running = kept + s.peaks.transient, s.saved - kept + s.peaks.transient
+    # All of the mini-batch lies as the first layer wants it, in 16 bits where its products read it so.
+    is_narrowed = programs.narrowed_input[stage].any()
+    batch = nothing + micro_batches * programs.laid_out[stage].sum() / (2 if is_narrowed else 1)
+    copies = nothing + programs.narrowed[stage].sum() + programs.padding[stage].sum()
+    forward, backward = s.peaks.forward, s.peaks.backward
+    if recompute == "never":
+        at_once = _RESHAPED * programs.reshaped[stage]
+        forward = nothing + (costs.levels.forward[stage] + at_once).max()
+        backward = nothing + (costs.levels.backward[stage] - programs.reshaped[stage] + at_once).max()
+    elif not keeps:
+        backward = s.law.straight
+    running = kept + forward, backward
     sizes = (s.parameters, s.gradients, s.optimizer, s.buffers, s.data, s.input, kept, copies, batch, *running)
     return _ProgramParts(*(float(size[0, -1]) for size in sizes))

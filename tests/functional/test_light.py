@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from planner import files
-from tests.support.chains import random_profile
+from tests.support.chains import compiled, random_profile
 from tests.support.cli import MODEL, Ran, environment
 from tests.support.docs import ROOT
 
@@ -33,7 +33,8 @@ ANSWERED = (
     "compare plan.yaml plan.yaml",
     "sweep --devices 1,2 --mem 4MB --batch 8 --schedule gpipe",
     "emit",
-    "emit --format jax",
+    "solve tpu.yaml --devices 3 --mem 4MB --batch 8 -o tpu-plan.yaml",
+    "emit tpu-plan.yaml --format jax -o tpu",
     *(f"emit --format {name}" for name in ("torch", "torchtitan", "automodel", "deepspeed", "device-map", "csv")),
     "schema plan",
     "explain GP101",
@@ -85,6 +86,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     profile = (ROOT / "tests" / "fuzz" / "seeds" / "profile.yaml").read_text(encoding="utf-8")
     (folder / "profile.yaml").write_text(profile, encoding="utf-8")
     files.write(str(folder / "wide.yaml"), random_profile(1, 24))
+    files.write(str(folder / "tpu.yaml"), compiled(files.read_profile(str(folder / "profile.yaml"))))
     (folder / "model.py").write_text(MODEL, encoding="utf-8")
     line = f"{SOLVE} --devices-any-order --schedule gpipe -o any-order.yaml"
     assert without((), (line,), folder)[line].code == 0
@@ -101,7 +103,7 @@ def test_all_that_needs_no_torch_answers(ran: dict[str, Ran], folder: Path) -> N
     """With exit code 0, and the files that were asked for."""
     assert {line: (ran[line].code, ran[line].err) for line in ANSWERED if ran[line].code} == {}
     written = {"plan.yaml", "report.html", "step.svg", "step.json", "balance.yaml", "train.py", "train_jax.py"}
-    assert written <= {path.name for path in folder.iterdir()}
+    assert written <= {path.name for path in folder.rglob("*")}
     assert ran["--version"].out.endswith(f"without torch, fvcore, networkx, safetensors: {TRAIN}\n")
 
 

@@ -5,7 +5,15 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from planner.core.values.profile import BoundaryTensor, Device, LayerProfile, MemoryDetail, Profile, ProgramMemory
+from planner.core.values.profile import (
+    ArrayKind,
+    BoundaryTensor,
+    Device,
+    LayerProfile,
+    MemoryDetail,
+    Profile,
+    ProgramMemory,
+)
 
 # AmoebaNet-D (18, 512) on a V100, batch 8, from DAPPLE's profile: forward and backward of 24 layers, in ms.
 AMOEBANET_FORWARD_MS = (
@@ -153,6 +161,25 @@ def with_programs(profile: Profile, seed: int) -> Profile:
         )
 
     return replace(profile, layers=tuple(replace(layer, program=programs()) for layer in profile.layers))
+
+
+def compiled(profile: Profile) -> Profile:
+    """The profile as one of a compiler: what a layer trains, and what it keeps, is an array each."""
+
+    def array(num_bytes: int) -> tuple[ArrayKind, ...]:
+        kind = f"float32[{num_bytes // 4}]"
+        return (ArrayKind(kind=kind, bytes=num_bytes, plain_bytes=num_bytes, loop_bytes=num_bytes),)
+
+    def programs(layer: LayerProfile) -> tuple[ProgramMemory, ...]:
+        trained = array(layer.parameter_bytes)
+        return tuple(
+            ProgramMemory(carried_bytes=s, peak_bytes=s, trained=trained, kept=array(s), received=array(o))
+            for s, o in zip(layer.saved_bytes, layer.output_bytes, strict=True)
+        )
+
+    device = replace(profile.device, kind="tpu", name="TPU v2 core", how="compiled")
+    layers = tuple(replace(layer, detail=(), program=programs(layer)) for layer in profile.layers)
+    return replace(profile, device=device, layers=layers)
 
 
 def _carries(size: int) -> bool:

@@ -194,8 +194,6 @@ class ChainCosts:
 
     micro_batch_size: int
     names: tuple[str, ...]
-    alike: IntArray
-    """For each layer, the first that has the same operators and shapes: itself, where that is not known."""
     forward_us: FloatArray
     backward_us: FloatArray
     optimizer_us: FloatArray

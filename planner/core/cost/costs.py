@@ -109,10 +109,8 @@ class CostTable:
     def _constants(self) -> dict[str, Any]:
         """The costs that do not depend on the size."""
         layers = self._profile.layers
-        digests = [layer.digest or str(n) for n, layer in enumerate(layers)]
         return {
             "names": tuple(layer.name for layer in layers),
-            "alike": np.array([digests.index(digest) for digest in digests]),
             "optimizer_us": np.array([layer.optimizer_us for layer in layers]),
             "state": State(
                 parameters=_constant(layers, lambda layer: layer.parameter_bytes),

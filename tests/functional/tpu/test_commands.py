@@ -13,9 +13,10 @@ from torch import nn
 
 from planner.core import extras
 from planner.core.values.devices import accelerator
-from planner.files import read_plan, read_profile
+from planner.files import read_plan, read_profile, write
 from planner.tpu import emitter, training
 from planner.tpu.training import JaxArguments
+from tests.support.chains import compiled
 from tests.support.cli import EXAMPLE, HEAD, LOSS, call, environment, write_model
 from tests.support.training import Case, write_balance
 
@@ -211,13 +212,14 @@ def test_without_the_extra_profile_says_what_to_install(
     [
         (("--schedule", "1f1b"), "the JAX program runs GPipe's schedule"),
         (("--replicas", "2"), "the JAX program is one pipeline, not 2 side by side"),
+        ((), "the profile does not record what layers need in one compiled program"),
     ],
 )
 def test_plans_that_one_program_cannot_run_are_refused(
     here: Path, capsys: pytest.CaptureFixture[str], options: tuple[str, ...], problem: str
 ) -> None:
     """With what to do instead; no file is written."""
-    _hand_written(here, (10, 10, 10, 10))
+    _hand_written(here, (10, 10, 10, 10), is_compiled=False)
     assert (
         call(capsys, "solve", "--devices", "4", "--mem", "1GB", "--batch", "8", "--micro-batches", "4", *options).code
         == 0
@@ -256,7 +258,7 @@ def test_the_compiler_is_asked_before_a_program_is_refused(
     told: str,
 ) -> None:
     """Whose answer counts, either way; without the extra nobody can be asked."""
-    _hand_written(here, (600, 1, 1, 1), saved=(1, 1, 1, 400), how="compiled")
+    _hand_written(here, (600, 1, 1, 1), saved=(1, 1, 1, 400))
     cut = ("--balance", "1,3", "--micro-batches", "8")
     assert call(capsys, "solve", "--devices", "2", "--mem", "4MB", "--batch", "8", *cut).code == 0
     absent = ("torchax",) if fits is None else ()
@@ -279,7 +281,7 @@ def test_a_program_that_is_predicted_too_large_is_compiled(here: Path, capsys: p
     for megabytes, code in ((4, 0), (0.2, 1)):
         share = int(1000 * megabytes / 4)
         parameters, saved = (600 * share // 1000, 1, 1, 1, 1), (1, 1, 1, 1, 400 * share // 1000)
-        _hand_written(here, parameters, saved, how="compiled", names=names)
+        _hand_written(here, parameters, saved, names=names)
         cap = ("--mem", f"{int(1e6 * megabytes)}B")
         assert call(capsys, "solve", "--devices", "2", "--batch", "8", *cut, *cap).code == 0
         done = call(capsys, "emit", "--format", "jax", "-o", f"cap-{megabytes}")
@@ -299,7 +301,7 @@ def _hand_written(
     parameters: tuple[int, ...],
     saved: tuple[int, ...] = (1, 1, 1, 1),
     *,
-    how: str = "measured",
+    is_compiled: bool = True,
     names: tuple[str, ...] = ("l0", "l1", "l2", "l3"),
 ) -> None:
     """A profile in kB, of one sample per micro-batch and two."""
@@ -310,7 +312,9 @@ def _hand_written(
     )
     text = (
         "schema: gpipe-plan/profile/v1\nmodel: {source: 'model.py:build_model'}\n"
-        f"device: {{kind: tpu, name: TPU v2 core, how: {how}}}\n"
+        f"device: {{kind: tpu, name: TPU v2 core}}\n"
         f"micro_batch_sizes: [1, 2]\nlayers:\n{layers}"
     )
     (folder / "profile.yaml").write_text(text)
+    if is_compiled:
+        write("profile.yaml", compiled(read_profile("profile.yaml")))

@@ -8,6 +8,7 @@ from planner.core.cost.chain_costs import ChainCosts
 from planner.core.cost.costs import costs_at
 from planner.core.cost.memory import stage_memory
 from planner.core.cost.partition import Partition
+from planner.core.errors import UsageError
 from planner.core.values.plan import Recompute
 from planner.core.values.profile import ArrayKind, ProgramMemory
 from planner.tpu.program_memory import program_memory
@@ -15,6 +16,12 @@ from tests.support.chains import chain, layer
 from tests.support.moments import moments_with
 
 M = 4
+
+
+def array(name: str, num_bytes: int) -> tuple[ArrayKind, ...]:
+    return (ArrayKind(kind=f"float32[{name}]", bytes=num_bytes, plain_bytes=num_bytes, loop_bytes=num_bytes),)
+
+
 FIRST = replace(
     layer(
         "a",
@@ -34,6 +41,9 @@ FIRST = replace(
             input_bytes=4,
             narrowed_input_bytes=2,
             laid_out_bytes=60,
+            trained=array("a", 500),
+            kept=array("kept a", 200),
+            received=array("in", 4),
         ),
     ),
 )
@@ -47,10 +57,21 @@ SECOND = replace(
         forward_peak_bytes=9,
         backward_peak_bytes=25,
     ),
-    program=(ProgramMemory(carried_bytes=600, peak_bytes=750, narrowed_bytes=100, padding_bytes=5, target_bytes=2),),
+    program=(
+        ProgramMemory(
+            carried_bytes=600,
+            peak_bytes=750,
+            narrowed_bytes=100,
+            padding_bytes=5,
+            target_bytes=2,
+            trained=array("b", 200),
+            kept=array("kept b", 800),
+            received=array("out a", 10),
+        ),
+    ),
 )
 ROOM = (500 + 200) / 500  # for the second stage's parameters there is no place among the first's
-KEPT = 1.25 * 800  # both stages' would be more than half more than the second's; half of what comes on top counts
+KEPT = (800 + 200) / 800 * 800  # nor is there one for what the first keeps among what the second does
 STATE, DATA = ROOM * (500 + 3000), M * 4 + M * 2
 GAPS = 1.05  # between the arrays of one piece, and of copies
 COPIES = GAPS * (100 + 2 * 5)  # of the second stage's weights, with room
@@ -86,15 +107,6 @@ def test_a_stage_that_is_computed_again_is_fullest_in_its_backward(choice: Recom
     assert memory.gradients == ROOM * 500
     backward = ROOM * 500 + 10 + 2 * 10 + 1.1 * GAPS * 750
     assert memory.total == pytest.approx(STATE + DATA + M * 10 + INVARIANT + backward, abs=1)
-
-
-def test_layers_that_are_alike_take_turns_in_one_place() -> None:
-    """Only the smaller layer of the first stage has shapes that the three of the second one may lack."""
-    small = replace(FIRST, name="s", digest="s", parameter_bytes=100, optimizer_bytes=600, saved_bytes=(100,))
-    layers = [small, *(replace(FIRST, name=f"{n}", digest="f") for n in range(4))]
-    memory = program_memory(costs_at(chain(*layers), 1), partition("never", "never", balance=(2, 3)))
-    assert (memory.parameters, memory.optimizer) == (3 * 500 + 100, 3 * 3000 + 600)
-    assert memory.in_flight == pytest.approx(M * (10 + 3 * 500 + 100 / 2) + M * 4, abs=1)
 
 
 def test_shapes_tell_what_has_no_place_in_the_fullest_stage() -> None:
@@ -146,9 +158,10 @@ def test_one_stage_is_a_stage_by_itself() -> None:
     assert program_memory(costs(), partition("always", balance=(2,))) == alone
 
 
-def test_without_records_of_programs_a_transient_stands_for_a_branch() -> None:
-    """As in the additive bound; nothing is known of copies and padding."""
-    plain = costs_at(chain(replace(FIRST, program=()), replace(SECOND, program=())), 1)
-    memory = program_memory(plain, partition("never", "never"))
-    forward = (KEPT + 10) + 10 + 1.1 * (800 + 25)
-    assert memory.total == pytest.approx(STATE + M * (KEPT + 10) + forward, abs=1)
+def test_a_profile_without_records_of_programs_is_refused() -> None:
+    """As is one that does not say which arrays there are."""
+    without = (replace(layer.program[0], received=()) for layer in (FIRST, SECOND))
+    for first, second in (((), ()), ((one,) for one in without)):
+        costs = costs_at(chain(replace(FIRST, program=first), replace(SECOND, program=second)), 1)
+        with pytest.raises(UsageError, match="does not record what layers need in one compiled program"):
+            program_memory(costs, partition("never", "never"))
