@@ -1,19 +1,28 @@
-"""Compiles layers and steps of the optimizer for a TPU, and remembers on disk what came of it, a file each."""
+"""Compiles layers and steps of the optimizer for a TPU, in several processes, and remembers the outcomes on disk.
+
+This module imports neither jax nor torchax; the processes that compile do.
+"""
 
 import hashlib
 import json
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+import multiprocessing
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, get_args, get_type_hints
 
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from planner.core.errors import ModelError
 from planner.core.values.rates import Rates
 from planner.profile.units import Unit, UnitInput
-from planner.tpu.compiling import Problem, Work, found_by, raise_problems
 from planner.tpu.extra import versions
 from planner.tpu.optimizers import Rule
 from planner.tpu.outcomes import CompiledLayer, CompiledStep
@@ -25,8 +34,26 @@ if TYPE_CHECKING:
 _REVISION = 7
 """The revision of what is remembered of a layer or a step, and of how it is compiled."""
 
+_WORKER_BYTES = 4 * 2**30
+"""A process that compiles needs about so much at most."""
 
 _Found = TypeVar("_Found", CompiledLayer, CompiledStep)
+_Work = Callable[[], _Found]
+
+
+class LacksOperatorError(Exception):
+    """torchax has no translation of an operator."""
+
+
+class OutOfMemoryError(Exception):
+    """A program needs more memory than the chip has."""
+
+
+class _WorkerError(Exception):
+    """An exception of another process: in a line, and its traceback as text."""
+
+    def __str__(self) -> str:
+        return f"\n{self.args[1]}"
 
 
 class Compiler:
@@ -93,16 +120,26 @@ class Compiler:
         return 1e6 * max(program.flops / self._rates.half_flops_per_s, program.accessed_bytes / self._rates.bytes_per_s)
 
     def _outcomes(
-        self, kind: type[_Found], names: Sequence[str], described: Sequence[list[Any]], works: Sequence[Work[_Found]]
+        self, kind: type[_Found], names: Sequence[str], described: Sequence[list[Any]], works: Sequence[_Work[_Found]]
     ) -> Iterator[tuple[int, _Found]]:
+        """Each work's place and outcome as they come; works of equal descriptions are done once."""
         paths = list(map(self._path, described))
-        problems: dict[str, dict[str, Problem]] = {}
-        for n, outcome in found_by(kind, paths, works, several=bool(self._chip)):
-            if isinstance(outcome, kind):
-                yield n, outcome
-            elif isinstance(outcome, Problem):
-                problems.setdefault(outcome.kind, {})[names[n]] = outcome
-        raise_problems(problems)
+        missing: dict[Path | int, list[int]] = {}
+        for n, path in enumerate(paths):
+            remembered = _remembered(kind, path)
+            if remembered is None:
+                missing.setdefault(n if path is None else path, []).append(n)
+            else:
+                yield n, remembered
+        places, problems = list(missing.values()), dict[str, Exception]()
+        todo = [works[alike[0]] for alike in places]
+        for place, outcome in _worked_off(todo, num_workers=_num_workers(len(todo)) if self._chip else 1):
+            if isinstance(outcome, Exception):
+                problems |= {names[n]: outcome for n in places[place]}
+                continue
+            _remember(paths[places[place][0]], outcome)
+            yield from ((n, outcome) for n in places[place])
+        _raise_first(problems)
 
     def _path(self, described: list[Any]) -> Path | None:
         """Where an outcome is remembered, by what decides it."""
@@ -130,3 +167,85 @@ def _described(unit: Unit, received: UnitInput) -> list[Any]:
     shapes = [[str(v.dtype), list(v.shape)] if isinstance(v, Tensor) else repr(v) for v in received.values]
     parameters = [[name, list(p.shape), str(p.dtype), p.requires_grad] for name, p in unit.module.named_parameters()]
     return [unit.digest, shapes, str(received.spec), parameters, unit.precision]
+
+
+def _raise_first(problems: Mapping[str, Exception]) -> None:
+    """Raises what is wrong with layers, if anything; see `Compiler.compile`."""
+    lacking = [f'"{layer}": {error}' for layer, error in problems.items() if isinstance(error, LacksOperatorError)]
+    if lacking:
+        raise ModelError(
+            f"torchax cannot translate operators of some layers for the TPU: {'; '.join(lacking)}",
+            hint="write these layers with other operators, or profile on another device",
+        )
+    failed = [(layer, error) for layer, error in problems.items() if isinstance(error, _WorkerError)]
+    if failed:
+        (layer, error), *others = failed
+        more = f" (and {len(others)} more layers)" if others else ""
+        raise ModelError(f'layer "{layer}" cannot be compiled for the TPU{more}: {error.args[0]}') from error
+    for layer, too_large in problems.items():
+        raise MemoryError(f'layer "{layer}": {too_large}')
+
+
+def _worked_off(works: Sequence[_Work[_Found]], *, num_workers: int) -> Iterator[tuple[int, _Found | Exception]]:
+    global _jobs  # noqa: PLW0603 - what a forked process inherits
+    _jobs = works
+    if num_workers == 1:
+        yield from map(_run_job, range(len(works)))
+        return
+    # Forked before jax is imported, so that each has the model as it is here and a jax of its own.
+    with multiprocessing.get_context("fork").Pool(num_workers, initializer=_quiet) as pool:
+        yield from pool.imap_unordered(_run_job, range(len(works)))
+
+
+_jobs: Sequence[Callable[[], Any]] = ()
+
+
+def _run_job(place: int) -> tuple[int, Any]:
+    try:
+        return place, _jobs[place]()
+    except (LacksOperatorError, OutOfMemoryError) as error:
+        return place, error
+    except Exception as error:
+        first = str(error).splitlines()[0] if str(error) else ""
+        return place, _WorkerError(f"{type(error).__name__}: {first}", traceback.format_exc())
+
+
+def _remembered(kind: type[_Found], path: Path | None) -> _Found | None:
+    if path is None:
+        return None
+    # Whatever is wrong with the file, it can be compiled again.
+    with suppress(OSError, ValueError, TypeError):
+        kinds, values = get_type_hints(kind), json.loads(path.read_text(encoding="utf-8"))
+        return kind(**{name: _restored(kinds[name], value) for name, value in values.items()})
+    return None
+
+
+def _restored(kind: Any, value: Any) -> Any:
+    """A number, or a tuple of numbers or of dataclasses, from what JSON has for it."""
+    if not isinstance(value, list):
+        return value
+    make: Any = get_args(kind)[0]
+    return tuple(make(**each) if isinstance(each, dict) else each for each in value)
+
+
+def _remember(path: Path | None, outcome: Any) -> None:
+    if path is None:
+        return
+    with suppress(OSError):  # a full disk costs time, not the profile
+        path.parent.mkdir(parents=True, exist_ok=True)
+        unfinished = path.with_suffix(f".{os.getpid()}")
+        unfinished.write_text(json.dumps(asdict(outcome)), encoding="utf-8")
+        unfinished.replace(path)
+
+
+def _quiet() -> None:
+    """Ctrl-C is the parent's business, and so are messages; libtpu's last words when it is ended are many."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+
+
+def _num_workers(num_jobs: int) -> int:
+    if num_jobs < 2 or "jax" in sys.modules or "fork" not in multiprocessing.get_all_start_methods():
+        return 1
+    memory_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return max(1, min(num_jobs, len(os.sched_getaffinity(0)), memory_bytes // _WORKER_BYTES))

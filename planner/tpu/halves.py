@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn.utils.stateless import _reparametrize_module
 
 from planner.model.stage import ModelStage
-from planner.tpu.compiling import LacksOperatorError
+from planner.tpu.compiler import LacksOperatorError
 from planner.tpu.torchax_adapter import OperatorNotFound, environment, in_32_bits, shape_of
 
 Arrays = Mapping[str, Array]

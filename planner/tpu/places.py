@@ -1,4 +1,4 @@
-"""Arrays that differ from stage to stage, in places that every device of one program has (`planner.tpu.packing`).
+"""Arrays that differ from stage to stage, in places that every device of one program has (`planner.tpu.mesh_program`).
 
 Arrays of one shape and type take turns in one place, as long as that wastes little; else all of a type lie behind each
 other in one vector, without padding.

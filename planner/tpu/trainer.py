@@ -8,9 +8,12 @@ arXiv:2105.07576, section 3), by what collects them in the bundled executor.
 from collections.abc import Iterator
 from itertools import chain, islice, starmap
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import jax
 import torch
+from jax import Array
+from jax import numpy as jnp
 
 from planner.core.errors import ExitCode
 from planner.core.values.devices import accelerator
@@ -27,12 +30,63 @@ from planner.model.calling import arguments_of
 from planner.model.precision import converted
 from planner.model.state import collecting_layers
 from planner.tpu.chips import devices_of, named_chips
-from planner.tpu.compiling import OutOfMemoryError
-from planner.tpu.optimizers import rule_of
+from planner.tpu.compiler import OutOfMemoryError
+from planner.tpu.mesh_program import MeshProgram
+from planner.tpu.optimizers import Rule, rule_of
 from planner.tpu.pipeline import JaxPipeline
-from planner.tpu.programs import compiled
+from planner.tpu.programs import compiled, options_for
+from planner.tpu.stage import StageInput
 from planner.tpu.training import CompiledMemory, JaxArguments, fitting
-from planner.tpu.training_step import State, TrainingStep
+
+
+class TrainingState(NamedTuple):
+    """What a step changes, each array with the stage in front; and what it does not."""
+
+    trained: list[Array]
+    optimizer: list[list[Array]]
+    fixed: list[Array]
+
+
+class TrainingStep:
+    """The step of a program over a mesh: gradients, then the optimizer's update.
+
+    What a step draws comes from the seed and from the step's number.
+    """
+
+    def __init__(self, program: MeshProgram, rule: Rule, seed: int) -> None:
+        self._program, self._rule, self._seed = program, rule, seed
+        options = options_for(program.mesh.devices.flat[0])
+        self._jitted = jax.jit(self._step, donate_argnums=(0,), compiler_options=options)
+
+    def begin(self, trained: list[Array], fixed: list[Array]) -> TrainingState:
+        """The state in front of the first step."""
+        return TrainingState(
+            trained, [[jnp.zeros_like(array) for array in trained] for _ in range(self._rule.num_states)], fixed
+        )
+
+    def run(
+        self, state: TrainingState, inputs: list[Array], targets: list[Array], number: int
+    ) -> tuple[float, TrainingState]:
+        """Loss of a mini-batch, and the state after the optimizer's step, the `number`-th from 0."""
+        loss, state = self._jitted(state, StageInput(inputs, targets, jax.random.key(self._seed)), number)
+        return float(loss), state
+
+    def lowered(self, shapes: tuple[Any, Any, StageInput]) -> jax.stages.Lowered:
+        """The step, ready to be compiled for arguments of such shapes, as `MeshProgram.shapes` has them."""
+        trained, fixed, batch = shapes
+        state = TrainingState(trained, [list(trained) for _ in range(self._rule.num_states)], fixed)
+        return self._jitted.lower(state, batch, jax.ShapeDtypeStruct((), jnp.int32, sharding=batch.key.sharding))
+
+    def _step(self, state: TrainingState, batch: StageInput, number: Array) -> tuple[Array, TrainingState]:
+        batch = batch._replace(key=jax.random.fold_in(batch.key, number))
+        loss, gradients = self._program.gradients(state.trained, state.fixed, batch)
+        columns = [
+            self._rule.update(parameter, gradient, [column[n] for column in state.optimizer], number + 1)
+            for n, (parameter, gradient) in enumerate(zip(state.trained, gradients, strict=True))
+        ]
+        optimizer = [[states[s] for _, states in columns] for s in range(self._rule.num_states)]
+        return loss, TrainingState([parameter for parameter, _ in columns], optimizer, state.fixed)
+
 
 _ESTIMATED = 32
 """Micro-batches that running statistics are taken from."""
@@ -69,7 +123,7 @@ class JaxTraining:
         self.pipeline = JaxPipeline(self.model, layers, self.balance, devices)
         self._step = TrainingStep(self.pipeline.program, rule, how.seed)
 
-    def begin(self) -> State:
+    def begin(self) -> TrainingState:
         """The state in front of the first step: parameters as the model has them, nothing in the optimizer."""
         return self._step.begin(*self.pipeline.parameters())
 
@@ -81,11 +135,11 @@ class JaxTraining:
             for step in range(steps):
                 yield example_of(self.model, self.balance.batch, seed=self._seed, step=step)
 
-    def step(self, state: State, inputs: Any, targets: Any, number: int) -> tuple[float, State]:
+    def step(self, state: TrainingState, inputs: Any, targets: Any, number: int) -> tuple[float, TrainingState]:
         """Loss of a mini-batch, and the state after the optimizer's step, the `number`-th from 0."""
         return self._step.run(state, *self.pipeline.batch(inputs, targets), number)
 
-    def save(self, state: State, path: str) -> None:
+    def save(self, state: TrainingState, path: str) -> None:
         """Writes trained parameters and buffers as one state dict: safetensors by its suffix, else `torch.save`.
 
         Raises:
@@ -109,7 +163,7 @@ class JaxTraining:
             OutOfMemoryError: More than they have.
         """
         memory = compiled(self._step.lowered(self.pipeline.shapes())).memory_analysis()
-        # State is both an argument and, in the same place, a result.
+        # TrainingState is both an argument and, in the same place, a result.
         held = memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
         return CompiledMemory(held, memory.temp_size_in_bytes)
 

@@ -52,7 +52,7 @@ def test_what_products_alone_read(function: Callable[[Any, Any], Any], narrow: l
     """At once, behind what moves numbers, and in functions that are called once."""
     import jax
 
-    from planner.tpu.narrowing import read_by_products
+    from planner.tpu.layer_programs import read_by_products
 
     square = jax.ShapeDtypeStruct((4, 4), "float32")
     assert read_by_products(jax.make_jaxpr(function)(square, square).jaxpr) == narrow
@@ -84,7 +84,7 @@ def test_what_layers_read() -> None:
     A backward of the residual layer reads its input for the gradient of the weights alone.
     """
     from planner.tpu.halves import halves_of
-    from planner.tpu.narrowing import readers_of
+    from planner.tpu.layer_programs import readers_of
 
     loaded = model()
     chain, lean = find_chain(loaded, torch.device("cpu"))

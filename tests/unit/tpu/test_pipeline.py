@@ -312,7 +312,7 @@ def test_packing_keeps_shapes_apart_while_that_wastes_little() -> None:
     import jax
     import numpy as np
 
-    from planner.tpu.packing import Packing
+    from planner.tpu.mesh_program import Packing
 
     def shapes(*sizes: tuple[int, ...]) -> list[Any]:
         return [jax.ShapeDtypeStruct(size, np.float32) for size in sizes]

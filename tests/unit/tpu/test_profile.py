@@ -23,9 +23,7 @@ from planner.profile import ProfileOptions, profile_model
 from planner.profile.structure import find_chain
 from planner.profile.units import trace_units
 from planner.tpu import compiler as tpu
-from planner.tpu import compiling
-from planner.tpu.compiler import Compiler
-from planner.tpu.compiling import OutOfMemoryError
+from planner.tpu.compiler import Compiler, OutOfMemoryError
 from planner.tpu.optimizers import rule_of
 from planner.tpu.outcomes import CompiledStep
 
@@ -120,7 +118,7 @@ def test_the_optimizers_step_is_what_the_compiler_says(tmp_path: Path, monkeypat
         return compile_program(*args, **kwargs)
 
     monkeypatch.setattr(layer_programs, "compile_program", counted)
-    monkeypatch.setattr(compiling, "_num_workers", lambda _: 1)
+    monkeypatch.setattr(tpu, "_num_workers", lambda _: 1)
     compiler = Compiler("v2", rates_of("tpu:v2"), tmp_path)
     norm = [torch.empty(192), torch.empty(192)]
     block = [*norm, *norm, *(torch.empty(n * 192, 192) for n in (1, 3, 4)), torch.empty(192, 4 * 192), torch.empty(768)]
@@ -212,7 +210,7 @@ def test_what_was_compiled_is_remembered(tmp_path: Path, monkeypatch: pytest.Mon
         return compile_program(*args, **kwargs)
 
     monkeypatch.setattr(layer_programs, "compile_program", counted)
-    monkeypatch.setattr(compiling, "_num_workers", lambda _: 1)
+    monkeypatch.setattr(tpu, "_num_workers", lambda _: 1)
     remembering = Compiler("v2", rates_of("tpu:v2"), tmp_path)
     interrupted = remembering.compile(jobs)
     begun = dict([next(interrupted)])
@@ -250,10 +248,11 @@ def test_a_layer_that_fails_to_compile_keeps_the_traceback_of_its_process(monkey
         raise IndexError("tuple index out of range")
 
     monkeypatch.setattr(tpu, "unit_function", fails_here)
-    monkeypatch.setattr(compiling, "_num_workers", lambda _: 1)
+    monkeypatch.setattr(tpu, "_num_workers", lambda _: 1)
     compiler = Compiler("v2", rates_of("tpu:v2"), None)
-    problem = compiling._tried(partial(compiler._compiled_unit, units[0], inputs[units[0].digest, 8]))
-    assert pickle.loads(pickle.dumps(problem)) == problem
+    work = partial(compiler._compiled_unit, units[0], inputs[units[0].digest, 8])
+    ((_, problem),) = tpu._worked_off([work], num_workers=1)
+    assert pickle.loads(pickle.dumps(problem)).args == problem.args
     with pytest.raises(ModelError, match="cannot be compiled for the TPU: IndexError: tuple index") as failed:
         dict(compiler.compile([(units[0], inputs[units[0].digest, 8])]))
     assert "in fails_here" in "".join(traceback.format_exception(failed.value))
@@ -306,7 +305,7 @@ def test_sizes_that_need_too_much_are_left_out(monkeypatch: pytest.MonkeyPatch) 
         return compile_program(function, shapes, *args, **kwargs)
 
     monkeypatch.setattr(layer_programs, "compile_program", small_only)
-    monkeypatch.setattr(compiling, "_num_workers", lambda _: 1)
+    monkeypatch.setattr(tpu, "_num_workers", lambda _: 1)
     with pytest.raises(MeasurementError, match="out of memory at micro-batch size 16"):
         profile_model(perceptron(), V2)
     assert profile_model(perceptron(), replace(V2, until_memory_ends=True)).micro_batch_sizes == (8,)
