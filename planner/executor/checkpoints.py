@@ -52,23 +52,23 @@ _NO_ROOM = "make room, then `--resume auto`"
 
 
 class Checkpoints:
-    """Restores a run when made, and saves it from then on; every rank makes one, when the optimizer exists.
+    """Checkpoints of a run, which restore it when made and then save it; every rank makes one after the optimizer.
 
     Args:
         pipeline: The pipeline.
-        optimizer: Of this stage's parameters.
-        folder: Where to save; None to save nothing.
-        every: Steps between two checkpoints; besides, the last step is saved.
-        keep: How many of the newest stay.
-        resume: A checkpoint, a folder of them, or `auto`: the latest in `folder`, if there is any. Of a folder, the
-            latest that can be read.
-        weights: A state dict to start from, where nothing is resumed (`planner.executor.keep.weights.load_weights`).
-        steps: Of the whole run.
-        others: What else must go on as it was, by name: anything with `state_dict` and `load_state_dict`, such as a
-            learning-rate schedule. The same on every rank.
+        optimizer: Optimizer of this stage's parameters.
+        folder: Folder of the checkpoints; None saves nothing.
+        every: Steps between two checkpoints; the last step is saved as well.
+        keep: Number of newest checkpoints to keep.
+        resume: A checkpoint, a folder of them, or `auto`: the latest in `folder`, if there is any. In a folder, the
+            latest readable one is used.
+        weights: A state dict to start from, if nothing is resumed (`planner.executor.keep.weights.load_weights`).
+        steps: Steps of the whole run.
+        others: Further objects to save by name, with `state_dict` and `load_state_dict`, such as a learning-rate
+            schedule. The same on every rank.
 
     Raises:
-        UsageError: What is to be resumed or loaded does not fit the model; or `folder` is another run's or job's.
+        UsageError: The resumed or loaded state does not fit the model; or `folder` belongs to another run or job.
         FileError: It cannot be read.
     """
 
@@ -97,14 +97,14 @@ class Checkpoints:
         self._pending: Writing | None = None
         pipeline.position.at("opening the checkpoints", waits_for=STORE)
         self._exchange = Exchange(pipeline.rank, dist.get_world_size())
-        # In a thread, from a copy in the host's memory. On the CPU the copy would take memory that the plan counts on.
+        # Saved in a thread, from a copy in host memory. On the CPU the copy would take memory that the plan needs.
         self._is_async = kind_of(pipeline.device).has_own_memory
         self._pruner = ThreadPoolExecutor(1, thread_name_prefix="prune")
         self._pruning: Future[None] | None = None
         self._place = RunFolder(folder, rank=pipeline.rank, exchange=self._exchange, tell=self._tell)
         self._folder = self._place.path
         if self._folder is not None:
-            self._stored()  # what cannot be saved is refused now; the rest, once the first step has made it
+            self._stored()  # refuses state that cannot be saved; checked again after the first step
         pipeline.at_close.append(self._release)
         candidates = self._place.candidates(resume)
         pipeline.position.at("reading a checkpoint")
@@ -118,7 +118,7 @@ class Checkpoints:
         pipeline.position.at("between steps")
 
     def step_done(self) -> None:
-        """Call it after every step: saves when it is time, and ends the script after a step in which it was told to."""
+        """Save if it is time, and end the script if a signal requested it; call it after every step."""
         if self._folder is None:
             return
         if not self._is_checked:  # loaders and optimizers have no state before
@@ -126,7 +126,7 @@ class Checkpoints:
             self._is_checked = True
         step, signalled = self._pipeline.step_index, 0
         if self._watch is not None:
-            # Replicas meet at the end of each step only, so one may have begun the next when another has not.
+            # Replicas synchronize only at the end of each step, so one may have begun the next before another.
             signalled = self._watch.stops_after(step, ahead=2 if self._pipeline.place.num_replicas > 1 else 1)
         is_end = bool(signalled) or step == self._steps
         if is_end or step % self._every == 0:
@@ -146,9 +146,9 @@ class Checkpoints:
             raise Stopped(128 + signalled)
 
     def close(self) -> None:
-        """Saves the end of a run, where its loop ended before `steps` steps were done (early stopping, say).
+        """Save the end of a run whose loop ended before `steps` steps were done, for example by early stopping.
 
-        `pipeline_script` does so at the end of its block. A loop of your own calls it behind its last step.
+        `pipeline_script` calls it at the end of its block. Other loops must call it after their last step.
         """
         step = self._pipeline.step_index
         if self._folder is None:
@@ -164,7 +164,7 @@ class Checkpoints:
             raise self._failed
 
     def save(self) -> None:
-        """Saves now. Where that fails the run goes on, is told so, and keeps the checkpoints it has."""
+        """Save now. If that fails, the run continues with a warning, and keeps its checkpoints."""
         assert self._folder is not None
         self.finish()
         step = self._pipeline.step_index
@@ -188,7 +188,7 @@ class Checkpoints:
         self._pipeline.position.at("between steps")
 
     def finish(self) -> None:
-        """Waits until what is being saved is written, and known to be on all ranks."""
+        """Wait until the pending checkpoint is written on all ranks."""
         if self._pending is None:
             return
         assert self._folder is not None
@@ -207,7 +207,7 @@ class Checkpoints:
     # Private methods: saving
 
     def _stored(self) -> RankState:
-        """Return what this rank stores.
+        """Return the state that this rank stores.
 
         Raises:
             UsageError: A state holds an object that is neither data nor a tensor.
@@ -233,7 +233,7 @@ class Checkpoints:
         )
 
     def _end(self) -> None:
-        """Wait for all that is under way, before this process may end."""
+        """Wait for all pending work, before this process may end."""
         self.finish()
         if self._pruning is not None:
             self._pruning.result()
@@ -245,7 +245,7 @@ class Checkpoints:
         self._place.release()
 
     def _index(self) -> CheckpointIndex:
-        """Return the index of a checkpoint of now, without the files."""
+        """Return the index of a checkpoint of the current step, without the files."""
         balance = self._pipeline.balance
         return CheckpointIndex(
             branches=self._place.lineage.branches,
@@ -296,7 +296,7 @@ class Checkpoints:
             self._tell(f"cast on loading {weights}: {', '.join(cast)}")
 
     def _resume(self, candidates: list[Path]) -> None:
-        """Goes on from the first of the candidates that every rank can read."""
+        """Resume from the first of the candidates that every rank can read."""
         problems: list[_Problem] = []
         for source in candidates:
             problem, held = None, None
@@ -304,7 +304,7 @@ class Checkpoints:
                 held = read_checkpoint(source, self._pipeline, self._optimizer)
             except (UsageError, ModelError):
                 raise
-            except Exception as error:  # whatever it is: there may be an older one that is whole
+            except Exception as error:  # of any kind: an older checkpoint may be whole
                 problem = _problem(error, source)
             first = json.loads(self._exchange.decided(json.dumps(problem), _first_problem))
             if first is None:
@@ -325,7 +325,7 @@ class Checkpoints:
         restored("the optimizer", partial(self._optimizer.restore, held.optimizer_state), held.groups, path)
         self._restore_others(state["others"], path)
         restored("the pipeline", pipeline.load_state_dict, state["pipeline"], path)
-        # Outside of steps every rank draws the same, whatever the plan.
+        # Outside of steps every rank draws the same under any plan.
         restored("the random numbers", lambda s: HostStates.from_plain(s).restore(), state["random"], path)
         of_device = kind_of(pipeline.device).generator
         if state["device_random"] is not None and of_device is not None:
@@ -347,7 +347,7 @@ class Checkpoints:
 
 
 class _Problem(NamedTuple):
-    """Why a checkpoint cannot be read."""
+    """Reason why a checkpoint cannot be read."""
 
     message: str
     hint: str

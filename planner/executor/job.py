@@ -1,4 +1,4 @@
-"""One process of a job: what is planned for it, where it is among the others, and joining them."""
+"""Describe one process of a job: its plan, its place among the processes, and the way it joins them."""
 
 import os
 from collections.abc import Mapping
@@ -10,9 +10,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-# Its functions have the group of all processes as a default, that of the moment of import. Much of torch imports it:
-# behind `init_process_group` it would hold on to the group for good, whose threads then outlive the interpreter and
-# now and then abort the process at its end.
+# Imported before `init_process_group`: default arguments of its functions refer to the group of all processes at import
+# time. A later import, which much of torch does, would keep the group forever. Its threads would then outlive the
+# interpreter and occasionally abort the process at its end.
 import torch.distributed.nn.functional
 
 from planner.core.errors import UsageError
@@ -29,28 +29,38 @@ from planner.model.precision import load_again
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """What this process is to do, and where; known without the other processes."""
+    """Work and place of this process; known without the other processes."""
 
     balance: Balance
     seed: int
     place: Place
     device: torch.device
     position: Position
-    """Is told what this process does and waits for."""
+    """Receives what this process does and waits for."""
     watch: Watch | None
     check_nan: bool = False
-    """Whether every output and gradient must be finite, not the loss alone."""
+    """True if every output and gradient must be finite, not only the loss."""
 
     @property
     def micro_batch_size(self) -> int:
-        """Samples in a micro-batch, as planned."""
+        """Planned number of samples in a micro-batch."""
         return self.balance.replica_batch // self.balance.micro_batches
 
 
 def job_of(
     source: str | Path | Balance, *, seed: int, device: str | None, watch: Watch | None, check_nan: bool = False
 ) -> Job:
-    """The job of this process, by the rank that `torchrun` gave it, or that it has in a process group that is there.
+    """Return the job of this process, by its rank from `torchrun` or from an existing process group.
+
+    Args:
+        source: Balance configuration, or its path.
+        seed: Seed of the run.
+        device: Name of a device; None for the plan's.
+        watch: Watch of this process, if any.
+        check_nan: Whether every output and gradient must be finite, not only the loss.
+
+    Returns:
+        The job.
 
     Raises:
         UsageError: The number of processes is not what the plan needs, or the device is missing.
@@ -71,26 +81,26 @@ def job_of(
 
 
 def _planned(path: Path, num_processes: int) -> Balance:
-    """The cuts at `path`; those beside it, where they are for as many processes as were started."""
+    """Return the balance at `path`, or the file next to it for the number of processes that were started."""
     balance = read_balance(str(path))
     return read_balance(str(beside(path, num_processes))) if num_processes in balance.smaller else balance
 
 
 def load_planned(balance: Balance, folder: Path) -> LoadedModel:
-    """The model that a balance configuration in `folder` is for, in the precision planned."""
+    """Load the model of a balance configuration in `folder`, in the planned precision."""
     path, colon, entry = balance.model.source.rpartition(":")
     source = f"{os.path.relpath(folder / path)}{colon}{entry}"
     return load_again(source, balance.model, balance.dtype, optimizer=balance.optimizer)
 
 
 def join(job: Job, timeout_s: float) -> bool:
-    """Waits for the other processes, and makes the default process group with them, unless there is one.
+    """Wait for the other processes, and make the default process group with them, unless there is one.
 
     Returns:
-        Whether the group was made here, and is to be left by the caller.
+        True if the group was made here, and the caller must destroy it.
 
     Raises:
-        UsageError: A process has something else to do than the first.
+        UsageError: A process has another plan, seed, device or torch than the first.
     """
     job.position.at("joining the others", waits_for=ANY)
     backend = kind_of(job.device).communication
@@ -99,7 +109,7 @@ def join(job: Job, timeout_s: float) -> bool:
         dist.init_process_group(backend, rank=0, world_size=1, store=dist.HashStore())  # type: ignore[attr-defined]
         return True
     if is_made_here:
-        # The watch, which knows more, is to find out first.
+        # Longer than the watch's timeout, because the watch has better messages.
         timeout = timedelta(seconds=timeout_s + 30)
         rank, world = rank_here()
         dist.init_process_group(backend, timeout=timeout, store=job_store(timeout), rank=rank, world_size=world)
@@ -124,7 +134,7 @@ def _stage_name(balance: Balance, stage: int) -> str:
 
 
 def _device_of_rank(name: str) -> torch.device:
-    if name not in DEVICE_KINDS:  # a device by its number, say
+    if name not in DEVICE_KINDS:  # such as a device with its number
         return torch.device(name)
     kind, local = DEVICE_KINDS[name], int(os.environ.get("LOCAL_RANK", "0"))
     if kind.count() <= local:
@@ -136,7 +146,7 @@ def _device_of_rank(name: str) -> torch.device:
 
 
 def _difference(must_agree: Mapping[str, Any]) -> UsageError | None:
-    """What to say where a value differs between ranks; keys are what to call it."""
+    """Return the error of a value that differs between ranks; keys are the names of the values."""
     everybody: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everybody, dict(must_agree))
     for what, value in everybody[0].items():

@@ -1,4 +1,4 @@
-"""The mini-batches of a run: this process's part of each, and how they enter its stages."""
+"""Provide the mini-batches of a run: this process's part of each, and the tensors that enter its stages."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice, starmap
@@ -23,20 +23,29 @@ _META = torch.device("meta")
 
 
 class MiniBatches:
-    """What a process is trained on: the model's data or examples, or a user's loader."""
+    """Training data of a process: the model's data or examples, or a user's loader."""
 
     def __init__(self, job: Job, model: LoadedModel) -> None:
         self._job, self._model = job, model
         self._loader: Loader | None = None
         self._loader_state: Mapping[str, Any] | None = None
-        """What a checkpoint holds of the loader, until there is the loader again."""
+        """Loader state of a checkpoint, until the script passes the loader."""
         self._first: BatchDigest | None = None
-        """Of the first mini-batch of this process, or of the first one after a resume."""
+        """Digest of the first mini-batch of this process, or of the first one after a resume."""
         self.is_compared = False
-        """Whether that was compared with the other ranks'."""
+        """True if that digest was compared with the other ranks'."""
 
     def between(self, begin: int, end: int, loader: Iterable[Any] | None = None) -> Iterator[Batch]:
-        """This rank's parts of the mini-batches of steps `begin` to `end` - 1: see `Pipeline.batches`."""
+        """Yield this rank's parts of the mini-batches of steps `begin` to `end - 1`; see `Pipeline.batches`.
+
+        Args:
+            begin: First step.
+            end: Step after the last.
+            loader: Loader of the user's; None for the model's data.
+
+        Raises:
+            UsageError: A resumed run continues within a loader, and there is none or another one.
+        """
         drawn: Iterator[Any]
         if loader is not None and check_sampler(loader, self._job.place):
             yield from starmap(self._needed, islice(self._begun(loader, begin), max(0, end - begin)))
@@ -55,11 +64,11 @@ class MiniBatches:
         yield from starmap(self.own_part, drawn)  # no variable may hold a whole mini-batch through its step
 
     def example(self, step: int) -> Batch:
-        """The example mini-batch of a step: a function of seed and step alone."""
+        """Return the example mini-batch of a step, which depends on seed and step alone."""
         return example_of(self._model, self._job.balance.batch, seed=self._job.seed, step=step)
 
     def own_part(self, inputs: Any, targets: Any) -> Batch:
-        """What this process needs of a mini-batch that every process has: see `Pipeline.own_part`."""
+        """Return this process's part of a mini-batch that every process has; see `Pipeline.own_part`."""
         place = self._job.place
         batch = Batch(inputs, targets)
         self._note(batch, is_whole=True)
@@ -76,7 +85,7 @@ class MiniBatches:
         return self._needed(*batch)
 
     def _needed(self, inputs: Any, targets: Any) -> Batch:
-        """Return a replica's part of a mini-batch with shapes in place of what this rank does not need."""
+        """Return a replica's part of a mini-batch, with meta tensors for what this rank does not need."""
         place = self._job.place
         self._note(Batch(inputs, targets), is_whole=False)
         if not place.is_first:
@@ -97,7 +106,7 @@ class MiniBatches:
             check_same_batch(self._first)
 
     def parts(self, batch: Batch) -> Iterator[Part]:
-        """The parts in which this replica's mini-batch is trained on.
+        """Yield the parts of this replica's mini-batch.
 
         Raises:
             UsageError: It is larger than planned.
@@ -120,11 +129,11 @@ class MiniBatches:
         yield from parts_of(batch, size, self._job.micro_batch_size, rounds_of=rounds_of)
 
     def parts_of_any_size(self, batch: Batch) -> list[Part]:
-        """The parts in which a batch is evaluated, which may be larger than planned."""
+        """Return the parts of a batch to evaluate, which may be larger than planned."""
         return list(parts_of(batch, size_of(batch) or self._job.balance.replica_batch, self._job.micro_batch_size))
 
     def counts(self, parts: Sequence[Part]) -> list[float]:
-        """Return what the loss of each micro-batch is a mean of, as a number; empty but with the last stage."""
+        """Return the number of items that the loss of each micro-batch averages over; empty without the last stage."""
         if not self._job.place.is_last:
             return []
         if self._model.loss_count is not None:
@@ -136,24 +145,24 @@ class MiniBatches:
         return [float(part.micro_batch_size) for part in parts for _ in range(part.micro_batches)]
 
     def input_tensors(self, part: Part) -> list[Tensor]:
-        """The model's input tensors, on the device and in the precision planned; empty but with the first stage."""
+        """Return the model's input tensors on the device, in the planned precision; empty without the first stage."""
         if not self._job.place.is_first:
             return []
         return tensors_of(to_precision(to_device(part.batch.inputs, self._job.device), self._job.balance.dtype))
 
     def targets(self, part: Part, weights: Sequence[float]) -> list[Any]:
-        """The targets of every micro-batch; empty but with the last stage."""
+        """Return the targets of every micro-batch; empty without the last stage."""
         if not self._job.place.is_last:
             return []
         targets = micro_batches_of(to_device(part.batch.targets, self._job.device), part.micro_batches)
         return [target if weight else UNCOUNTED for target, weight in zip(targets, weights, strict=True)]
 
     def state_dict(self) -> Mapping[str, Any] | None:
-        """Where the loader is, for a checkpoint; None without one."""
+        """Return the state of the loader, for a checkpoint; None without one."""
         return self._loader.state_dict() if self._loader is not None else self._loader_state
 
     def load_state_dict(self, state: Any) -> None:
-        """Goes on from `state_dict`, once there is the loader."""
+        """Restore the state from `state_dict`, once there is the loader."""
         self._loader_state = checked_state(state)
         self._first, self.is_compared = None, False
 

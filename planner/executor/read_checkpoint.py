@@ -1,4 +1,4 @@
-"""What a rank reads of a checkpoint: the index, its own state, and the files that hold its tensors.
+"""Read a rank's part of a checkpoint: the index, its own state, and the files that hold its tensors.
 
 Under the plan that wrote it, these are the index and one file; for a replica, which stores no tensors, the index and
 two. Under another plan they are the files of all stages whose layers this rank has now, and that of the first rank.
@@ -34,12 +34,15 @@ class ReadCheckpoint:
 
 
 def read_checkpoint(source: Path, pipeline: Pipeline, optimizer: OptimizerState) -> ReadCheckpoint:
-    """Read what this rank needs of a checkpoint; weights are copied into the model at once.
+    """Read this rank's part of a checkpoint; weights are copied into the model at once.
 
     Args:
         source: The checkpoint.
         pipeline: The pipeline.
-        optimizer: Of this rank's parameters.
+        optimizer: Optimizer of this rank's parameters.
+
+    Returns:
+        The other state.
 
     Raises:
         FileError: It cannot be read, or is damaged.
@@ -51,7 +54,7 @@ def read_checkpoint(source: Path, pipeline: Pipeline, optimizer: OptimizerState)
         check_whole(source, index)
     check_same_computation(index, pipeline.computation, str(source))
     is_same_plan = (index.balance, len(index.files)) == (pipeline.balance.balance, dist.get_world_size())
-    # Under another plan what is the same on all ranks is taken from the first: the loader, the schedules.
+    # Under another plan, state that is equal on all ranks (loader, schedules) is taken from the first.
     own = stored.file(pipeline.rank if is_same_plan else 0)
     if is_same_plan:
         stored.file(place.rank_of(place.stages[0], replica=0))  # has all tensors of this rank, tied ones too
@@ -70,10 +73,16 @@ def read_checkpoint(source: Path, pipeline: Pipeline, optimizer: OptimizerState)
 
 
 def restored(name: str, restore: Callable[[Any], Any], state: Any, path: str) -> None:
-    """Give a part of a run its state back.
+    """Restore a part of a run.
+
+    Args:
+        name: Name of the part in messages.
+        restore: Function that restores it.
+        state: Its state.
+        path: The checkpoint.
 
     Raises:
-        FileError: It does not take it.
+        FileError: The state is not accepted.
     """
     try:
         restore(state)

@@ -1,4 +1,4 @@
-"""What every emitted `train.py` shares: command line, checkpoints, progress line, report, one message for an error."""
+"""Functions of every emitted `train.py`: command line, checkpoints, progress line, report, one message for an error."""
 
 import argparse
 import os
@@ -30,7 +30,7 @@ from planner.files import check_outputs, write, write_text
 
 @dataclass(frozen=True, kw_only=True)
 class Arguments:
-    """The command line of an emitted script."""
+    """Command line of an emitted script."""
 
     steps: int
     seed: int
@@ -43,12 +43,21 @@ class Arguments:
     resume: str | None = None
     weights: str | None = None
     timeout: float = 300e6
-    """In microseconds."""
+    """Microseconds."""
     check_nan: bool = False
 
 
 def arguments(description: str | None, *, steps: int, seed: int) -> Arguments:
-    """Parses the command line; the defaults are the script's own knobs."""
+    """Parse the command line; the defaults are constants of the script.
+
+    Args:
+        description: Description for `--help`.
+        steps: Default of `--steps`.
+        seed: Default of `--seed`.
+
+    Returns:
+        The arguments.
+    """
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
@@ -80,14 +89,14 @@ def arguments(description: str | None, *, steps: int, seed: int) -> Arguments:
 
 @contextmanager
 def pipeline_script(balance_path: str | Path, given: Arguments, *, on_step: OnStep | None = None) -> Iterator[Pipeline]:
-    """The pipeline for the block; then the report. Whatever fails ends all processes, with one message.
+    """Make the pipeline for the block, and report after it. Any failure ends all processes, with one message.
 
-    The exit code is 2 then, and 143 (130) where SIGTERM (SIGINT) ended the run.
+    The exit code is then 2; it is 143 (130) if SIGTERM (SIGINT) ended the run.
 
     Args:
         balance_path: The balance configuration, as `gpipe-plan emit` writes it.
         given: The command line.
-        on_step: Is called with a `StepRecord` after every step, on rank 0 alone.
+        on_step: Called with a `StepRecord` after every step, on rank 0 only.
     """
     check_outputs({"--report": given.report, "--trace": given.trace}, (str(balance_path),))
     pipeline: Pipeline | None = None
@@ -108,7 +117,7 @@ def pipeline_script(balance_path: str | Path, given: Arguments, *, on_step: OnSt
                 done()
             _finish(pipeline, given, Path(balance_path).parent)
         except BaseException as error:
-            # Where others have failed, too, leaving them in order might never end.
+            # If other ranks have failed, too, closing the pipeline might never end.
             if pipeline is not None and (isinstance(error, Stopped) or dist.get_world_size() == 1):
                 pipeline.close()
             raise
@@ -116,13 +125,16 @@ def pipeline_script(balance_path: str | Path, given: Arguments, *, on_step: OnSt
 
 
 def checkpoints(pipeline: Pipeline, given: Arguments, optimizer: torch.optim.Optimizer, **others: Any) -> Checkpoints:
-    """Restores what the command line says, and saves from then on as it says.
+    """Restore a run as the command line says, and return the object that saves it.
 
     Args:
         pipeline: The pipeline.
         given: The command line.
-        optimizer: Of this stage's parameters.
-        others: What else has `state_dict` and `load_state_dict` and must go on as it was: a schedule, say.
+        optimizer: Optimizer of this stage's parameters.
+        others: Further objects to restore, with `state_dict` and `load_state_dict`, such as a learning-rate schedule.
+
+    Returns:
+        The checkpoints.
     """
     return Checkpoints(
         pipeline,
@@ -138,7 +150,13 @@ def checkpoints(pipeline: Pipeline, given: Arguments, optimizer: torch.optim.Opt
 
 
 def progress(pipeline: Pipeline, step: int, loss: float) -> None:
-    """One line per step, on the first rank."""
+    """Print one line per step, on the first rank.
+
+    Args:
+        pipeline: The pipeline.
+        step: Index of the step.
+        loss: Its loss.
+    """
     if pipeline.rank == 0:
         took_us = pipeline.last_step_us
         speed = format_speed(pipeline.last_step_samples / took_us * 1e6)
@@ -186,7 +204,7 @@ def _finish(pipeline: Pipeline, options: Arguments, folder: Path) -> None:
 
 
 def _again(planned: Planned, folder: Path, report: str | None) -> tuple[str, str, str]:
-    """How to plan with what the run measured."""
+    """Return the commands that plan with what the run measured."""
     plan, profile = places_of(planned, folder)
     how = "this run measured" if report else "a run measures, after `--report run.json`"
     named = [] if plan == "plan.yaml" else [shlex.quote(plan)]

@@ -1,4 +1,4 @@
-"""Steps of a training, and evaluations in between: all that is done with the stages of one process."""
+"""Run steps of a training, and evaluations between them, with the stages of one process."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -30,7 +30,7 @@ from planner.model.load import Batch
 
 
 class Trainer:
-    """Trains and evaluates the stages of one process."""
+    """Training and evaluation of the stages of one process."""
 
     def __init__(self, job: Job, assembly: Assembly, mini_batches: MiniBatches, on_step: OnStep | None = None) -> None:
         self._job, self._assembly, self._mini_batches = job, assembly, mini_batches
@@ -41,11 +41,11 @@ class Trainer:
         is_float16 = autocast_dtype(job.balance.dtype) == torch.float16
         self._loss_scale = LossScale(self._parameters.values(), job.device) if is_float16 else None
         self.step_index = 0
-        """Steps since training began, also in an earlier process: what a step draws depends on it."""
+        """Steps since training began, including earlier processes: random draws of a step depend on it."""
         self.skipped = False
-        """Whether the gradients of the last step overflowed (`fp16-mixed`) and were dropped, on all stages alike."""
+        """True if the gradients of the last step overflowed (`fp16-mixed`) and were dropped, on all stages."""
         self.losses: list[float] = []
-        """The loss of every step of this process."""
+        """Loss of every step of this process."""
         self.samples: list[int] = []
         """Samples of every step, over all replicas: a mini-batch may be smaller than planned."""
         self._optimizers: list[ref[torch.optim.Optimizer]] = []
@@ -53,11 +53,13 @@ class Trainer:
 
     @contextmanager
     def step(self, batches: Iterable[tuple[Any, Any]]) -> Iterator[float]:
-        """One step over mini-batches that count as one; the block then steps the optimizer: see `Pipeline.accumulate`.
+        """Run one step over mini-batches that count as one; the block then steps the optimizer.
+
+        See `Pipeline.accumulate`.
 
         Raises:
             UsageError: A mini-batch is larger than planned.
-            ModelError: What is left of one is too small a micro-batch for a layer.
+            ModelError: The remainder of one is too small a micro-batch for a layer.
             TrainingError: Another rank begins something else.
         """
         pieces = [list(self._mini_batches.parts(Batch(inputs, targets))) for inputs, targets in batches]
@@ -73,11 +75,11 @@ class Trainer:
             self._hook.call(self._record(loss))
 
     def steps_with(self, optimizer: torch.optim.Optimizer) -> None:
-        """Tells of an optimizer whose learning rates belong to the records of steps, as long as there is one."""
+        """Register an optimizer whose learning rates belong to the records of steps, as long as it exists."""
         self._optimizers.append(ref(optimizer))
 
     def clip_gradients(self, max_norm: float) -> float:
-        """Clips by the Euclidean norm over all stages, which it returns: see `Pipeline.clip_gradients`."""
+        """Clip by the Euclidean norm over all stages, and return it; see `Pipeline.clip_gradients`."""
         elsewhere = {id(parameter) for parameter in self._assembly.tied.counted_elsewhere}
         trained = [parameter for parameter in self._parameters.values() if parameter.grad is not None]
         counted = [p.grad for p in trained if p.grad is not None and id(p) not in elsewhere]
@@ -92,7 +94,16 @@ class Trainer:
         return float(norm)
 
     def evaluate(self, batch: Batch, metrics: Metrics | None, *, outputs: bool) -> EvaluationResult:
-        """Loss and metrics of a batch of any size, on every rank: see `Pipeline.evaluate`."""
+        """Return loss and metrics of a batch of any size, on every rank; see `Pipeline.evaluate`.
+
+        Args:
+            batch: This rank's part of the batch.
+            metrics: Function from output and target to numbers by name; or None.
+            outputs: Whether to keep the outputs.
+
+        Returns:
+            The result.
+        """
         parts = self._mini_batches.parts_of_any_size(batch)
         observed = Observed(metrics, keeps_outputs=outputs)
         agreed = self._agreed("evaluation" if metrics is None else "evaluation with metrics", [parts])
@@ -119,12 +130,12 @@ class Trainer:
         self._job.position.at("between steps")
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint keeps."""
+        """Return the state for a checkpoint."""
         scale = self._loss_scale.state_dict() if self._loss_scale is not None else None
         return {"step_index": self.step_index, "loss_scale": scale}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on from `state_dict`."""
+        """Restore the state from `state_dict`."""
         self.step_index = int(state["step_index"])
         if self._loss_scale is not None and state["loss_scale"] is not None:
             self._loss_scale.load_state_dict(state["loss_scale"])
@@ -132,7 +143,7 @@ class Trainer:
     # Private methods: training
 
     def _agreed(self, phase: Phase, pieces: Sequence[Sequence[Part]]) -> list[tuple[Part, int, list[float]]]:
-        """Return the parts of all mini-batches with their weights, once all ranks are known to begin the same."""
+        """Return the parts of all mini-batches with their weights, after checking that all ranks begin the same."""
         parts = [*chain.from_iterable(pieces)]
         counts, sizes = self._mini_batches.counts(parts), [sum(part.num_samples for part in piece) for piece in pieces]
         total = self._agreement.check(phase, self.step_index, sizes, count=sum(counts))
@@ -143,7 +154,7 @@ class Trainer:
         return weighted(parts, counts, total)
 
     def _make_engine(self, part: Part) -> None:
-        """Made on every rank before anything is sent: a micro-batch too small for a layer is found on all of them."""
+        """Make the engine on every rank before anything is sent: all detect a micro-batch too small for a layer."""
         try:
             self._assembly.engine(part.micro_batches, part.micro_batch_size)
         except ModelError as error:
@@ -153,13 +164,13 @@ class Trainer:
             ) from error
 
     def _compute(self, agreed: Sequence[tuple[Part, int, list[float]]]) -> float:
-        """Everything but the optimizer's step, which must not find losses in memory; the loss of all parts together."""
+        """Run a step without the optimizer's step, which must not find losses in memory; return the total loss."""
         losses = self._forward_backward(agreed)
         self._sum_gradients()
         return self._loss_everywhere(losses, sum(part.num_samples for part, *_ in agreed))
 
     def _forward_backward(self, agreed: Sequence[tuple[Part, int, list[float]]]) -> list[Tensor]:
-        """With the last stage, what the loss of each micro-batch adds to that of all parts together."""
+        """Return, on the last stage, the contribution of each micro-batch to the loss of all parts."""
         assembly = self._assembly
         assembly.tied.begin()
         if self._loss_scale is not None:
@@ -167,7 +178,7 @@ class Trainer:
         if assembly.replicas is not None:
             assembly.replicas.begin()
         losses: list[Tensor] = []
-        # The mini-batch of all replicas is numbered through.
+        # Micro-batches are numbered over all replicas.
         before = self._job.place.replica * sum(part.micro_batches for part, *_ in agreed)
         with keeping_random_state():
             for part, first, weights in agreed:
@@ -187,9 +198,9 @@ class Trainer:
         return engine.step(self._mini_batches.input_tensors(part), self._mini_batches.targets(part, weights), weights)
 
     def _sum_gradients(self) -> None:
-        """Makes the gradients here those of all micro-batches, replicas and uses of a parameter."""
+        """Sum gradients over all micro-batches, replicas and uses of a parameter."""
         self._job.position.at("the gradients", waits_for=ANY)
-        # Running statistics are about to be written over; what was remembered of them would be copied first.
+        # Running statistics are written next; without this, their snapshots would be copied first.
         for module in self._assembly.modules:
             module.forget_state()
         self._assembly.statistics.commit(self._groups.replicas)
@@ -202,7 +213,7 @@ class Trainer:
             check_gradients(self._parameters, self._job.position)
 
     def _record(self, loss: float) -> StepRecord:
-        """The step that has just ended."""
+        """Return the record of the step that has just ended."""
         return StepRecord(
             step=self.step_index - 1,
             loss=loss,
@@ -213,7 +224,7 @@ class Trainer:
         )
 
     def _loss_everywhere(self, losses: Sequence[Tensor], num_samples: int) -> float:
-        """Tells every rank the loss of the step, and how many samples it had."""
+        """Send the loss of the step and its number of samples to every rank."""
         place, position = self._job.place, self._job.position
         position.at("the loss", waits_for=None if place.is_last else place.stages[-1] + 1)
         loss, samples = self._relay.everywhere([sum_of(losses), num_samples], 2)
@@ -227,14 +238,14 @@ class Trainer:
     # Private methods: evaluating
 
     def _forward(self, part: Part, weights: Sequence[float], observed: Observed) -> list[Tensor]:
-        """With the last stage, what each loss adds to that of the batch."""
+        """Return, on the last stage, the contribution of each micro-batch to the loss of the batch."""
         job, modules, batches = self._job, self._assembly.modules, self._mini_batches
         forward = ForwardOnly(modules=modules, place=job.place, device=job.device, precision=job.balance.dtype)
         self._assembly.expect(part, training=False)
         last = modules[-1]
         last.targets = batches.targets(part, weights)
         if job.place.is_last:
-            # The metrics get those targets, too, of which nothing counts for the loss.
+            # The metrics also get the targets that have no weight in the loss.
             targets = batches.targets(part, [1.0] * len(weights))
             last.seen = partial(observed.see, part.micro_batch_size, targets)
         try:

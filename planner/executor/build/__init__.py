@@ -1,1 +1,1 @@
-"""How a rank's stage comes into being, and the proof that it computes what the model does."""
+"""Build a rank's stages, and check the loss that they train."""

@@ -1,4 +1,4 @@
-"""Puts a process's stages together: their modules, what is summed between processes, and engines for mini-batches."""
+"""Assemble a process's stages: their modules, the sums between processes, and engines for mini-batches."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
@@ -34,7 +34,7 @@ from planner.model.load import LoadedModel, to_device
 
 
 class Assembly:
-    """The stages that one process runs.
+    """Stages that one process runs.
 
     Raises:
         ModelError: The model is not the one that was planned, or cannot be built or trained in micro-batches.
@@ -45,20 +45,20 @@ class Assembly:
     ) -> None:
         self._job, self._model, self.groups, self.recorder = job, model, groups, recorder
         balance, place = job.balance, job.place
-        # Shapes alone: a mini-batch that stays would be memory that no plan counts on.
+        # Shapes only: no plan includes the memory of a mini-batch that is kept.
         self._example_inputs = to_device(
             example_of(model, balance.batch, seed=job.seed, step=0).inputs, torch.device("meta")
         )
         self._chain = structure or build_structure(model)
         check_same_model(balance, model, self._chain)
         self.first_names = first_names(self._chain.model)
-        """Name in the model's state dict: the first of the names that its tensor has there."""
+        """First name of each tensor in the model's state dict, by each of its names."""
         cuts = list(accumulate(balance.balance, initial=0))
         self._ranges = [StageRange(cuts[k], cuts[k + 1], bool(balance.stages[k].recomputed)) for k in place.stages]
-        # What a last smaller mini-batch needs is made when it comes.
+        # Shapes and engine of a smaller last mini-batch are made when it occurs.
         self._shapes: Callable[..., Shapes] = cache(self._shapes_for)
         self.engine: Callable[[int, int], Engine] = cache(self._engine_for)
-        """For so many micro-batches of such a size."""
+        """Function that returns the engine for a number of micro-batches and their size."""
         self.statistics = BatchStatistics()
         shapes = self._shapes(job.micro_batch_size, training=True)
         built = build_stages(model, self._chain, self._ranges, seed=job.seed, device=job.device)
@@ -80,7 +80,7 @@ class Assembly:
         return computation_of(self._chain.model, self._model)
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """The parameters of all stages here under the names they have in the whole model; each once."""
+        """Return the parameters of all stages here with the names they have in the whole model; each once."""
         named: dict[int, tuple[str, nn.Parameter]] = {}
         for module in self.modules:
             for name, parameter in module.named_parameters():
@@ -93,17 +93,17 @@ class Assembly:
         return list(self._chain.model.parameters())
 
     def own_of_whole(self) -> list[tuple[nn.Parameter, nn.Parameter]]:
-        """Return pairs of one of `whole_parameters` and the parameter here that is the same."""
+        """Return pairs of one of `whole_parameters` and the same parameter in this process."""
         whole = dict(self._chain.model.named_parameters(remove_duplicate=False))
         return [(whole[name], parameter) for name, parameter in self.named_parameters()]
 
     def named_tensors(self) -> dict[str, Tensor]:
-        """This process's part of the model's state dict: parameters and persistent buffers, under their names there."""
+        """Return this process's part of the model's state dict: parameters and persistent buffers by name."""
         held = (pair for module in self.modules for pair in named_tensors(module))
         return {name: tensor for name, tensor in held if name in self.first_names}
 
     def expect(self, part: Part, *, training: bool) -> None:
-        """Lets the stages know the shapes of what they receive of `part`."""
+        """Set the shapes of the tensors that the stages receive and send for `part`."""
         boundaries = self._shapes(part.micro_batch_size, training=training).boundaries
         for module, layers in zip(self.modules, self._ranges, strict=True):
             module.received = boundaries[layers.first]
@@ -184,7 +184,20 @@ def stage_module_of(
     loss_fn: Callable[[Any, Any], Tensor] | None,
     statistics: BatchStatistics,
 ) -> StageModule:
-    """The module of a stage: `layers` of the chain that `shapes` are of, as they were `built`; see `StageModule`.
+    """Return the module of a stage.
+
+    Args:
+        built: Layers of the stage as they were built.
+        layers: Range of the stage in the chain.
+        shapes: Shapes of the chain.
+        recompute: Micro-batches for which the stage is recomputed as a whole.
+        recomputed: Layers that are recomputed separately, counted from the stage's first.
+        micro_batches: Number of micro-batches (M).
+        loss_fn: The loss, on the last stage.
+        statistics: Batch statistics for all stages of this process.
+
+    Returns:
+        The module.
 
     Raises:
         ModelError: A layer cannot be trained in micro-batches.
@@ -198,7 +211,7 @@ def stage_module_of(
         recompute=recompute,
         micro_batches=micro_batches,
         loss_fn=loss_fn,
-        # A first layer that is recomputed makes its own copy: what it keeps is then the received tensor itself.
+        # A first layer that is recomputed copies its input itself, and keeps the received tensor.
         copies_input=shapes.stage_writes_input(first, end) and 0 not in recomputed,
         carries=() if loss_fn is not None else [tensor.requires_grad for tensor in behind.tensors],
         recomputed={n: shapes.recomputed(first + n, end) for n in recomputed},

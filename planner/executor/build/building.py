@@ -1,4 +1,4 @@
-"""The layers of one stage with their initial parameters, equal to those of `torch.manual_seed(S); build_model()`."""
+"""Build the layers of one stage with their initial parameters, equal to `torch.manual_seed(S); build_model()`."""
 
 import contextlib
 import copy
@@ -25,22 +25,22 @@ from planner.model.precision import convert
 
 
 class StageRange(NamedTuple):
-    """Layers `first`..`end - 1` of a chain."""
+    """Layers `first` to `end - 1` of a chain."""
 
     first: int
     end: int
     apart: bool = False
-    """Whether each layer must be a module of its own: else a model with an outline gives all in one."""
+    """True if each layer must be a separate module; otherwise a model with an outline has one module for all."""
 
     def of(self, chain: Chain) -> tuple[Layer, ...]:
-        """These layers of a chain."""
+        """Return these layers of a chain."""
         if chain.outline is None or self.apart:
             return chain.layers[self.first : self.end]
         return (Layer(chain.names[self.first], chain.stage(self.first, self.end)),)
 
 
 def build_structure(loaded: LoadedModel) -> Chain:
-    """The whole chain on the meta device: names and shapes, no memory (while it is built, where that needs values).
+    """Return the whole chain on the meta device: names and shapes, no memory (except while it is built from values).
 
     Raises:
         ModelError: The model cannot be built.
@@ -49,16 +49,16 @@ def build_structure(loaded: LoadedModel) -> Chain:
     try:
         with torch.device("meta"):
             model = loaded.build()
-    except Exception:  # construction that depends on values; an error of the user's comes again
+    except Exception:  # the construction depends on values; an error of the user's is raised again
         model = full = loaded.build()
     refuse_sparse(model)
     if any(not tensor.is_meta for tensor in _all_tensors(model)):
-        # A copy in which every tensor is replaced: a finished model stays as it is, and what is tied stays tied.
+        # A copy in which every tensor is replaced: a finished model is not changed, and tied tensors stay tied.
         model = copy.deepcopy(model, {id(tensor): _emptied(tensor) for tensor in _all_tensors(model)})
     model = convert(model, loaded.precision)
     try:
         return loaded.chain(model)
-    except ModelError:  # what can be cut only where it runs on values; an error of the user's comes again
+    except ModelError:  # the model can be cut only if it runs on values; an error of the user's is raised again
         full = convert(full or loaded.build(), loaded.precision)
         outline = loaded.chain(full).outline
         if outline is None:
@@ -67,7 +67,7 @@ def build_structure(loaded: LoadedModel) -> Chain:
 
 
 def check_buildable(loaded: LoadedModel) -> None:
-    """Find the stages' structure and shapes as every rank does when a run starts.
+    """Find the stages' structure and shapes, as every rank does when a run starts.
 
     Raises:
         ModelError: They cannot be found, so no rank could start.
@@ -79,7 +79,12 @@ def check_buildable(loaded: LoadedModel) -> None:
 
 
 def check_same_model(balance: Balance, loaded: LoadedModel, chain: Chain) -> None:
-    """Refuses to run another model than the one that was planned; `chain` is that of `loaded`.
+    """Refuse to run another model than the one that was planned.
+
+    Args:
+        balance: Balance configuration.
+        loaded: The model.
+        chain: Its chain.
 
     Raises:
         ModelError: Names of layers, or the digest, are not those of the plan.
@@ -104,10 +109,20 @@ def check_same_model(balance: Balance, loaded: LoadedModel, chain: Chain) -> Non
 def build_stages(
     loaded: LoadedModel, chain: Chain, stages: Sequence[StageRange], *, seed: int, device: torch.device
 ) -> list[tuple[Layer, ...]]:
-    """The layers of some stages of `chain` on `device`, with the values that the seed gives them in the whole model.
+    """Return the layers of some stages on a device, with the values that the seed gives them in the whole model.
 
-    No other layer's parameters take memory. What two of the stages share they share here, too. A model whose
-    construction cannot be followed (it depends on values, say) is built whole, and the others dropped.
+    Parameters of other layers take no memory. Parameters that stages share are shared here, too. A model whose
+    construction depends on values is built whole, and the other layers are dropped.
+
+    Args:
+        loaded: The model.
+        chain: Its chain.
+        stages: Ranges of the stages.
+        seed: Seed of the initial values.
+        device: Device of the layers.
+
+    Returns:
+        The layers of each stage.
     """
 
     def wanted(model: nn.Module) -> list[Tensor]:
@@ -127,14 +142,14 @@ def build_stages(
     built = [like(chain, loaded, each) for each in _instances(model, chain, len(stages))]
     layers = [stage.of(own) for stage, own in zip(stages, built, strict=True)]
     if chain.outline is None:
-        # Moved together, what several layers share stays shared.
+        # Moved together, so that tensors of several layers stay shared.
         together = nn.ModuleList(layer.module for of_stage in layers for layer in of_stage).to(device)
         _move(outlying_tensors(together, together.parameters()), device)
     return layers
 
 
 def _build_parts(loaded: LoadedModel, wanted: Callable[[nn.Module], list[Tensor]], seed: int) -> nn.Module:
-    """Return the model with the tensors that are wanted and, if its construction can be followed, no others."""
+    """Return the model with only the wanted tensors in memory, or with all if its construction depends on values."""
     if not loaded.is_without_values:
         with contextlib.suppress(BuildError):
             return build_only(loaded.build, wanted, seed=seed)
@@ -146,12 +161,30 @@ def _build_parts(loaded: LoadedModel, wanted: Callable[[nn.Module], list[Tensor]
 
 
 def like(chain: Chain, loaded: LoadedModel, model: nn.Module) -> Chain:
-    """The chain of another instance of the model that `chain` is of."""
+    """Return the chain of another instance of the model.
+
+    Args:
+        chain: Chain of an instance.
+        loaded: The model.
+        model: The other instance.
+
+    Returns:
+        Its chain.
+    """
     return loaded.chain(model) if chain.outline is None else outlined(chain.outline, model)
 
 
 def held_names(chain: Chain, first: int, end: int) -> frozenset[str]:
-    """Names of the parameters and buffers that layers `first`..`end - 1` need."""
+    """Return the names of the parameters and buffers that layers `first` to `end - 1` need.
+
+    Args:
+        chain: The chain.
+        first: First layer.
+        end: Layer after the last.
+
+    Returns:
+        Names in the model.
+    """
     if chain.outline is not None:
         return frozenset[str]().union(*chain.outline.holds[first:end])
     prefixes = tuple(f"{layer.name}." for layer in chain.layers[first:end])
@@ -159,7 +192,13 @@ def held_names(chain: Chain, first: int, end: int) -> frozenset[str]:
 
 
 def keep_only(model: nn.Module, kept: Callable[[Tensor], Tensor | None], device: torch.device) -> None:
-    """Puts `kept(tensor)` in place of every parameter and buffer, and an absent ghost where that is None."""
+    """Replace every parameter and buffer by `kept(tensor)`, or by an absent ghost where that is None.
+
+    Args:
+        model: The model.
+        kept: Function that returns the tensor to use, or None.
+        device: Device that the ghosts report.
+    """
     names = {id(tensor): name for name, tensor in reversed(named_tensors(model))}
 
     def other(tensor: Tensor) -> Tensor:
@@ -170,7 +209,7 @@ def keep_only(model: nn.Module, kept: Callable[[Tensor], Tensor | None], device:
 
 
 def _held_by(chain: Chain, model: nn.Module, stages: Sequence[StageRange]) -> list[Tensor]:
-    """What the layers of `stages` need."""
+    """Return the parameters and buffers that the layers of `stages` need."""
     names = frozenset[str]().union(*(held_names(chain, stage.first, stage.end) for stage in stages))
     return [tensor for name, tensor in named_tensors(model) if name in names]
 
@@ -197,9 +236,9 @@ def _with_its_parameters(tensor: Tensor, held: Collection[int], device: torch.de
 
 
 def _instances(model: nn.Module, chain: Chain, count: int) -> list[nn.Module]:
-    """One model for each stage, with tensors in common but for those that forward changes.
+    """Return one model for each stage, which share all tensors except those that forward changes.
 
-    Code between modules runs in every stage: in a model that stages share, it would count each micro-batch twice.
+    Code between modules runs in every stage: if stages shared its state, each micro-batch would count several times.
     """
     if chain.outline is None:
         return [model] * count
@@ -210,13 +249,13 @@ def _instances(model: nn.Module, chain: Chain, count: int) -> list[nn.Module]:
 
 
 def _with_outlying(modules: Sequence[nn.Module]) -> list[Tensor]:
-    """Parameters and buffers of some modules, and the tensors outside of them that their code and hooks can read."""
+    """Return parameters and buffers of modules, and tensors outside of them that their code and hooks can read."""
     held = [t for module in modules for t in (*module.parameters(), *module.buffers())]
     return [*held, *outlying_tensors(modules, held)]
 
 
 def _move(tensors: Sequence[Tensor], device: torch.device) -> None:
-    """Moves tensors in place, since closures hold them."""
+    """Move tensors in place, because closures refer to them."""
     for tensor in tensors:
         if tensor.device != device:
             tensor.data = tensor.data.to(device)
@@ -230,5 +269,5 @@ def _on(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 def _all_tensors(module: nn.Module) -> list[Tensor]:
-    """Parameters, buffers, and tensors that are plain attributes."""
+    """Return parameters, buffers, and tensors that are plain attributes."""
     return [*module.parameters(), *module.buffers(), *loose_tensors(module)]

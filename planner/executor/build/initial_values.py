@@ -65,5 +65,5 @@ def _digest(tensor: Tensor) -> bytes:
 
 
 def _bytes_of(tensor: Tensor) -> Tensor:
-    """Return the values as bytes, of whatever dtype; a copy only if they are not contiguous."""
+    """Return the values of any dtype as bytes; a copy only if they are not contiguous."""
     return tensor.detach().contiguous().view(-1).view(torch.uint8)

@@ -37,7 +37,8 @@ from planner.model.load import Batch, LoadedModel, to_device
 from planner.model.nests import put_together, take_apart, tensors_in
 
 _SAMPLES: Final = (4, 2)
-"""Numbers of samples, the first of which fits: of halves of one sample some models drop a dimension (`squeeze`)."""
+"""Numbers of samples, of which the first that fits is used: with halves of one sample some models drop a dimension
+(`squeeze`)."""
 
 _MOST_BYTES: Final = 1_350_000_000
 """Parameters and outputs of models that run for this check. Larger models are not compared."""
@@ -49,13 +50,13 @@ _MOST_S: Final = 3.0
 """Time of the first forward. Slower models are not compared."""
 
 _LEAST_LOSS: Final = 1e-2
-"""Smaller losses are compared as if they were so large: the mean of a normalized output is a rounding error."""
+"""Smaller losses are compared as if they had this size: the mean of a normalized output is a rounding error."""
 
 _UNSEEN: Final = 1e-3
-"""Part of the difference between the halves' losses that is accepted as rounding."""
+"""Fraction of the difference between the halves' losses that is accepted as rounding."""
 
 _LEAST_LABELS: Final = 4
-"""Labels in a row from which each rule gets a weight of its own (`_masked`)."""
+"""Labels in a row from which on each rule has different weights (`_masked`)."""
 
 _LABELS: Final[Mapping[CountedLabels, str]] = {
     "all": "labels that are not -100",
@@ -64,14 +65,14 @@ _LABELS: Final[Mapping[CountedLabels, str]] = {
 
 
 class RefusedLossError(ModelError):
-    """A loss that no pipeline can train."""
+    """Error of a loss that no pipeline can train."""
 
 
 class CheckedLoss(NamedTuple):
     """Result of the check."""
 
     loaded: LoadedModel
-    """The model, with the labels that its loss is the mean of."""
+    """The model, with the labels that its loss averages over."""
     notes: tuple[str, ...]
     warnings: tuple[str, ...]
 
@@ -94,13 +95,14 @@ class _Losses(NamedTuple):
 
 
 def check_loss(loaded: LoadedModel) -> CheckedLoss:
-    """Find out how the losses of micro-batches are weighted, and whether that gives the loss of their mini-batch.
+    """Find out how the losses of micro-batches are weighted, and check that this gives the loss of their mini-batch.
 
     Args:
         loaded: The model. It is built once, and runs on the CPU or where it was built.
 
     Returns:
-        The model with its `counted_labels`, and notes and warnings for the user. What cannot run here is not compared.
+        The model with its `counted_labels`, and notes and warnings for the user. A model that cannot run here is not
+        compared.
 
     Raises:
         ModelError: `loss_fn` reads parameters of the model, or `loss_count` gives no number.
@@ -283,7 +285,7 @@ def _masked(batch: Batch) -> Batch | None:
     The weights are 1/2 by samples, 2/5 by all labels, 1/4 by shifted labels.
 
     Returns:
-        The batch with these labels; as it is where a sample has one label, and None where rows are too short.
+        The batch with these labels; unchanged if a sample has one label, and None if rows are too short.
     """
     labels = batch.inputs["labels"].clamp(min=0)
     if labels.ndim < 2:
@@ -309,7 +311,7 @@ def _counts(halves: tuple[Batch, Batch], rule: CountedLabels) -> tuple[float, fl
 
 
 def _losses(loaded: LoadedModel, model: nn.Module, batch: Batch, halves: tuple[Batch, Batch]) -> _Losses | None:
-    """Return the losses; None if the model does not run so, or its loss is another one each time."""
+    """Return the losses; None if the model does not run in evaluation mode, or its loss is different each time."""
     if uses_batch_in_evaluation(model):
         return None
     try:
@@ -338,7 +340,7 @@ def _loss(loaded: LoadedModel, model: nn.Module, batch: Batch, *, seed: int) -> 
     torch.manual_seed(seed)
     with torch.no_grad():
         output, targets = _output_of(model, batch)
-    # With a graph from here on: code that asks for values cannot be followed without them.
+    # With a graph and real values: code that reads values cannot be followed without them.
     _refuse_parameters_in_loss(loaded, model, output, targets)
     with torch.no_grad():
         return float(_fresh_loss(loaded)(output, targets))

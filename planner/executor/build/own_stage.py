@@ -1,13 +1,13 @@
-"""Builds a model of which only some tensors exist, with exactly the values they have when the whole model is built.
+"""Build a model of which only some tensors exist, with exactly the values they have when the whole model is built.
 
-Initial values come from a random generator that every layer advances in turn, so a rank cannot just build its own
-layers. The model is therefore built twice with fake tensors, which have a shape and no memory. The first time every
-operator is written down with the storages it reads and writes. What the wanted tensors depend on (backward slice) is
-then known, and the second time those operators run for real; every other operator stays fake, and if it draws random
-numbers it draws them into a scratch tensor, which is dropped at once. Peak memory: the wanted tensors, what they are
-made from, and the largest single tensor.
+Initial values come from a random generator that every layer advances in turn, so a rank cannot build its own layers
+alone. The model is built twice with fake tensors, which have a shape and no memory. The first time, the storages that
+every operator reads and writes are recorded. This gives the operators that the wanted tensors depend on (backward
+slice). The second time, those operators run for real; the others stay fake. A fake operator that draws random numbers
+draws them into a scratch tensor, which is dropped at once. Peak memory: the wanted tensors, their operands, and the
+largest single tensor.
 
-Fake tensors, not the meta device: `nn.init` skips meta tensors, random draws and all.
+The meta device would not do: `nn.init` skips meta tensors, including their random draws.
 """
 
 from collections.abc import Callable, Iterable
@@ -23,7 +23,7 @@ from planner.executor.run.parts import tensors_of
 from planner.model.held import replace_tensors
 
 _UNNUMBERED = (torch.ops.aten.detach.default, torch.ops.aten.alias.default, torch.ops.prim.device.default)
-"""These copy no value, and are called or not depending on who else holds the tensor and whether it is fake."""
+"""Operators that copy no value; whether they are called depends on other references to the tensor and on fakeness."""
 
 _DRAWS_BY_SHAPE = frozenset(
     f"aten::{name}"
@@ -33,37 +33,45 @@ _DRAWS_BY_SHAPE = frozenset(
         *("randint_like", "randperm", "native_dropout"),
     )
 )
-"""Random operators that take as many numbers from the generator as the shape says, whatever the values."""
+"""Random operators that draw a number of values that depends only on the shape."""
 
 
 class BuildError(Exception):
-    """The model cannot be built in parts; build it whole."""
+    """Error of a model that cannot be built in parts and must be built whole."""
 
 
 def build_only(
     build: Callable[[], nn.Module], wanted: Callable[[nn.Module], Iterable[Tensor]], *, seed: int
 ) -> nn.Module:
-    """`torch.manual_seed(seed); build()` with only the `wanted` tensors in memory, the others on the meta device.
+    """Return `torch.manual_seed(seed); build()` with only the `wanted` tensors in memory, others on the meta device.
+
+    Args:
+        build: Function that builds the model.
+        wanted: Function from a built model to its wanted tensors.
+        seed: Seed of the initial values.
+
+    Returns:
+        The model.
 
     Raises:
-        BuildError: The model's construction depends on values, differs from time to time, or draws random numbers in
-            a way that cannot be followed without them.
+        BuildError: The model's construction depends on values, differs from time to time, or draws random numbers whose
+            count depends on values.
     """
     notes = _Notes()
     try:
         with notes:
             model = build()
-        # What the wanted tensors are is known only of a built model; the fake one has the same, by storage.
+        # The wanted tensors are known only for a built model; the fake one has the same, by storage.
         replay = _Replay(notes, notes.slice_of(wanted(model)))
         torch.manual_seed(seed)
         with replay:
             model = build()
     except BuildError:
         raise
-    # Whatever fake tensors cannot do; an error of the user's own comes again when the whole model is built.
+    # Fake tensors do not support something; an error of the user's is raised again when the whole model is built.
     except Exception as error:
         raise BuildError(f"{type(error).__name__}: {error}") from error
-    # A construction that ended early, or took another way, has not made what was asked for.
+    # A construction that ended early, or ran other code, has not made the wanted tensors.
     if replay.number != len(notes.names) or any(_is_empty(tensor) for tensor in wanted(model)):
         raise BuildError("some tensors are made in a way that cannot be followed")
     kept = {_key(tensor) for tensor in wanted(model)}
@@ -73,7 +81,7 @@ def build_only(
 
 
 def emptied(tensor: Tensor) -> Tensor:
-    """The same tensor on the meta device."""
+    """Return the tensor on the meta device."""
     shape = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device="meta")
     if isinstance(tensor, nn.Parameter):
         return nn.Parameter(shape, requires_grad=tensor.requires_grad)
@@ -81,7 +89,7 @@ def emptied(tensor: Tensor) -> Tensor:
 
 
 class _Notes(TorchDispatchMode):
-    """Writes down which storages every operator reads and writes."""
+    """Mode that records the storages that every operator reads and writes."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -92,7 +100,7 @@ class _Notes(TorchDispatchMode):
         self._alive: list[Tensor] = []  # a storage's address means something only while it lives
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        # Numbers count only what both runs are sure to do, in the same order.
+        # Only operators that both runs certainly call, in the same order, are numbered.
         result = _without_memory(self.fake, func, args, kwargs or {})
         if func in _UNNUMBERED:
             return result
@@ -107,7 +115,7 @@ class _Notes(TorchDispatchMode):
         return result
 
     def slice_of(self, tensors: Iterable[Tensor]) -> frozenset[int]:
-        """Numbers of all operators that the values of `tensors` depend on."""
+        """Return the numbers of all operators that the values of `tensors` depend on."""
         needed: set[int] = set()
         todo = [number for tensor in tensors for number in self._writers.get(_key(tensor), [])]
         while todo:
@@ -115,14 +123,14 @@ class _Notes(TorchDispatchMode):
             if number in needed:
                 continue
             needed.add(number)
-            # All that wrote earlier into what this one touched: in-place operators (`nn.init`) add up.
+            # All earlier operators that wrote into the same storages: in-place operators (`nn.init`) build on them.
             for key in self._touched[number]:
                 todo.extend(earlier for earlier in self._writers.get(key, []) if earlier < number)
         return frozenset(needed)
 
 
 class _Replay(TorchDispatchMode):
-    """Runs the needed operators for real and the others fake, drawing every random number."""
+    """Mode that runs the needed operators for real and the others fake, drawing every random number."""
 
     def __init__(self, notes: _Notes, needed: frozenset[int]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -141,19 +149,19 @@ class _Replay(TorchDispatchMode):
         if number in self._needed:  # its operands are real, as all that they depend on is needed, too
             return func(*args, **kwargs)
         if torch.Tag.nondeterministic_seeded in func.tags:
-            # The generator must advance as if the whole model were built, or all that follows would draw other numbers.
+            # The generator must advance as if the whole model were built, or later operators would draw other numbers.
             if func._schema.name not in _DRAWS_BY_SHAPE:
                 raise BuildError(f"how many random numbers {func} draws depends on values")
             operands = tensors_of((args, kwargs))
             if operands and not any(map(_is_empty, operands)):
-                # Computed from what is needed, as a weight-normed weight is: drawn here, and not once more below.
+                # Its operands are real, as those of a weight-normed weight: drawn here, and not again below.
                 return func(*args, **kwargs)
             func(*tree_map_only(Tensor, _scratch, args), **tree_map_only(Tensor, _scratch, kwargs))
         return _without_memory(self._fake, func, args, kwargs)
 
 
 def _without_memory(fake: FakeTensorMode, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """Runs an operator fake, unless all it works on is there already (numbers written in the user's code)."""
+    """Run an operator fake, unless all of its operands are real (numbers written in the user's code)."""
     operands = tensors_of((args, kwargs))
     if operands and not any(map(_is_empty, operands)):
         return func(*args, **kwargs)
@@ -162,7 +170,7 @@ def _without_memory(fake: FakeTensorMode, func: Any, args: Any, kwargs: dict[str
 
 
 def _is_empty(tensor: Tensor) -> bool:
-    # A parameter made of a fake tensor is one too, but says so only behind its back.
+    # A parameter made of a fake tensor is fake too, but only its `data` shows it.
     return tensor.is_meta or isinstance(tensor, FakeTensor) or isinstance(tensor.data, FakeTensor)
 
 
@@ -179,5 +187,5 @@ def _writes(func: Any) -> bool:
 def _scratch(tensor: Tensor) -> Tensor:
     if not _is_empty(tensor):
         return tensor.clone()
-    # Zeros: what lies in memory by chance could be no valid argument (a probability, say).
+    # Zeros: uninitialized values might be invalid arguments, such as a probability.
     return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device="cpu").zero_()

@@ -1,4 +1,4 @@
-"""The equivalence check: stages in processes of their own, compared with the user's model in a plain training loop.
+"""Check equivalence: stages in separate processes are compared with the user's model in a plain training loop.
 
     the caller                forks
      └─ the check             forks the reference, finds the model's layers and its distinct cuts, forks stages
@@ -32,24 +32,24 @@ from planner.model.reference import ReferenceOptions, train_reference
 
 
 class _Attempt(NamedTuple):
-    """How the model is trained; the next attempt is made where one fails."""
+    """Way to train the model; if one fails, the next is tried."""
 
     micro_batch_size: int
     lean: bool
-    """Whether parameters of a shortened model have random values; else those that the user's code gives them."""
+    """True if parameters of a shortened model have random values, not those of the user's code."""
 
 
 _ATTEMPTS = (_Attempt(1, True), _Attempt(2, True), _Attempt(1, False), _Attempt(2, False))
 
 
 class Checked(NamedTuple):
-    """What the check found."""
+    """Result of the check."""
 
     loaded: LoadedModel
-    """The model, with the layers that no stage may end with."""
+    """Model, with the layers that no stage may end with."""
     proof: Proof
     warnings: tuple[str, ...]
-    """Which cuts were taken out, and why."""
+    """Cuts that were removed, and why."""
 
 
 def check_equivalence(
@@ -64,10 +64,13 @@ def check_equivalence(
 
     Args:
         loaded: The model.
-        budget_s: About how long that may take, in seconds; cuts for which it does not suffice are not compared.
-        digests: Tells which layers run the same operators, so that like cuts need one comparison.
+        budget_s: Approximate time limit in seconds; cuts that exceed it are not compared.
+        digests: Returns digests of layers that are equal for equal operators, so that like cuts need one comparison.
         ends: Cuts to compare, each the index of the layer after it; by default all distinct ones.
-        progress: Called with what is being done.
+        progress: Called with the current activity.
+
+    Returns:
+        The result.
 
     Raises:
         ModelError: No cut is right, or the model does not train in a plain loop.
@@ -91,13 +94,16 @@ def check_equivalence(
 
 
 def reference_losses(loaded: LoadedModel, *, micro_batches: int, micro_batch_size: int, limit_s: float) -> list[float]:
-    """Train the unpartitioned model for two steps in a plain loop, in a process of its own; return the losses.
+    """Train the unpartitioned model for two steps in a plain loop, in a separate process.
 
     Args:
         loaded: The model.
         micro_batches: Micro-batches of a step, over all replicas.
         micro_batch_size: Samples of each.
         limit_s: Seconds after which the process is ended.
+
+    Returns:
+        The losses.
 
     Raises:
         ModelError: It does not train, or not within that time.
@@ -121,7 +127,7 @@ def reference_losses(loaded: LoadedModel, *, micro_batches: int, micro_batch_siz
 
 
 def _in_child(request: CheckRequest, progress: Callable[[str], None]) -> Found:
-    """Run a round of the check in a process of its own, so that this one stays as it is."""
+    """Run a round of the check in a separate process, so that this one is not changed."""
     folder = Path(tempfile.mkdtemp(prefix="gpipe-plan-check-"))
     child = Child(partial(_round, request, folder), limit_s=request.limit_s)
     try:
@@ -136,8 +142,8 @@ def _in_child(request: CheckRequest, progress: Callable[[str], None]) -> Found:
 
 
 def _round(request: CheckRequest, folder: Path, connection: Connection) -> Found:
-    """Run a round; `folder` is its own, and `connection` is told what is being done."""
-    # Forked before anything of the model has run here, so that module-level state is as in a process of its own.
+    """Run a round with its own `folder`; progress is sent over `connection`."""
+    # Forked before any code of the model has run here, so that module-level state is as in a new process.
     works = [partial(_reference, request.loaded, folder / str(number)) for number in range(len(_ATTEMPTS))]
     waiting = [Child(work, limit_s=request.limit_s) for work in works]
     try:
@@ -168,7 +174,7 @@ def _compared(request: CheckRequest, folder: Path, waiting: Sequence[Child], pro
             subject = Subject.of(request, chain, attempt.micro_batch_size, lean=attempt.lean)
             has_other_values = subject.has_other_values
             found = Round.of(request, subject, folder / str(number), child, progress=progress).compare()
-        except ChildError as error:  # of batch normalization, say, which wants two samples
+        except ChildError as error:  # batch normalization, for example, needs two samples
             first = first or error
             continue
         if not found.wrong and request.ends is None:

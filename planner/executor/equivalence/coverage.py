@@ -16,16 +16,16 @@ from planner.model.stage import ModelStage
 
 @dataclass(frozen=True, kw_only=True)
 class Coverage:
-    """The distinct cuts of a chain; a cut is the index of the layer after it."""
+    """Distinct cuts of a chain; a cut is the index of the layer after it."""
 
     classes: tuple[tuple[int, ...], ...]
     """Equivalent cuts, the representative first."""
     keys: tuple[Hashable, ...]
-    """By layer, what it runs and what crosses the boundary before it."""
+    """Key of each layer: its operators, and the tensors at the boundary before it."""
 
     @property
     def representatives(self) -> tuple[int, ...]:
-        """The first cut of every class."""
+        """First cut of every class."""
         return tuple(alike[0] for alike in self.classes)
 
     def like(self, cut: int) -> tuple[int, ...]:
@@ -38,9 +38,11 @@ def coverage_of(chain: Chain, shapes: Shapes, digests: Sequence[str]) -> Coverag
 
     Args:
         chain: The chain.
-        shapes: What crosses its boundaries.
-        digests: By layer, a digest of the operators that it runs; empty where they are unknown, and every cut is
-            distinct then.
+        shapes: Content of its boundaries.
+        digests: Digest of the operators of each layer; empty if they are unknown, and then every cut is distinct.
+
+    Returns:
+        The groups.
     """
     crossing = [
         tuple((tuple(t.shape), t.dtype, t.requires_grad) for t in boundary.tensors) for boundary in shapes.boundaries

@@ -1,4 +1,4 @@
-"""Differences between a stage of a pipeline and the reference, and which of them are more than rounding errors."""
+"""Compute differences between a stage of a pipeline and the reference, and decide which exceed rounding errors."""
 
 import hashlib
 import math
@@ -12,13 +12,13 @@ from planner.core.values.precision import Precision
 from planner.model.reference_state import State, dense_values, largest
 
 LIMIT = 1e-4
-"""Relative differences above it are no rounding errors, unless the model makes as much of one (`largest_problem`)."""
+"""Larger relative differences are no rounding errors, unless the model amplifies these as much (`largest_problem`)."""
 
 NUMBER = "the number"
-"""Begins what numbers of modules are called."""
+"""First words of the name of a module's number."""
 
 _WORST = 1e-2
-"""No rounding error is larger."""
+"""Limit of any rounding error."""
 
 _PIECE = 2**18
 """Numbers that are compared at a time."""
@@ -29,21 +29,27 @@ _NOISE: Mapping[Precision, float] = {"": 1e-7, "fp32": 1e-7, "bf16": 4e-3, "bf16
 
 @dataclass
 class Differences:
-    """What a stage was found to have, compared with the reference."""
+    """Differences of a stage from the reference."""
 
     relative: dict[str, float] = field(default_factory=dict)
-    """The largest relative difference of every tensor and number, by what it is called in messages."""
+    """Largest relative difference of every tensor and number, by its name in messages."""
     own_values: dict[str, str] = field(default_factory=dict)
-    """Digests of the tensors whose initial values are not the reference's, by name."""
+    """Digests of the tensors whose initial values differ from the reference's, by name."""
     writes_state: bool = False
-    """Whether forwards write into parameters, buffers or tensors in attributes."""
+    """True if forwards write into parameters, buffers or tensors in attributes."""
 
     def note(self, what: str, ratio: float) -> None:
-        """Note a relative difference; of several for the same thing, the largest is kept."""
+        """Record a relative difference; of several for the same name, the largest is kept."""
         self.relative[what] = max(ratio if not math.isnan(ratio) else math.inf, self.relative.get(what, 0.0))
 
     def compare_number(self, what: str, value: float, right: float) -> None:
-        """Compare a number."""
+        """Compare a number with the reference's.
+
+        Args:
+            what: Name in messages.
+            value: Number of the stage.
+            right: Number of the reference.
+        """
         equal = value == right or (math.isnan(value) and math.isnan(right))
         self.note(what, 0.0 if equal else abs(value - right) / max(abs(right), 1e-30))
 
@@ -52,6 +58,12 @@ class Differences:
 
         None counts as zeros. If a missing gradient changes the optimizer's behavior, the comparison after the
         optimizer's step detects it.
+
+        Args:
+            what: Name in messages.
+            value: Tensor of the stage.
+            right: Tensor of the reference.
+            least: Smallest scale.
         """
         value, right = (None if t is None else dense_values(t) for t in (value, right))
         if value is None or right is None:
@@ -66,7 +78,15 @@ class Differences:
 
 
 def compare_update(found: Differences, what: str, value: Tensor, *, right: Tensor, before: Tensor) -> None:
-    """Compare a parameter after an optimizer's step, relative to how far the reference's moved."""
+    """Compare a parameter after an optimizer's step, relative to how far the reference's moved.
+
+    Args:
+        found: Receives the difference.
+        what: Name in messages.
+        value: Parameter of the stage.
+        right: Parameter of the reference.
+        before: Parameter of the reference before the step.
+    """
     if torch.equal(value, right):
         found.note(what, 0.0)
         return
@@ -81,7 +101,7 @@ def largest_problem(relative: Mapping[str, float], noise: Callable[[], Mapping[s
 
     Args:
         relative: Differences by name.
-        noise: Returns how far the same things change if all parameters change by a rounding error.
+        noise: Returns how far the same values change if all parameters change by a rounding error.
 
     Returns:
         One line; empty if rounding errors explain all differences.
@@ -94,7 +114,7 @@ def largest_problem(relative: Mapping[str, float], noise: Callable[[], Mapping[s
     wrong = {
         what: size
         for what, size in large.items()
-        # A number that is another one in every run is drawn by chance.
+        # A number that differs in every run is random.
         if not (usual.get(what, 0.0) if what.startswith(NUMBER) else size <= min(_WORST, 10 * usual.get(what, 0.0)))
     }
     what = max(wrong, key=wrong.__getitem__, default="")
@@ -102,7 +122,13 @@ def largest_problem(relative: Mapping[str, float], noise: Callable[[], Mapping[s
 
 
 def compare_gradients(found: Differences, gradients: Mapping[str, Tensor | None], right: State) -> None:
-    """Compare gradients by parameter name, each relative to its largest number."""
+    """Compare gradients by parameter name, each relative to its largest number.
+
+    Args:
+        found: Receives the differences.
+        gradients: Gradients of the stage.
+        right: State of the reference.
+    """
     # A gradient that is nothing but rounding errors is compared with the largest of all.
     least = 1e-5 * right.largest_gradient
     for name, gradient in gradients.items():
@@ -110,7 +136,7 @@ def compare_gradients(found: Differences, gradients: Mapping[str, Tensor | None]
 
 
 def shaking(precision: Precision, seed: int) -> Callable[[nn.Module], None]:
-    """Return a function that changes every number of all parameters by a rounding error, up or down by chance."""
+    """Return a function that changes every number of all parameters by a rounding error, up or down at random."""
 
     def shake(model: nn.Module) -> None:
         generator = torch.Generator().manual_seed(seed)
@@ -132,7 +158,7 @@ def digest_of_values(tensor: Tensor) -> str:
 def largest_difference(value: Tensor, right: Tensor) -> float:
     """Return the largest absolute difference of two tensors of one shape; NaN equals NaN and no other number.
 
-    It is found piece by piece: a whole tensor of differences would take as much memory again.
+    It is computed piece by piece: a whole tensor of differences would take as much memory again.
     """
     most = 0.0
     pieces = zip(value.detach().reshape(-1).split(_PIECE), right.detach().reshape(-1).split(_PIECE), strict=True)

@@ -1,4 +1,4 @@
-"""Functions that run in processes of their own, forked from this one, with one thread each.
+"""Run functions in separate processes, forked from this one, with one thread each.
 
 A forked process inherits all imported modules. Its changes to parameters, module-level variables and random generators
 do not affect the process that forked it. It prints nothing, and is ended after a time limit.
@@ -29,11 +29,11 @@ with FakeTensorMode():
 
 
 class ChildError(Exception):
-    """A child process that ended without a result.
+    """Error of a child process that ended without a result.
 
     Args:
-        message: What it raised, in a line, or the signal that ended it.
-        hint: What to do; empty where its error has none.
+        message: Error that it raised, in a line, or the signal that ended it.
+        hint: Hint of that error; may be empty.
         is_user_error: Whether the user's model caused the error and the message states this.
     """
 
@@ -47,11 +47,11 @@ class ChildError(Exception):
 
 
 class Child:
-    """A forked process that runs `work(connection)` and sends its result.
+    """Forked process that runs `work(connection)` and sends its result.
 
     Args:
-        work: What to run; it may exchange messages over the connection first.
-        limit_s: After so many seconds the process is ended.
+        work: Function to run; it may exchange messages over the connection first.
+        limit_s: Seconds after which the process is ended.
     """
 
     def __init__(self, work: Callable[[Connection], Any], *, limit_s: float) -> None:
@@ -65,13 +65,13 @@ class Child:
         self._limit_s = limit_s
         self._is_over = False
         self.is_done = False
-        """Whether its result has come."""
+        """True if its result has been received."""
 
     def result(self, progress: Callable[[str], None] = lambda _text: None) -> Any:
-        """Wait for the result; `progress` is called with what the process says of its progress until then.
+        """Wait for the result; until then, `progress` is called with each progress message of the process.
 
         Raises:
-            ChildError: There is none.
+            ChildError: There is no result.
         """
         try:
             kind, value = self.connection.recv()
@@ -86,7 +86,7 @@ class Child:
         return value
 
     def end(self) -> None:
-        """End the process, whatever it is doing; it lives until then."""
+        """End the process in any state; it lives until then."""
         if self._is_over:
             return
         self._is_over = True
@@ -113,7 +113,7 @@ class Child:
 
 
 def _described(error: BaseException) -> dict[str, Any]:
-    """Return what `ChildError` is made of, for an error of the child or of a child of its own."""
+    """Return the arguments of `ChildError`, for an error of the child or of its own child."""
     if isinstance(error, ChildError):
         return {"message": error.message, "hint": error.hint, "is_user_error": error.is_user_error}
     first = str(error).partition("\n")[0].partition(" Hint: ")[0]
@@ -137,10 +137,10 @@ def _run(work: Callable[[Connection], Any], connection: Connection, limit_s: flo
         torch.set_num_threads(1)
         keep_freed_memory()
         connection.send(("result", work(connection)))
-        # Others may still read what this process sent them; the one that forked it ends it when all are done.
+        # Other processes may still read messages of this one; its parent ends it when all are done.
         connection.poll(None)
         code = 0
-    except BaseException as error:  # whatever the user's code raises is reported
+    except BaseException as error:  # any error of the user's code is reported
         with contextlib.suppress(OSError):
             connection.send(("error", _described(error)))
     finally:

@@ -1,7 +1,7 @@
-"""Many forwards of stages without training: does the model's code take the same path every time?
+"""Repeat forwards of stages without training, to check that the model's code takes the same path every time.
 
-The comparison with the reference trains for two steps. Code that takes another path later, as in a curriculum or a
-loop that ends by the data, would end a run in the middle. Stages of the model's own forward notice it, and raise.
+The comparison with the reference trains for two steps. Code that takes another path later, as in a curriculum or a loop
+that ends by the data, would end a run in the middle. Stages of the model's own forward detect it, and raise.
 """
 
 import time
@@ -30,15 +30,15 @@ _MOST_PARAMETERS = 20_000_000
 
 
 def rehearse(loaded: LoadedModel, chain: Chain, *, limit_s: float) -> None:
-    """Run forwards of all layers, in a process of their own, until one takes another path or time is up.
+    """Run forwards of all layers, in a separate process, until one takes another path or time is up.
 
     Args:
         loaded: The model.
         chain: Its layers, on the meta device.
-        limit_s: The process is ended after so many seconds.
+        limit_s: Seconds after which the process is ended.
 
     Raises:
-        ChildError: One took another path, which is an error of the model.
+        ChildError: A forward took another path, which is an error of the model.
     """
     if chain.outline is None or sum(p.numel() for p in chain.model.parameters()) > _MOST_PARAMETERS:
         return
@@ -48,7 +48,7 @@ def rehearse(loaded: LoadedModel, chain: Chain, *, limit_s: float) -> None:
     except ChildError as error:
         if error.is_user_error:
             raise
-        # Whatever else is raised here is no matter of the path: a run would raise it in its first steps.
+        # Other errors do not concern the path: a run would raise them in its first steps.
     finally:
         child.end()
 
@@ -87,5 +87,5 @@ def _forwards(loaded: LoadedModel, chain: Chain, _connection: Connection) -> Non
 
 
 def _plant(now: list[int], first: int, layer: int) -> None:
-    """Seed the generators for a layer of a stage in the forward of now."""
+    """Seed the generators for a layer of a stage in the current forward."""
     StepSeeds(0, now[0]).plant(first + layer, 0)

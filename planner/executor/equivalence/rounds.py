@@ -1,4 +1,4 @@
-"""One round of the equivalence check: a reference that trains, and pipelines that are compared with it."""
+"""Run one round of the equivalence check: a reference that trains, and pipelines that are compared with it."""
 
 import math
 import tempfile
@@ -32,7 +32,7 @@ from planner.model.reference import ReferenceOptions, Shake, train_reference
 from planner.model.reference_state import State
 
 _MOST_STAGES = 8
-"""Ranks that are alive at a time."""
+"""Limit of ranks that run at a time."""
 
 _IN_PLACE_HINT = (
     "stages run forwards of several micro-batches before the first backward, so neither `forward` nor a hook may "
@@ -40,22 +40,23 @@ _IN_PLACE_HINT = (
 )
 
 _DRAWS = 2
-"""How often parameters are changed to see what the model makes of rounding errors: which ReLU turns over is chance."""
+"""Number of random changes of parameters that show how the model amplifies rounding errors: which ReLU flips is
+random."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Found:
-    """What one round of the check found."""
+    """Result of one round of the check."""
 
     proof: Proof
     num_cuts: int = 0
     wrong: Mapping[str, str] = field(default_factory=dict)
-    """By the layer that no stage may end with, why."""
+    """Reason by layer that no stage may end with."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Round:
-    """A reference that trains, and the cuts to compare with it."""
+    """Reference that trains, and the cuts to compare with it."""
 
     request: CheckRequest
     subject: Subject
@@ -67,7 +68,18 @@ class Round:
     def of(
         cls, request: CheckRequest, subject: Subject, folder: Path, child: Child, *, progress: Callable[[str], None]
     ) -> "Round":
-        """Start the reference."""
+        """Start the reference.
+
+        Args:
+            request: The request.
+            subject: Model to train.
+            folder: Folder of the reference's states.
+            child: Process of the reference.
+            progress: Called with the current activity.
+
+        Returns:
+            The round.
+        """
         child.connection.send(subject.options)
         progress("training the reference")
         if subject.one_by_one:
@@ -103,7 +115,7 @@ class Round:
         return Found(proof=proof, num_cuts=len(self.subject.whole.ends), wrong=named)
 
     def _alike(self, standing_for: Mapping[int, int], place: int) -> tuple[int, ...]:
-        """Return the cuts of the whole model that a compared one stands for."""
+        """Return the cuts of the full model that a compared one represents."""
         return self.subject.coverage.like(standing_for[place]) if self.request.ends is None else (place,)
 
     def _proof(self, cuts: Collection[int], relative: Mapping[str, float], recomputed: str) -> Proof:
@@ -126,7 +138,7 @@ class Round:
 
     def _verdict(self, cuts: Sequence[int]) -> "_Verdict":
         found, problem = self._train(cuts, "except-last")
-        # What is recomputed keeps no graph that the forward of another micro-batch could write into.
+        # Recomputed layers keep no graph that the forward of another micro-batch could write into.
         if not problem and not any(rank.writes_state for rank in found):
             return _Verdict(found)
         again, still = self._train(cuts, "never")
@@ -136,15 +148,15 @@ class Round:
             return _Verdict(again, wrong={cuts[0]: still})
         alone: dict[int, str] = {}
         for cut in cuts:
-            # What there is no time to try alone is as suspicious as the others.
+            # A cut that there is no time to try alone counts as wrong.
             is_late = time.monotonic() > self.request.deadline + self.request.budget_s
             alone[cut] = still if is_late else self._train([cut], "never")[1]
         wrong = {cut: why for cut, why in alone.items() if why}
-        # Where none of them is wrong alone it takes several cuts at once: then all of them go.
+        # If none of them is wrong alone, the problem needs several cuts at once: then all of them are removed.
         return _Verdict(again, wrong=wrong or dict.fromkeys(cuts, still))
 
     def _train(self, cuts: Sequence[int], recompute: Recompute) -> tuple[list[Differences], str]:
-        """Train a pipeline with these cuts; return what its ranks found, and a problem."""
+        """Train a pipeline with these cuts; return the differences of its ranks, and a problem."""
         balance = _balance(self.subject, cuts, recompute)
         limit_s = self.request.limit_s
         trial = Trial(
@@ -171,7 +183,7 @@ class Round:
         return found, largest_problem(relative, self._noise)
 
     def _run(self, trial: Trial) -> list[Differences]:
-        """Run all ranks; return what each found."""
+        """Run all ranks; return the differences of each."""
         rendezvous = Path(tempfile.mkdtemp(dir=self.folder.parent)) / "store"
         ranks = range(trial.balance.num_processes)
         children = [Child(partial(_run_rank, trial, rank, rendezvous), limit_s=trial.limit_s) for rank in ranks]
@@ -182,7 +194,7 @@ class Round:
                 child.end()
 
     def _results(self, children: Sequence[Child]) -> list[Differences]:
-        """Return what all ranks found; the error that came first, unless it is only that a connection closed."""
+        """Return the differences of all ranks; raise the first error that is not only a closed connection."""
         waiting = {child.connection: n for n, child in enumerate(children)}
         found: dict[int, Differences] = {}
         errors: list[ChildError] = []
@@ -206,9 +218,9 @@ class Round:
         return [found[rank] for rank in range(len(children))]
 
     def _noise(self) -> Mapping[str, float]:
-        """Return how far gradients, buffers and loss change where parameters change by a rounding error before a step.
+        """Return how far gradients, buffers and loss change if parameters change by a rounding error before a step.
 
-        Every step is looked at. In the first one, a last layer that begins as zeros gives earlier layers no gradient.
+        Every step is tried. In the first one, a last layer that begins as zeros gives earlier layers no gradient.
         """
         noise: dict[str, float] = {}
         for steps in range(1, self.subject.options.steps + 1):
@@ -219,7 +231,7 @@ class Round:
         return noise
 
     def _shaken(self, steps: int, seed: int) -> State:
-        """Train the reference again, with other parameters in the last of `steps` steps; return its gradients there."""
+        """Train the reference again, with changed parameters in the last of `steps` steps; return its gradients."""
         folder = Path(tempfile.mkdtemp(dir=self.folder.parent))
         options = replace(self.subject.options, steps=steps, updates=steps > 1)
         shake = shaking(self.subject.loaded.precision, seed)
@@ -237,7 +249,11 @@ class _ReferenceFailedError(ChildError):
 
 
 def _expect_reference(child: Child) -> None:
-    """Wait for the reference; raise `_ReferenceFailedError` if it failed."""
+    """Wait for the reference.
+
+    Raises:
+        _ReferenceFailedError: It failed.
+    """
     try:
         if not child.is_done:
             child.result()
@@ -246,7 +262,7 @@ def _expect_reference(child: Child) -> None:
 
 
 class _Verdict(NamedTuple):
-    """What was found of one group of cuts."""
+    """Result for one group of cuts."""
 
     found: Sequence[Differences]
     wrong: Mapping[int, str] = {}

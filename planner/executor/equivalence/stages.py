@@ -1,4 +1,4 @@
-"""One rank of a pipeline, trained for a few steps and compared with the reference's states after each of them.
+"""Train one rank of a pipeline for a few steps, and compare it with the reference's states after each step.
 
 Each step is compared in two phases. After the first, the rank replaces its gradients by the reference's, so that
 rounding errors do not accumulate:
@@ -38,11 +38,11 @@ _POLL_S = 0.01
 
 @dataclass(frozen=True, kw_only=True)
 class Trial:
-    """A model and some cuts, to be trained as a pipeline beside the reference."""
+    """Model and some cuts, to be trained as a pipeline and compared with the reference."""
 
     loaded: LoadedModel
     chain: Chain
-    """On the meta device."""
+    """Chain on the meta device."""
     balance: Balance
     options: ReferenceOptions
     reference: Path
@@ -51,12 +51,15 @@ class Trial:
 
 
 def run_rank(trial: Trial, rank: int, rendezvous: Path) -> Differences:
-    """Train one rank's stages in this process, which must be its own, and compare them with the reference.
+    """Train one rank's stages in this process, which runs nothing else, and compare them with the reference.
 
     Args:
-        trial: What to train.
+        trial: Model and cuts.
         rank: The rank.
-        rendezvous: A file through which the ranks find each other.
+        rendezvous: File through which the ranks find each other.
+
+    Returns:
+        The differences.
     """
     world = trial.balance.num_processes
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world)}
@@ -68,7 +71,7 @@ def run_rank(trial: Trial, rank: int, rendezvous: Path) -> Differences:
 
 
 class _Rank:
-    """The comparison of one rank with the reference."""
+    """Comparison of one rank with the reference."""
 
     def __init__(self, trial: Trial, pipeline: Pipeline) -> None:
         self._trial, self._pipeline = trial, pipeline
@@ -99,14 +102,14 @@ class _Rank:
         return self._found
 
     def _state(self, name: str) -> State:
-        """Return a state of the reference, once it has written it."""
+        """Wait until the reference has written a state, and return it."""
         path = self._trial.reference / name
         while not path.exists():
             time.sleep(_POLL_S)
         return State.load(path)
 
     def _begin_as_reference(self) -> None:
-        """Note which initial values differ from the reference's, and replace them.
+        """Record which initial values differ from the reference's, and replace them.
 
         An unseeded generator produces different initial values in each process. This is an error only for tensors that
         several ranks hold. Parameters that were built without values take the reference's memory, which is a file.

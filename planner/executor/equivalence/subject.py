@@ -1,4 +1,4 @@
-"""Choice of what the equivalence check trains: the model, or a shortened one that shows all its distinct cuts."""
+"""Choose what the equivalence check trains: the model, or a shortened one that has all its distinct cuts."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -18,7 +18,7 @@ from planner.model.reference import LayerStart, ReferenceOptions, mini_batch
 from planner.model.shortened import repeated_layers, shortened, skipped_modules
 
 Digests = Callable[[Chain, LoadedModel], Sequence[str]]
-"""Returns a digest of the operators of every layer; none where they cannot be told."""
+"""Function that returns a digest of the operators of every layer; empty if they are unknown."""
 
 STEPS = 2
 """Training steps that are compared."""
@@ -29,7 +29,7 @@ _MANY_PARAMETERS = 20_000_000
 """Models with more parameters are compared without most of their repeated layers."""
 
 _MOST_BYTES = 1_600_000_000
-"""Parameters, gradients and optimizer state of the reference, or of all ranks, take at most so much."""
+"""Limit of parameters, gradients and optimizer state of the reference, or of all ranks."""
 
 _LEAN_BYTES = 600_000_000
 """Models with more bytes of parameters are never built with their initial values."""
@@ -37,13 +37,13 @@ _LEAN_BYTES = 600_000_000
 
 @dataclass(frozen=True, kw_only=True)
 class CheckRequest:
-    """Question to the equivalence check."""
+    """Request to the equivalence check."""
 
     loaded: LoadedModel
     budget_s: float
-    """About how long it may take."""
+    """Approximate time limit in seconds."""
     deadline: float
-    """When that time is over, on the monotonic clock."""
+    """End of that time, on the monotonic clock."""
     ends: Sequence[int] | None
     """Cuts to compare, each the index of the layer after it; None: all distinct ones."""
     digests: Digests
@@ -60,29 +60,32 @@ class Subject:
 
     loaded: LoadedModel
     chain: Chain
-    """Of what is trained."""
+    """Chain of the model that is trained."""
     whole: Chain
-    """Of the model."""
+    """Chain of the full model."""
     coverage: Coverage
-    """Of the whole model's cuts."""
+    """Classes of the full model's cuts."""
     options: ReferenceOptions
     one_by_one: bool = False
-    """Whether the reference is over before ranks begin, since both do not fit."""
+    """True if the reference ends before ranks begin, because both do not fit in memory."""
     reason: str = ""
-    """Why the optimizer does not take part."""
+    """Reason why the optimizer is not compared."""
 
     @classmethod
     def of(cls, request: CheckRequest, whole: Chain, size: int, *, lean: bool) -> "Subject":
-        """Choose it.
+        """Choose the model to train.
 
         Args:
-            request: The question.
-            whole: The model.
+            request: The request.
+            whole: Chain of the full model.
             size: Samples of a micro-batch.
             lean: Whether a shortened model is built without initial values, which takes a fraction of the time.
 
+        Returns:
+            The choice.
+
         Raises:
-            ChildError: What crosses the cuts cannot be told.
+            ChildError: The shapes at the boundaries cannot be found.
         """
         loaded = request.loaded
         options = ReferenceOptions(
@@ -106,7 +109,7 @@ class Subject:
 
     @property
     def has_other_values(self) -> bool:
-        """Whether parameters have random values, where there is memory for those that the user's code gives them."""
+        """True if parameters have random values although there is memory for those of the user's code."""
         return self.options.lean and _bytes_of(self.whole) <= _LEAN_BYTES
 
     def _shortened(self, *, lean: bool) -> "Subject":
@@ -120,10 +123,10 @@ class Subject:
         return replace(self, loaded=loaded, chain=chain, options=options)
 
     def _within_memory(self) -> "Subject":
-        """Leave out what does not fit.
+        """Reduce the check to what fits in memory.
 
         Raises:
-            ChildError: Not even one step does.
+            ChildError: Not even one step fits.
         """
         own_bytes = _bytes_of(self.chain)
         # Every rank that shares a parameter holds a copy.
@@ -141,7 +144,7 @@ class Subject:
 
     @property
     def cuts(self) -> dict[int, int]:
-        """Mapping from each representative cut of the whole model to the equivalent cut of the trained model."""
+        """Equivalent cut of the trained model for each representative cut of the full model."""
         if self.chain is self.whole:
             return {cut: cut for cut in self.coverage.representatives}
         places = {end: cut for cut, end in enumerate(self.chain.ends, start=1)}
@@ -164,7 +167,7 @@ def _bytes_of(chain: Chain) -> int:
 
 
 def layer_starts(chain: Chain) -> tuple[LayerStart | None, ...]:
-    """Return where each layer from the second on begins, as calls of modules."""
+    """Return the start of each layer from the second on, as a call of a module."""
     if chain.outline is None:
         seen: list[int] = []
         starts: list[LayerStart | None] = []

@@ -1,1 +1,1 @@
-"""What a run takes: recorded, calibrated, written down."""
+"""Record, calibrate and report the time and memory of runs."""

@@ -1,15 +1,15 @@
-"""What the executor itself costs on this machine: time per micro-batch and stage, and the link between two processes.
+"""Measure the cost of the executor on this machine: time per micro-batch and stage, and the link of two processes.
 
-A pipeline of two processes is run whose layers compute nothing, and is looked at as any run is (`run_times.py`): what
-passes before a forward or backward that receives nothing is the executor's time, sending among it, and what a receiver
-feels beyond that is the link's. Two message sizes tell latency and bandwidth apart. Over gloo a transfer keeps the
-receiving stage busy.
+A pipeline of two processes runs layers that compute nothing, and is analyzed like any run (`run_times.py`). The time
+before a forward or backward that receives nothing is the executor's own, which includes sending. The further time of a
+receiver is the link's. Two message sizes separate latency and bandwidth. Over gloo a transfer keeps the receiving stage
+busy.
 
-The layers do write more memory than a cache holds, as real ones do: with all that it needs in the cache, the executor
-takes 40 us where it takes 200 to 400 between the layers of a model.
+The layers write more memory than a cache holds, as real layers do: with all its data in the cache, the executor takes
+40 us where it takes 200 to 400 between the layers of a model.
 
-Beside other programs all of it takes ten times as long, and who kept such figures would predict with them for good. So
-they are kept only where the two processes had their cores to themselves.
+With other programs running, all of it takes ten times as long, and stored results would make every later prediction
+wrong. So they are stored only if each of the two processes had a core for itself.
 """
 
 import contextlib
@@ -51,20 +51,27 @@ _SIZES = 1024, 1024 * 1024
 
 
 class Measured(NamedTuple):
-    """What two processes of the executor cost, and whether that may be kept."""
+    """Cost of two processes of the executor, and whether it may be stored."""
 
     cost: ExecutorCost
     is_alone: bool
-    """Whether both had a core to themselves."""
+    """True if each process had a core for itself."""
 
 
 def executor_cost(cache: Path, *, warn: Callable[[str], None]) -> ExecutorCost:
-    """`measure_executor`, from `cache` if this machine was measured before with this torch; else written there.
+    """Return the executor's cost from `cache`, or measure it and store it there.
 
-    Where other programs ran beside it, `warn` is told, and the next call measures again.
+    The cache is valid for this machine and this torch. If other programs ran during the measurement, it is not stored.
+
+    Args:
+        cache: File of the cache.
+        warn: Called with a message if other programs ran.
+
+    Returns:
+        The cost.
     """
     machine = {"cpu": cpu_name(), "torch": str(torch.__version__), "gpipe-plan": __version__}
-    # A cache that cannot be read, or was spoilt, is only a cache.
+    # An unreadable or damaged cache is measured again.
     with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
         cached = json.loads(cache.read_text(encoding="utf-8"))
         if cached["machine"] == machine:
@@ -84,14 +91,14 @@ def executor_cost(cache: Path, *, warn: Callable[[str], None]) -> ExecutorCost:
 
 
 def measure_executor() -> Measured:
-    """Starts two processes on the CPU, over gloo; takes a few seconds."""
+    """Measure the executor with two processes on the CPU, over gloo; takes a few seconds."""
     with tempfile.TemporaryDirectory() as folder:
         with _without_main():
             started = spawn(_worker, args=(folder,), nprocs=2, join=False)
         while not started.join():
             pass
         runs = {size: {rank: _run(folder, rank, size) for rank in range(2)} for size in _SIZES}
-    # All on one clock: it is one machine's.
+    # All processes of one machine have one clock.
     processes = ({rank: run.steps for rank, run in each.items()} for each in runs.values())
     small, large = (waiting_of(steps, overlaps=False) for steps in processes)
     assert small is not None
@@ -107,7 +114,7 @@ def measure_executor() -> Measured:
 
 @contextlib.contextmanager
 def _without_main() -> Iterator[None]:
-    """Processes started here do not run the caller's main file again, which may be a script without a guard."""
+    """Keep processes that are started here from running the caller's main file again: it may lack a guard."""
     main, sys.modules["__main__"] = sys.modules["__main__"], ModuleType("__main__")
     try:
         yield
@@ -138,7 +145,7 @@ def _worker(rank: int, folder: str) -> None:
 class _Run(NamedTuple):
     steps: tuple[RunStep, ...]
     core_share: float
-    """Of the time that the process wanted to run, how much it did; 0 where not known."""
+    """Share of the time that the process wanted to run and did; 0 if unknown."""
 
 
 def _timed(spans: list[RunSpan], stage: int, kind: Label, work: Callable[[], Any], *, micro_batch: int) -> Any:
@@ -166,15 +173,18 @@ def step_of_nothing(
     timer: Timer | None = None,
     leaves_cache: bool = False,
 ) -> Callable[[], None]:
-    """A step of one or two stages on the CPU whose layers compute nothing, of which this process is number `index`.
+    """Return a function that runs a step of one or two stages on the CPU whose layers compute nothing.
 
     Args:
-        index: The process's stage.
+        index: Stage of this process.
         num_stages: 1 or 2.
-        size: So many float32 values cross the boundary.
-        group: The processes in order; by default these are all there are.
-        timer: Is handed every forward and backward.
+        size: Number of float32 values that cross the boundary.
+        group: The processes in order; by default all.
+        timer: Called with every forward and backward.
         leaves_cache: Whether layers write more memory than a cache holds.
+
+    Returns:
+        The function.
     """
     is_last = index == num_stages - 1
     crossing = Boundary.of(torch.empty(1, size, device="meta", requires_grad=index > 0))
@@ -206,7 +216,7 @@ def step_of_nothing(
 
 
 class _Nothing(nn.Module):
-    """Passes values and gradients on without touching them, and writes `scratch` meanwhile."""
+    """Module that returns values and gradients unchanged, and writes `scratch`."""
 
     def __init__(self, scratch: Tensor) -> None:
         super().__init__()
@@ -237,7 +247,7 @@ def _first_value(output: Tensor, _target: Any) -> Tensor:
 
 
 class _First(torch.autograd.Function):
-    """A loss that costs nothing, neither way."""
+    """Loss without cost in forward and backward."""
 
     @staticmethod
     def forward(ctx: Any, output: Tensor) -> Tensor:

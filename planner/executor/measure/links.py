@@ -1,8 +1,8 @@
-"""Links between neighbouring processes, measured where the pipeline will run: one process per stage, under torchrun.
+"""Measure the links between neighboring processes where the pipeline will run: one process per stage, under torchrun.
 
-Over gloo a transfer occupies both sides, and a pipeline's step pays more for it than moving the bytes takes; so it is
+Over gloo a transfer occupies both sides, and costs a pipeline's step more than moving the bytes takes. So it is
 measured in the engine itself, as `planner.executor.measure.calibrate` does for two processes of one machine. NCCL's
-transfers overlap with compute: half of a round trip.
+transfers overlap with computation: half of a round trip is measured.
 """
 
 import os
@@ -22,7 +22,7 @@ from planner.device.kinds import DEVICE_KINDS, kind_of
 from planner.executor.measure.calibrate import MICRO_BATCHES, step_of_nothing
 
 _SIZES = tuple(4**n * 1024 for n in range(8))
-"""Bytes: 1 KiB to 16 MiB."""
+"""Message sizes in bytes: 1 KiB to 16 MiB."""
 
 _WARM_UPS = 3
 _ROUND_TRIPS = 20
@@ -33,14 +33,14 @@ Group = dist.ProcessGroup
 
 
 def measure_links(device: str = "auto", progress: Callable[[str, int, int], None] = lambda *_: None) -> Links | None:
-    """Measures the link from every process to the next, one pair after the other. Every process calls it.
+    """Measure the link from every process to the next, one pair after another. Every process calls it.
 
     Args:
-        device: `cpu`, `cuda`, or `auto`: CUDA where every process of this machine has a device of its own.
-        progress: Called with the pair, how many are done, and how many there are.
+        device: `cpu`, `cuda`, or `auto`: CUDA if every process of this machine has a separate device.
+        progress: Called with the pair, the number of finished pairs, and the number of all pairs.
 
     Returns:
-        In the first process every link; in the others None.
+        Every link, in the first process; None in the others.
 
     Raises:
         UsageError: There are fewer CUDA devices than processes.
@@ -51,7 +51,7 @@ def measure_links(device: str = "auto", progress: Callable[[str, int, int], None
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     torch.set_num_threads(1)
     try:
-        # What the processes tell each other goes over gloo, whatever is measured.
+        # The processes exchange results over gloo, also if NCCL is measured.
         dist.init_process_group("gloo", timeout=_TIMEOUT)
         try:
             return _measured(on, progress)
@@ -97,27 +97,27 @@ def _measured(device: torch.device, progress: Callable[[str, int, int], None]) -
 
 
 def _over_gloo(index: int, one: Group, both: Group) -> list[float]:
-    """What a transfer of every size adds to a step, per micro-batch; the receiver's figures mean nothing."""
+    """Return the time that a transfer of every size adds to a step, per micro-batch; valid on the sender only."""
     overhead_us = _overhead_us_of(_step_us(0, 1, _SIZES[0] // 4, one)) if index == 0 else 0.0
     return [_transfer_us_of(_step_us(index, 2, size // 4, both), overhead_us) for size in _SIZES]
 
 
 def _overhead_us_of(alone_us: float) -> float:
-    """The executor's time per micro-batch and direction, from the step of one stage that computes nothing."""
+    """Return the executor's time per micro-batch and direction, from the step of one stage that computes nothing."""
     return alone_us / (2 * MICRO_BATCHES)
 
 
 def _transfer_us_of(both_us: float, overhead_us: float) -> float:
-    """What moving a micro-batch adds to the step of two stages that compute nothing; not negative.
+    """Return the time that moving a micro-batch adds to the step of two stages that compute nothing; at least 0.
 
-    A transfer t keeps the receiving stage busy, so with M micro-batches and the overhead o the step is
-    2 (o + M (o + t)) for forward and backward together.
+    A transfer t keeps the receiving stage busy, so with M micro-batches and the overhead o the step is 2 (o + M (o +
+    t)) for forward and backward together.
     """
     return max(0.0, (both_us / 2 - overhead_us) / MICRO_BATCHES - overhead_us)
 
 
 def _step_us(index: int, num_stages: int, size: int, group: Group) -> float:
-    """Median time of a step."""
+    """Return the median time of a step."""
     step = step_of_nothing(index, num_stages, size, group=group)
     times = []
     for _ in range(_WARM_UPS + _STEPS):
@@ -128,7 +128,7 @@ def _step_us(index: int, num_stages: int, size: int, group: Group) -> float:
 
 
 def _round_trip_us(rank: int, sender: int, size_bytes: int, *, group: Group, device: torch.device) -> float:
-    """Median time of sending so much from one process to the next and back."""
+    """Return the median time of sending a message from one process to the next and back."""
     is_sender = rank == sender
     peer = sender + 1 if is_sender else sender
     tensor, kind = torch.zeros(size_bytes // 4, device=device), kind_of(device)

@@ -1,8 +1,8 @@
-"""What a run took: every forward and backward (or half of one) of this process on one clock, step time, peak memory.
+"""Record the forwards and backwards of this process on one clock, step times, and peak memory.
 
-Memory is read in the second step, when the optimizer's state exists. On the CPU every allocation since the process
-began is counted by torch's profiler until then (see `planner.device.cpu`), which slows these steps: they count as
-warm-up. Of a long run the last steps are kept, so that recording takes no more memory the longer it runs.
+Memory is read in the second step, when the optimizer's state exists. On the CPU, torch's profiler counts every
+allocation from the start of the process until then (see `planner.device.cpu`). This slows these steps, so they are
+warm-up. Only the last steps are kept, so that the memory of recording does not grow with the length of the run.
 """
 
 import gc
@@ -25,11 +25,11 @@ WARM_UP_STEPS = 2
 _KEPT_STEPS = 20
 
 _RECOMPUTING = frozenset(kind.label for kind in KINDS.values() if kind.direction < 0)
-"""What begins with computing activations again, where that is planned."""
+"""Actions that may begin with recomputation."""
 
 
 class _Timed(NamedTuple):
-    """A span whose times are not known before the device has got there."""
+    """Span whose times are unknown until the device has reached them."""
 
     kind: RunSpanKind
     stage: int
@@ -39,7 +39,7 @@ class _Timed(NamedTuple):
 
 
 class Recorder:
-    """Times and memory of one rank. Make it before anything that should count as this rank's memory."""
+    """Recorder of times and memory of one rank. Make it before any memory of this rank is allocated."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = kind_of(device)
@@ -47,21 +47,31 @@ class Recorder:
         self._pending: list[_Timed] = []
         self._backward_of: int | None = None
         self.first_micro_batch = 0
-        """What the micro-batches that are timed are counted from: a mini-batch may run in several parts."""
+        """Index of the first micro-batch of the current part: a mini-batch may run in several parts."""
         self.steps: deque[RunStep] = deque(maxlen=_KEPT_STEPS)
-        """The last steps, warm-up included, on the clock of `time.perf_counter_ns`."""
+        """Last steps, including warm-up, on the clock of `time.perf_counter_ns`."""
         self.step_us: list[float] = []
         self.peak = Peak(0)
-        """The most memory of this rank; known behind the step in which memory is read."""
-        gc.collect()  # what is garbage by now is not this rank's, and must not be taken off its memory later
+        """Peak memory of this rank; known after the step in which memory is read."""
+        gc.collect()  # existing garbage must not reduce this rank's memory later
         self._memory = self._device.peak_watch()
         self._warm = CoreTime()
-        """Of this thread as the warm-up ended."""
+        """Core time of this thread at the end of the warm-up."""
         self.core_share = 0.0
-        """Since then: of the time that it wanted to run, how much it did; 0 where that is not known."""
+        """Share of the time since then that the thread wanted to run and did; 0 if unknown."""
 
     def timed(self, kind: RunSpanKind, work: Callable[[], Any], *, stage: int = 0, micro_batch: int = 0) -> Any:
-        """Runs `work` and notes its time as `kind` of a micro-batch on one of the process's stages."""
+        """Run `work` and record its time as an action of a micro-batch.
+
+        Args:
+            kind: Kind of the action.
+            work: Function to run.
+            stage: Stage of the process.
+            micro_batch: Index in the current part.
+
+        Returns:
+            The result of `work`.
+        """
         micro_batch += self.first_micro_batch
         self._backward_of = micro_batch if kind in _RECOMPUTING else None
         result = self._noted(kind, work, stage, micro_batch)
@@ -69,14 +79,14 @@ class Recorder:
         return result
 
     def timed_again(self, work: Callable[[], Any], *, stage: int = 0) -> Any:
-        """Runs `work`, which is recomputation if a backward is being timed."""
+        """Run `work`, which is recomputation if a backward is being timed."""
         if self._backward_of is None:
             return work()
         return self._noted("recompute", work, stage, self._backward_of)
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """One training step, from first forward to the optimizer's step."""
+        """Record one training step inside the block, from first forward to the optimizer's step."""
         if self._step == WARM_UP_STEPS - 1:
             self._memory.begin()
         base, base_ns = self._device.on_host_clock()
@@ -94,21 +104,21 @@ class Recorder:
 
     @contextmanager
     def optimizer(self, *, stage: int = 0) -> Iterator[None]:
-        """What follows the last backward: the optimizer's step."""
+        """Record the block as the optimizer's step."""
         start = self._device.now()
         yield
         self._pending.append(_Timed("optimizer", stage, 0, start, self._device.now()))
 
     def typical_us(self, kind: RunSpanKind, *, stage: int = 0) -> float:
-        """What one micro-batch's `kind` took, see `run_times.typical_us`; 0 if nothing was timed."""
+        """Return the typical time of an action in microseconds, see `run_times.typical_us`; 0 if nothing was timed."""
         return typical_us([step.spans for step in self.steps if step.number >= WARM_UP_STEPS], kind, stage)
 
     def paused(self) -> AbstractContextManager[None]:
-        """Leaves out of the memory what is done within, and leaves nothing behind."""
+        """Return a context whose allocations do not count; it must release them."""
         return self._memory.paused()
 
     def close(self) -> None:
-        """Stops recording; a run too short to reach the step whose memory is read has the peak of all it did."""
+        """Stop recording; a run too short for the step whose memory is read gets the peak of the whole run."""
         self.peak = self._memory.close() or self.peak
 
     def _noted(self, kind: RunSpanKind, work: Callable[[], Any], stage: int, micro_batch: int) -> Any:
@@ -118,7 +128,7 @@ class Recorder:
         return result
 
     def _collected(self, base: Moment, base_ns: int) -> tuple[RunSpan, ...]:
-        """The step's spans on the host's clock, by which the device reached `base` at `base_ns`."""
+        """Return the step's spans on the host's clock, on which the device reached `base` at `base_ns`."""
         spans = tuple(
             RunSpan(kind, stage, micro_batch, *(base_ns + moment.ns_since(base) for moment in moments))
             for kind, stage, micro_batch, *moments in self._pending

@@ -1,8 +1,8 @@
-"""What a run took, put together on the first rank, and on its clock, from what every process recorded.
+"""Collect the recordings of all processes on the first rank, on its clock, and make the run report.
 
 On one machine all processes read the same clock (`time.perf_counter_ns` counts from the machine's start). A process on
-another machine answers a few calls of the first with its time; half of the fastest round trip ago it was that time
-there, give or take the other half.
+another machine exchanges a few messages with the first. The reply gives the first rank's time at the middle of the
+fastest round trip, with an error of at most half of that round trip.
 """
 
 import platform
@@ -41,9 +41,20 @@ def run_report(
     losses: Sequence[float],
     samples: Sequence[int],
 ) -> tuple[list[ProcessRun], RunReport | None]:
-    """What every process did and what the run took, on rank 0; nothing elsewhere. Every rank must call it.
+    """Return the recordings of all processes and the run report on rank 0; nothing on others. Every rank must call it.
 
-    `losses` and `samples` are those of every step, the samples of all replicas.
+    Args:
+        balance: Balance configuration.
+        place: Place of this process.
+        recorder: Recorder of this process.
+        modules: Stages of this process.
+        device: Device of this process.
+        seed: Seed of the run.
+        losses: Loss of every step.
+        samples: Samples of every step, over all replicas.
+
+    Returns:
+        The recordings, and the report or None.
     """
     steps = _on_first_clock(tuple(recorder.steps), place.rank, device)
     recorded = ProcessRun(place.rank, place.replica, steps), _stage_runs(balance, place, recorder, modules)
@@ -77,9 +88,19 @@ def steps_report(
     samples: Sequence[int],
     step_us: Sequence[float],
 ) -> RunReport:
-    """What the steps of a run took, but nothing of its stages.
+    """Return a report on the steps of a run, without stages.
 
-    `dtype` is the parameters'; losses, samples and times are those of every step, the samples of all replicas.
+    Args:
+        balance: Balance configuration.
+        device: Device of the run.
+        dtype: Dtype of the parameters.
+        seed: Seed of the run.
+        losses: Loss of every step.
+        samples: Samples of every step, over all replicas.
+        step_us: Time of every step in microseconds.
+
+    Returns:
+        The report.
     """
     return RunReport(
         generator=Generator(name="gpipe-plan", version=__version__),
@@ -104,12 +125,16 @@ def steps_report(
 def clock_offset_ns(
     rank: int, peer: int, device: torch.device, clock_ns: Callable[[], int] = time.perf_counter_ns
 ) -> int:
-    """What must be added to the clock of `peer` to have that of rank 0; both of them must call it.
+    """Return the difference of rank 0's clock and the clock of `peer`; both of them must call it.
 
-    This process is `rank`, 0 or `peer`; messages lie on `device`.
+    Args:
+        rank: This process: 0 or `peer`.
+        peer: The other rank.
+        device: Device of the messages.
+        clock_ns: The clock.
 
     Returns:
-        In `peer` the offset; in rank 0 nothing of use.
+        In `peer`, the offset in nanoseconds to add to its clock; in rank 0 an undefined value.
     """
     message = torch.zeros(2, dtype=torch.int64, device=device)
     best = (float("inf"), 0)
@@ -130,7 +155,7 @@ def clock_offset_ns(
 
 
 def _on_first_clock(steps: tuple[RunStep, ...], rank: int, device: torch.device) -> tuple[RunStep, ...]:
-    """The steps of this process on the clock of rank 0; every rank must call it."""
+    """Return the steps of this process on the clock of rank 0; every rank must call it."""
     hosts: list[str] = [""] * dist.get_world_size()
     dist.all_gather_object(hosts, socket.gethostname())
     offset_ns = 0

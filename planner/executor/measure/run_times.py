@@ -1,13 +1,17 @@
-"""Where the time of a training step went, from what every process did when: by stage and boundary, for the report.
+"""Attribute the time of a training step to stages and boundaries, from the recorded actions of every process.
 
-Only forwards and backwards (whole, or both halves) are recorded. All else follows from them, once the clocks of the
-processes agree: before a forward or backward whose input comes from another process there is a gap. Until the sender
-had it ready, the gap is idle time; from then on it is the transfer, as the receiver felt it (the engine's own time is
-in it: the two cannot be told apart). A gap before work that needs nothing from elsewhere is the engine's own time.
+Only forwards and backwards (B, or I and W) are recorded. The rest follows from them, once all processes have the same
+clock. There is a gap before an action whose input comes from another process. Up to the time at which the sender had it
+ready, the gap is idle time. The rest is the transfer as the receiver saw it, which includes the engine's own time: the
+two cannot be separated. A gap before an action that receives nothing is the engine's own time.
 
-A step is a sum of many such times, most of them short and now and then one several times as long. So they are averaged:
-medians add up to 5 to 10 % less than a step of two busy processes on a CPU takes. But only over the middle steps, by
-how long they took: a program that ran beside some steps is not the plan's.
+    sender      | ... action |
+    receiver    | action |        | action
+                         |--idle--|transfer|
+
+A step is a sum of many such times. Most are short, and occasional ones are several times as long. So they are averaged:
+medians add up to 5 to 10 % less than a step of two busy processes on a CPU takes. The average is over the middle steps
+only, ordered by their time, because other programs may have run during the rest.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -25,25 +29,25 @@ Item = TypeVar("Item")
 
 
 class RunSpan(NamedTuple):
-    """One thing that a process did; recomputation lies within its backward, or the half that comes first."""
+    """Action of a process; recomputation is within its backward, or within I."""
 
     kind: RunSpanKind
     stage: int
-    """An optimizer's step belongs to the process's first."""
+    """Stage of the action; an optimizer's step has the process's first stage."""
     micro_batch: int
     start_ns: int
     end_ns: int
 
 
 class RunStep(NamedTuple):
-    """What one process did in one step."""
+    """Actions of one process in one step."""
 
     number: int
     spans: tuple[RunSpan, ...]
 
 
 class ProcessRun(NamedTuple):
-    """What one process did."""
+    """Steps of one process."""
 
     rank: int
     replica: int
@@ -51,50 +55,52 @@ class ProcessRun(NamedTuple):
 
 
 class Transfer(NamedTuple):
-    """What crossed a boundary for one micro-batch, as the receiver felt it."""
+    """Transfer over a boundary for one micro-batch, as the receiver saw it."""
 
     kind: RunSpanKind
-    """`forward`: outputs to the next stage; `backward`: gradients to the one before."""
+    """`forward`: outputs to the next stage; `backward`: gradients to the previous one."""
     stage: int
-    """That receives."""
+    """Receiving stage."""
     micro_batch: int
     sender: int
     receiver: int
-    """Processes."""
+    """Receiving process; `sender` is the sending one."""
     start_ns: int
-    """When the sender had it ready and the receiver nothing else to do."""
+    """Time at which the sender had it ready and the receiver nothing else to do."""
     end_ns: int
-    """When the receiver began to work on it."""
+    """Time at which the receiver began to use it."""
     is_waited_for: bool
-    """Whether the receiver had nothing else to do already when the sender had it ready."""
+    """True if the receiver was already idle when the sender had it ready."""
 
     @property
     def boundary(self) -> int:
-        """The stage that lies in front of the boundary."""
+        """Index of the stage before the boundary."""
         return min(self.stage, _source_of(self.kind, self.stage))
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepWaits:
-    """What the processes of a pipeline did not compute in one step: from its first forward to its last backward.
+    """Times of one step in which the processes of a pipeline did not compute.
 
-    Where backwards come in halves, a process that is done begins the next step: the window of each is then the longest
-    that one of them took from its own first action to its last, as steps are predicted.
+    The window is from the first forward to the last backward. With split backwards, a process that is done begins the
+    next step. Then the window of each process has the same length: the longest time that one of them took from its
+    first action to its last, as steps are predicted.
     """
 
     window_ns: int
     begins_ns: Mapping[int, int]
-    """Per process, when its window begins."""
+    """Start of each process's window."""
     idle_ns: Mapping[int, int]
-    """Per process: waiting for what was not there yet."""
+    """Time that each process waited for tensors that were not ready."""
     transfers: tuple[Transfer, ...]
     overhead_ns: tuple[int, ...]
-    """The engine's own time before every forward or backward that received nothing."""
+    """Engine's own time before every action that received nothing."""
 
     def bubble(self, overhead_ns: float = 0.0) -> float:
-        """Share of the processes' time in which they neither compute nor serve the engine.
+        """Return the share of the processes' time in which they neither compute nor run the engine.
 
-        The engine's own time, `overhead_ns`, is in every transfer as well.
+        Args:
+            overhead_ns: The engine's own time, which every transfer includes.
         """
         within = (t for t in self.transfers if t.start_ns >= self.begins_ns[t.receiver])
         moved = sum(max(0.0, t.end_ns - t.start_ns - overhead_ns) for t in within)
@@ -103,7 +109,7 @@ class StepWaits:
 
 
 def waits_of(processes: Mapping[int, Iterable[RunSpan]]) -> StepWaits:
-    """What the processes of one pipeline, by number and all on one clock, waited for in one step."""
+    """Return the waits of one step of a pipeline, from the actions of its processes on one clock."""
     rows = {rank: _computing(spans) for rank, spans in processes.items()}
     ready = {(_flow(s), s.stage, s.micro_batch): (rank, s.end_ns) for rank, row in rows.items() for s in row}
     overlap = any(span.kind == WEIGHT_BACKWARD.label for row in rows.values() for span in row)
@@ -117,7 +123,7 @@ def waits_of(processes: Mapping[int, Iterable[RunSpan]]) -> StepWaits:
             flow = _flow(span)
             sender, ready_ns = ready.get((flow, _source_of(span.kind, span.stage), span.micro_batch), (rank, 0))
             if sender != rank and flow is not None:
-                # With nothing done yet all of it is felt, in a window of its own as time of the step before.
+                # Before its first action a process sees the whole transfer; with separate windows it is outside.
                 free_ns = min(ready_ns, free_ns) if overlap and span is row[0] else free_ns
                 there_ns = min(max(ready_ns, free_ns), span.start_ns)
                 idle_ns[rank] += max(0, there_ns - max(free_ns, begin_ns))
@@ -141,24 +147,31 @@ def waits_of(processes: Mapping[int, Iterable[RunSpan]]) -> StepWaits:
 
 @dataclass(frozen=True, kw_only=True)
 class Waiting:
-    """What the processes of a pipeline did not compute in a step: means over the middle steps of a run."""
+    """Means of the waits of a pipeline over the middle steps of a run."""
 
     bubble: float
     overhead_us: float | None
-    """None where every forward and backward received something."""
+    """Engine's own time per action; None if every action received something."""
     idle_us: Mapping[int, float]
-    """Per process and step."""
+    """Idle time of each process, per step."""
     transfer_us: Mapping[int, float]
-    """Per stage and step: what it received."""
+    """Transfers that each stage received, per step."""
     crossing_us: Mapping[tuple[RunSpanKind, int], float]
-    """Per direction and boundary (the stage in front of it), of one micro-batch."""
+    """Time of one transfer, by direction and boundary (the stage before it)."""
 
 
 def waiting_of(processes: Mapping[int, Iterable[RunStep]], *, overlaps: bool) -> Waiting | None:
-    """What the processes of one pipeline, by number and all on one clock, waited for; None where no step was recorded.
+    """Return the waits of a pipeline, from the steps of its processes on one clock; None without a step.
 
-    Where a transfer `overlaps` what the receiver computes, what that felt of it is all of it only where it was waiting;
-    others count only if there are none of these.
+    If transfers overlap with computation, a transfer is seen in full only by a receiver that was waiting. Other
+    transfers count only if there is no such one.
+
+    Args:
+        processes: Steps of each process, by rank.
+        overlaps: Whether transfers overlap with computation.
+
+    Returns:
+        The means.
     """
     by_step: dict[int, dict[int, Iterable[RunSpan]]] = {}
     for rank, steps in processes.items():
@@ -181,7 +194,16 @@ def waiting_of(processes: Mapping[int, Iterable[RunStep]], *, overlaps: bool) ->
 
 
 def with_waiting(report: RunReport, runs: Sequence[ProcessRun], *, overlaps: bool) -> RunReport:
-    """A report with what the processes of its pipelines waited for, behind the warm-up; see `waiting_of`."""
+    """Return the report with the waits of its pipelines after the warm-up.
+
+    Args:
+        report: Report of the run.
+        runs: Recordings of all processes.
+        overlaps: Whether transfers overlap with computation.
+
+    Returns:
+        The completed report.
+    """
     waiting: dict[int, Waiting] = {}
     for replica in sorted({run.replica for run in runs}):
         pipeline = [run for run in runs if run.replica == replica]
@@ -203,11 +225,18 @@ def with_waiting(report: RunReport, runs: Sequence[ProcessRun], *, overlaps: boo
 
 
 def typical_us(steps: Iterable[Sequence[RunSpan]], kind: RunSpanKind, stage: int) -> float:
-    """What one micro-batch's `kind` took on a stage, in the middle steps; 0 if nothing was timed.
+    """Return the typical time of an action of one micro-batch on a stage, in the middle steps; 0 if nothing was timed.
 
-    Of every micro-batch the mean over the steps, and of these the median: a last one may not be recomputed.
-    A backward in halves counts as one that takes as long as both. Micro-batches that were not recomputed count as 0
-    where recomputation is asked for.
+    It is the median over micro-batches of the mean over steps: the last micro-batch may not be recomputed. I and W
+    together count as one backward. For the kind `recompute`, micro-batches without recomputation count as 0.
+
+    Args:
+        steps: Actions of each step.
+        kind: Kind of the action.
+        stage: Index of the stage.
+
+    Returns:
+        Microseconds.
     """
     kinds = _BACKWARDS if kind == "backward" else {kind}
     taken: dict[int, list[int]] = {}
@@ -254,7 +283,7 @@ def _crossings(transfers: Iterable[Transfer], *, overlaps: bool) -> dict[tuple[R
 
 
 def _windows(rows: Mapping[int, Sequence[RunSpan]], *, overlap: bool) -> tuple[dict[int, int], int]:
-    """When the window of each process begins, and how long all of them are; with `overlap` each has its own."""
+    """Return the start of each process's window and the length of all; with `overlap` each has its own start."""
     spans = [span for row in rows.values() for span in row]
     if overlap:
         begins_ns = {rank: row[0].start_ns if row else 0 for rank, row in rows.items()}
@@ -264,7 +293,7 @@ def _windows(rows: Mapping[int, Sequence[RunSpan]], *, overlap: bool) -> tuple[d
 
 
 def _middle_half(steps: Iterable[tuple[int, Item]]) -> list[Item]:
-    """Of items with how long each took those that remain without the fastest and the slowest quarter."""
+    """Return the items without the fastest and the slowest quarter."""
     ordered = [item for _, item in sorted(steps, key=itemgetter(0))]
     left_out = (len(ordered) + 1) // 4
     return ordered[left_out : len(ordered) - left_out]
@@ -283,10 +312,10 @@ def _flow(span: RunSpan) -> Flow | None:
 
 
 def _source_of(kind: RunSpanKind, stage: int) -> int:
-    """The stage whose output a forward or backward takes; at the ends of the chain there is none of that number."""
+    """Return the stage whose output a forward or backward takes, which may be beyond the ends of the chain."""
     return stage - _KINDS[kind].direction
 
 
 _KINDS: Final[Mapping[str, ActionKind]] = {kind.label: kind for kind in KINDS.values()}
 _BACKWARDS: Final = frozenset(kind.label for kind in KINDS.values() if kind.follows is not None)
-"""A whole backward, and its halves."""
+"""Kinds of backwards: B, I and W."""

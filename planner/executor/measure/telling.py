@@ -1,4 +1,4 @@
-"""What a run says at its end where it was not as planned."""
+"""Compose the note at the end of a run that was not as planned."""
 
 import os
 from collections.abc import Callable, Sequence
@@ -13,13 +13,16 @@ from planner.device.machine import usable_cores
 
 
 def drift_note(balance: Balance, report: RunReport, *, num_here: int, again: Callable[[Planned], Sequence[str]]) -> str:
-    """What to say on stderr, with how to plan again; empty for a run that was as planned, or cannot be judged.
+    """Return the note on the drift of a run; empty for a run that was as planned, or cannot be judged.
 
     Args:
-        balance: What was run.
-        report: What it took.
-        num_here: How many of its devices are on this machine: on a CPU they share its cores.
-        again: What to do, and the commands for it, a line each.
+        balance: Balance configuration of the run.
+        report: Measurements of the run.
+        num_here: Number of its devices on this machine: on a CPU they share its cores.
+        again: Returns the advice and the commands to replan, one per line.
+
+    Returns:
+        Text for stderr.
     """
     is_crowded = report.device.kind == "cpu" and crowding(num_here, balance.threads, usable_cores())
     drift = drift_of(balance, report, are_times_judged=not is_crowded)
@@ -29,5 +32,5 @@ def drift_note(balance: Balance, report: RunReport, *, num_here: int, again: Cal
 
 
 def places_of(planned: Planned, folder: Path) -> tuple[str, str]:
-    """Where plan and profile stand, as one names them where the script was started."""
+    """Return the paths of plan and profile, relative to the working directory of the script."""
     return os.path.relpath(folder / planned.plan), os.path.relpath(folder / planned.profile)

@@ -1,7 +1,7 @@
-"""What all ranks did in the last steps as one trace, with the rows of a predicted one (`gpipe-plan show --trace`).
+"""Write the last steps of all ranks as one trace, with the rows of a predicted one (`gpipe-plan show --trace`).
 
-A process per rank. What a rank received stands between its forwards and backwards from when the sender had it ready and
-the receiver nothing else to do, and on the sender's row at the same time; before that the receiver is idle.
+Each rank is a process. A transfer is drawn between the receiver's actions, and at the same time on the sender's row. It
+begins when the sender has the tensors ready and the receiver nothing else to do; before that the receiver is idle.
 """
 
 from collections.abc import Iterator, Sequence
@@ -12,7 +12,7 @@ from planner.files.trace import TraceSlice, trace_text
 
 
 def trace_json(runs: Sequence[ProcessRun], title: str) -> str:
-    """The trace of what every process did; its clock begins with the first step of them."""
+    """Return the trace of all processes; its clock begins with the first step."""
     begin_ns = min((span.start_ns for run in runs for step in run.steps for span in step.spans), default=0)
     num_stages = max((span.stage + 1 for run in runs for step in run.steps for span in step.spans), default=1)
     num_devices = len({run.rank for run in runs}) // len({run.replica for run in runs} or {0})
@@ -28,21 +28,21 @@ def trace_json(runs: Sequence[ProcessRun], title: str) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Trace:
-    """What names and times of slices are made with."""
+    """Names and times of slices."""
 
     begin_ns: int
     num_devices: int
-    """The devices of one pipeline."""
+    """Devices of one pipeline."""
     has_chunks: bool
 
     def step(self, number: int, runs: Sequence[ProcessRun]) -> Iterator[TraceSlice]:
-        """One step of every pipeline."""
+        """Yield the slices of one step of every pipeline."""
         for replica in sorted({run.replica for run in runs}):
             rows = {run.rank: _spans(run, number) for run in runs if run.replica == replica}
             for rank, spans in rows.items():
                 for span in sorted(spans, key=lambda span: (span.start_ns, -span.end_ns)):
                     yield self._slice(span.kind, rank, span, number)
-            # While one rank begins a step, another may still be at the end of the one before.
+            # While one rank begins a step, another may still be at the end of the previous one.
             free_ns = {run.rank: max((s.end_ns for s in _spans(run, number - 1)), default=0) for run in runs}
             for transfer in waits_of(rows).transfers:
                 felt = transfer._replace(start_ns=max(transfer.start_ns, free_ns[transfer.receiver]))

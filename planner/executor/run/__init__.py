@@ -1,1 +1,1 @@
-"""What happens to a micro-batch: the loop over a schedule, the stage's module, and what they rest on."""
+"""Run micro-batches: the loop over a schedule, the module of a stage, and the modules that they use."""

@@ -1,13 +1,13 @@
-"""Comparison of what all ranks begin: a step, an evaluation, a checkpoint, or the end of their loops.
+"""Compare what all ranks begin: a step, an evaluation, a checkpoint, or the end of their loops.
 
-    position 0 -> position 1 -> ... -> position K - 1    what begins, the step, the sizes of its mini-batches
-    replica 0 <-> ... <-> replica R - 1                  what begins, the step, and the sum of what losses count for
+    position 0 -> position 1 -> ... -> position K - 1    phase, step, sizes of its mini-batches
+    replica 0 <-> ... <-> replica R - 1                  phase, step, sum of the loss counts
 
-A transfer between ranks that do different things fails in another process, or never ends. So a few numbers go along
-each pipeline before anything else. A rank waits for the previous one only, which its first forward would wait for, too:
-the numbers arrive before the first micro-batch, under every schedule. Each rank compares before it sends. So the first
-rank that differs finds it, and later ranks compute nothing. The ranks with last stages compare their replicas in the
-message in which they add up what the losses count for.
+A transfer between ranks that run different phases fails in another process, or never ends. So a few numbers are sent
+along each pipeline before anything else. A rank waits only for the previous one, for which its first forward would wait
+as well: the numbers arrive before the first micro-batch, under every schedule. Each rank compares before it sends. So
+the first rank that differs reports it, and later ranks compute nothing. The ranks of the last stages compare their
+replicas in the message in which they add up the loss counts.
 """
 
 from collections.abc import Sequence
@@ -31,7 +31,7 @@ _DOING: Final[dict[Phase, str]] = {
     "checkpoint": "a checkpoint",
     "end": "the end of the loop",
 }
-"""Name of what a rank waits in, for messages; its keys are the phases in the order of their numbers."""
+"""Name of each phase that a rank waits in, for messages; its keys are in the order of their numbers."""
 
 _PHASES: Final = tuple(_DOING)
 _NUM_SIZES = 6
@@ -39,28 +39,28 @@ _NUM_SIZES = 6
 
 
 class _Begun(NamedTuple):
-    """What a rank begins."""
+    """Phase that a rank begins."""
 
     phase: Phase
     step: int
     sizes: tuple[int, ...] = ()
-    """Samples of each mini-batch that the step counts as one."""
+    """Samples of each mini-batch of the step."""
 
     @classmethod
     def read(cls, numbers: Sequence[float]) -> "_Begun":
-        """Return what a message says."""
+        """Return the phase that a message contains."""
         phase, step, *sizes = map(int, numbers)
         return cls(_PHASES[phase], step, tuple(size for size in sizes if size))
 
     @property
     def numbers(self) -> list[float]:
-        """A message of fixed length."""
+        """Message of fixed length."""
         sizes = [*self.sizes[: _NUM_SIZES - 1], sum(self.sizes[_NUM_SIZES - 1 :])]
         return [_PHASES.index(self.phase), self.step, *sizes, *[0.0] * (_NUM_SIZES - len(sizes))]
 
     @property
     def words(self) -> str:
-        """What a rank that begins this is at."""
+        """Description of a rank that begins this phase."""
         if self.phase == "step":
             named = "a mini-batch" if len(self.sizes) == 1 else "mini-batches"
             samples = " and ".join(map(str, self.sizes))
@@ -75,7 +75,7 @@ class _Begun(NamedTuple):
 
 
 class Agreement:
-    """Compares what ranks begin; every rank of the job must call it, with messages on `device`."""
+    """Comparison of the phases that ranks begin; every rank of the job must call it. Messages are on `device`."""
 
     def __init__(self, place: Place, groups: Groups, device: torch.device, position: Position) -> None:
         self._place, self._groups, self._position = place, groups, position
@@ -85,16 +85,16 @@ class Agreement:
         self._has_ended = False
 
     def check(self, phase: Phase, step: int, sizes: Sequence[int] = (), *, count: float = 0.0) -> float:
-        """Compare what this rank begins with what the other ranks begin.
+        """Compare the phase that this rank begins with those of the other ranks.
 
         Args:
-            phase: What begins. A second end in a row is none.
+            phase: Phase that begins. A second end in a row is ignored.
             step: Steps since training began.
             sizes: Samples of the mini-batches.
-            count: With the last stage, what the losses of these count for.
+            count: Sum of the loss counts, on the last stage.
 
         Returns:
-            With the last stage, the sum of `count` over all replicas.
+            The sum of `count` over all replicas, on the last stage.
 
         Raises:
             TrainingError: Another rank begins something else.
@@ -107,14 +107,14 @@ class Agreement:
         self._compare_along_pipeline(begun)
         total = self._compare_replicas(begun, count)
         if self._has_ended:
-            # Else a rank would have ended in good order before another one finds out that it should not have.
+            # Otherwise a rank could exit normally before another one detects the difference.
             self._position.at(_DOING[phase], waits_for=ANY)
             dist.all_reduce(self._received)
             self.finish()
         return total
 
     def finish(self) -> None:
-        """Wait until the next rank has what was sent last."""
+        """Wait until the next rank has received the last message."""
         for work in self._sending:
             work.wait()
         self._sending = []
@@ -123,14 +123,14 @@ class Agreement:
         place, group = self._place, self._groups.pipeline
         self._position.at(_DOING[begun.phase], waits_for=place.position - 1 if place.position else None)
         if place.position > 0:
-            previous = place.rank_of(place.position - 1)  # stage k < K is with device k, in a loop and in a V
+            previous = place.rank_of(place.position - 1)  # stage k < K is on device k, in a loop and in a V
             for work in transfer(dist.irecv, self._received, previous, group):
                 work.wait()
             received = _Begun.read(self._received.tolist())
             if received != _Begun.read(begun.numbers):
                 raise self._disagreement(begun, received, previous, has_more=place.position > 1)
         if place.position + 1 < place.num_devices:
-            self.finish()  # of the message before, which the next rank has had
+            self.finish()  # sending the previous message, which the next rank has received
             self._own.copy_(torch.tensor(begun.numbers, dtype=torch.float64))
             self._sending = transfer(dist.isend, self._own, place.rank_of(place.position + 1), group)
 

@@ -1,14 +1,23 @@
-"""The loop that runs a schedule's program: forwards, backwards and transfers, over `torch.distributed` and autograd.
+"""Run a schedule's instructions: forwards, backwards and transfers, over `torch.distributed` and autograd.
 
-    for every instruction of this device's program (`planner.core.schedule.programs`):
-        receive   post a buffer, ahead of its need, so that the transfer overlaps what is computed meanwhile
+    for every instruction of this device (`planner.core.schedule.programs`):
+        receive   post a buffer before it is needed, so that the transfer overlaps with computation
         run F     take the input, run the module, keep input and output until the backward
         run B     take the output's gradient, run autograd, keep the input's gradient until it is sent
-        run I     the same, but for the gradients of weights: keep what those need (`planner.model.halves`)
-        run W     compute these
-        send      begin to send what was made
+        run I     the same without the gradients of weights: keep their operands (`planner.model.halves`)
+        run W     compute the gradients of weights
+        send      begin to send the result of an F, B or I
 
-The program is what the planner costs: a schedule that is data there is data here, and nothing in this module knows one.
+Tensors of stage s and micro-batch m, from the instruction that stores them to the one that releases them:
+
+    name                 stored by       released by
+    _inputs[m]           step            end of step            model input, first stage only
+    _waiting[s, m]       F               B or I                 input and output of the stage
+    _put_off[s, m]       I               W                      operands of deferred weight gradients
+    _gradients[s, m]     B or I          send                   gradient of the stage's input
+    _losses[m]           F               end of step            last stage only
+
+The planner computes the cost of the same instructions. A schedule is data for both: this module knows none.
 """
 
 from collections import Counter
@@ -44,49 +53,49 @@ from planner.model.halves import PutOff, SplitBackward, additions_of
 
 
 class Timer(Protocol):
-    """Runs one kind of work for a micro-batch and notes how long it took."""
+    """Function that runs one action of a micro-batch and records its time."""
 
     def __call__(self, kind: Label, work: Callable[[], Any], *, micro_batch: int) -> Any:
-        """The result of `work`."""
+        """Return the result of `work`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class EngineStage:
-    """One of the stages that this process runs."""
+    """Stage that this process runs."""
 
     module: StageModule
     index: int
-    """Along the chain."""
+    """Index in the pipeline."""
     received: tuple[Tensor, ...]
-    """What comes from the stage before, or the model's input; on the meta device."""
+    """Tensors from the previous stage, or the model's input; on the meta device."""
     sent: tuple[Tensor, ...]
-    """What goes to the stage behind, or the loss."""
+    """Tensors for the next stage, or the loss; on the meta device."""
     timer: Timer
     last_backward: Callable[[Mapping[nn.Parameter, int] | None], AbstractContextManager[object]] = nullcontext
-    """What the backward, or the half of one, runs in that is the stage's last of a step; it is told how often gradients
-    are added to, where that is known."""
+    """Returns the context of the stage's last backward (B, I or W) in a step; its argument is the number of additions
+    to each gradient, if that is known."""
 
 
 class _Waiting(NamedTuple):
-    """What a micro-batch keeps on a stage between its forward and its backward."""
+    """Tensors that a micro-batch keeps on a stage between its forward and its backward."""
 
     inputs: tuple[Tensor, ...]
     outputs: tuple[Tensor, ...]
 
 
 class Engine:
-    """The stages of one process under their schedule.
+    """Stages of one process under their schedule.
 
     Args:
-        stages: In the order of the chain; more than one only if the schedule is chunked.
-        num_stages: Of the whole pipeline.
-        ranks: The processes of the pipeline, the one with the first stage first.
-        device: Where the stages run.
+        stages: Stages in pipeline order; more than one only if the schedule is chunked.
+        num_stages: Stages of the whole pipeline.
+        ranks: Ranks of the pipeline, in the order of its devices.
+        device: Device of the stages.
         schedule: The order of forwards and backwards.
-        micro_batches: M. Fewer than the schedule asks for will do: a last mini-batch may be smaller than planned.
-        group: Holds the processes of the pipeline; by default all there are.
-        precision: What the layers run in.
-        position: Is told what this process does and waits for.
+        micro_batches: Number of micro-batches (M). It may be smaller than planned, for the last mini-batch.
+        group: Processes of the pipeline; by default all.
+        precision: Precision of the layers.
+        position: Receives what this process does and waits for.
         check_nan: Whether every output must be finite; waits for the device.
     """
 
@@ -118,34 +127,35 @@ class Engine:
         self._stage_at = {stage.index: stage for stage in stages}
         computed = [x for x in self._program if x.do == "run"]
         self._in_halves = {(x.stage, x.micro_batch) for x in computed if x.kind == "I"}
-        """The stages and micro-batches whose backward is I and W."""
+        """Pairs (stage, micro-batch) whose backward is split into I and W."""
         self._num_backwards = Counter(x.stage for x in computed if KINDS[x.kind].follows is not None)
-        """Backwards of a stage in a step, of which I and W count each."""
+        """Number of backwards of each stage in a step; I and W count as one each."""
         self._split = SplitBackward(counts_only=is_of_replicas)
         self._put_off: dict[tuple[int, int], PutOff] = {}
-        """What W needs, from I on."""
+        """Operands of deferred weight gradients, between I and W."""
         self._transfers = Transfers(device, group)
         self._waiting: dict[tuple[int, int], _Waiting] = {}
         self._gradients: dict[tuple[int, int], tuple[Tensor, ...]] = {}
-        """The gradient of a stage's input for a micro-batch, until it is sent."""
+        """Gradient of a stage's input for a micro-batch, until it is sent."""
         self._inputs: list[tuple[Tensor, ...]] = []
-        """The model's input tensors, of every micro-batch."""
+        """Input tensors of the model, of every micro-batch."""
         self._losses: list[Tensor] = []
         self._loss_gradients: Sequence[Tensor] = ()
 
     def step(
         self, tensors: Sequence[Tensor], targets: Sequence[Any], weights: Sequence[float] | None = None
     ) -> list[Tensor]:
-        """Forward and backward of a mini-batch; gradients are added to those in the parameters.
+        """Run forward and backward of a mini-batch; gradients are added to those of the parameters.
 
         Args:
-            tensors: With the first stage: the model's input tensors, mini-batch first. Else empty.
-            targets: With the last stage: the targets of every micro-batch. Else empty.
-            weights: With the last stage: what the loss of every micro-batch is multiplied with; by default 1/M.
+            tensors: Input tensors of the model with the mini-batch as first dimension, on the first stage; else empty.
+            targets: Targets of every micro-batch, on the last stage; else empty.
+            weights: Factors of the loss of every micro-batch, on the last stage; by default 1/M.
 
         Returns:
-            With the last stage: the loss of every micro-batch times its weight, detached. Else empty. Gradients are
-            those of these times `loss_scale`.
+            The detached loss of every micro-batch times its weight, on the last stage; else empty. Gradients are those
+            of
+            these losses times `loss_scale`.
         """
         last = self._stages[-1]
         last.module.targets = list(targets)
@@ -184,7 +194,7 @@ class Engine:
                     run(stage, Message(kind, stage.index, micro_batch))
             case "receive", kind:
                 message = Message(kind, stage.index, micro_batch)
-                # A forward begins with the tensors that cross the boundary, a backward with the gradients of these.
+                # A forward receives the boundary tensors, a backward their gradients.
                 shapes = stage.received if kind == "F" else _carrying(stage.sent)
                 self._transfers.post(message, shapes, self._rank_of(self._source(message)))
             case "send", "F":
@@ -209,7 +219,7 @@ class Engine:
         vars(stage.module)["micro_batch"] = micro_batch  # a module's own `__setattr__` takes 5 us
         self._at(message)
         in_halves = (stage.index, micro_batch) in self._in_halves
-        # Recomputation in backward switches autocast on again by itself; the rest of backward runs without.
+        # Recomputation in backward enables autocast again; the rest of backward runs without it.
         with layers_in(self._precision, self._device), self._split.splitting() if in_halves else nullcontext():
             result = stage.timer("forward", lambda: stage.module(*inputs), micro_batch=micro_batch)
         if self._check_nan:
@@ -218,7 +228,7 @@ class Engine:
         self._waiting[stage.index, micro_batch] = _Waiting(inputs, outputs)
         target = self._target(message)
         if target is None:
-            # Kept to the end of the step: without its graph, which leads to the received input.
+            # Kept until the end of the step, without its graph, which refers to the received input.
             self._losses[micro_batch] = outputs[0].detach()
         elif self._is_here(target):
             self._transfers.hand_over(Message("F", target, micro_batch), tuple(x.detach() for x in outputs))
@@ -226,13 +236,13 @@ class Engine:
             self._at(message, waits_for=target)
 
     def _backward(self, stage: EngineStage, message: Message) -> None:
-        """B or I."""
+        """Run B or I."""
         at = stage.index, message.micro_batch
         is_last = stage.index == self._num_stages - 1
         gradients = () if is_last else self._taken(message)
         inputs, outputs = self._waiting.pop(at)
         if is_last:
-            # What the loss counts for, in place of a factor: one operator less in forward, and one in backward.
+            # The weight of the loss is its gradient, not a factor: one operator less in forward and in backward.
             (loss,) = outputs
             gradients = (self._loss_gradients[message.micro_batch].to(loss.dtype).reshape(loss.shape),)
         else:
@@ -254,15 +264,15 @@ class Engine:
             self._at(message, waits_for=target)
 
     def _weight_backward(self, stage: EngineStage, message: Message) -> None:
-        """W."""
+        """Run W."""
         self._at(message)
         put_off = self._put_off.pop((stage.index, message.micro_batch))
         work = partial(self._split.backward_weight, put_off)
         stage.timer(KINDS[message.kind].label, work, micro_batch=message.micro_batch)
 
     def _run_backward(self, at: tuple[int, int], outputs: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
-        """B or I: adds gradients to leaves; to those of weights that are put off, W does."""
-        # Outputs that nothing trained leads to have no graph: then there is nothing to do.
+        """Run autograd for B or I: add gradients to leaves, except for deferred weight gradients."""
+        # Outputs that depend on no trained parameter have no graph and need no backward.
         pairs = [(x, gradient) for x, gradient in zip(outputs, gradients, strict=True) if x.requires_grad]
         with_graph, of_these = [x for x, _ in pairs], [gradient for _, gradient in pairs]
         if at in self._in_halves:
@@ -271,10 +281,10 @@ class Engine:
             torch.autograd.backward(with_graph, of_these)
 
     def _taken(self, message: Message) -> tuple[Tensor, ...]:
-        """The tensors of a message; this process waits for them."""
+        """Wait for a message and return its tensors."""
         self._at(message, waits_for=self._source(message))
         flow = KINDS[message.kind].flow
-        assert flow is not None  # W begins with what its own stage has kept
+        assert flow is not None  # W receives nothing
         return self._transfers.take(message._replace(kind=flow))
 
     def _source(self, message: Message) -> int | None:
@@ -295,12 +305,12 @@ class Engine:
 
 
 def _carrying(shapes: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """The shapes of tensors that carry a gradient: of other tensors nobody sends one."""
+    """Return the shapes of tensors that carry a gradient: no gradients are sent for others."""
     return tuple(shape for shape in shapes if shape.requires_grad)
 
 
 def _gradient_of(tensor: Tensor) -> Tensor:
-    """The gradient of what was received, which is taken away from it; zero where nothing led to it."""
+    """Remove and return the gradient of a received tensor; zeros if it has none."""
     gradient, tensor.grad = tensor.grad, None
     return torch.zeros_like(tensor) if gradient is None else gradient
 

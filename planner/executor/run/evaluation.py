@@ -1,7 +1,7 @@
-"""Micro-batches through the stages of a process without gradients.
+"""Run micro-batches through the stages of a process without gradients.
 
-No engine: forwards in a row need no schedule, may be of any number, and hold no more than one micro-batch that comes
-in and one that goes out.
+The engine is not used: forwards need no schedule, their number is arbitrary, and a process holds at most one received
+and one sent micro-batch.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,35 +22,41 @@ from planner.executor.run.transfers import Message, Transfers
 from planner.model.autocast import keeping_casts, layers_in
 
 Metrics = Callable[[Any, Any], Mapping[str, Any]]
-"""Numbers of an output and its target, by name: means over the samples of a micro-batch."""
+"""Function from an output and its target to numbers by name: means over the samples of a micro-batch."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluationResult:
-    """What an evaluation of a batch found."""
+    """Result of an evaluation of a batch."""
 
     loss: float
     metrics: Mapping[str, float]
-    """Means over all samples, of all replicas; as the loss the same on every rank."""
+    """Means over all samples of all replicas; the same on every rank, like the loss."""
     outputs: Any = None
-    """The outputs of this rank's part of the batch, in the host's memory, with the last stage; None elsewhere."""
+    """Outputs of this rank's part of the batch, in host memory, on the last stage; None on others."""
 
 
 class Observed:
-    """Sees the outputs of the last stage go by, for the user's metrics, and keeps them if it is to."""
+    """Observer of the last stage's outputs, which computes the user's metrics and may keep the outputs."""
 
     def __init__(self, metrics: Metrics | None, *, keeps_outputs: bool) -> None:
         self._metrics, self._keeps_outputs = metrics, keeps_outputs
         self._outputs: list[Any] = []
         self.samples = 0
         self.sums: dict[str, float] = {}
-        """The sum of every metric over the samples seen."""
+        """Sum of each metric over the samples seen."""
 
     def see(self, size: int, targets: Sequence[Any], micro_batch: int, output: Any) -> None:
-        """One output, as `loss_fn` gets it, of micro-batches of so many samples.
+        """Process one output, as `loss_fn` gets it.
+
+        Args:
+            size: Samples of a micro-batch.
+            targets: Targets of every micro-batch.
+            micro_batch: Index of the micro-batch.
+            output: Its output.
 
         Raises:
-            UsageError: The metrics are no numbers, or others than of the micro-batch before.
+            UsageError: The metrics are not numbers, or have other names than those of the previous micro-batch.
         """
         if self._keeps_outputs:
             self._outputs.append(tree_map_only(Tensor, lambda tensor: tensor.detach().cpu(), output))
@@ -65,9 +71,9 @@ class Observed:
         self.samples += size
 
     def outputs(self) -> Any:
-        """All that were kept, put together along their first dimension; None where none were.
+        """Return all kept outputs, concatenated along their first dimension; None if none were kept.
 
-        What has none (a number of every micro-batch) gets one.
+        Scalars are stacked.
         """
         if not self._outputs:
             return None
@@ -76,7 +82,7 @@ class Observed:
 
 @dataclass(frozen=True, kw_only=True)
 class ForwardOnly:
-    """The stages of one process, and where their neighbours are."""
+    """Stages of one process and their place in the pipeline, for forwards without gradients."""
 
     modules: Sequence[StageModule]
     place: Place
@@ -84,9 +90,13 @@ class ForwardOnly:
     precision: Precision
 
     def run(self, inputs: Sequence[Sequence[Tensor]]) -> list[Tensor]:
-        """Forward of every micro-batch, in evaluation mode; with the last stage, their losses, else none.
+        """Run the forward of every micro-batch in evaluation mode.
 
-        `inputs` are the model's input tensors of every micro-batch with the first stage, else an empty one for each.
+        Args:
+            inputs: Input tensors of the model for every micro-batch on the first stage; empty sequences on others.
+
+        Returns:
+            Losses on the last stage; an empty list on others.
         """
         losses: list[Tensor] = []
         transfers = Transfers(self.device, None)
@@ -96,7 +106,7 @@ class ForwardOnly:
             for chunk, micro_batch in self._order(len(inputs)):
                 message = Message("F", self.place.stages[chunk], micro_batch)
                 output = self._forward(chunk, message, inputs[micro_batch], transfers)
-                transfers.finish()  # one output is under way at a time
+                transfers.finish()  # at most one output is being sent
                 behind = message.stage + 1
                 if behind == self.place.num_stages:
                     losses.append(output)
@@ -104,14 +114,14 @@ class ForwardOnly:
                     transfers.hand_over(Message("F", behind, micro_batch), output)
                 else:
                     transfers.send_output(message, output, self.place.rank_of(behind))
-                del output  # the next forward would find it still there
+                del output  # release it before the next forward
             transfers.finish()
         return losses
 
     def _order(self, micro_batches: int) -> Iterator[tuple[int, int]]:
-        """Chunk and micro-batch of every forward here.
+        """Yield chunk and micro-batch of every forward of this process.
 
-        A single stage runs all micro-batches in a row; several take turns, each with as many as there are devices.
+        A single stage runs all micro-batches in a row. Several stages take turns, with K micro-batches each.
         """
         in_turn = max(1, micro_batches if len(self.modules) == 1 else self.place.num_devices)
         for begin in range(0, micro_batches, in_turn):

@@ -1,4 +1,4 @@
-"""What a step came to: losses, outputs and gradients that must be finite."""
+"""Check that losses, outputs and gradients of a step are finite and present."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -17,7 +17,7 @@ def expect_values(parameters: Mapping[str, Tensor]) -> None:
     """Refuse gradients that were computed from a tensor of another stage.
 
     Raises:
-        ModelError: One was; names its parameter.
+        ModelError: There is one; it names its parameter.
     """
     for name, parameter in parameters.items():
         gradient = parameter.grad
@@ -29,16 +29,21 @@ def expect_values(parameters: Mapping[str, Tensor]) -> None:
 
 
 def check_losses(losses: Sequence[Tensor], mean: float, position: Position) -> None:
-    """Refuses to train on with a loss that is no number.
+    """Refuse a loss that is not finite.
+
+    Args:
+        losses: Losses of this rank's micro-batches.
+        mean: Loss of the step.
+        position: Position of this rank, for the message.
 
     Raises:
-        TrainingError: Naming the first micro-batch whose loss is not finite.
+        TrainingError: A loss is not finite; it names the first such micro-batch.
     """
     if math.isfinite(mean):
         return
     micro_batch = next((n for n, loss in enumerate(losses) if not math.isfinite(float(loss))), None)
     if micro_batch is None:
-        return  # it is another replica's, which tells it
+        return  # it is the loss of another replica, which reports it
     raise TrainingError(
         f"the loss of micro-batch {micro_batch} of step {position.step} is {float(losses[micro_batch])}, "
         f"computed on {position.name}",
@@ -48,10 +53,10 @@ def check_losses(losses: Sequence[Tensor], mean: float, position: Position) -> N
 
 
 def check_output(output: Any, position: Position) -> None:
-    """Refuses an output of a stage that is not finite.
+    """Refuse an output of a stage that is not finite.
 
     Raises:
-        TrainingError: Naming stage and micro-batch.
+        TrainingError: The output is not finite; it names stage and micro-batch.
     """
     for tensor in (output,) if isinstance(output, Tensor) else output:
         if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
@@ -62,10 +67,10 @@ def check_output(output: Any, position: Position) -> None:
 
 
 def check_gradients(parameters: Mapping[str, Tensor], position: Position) -> None:
-    """Refuses gradients that are not finite.
+    """Refuse gradients that are not finite.
 
     Raises:
-        TrainingError: Naming stage and parameter.
+        TrainingError: There is one; it names stage and parameter.
     """
     for name, parameter in parameters.items():
         if parameter.grad is not None and not bool(torch.isfinite(parameter.grad).all()):

@@ -1,12 +1,12 @@
-"""Batches that come in the same order on every rank and in every run, and a user's loader that goes on after a resume.
+"""Draw batches in the same order on every rank and in every run, and continue a user's loader after a resume.
 
-A loader shuffles with the process's random states, which every stage advances in its own way: the first stage's inputs
-would not belong to the last one's targets, and a resumed run would go on in another order. So data are drawn with
-states of their own: torch's, Python's and NumPy's.
+A loader shuffles with the process's random states, which every stage advances differently. Then the first stage's
+inputs would not belong to the last one's targets, and a resumed run would continue in another order. So data are drawn
+with separate states of torch's, Python's and NumPy's generators.
 
-A loader that has a state itself (`state_dict`, as torchdata's `StatefulDataLoader`) goes on from it. Of any other one
-the epoch is drawn again from where its random states were when it began, and the batches that were trained on are
-passed over: exact, at the price of loading them again.
+A loader that has a state (`state_dict`, as torchdata's `StatefulDataLoader`) continues from it. For any other one the
+epoch is drawn again from the random states at its start, and the batches that were trained on are skipped. This is
+exact, but loads them again.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -25,7 +25,7 @@ _SAMPLERS = ("", "sampler", "batch_sampler", "batch_sampler.sampler")
 
 
 def drawn_alike(batches: Iterable[Any], seed: int) -> Iterator[Any]:
-    """`batches`, of which nothing may have been drawn yet, made with random states that start at `seed`."""
+    """Yield `batches`, drawn with random states that start at `seed`; none may have been drawn before."""
     states = OwnStates(HostStates.seeded(seed))
     source = chain.from_iterable([batches])  # lazily, since `iter` of a loader draws, too
 
@@ -38,7 +38,7 @@ def drawn_alike(batches: Iterable[Any], seed: int) -> Iterator[Any]:
 
 
 def epochs(model: LoadedModel, batch: int) -> Iterator[Any]:
-    """All mini-batches `(inputs, targets)` of `batch` samples that the model's `train_batches` gives, again and again.
+    """Yield the mini-batches `(inputs, targets)` of the model's `train_batches`, epoch after epoch without end.
 
     Raises:
         ModelError: There are none.
@@ -54,14 +54,24 @@ def epochs(model: LoadedModel, batch: int) -> Iterator[Any]:
 
 
 def example_of(model: LoadedModel, batch: int, *, seed: int, step: int) -> Batch:
-    """The example mini-batch of a step: a function of seed and step alone, drawn beside the process's generators."""
+    """Return the example mini-batch of a step, which depends on seed and step alone; generators are restored.
+
+    Args:
+        model: The model.
+        batch: Number of samples.
+        seed: Seed of the run.
+        step: Index of the step.
+
+    Returns:
+        The mini-batch.
+    """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed * 1_000_003 + step)
         return model.example_batch(batch)
 
 
 class Loader:
-    """Epoch after epoch of a loader, with a state; `seed` is where its random states begin.
+    """Loader with a state that repeats epoch after epoch; `seed` is the start of its random states.
 
     The loader is a `DataLoader`, or any iterable of `(inputs, targets)`, the same on every rank. One that can be
     iterated only once ends with its data.
@@ -77,11 +87,11 @@ class Loader:
         self._batches = self._run()
 
     def __iter__(self) -> Iterator[Any]:
-        """Goes on where it was, also when it is asked again."""
+        """Return the one iterator of this loader, which continues where it is."""
         return self._batches
 
     def state_dict(self) -> dict[str, Any]:
-        """Where it is, between two batches."""
+        """Return the position between two batches."""
         return {
             "epoch": self._number,
             "batch": self._batch,
@@ -92,7 +102,7 @@ class Loader:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on from `state_dict`; before the first batch is drawn.
+        """Restore the position from `state_dict`, before the first batch is drawn.
 
         Raises:
             UsageError: The loader is another one.
@@ -115,7 +125,7 @@ class Loader:
             while following := self._next(iterator):
                 # No variable may hold a whole mini-batch through its step.
                 yield following.pop()
-            if iterator is self.loader:  # it cannot be begun again
+            if iterator is self.loader:  # it cannot be iterated again
                 return
             if not self._batch and not is_resumed:
                 raise UsageError(
@@ -125,14 +135,14 @@ class Loader:
             self._number, self._batch = self._number + 1, 0
 
     def _next(self, iterator: Iterator[Any]) -> list[Any]:
-        """The next batch, or nothing at the end. It may be anything, and compare as it likes."""
+        """Return the next batch in a list, empty at the end: a batch may be of any type, with any `==`."""
         with self._states:
             following = list(islice(iterator, 1))
         self._batch += len(following)
         return following
 
     def _drawing(self) -> dict[str, Any]:
-        """All that the loader draws from."""
+        """Return the states of all generators that the loader draws from."""
         generators = {name: generator.get_state() for name, generator in _generators(self.loader).items()}
         return {"host": self._states.states.plain(), "generators": generators}
 
@@ -143,7 +153,7 @@ class Loader:
                 generator.set_state(states["generators"][name])
 
     def _epoch(self) -> Iterator[Any]:
-        """The rest of an epoch that was resumed, once; else an epoch from its beginning."""
+        """Return the rest of a resumed epoch, once; else an epoch from its beginning."""
         state, self._resumed = self._resumed, None
         if state is None:
             self._begun = self._drawing()
@@ -152,7 +162,7 @@ class Loader:
         if state["loader"] is not None:
             self.loader.load_state_dict(state["loader"])
             iterator = self._iterator()
-            # What it draws when it begins again, the undisturbed run drew at the start of the epoch.
+            # An uninterrupted run made the draws of this start at the beginning of the epoch.
             self._draw_from(state["now"])
             self._batch = state["batch"]
             return iterator
@@ -175,7 +185,7 @@ def check_sampler(loader: Any, place: Place) -> bool:
     """Return True if the loader's sampler gives each replica its own part of the data.
 
     Raises:
-        UsageError: A sampler splits the data over ranks that are no replicas, or not as the replicas are numbered.
+        UsageError: A sampler splits the data over ranks that are not replicas, or not in the order of the replicas.
     """
     split = next(filter(None, (_split_of(part) for _, part in _parts(loader))), None)
     if split is None:
@@ -203,7 +213,7 @@ def _split_of(sampler: Any) -> tuple[int, int] | None:
 
 
 def checked_state(state: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
-    """`state`, if it has the form of `Loader.state_dict`; raises, as of one thing or another, where it has not."""
+    """Return `state` if it has the form of `Loader.state_dict`; raise an error of any kind if not."""
     if state is None:
         return None
     if not all(type(state[name]) is int and state[name] >= 0 for name in ("epoch", "batch")):
@@ -223,7 +233,7 @@ def _is_stateful(loader: Any) -> bool:
 def _length(loader: Any) -> int | None:
     try:
         return len(loader)
-    except TypeError:  # of an iterable nobody knows
+    except TypeError:  # the length of an iterable is unknown
         return None
 
 
@@ -238,7 +248,7 @@ def _parts(loader: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _generators(loader: Any) -> dict[str, torch.Generator]:
-    """What a loader and its samplers draw from beside the global generators, each once."""
+    """Return the generators other than the global ones that a loader and its samplers draw from, each once."""
     held: dict[str, torch.Generator] = {}
     for path, part in _parts(loader):
         generator = getattr(part, "generator", None)

@@ -1,8 +1,9 @@
-"""Dynamic loss scaling for float16, alike on all stages.
+"""Dynamic loss scaling for float16, the same on all stages.
 
 Small gradients vanish in float16, so the loss is multiplied by a large scale and the gradients are divided by it. If
-any gradient of any stage is infinite or NaN, the scale was too large: no stage may then step, and all halve the scale.
-After many good steps in a row it is doubled. Numbers as in `torch.amp.GradScaler`, which knows of one process only.
+any gradient of any stage is infinite or NaN, the scale was too large: no stage steps, and all halve the scale. After
+many good steps in a row it is doubled. The constants are those of `torch.amp.GradScaler`, which handles one process
+only.
 """
 
 from collections.abc import Iterable, Mapping
@@ -16,7 +17,7 @@ _GOOD_STEPS = 2000
 
 
 class LossScale:
-    """The scale of one rank; the same on all."""
+    """Loss scale of one rank; the same on all ranks."""
 
     def __init__(self, parameters: Iterable[nn.Parameter], device: torch.device) -> None:
         self._parameters = list(parameters)
@@ -25,18 +26,18 @@ class LossScale:
         self.value = _FIRST
 
     def begin(self) -> None:
-        """Before backward: gradients that are there already are scaled as those will be that are added to them."""
+        """Multiply existing gradients by the scale, before a backward adds scaled gradients to them."""
         for gradients in self._by_kind():
             torch._foreach_mul_(gradients, self.value)
 
     def unscale(self) -> bool:
-        """Divides the gradients by the scale, and adapts it; every rank must call it.
+        """Divide the gradients by the scale, and adapt it; every rank must call it.
 
-        Where a gradient of any stage is not finite, all gradients are dropped on every stage: an optimizer passes over
-        parameters without one.
+        If a gradient of any stage is not finite, all stages drop all gradients: an optimizer skips parameters without
+        one.
 
         Returns:
-            Whether there are gradients to step with.
+            True if there are gradients to step with.
         """
         bad = torch.zeros((), device=self._device)
         inverse = torch.full((), 1 / self.value, device=self._device)
@@ -57,15 +58,15 @@ class LossScale:
         return True
 
     def state_dict(self) -> dict[str, float]:
-        """What a checkpoint keeps."""
+        """Return the state for a checkpoint."""
         return {"value": self.value, "good_steps": self._good_steps}
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:
-        """Goes on from `state_dict`."""
+        """Restore the state from `state_dict`."""
         self.value, self._good_steps = float(state["value"]), int(state["good_steps"])
 
     def _by_kind(self) -> Iterable[list[Tensor]]:
-        """All gradients, those of one dtype together, as torch's operator wants them."""
+        """Return all gradients, grouped by dtype as torch's operator requires."""
         kinds: dict[torch.dtype, list[Tensor]] = {}
         for parameter in self._parameters:
             if parameter.grad is not None:

@@ -1,9 +1,9 @@
-"""What each micro-batch's loss counts for in that of its mini-batch.
+"""Weight the loss of each micro-batch in the loss of its mini-batch.
 
-`loss_fn(output, target)` is a mean: over samples, unless the model file's `loss_count(target)` says over how many
-things (tokens that are not masked, say). The loss of a mini-batch is then the mean over all things in it, so a
-micro-batch counts for its part of them. A model that takes `labels` among its inputs and returns its own loss has no
-targets: then labels are counted.
+`loss_fn(output, target)` is a mean: over samples, unless the model file's `loss_count(target)` returns the number of
+items (tokens that are not masked, for example) that it averages over. The loss of a mini-batch is the mean over all of
+its items, so a micro-batch has the weight of its share of them. A model that takes `labels` among its inputs and
+returns its own loss has no targets: then labels are counted.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,14 +20,22 @@ from planner.model.stand_ins import Unread
 from planner.model.user_errors import user_code
 
 UNCOUNTED: Final = object()
-"""Takes the place of targets that nothing is to be counted of, whose mean would be 0 / 0."""
+"""Placeholder of targets without items, whose mean would be 0 / 0."""
 
 
 def loss_counts(loss_count: Callable[[Any], Any], targets: Sequence[Any], source: str) -> list[float]:
-    """What the `loss_count` of a model file says of the targets of every micro-batch.
+    """Return the result of a model file's `loss_count` for the targets of every micro-batch.
+
+    Args:
+        loss_count: Function from targets to a number of items.
+        targets: Targets of every micro-batch.
+        source: File of the model, for messages.
+
+    Returns:
+        Numbers of items.
 
     Raises:
-        ModelError: It did not say a number of things.
+        ModelError: A result is negative, infinite or not a number.
     """
     counts = []
     for target in targets:
@@ -48,12 +56,15 @@ def weights_of(counts: Sequence[float], total: float) -> list[float]:
 
 
 def weighted(parts: Sequence[Part], counts: Sequence[float], total: float) -> list[tuple[Part, int, list[float]]]:
-    """Return each part, which micro-batch it begins with, and what the loss of each of its micro-batches counts for.
+    """Return each part with the index of its first micro-batch, and the weights of the losses of its micro-batches.
 
     Args:
-        parts: Of a mini-batch.
-        counts: What the loss of each micro-batch is a mean of, as a number; empty but with the last stage.
-        total: Sum of the counts of all replicas, whose losses together count for one.
+        parts: Parts of a mini-batch.
+        counts: Number of items that the loss of each micro-batch averages over; empty without the last stage.
+        total: Sum of the counts of all replicas, whose weights add up to one.
+
+    Returns:
+        Triples of part, index and weights.
     """
     weights = weights_of(counts, total)
     firsts = accumulate((part.micro_batches for part in parts), initial=0)
@@ -61,11 +72,11 @@ def weighted(parts: Sequence[Part], counts: Sequence[float], total: float) -> li
 
 
 def sum_of(losses: Sequence[Tensor]) -> Tensor | float:
-    """What weighted losses come to, without waiting for the device; 0 where there are none."""
+    """Return the sum of weighted losses, without waiting for the device; 0 if there are none."""
     return torch.stack(list(losses)).sum() if losses else 0.0
 
 
 def nothing_of(output: Any) -> Tensor:
-    """A loss of zero whose gradient is zero, whatever the output."""
+    """Return a loss of zero whose gradient is zero."""
     tensors = [t for t in tensors_in(output) if not isinstance(t, Unread) and t.is_floating_point()]
     return torch.stack([tensor.flatten()[:0].float().sum() for tensor in tensors]).sum()

@@ -1,4 +1,4 @@
-"""A mini-batch as it is run: in micro-batches of the planned size, and of what is left over a smaller one."""
+"""Cut a mini-batch into micro-batches of the planned size, and a smaller one of the remaining samples."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ from planner.model.load import Batch
 
 @dataclass(frozen=True)
 class Part:
-    """Some micro-batches of equal size, which go through the pipeline one behind the other."""
+    """Micro-batches of equal size that run through the pipeline one after another."""
 
     batch: Batch
     micro_batches: int
@@ -22,23 +22,23 @@ class Part:
 
     @property
     def num_samples(self) -> int:
-        """Samples of all its micro-batches."""
+        """Number of samples in all of its micro-batches."""
         return self.micro_batches * self.micro_batch_size
 
 
 def tensors_of(value: Any) -> list[Tensor]:
-    """The tensors in a nest, in order."""
+    """Return the tensors in a nest, in order."""
     return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
 
 
 _TENSOR = object()
-"""Stands where a tensor was."""
+"""Placeholder of a tensor."""
 
 
 def taken_apart(value: Any) -> tuple[list[Tensor], Callable[[Sequence[Tensor]], Any]]:
-    """The tensors in `value`, and what puts others in their place."""
+    """Return the tensors in `value`, and a function that rebuilds it with other tensors."""
     leaves, spec = tree_flatten(value)
-    # Without the tensors: what rebuilds must not keep them alive.
+    # Without the tensors: `rebuild` must not keep them alive.
     frame = [_TENSOR if isinstance(leaf, Tensor) else leaf for leaf in leaves]
 
     def rebuild(tensors: Sequence[Tensor]) -> Any:
@@ -49,7 +49,7 @@ def taken_apart(value: Any) -> tuple[list[Tensor], Callable[[Sequence[Tensor]], 
 
 
 def size_of(batch: Batch) -> int | None:
-    """Samples in a mini-batch; None if there is no tensor in it.
+    """Return the number of samples in a mini-batch; None if it has no tensors.
 
     Raises:
         UsageError: Its tensors have different numbers of samples, or none.
@@ -64,9 +64,13 @@ def size_of(batch: Batch) -> int | None:
 
 
 def parts_of(batch: Batch, size: int, micro_batch_size: int, *, rounds_of: int = 1) -> Iterator[Part]:
-    """The parts of a mini-batch of `size` samples, of which this rank may have only inputs or targets.
+    """Yield the parts of a mini-batch, of which this rank may have only inputs or targets.
 
-    `rounds_of` is K where the schedule runs the micro-batches of a part in M // K equal rounds (interleaved 1F1B).
+    Args:
+        batch: The mini-batch.
+        size: Its number of samples.
+        micro_batch_size: Planned number of samples in a micro-batch.
+        rounds_of: K if the schedule runs the M micro-batches of a part in M // K equal rounds (interleaved 1F1B).
     """
     whole, rest = divmod(size, micro_batch_size)
     odd = whole % rounds_of if whole % max(1, whole // rounds_of) else 0
@@ -79,7 +83,7 @@ def parts_of(batch: Batch, size: int, micro_batch_size: int, *, rounds_of: int =
 
 
 def micro_batches_of(value: Any, count: int) -> list[Any]:
-    """`value` cut into `count` along the first dimension of its tensors; views, not copies."""
+    """Return `value` cut into `count` views along the first dimension of its tensors."""
     tensors, rebuild = taken_apart(value)
     size = tensors[0].shape[0] // count if tensors else 0
     return [rebuild([tensor.narrow(0, number * size, size) for tensor in tensors]) for number in range(count)]

@@ -1,11 +1,11 @@
-"""Which process runs which stages: the pipeline's devices one after the other, one replica behind the other.
+"""Place processes: the devices of a pipeline in order, one replica after another.
 
     rank = replica * K + device
 
-`torchrun` numbers the processes of a machine in a row, so the neighbours of a pipeline, which talk with each other in
-every micro-batch, lie as close together as they can; replicas, which sum their gradients once per step, may lie on
-other machines. That is also what the planner assumes of nodes and links (`planner.core.values.cluster`).
-Which stages a device runs: `planner.core.values.placement`; a plan of `--any-order` has devices in another order.
+`torchrun` numbers the processes of a machine in a row. So neighbors of a pipeline, which exchange tensors in every
+micro-batch, are as close together as possible; replicas, which sum their gradients once per step, may be on other
+machines. The planner assumes the same of nodes and links (`planner.core.values.cluster`). The stages of a device are in
+`planner.core.values.placement`; a plan with `--any-order` has devices in another order.
 """
 
 from dataclasses import dataclass
@@ -20,46 +20,54 @@ from planner.core.values.units import counted
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """Where one process is in the job."""
+    """Place of one process in the job."""
 
     rank: int
     replica: int
     num_replicas: int
-    """R."""
+    """Number of replicas (R)."""
     position: int
-    """In the pipeline: the number of the first stage that it runs."""
+    """Position in the pipeline: the index of the first stage that it runs."""
     num_devices: int
-    """K."""
+    """Devices of a pipeline (K)."""
     stages: tuple[int, ...]
-    """The stages that it runs, first to last."""
+    """Stages that it runs, first to last."""
     order: tuple[int, ...]
     """Device of each position, first to last."""
     placement: Placement = "loop"
     num_stages: int
-    """K V: of the whole pipeline."""
+    """Stages of the whole pipeline (K V)."""
 
     @property
     def is_first(self) -> bool:
-        """Whether it runs the first stage, and needs inputs."""
+        """True if it runs the first stage, which needs inputs."""
         return self.stages[0] == 0
 
     @property
     def is_last(self) -> bool:
-        """Whether it runs the last stage, and needs targets."""
+        """True if it runs the last stage, which needs targets."""
         return self.stages[-1] == self.num_stages - 1
 
     def position_of(self, stage: int) -> int:
-        """Where in the pipeline `stage` is run."""
+        """Return the position in the pipeline that runs `stage`."""
         return device_of(stage, self.num_devices, self.placement)
 
     def rank_of(self, stage: int, replica: int | None = None) -> int:
-        """The process that runs `stage`, in this replica unless another one is given."""
+        """Return the rank that runs `stage`, in this replica or the given one."""
         replica = self.replica if replica is None else replica
         return rank_of(stage, replica, self.order, self.placement)
 
 
 def place_of(balance: Balance, rank: int, num_processes: int) -> Place:
-    """The place of process `rank` of `num_processes`.
+    """Return the place of process `rank` of `num_processes`.
+
+    Args:
+        balance: Balance configuration.
+        rank: Rank of the process.
+        num_processes: Processes of the job.
+
+    Returns:
+        The place.
 
     Raises:
         UsageError: The number of processes is not what the plan needs.
@@ -88,16 +96,16 @@ def place_of(balance: Balance, rank: int, num_processes: int) -> Place:
 
 @dataclass(frozen=True)
 class Groups:
-    """Processes that talk among themselves; None where that is all of them, or nobody else."""
+    """Process groups of one process; None if a group is all processes, or only this one."""
 
     pipeline: dist.ProcessGroup | None
-    """The processes of this replica."""
+    """Processes of this replica."""
     replicas: dist.ProcessGroup | None
-    """The processes that run the same stages."""
+    """Processes that run the same stages."""
 
     @classmethod
     def of(cls, place: Place) -> "Groups":
-        """Makes the groups of `place`; every process must take part."""
+        """Make the groups of `place`; every process must call it."""
         if place.num_replicas == 1:
             return cls(None, None)
         # Every process makes every group, its own or not.
@@ -108,13 +116,13 @@ class Groups:
 
 
 def _other_sizes(balance: Balance) -> str:
-    """For how many processes there are plans beside this one; nothing where there is none."""
+    """Return a text on the other numbers of processes that there are plans for; empty if there are none."""
     sizes = " or ".join(map(str, balance.smaller))
     return f"; there are plans for {sizes} processes, too" if sizes else ""
 
 
 def _needed(balance: Balance) -> str:
-    """`4 processes (2 replicas of 2 devices with 3 stages each)`."""
+    """Return a text such as `4 processes (2 replicas of 2 devices with 3 stages each)`."""
     devices, replicas, chunks = balance.num_devices, balance.replicas, balance.chunks
     what = f"{counted(devices, 'device')} with {chunks} stages each" if chunks > 1 else counted(devices, "stage")
     of_replicas = f"{replicas} replicas of {what}" if replicas > 1 else what

@@ -1,8 +1,8 @@
-"""What a step draws (dropout): from a seed of its own for every step, layer and micro-batch.
+"""Seed the random draws of a step, such as dropout: one seed for every step, layer and micro-batch.
 
-So neither cuts nor schedule nor recomputation change what is drawn, nothing need be kept to draw it again, and a model
-in one piece can draw the same. Outside of steps every rank's generators go on alike: what a script shuffles with them
-is shuffled alike on every rank.
+So draws do not depend on cuts, schedule or recomputation, no state is stored to repeat them, and the unpartitioned
+model can draw the same. Outside of steps all ranks advance their generators alike: data that a script shuffles with
+them have the same order on every rank.
 """
 
 # ruff: noqa: NPY002 - the global generator is what a script draws from
@@ -25,22 +25,22 @@ _NUMPY_WORDS = 624
 
 @dataclass(frozen=True)
 class StepSeeds:
-    """The seeds of one step."""
+    """Seeds of one step."""
 
     seed: int
-    """The run's."""
+    """Seed of the run."""
     step: int
-    """Counted from the start of training."""
+    """Index of the step since the start of training."""
     first_micro_batch: int = 0
-    """Micro-batches of the step that are counted before the first of this run through the stages."""
+    """Number of micro-batches of the step before the first one of this part."""
 
     def plant(self, layer: int, micro_batch: int) -> None:
-        """Makes this process draw, from now on, what `layer` draws in `micro_batch`."""
+        """Seed this process's generators for `layer` in `micro_batch`."""
         _seed_generators(layer_seed(self.seed, self.step, layer, self.first_micro_batch + micro_batch))
 
 
 class HostStates(NamedTuple):
-    """Where the generators of the host are that a script may draw from."""
+    """States of the host's generators that a script may draw from."""
 
     torch: Tensor
     python: tuple[Any, ...]
@@ -48,12 +48,12 @@ class HostStates(NamedTuple):
 
     @classmethod
     def now(cls) -> "HostStates":
-        """Where this process's generators are."""
+        """Return the current states of this process."""
         return cls(torch.get_rng_state(), random.getstate(), cast("tuple[Any, ...]", np.random.get_state(legacy=True)))
 
     @classmethod
     def seeded(cls, seed: int) -> "HostStates":
-        """Where generators are that were all seeded so; the process's stay as they are."""
+        """Return the states after seeding with `seed`; those of the process are restored."""
         before = cls.now()
         try:
             seed_host(seed)
@@ -63,42 +63,42 @@ class HostStates(NamedTuple):
 
     @classmethod
     def from_plain(cls, states: Mapping[str, Any]) -> "HostStates":
-        """What `plain` was made of; raises errors of several kinds where it is something else."""
+        """Return the states from the result of `plain`; raise an error of any kind if they are invalid."""
         version, internal, gauss = states["python"]
         kind, key, position, *rest = states["numpy"]
-        # NumPy believes both, and reads past the end of its state.
+        # NumPy checks neither, and would read past the end of its state.
         if kind != "MT19937" or type(position) is not int or not 0 <= position <= len(key) == _NUMPY_WORDS:
             raise ValueError("it is no state of NumPy's generator")
         numpy = (kind, np.array(key, dtype=np.uint32), position, *rest)
         return cls(states["torch"], (version, tuple(internal), gauss), numpy)
 
     def plain(self) -> dict[str, Any]:
-        """The same of numbers, lists and a tensor alone, so that any file can hold it."""
+        """Return the states as numbers, lists and a tensor, so that any file can hold them."""
         version, internal, gauss = self.python
         kind, key, position, has_gauss, cached = self.numpy
         numpy = [str(kind), key.tolist(), int(position), int(has_gauss), float(cached)]
         return {"torch": self.torch, "python": [version, list(internal), gauss], "numpy": numpy}
 
     def restore(self) -> None:
-        """The process goes on from them."""
+        """Set the process's generators to these states."""
         torch.set_rng_state(self.torch)
         random.setstate(self.python)
         np.random.set_state(self.numpy)
 
 
 class OwnStates:
-    """Random states that are the process's within a block, and go on where they were in the next one."""
+    """Random states that replace the process's within a block, and continue in the next block."""
 
     def __init__(self, states: HostStates) -> None:
         self.states = states
 
     def __enter__(self) -> None:
-        """From now on they are the process's."""
+        """Set the process's generators to these states."""
         self._before = HostStates.now()
         self.states.restore()
 
     def __exit__(self, *_: object) -> None:
-        """The process goes on as if nothing had been drawn."""
+        """Store these states, and restore those of the process."""
         self.states = HostStates.now()
         self._before.restore()
 
@@ -108,7 +108,7 @@ def keeping_random_state() -> Iterator[None]:
     """Keep the state of all generators: after the block they continue as if nothing had been drawn in it."""
     of_device = _device_generator()
     python, numpy = random.getstate(), np.random.get_state()
-    # Bytes, no tensor: a stage may need less memory than 5 kB, and nothing else of a step is that of no layer.
+    # Bytes, not a tensor: 5 kB would be visible in the measured memory of a small stage.
     state = torch.get_rng_state().numpy().tobytes()
     device_state = None if of_device is None else of_device.get_state()
     try:
@@ -122,7 +122,7 @@ def keeping_random_state() -> Iterator[None]:
 
 
 def _seed_generators(seed: int) -> None:
-    # Not `torch.manual_seed`, which asks every kind of device there may be: 100 us instead of 1. Python's and NumPy's
+    # Not `torch.manual_seed`, which visits every kind of device and takes 100 us instead of 1. Python's and NumPy's
     # generators too (8 us): masks and skipped layers are drawn from them, and a recomputation must draw the same.
     seed_host(seed)
     if (of_device := _device_generator()) is not None:

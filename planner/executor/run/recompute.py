@@ -1,13 +1,14 @@
-"""A layer whose activations are dropped, and computed again in its backward.
+"""Recompute a layer: its activations are dropped, and computed again in its backward.
 
-As `torch.utils.checkpoint` does it with `use_reentrant=True`: forward without a graph, then, in backward, forward with
-one and a backward through it. What differs, so that a recomputed layer needs no more than one that keeps its
-activations:
+The method is that of `torch.utils.checkpoint` with `use_reentrant=True`: forward without a graph; in backward, forward
+with a graph and a backward through it. The following differs, so that a recomputed layer needs no more memory than one
+that keeps its activations:
 
-- the layer's outputs and the gradient of its output go as soon as its backward has used them (torch holds both to the
-  end of it);
-- the state of the random generators, 5 kB, is not kept: what runs seeds them first (see `random_state`);
-- outputs that carry no gradient carry none behind the layer either.
+- The layer's outputs and the gradient of its output are released as soon as its backward has used them. Torch holds
+both until the end.
+- The state of the random generators, 5 kB, is not stored: every run of the layer seeds them first (see
+`random_state`).
+- Outputs of the layer without a gradient do not get one.
 """
 
 from collections.abc import Callable, Sequence
@@ -27,21 +28,30 @@ Tensors = tuple[Tensor, ...]
 
 @dataclass(frozen=True)
 class Recomputed:
-    """What must be known of a layer that is recomputed, before it runs."""
+    """Properties of a recomputed layer that must be known before it runs."""
 
     copies_input: bool
-    """Whether its input would be written into, by the layer itself or, through a view, by one behind it."""
+    """True if its input would be written into, by the layer itself or, through a view, by a later one."""
     carries: tuple[bool, ...]
-    """Which of its output tensors carry a gradient."""
+    """True for each output tensor that carries a gradient."""
 
 
 def recomputing(run: Callable[[Any], Any], layer: Recomputed, value: Any) -> Any:
-    """`run(value)`, of which `value` alone is kept for backward: nests of tensors, and each time the same."""
+    """Return `run(value)`, and keep only `value` for backward.
+
+    Args:
+        run: Function from nest to nest; it must compute the same each time.
+        layer: Properties of the layer.
+        value: Its input.
+
+    Returns:
+        Its output.
+    """
     received, rebuild = taken_apart(value)
-    # Where nobody will ask for a backward there is nothing to run again.
+    # Without a backward there is nothing to recompute.
     if not any(layer.carries) or not torch.is_grad_enabled():
         return run(rebuild([tensor.clone() for tensor in received]) if layer.copies_input else value)
-    # The function takes and returns flat tensors; how its results were nested is noted on the way.
+    # The function takes and returns flat tensors; the structure of its results is stored as it runs.
     structure: list[Callable[[Sequence[Tensor]], Any]] = []
 
     def run_tensors(*tensors: Tensor) -> Tensors:
@@ -51,17 +61,17 @@ def recomputing(run: Callable[[Any], Any], layer: Recomputed, value: Any) -> Any
         structure.append(rebuild_results)
         return tuple(results)
 
-    # An input that requires a gradient makes the outputs require one: the first layer of all has no other.
+    # The anchor makes the outputs require a gradient: the first layer has no other input that does.
     anchor = torch.zeros((), requires_grad=True)
     results: Tensors = _Recomputing.apply(run_tensors, layer.carries, anchor, *received)  # type: ignore[no-untyped-call]
-    # Autograd holds what it gives a backward to the end of it, and what it gives a hook in front of one no longer.
+    # Autograd holds the arguments of a backward until its end, but releases those of a hook before it.
     node: Any = next(result.grad_fn for result in results if result.grad_fn is not None)
     node.register_prehook(partial(_take, node.arrived))
     return structure[0](results)
 
 
 class _Recomputing(torch.autograd.Function):
-    """A layer whose forward makes no graph, and whose backward makes one by running it again."""
+    """Layer whose forward makes no graph, and whose backward makes one by running it again."""
 
     @staticmethod
     def forward(
@@ -70,12 +80,12 @@ class _Recomputing(torch.autograd.Function):
         kinds = {"cpu", *(tensor.device.type for tensor in tensors)}
         ctx.autocast = [(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds]
         ctx.run = run
-        ctx.arrived = []  # the gradients of its outputs, while nobody has used them
+        ctx.arrived = []  # gradients of its outputs that were not used yet
         ctx.save_for_backward(*tensors)
-        # No zeros for outputs that nothing behind has used: they would be as large as these.
+        # No zeros as gradients of unused outputs: they would be as large as the outputs.
         ctx.set_materialize_grads(False)
-        # What is returned becomes differentiable: it must be neither a view, which nobody behind could write into,
-        # nor a parameter or a buffer that the layer passes along.
+        # Results become differentiable. They must be neither views, which later layers could not write into, nor
+        # parameters or buffers that the layer returns.
         with caching_only_with_graph():
             results = tuple(tensor.detach() for tensor in run(*tensors))
         ctx.mark_non_differentiable(*(tensor for tensor, carry in zip(results, carries, strict=True) if not carry))
@@ -83,7 +93,7 @@ class _Recomputing(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *_taken: None) -> Any:
-        # Leaves, so that the graph of this run ends here and not in what came before the layer.
+        # Leaves, so that the graph of this run ends at the layer's inputs.
         inputs = [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in ctx.saved_tensors]
         with ExitStack() as stack:
             # As it was in forward: the engine runs backwards without autocast.
@@ -94,7 +104,7 @@ class _Recomputing(torch.autograd.Function):
             results = ctx.run(*(tensor.view_as(tensor) for tensor in inputs))
             pairs = [(t, gradient) for t, gradient in zip(results, ctx.arrived, strict=True) if t.requires_grad]
             ctx.arrived.clear()
-            # From here on the gradients are in one list, which `_Start` empties, and the outputs in none.
+            # Now the gradients are only in one list, which `_Start` empties, and the outputs in none.
             waiting = [gradient for _, gradient in pairs]
             start: Tensor = _Start.apply(waiting, *(tensor for tensor, _ in pairs))  # type: ignore[no-untyped-call]
             del results, pairs
@@ -105,17 +115,17 @@ class _Recomputing(torch.autograd.Function):
 
 
 def _take(into: list[Tensor | None], gradients: Tensors) -> tuple[None, ...]:
-    """Takes the gradients out of autograd's hands, which passes on what is returned."""
+    """Take the gradients from autograd, which passes on the return value."""
     into.extend(gradients)
     return (None,) * len(gradients)
 
 
 class _Start(torch.autograd.Function):
-    """A scalar whose backward hands over gradients that are waiting; it holds neither these nor what they are of."""
+    """Scalar whose backward returns waiting gradients; it holds neither these nor the tensors that they belong to."""
 
     @staticmethod
     def forward(ctx: Any, waiting: list[Tensor | None], *results: Tensor) -> Tensor:
-        # Not `save_for_backward`, which holds what it is given to the end of the backward.
+        # Not `save_for_backward`, which holds its tensors until the end of the backward.
         ctx.waiting = waiting
         return torch.zeros((), device=results[0].device if results else None)
 

@@ -1,8 +1,7 @@
-"""Numbers that the last stage knows, on every rank of its pipeline.
+"""Send the last stage's loss and metrics to every rank of the pipeline.
 
-They go from process to process, from the one with the last stage to the other end, behind the gradients: a process
-waits only for the one whose gradients it has just received, never for one that is still at work for it, as a broadcast
-would make it wait.
+The values travel from rank to rank, from the last stage to the first, after the gradients. A rank waits only for its
+neighbor, whose gradients it has just received. A broadcast would make it wait for ranks that are still computing.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,16 +15,27 @@ from planner.executor.run.placement import Groups, Place
 
 
 class Relay:
-    """Hands numbers on, in tensors on `device`; every rank of the job must call it, after the same steps."""
+    """Relay of scalar metrics along the pipeline.
+
+    Every rank calls the same methods after the same steps. Tensors are float64 on `device`.
+    """
 
     def __init__(self, place: Place, groups: Groups, device: torch.device) -> None:
         self._place, self._groups, self._device = place, groups, device
         self._sent: tuple[list[dist.Work], Tensor] | None = None
 
     def everywhere(self, values: Sequence[Tensor | float], count: int) -> list[float]:
-        """The sums over all replicas of so many `values`, which are those with the last stage."""
+        """Return the metrics of the last stage, summed over replicas.
+
+        Args:
+            values: Metrics of this rank; read on the last stage only.
+            count: Number of metrics; equal on all ranks.
+
+        Returns:
+            `count` floats, equal on every rank of the pipeline.
+        """
         place = self._place
-        # The last stage is with the last device of a loop; a V ends where it began.
+        # The last stage is on the last device of a loop, and on the first device of a V.
         onwards = -1 if place.position_of(place.num_stages - 1) else 1
         if place.is_last:
             numbers = torch.stack([torch.as_tensor(v, dtype=torch.float64, device=self._device) for v in values])
@@ -36,14 +46,14 @@ class Relay:
             for work in transfer(dist.irecv, numbers, self._rank_at(place.position - onwards), self._groups.pipeline):
                 work.wait()
         if 0 <= place.position + onwards < place.num_devices:
-            self._wait()  # for those of the step before
+            self._wait()  # The previous step's send must finish before its buffer is released.
             to = self._rank_at(place.position + onwards)
             self._sent = transfer(dist.isend, numbers, to, self._groups.pipeline), numbers
         sums: list[float] = numbers.tolist()
         return sums
 
     def names(self, names: Sequence[str]) -> list[str]:
-        """What the last stage calls its numbers, on every rank of the pipeline."""
+        """Return the last stage's metric names, sorted, on every rank."""
         box = [sorted(names)]
         if self._place.num_devices > 1:
             last = self._place.rank_of(self._place.num_stages - 1)
@@ -51,12 +61,12 @@ class Relay:
         return box[0]
 
     def finish(self) -> None:
-        """Wait until the neighbor has what was sent last: a process that ends before takes it along."""
+        """Wait until the neighbor has received the last metrics: ending the process earlier would lose them."""
         self._wait()
         self._sent = None
 
     def _rank_at(self, position: int) -> int:
-        return self._place.rank_of(position)  # stage k < K is with device k, in a loop and in a V
+        return self._place.rank_of(position)  # stage k < K is on device k, in a loop and in a V
 
     def _wait(self) -> None:
         if self._sent is not None:
@@ -69,7 +79,16 @@ def transfer(
 ) -> list[dist.Work]:
     """Begin to send numbers to a rank (`dist.isend`), or to receive them from it (`dist.irecv`).
 
-    In a batch of one, so that NCCL needs no communicator, and no memory, for a pair of ranks alone.
+    It is a batch of one, so that NCCL needs no communicator, and no memory, for the pair of ranks.
+
+    Args:
+        operation: `dist.isend` or `dist.irecv`.
+        numbers: Tensor to send, or to receive into.
+        rank: The other rank.
+        group: Process group; None for all processes.
+
+    Returns:
+        Handles to wait for.
     """
     works: list[dist.Work] = dist.batch_isend_irecv([dist.P2POp(operation, numbers, rank, group=group)])
     return works

@@ -1,20 +1,24 @@
-"""Recomputation that begins with the state that the first forward began with, and leaves none behind.
+"""Recompute layers with the state of their first forward, and restore the current state afterwards.
 
-A layer may change state of its own as it runs: running statistics (`InstanceNorm`), the vectors of `spectral_norm`, the
-codebook of a quantiser, a queue, a momentum encoder (frozen parameters), a counter. Run again in backward, it would
-count a micro-batch twice, and compute with what later micro-batches left. So what a forward begins with is remembered
-if it is to be recomputed; the recomputation begins with the same, and what it changes is dropped.
+A layer may change state as it runs: running statistics (`InstanceNorm`), the vectors of `spectral_norm`, the codebook
+of a quantizer, a queue, a momentum encoder (frozen parameters), a counter. If it ran again in backward with the current
+state, it would count a micro-batch twice, and use values that later micro-batches left. So the state before a forward
+that will be recomputed is stored. The recomputation starts with it, and its changes are dropped.
 
-What a layer will write is not known before it has run, and no version tells it afterwards (`buffer.data.mul_()` makes
-none). So every tensor of its state is remembered as a lazy clone, which shares the memory of the tensor until either is
-written into, and takes none before. What has changed since gives way to its clone and is not written over: nothing that
-another micro-batch's backward still reads changes.
+    forward m           snapshot m = state before it; the state changes
+    forward m + 1       ...
+    backward m          now = state; state := snapshot m; recompute; state := now
 
-Nearly always nothing has changed since a forward was last about to begin: then what was remembered there serves again.
-That is found out a list at a time: a convolutional net has hundreds of places, and a micro-batch of it milliseconds.
+It is not known in advance what a layer will write, and version counters do not show all writes (`buffer.data.mul_()`
+changes none). So every tensor of its state is stored as a lazy clone, which shares the tensor's memory until either is
+written. A changed tensor is replaced by its clone and not overwritten, so that nothing changes that another
+micro-batch's backward still reads.
 
-Batch normalisation collects statistics of whole mini-batches (`planner.model.batch_norm`): its state does not
-change in a forward.
+Nearly always nothing has changed since the last snapshot: then that is used again. The comparison handles whole lists
+at a time, because a convolutional net has hundreds of tensors, and its micro-batches take only milliseconds.
+
+Batch normalization collects statistics of whole mini-batches (`planner.model.batch_norm`): its state does not change in
+a forward.
 """
 
 from collections.abc import Callable, Collection, Iterable, Iterator
@@ -33,48 +37,48 @@ from planner.model.state import ABSENT, NUMBERS, Place, state_owners
 
 @dataclass(slots=True)
 class _Entry:
-    """What lay in a place when a forward began."""
+    """Value at one location when a forward began."""
 
     place: Place
     value: Any
     clone: Tensor | None = None
-    """Lazy; of a plain tensor."""
+    """Lazy clone of a plain tensor."""
     version: int = 0
-    """A tensor of another kind has no clone; its version tells whether it was written into."""
+    """Version counter of a tensor that has no clone, to detect writes."""
     is_changed: bool = False
-    """By that forward."""
+    """True if that forward changed it."""
 
     @property
     def key(self) -> tuple[int, str]:
-        """It tells places apart."""
+        """Key of the location."""
         return id(self.place.holder), self.place.name
 
     @property
     def is_assigned_anew(self) -> bool:
-        """Whether something else has taken its place."""
+        """True if another value is at the location now."""
         return self.place.value is not self.value
 
     @property
     def is_written(self) -> bool:
-        """Whether somebody has asked for its memory in order to write into it."""
-        # A lazy clone parts from its tensor as soon as either is written into: then they lie at two addresses.
+        """True if code has requested the tensor's memory for writing."""
+        # A lazy clone is copied as soon as it or its tensor is written: then they have two addresses.
         if self.clone is None:
             return _version(self.value) != self.version
         return _address(self.value) != _address(self.clone)
 
     @property
     def is_different(self) -> bool:
-        """Whether its values have changed."""
-        # To ask for memory is not yet to change it; and comparing values takes time, so that is asked last.
+        """True if its values have changed."""
+        # A request to write need not change the values. Comparing these takes time, so it comes last.
         return self.is_written and (self.clone is None or not torch.equal(self.value, self.clone))
 
     def share_again(self) -> None:
-        """Its tensor was only read, as a kernel of one's own does it: what it has now need not be there twice."""
+        """Share memory with the clone again, after a custom kernel that only read the tensor."""
         assert self.clone is not None
         self.value.data = torch._lazy_clone(self.clone)
 
     def put(self, value: Any) -> None:
-        """Has `value` in its place."""
+        """Store `value` at the location."""
         if value is ABSENT:
             self.place.holder.pop(self.place.name, None)
         else:
@@ -83,22 +87,28 @@ class _Entry:
 
 @dataclass(frozen=True)
 class _Tensors:
-    """What lay in all places at one moment: shared by all forwards that began with the same."""
+    """Values at all locations at one time, shared by all forwards that began with the same values."""
 
     entries: list[_Entry]
     names: list[Any]
-    """The names of all buffers, and how many each module has."""
+    """Names of all buffers, and their number in each module."""
     values: list[Any]
-    """What the entries hold, in an order of its own."""
+    """Values of the entries, in another order."""
     plain: list[Tensor]
-    """Tensors of which there are clones."""
+    """Tensors with clones."""
     addresses: list[int]
-    """Where the tensors in `plain` lie until somebody writes into them."""
+    """Addresses of the tensors in `plain` until they are written."""
     others: list[_Entry]
 
     @classmethod
     def of(cls, entries: list[_Entry], names: list[Any], values: list[Any]) -> "_Tensors":
-        """With clones that are of one moment: buffers that share memory must share it in what is remembered, too."""
+        """Return a snapshot with clones; buffers that share memory share it in the clones, too.
+
+        Args:
+            entries: Values at all locations.
+            names: Names of all buffers, and their number in each module.
+            values: Values of the entries, in another order.
+        """
         clones = _Clones()
         for entry in entries:
             if _is_plain(entry.value):
@@ -110,22 +120,22 @@ class _Tensors:
         return cls(entries, names, values, plain, list(map(_address, plain)), others)
 
     def are_still(self, names: list[Any], values: list[Any]) -> bool:
-        """Whether the same lies in the same places, and nobody has written into any of it."""
+        """Return True if the same values are at the same locations, and none was written."""
         if self.names != names or len(self.values) != len(values) or not all(map(is_, self.values, values)):
             return False
-        # A clone holds on to its memory: what has been written into since cannot lie where it lay.
+        # A clone keeps its memory, so a tensor that was written since has another address.
         return list(map(_address, self.plain)) == self.addresses and not any(each.is_written for each in self.others)
 
 
 class _Moment(NamedTuple):
-    """The state at one moment."""
+    """State at one time."""
 
     tensors: _Tensors
     numbers: list[Any]
 
 
 class LayerState:
-    """The state of some layers: buffers, frozen parameters, and plain attributes that are tensors or numbers.
+    """State of some layers: buffers, frozen parameters, and plain attributes that are tensors or numbers.
 
     Args:
         layers: The layers, by name.
@@ -136,32 +146,32 @@ class LayerState:
         self._owners = [owner for owner in state_owners(layers) if only is None or owner.path in only]
         self._modules = [owner.module for owner in self._owners]
         self._usual = [each.module for each in self._owners if not (each.elsewhere or each.tensors)]
-        """Modules whose buffers and frozen parameters all are state, and nothing else: nearly all."""
+        """Modules whose state is exactly their buffers and frozen parameters: nearly all."""
         self._unusual = [each for each in self._owners if each.elsewhere or each.tensors]
         self._numbers = [(vars(owner.module), name) for owner in self._owners for name in owner.numbers]
         self._last: _Moment | None = None
-        """The latest that was remembered."""
+        """Latest snapshot."""
         self._rewritten: set[tuple[int, str]] = set()
-        """Places that a forward has been seen to change: from then on nobody compares values there."""
+        """Locations that a forward was seen to change: their values are not compared again."""
 
     def forget(self) -> None:
-        """Lets go of what is remembered and waits for no recomputation, so that whoever writes next copies nothing."""
+        """Release the snapshots before the state is written next, so that this write copies nothing."""
         self._last = None
 
     def moment(self) -> _Moment:
-        """Remember the state as it is now."""
+        """Return a snapshot of the current state."""
         return self._now()
 
     def return_to(self, moment: _Moment) -> None:
-        """Make the state what it was at a moment."""
+        """Set the state to that of a snapshot."""
         self._begin(moment, self._now())
 
     def replaying(self, run: Callable[..., Any]) -> Callable[..., Any]:
-        """`run`, to be called in forward and once more in backward: then with the state as it was the first time."""
+        """Wrap `run` for one call in forward and one in backward, so that both begin with the same state."""
         before: list[_Moment] = []
 
         def call(*arguments: Any) -> Any:
-            # Called a second time it is the recomputation; the moment is used up, so that its clones go.
+            # The second call is the recomputation; its snapshot is removed, so that its clones are released.
             if before:
                 with self._as_at(before.pop()):
                     return run(*arguments)
@@ -193,12 +203,12 @@ class LayerState:
         return tensors.are_still(self._names(), self._values())
 
     def _names(self) -> list[Any]:
-        """The names of all buffers, and how many each module has."""
+        """Return the names of all buffers, and their number in each module."""
         buffers = [module._buffers for module in self._modules]
         return [*map(len, buffers), *chain.from_iterable(buffers)]
 
     def _values(self) -> list[Any]:
-        """What lies in all places; without a `Place` for each, which takes several times as long."""
+        """Return the values at all locations; several times as fast as through a location object for each."""
         buffers = filter(None, [module._buffers for module in self._usual])
         parameters = filter(None, [module._parameters for module in self._usual])
         return [
@@ -224,26 +234,26 @@ class LayerState:
 
     @contextmanager
     def _as_at(self, moment: _Moment) -> Iterator[None]:
-        """Meanwhile the state is that of `moment`, which is used up."""
-        # Twice remembered: what the recomputation begins with, and what is to be there again behind it.
+        """Set the state to that of `moment` inside the block, and release `moment`."""
+        # Two states are involved: the one the recomputation begins with, and the one to restore after it.
         now = self._now()
         buffers = [(module._buffers, list(module._buffers)) for module in self._modules]
         kept = self._begin(moment, now)
-        # Nobody else holds what was put, unless another forward began with it, so that writing into it takes no copy.
+        # Only the layer refers to these tensors now, unless another forward began with them: a write copies nothing.
         del moment
         try:
             yield
-            # What the first forward left alone was not put back, so the recomputation has to leave it alone as well.
+            # State that the first forward did not change was not replaced, so the recomputation must not change it.
             for entry in kept:
                 if entry.is_assigned_anew:
                     raise _changed(entry)
         finally:
-            # Also where it failed: the error is the user's, and the state must not be that of an earlier micro-batch.
+            # Also after an error of the user's: the state must not remain that of an earlier micro-batch.
             is_as_it_was = self._are_still(now.tensors)
             if not is_as_it_was:
                 self._put_back(now.tensors, buffers)
             self._put_numbers(now.numbers)
-        # Written into in place: what is there again is the same tensor, and no longer what it was.
+        # Written in place: the restored tensor is the same object with other values.
         for entry in () if is_as_it_was else now.tensors.entries:
             if entry.is_different:
                 raise _changed(entry)
@@ -255,7 +265,7 @@ class LayerState:
             entry.put(entry.value)
         for holder, names in buffers:
             if list(holder) != names:
-                # What was made is dropped, and the order is as it was.
+                # Drop new buffers and restore the order.
                 present = dict(holder)
                 holder.clear()
                 holder.update((name, present[name]) for name in names if name in present)
@@ -266,7 +276,7 @@ class LayerState:
                 holder[name] = number
 
     def _begin(self, moment: _Moment, now: _Moment) -> list[_Entry]:
-        """Puts the state of `moment` in place of today's; returns what is the same."""
+        """Set the state to that of `moment`; return the entries that are unchanged."""
         if moment.numbers is not now.numbers:
             self._put_numbers(moment.numbers)
         if moment.tensors is now.tensors:
@@ -278,23 +288,27 @@ class LayerState:
             if today is not None and not (entry.is_changed or entry.is_assigned_anew or entry.is_written):
                 kept.append(today)
                 continue
-            # Clones of the clones: these may be another forward's beginning, too.
+            # Clones of the clones: another forward may have the same snapshot.
             entry.put(entry.value if entry.clone is None else clones.of(entry, entry.clone))
-        # What has come about since then is taken away, so that the layer makes it as it did the first time.
+        # Values that are new since then are removed, so that the layer makes them as it did the first time.
         for entry in present.values():
             entry.put(ABSENT)
         return kept
 
 
 class _Clones:
-    """Lazy clones of tensors; those of tensors that share memory share theirs."""
+    """Lazy clones of tensors; clones of tensors that share memory share theirs."""
 
     def __init__(self) -> None:
         self._bases: dict[int, Tensor] = {}
         self._moved: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}
 
     def of(self, entry: _Entry, tensor: Tensor) -> Tensor:
-        """The clone of a tensor of an entry; raises `ModelError` where it can have none."""
+        """Return the clone of a tensor of an entry.
+
+        Raises:
+            ModelError: It cannot be cloned.
+        """
         with torch.no_grad():
             try:
                 return self._clone(tensor)
@@ -308,16 +322,16 @@ class _Clones:
     def _clone(self, tensor: Tensor) -> Tensor:
         key: int = tensor.untyped_storage()._cdata
         base = self._bases.get(key)
-        # A lazy clone is one of the whole storage: what else lies there becomes a view of it, at its old place.
+        # A lazy clone covers the whole storage: other tensors in it become views of the clone at the same offset.
         if base is None:
             base = self._bases[key] = torch._lazy_clone(tensor)
             return base
         return _laid_out(tensor, base.untyped_storage())
 
     def _move(self, tensor: Tensor) -> None:
-        """From memory that is not torch's own (shared, mapped, NumPy's) to some that is."""
+        """Move a tensor from memory that torch has not allocated (shared, mapped, NumPy's) to memory of torch's."""
         storage = tensor.untyped_storage()
-        # The old one is held on to: its address would else be another's, and taken for this one.
+        # The old storage is kept, so that its address is not reused for another one.
         _, moved = self._moved.setdefault(storage._cdata, (storage, storage.clone()))
         tensor.data = _laid_out(tensor, moved)
 
@@ -342,9 +356,9 @@ def _resizing_told() -> Iterator[None]:
 
 
 def _is_plain(value: Any) -> bool:
-    """Whether a lazy clone can be made of it: torch does not check, and would crash."""
+    """Return True if a lazy clone can be made of it: torch does not check, and would crash."""
     if type(value) not in (Tensor, nn.Parameter) or value.requires_grad:
-        return False  # what carries a gradient is no state of its own, but something computed
+        return False  # a tensor with a gradient is a computed result, not state
     return value.layout == torch.strided and not value.is_quantized
 
 
@@ -357,7 +371,7 @@ def _version(value: Any) -> int:
 
 
 def _address(tensor: Tensor) -> int:
-    """Where it lies; asking the tensor itself would count as writing into it."""
+    """Return its address; `data_ptr` of the tensor would count as a request to write."""
     return torch._C._data_address(tensor)  # type: ignore[attr-defined,no-any-return]
 
 

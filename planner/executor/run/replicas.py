@@ -1,10 +1,11 @@
-"""Gradients summed over the replicas of a pipeline, in buckets, while the last micro-batch's backward still runs.
+"""Sum gradients over the replicas of a pipeline, in buckets, while the last micro-batch's backward still runs.
 
-Every process of the same stages does the same sums in the same order: buckets are filled in the order in which backward
-makes gradients (from the last parameter to the first), and each goes out as soon as it and all before it are full.
-The last W says beforehand to which gradients it adds: all others are there when it begins. Of a backward in one piece
-it is learnt in the first step, from how often a parameter's gradient is added to in the last micro-batch: more than
-once where two recomputed layers share it.
+All processes of the same stages run the same sums in the same order. Buckets are filled in the order in which backward
+computes gradients (from the last parameter to the first). Each is sent as soon as it and all earlier ones are full.
+
+The last W announces which gradients it adds to: all others are complete when it begins. For a whole backward, the first
+step counts how often each gradient is added to in the last micro-batch. The count is more than one if two recomputed
+layers share the parameter.
 """
 
 from collections import Counter
@@ -21,13 +22,13 @@ from planner.core.errors import ModelError
 
 
 class ReplicaGradients:
-    """Sums the gradients of one process over the replicas.
+    """Sum of the gradients of one process over the replicas.
 
     Args:
-        stages: The trainable parameters of every stage of this process, first stage first. What several of them share
-            is sent behind the last backward of all: which of them ends last, only the schedule knows.
-        group: The processes that run the same stages.
-        keeps_earlier: Whether gradients that are there before a step, the same in all replicas, stay in this one: the
+        stages: Trainable parameters of every stage of this process, first stage first. Parameters that several of them
+            share are sent after the last backward of all, because only the schedule determines which stage ends last.
+        group: Processes that run the same stages.
+        keeps_earlier: Whether gradients that exist before a step, the same in all replicas, are kept in this one: the
             sum counts them once.
     """
 
@@ -37,9 +38,9 @@ class ReplicaGradients:
         self._group = group
         self._keeps_earlier = keeps_earlier
         self.is_last_part = True
-        """Whether the micro-batches that run now are the last ones of the mini-batch."""
+        """True if the running micro-batches are the last ones of the mini-batch."""
         self._stages: list[list[_Bucket]] = []
-        """Behind those of the stages, what they share."""
+        """Buckets of each stage, then those of shared parameters."""
         self._bucket_of: dict[nn.Parameter, _Bucket] = {}
         parts = [dict.fromkeys(parameters) for parameters in stages]
         uses = Counter(parameter for part in parts for parameter in part)
@@ -51,24 +52,24 @@ class ReplicaGradients:
         self._additions = dict.fromkeys(self._bucket_of, 0)
         self._usual: dict[nn.Parameter, int] = {}
         self._expected: Mapping[nn.Parameter, int] | None = None
-        """What is known of the backward that runs now; see `last_backward`."""
+        """Additions that are known of the running backward; see `last_backward`."""
         self._open: list[_Bucket] = []
         for parameter in self._bucket_of:
             parameter.register_post_accumulate_grad_hook(self._added)
 
     def begin(self) -> None:
-        """Before the first forward of a mini-batch."""
+        """Drop gradients that another replica keeps, before the first forward of a mini-batch."""
         if not self._keeps_earlier:
             for parameter in self._bucket_of:
                 parameter.grad = None
 
     @contextmanager
     def last_backward(self, stage: int, expected: Mapping[nn.Parameter, int] | None = None) -> Iterator[None]:
-        """What the last backward, or half of one, of the process's `stage`-th stage runs in.
+        """Send gradients during the last backward (whole, or W) of one of the process's stages.
 
         Args:
-            stage: Place among the stages of the process.
-            expected: How often gradients are added to in it, where that is known before it runs: those of other
+            stage: Index among the stages of the process.
+            expected: Number of additions to each gradient, if it is known before the backward runs: gradients of other
                 parameters are complete.
         """
         if not self.is_last_part:
@@ -85,7 +86,7 @@ class ReplicaGradients:
             bucket.start()
 
     def finish(self) -> None:
-        """After the last backward: waits until every gradient is the sum over all replicas."""
+        """Wait, after the last backward, until every gradient is the sum over all replicas."""
         if not self._bucket_of:
             return
         present = [parameter.grad is not None for parameter in self._bucket_of]
@@ -120,12 +121,12 @@ class ReplicaGradients:
     def _is_complete(self, parameter: nn.Parameter) -> bool:
         if self._expected is not None:
             return self._expected.get(parameter, 0) <= self._additions[parameter]
-        # One that was not seen in the first step may come or not: its bucket waits for the end of the backward.
+        # A gradient that the first step did not have may occur: its bucket waits for the end of the backward.
         return 0 < self._usual.get(parameter, 0) <= self._additions[parameter]
 
 
 def is_of_replicas(hook: Callable[..., object]) -> bool:
-    """Whether a hook on a parameter is one of `ReplicaGradients`: it counts, and begins to with the last backward."""
+    """Return True if a hook on a parameter belongs to `ReplicaGradients`, which only counts calls."""
     return isinstance(getattr(hook, "__self__", None), ReplicaGradients)
 
 
@@ -140,11 +141,11 @@ class _Bucket:
 
     @property
     def is_started(self) -> bool:
-        """Whether the gradients are on their way."""
+        """True if the gradients are being sent."""
         return self._work is not None
 
     def start(self) -> None:
-        """Sends the gradients, unless they are on their way."""
+        """Begin to sum the gradients, unless that has begun."""
         if self._work is not None:
             return
         gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in self.parameters]
@@ -153,12 +154,12 @@ class _Bucket:
         places = pairwise(accumulate((p.numel() for p in self.parameters), initial=0))
         self._sums = [flat[first:end].view_as(p) for p, (first, end) in zip(self.parameters, places, strict=True)]
         for parameter, total in zip(self.parameters, self._sums, strict=True):
-            # The gradient is from here on where it is summed, so that there is never a second copy of all of them.
+            # The gradient becomes a view of the summed tensor, so that there is never a second copy of all of them.
             parameter.grad = None if parameter.grad is None else total
         self._work = dist.all_reduce(flat, group=self._group, async_op=True)
 
     def finish(self, present: set[nn.Parameter]) -> None:
-        """Waits, and gives their sums to those parameters that have a gradient in some replica."""
+        """Wait, and assign the sums to the parameters that have a gradient in some replica."""
         self.start()
         assert self._work is not None
         self._work.wait()
@@ -168,7 +169,7 @@ class _Bucket:
 
 
 def _buckets(parameters: Sequence[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
-    """`parameters` in order, as many of one dtype together as make a message."""
+    """Yield groups of parameters in order, with one dtype and at most `BUCKET_BYTES` each."""
     some: list[nn.Parameter] = []
     for parameter in parameters:
         size = sum(p.nbytes for p in some) + parameter.nbytes

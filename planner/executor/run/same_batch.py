@@ -1,4 +1,4 @@
-"""Comparison of a mini-batch over ranks: its inputs are read with the first stage, its targets with the last.
+"""Compare a mini-batch over ranks: the first stage reads its inputs, the last stage its targets.
 
 Ranks that draw different mini-batches would train on the inputs of some samples with the targets of others.
 """
@@ -17,10 +17,10 @@ from planner.model.load import Batch
 
 
 class BatchDigest(NamedTuple):
-    """Digests of a mini-batch on one rank; None of what the rank was given no values of."""
+    """Digests of a mini-batch on one rank; None for values that the rank does not have."""
 
     replica: int | None
-    """The replica whose part of a mini-batch it is; None for a whole mini-batch."""
+    """Replica whose part of a mini-batch it is; None for a whole mini-batch."""
     inputs: str | None
     targets: str | None
 
@@ -29,6 +29,14 @@ def digest_of_batch(batch: Batch, place: Place, *, is_whole: bool) -> BatchDiges
     """Return the digests that every rank must agree on: of the whole mini-batch, or of one replica's part.
 
     Ranks between the first and the last stage use neither inputs nor targets, and have no digests.
+
+    Args:
+        batch: The mini-batch, or the part.
+        place: This process's place.
+        is_whole: Whether `batch` is the whole mini-batch.
+
+    Returns:
+        The digests.
     """
     replica = None if is_whole else place.replica
     if not (place.is_first or place.is_last):

@@ -1,4 +1,4 @@
-"""What crosses the boundaries of a chain, and what its layers do to their input, known before anything is computed."""
+"""Find the shapes of all boundary tensors of a chain, and which layers write or return their input, before training."""
 
 import copy
 from collections.abc import Sequence
@@ -27,14 +27,14 @@ from planner.model.refusals import raised_by
 
 @dataclass(frozen=True)
 class Boundary:
-    """What crosses one boundary for one micro-batch: tensors (on the meta device), constants, and their structure."""
+    """Content of one boundary for one micro-batch: tensors (on the meta device), constants, and their structure."""
 
     leaves: tuple[Any, ...]
     spec: TreeSpec
 
     @classmethod
     def of(cls, value: Any) -> "Boundary":
-        """The shape of `value`, whose tensors must be on the meta device; gradients are required where it has them."""
+        """Return the boundary of `value`, whose tensors must be on the meta device; gradient flags are kept."""
         leaves, spec = tree_flatten(value)
         if any(isinstance(leaf, Tensor) and leaf.is_nested for leaf in leaves):
             raise ModelError(
@@ -45,21 +45,26 @@ class Boundary:
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """The tensors that are sent, in order."""
+        """Tensors that are sent, in order."""
         return tuple(leaf for leaf in self.leaves if isinstance(leaf, Tensor))
 
     def rebuild(self, tensors: Sequence[Tensor]) -> Any:
-        """The value whose tensors are `tensors`."""
+        """Return the value with these tensors."""
         if self.spec.is_leaf():
             return tensors[0] if tensors else self.leaves[0]
         rest = iter(tensors)
         return tree_unflatten([next(rest) if isinstance(leaf, Tensor) else leaf for leaf in self.leaves], self.spec)
 
     def expect(self, leaves: Sequence[Any], spec: TreeSpec, received: Sequence[Tensor]) -> None:
-        """Makes sure that what a stage is about to send, of what it `received`, is what the next one waits for.
+        """Check that the value that a stage is about to send is what the next stage expects.
+
+        Args:
+            leaves: Leaves of the value.
+            spec: Its structure.
+            received: Tensors that the stage received, for the message.
 
         Raises:
-            ModelError: It is not: the next stage would read something else than what was sent.
+            ModelError: It differs: the next stage would read something else than was sent.
         """
         same = spec == self.spec and all(
             (leaf.shape, leaf.dtype) == (planned.shape, planned.dtype)
@@ -78,17 +83,17 @@ class Boundary:
 
 @dataclass(frozen=True)
 class Shapes:
-    """What crosses every boundary of a chain, and what its layers do to their input."""
+    """Content of every boundary of a chain, and effects of its layers on their input."""
 
     boundaries: tuple[Boundary, ...]
-    """In front of every layer, and behind the last."""
+    """Boundaries before every layer, and after the last."""
     writes: tuple[bool, ...]
-    """Whether a layer writes into its input."""
+    """True for each layer that writes into its input."""
     aliases: tuple[bool, ...]
-    """Whether a layer's output shares storage with its input."""
+    """True for each layer whose output shares storage with its input."""
 
     def stage_writes_input(self, first: int, end: int) -> bool:
-        """Whether a stage of layers `first`..`end - 1` would write into the tensors it receives."""
+        """Return True if a stage of layers `first` to `end - 1` would write into the tensors it receives."""
         for layer in range(first, end):
             if self.writes[layer]:
                 return True
@@ -97,27 +102,30 @@ class Shapes:
         return False
 
     def recomputed(self, layer: int, end: int) -> Recomputed:
-        """What must be known to recompute `layer` in a stage that ends in front of layer `end`."""
+        """Return what must be known to recompute `layer` in a stage whose last layer is `end - 1`."""
         carries = tuple(tensor.requires_grad for tensor in self.boundaries[layer + 1].tensors)
         if layer == len(self.writes) - 1:
             carries = (any(carries),)  # of the loss, which belongs to the last layer
-        # The checkpoint begins with this layer, as a stage begins with its first one: what it keeps is read twice.
+        # The checkpoint begins with this layer, like a stage with its first one: the kept input is read twice.
         return Recomputed(self.stage_writes_input(layer, end), carries)
 
 
 def shapes_of(chain: Chain, inputs: Any, *, precision: Precision = "", device: torch.device | None = None) -> Shapes:
-    """What crosses the boundaries: known from the outline, or found by running the layers without values.
+    """Return the boundaries: from the outline, or by running the layers without values.
 
     Args:
         chain: The chain, on the meta device.
         inputs: The model's input for one micro-batch, on any device.
-        precision: What the layers run in.
-        device: Where they run; autocast does other things on the CPU than on CUDA.
+        precision: Precision of the layers.
+        device: Device of the layers; autocast has different rules on the CPU and on CUDA.
+
+    Returns:
+        The shapes.
 
     Raises:
         ModelError: A layer does not fit its input, or cannot be trained in micro-batches.
     """
-    BatchStatistics(chain.model.named_modules())  # here on every rank alike; and running ones need no values
+    BatchStatistics(chain.model.named_modules())  # raises on every rank alike; then layers run without statistics
     received = Boundary.of(to_device(inputs, torch.device("meta")))
     if chain.outline is None:
         return _run(chain.layers, received, precision, device)
@@ -128,10 +136,10 @@ def shapes_of(chain: Chain, inputs: Any, *, precision: Precision = "", device: t
 
 
 def _run(layers: Sequence[Layer], received: Boundary, precision: Precision, device: torch.device | None) -> Shapes:
-    """What the layers do, one after the other, without values wherever that can be.
+    """Run the layers one after another, if possible without values.
 
-    Without autocast the meta device will do. Autocast does nothing there: its rules belong to devices. Fake tensors
-    have a device, and no memory either.
+    Without autocast the meta device suffices. Autocast has no effect there, because its rules belong to devices. Fake
+    tensors have a device, and no memory either.
     """
     is_fake = device is not None and autocast_dtype(precision) is not None
     mode = FakeTensorMode() if is_fake else nullcontext()
@@ -147,7 +155,7 @@ def _run(layers: Sequence[Layer], received: Boundary, precision: Precision, devi
         modules = copy.deepcopy(modules, {id(t): fake(t) for t in (*modules.parameters(), *modules.buffers())})
 
     def without_values(module: nn.Module, boundary: Boundary) -> _Effects:
-        # Copies, so that a layer that writes its input does not meet a leaf, and can be seen to write.
+        # Copies, because a layer cannot write into a leaf, and so that its write is detected.
         value = boundary.rebuild([(fake(t) if is_fake else t).clone() for t in boundary.tensors])
         with layers_in(precision, device) if device is not None else nullcontext(), mode:
             return _Effects.of(module, value)
@@ -157,7 +165,7 @@ def _run(layers: Sequence[Layer], received: Boundary, precision: Precision, devi
     for layer, module in zip(layers, modules, strict=True):
         try:
             effects = without_values(module, boundaries[-1])
-        except (Exception, SystemExit) as error:  # it needs values; an error of the user's comes again
+        except (Exception, SystemExit) as error:  # it needs values; an error of the user's is raised again
             try:
                 effects = _on_random_values(layer.module, boundaries[-1], precision, device or torch.device("cpu"))
             except (Exception, SystemExit) as with_values:
@@ -169,7 +177,7 @@ def _run(layers: Sequence[Layer], received: Boundary, precision: Precision, devi
 
 
 class _Effects(NamedTuple):
-    """Output of a layer, and what it does to its input."""
+    """Output of a layer, and its effects on its input."""
 
     output: Any
     writes: bool

@@ -1,15 +1,16 @@
-"""One stage as a module: its layers under their original names, recomputed where the plan says.
+"""Run one stage as a module: its layers under their original names, recomputed as the plan says.
 
-Over a boundary go plain contiguous tensors; tuples and the like are taken apart at one edge and rebuilt at the next.
-The last stage runs the loss inside its forward. That keeps logits out of what is in flight when the stage recomputes,
-and makes the loss scalar, not the logits, the output that the engine holds for every micro-batch.
+Only plain contiguous tensors cross a boundary; tuples and other nests are flattened before it and rebuilt after it. The
+last stage runs the loss inside its forward. If the stage recomputes, the logits are then not kept in flight. And the
+engine holds the scalar loss of every micro-batch instead of the logits.
 
-Where the plan recomputes single layers, each of them is a checkpoint of its own: its input is kept, and what else it
-saves is computed again just before its backward. The last layer of the last stage is one together with the loss.
+If the plan recomputes single layers, each of them is a separate checkpoint: its input is kept, and its other saved
+tensors are computed again just before its backward. The last layer of the last stage forms one checkpoint with the
+loss.
 
 Before each layer the random generators are seeded for it (`random_state`), so that it draws the same when it runs
-again. Running statistics of batch normalisations are left alone until the mini-batch is over (`batch_norm`); other
-buffers that a layer writes are, when it runs again, what they were the first time (`replay`).
+again. Running statistics of batch normalization are not changed until the end of the mini-batch (`batch_norm`). Other
+buffers that a layer writes have their first values when it runs again (`replay`).
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -39,7 +40,7 @@ from planner.model.stage import ModelStage
 
 @contextmanager
 def evaluating(*modules: nn.Module) -> Iterator[None]:
-    """Modules and all within them in evaluation mode; afterwards each is in the mode that it was in."""
+    """Set modules and their submodules to evaluation mode; afterwards each is in its former mode."""
     parts = [part for module in modules for part in module.modules()]
     modes = [part.training for part in parts]
     try:
@@ -54,22 +55,22 @@ def evaluating(*modules: nn.Module) -> Iterator[None]:
 class StageModule(nn.Module):
     """Layers of one stage, called by the engine with the tensors of one micro-batch.
 
-    `micro_batch` is set before each forward, and before each step `seeds`, `targets` (the last stage's, of every
-    micro-batch), and `micro_batches`, `received` and `sent`, which are others where a mini-batch is smaller than
+    `micro_batch` is set before each forward. Before each step these are set: `seeds`, `targets` (of every micro-batch,
+    on the last stage), and `micro_batches`, `received` and `sent`, which change for a mini-batch that is smaller than
     planned.
 
     Args:
         layers: The layers.
-        received: What crosses the boundary in front of them.
-        sent: What crosses the one behind them, and how it must lie (contiguous without); none on the last stage.
-        recompute: On which micro-batches the stage is recomputed as a whole; with `layers`, only `recomputed` is.
-        micro_batches: M.
+        received: Boundary before them.
+        sent: Boundary after them, with the layout of its tensors (contiguous if None); None on the last stage.
+        recompute: Micro-batches for which the stage is recomputed as a whole; with `layers`, only `recomputed` is.
+        micro_batches: Number of micro-batches (M).
         loss_fn: The loss, on the last stage.
-        copies_input: Whether the layers must work on a copy of what is received.
-        carries: Which of the tensors behind the stage carry a gradient.
-        recomputed: The layers that are recomputed on their own, counted from the stage's first.
-        first_layer: Place of the first layer in the whole model's chain.
-        statistics: Collects for the batch normalisations of all stages of this process, which may lie in one model.
+        copies_input: Whether the layers must work on a copy of the received tensors.
+        carries: True for each tensor at the next boundary that carries a gradient.
+        recomputed: Layers that are recomputed separately, counted from the stage's first.
+        first_layer: Index of the first layer in the whole model's chain.
+        statistics: Batch statistics for all stages of this process, which may be parts of one model.
 
     Raises:
         ModelError: A layer cannot be trained in micro-batches.
@@ -120,21 +121,22 @@ class StageModule(nn.Module):
             for layer in layers[1:]
             if isinstance(layer.module, ModelStage)
         ]
-        """By layer but the first: state of the code that runs once more, before and within that layer."""
+        """State of the code that runs again before and within each layer but the first."""
         self.micro_batch = 0
         self.targets: list[Any] = []
         self.seen: Callable[[int, Any], None] | None = None
-        """On the last stage, is given every micro-batch's output, as the loss function gets it."""
+        """Callback on the last stage, called with the index and output of every micro-batch, as the loss function gets
+        it."""
         self.timed_again: Callable[[Callable[[], Any]], Any] = _called
-        """Calls what may be recomputation, and notes how long that took."""
+        """Function that calls a possible recomputation, and records its time."""
 
     def forward(self, *tensors: Tensor) -> Tensor | tuple[Tensor, ...]:
-        """The tensors behind this stage, dense; the loss on the last stage."""
+        """Return the tensors at the next boundary, dense; the loss on the last stage."""
         with self.statistics.collecting():
             return self._forward(*tensors)
 
     def named_buffers(self, prefix: str = "", *args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:
-        """The buffers of today: a layer may have put another tensor in a buffer's place."""
+        """Yield the current buffers: a layer may have replaced a buffer's tensor."""
         parts = [layer for layer in self._layers if isinstance(layer, ModelStage)]
         for part in parts:
             part.share_with(self)
@@ -150,20 +152,20 @@ class StageModule(nn.Module):
         return finished
 
     def forget_state(self) -> None:
-        """Lets go of what recomputation remembers, once no micro-batch's is left to come."""
+        """Release the state that is kept for recomputation, after the last recomputation of a step."""
         for state in (self._state, *self._states.values(), *self._opened):
             state.forget()
 
     def evaluating(self) -> AbstractContextManager[None]:
-        """Every module that it runs in evaluation mode; see `evaluating`."""
+        """Set every module that it runs to evaluation mode; see `evaluating`."""
         return evaluating(*(_model_of(layer) for layer in self._layers))
 
     def _forward(self, *tensors: Tensor) -> Tensor | tuple[Tensor, ...]:
         targets = self.targets[self.micro_batch] if self._loss_fn is not None else None
         if not self._recomputes(self.micro_batch) or not self._has_backward(tensors):
             return self._run(None, self.micro_batch, targets, *tensors)
-        # The re-entrant kind computes without a graph first, and calls no hook for every tensor that is saved. It
-        # wants an input that requires a gradient, which the first stage does not have.
+        # Re-entrant checkpointing computes without a graph first, and calls no hook for each saved tensor. It needs an
+        # input that requires a gradient, which the first stage does not have.
         anchor = torch.zeros((), requires_grad=True)
         arguments = (anchor, self.micro_batch, targets, *tensors)
         timed = self._timed(self._state.replaying(self._run))
@@ -185,13 +187,13 @@ class StageModule(nn.Module):
             return result
         if not splits:
             return result if all(carries) else tuple(t.detach() for t in result)
-        # This kind makes zeros as the gradient of all that it returns, so what carries none (a mask) is left out.
+        # Re-entrant checkpointing makes zero gradients for all outputs, so those without a gradient (masks) bypass it.
         merged = {True: iter(result), False: iter([t.detach() for t in others])}
         others.clear()
         return tuple(next(merged[does]) for does in carries)
 
     def _timed(self, run: Callable[..., Any]) -> Callable[..., Any]:
-        """`run`, which is called again in backward, noting the time of that."""
+        """Wrap `run`, which is called again in backward, so that the time of that call is recorded."""
         return lambda *arguments: self.timed_again(lambda: run(*arguments))
 
     def _has_backward(self, tensors: Sequence[Tensor]) -> bool:
@@ -212,13 +214,13 @@ class StageModule(nn.Module):
         else:
             # Views: of a leaf, as received ones are, autocast would keep a copy until the end of the step.
             tensors = tuple(tensor.view_as(tensor) for tensor in tensors)
-        # No reference to what lies between two layers is kept.
+        # No reference to tensors between two layers is kept.
         value = self.received.rebuild(tensors)
         last = len(self._layers) - 1
         moments = [opened.moment() for opened in self._opened]
         for index in range(last + 1):
             if index and moments:
-                # Code that several layers run from its start changes its state once per micro-batch.
+                # Code that several layers run from its start must change its state once per micro-batch.
                 self._opened[index - 1].return_to(moments[index - 1])
             run: Callable[[Any], Any] = partial(self._run_layer, index, micro_batch)
             again = self._recomputed.get(index)
@@ -264,7 +266,7 @@ def _called(work: Callable[[], Any]) -> Any:
 
 
 def _named_modules(layers: Sequence[Layer]) -> Iterator[tuple[str, nn.Module]]:
-    """What the layers run; of a model that is no Sequential, all there is."""
+    """Yield the modules that the layers run; for a model that is not a Sequential, all of its modules."""
     for layer in layers:
         prefix = "" if isinstance(layer.module, ModelStage) else layer.name
         yield from _model_of(layer.module).named_modules(prefix=prefix)

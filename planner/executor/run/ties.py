@@ -1,8 +1,8 @@
-"""Parameters that several layers share, when the layers lie on different ranks.
+"""Sum the gradients of tied parameters that layers on different ranks share.
 
-Every rank holds a copy. The copies start equal (`initial_values`), and stay equal because each optimizer sees the same
-gradient: the sum over all ranks, those of the other replicas included. Stages of one rank share the parameter itself.
-What is frozen has no gradient, and needs no sum: it stays as it is.
+Every rank holds a copy. The copies start equal (`initial_values`), and stay equal because each optimizer gets the same
+gradient: the sum over all ranks, including those of other replicas. Stages of one rank share the parameter itself.
+Frozen parameters have no gradients, so they need no sum.
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -15,14 +15,14 @@ from planner.executor.run.placement import Place
 
 
 class TiedGradients:
-    """Sums the gradients of tied parameters over the ranks that hold them.
+    """Sum of the gradients of tied parameters over the ranks that hold them.
 
     Args:
-        shared: (layer, name) of the parameters that lie in the same storage, as `shared_parameters` gives them.
-        parameters: This rank's, by name.
-        place: Where this rank is.
-        stage_of: By layer, its stage.
-        trained: The names of the parameters of all stages that are trained.
+        shared: Owners (layer, name) of each shared parameter, from `shared_parameters`.
+        parameters: Parameters of this rank, by name.
+        place: Place of this rank.
+        stage_of: Stage of each layer.
+        trained: Names of the trained parameters of all stages.
     """
 
     def __init__(
@@ -35,13 +35,13 @@ class TiedGradients:
         trained: Collection[str],
     ) -> None:
         self._groups: list[tuple[list[nn.Parameter], dist.ProcessGroup]] = []
-        """Parameters that the same ranks hold, and these ranks."""
+        """Parameters that the same ranks hold, and the group of these ranks."""
         self._kept_elsewhere: list[nn.Parameter] = []
         self._summed: list[Tensor] = []
-        """Until the next step: a thread of gloo's holds them a little longer than their sum takes. What that lets go of
-        last, no recorder of this thread sees go."""
+        """Summed gradients, kept until the next step: a thread of gloo refers to them a little longer than the sum
+        takes, and a release in that thread would be missed by the memory recorder of this one."""
         self.counted_elsewhere: list[nn.Parameter] = []
-        """What another rank of the replica has, too, and counts where each parameter must count once."""
+        """Parameters that another rank of the replica counts, where each parameter must count once."""
         by_ranks: dict[tuple[int, ...], list[nn.Parameter]] = {}
         for owners in shared:
             stages = {stage_of[layer] for layer, _ in owners}
@@ -63,18 +63,18 @@ class TiedGradients:
                 self._groups.append((held, group))
 
     def begin(self) -> None:
-        """Before backward: of gradients that are there already, and the same on all, one copy stays to add to."""
+        """Drop the gradients of all copies but one before backward: existing gradients are the same on all ranks."""
         self._summed.clear()
         for parameter in self._kept_elsewhere:
             parameter.grad = None
 
     @property
     def parameters(self) -> Iterator[nn.Parameter]:
-        """The parameters here that other stages' ranks hold as well."""
+        """Parameters of this rank that ranks of other stages hold as well."""
         return (parameter for parameters, _ in self._groups for parameter in parameters)
 
     def sum(self) -> None:
-        """Sum the gradients of all copies after backward; without a gradient on any rank there is none."""
+        """Sum the gradients of all copies after backward; if no rank has a gradient, there is none afterwards."""
         for parameters, group in self._groups:
             present = torch.tensor([p.grad is not None for p in parameters], dtype=torch.int32)
             present = present.to(parameters[0].device)

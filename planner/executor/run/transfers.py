@@ -1,12 +1,12 @@
-"""What goes over a boundary: posted, awaited, and let go of as soon as it may be.
+"""Send and receive tensors over stage boundaries, and release them as early as possible.
 
-    receive   a buffer from posting it to the end of the backward (or forward) that takes it
-    output    what a stage sent forward stays until its micro-batch's backward: then it has been delivered long ago
-    gradient  what a stage sent back stays until the next gradient is sent: with one under way, waiting for those before
-              it blocks nobody (see `planner.core.schedule.programs`), and holds no step up where M is a multiple of K
+    receive   The buffer lives from posting it to the end of the backward (or forward) that takes it.
+    output    A sent activation lives until the backward of its micro-batch: by then it was delivered long ago.
+    gradient  A sent gradient lives until the next one is sent. Waiting for earlier ones while one is in progress blocks
+              no rank (see `planner.core.schedule.programs`), and delays no step if M is a multiple of K.
 
-Only `isend`, `irecv` and their handles are used. Every two processes begin their transfers in the same order, which is
-all that gloo and NCCL ask for: NCCL runs those of a pair one after the other.
+Only `isend`, `irecv` and their handles are used. Every two processes begin their transfers in the same order, which
+gloo and NCCL require: NCCL runs the transfers of a pair one after another.
 """
 
 from collections.abc import Sequence
@@ -22,7 +22,7 @@ from planner.model.layout import in_memory_order, laid_out
 
 
 class Message(NamedTuple):
-    """What one kind of work begins with: on which stage, for which micro-batch."""
+    """Input of one action: its kind, stage and micro-batch."""
 
     kind: Letter
     stage: int
@@ -30,21 +30,21 @@ class Message(NamedTuple):
 
 
 class _Coming(NamedTuple):
-    """A message that is being received."""
+    """Message that is being received."""
 
     buffers: tuple[Tensor, ...]
     works: tuple[dist.Work, ...]
 
 
 class _Sent(NamedTuple):
-    """A message that is being sent. The tensors must stay as long as it is."""
+    """Message that is being sent. The tensors must live until it is sent."""
 
     tensors: tuple[Tensor, ...]
     works: tuple[dist.Work, ...]
 
 
 class Transfers:
-    """The messages of one process, with others of `group`; without one that is all there are."""
+    """Messages between one process and the others of `group`; None for all processes."""
 
     def __init__(self, device: torch.device, group: ProcessGroup | None) -> None:
         self._device, self._group = device, group
@@ -54,13 +54,19 @@ class Transfers:
         self._gradient: _Sent | None = None
 
     def post(self, message: Message, shapes: Sequence[Tensor], rank: int) -> None:
-        """Begins to receive tensors that lie as `shapes` do (on the meta device) from the process `rank`."""
+        """Begin to receive tensors from a process.
+
+        Args:
+            message: Message to receive.
+            shapes: Tensors on the meta device, with shape, strides and dtype of the buffers.
+            rank: Sending process.
+        """
         buffers = tuple(torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=self._device) for x in shapes)
         works = (dist.irecv(in_memory_order(buffer), rank, group=self._group) for buffer in buffers)
         self._coming[message] = _Coming(buffers, tuple(filter(None, works)))
 
     def take(self, message: Message) -> tuple[Tensor, ...]:
-        """The tensors of a message, once they are there."""
+        """Wait for a message and return its tensors."""
         if message in self._in_place:
             return self._in_place.pop(message)
         coming = self._coming.pop(message)
@@ -68,28 +74,40 @@ class Transfers:
         return coming.buffers
 
     def hand_over(self, message: Message, tensors: tuple[Tensor, ...]) -> None:
-        """Keeps a message from one stage of this process to another."""
+        """Store a message from one stage of this process to another."""
         self._in_place[message] = tensors
 
     def send_output(self, message: Message, tensors: Sequence[Tensor], rank: int) -> None:
-        """Begins to send what a forward made; `message` says what it made, and is let go of under that name."""
+        """Begin to send the output of a forward.
+
+        Args:
+            message: The forward, with which `let_go_of_output` identifies the output.
+            tensors: Output tensors.
+            rank: Receiving process.
+        """
         self._outputs[message] = self._send([tensor.detach() for tensor in tensors], rank)
 
     def let_go_of_output(self, message: Message) -> None:
-        """Ends the sending of an output, if that is still under way."""
+        """Wait until an output is sent, and release it."""
         sent = self._outputs.pop(message, None)
         if sent is not None:
             _wait(sent.works)
 
     def send_gradient(self, tensors: Sequence[Tensor], shapes: Sequence[Tensor], rank: int) -> None:
-        """Begins to send what a backward made, lying as the receiver's buffers do, and ends the sending before it."""
+        """Begin to send the gradients of a backward in the layout of the receiver's buffers; finish the previous send.
+
+        Args:
+            tensors: Gradients.
+            shapes: Tensors on the meta device with the receiver's layout.
+            rank: Receiving process.
+        """
         before = self._gradient
         self._gradient = self._send([laid_out(x, shape) for x, shape in zip(tensors, shapes, strict=True)], rank)
         if before is not None:
             _wait(before.works)
 
     def finish(self) -> None:
-        """Ends all sending at the end of a step."""
+        """Wait for all sends at the end of a step."""
         for message in list(self._outputs):
             self.let_go_of_output(message)
         if self._gradient is not None:

@@ -1,1 +1,1 @@
-"""What a rank is doing, and what happens to the others when one fails."""
+"""Observe the ranks of a job, and end all of them when one fails."""

@@ -1,4 +1,4 @@
-"""What is said of a failure: which stage, where, with how much memory, and the user's own lines."""
+"""Describe a failure: its stage and position, memory, and the lines of the user's code."""
 
 import resource
 import sys
@@ -16,11 +16,11 @@ from planner.device.kinds import accelerator_in_use
 from planner.executor.watch.position import Position
 
 MOST_NAMED = 3
-"""Ranks that a message names; of further ones it gives the number."""
+"""Number of ranks that a message names; further ones are counted."""
 
 
 def explained(error: BaseException, position: Position) -> PlannerError:
-    """What to say of an exception in this process."""
+    """Return the error to report for an exception in this process."""
     root = error
     while root.__cause__ is not None:  # the engine wraps what a stage raises
         root = root.__cause__
@@ -40,7 +40,7 @@ def explained(error: BaseException, position: Position) -> PlannerError:
 
 
 def left_alone(left: Mapping[str, Any], position: Position) -> PlannerError:
-    """What to say where another rank has `left` as if all were done, and this one still waits."""
+    """Return the error of a rank that still waits after another rank `left` with exit code 0."""
     return TrainingError(
         f"{left['name'] or 'another rank'} ended itself {left['where']} (SystemExit: 0) "
         f"while {position.name or 'this rank'} waited {position.where}",
@@ -49,7 +49,7 @@ def left_alone(left: Mapping[str, Any], position: Position) -> PlannerError:
 
 
 def hang(positions: Mapping[int, Mapping[str, Any]], timeout_s: float) -> PlannerError:
-    """Return what to say of ranks that all wait, and of those that do not; of each, the three of longest."""
+    """Return the error of ranks that all wait, with those that do not; it names the three longest of each."""
     hint = "raise `--timeout` if it needs that long; else look at what it does there (py-spy dump)"
     by_time = sorted(positions, key=lambda rank: -positions[rank]["idle_s"])
     culprits = [rank for rank in by_time if positions[rank]["waits_for"] is None]
@@ -71,18 +71,27 @@ def hang(positions: Mapping[int, Mapping[str, Any]], timeout_s: float) -> Planne
 
 
 def listed(shown: Sequence[str], count: int, separator: str = "; ") -> str:
-    """Return the first of `count` items as a list that says how many more there are."""
+    """Return the first of `count` items as a list that also gives the number of further ones.
+
+    Args:
+        shown: The first items.
+        count: Number of all items.
+        separator: Text between items.
+
+    Returns:
+        One line.
+    """
     more = [f"{count - len(shown)} others"] if count > len(shown) else []
     return separator.join([*shown, *more])
 
 
 def name_of_rank(rank: int, positions: Mapping[int, Mapping[str, Any]]) -> str:
-    """What a rank called itself."""
+    """Return the name of a rank from its position."""
     return str(positions.get(rank, {}).get("name") or f"rank {rank}")
 
 
 def is_lost_contact(error: BaseException) -> bool:
-    """Whether it is a transfer that failed."""
+    """Return True if the error is a failed transfer."""
     text = str(error)
     return isinstance(error, dist.DistError) or (
         isinstance(error, RuntimeError) and any(word in text for word in ("gloo/", "Connection closed by peer", "NCCL"))
@@ -112,10 +121,10 @@ def _is_out_of_memory(error: BaseException) -> bool:
 
 
 def _frames(error: BaseException) -> str:
-    """The user's own lines in the traceback; all where there are none."""
+    """Return the lines of the user's code in the traceback; all lines if there are none."""
     ours = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
     frames = traceback.extract_tb(error.__traceback__)
     of_user = [frame for frame in frames if not frame.filename.startswith((*ours, "<frozen"))]
-    # The script only calls the pipeline: its line says nothing where there is a line of the model's.
+    # The script only calls the pipeline, so its line is omitted if the model has one.
     of_model = [frame for frame in of_user if Path(frame.filename) != Path(sys.argv[0]).resolve()]
     return "".join(traceback.format_list(of_model or of_user or frames)).rstrip()

@@ -1,17 +1,19 @@
-"""When one rank fails, all ranks end soon, and one message says which stage it was, where, and what to do.
+"""End all ranks soon after one fails, with one message that names the stage, its position, and what to do.
 
-Every rank has a watch, a thread beside the training. With every beat it writes the rank's position to the launcher's
-store (`liveness`); so silence means a dead process, and of ranks that wait for each other the one that does not wait
-holds up the rest. The rank that finds the failure first claims it and prints it; the others leave quietly as soon as
-their watch sees the claim, even where they hang in a transfer that will never end.
+Every rank has a watch, a thread that runs alongside the training. With every beat it writes the rank's position to the
+launcher's store (`liveness`). So silence means a dead process, and among ranks that wait for each other, the one that
+does not wait is the cause. The rank that finds the failure first claims it and prints it. The others exit without a
+message as soon as their watch sees the claim, even if they hang in a transfer that never ends.
 
 The watch also catches SIGTERM and SIGINT: with checkpoints the ranks agree on a step to stop after, so that all save
 the same one. Python would run a handler only after a hanging transfer; the thread reads the signal from a pipe.
 
+Keys of the store:
+
     failure     rank that claimed the failure
     quit        position of a rank that left the script with exit code 0
     asked       signal that a rank other than the first one got
-    stopping    set by the first rank: look for `stop` after every step from now on
+    stopping    set by the first rank: check `stop` after every step from now on
     ready       number of ranks that do
     stop        the step after which all ranks stop, and the signal
     news        set with each of `failure`, `quit`, `asked` and `stopping`: the only key that is read with every beat
@@ -51,24 +53,24 @@ from planner.executor.watch.position import ANY, STORE, Position
 from planner.executor.watch.store import holds_store, job_store, rank_here
 
 _FEW_RANKS = 64
-"""In jobs of so many ranks all look for `stop` after every step, so that they stop at once."""
+"""Largest job in which all ranks check `stop` after every step, so that they stop at once."""
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 class Stopped(SystemExit):
-    """Ends the script on every rank after the same step, as a signal told it to."""
+    """Exit of the script on every rank after the same step, because of a signal."""
 
 
 class Watch:
-    """One rank's watch, from before the model is built until the end of the script.
+    """Watch of one rank, from before the model is built until the end of the script.
 
-    A rank that has waited for another for `timeout_s` takes the job for hanging.
+    A rank that has waited for another for `timeout_s` reports that the job hangs.
     """
 
     def __init__(self, timeout_s: float) -> None:
         self.position = Position()
         self.saves_on_stop = False
-        """Whether a signal to stop is left to `stops_after`."""
+        """True if `stops_after` handles a signal to stop."""
         self._rank, self._world = rank_here()
         self._timeout_s = timeout_s
         self._signal = 0
@@ -77,16 +79,16 @@ class Watch:
         """Signal that another rank got; on the first rank."""
         self._is_small = self._world <= _FEW_RANKS
         self._has_passed_on = False
-        """True once the first rank has said that the job is stopping, or another one has asked it to."""
+        """True once the first rank has announced that the job is stopping, or another one has requested it."""
         self._is_stopping = False
-        """True once this rank looks for `stop` after every step."""
+        """True once this rank checks `stop` after every step."""
         self._quit: dict[str, Any] | None = None
         self._stop: tuple[int, int] | None = None
         self._over = threading.Event()
         self._ending = threading.Event()
         self._store: Any = _store_of_all() if self._world > 1 and _is_launched() else None
         self._liveness = Liveness(self._store, self._rank, self._world)
-        """Signs of life for the main thread; the watch's thread has a connection for its own."""
+        """Signs of life for the main thread; the watch's thread has a separate connection."""
         self._wake = socket.socketpair()
         self._handlers: SignalHandlers | None = None
         self._process = os.getpid()
@@ -96,20 +98,20 @@ class Watch:
         self._thread: threading.Thread | None = None
 
     def __enter__(self) -> Self:
-        """Begins to watch."""
-        # Only the main thread may set handlers; elsewhere (in a notebook's worker, say) signals stay the program's.
+        """Begin to watch."""
+        # Only the main thread may set handlers; in another thread (a notebook's worker) signals are not handled.
         if threading.current_thread() is threading.main_thread():
             self._wake[1].setblocking(False)
             self._handlers = SignalHandlers(_SIGNALS, self._on_signal, self._wake[1].fileno())
         if self._store is not None:
-            # A connection of its own: one that waits in the main thread would hold up the beats.
+            # A separate connection: waiting in the main thread's one would delay the beats.
             self._liveness.write(self.position)
             self._thread = threading.Thread(target=self._run, args=[self._store.clone()], name="watch", daemon=True)
             self._thread.start()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
-        """Ends the process where the block failed."""
+        """End the process if the block failed."""
         if os.getpid() != self._process:
             return  # a forked child process leaves the block: it is no rank
         try:
@@ -121,15 +123,22 @@ class Watch:
             self._stop_watching()
 
     def stops_after(self, steps: int, *, ahead: int = 1) -> int:
-        """The signal that ends the run now that `steps` steps are done, or 0; every rank must ask after every step.
+        """Return the signal that ends the run now that `steps` steps are done, or 0.
 
-        The first rank decides, one step ahead: no rank can end a step that the first one has not begun, so all find
-        the decision at the end of the same step. Where another rank may be further, it is `ahead` by as many, and one.
+        Every rank must call it after every step. The first rank decides, one step ahead: no rank can end a step that
+        the first one has not begun, so all find the decision at the end of the same step.
+
+        Args:
+            steps: Number of steps done.
+            ahead: Number of steps that the decision is ahead; larger if other ranks may be further than the first.
+
+        Returns:
+            Number of the signal.
         """
         if self._store is None:
             return self._signal
         if self._rank == 0:
-            # Decided once: a second signal ends all at once, and moves no step. Every rank must look for the decision.
+            # Decided once: a second signal ends the job at once. Every rank must check for the decision.
             number = self._signal or self._asked
             if self._stop is None and number and (self._is_small or self._store.add("ready", 0) == self._world - 1):
                 self._stop = (steps + ahead, number)
@@ -161,7 +170,7 @@ class Watch:
             sys.exit(128 + number)
 
     def _note_signal(self, number: int) -> None:
-        # The launcher passes on what the terminal sends to all: the same signal twice within a second is one.
+        # The launcher forwards signals that the terminal sends to all: two within a second count as one.
         if self._signal and time.monotonic() - self._signalled > 1.0:
             self._end_at_once(number)
         self._signal = self._signal or number
@@ -177,14 +186,14 @@ class Watch:
         self._leave(128 + number)
 
     def _end_by_exit(self, error: SystemExit) -> None:
-        """Tells the other ranks, which might wait for this one, that the script has left the block by itself."""
+        """Report to the other ranks, which may wait for this one, that the script has left the block by an exit."""
         if self._store is None:
             return
-        if error.code in {0, None}:  # in order, if all do; whoever waits now finds this
+        if error.code in {0, None}:  # in order, if all ranks exit; a rank that still waits reads this key
             self._store.set("quit", json.dumps(self.position.summary()))
             self._store.set("news", "")
             self._note_leaving()
-            # If one still waits then, it tells so, and this process, too, ends as one that failed.
+            # If a rank still waits then, it reports that, and this process ends as failed, too.
             with suppress(dist.DistError):
                 self._liveness.wait_for_others(self._liveness.silent_s + 4 * self._liveness.beat_s)
                 if self._store.check(["failure"]):
@@ -198,12 +207,12 @@ class Watch:
         self._leave_quietly(code)
 
     def _end(self, error: BaseException) -> NoReturn:
-        self._ending.set()  # before it is looked into, which takes seconds: the thread must not find the same meanwhile
+        self._ending.set()  # first, because the analysis takes seconds: the thread must not report the same failure
         message: PlannerError | None
         if isinstance(error, PlannerError):
             message = error
         elif self._store is not None and is_lost_contact(error):
-            # A transfer fails on the neighbours of a rank that died, too; what they say of it must not hide that.
+            # Transfers also fail on the neighbors of a dead rank; their errors must not hide that.
             message = self._lost_contact()
         else:
             message = explained(error, self.position)
@@ -211,7 +220,7 @@ class Watch:
         self._tell(message, code, quietly=128 + self._signal if message is None and self._signal else ExitCode.ERROR)
 
     def _lost_contact(self) -> PlannerError | None:
-        """Why a transfer failed; None where another rank tells it."""
+        """Return the error of a failed transfer; None if another rank reports it."""
         silent = self._silent(self._liveness)
         if silent:
             return self._gone(silent, self._liveness)
@@ -231,7 +240,7 @@ class Watch:
     def _gone(self, silent: Sequence[int], liveness: Liveness) -> PlannerError:
         named = silent[:MOST_NAMED]
         positions = liveness.positions(named)
-        # One that went soon after its start may not have told its name.
+        # A rank that ended soon after its start may not have written its name.
         names = [self.position.rank_names.get(rank) or name_of_rank(rank, positions) for rank in named]
         waited = "was" if self.position.waits_for is None else "waited"
         return TrainingError(
@@ -244,7 +253,7 @@ class Watch:
     # Private methods: both threads
 
     def _silent(self, liveness: Liveness) -> list[int] | None:
-        """Ranks that give no sign of life and did not leave in order; None where a failure is already told."""
+        """Return the ranks that give no sign of life and did not leave in order; None if a failure is reported."""
         try:
             return liveness.wait_for_silent()
         except dist.DistError:
@@ -253,7 +262,7 @@ class Watch:
     def _tell(
         self, error: PlannerError | None, code: int = ExitCode.ERROR, *, quietly: int = ExitCode.ERROR
     ) -> NoReturn:
-        """Tells what happened, unless another rank does, and ends this process: with `code`, or else `quietly`."""
+        """Report an error, unless another rank does, and end this process: with `code`, or else with `quietly`."""
         self._ending.set()
         if error is not None and self._claimed():
             print_error(error)
@@ -261,20 +270,20 @@ class Watch:
         self._leave_quietly(quietly)
 
     def _claimed(self) -> bool:
-        """Whether this rank is the one to tell what happened."""
+        """Return True if this rank is the one to report the failure."""
         if self._store is None:
             return True
         rank = str(self._rank)
-        # Without a store nobody agrees on anything, and twice is better than not at all.
+        # Without a store the ranks cannot agree; two reports are better than none.
         with suppress(dist.DistError):
-            # Set only where nobody has set it: the store gives every rank the name of the one that came first.
+            # Set only if it is not set: the store returns the first rank to every rank.
             if self._store.compare_set("failure", "", rank) != rank.encode():
                 return False
             self._store.set("news", "")
         return True
 
     def _leave_quietly(self, code: int) -> NoReturn:
-        # After who tells it, so that the launcher takes that one for the root cause.
+        # After the reporting rank, so that the launcher takes that rank for the root cause.
         time.sleep(2 * self._liveness.beat_s)
         self._leave(code)
 
@@ -282,10 +291,10 @@ class Watch:
         if self._store is None:
             sys.exit(code)
         self._note_leaving()
-        if holds_store():  # the others are to see what is in it
+        if holds_store():  # the other ranks must be able to read it
             with suppress(dist.DistError):
                 self._liveness.wait_for_others(3 * self._liveness.beat_s)
-        # Not by way of the interpreter's end, which would wait for transfers and files that other ranks never finish.
+        # The interpreter's normal exit would wait for transfers and files that other ranks never finish.
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
@@ -307,7 +316,7 @@ class Watch:
                 if not self._ending.is_set():
                     self._look(store, liveness)
                 self._wait_for_signals(liveness.beat_s)
-        except dist.DistError:  # who held the store is gone: the main thread finds out in its next transfer
+        except dist.DistError:  # the store's process ended: the main thread's next transfer fails
             if self._signal:
                 self._leave(128 + self._signal)
 
@@ -324,13 +333,13 @@ class Watch:
         if (self._signal or self._asked) and self.saves_on_stop and not self._has_passed_on:
             self._pass_on(store, liveness)
         self._follow_writing(store, liveness)
-        # Who computes for long is no failure by itself: only who waits may call it one.
+        # A long computation is no failure: only a waiting rank may report one.
         waited_s = self.position.idle_s if self.position.waits_for is not None else 0.0
         if waited_s > self._timeout_s:
             self._tell(self._hanging(liveness))
         if waited_s > liveness.silent_s and self._quit is not None:
             self._tell(left_alone(self._quit, self.position))
-        # The launcher sends a signal to all others, too, when a rank has died; then that is what is to be told.
+        # The launcher also sends a signal to all ranks when one has died; then the death must be reported.
         if self._signal or (waited_s > liveness.silent_s and self.position.waits_for == STORE):
             silent = liveness.silent()
             if silent:
@@ -341,7 +350,7 @@ class Watch:
                 self._leave(128 + self._signal)
 
     def _pass_on(self, store: Any, liveness: Liveness) -> None:
-        """Say that the job is to stop. `torchrun` sends a signal to all ranks, but a scheduler may send it to one."""
+        """Announce that the job stops: `torchrun` sends a signal to all ranks, but a scheduler may send it to one."""
         if self._rank == 0:
             store.set("stopping", "")
         elif not self._is_stopping:
@@ -364,7 +373,7 @@ class Watch:
             store.add("ready", 1)
 
     def _follow_writing(self, store: Any, liveness: Liveness) -> None:
-        """Report bytes written, and restart this rank's clock where any rank wrote some: it waits for a slow disk."""
+        """Report bytes written, and restart this rank's clock if any rank wrote some: it waits for a slow disk."""
         written = self.position.written_bytes - self._written_bytes
         late_s = min(liveness.silent_s, self._timeout_s / 2)
         if not written and (self.position.waits_for is None or self.position.idle_s < late_s):
@@ -391,12 +400,12 @@ def _is_launched() -> bool:
 def _store_of_all() -> Any:
     try:
         return job_store(timedelta(minutes=5))
-    except PlannerError as error:  # nobody watches yet
+    except PlannerError as error:  # no watch is running yet
         print_error(error)
         sys.exit(error.exit_code)
 
 
 def print_error(error: PlannerError) -> None:
-    """Prints what happened and what to do on standard error."""
+    """Print an error and its hint on standard error."""
     hint = f"\n\n{printable_lines(f'hint: {error.hint}')}" if error.hint else ""
     print(f"{printable_lines(f'error: {error}')}{hint}", file=sys.stderr, flush=True)

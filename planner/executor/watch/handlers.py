@@ -1,7 +1,7 @@
 """Signal handlers of a process that trains, which its child processes do not keep.
 
-A fork inherits Python's handlers and the descriptor that wakes the watch. Without a reset, a SIGTERM to a child, with
-which `multiprocessing.Pool` ends its workers, would be written to the descriptor and read by the parent as its own.
+A forked process inherits Python's handlers and the descriptor that wakes the watch. Without a reset, a SIGTERM to a
+child, with which `multiprocessing.Pool` ends its workers, would be written to the descriptor and read by the parent.
 """
 
 import os
@@ -13,7 +13,7 @@ _Handler = Callable[[int, FrameType | None], None]
 
 
 class SignalHandlers:
-    """One handler for several signals, and a non-blocking descriptor to which their numbers are written."""
+    """Handler for several signals, and a non-blocking descriptor to which their numbers are written."""
 
     def __init__(self, numbers: Sequence[signal.Signals], handler: _Handler, wakeup_fd: int) -> None:
         self._woken_before = signal.set_wakeup_fd(wakeup_fd, warn_on_full_buffer=False)
@@ -21,7 +21,7 @@ class SignalHandlers:
         _installed.append(self)
 
     def restore(self) -> None:
-        """Install the handlers and the descriptor that were there before."""
+        """Install the previous handlers and the previous descriptor."""
         _installed.remove(self)
         for number, handler in self._handled_before.items():
             signal.signal(number, handler)

@@ -1,8 +1,8 @@
-"""Signs of life of a job's ranks in its store, where reading them costs each rank the same for any number of ranks.
+"""Signs of life of a job's ranks in its store; reading them costs each rank the same for any number of ranks.
 
-Every rank writes its position with every beat. Where a failure is suspected, one rank, the reader, reads the positions
-of all ranks; the others read the reader's position alone. If the reader falls silent or leaves, another rank replaces
-it. Beats are slower in large jobs, so that the store gets the same number of operations per second.
+Every rank writes its position with every beat. If a failure is suspected, one rank, the reader, reads the positions of
+all ranks; the others read only the reader's position. If the reader becomes silent or leaves, another rank replaces it.
+Beats are slower in large jobs, so that the store gets the same number of operations per second.
 """
 
 import json
@@ -16,7 +16,7 @@ from planner.executor.watch.position import Position
 
 _BEAT_S = 0.5
 _MAX_BEATS_PER_S = 600
-"""Of all ranks together. Waiting ranks need three operations per beat, all others two."""
+"""Beats of all ranks together. Waiting ranks need three operations per beat, all others two."""
 _BEATS_UNTIL_SILENT = 6
 
 
@@ -28,7 +28,7 @@ class Liveness:
         self.beat_s = max(_BEAT_S, world / _MAX_BEATS_PER_S)
         """Time between two beats of a rank."""
         self.silent_s = _BEATS_UNTIL_SILENT * self.beat_s
-        """A rank without a beat for so long is silent."""
+        """Time without a beat after which a rank is silent."""
         self._beats = 0
         self._reader = -1
         self._seen: dict[int, tuple[int, float]] = {}
@@ -43,7 +43,7 @@ class Liveness:
         self._store.set(f"at/{self._rank}", json.dumps({"beat": self._beats, **position.summary()}))
 
     def leave(self) -> None:
-        """Say that this rank leaves in order, once in its life."""
+        """Announce that this rank leaves in order; call it once."""
         self._store.set(f"left/{self._rank}", "1")
         self._store.add("left", 1)
 
@@ -65,9 +65,9 @@ class Liveness:
         return {int(key.removeprefix("at/")): json.loads(text) for key, text in zip(keys, texts, strict=True)}
 
     def silent(self) -> list[int]:
-        """Return the ranks that gave no sign of life while this rank looked for `silent_s`, and did not leave in order.
+        """Return the silent ranks that did not leave in order; always empty on ranks other than the reader.
 
-        Call it about once per beat. It is an empty list on all ranks but the reader.
+        Call it about once per beat. A rank is silent if it gave no sign of life while this rank looked for `silent_s`.
         """
         is_reader = self._is_reader()
         others = [rank for rank in range(self._world) if rank != self._rank] if is_reader else [self._reader]
@@ -82,7 +82,7 @@ class Liveness:
             self._left.update(r for r in late if r not in self._left and self._store.check([f"left/{r}"]))
             return [rank for rank in late if rank not in self._left]
         if late:
-            # Whichever it is, one rank of those that find it; then all other ranks are looked at from the beginning.
+            # One of the ranks that notice it becomes the reader, and observes all other ranks from the start.
             self._reader = int(self._store.compare_set("reader", str(self._reader), str(self._rank)))
             self._seen.clear()
         return []
@@ -115,7 +115,7 @@ class Liveness:
         )
 
     def _existing(self, keys: list[str]) -> list[str]:
-        """Return the keys that are set: asking for the value of another one would wait for it."""
+        """Return the keys that are set: reading another key would wait for it."""
         if self._store.check(keys):
             return keys
         half = len(keys) // 2

@@ -1,4 +1,4 @@
-"""The key-value store that all processes of a job share."""
+"""Access the key-value store that all processes of a job share."""
 
 import os
 import time
@@ -15,25 +15,25 @@ _ASKED_EVERY_S = 0.05
 
 
 def rank_here() -> tuple[int, int]:
-    """The rank of this process and how many there are: in the process group, if there is one, else by the launcher."""
+    """Return the rank of this process and the number of processes: from the process group, else from the launcher."""
     if dist.is_initialized():
         return dist.get_rank(), dist.get_world_size()
     return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def holds_store() -> bool:
-    """Whether the job's store is in this process, and gone when it ends."""
+    """Return True if the job's store is in this process, and ends with it."""
     return rank_here()[0] == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
 
 
 def job_store(timeout: timedelta) -> Store:
-    """The process group's store, if there is a group; else the launcher's, or where it has none, one of the first rank.
+    """Return the process group's store, else the launcher's, else one of the first rank.
 
-    A launcher may keep its store when it starts the processes again. They would find the addresses of those that are
-    gone, so each start has keys of its own.
+    A launcher may keep its store when it starts the processes again. They would find the addresses of earlier
+    processes, so each start has a separate key prefix.
 
     Raises:
-        TrainingError: The others did not come.
+        TrainingError: The other processes did not join.
     """
     store = _get_default_store() if dist.is_initialized() else _launchers_store(timeout)
     return PrefixStore(f"gpipe-plan/{_start(store, timeout)}", store)
@@ -52,7 +52,7 @@ def _launchers_store(timeout: timedelta) -> Store:
 
 
 def _start(store: Store, timeout: timedelta) -> str:
-    """A name for this start of the job's processes, the same on all of them."""
+    """Return a name for this start of the job's processes, the same on all of them."""
     rank, world = rank_here()
     address = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
     key = os.getpid(), *address, rank, world  # a process that was forked has agreed on nothing
@@ -62,14 +62,14 @@ def _start(store: Store, timeout: timedelta) -> str:
 
 
 _agreed: dict[tuple[int | str, ...], str] = {}
-"""What this process has agreed on with the others: it asks for the store more than once."""
+"""Names that this process has agreed on with the others: it opens the store more than once."""
 
 
 def _agree(store: Store, rank: int, world: int, timeout: timedelta) -> str:
-    """The first rank's choice, answered to who says hello under a name that no process had before.
+    """Return the first rank's choice, which it answers to each process that announces itself under a new name.
 
-    torchrun counts its restarts (`TORCHELASTIC_RESTART_COUNT`) on each machine by itself, so that one that was lost
-    and came back counts less than the others.
+    torchrun counts its restarts (`TORCHELASTIC_RESTART_COUNT`) separately on each machine. So a machine that was lost
+    and came back has a lower count than the others.
     """
     name = uuid.uuid4().hex
     store.set(f"{_HELLO}/{rank}", name)
@@ -86,7 +86,7 @@ def _agree(store: Store, rank: int, world: int, timeout: timedelta) -> str:
 
 
 def _answer_all(store: Store, start: str, world: int, timeout: timedelta) -> None:
-    """Until every rank has joined; what an earlier process said under its rank is answered, too, and read by nobody."""
+    """Answer until every rank has joined; announcements of earlier processes are answered too, but not read."""
     end = time.monotonic() + timeout.total_seconds()
     answered: set[str] = set()
     missing = list(range(1, world))
