@@ -1,1 +1,1 @@
-"""Everything that differs from one kind of device to another: its clock, its memory, its name."""
+"""Differences between kinds of devices: clocks, memory, names."""

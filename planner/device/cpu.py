@@ -1,4 +1,4 @@
-"""The host's processor: what it computes is done when a call returns, and its memory is the process's."""
+"""The host's processor: its results are complete when a call returns, and its memory is the process's."""
 
 import sys
 import time
@@ -16,12 +16,12 @@ from planner.device.meter import CpuMeter, recorded_allocations
 
 
 class Cpu(DeviceKind):
-    """The processor of this machine, which any number of processes share."""
+    """Processor of this machine, which any number of processes share."""
 
     name, title = "cpu", "CPU"
     communication = "gloo"
     transfers_overlap = has_own_memory = False
-    # The host's own generator, whose state is kept as the host's; allocations that nobody recorded are not counted.
+    # The CPU uses the host's generator, whose state is stored as the host's.
     generator = None
 
     @classmethod
@@ -77,7 +77,7 @@ class _HostMoment(NamedTuple):
 
 
 class _AllocationWatch:
-    """Adds up allocations and releases since it was made: there is no counter of what is alive."""
+    """Sum of allocations and releases since the start: torch has no counter of live bytes on the CPU."""
 
     def __init__(self) -> None:
         self._live_bytes = 0
@@ -87,7 +87,7 @@ class _AllocationWatch:
 
     def begin(self) -> None:
         with self.paused():
-            pass  # what there was becomes one figure
+            pass  # merges earlier allocations into one number
 
     @contextmanager
     def paused(self) -> Iterator[None]:

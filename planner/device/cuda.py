@@ -1,9 +1,9 @@
-"""A CUDA device: events for times, the caching allocator's own figures for memory.
+"""A CUDA device: events for times, statistics of the caching allocator for memory.
 
-What no tensor can have of its memory (the context, loaded kernels, workspaces of the libraries) is in none of those
-figures, in which stages are predicted, and is there on every device that trains. So it is measured once, behind the
-first use of what nearly every model uses: matrix products (cuBLAS) and convolutions (cuDNN), forward and backward, in
-single and half precision.
+Part of its memory is not available for tensors: the context, loaded kernels, workspaces of libraries. These statistics
+do not include it, and stages are predicted without it, but it exists on every device that trains. So it is measured
+once, after the first use of the operators that nearly every model uses: matrix products (cuBLAS) and convolutions
+(cuDNN), forward and backward, in single and half precision.
 """
 
 import time
@@ -27,10 +27,10 @@ _CLOCK_TRIES = 4
 
 
 class CudaClock:
-    """CUDA events around work on the current stream."""
+    """Clock of CUDA events around work on the current stream."""
 
     def time_us(self, work: Callable[[], object]) -> float:
-        """Microseconds between the events, all earlier work done."""
+        """Return the microseconds between the events, after all earlier work."""
         self._start, self._end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         self._is_stopped = False
         torch.cuda.synchronize()
@@ -42,23 +42,23 @@ class CudaClock:
         return float(self._start.elapsed_time(self._end)) * 1e3
 
     def restart(self) -> None:
-        """Called by `work`: what it did before does not count."""
+        """Start again; called by `work`, whose earlier time then does not count."""
         self._start.record()
 
     def stop(self) -> None:
-        """Called by `work`: what it does from here on does not count."""
+        """Stop; called by `work`, whose later time then does not count."""
         self._end.record()
         self._is_stopped = True
 
 
 class CudaMeter:
-    """Reads the caching allocator's statistics."""
+    """Meter that reads the caching allocator's statistics."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
 
     def measure(self, work: Callable[[], object]) -> Usage:
-        """Runs `work` once."""
+        """Run `work` once and return its memory."""
         torch.cuda.synchronize(self.device)
         before = torch.cuda.memory_allocated(self.device)
         torch.cuda.reset_peak_memory_stats(self.device)
@@ -69,7 +69,7 @@ class CudaMeter:
 
 
 class Cuda(DeviceKind):
-    """A GPU that torch reaches by CUDA, or by HIP under that name."""
+    """GPU that torch uses through CUDA, or through HIP under that name."""
 
     name, title = "cuda", "CUDA"
     communication = "nccl"
@@ -109,10 +109,10 @@ class Cuda(DeviceKind):
         )
 
     def reserve_bytes(self) -> int:
-        """Bytes that are taken and hold no tensor; what other programs have there by now is among them.
+        """Return the bytes that are used and hold no tensor, including those of other programs.
 
-        Two parts: what the device has given away beyond the allocator's pool, and what libraries hold in the pool for
-        good (cuBLAS has its workspace there). The rest of the pool is free for tensors.
+        There are two parts: memory used outside of the allocator's pool, and memory that libraries hold in the pool
+        permanently (cuBLAS has its workspace there). The rest of the pool is free for tensors.
         """
         before_bytes = torch.cuda.memory_allocated(self.device)
         for dtype in (torch.float32, torch.float16):
@@ -150,7 +150,7 @@ class Cuda(DeviceKind):
             before_ns, moment = time.perf_counter_ns(), self.now()
             self.synchronize()
             tries.append((time.perf_counter_ns() - before_ns, before_ns, moment))
-        # The host may have been kept from running in between: the shortest try says it best.
+        # The host may have been interrupted in between: the shortest try is the most precise.
         took_ns, before_ns, moment = min(tries, key=itemgetter(0))
         return moment, before_ns + took_ns // 2
 
@@ -166,7 +166,7 @@ class _EventMoment(NamedTuple):
 
 
 class _StatisticsWatch:
-    """Reads the allocator's peak, which says nothing of a run that ends before `begin`."""
+    """Watch that reads the allocator's peak; it has none for a run that ends before `begin`."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

@@ -1,4 +1,4 @@
-"""The kinds of device that torch computes on here, by `torch.device.type`."""
+"""Kinds of devices that torch supports here, by `torch.device.type`."""
 
 from collections.abc import Mapping
 from typing import Final
@@ -13,12 +13,12 @@ DEVICE_KINDS: Final[Mapping[str, type[DeviceKind]]] = {kind.name: kind for kind 
 
 
 def kind_of(device: torch.device) -> DeviceKind:
-    """A device with what its kind can do."""
+    """Return the `DeviceKind` of a device."""
     return DEVICE_KINDS[device.type](device)
 
 
 def accelerator_in_use() -> DeviceKind | None:
-    """The device that this process computes on beside its host; None if there is none."""
+    """Return the accelerator that this process uses; None if there is none."""
     for kind in DEVICE_KINDS.values():
         if (device := kind.in_use()) is not None:
             return device

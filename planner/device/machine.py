@@ -1,4 +1,4 @@
-"""This machine: what its processor is called, and how its C library hands out memory."""
+"""Properties of this machine: name of its processor, cores, memory, and settings of the C library's allocator."""
 
 import ctypes
 import os
@@ -9,17 +9,17 @@ from typing import NamedTuple
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_MMAP_MAX = -1, -3, -4  # from glibc's malloc.h
 
 LARGE_BYTES = 2**25
-"""The largest threshold that glibc takes."""
+"""Largest threshold that glibc accepts."""
 
 CACHE_BYTES = 64 * 2**20
-"""More than a core's share of a CPU's last cache, or a GPU's L2 cache, can hold."""
+"""Upper bound of a core's share of a CPU's last-level cache, and of a GPU's L2 cache."""
 
 _MOST_BLOCKS = 2**16
-"""That are mapped one by one: glibc's default."""
+"""Maximum of separately mapped blocks: glibc's default."""
 
 
 def cpu_name() -> str:
-    """The processor's marketing name where the system tells it, else its architecture."""
+    """Return the processor's marketing name if the system has it, else its architecture."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -29,29 +29,29 @@ def cpu_name() -> str:
 
 
 def usable_cores() -> int:
-    """How many cores this process may run on."""
+    """Return how many cores this process may run on."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 class CoreTime(NamedTuple):
-    """How long a thread ran, and how long it waited for a core that others had; 0 where the system does not tell."""
+    """Time that a thread ran, and waited for a core that other threads used; 0 if unknown."""
 
     ran_ns: int = 0
     waited_ns: int = 0
 
     @property
     def share(self) -> float:
-        """How much of the time that it wanted to run it did; 0 where nothing is known."""
+        """Share of the time that the thread wanted to run and did; 0 if unknown."""
         wanted_ns = self.ran_ns + self.waited_ns
         return self.ran_ns / wanted_ns if wanted_ns else 0.0
 
     def since(self, earlier: "CoreTime") -> "CoreTime":
-        """How much has come to it since `earlier`."""
+        """Return the increase since `earlier`."""
         return CoreTime(self.ran_ns - earlier.ran_ns, self.waited_ns - earlier.waited_ns)
 
 
 def core_time() -> CoreTime:
-    """How long this thread ran and waited since it began, by Linux's scheduler."""
+    """Return the time that this thread ran and waited since it began, from Linux's scheduler."""
     try:
         ran, waited, _ = Path("/proc/thread-self/schedstat").read_text(encoding="utf-8").split()
         return CoreTime(int(ran), int(waited))
@@ -60,7 +60,7 @@ def core_time() -> CoreTime:
 
 
 def available_bytes() -> int:
-    """Memory that can be had without swapping; all there is where the system does not tell."""
+    """Return the memory that is available without swapping; all memory if the system does not report it."""
     try:
         lines = Path("/proc/meminfo").read_text(encoding="utf-8").splitlines()
         available = next(line for line in lines if line.startswith("MemAvailable:"))
@@ -70,15 +70,15 @@ def available_bytes() -> int:
 
 
 def keep_freed_memory(*, below: int | None = None) -> None:
-    """Tells the C library to keep freed memory for the next allocation, as the caching allocators of GPUs do.
+    """Make the C library keep freed memory for later allocations, as the caching allocators of GPUs do.
 
-    glibc otherwise gives large blocks back to the system, which clears every page again on the next use. Activations
-    come and go with every micro-batch: a recomputing Transformer's step took 1.4 times as long. Does nothing without
-    glibc.
+    By default glibc returns large blocks to the system, which clears every page again on the next use. Activations are
+    allocated and freed with every micro-batch: a recomputing Transformer's step took 1.4 times as long. Without glibc
+    this does nothing.
 
     Args:
-        below: Only blocks of fewer bytes, `LARGE_BYTES` at most; by default all. Then a process is no larger than what
-            is alive, but for the holes that smaller blocks leave.
+        below: Keep only blocks of fewer bytes, at most `LARGE_BYTES`; by default all. Then a process is no larger than
+            its live memory, except for holes that smaller blocks leave.
     """
     try:
         libc = ctypes.CDLL("libc.so.6")
@@ -90,7 +90,7 @@ def keep_freed_memory(*, below: int | None = None) -> None:
 
 
 def give_freed_memory_back() -> None:
-    """Lets the system have, once, what `keep_freed_memory` holds on to. Does nothing without glibc."""
+    """Return to the system, once, the memory that `keep_freed_memory` keeps. Without glibc this does nothing."""
     try:
         ctypes.CDLL("libc.so.6").malloc_trim(0)
     except (OSError, AttributeError):

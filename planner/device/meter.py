@@ -1,8 +1,8 @@
-"""Live and peak bytes of a piece of work, by the device's own allocator; and the processor's meter.
+"""Measure live and peak bytes of a function with the device's own allocator; and the meter of the processor.
 
-Torch's profiler records every allocation and release of the CPU's with its size (operator temporaries included, which
-no dispatch mode sees); its older recorder does so without Kineto's start-up time and messages. Resident set size would
-be useless: the C allocator keeps freed memory.
+Torch's profiler records every CPU allocation and release with its size, including operator temporaries, which no
+dispatch mode sees. Its older recorder does so without Kineto's start-up time and messages. Resident set size would be
+useless, because the C allocator keeps freed memory.
 """
 
 import gc
@@ -16,27 +16,27 @@ from torch.autograd import ProfilerConfig, ProfilerState  # type: ignore[attr-de
 
 
 class Usage(NamedTuple):
-    """Bytes relative to what was alive before."""
+    """Bytes relative to the live memory before."""
 
     peak_bytes: int
     end_bytes: int
-    """May be negative, where the work released more than it allocated."""
+    """Bytes at the end; negative if the function released more than it allocated."""
 
 
 class Meter(Protocol):
-    """Measures the memory of a piece of work."""
+    """Meter of the memory of a function."""
 
     def measure(self, work: Callable[[], object]) -> Usage:
-        """Runs `work` once, and lets go of what it returns."""
+        """Run `work` once, release its result, and return its memory."""
         ...
 
 
 class CpuMeter:
-    """Counts the CPU allocator's events."""
+    """Meter that counts the CPU allocator's events."""
 
     def measure(self, work: Callable[[], object]) -> Usage:
-        """Runs `work` once."""
-        # What a garbage collection in the middle released would be taken for released by the work.
+        """Run `work` once and return its memory."""
+        # Memory that a garbage collection released would count as released by `work`.
         collects = gc.isenabled()
         gc.disable()
         try:
@@ -54,7 +54,7 @@ class CpuMeter:
 
 @contextmanager
 def recorded_allocations() -> Iterator[list[int]]:
-    """Sizes of all CPU allocations (positive) and releases (negative) in order, filled in when the block ends."""
+    """Record the sizes of all CPU allocations (positive) and releases (negative) in order, until the block ends."""
     sizes: list[int] = []
     config = ProfilerConfig(
         ProfilerState.CPU, False, True, False, False, False, torch._C._profiler._ExperimentalConfig()

@@ -1,6 +1,6 @@
-"""The profiler: a chain of layers to what each costs in time and memory.
+"""Profile a chain of layers: measure, estimate or compile the time and memory of each.
 
-Names are imported when they are first used: all but the formulas (`planner.profile.transformer`) need torch.
+Names are imported on first use, because all but the formulas (`planner.profile.transformer`) need torch.
 """
 
 from typing import TYPE_CHECKING, Any

@@ -1,9 +1,9 @@
-"""What crosses from a layer to the next while both are timed: memory as it is within a stage, and never its numbers.
+"""Pass tensors from layer to layer while both are timed: in the memory as within a stage, but with new values.
 
-A layer finds its input where the layer before it has just written its output, in a cache, say, and the gradient of its
-output where the layer behind it has. What stands there is written over, with the input that the layer was traced with
-and with ones: through many layers of random parameters numbers may become so small that a CPU takes a hundred times as
-long for them, or none at all.
+A layer finds its input where the previous layer has just written its output, for example in a cache. It finds the
+gradient of its output where the next layer has written it. These values are overwritten, with the traced input of the
+layer and with ones. After many layers of random parameters, values may become so small that a CPU takes a hundred times
+as long for them, or become NaN.
 """
 
 from collections.abc import Iterable, Sequence
@@ -21,21 +21,21 @@ _SMALL_BYTES = 2**18
 
 @dataclass(frozen=True)
 class Entrance:
-    """The inputs of a layer for one micro-batch, non-leaves as in a stage."""
+    """Inputs of a layer for one micro-batch, non-leaves as in a stage."""
 
     values: list[Any]
     carrying: list[int]
-    """Positions of those that carry gradients."""
+    """Positions of the values that carry gradients."""
     gradients: list[Tensor | None]
-    """Theirs, once a backward has come to them."""
+    """Gradients of these values, once a backward has reached them."""
 
     def gradient_of(self, position: int) -> Tensor | None:
-        """The gradient of the input at that position, if there is one."""
+        """Return the gradient of the input at a position, if there is one."""
         return dict(zip(self.carrying, self.gradients, strict=False)).get(position)
 
 
 class Exit:
-    """The outputs of a layer for one micro-batch, where its backward starts.
+    """Outputs of a layer for one micro-batch, where its backward starts.
 
     Attributes:
         end: A scalar whose backward is that of all outputs; None if none of them carries a gradient.
@@ -49,7 +49,7 @@ class Exit:
         self.end: Tensor | None = _End.apply(self._gradients, *carrying) if carrying else None  # type: ignore[no-untyped-call]
 
     def fill(self, behind: Entrance | None) -> None:
-        """Makes the gradients of the outputs, where possible where the layer behind has left those of its inputs.
+        """Make the gradients of the outputs, if possible in the memory of the next layer's input gradients.
 
         They are made once: later calls do nothing.
         """
@@ -62,22 +62,25 @@ class Exit:
 
 
 def own_memory(unit: Unit) -> frozenset[int]:
-    """That of its parameters and buffers, which is not to be written over."""
+    """Return the storages of a unit's parameters and buffers, which must not be overwritten."""
     return frozenset(map(storage_key, (*unit.module.parameters(), *unit.module.buffers())))
 
 
 def is_small(values: Iterable[Any]) -> bool:
-    """Whether it makes more difference what ran before a layer than where its input lies."""
+    """Return True if the values fit in a cache, so that earlier layers matter more than the location of its input."""
     return sum(value.nbytes for value in values if isinstance(value, Tensor)) <= _SMALL_BYTES
 
 
 def entrance_of(received: UnitInput, before: Sequence[Any] = (), own: frozenset[int] = frozenset()) -> Entrance:
-    """What a layer gets: its traced input, in the memory of what the layer before it returned where that is alike.
+    """Return the input of a layer: its traced values, in the memory of the previous layer's outputs if those are alike.
 
     Args:
-        received: The input.
-        before: What the layer before it returned.
-        own: That layer's own memory.
+        received: The traced input.
+        before: Outputs of the previous layer.
+        own: Storages of that layer's parameters and buffers.
+
+    Returns:
+        The inputs.
     """
     outputs = before if len(before) == len(received.values) else [None] * len(received.values)
     values = [_entering(value, output, own) for value, output in zip(received.values, outputs, strict=True)]
@@ -92,10 +95,10 @@ def entrance_of(received: UnitInput, before: Sequence[Any] = (), own: frozenset[
 
 
 def _entering(value: Any, output: Any, own: frozenset[int]) -> Any:
-    """An input as it was traced: a new leaf, or what is no longer one where it is a tensor of another kind."""
+    """Return a traced input as a new leaf, or as a non-leaf if it is a tensor of another class."""
     if not isinstance(value, Tensor):
         return value
-    # What carries no gradient may be a table that the model keeps.
+    # A value without a gradient may be a table that the model keeps.
     takes_over = _carries(value) and _carries(output) and output.stride() == value.stride()
     if takes_over and _is_like(output, value, value.shape) and storage_key(output) not in own:
         return _same_memory(output).copy_(value.detach()).requires_grad_()
@@ -112,7 +115,7 @@ def _is_plain(tensor: Tensor) -> bool:
 
 
 def _is_like(tensor: Tensor, like: Tensor, shape: torch.Size) -> bool:
-    """Whether its memory can hold such numbers, each in a place of its own."""
+    """Return True if its memory can hold such values, each at a separate address."""
     return (
         _is_plain(tensor)
         and (tensor.dtype, tensor.shape, tensor.device) == (like.dtype, shape, like.device)
@@ -121,7 +124,7 @@ def _is_like(tensor: Tensor, like: Tensor, shape: torch.Size) -> bool:
 
 
 def _same_memory(tensor: Tensor) -> Tensor:
-    """No view of it: whoever writes into one does not count as writing into the other."""
+    """Return a tensor with the same memory that is not a view: writes into one are not counted in the other."""
     with torch.no_grad():
         return tensor.new_empty(0).set_(
             tensor.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride()
@@ -144,7 +147,7 @@ class _Entrance(torch.autograd.Function):
 
 
 class _End(torch.autograd.Function):
-    """Hands on gradients that were there before, and holds them no longer: whoever gets one may keep it."""
+    """Function that returns existing gradients and releases them, so that autograd may keep or reuse them."""
 
     @staticmethod
     def forward(ctx: Any, gradients: list[Tensor], *outputs: Tensor) -> Tensor:

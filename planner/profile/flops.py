@@ -1,7 +1,7 @@
-"""Floating-point operations of a layer's forward, counted by fvcore on its traced graph.
+"""Count the floating-point operations of a layer's forward with fvcore, on its traced graph.
 
-fvcore counts a multiply-add as one; we store two, as datasheets do. It knows nothing of fused attention and counts 0
-for it, so the formula is given here. Element-wise operators are not counted: they are bound by memory, not arithmetic.
+fvcore counts a multiply-add as one; we store two, as data sheets do. It does not know fused attention and counts 0 for
+it, so its formula is given here. Element-wise operators are not counted: they are bound by memory, not arithmetic.
 """
 
 import logging
@@ -21,7 +21,7 @@ with warnings.catch_warnings():
 
 
 def forward_flops(unit: Unit, received: UnitInput) -> int:
-    """Operations of one forward; 0 where the layer cannot be traced."""
+    """Return the operations of one forward; 0 if the layer cannot be traced."""
     value = tree_unflatten([v.detach() if hasattr(v, "detach") else v for v in received.values], received.spec)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -36,7 +36,7 @@ def forward_flops(unit: Unit, received: UnitInput) -> int:
 
 
 class _Takes(nn.Module):
-    """Passes one argument on as it is (a tuple would be spread into several by the tracer)."""
+    """Wrapper that passes one argument unchanged (the tracer would spread a tuple into several)."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()

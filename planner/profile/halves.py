@@ -1,12 +1,13 @@
-"""The memory record of a layer whose backward runs in halves, I and W, as the executor runs them.
+"""Measure the memory of a layer whose backward is split into I and W, as the executor runs them.
 
-It stands beside the record of the whole backward (`planner.profile.memory`), and is taken by the same meter in the same
-way: peaks are above what is alive when the half begins, with the inputs held by somebody else. What becomes of a
-layer's outputs meanwhile depends on what is behind it, so that an I has three peaks:
+The record supplements that of the whole backward (`planner.profile.memory`), and is measured by the same meter in the
+same way: peaks are above the memory that is alive when I or W begins, while a reference to the inputs is held. The use
+of a layer's outputs during I depends on the next layer, so I has three peaks:
 
-    nobody holds them                   within a stage, as a rule
-    somebody holds the outputs          within a stage, where the layer behind keeps its input for its own W
-    somebody holds gradients, too       at the end of a stage, where it is the engine
+    held elsewhere           case
+    nothing                  within a stage, as a rule
+    outputs                  within a stage, if the next layer keeps its input for its own W
+    outputs and gradients    at the end of a stage, where the engine holds them
 """
 
 from collections.abc import Callable, Sequence
@@ -25,14 +26,23 @@ from planner.profile.memory import start_backward
 from planner.profile.units import Unit, UnitInput
 
 _Held = Literal["nothing", "outputs", "gradients"]
-"""What somebody else holds during an I: gradients are held together with the outputs that they are of."""
+"""Tensors that other code holds during an I; gradients are held together with their outputs."""
 
 
 def measure_halves(unit: Unit, received: UnitInput, meter: Meter) -> SplitMemory:
-    """The record of `unit` for one micro-batch; leaves its parameters without gradients."""
+    """Return the record of `unit` for one micro-batch; its parameters are left without gradients.
+
+    Args:
+        unit: Layer to measure.
+        received: Its input.
+        meter: Meter of the device.
+
+    Returns:
+        The record.
+    """
     subject = _Subject(unit=unit, received=received, meter=meter)
     with unit.keeping_casts(), subject.split.keeping_casts():
-        # Autocast's copies of weights belong to no micro-batch: let them be made first.
+        # Autocast's copies of weights belong to no micro-batch, so they are made first.
         with subject.split.splitting():
             unit.run(received.non_leaves(), received)
         unit.module.zero_grad()
@@ -63,7 +73,7 @@ def measure_halves(unit: Unit, received: UnitInput, meter: Meter) -> SplitMemory
 
 @dataclass(frozen=True, kw_only=True)
 class _Subject:
-    """A unit to be measured, and what it is measured with."""
+    """Unit to be measured, and the objects for that."""
 
     unit: Unit
     received: UnitInput
@@ -72,7 +82,7 @@ class _Subject:
 
 
 class _Halves:
-    """One forward and I, and W if it is asked for, with their memory; what was alive before and inputs do not count."""
+    """Memory of one forward, its I, and optionally its W; memory that was alive before and inputs do not count."""
 
     def __init__(self, subject: _Subject, *, held: _Held = "nothing") -> None:
         unit, received, split = subject.unit, subject.received, subject.split
@@ -87,7 +97,7 @@ class _Halves:
             leaves.extend(received.fresh())
             values.extend(value.clone() if isinstance(value, Tensor) else value for value in leaves)
 
-        # The meter must see how what it will see go was made.
+        # The meter must see the allocations whose releases it will see.
         self._run(receive)
         self._alive_bytes = 0
         with split.splitting():
@@ -107,7 +117,7 @@ class _Halves:
                     leaf.grad = None
 
         self._run(let_go)
-        # Without the inputs, which are seen to stay, or to go.
+        # Drop the inputs, to see which of them stay alive.
         storages = {storage_key(value): storage_of(value) for value in values if isinstance(value, Tensor)}
         watched = [(StorageWeakRef(storage), storage.nbytes()) for storage in storages.values()]
         storages.clear()
@@ -117,7 +127,7 @@ class _Halves:
         self.weight_peak_bytes = self.weight_gradient_bytes = 0
 
     def run_weight_half(self) -> None:
-        """W."""
+        """Run W."""
         subject = self._subject
         before_bytes = _gradient_bytes(subject.unit)
         peak_bytes = subject.meter.measure(lambda: subject.split.backward_weight(self._put_off)).peak_bytes
@@ -125,7 +135,7 @@ class _Halves:
         self.weight_gradient_bytes = _gradient_bytes(subject.unit) - before_bytes
 
     def _run(self, work: Callable[[], object]) -> int:
-        """The highest that is alive while it runs."""
+        """Run `work` and return the peak of live bytes."""
         usage = self._subject.meter.measure(work)
         peak_bytes = self._alive_bytes + usage.peak_bytes
         self._alive_bytes += usage.end_bytes
@@ -133,7 +143,7 @@ class _Halves:
 
 
 def _start(outputs: list[Any], held: _Held) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
-    """What a backward begins with, and the gradients of it; none where no output carries a gradient."""
+    """Return the tensors that a backward starts from, and their gradients; none if no output carries a gradient."""
     if held == "gradients":
         carrying = [output for output in outputs if isinstance(output, Tensor) and output.requires_grad]
         return carrying, [torch.ones_like(output) for output in carrying]

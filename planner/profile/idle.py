@@ -1,4 +1,4 @@
-"""Parameters that no output of their layer depends on, such as those of an unused head.
+"""Find parameters that no output of their layer depends on, such as those of an unused head.
 
 They never get a gradient, so most optimizers make no state for them.
 """
@@ -19,10 +19,10 @@ from planner.profile.units import Unit, UnitInput
 
 
 def idle_parameters(task: Task, records: Records) -> dict[str, frozenset[str]]:
-    """Return, by digest, the names of the trained parameters of its first layer that never get a gradient.
+    """Return, for each digest, the names of trained parameters that never get a gradient, in its first layer.
 
-    None is found in layers that ask for values: with the next ones they may use other parameters (experts, say).
-    Nor is a parameter that a layer of the digest shares with another one, since it may get its gradient there.
+    Layers that read values are excluded: other values may use other parameters, such as those of experts. A parameter
+    that a layer of the digest shares with another layer is excluded, because it may get its gradient there.
     """
     found = {digest: frozenset[str]() for digest in records.distinct}
     if not task.lean:

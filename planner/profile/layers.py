@@ -1,4 +1,4 @@
-"""From what was found of units to what every layer of the chain costs."""
+"""Convert the measurements of units to the profile of every layer of the chain."""
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,39 +16,39 @@ from planner.profile.units import Key
 
 @dataclass(frozen=True, kw_only=True)
 class Costs:
-    """What was found of every distinct unit, by its digest; times in microseconds."""
+    """Measurements of every distinct unit, by its digest; times in microseconds."""
 
     records: Records
     casts_bytes: Mapping[str, int]
-    """Bytes that autocast keeps from one micro-batch to the next."""
+    """Bytes of autocast's weight cache."""
     rewritten_bytes: Mapping[str, int]
     """Bytes of the layer's own state that its forward writes."""
     idle: Mapping[str, Collection[str]]
     """Names of the parameters without a gradient in the first layer of a digest; see `idle_parameters`."""
     optimizer: Sequence[OptimizerCost]
-    """By layer: layers of one digest may be in groups with other options."""
+    """Cost for each layer: layers of one digest may be in groups with other options."""
     boundary_peaks: Sequence[int]
-    """By layer: transient bytes of the optimizer's step as it goes on to it from the layer in front."""
+    """Transient bytes, for each layer, of the optimizer's step as it moves from the previous layer to it."""
     flops: Mapping[str, int]
     """Operations of a forward at the smallest size."""
     times: Mapping[Key, Times]
     half_times_us: Mapping[Key, tuple[float, float]] = field(default_factory=dict)
-    """What I and W take, in microseconds; empty where they were not timed."""
+    """Times of I and W in microseconds; empty if they were not timed."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """What a backend finds of a model."""
+    """Result of a backend for a model."""
 
     sizes: tuple[int, ...]
-    """Micro-batch sizes for which memory suffices."""
+    """Micro-batch sizes that fit in memory."""
     optimizer_peaks_add: bool
-    """Whether the optimizer's transients grow with the number of parameters, not with the largest one."""
+    """True if the optimizer's transients grow with the number of parameters, not with the largest one."""
     layers: tuple[LayerProfile, ...]
 
 
 def layer_profiles(task: Task, costs: Costs) -> tuple[LayerProfile, ...]:
-    """What every layer costs, in order."""
+    """Return the profile of every layer, in order."""
     records, chain = costs.records, task.chain
     saved = [saved_bytes([records.memory[unit.digest, size] for unit in records.units]) for size in records.sizes]
     tied = tied_parameters(chain.layers)
@@ -104,14 +104,14 @@ def _layer_profile(
 
 
 def _ties(layer: Layer, tied: Mapping[str, tuple[str, ...]]) -> tuple[tuple[str, ...], int]:
-    """Names that the layer's tied parameters have in other layers, and the bytes of these parameters."""
+    """Return the names of the layer's tied parameters in other layers, and the bytes of these parameters."""
     shared = {name: parameter for name, parameter in layer.parameter_names().items() if name in tied}
     sharers = [other for name in shared for other in tied[name] if other != layer.name]
     return tuple(dict.fromkeys(sharers)), sum(parameter.nbytes for parameter in shared.values())
 
 
 def _tied_groups(layers: Sequence[Layer], n: int, tied_bytes: int) -> tuple[TiedGroup, ...]:
-    """Return what layer `n` shares with which earlier layers; nothing if all of it is shared with the same ones."""
+    """Return the bytes that layer `n` shares with each group of earlier layers; nothing if there is only one group."""
     parameters, sizes = layers[n].parameter_names(), dict[tuple[str, ...], int]()
     for owners in shared_parameters(layers):
         earlier = tuple(layers[place].name for place in sorted({place for place, _ in owners}) if place < n)

@@ -1,14 +1,14 @@
-"""The memory record of a layer, measured on its own so that the peak of any stage can be composed from it.
+"""Measure the memory of a single layer, so that the peak of any stage can be composed from such records.
 
-What the composition needs (`planner.core.cost.costs`) and how it is taken:
+The composition (`planner.core.cost.costs`) needs the following:
 
-- every peak is the allocator's, above what is alive when the layer starts, with the inputs held;
-- inputs are non-leaf copies and the output gradient is made inside the backward pass, as in a pipeline; otherwise
-  in-place layers raise, and the harness itself would hold memory;
-- under autocast micro-batches share copies of weights, which are counted apart (`measure_casts`);
-- backward is measured twice: first without gradients (they are allocated), then with (they are accumulated into);
-  and both again with outputs and their gradients held throughout, as the engine does where a stage ends;
-- what backward keeps of inputs and outputs is seen by dropping them: a storage that stays alive is kept.
+- Every peak is the allocator's, above the memory that is alive when the layer starts, with the inputs held.
+- Inputs are non-leaf copies and the output gradient is made inside the backward pass, as in a pipeline. Otherwise
+in-place layers raise, and the measurement itself would hold memory.
+- Under autocast micro-batches share copies of weights, which are counted separately (`measure_casts`).
+- Backward is measured twice: first without gradients (they are allocated), then with (they are accumulated into). Both
+are measured again with outputs and their gradients held throughout, as by the engine at the end of a stage.
+- Inputs and outputs that backward keeps are found by dropping them: a storage that stays alive is kept.
 """
 
 from collections.abc import Sequence
@@ -31,12 +31,19 @@ from planner.profile.units import Unit, UnitInput
 def measure_memory(unit: Unit, received: UnitInput, meter: Meter, buffer_bytes: int) -> MemoryDetail:
     """Return the record of `unit` for one micro-batch; its parameters are left without gradients.
 
-    Its buffers had `buffer_bytes` before it ran at any size.
+    Args:
+        unit: Layer to measure.
+        received: Its input.
+        meter: Meter of the device.
+        buffer_bytes: Bytes of its buffers before it ran at any size.
+
+    Returns:
+        The record.
 
     Raises:
         ModelError: The unit makes sparse gradients.
     """
-    # Lazily made things (cached tables, library workspaces) belong to no micro-batch: let them be made first.
+    # Lazily made objects (cached tables, library workspaces) belong to no micro-batch, so they are made first.
     _Pass(unit, received, meter)
     if any(p.grad is not None and p.grad.is_sparse for p in unit.module.parameters()):
         raise sparse_gradients(f'layer "{unit.name}"')
@@ -73,7 +80,16 @@ def measure_memory(unit: Unit, received: UnitInput, meter: Meter, buffer_bytes: 
 
 
 def measure_casts(unit: Unit, received: UnitInput, meter: Meter) -> int:
-    """Bytes of what autocast keeps from one micro-batch to the next: copies of weights, gone when it is left."""
+    """Return the bytes of autocast's weight cache between micro-batches.
+
+    Args:
+        unit: Layer to measure.
+        received: Its input.
+        meter: Meter of the device.
+
+    Returns:
+        Bytes.
+    """
     values = received.non_leaves()
     with unit.keeping_casts():
         # In place, and dropped within the measurement, so that nothing else is left at its end.
@@ -81,9 +97,9 @@ def measure_casts(unit: Unit, received: UnitInput, meter: Meter) -> int:
 
 
 def start_backward(outputs: Sequence[Any]) -> Tensor | None:
-    """A scalar whose backward feeds ones into every output that carries a gradient, or None if none does.
+    """Return a scalar whose backward gives ones to every output that carries a gradient, or None if none does.
 
-    It holds no output: storages that nobody else keeps are free to go.
+    It holds no output, so that unused storages are released.
     """
     carrying = [output for output in outputs if isinstance(output, Tensor) and output.requires_grad]
     if not carrying:
@@ -95,7 +111,7 @@ def start_backward(outputs: Sequence[Any]) -> Tensor | None:
 class _GradientSource(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *outputs: Tensor) -> Tensor:
-        # Without numbers, so that they hold no memory; of their kind, so that ghosts get ghosts.
+        # Empty tensors hold no memory; they are made from the outputs, so that ghosts result in ghosts.
         ctx.like = [(output.new_empty(0), output.shape) for output in outputs]
         return torch.zeros((), device=outputs[0].device)
 
@@ -105,7 +121,7 @@ class _GradientSource(torch.autograd.Function):
 
 
 class _Pass:
-    """One forward and backward with its memory, relative to what was alive before (inputs included)."""
+    """Memory of one forward and backward, relative to what was alive before (inputs included)."""
 
     def __init__(self, unit: Unit, received: UnitInput, meter: Meter) -> None:
         values = received.non_leaves()
@@ -132,7 +148,7 @@ class _Pass:
 
 
 def _end_backward_peak(unit: Unit, received: UnitInput, meter: Meter) -> int:
-    """Peak of a backward as the last layer of a stage has it: somebody else holds its outputs and their gradients."""
+    """Return the peak of a backward at the end of a stage, where the engine holds outputs and their gradients."""
     values = received.non_leaves()
     outputs: list[Any] = []
     gradients: list[Tensor] = []
@@ -146,7 +162,7 @@ def _end_backward_peak(unit: Unit, received: UnitInput, meter: Meter) -> int:
 
 
 def _attribute_bytes(unit: Unit, received: UnitInput, meter: Meter) -> tuple[int, int]:
-    """Bytes of tensors in plain attributes, and the part that each forward makes anew for its backward.
+    """Return the bytes of tensors in plain attributes, and the part that each forward makes again for its backward.
 
     A forward that replaces a tensor releases the earlier one, unless the graph of an earlier forward holds it.
     """
@@ -176,13 +192,13 @@ def _no_grad_peak(unit: Unit, received: UnitInput, meter: Meter) -> int:
 
 
 def _boundaries(unit: Unit, received: UnitInput) -> tuple[tuple[BoundaryTensor, ...], tuple[BoundaryTensor, ...]]:
-    """Which storages of inputs and outputs outlive them, and which outputs lie in an input's storage."""
+    """Return the inputs and outputs: which of their storages backward keeps, and which outputs share an input's."""
     values = received.non_leaves()
     outputs = unit.run(values, received)
     started = start_backward(outputs)
     keys = [storage_key(tensor) for tensor in (*values, *outputs) if isinstance(tensor, Tensor)]
     input_sizes = [value.nbytes for value in values if isinstance(value, Tensor)]
-    # A parameter or buffer that is passed along is counted as such, not once more per micro-batch.
+    # A parameter or buffer that the layer returns is counted as such, not again for each micro-batch.
     fixed = _storages([*unit.module.parameters(), *unit.module.buffers()])
     tensors = (output for output in outputs if isinstance(output, Tensor))
     output_sizes = [0 if storage_key(output) in fixed else storage_of(output).nbytes() for output in tensors]
@@ -197,7 +213,7 @@ def _boundaries(unit: Unit, received: UnitInput) -> tuple[tuple[BoundaryTensor, 
         BoundaryTensor(bytes=size, kept=keep, carries=carries)
         for size, keep, carries in zip(input_sizes, kept[:num], carry[:num], strict=True)
     ]
-    # An output lies where the first tensor with the same storage does, if that is one in front of it.
+    # The source of an output is the first tensor with the same storage, if that is an earlier one.
     sources = [first if (first := keys.index(keys[place])) < place else -1 for place in range(num, len(keys))]
     results = [
         BoundaryTensor(bytes=size, kept=keep, alias=source, relayed=passes, carries=carries)
@@ -209,9 +225,9 @@ def _boundaries(unit: Unit, received: UnitInput) -> tuple[tuple[BoundaryTensor, 
 
 
 def _relayed(unit: Unit, received: UnitInput, sources: Sequence[int]) -> list[bool]:
-    """Which outputs lie in an input whose gradient is theirs as it is, not a sum, nor something made of it.
+    """Return True for each output in an input's storage whose gradient becomes that input's gradient unchanged.
 
-    For every output, `sources` has the input that it lies in; any other number for none.
+    For every output, `sources` has the input whose storage it shares; any other number means none.
     """
     leaves = received.fresh()
     inputs = [leaf for leaf in leaves if isinstance(leaf, Tensor)]

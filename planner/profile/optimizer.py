@@ -1,4 +1,4 @@
-"""What the optimizer's step costs for the parameters of one layer: state, transient bytes, time."""
+"""Measure the cost of the optimizer's step for the parameters of one layer: state, transient bytes, time."""
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from copy import deepcopy
@@ -15,16 +15,16 @@ from planner.model.ghosts import storage_of
 from planner.model.optimizers import ModelOptimizer
 
 _MOST_NUMBERS = 2**22
-"""Larger parameters are measured in part: gradient, state and transients of a whole one may take five times as much."""
+"""Size limit of parameters that are measured whole: gradient, state and transients may take five times the memory."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerCost:
-    """What one layer costs once per mini-batch."""
+    """Cost of one layer per mini-batch."""
 
     state_bytes: int = 0
     peak_bytes: int = 0
-    """Transient, above state, parameters and gradients."""
+    """Transient bytes above state, parameters and gradients."""
     step_us: float = 0.0
 
 
@@ -43,13 +43,21 @@ def measure_optimizer(
     between_bytes: int = 0,
     idle: Collection[str] = (),
 ) -> OptimizerCost:
-    """Steps an optimizer over copies of the module's trainable parameters; the state comes with the first step.
+    """Step an optimizer over copies of the module's trainable parameters; the first step makes the state.
 
-    The optimizer treats the copies as it treats the parameters of `stands_for`, which is a module like this one in
-    another place of the model, if not this one itself.
+    Args:
+        module: The layer.
+        whole: Optimizer of the whole model.
+        stands_for: Equal module at another place of the model, whose parameters' groups and order the optimizer uses;
+            by default `module`.
+        meter: Meter of the device.
+        clock: Clock of the device.
+        repeats: Number of timed steps.
+        between_bytes: Bytes that a training step accesses between two steps over this layer, and that evict its cache.
+        idle: Names of parameters without gradients.
 
-    Between two steps over this layer a training step touches `between_bytes`: by then that much less is in the cache.
-    Parameters named in `idle` have no gradients.
+    Returns:
+        The cost.
     """
     build = _in_place(whole, module, stands_for or module)
     trained = trained_parameters(module)
@@ -85,7 +93,12 @@ def measure_optimizer(
 def peaks_add(module: nn.Module, whole: ModelOptimizer, *, meter: Meter) -> bool:
     """Return True if the optimizer's transients grow with the number of parameters (`foreach`), not with the largest.
 
-    One parameter alone would not tell: the step of a second one may begin with a tensor of the first.
+    One parameter alone would not show it: the step of a second one may begin with a tensor of the first.
+
+    Args:
+        module: A layer.
+        whole: Optimizer of the whole model.
+        meter: Meter of the device.
     """
     twice, thrice = (_step_peak_bytes(trained_parameters(module), whole.over, meter, times) for times in (2, 3))
     return thrice > 1.25 * twice > 0
@@ -108,6 +121,14 @@ def first_of_same_cost(modules: Sequence[nn.Module], digests: Sequence[str], who
     """Return, for every layer, the number of the first layer with the same cost of a step.
 
     Layers of one digest differ if the optimizer has their parameters in groups with other options, or not at all.
+
+    Args:
+        modules: Module of every layer.
+        digests: Digest of every layer.
+        whole: Optimizer of the whole model.
+
+    Returns:
+        Indices of layers.
     """
     options = {id(p): group.cost_options for group in whole.groups() for p in group.parameters}
     first: dict[tuple[str | None, ...], int] = {}
@@ -120,16 +141,19 @@ def first_of_same_cost(modules: Sequence[nn.Module], digests: Sequence[str], who
 def boundary_peaks(
     layers: Sequence[Sequence[Tensor]], whole: ModelOptimizer, *, device: torch.device, meter: Meter
 ) -> list[int]:
-    """Return the transient bytes of a step as it goes on to each layer from the one in front; 0 for the first.
+    """Return the transient bytes of a step as it moves to each layer from the previous one; 0 for the first.
 
-    An optimizer that steps parameter by parameter, such as torch's Adam, may release the last tensor of one only in
-    the step of the next. Two large parameters in a row then need more than either layer alone.
+    An optimizer that steps parameter by parameter, such as torch's Adam, may release the last tensor of one only in the
+    step of the next. Two large parameters in a row then need more than either layer alone.
 
     Args:
         layers: Trained parameters of each layer that have gradients. Their values are not read.
         whole: Optimizer of the whole model, whose order of parameters counts.
         device: Device to step on.
         meter: Meter of that device.
+
+    Returns:
+        Bytes for each layer.
     """
     groups, found = whole.groups(), dict[tuple[object, ...], int]()
     places = {id(p): (g, n) for g, group in enumerate(groups) for n, p in enumerate(group.parameters)}
@@ -217,7 +241,7 @@ def _rows(parameter: Tensor, share: float) -> int:
 
 
 def _whole_bytes(state: Tensor, part: Tensor, parameter: Tensor) -> int:
-    """What state of the part that was measured comes to for the whole parameter."""
+    """Return the bytes of the state for the whole parameter, from the state of the measured part."""
     size = storage_of(state).nbytes()
     by_row = state.dim() > 0 and len(state) == len(part)
     return size * len(parameter) // len(part) if by_row else size

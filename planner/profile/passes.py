@@ -1,9 +1,9 @@
-"""One pass of layers that are neighbours: all their forwards, then all their backwards, each of them timed.
+"""Time one pass of neighboring layers: all their forwards, then all their backwards.
 
-So a layer finds caches, and the memory that others have let go of, much as it finds them within a stage. Timed forward
-and backward by turns, the forwards of a small U-Net took a fifth longer than in the model, those of an MLP twice as
-long. What timing each by itself adds is known from a layer that does nothing and is timed among them: of the backward
-of 10 us that a ReLU has, starting autograd's engine would be the larger part.
+So a layer finds caches and free memory much as within a stage. When forward and backward of each layer were timed
+alternately, the forwards of a small U-Net took a fifth longer than in the model, and those of an MLP twice as long. The
+overhead of timing each separately is known from a layer that does nothing and is timed with them. Without this, the
+start of autograd's engine would be the larger part of a ReLU's backward of 10 us.
 """
 
 import gc
@@ -28,26 +28,33 @@ from planner.profile.units import Unit, UnitInput
 
 @dataclass(frozen=True, kw_only=True)
 class Whole:
-    """Times of forward, and of a backward in one piece.
+    """Times of forward, and of a whole backward.
 
-    Gradients are there, but for those of a large unit: autograd keeps what it computed, and what it takes to add so
-    much is timed after it. Two tables of gradients at once would be most of what profiling takes, with a vocabulary of
-    50,000 words.
+    Gradients exist, except for those of a large unit: autograd keeps the computed ones, and the time to accumulate as
+    many is measured afterwards. With a vocabulary of 50,000 words, two tables of gradients at once would be most of the
+    memory of profiling.
     """
 
     clock: Clock
     statistics: BatchStatistics
 
     def forward_us(self, unit: Unit, values: Sequence[Any], received: UnitInput, outputs: list[Any]) -> float:
-        """Microseconds of a forward of `values`, non-leaves as in a stage; appends what it returns to `outputs`."""
+        """Return the microseconds of a forward; its results are appended to `outputs`.
+
+        Args:
+            unit: Layer.
+            values: Its inputs, non-leaves as in a stage.
+            received: Structure of the inputs, and targets.
+            outputs: Receives the results.
+        """
         if isinstance(unit.module, ModelStage):
-            # Every layer alone gets past the modules in front of it, and out of the model; a stage of several once.
+            # A single layer also skips all earlier modules and leaves the model; a stage of several does so only once.
             unit.module.call_at_ends(begun=self.clock.restart, done=self.clock.stop)
         with self._way():
             return self.clock.time_us(forward_of(unit, values, received, outputs=outputs, statistics=self.statistics))
 
     def backward_us(self, unit: Unit, end: Tensor) -> tuple[float, float]:
-        """Microseconds of the backward from `end`: those that go with the forward's, and the others."""
+        """Return the microseconds of the backward from `end`: those that are added to the forward's, and the others."""
         backward_us = self.clock.time_us(end.backward)
         if is_large(unit):
             gradients = [p.grad for p in unit.module.parameters() if p.grad is not None]
@@ -61,15 +68,15 @@ class Whole:
 
 @dataclass(frozen=True, kw_only=True)
 class InHalves(Whole):
-    """Times of forward and I together, and of W: a forward whose backward will be split takes longer.
+    """Times of forward with I, and of W: a forward whose backward will be split takes longer.
 
-    What the split needs is written down as it runs.
+    Its extra work records what the split needs.
     """
 
     split: SplitBackward
 
     def backward_us(self, unit: Unit, end: Tensor) -> tuple[float, float]:
-        """Microseconds of I, which go with the forward's, and of W."""
+        """Return the microseconds of I, which are added to the forward's, and of W."""
         one = torch.ones_like(end)
         put_off: PutOff = []
         input_us = self.clock.time_us(lambda: put_off.extend(self.split.backward_input([end], [one])))
@@ -89,7 +96,18 @@ class InHalves(Whole):
 def forward_of(
     unit: Unit, values: Sequence[Any], received: UnitInput, *, outputs: list[Any], statistics: BatchStatistics
 ) -> Callable[[], None]:
-    """A forward as a stage runs it, which leaves what it makes in `outputs`."""
+    """Return a function that runs a forward as a stage does, and appends its results to `outputs`.
+
+    Args:
+        unit: Layer.
+        values: Its inputs.
+        received: Structure of the inputs, and targets.
+        outputs: Receives the results.
+        statistics: Statistics of the layers' batch normalizations.
+
+    Returns:
+        The function.
+    """
 
     def run() -> None:
         with statistics.collecting():
@@ -100,30 +118,30 @@ def forward_of(
 
 @dataclass(frozen=True)
 class Idle:
-    """A layer that does nothing: what it takes is what timing layers one by one adds."""
+    """Layer that does nothing: its times are the overhead of timing layers one by one."""
 
     unit: Unit
     received: UnitInput
 
     @classmethod
     def beside(cls, unit: Unit) -> "Idle":
-        """On the same device, in the same precision."""
+        """Return one on the same device and in the same precision."""
         values, spec = tree_flatten(torch.zeros(1, device=unit.device, requires_grad=True))
         nothing = replace(unit, name="nothing", module=nn.Identity(), loss_fn=None, digest="")
         return cls(nothing, UnitInput(tuple(values), spec, None))
 
 
 class _Times(NamedTuple):
-    """What a layer takes, in microseconds."""
+    """Times of a layer, in microseconds."""
 
     forward_us: float
     input_us: float
-    """Of the backward, as much as goes with the forward."""
+    """Part of the backward that is added to the forward."""
     backward_us: float
 
 
 class _Turn:
-    """One layer's forward and backward of one micro-batch, in a row of layers."""
+    """Forward and backward of one layer for one micro-batch, in a row of layers."""
 
     def __init__(self, unit: Unit, received: UnitInput) -> None:
         if not is_large(unit):
@@ -138,13 +156,13 @@ class _Turn:
         self.is_stage = isinstance(unit.module, ModelStage)
 
     def forward(self, way: Whole, before: "_Turn | None") -> None:
-        """Runs it; what it returns waits for the next layer."""
+        """Run the forward; its outputs wait for the next layer."""
         if self._entrance is None:
             self._entrance = entrance_of(self._received, *(() if before is None else (before._outputs, before._own)))
         self._forward_us = way.forward_us(self._unit, self._entrance.values, self._received, self._outputs)
 
     def turn_round(self) -> None:
-        """Lets go of inputs and outputs."""
+        """Release inputs and outputs."""
         assert self._entrance is not None
         self._entrance.values.clear()
         self._exit = Exit(self._outputs, self._own)
@@ -153,7 +171,7 @@ class _Turn:
         self._outputs.clear()
 
     def backward(self, way: Whole, behind: "_Turn | None") -> _Times:
-        """Runs it, and returns all times."""
+        """Run the backward, and return all times."""
         assert self._exit is not None
         if self._exit.end is None:
             return _Times(self._forward_us, 0.0, 0.0)
@@ -162,7 +180,16 @@ class _Turn:
 
 
 def time_once(way: Whole, unit: Unit, received: UnitInput) -> tuple[float, float]:
-    """Both times of one micro-batch of a layer by itself, in microseconds."""
+    """Return both times of one micro-batch of a separate layer, in microseconds.
+
+    Args:
+        way: Kind of times.
+        unit: Layer.
+        received: Its input.
+
+    Returns:
+        Forward and backward; or forward with I, and W.
+    """
     if not is_large(unit):
         give_gradients(unit)
     outputs: list[Any] = []
@@ -176,7 +203,16 @@ def time_once(way: Whole, unit: Unit, received: UnitInput) -> tuple[float, float
 
 
 def in_a_row(way: Whole, layers: Sequence[tuple[Unit, UnitInput]], idle: Idle) -> list[tuple[float, float]]:
-    """Both times of neighbours: all their forwards, then all their backwards, as a stage of them runs."""
+    """Return both times of neighbors: all their forwards, then all their backwards, as in a stage.
+
+    Args:
+        way: Kind of times.
+        layers: Layers with their inputs.
+        idle: Layer that does nothing.
+
+    Returns:
+        Microseconds of forward and backward; or of forward with I, and of W.
+    """
     turns = [_Turn(*layer) for layer in layers]
     nothing = _Turn(idle.unit, idle.received)
     middle = len(turns) // 2
@@ -198,14 +234,14 @@ def in_a_row(way: Whole, layers: Sequence[tuple[Unit, UnitInput]], idle: Idle) -
 
 
 def _own_times(times: _Times, of_nothing: _Times, *, is_stage: bool) -> tuple[float, float]:
-    # The clock of a stage's forward starts where its first layer begins, which is behind what it takes to get there.
+    # The clock of a stage's forward starts at its first layer, after the overhead of reaching it.
     forward_us = times.forward_us if is_stage else max(0.0, times.forward_us - of_nothing.forward_us)
     input_us = max(0.0, times.input_us - of_nothing.input_us)
     return forward_us + input_us, max(0.0, times.backward_us - of_nothing.backward_us)
 
 
 def _adding_us(gradient: Tensor, clock: Clock) -> float:
-    """Time to add a gradient to one that is there, of which as much exists at once as no cache holds."""
+    """Return the time to accumulate a gradient, measured in parts that together exceed every cache."""
     flat = gradient.as_strided((gradient.numel(),), (1,))
     there = torch.zeros_like(flat[: CACHE_BYTES // flat.element_size()])
     adding_us = 0.0
@@ -220,18 +256,18 @@ def _add(there: Tensor, gradient: Tensor) -> None:
 
 
 def is_large(unit: Unit) -> bool:
-    """Whether its gradients are there only while it runs."""
+    """Return True if the unit's gradients exist only while it runs."""
     return unit.parameter_bytes > CACHE_BYTES
 
 
 def _take_gradients(unit: Unit) -> None:
     unit.module.zero_grad()
-    # What is left of the run would lie in the middle of the room that this leaves. It is young: nothing was since.
+    # Remaining garbage of the run would fragment the released memory. It is young: nothing ran since.
     gc.collect(0)
 
 
 def give_gradients(unit: Unit) -> None:
-    """Zeros where it has none yet, as from the second micro-batch on."""
+    """Set missing gradients to zeros, as they exist from the second micro-batch on."""
     for parameter in unit.module.parameters():
         if parameter.requires_grad and parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)

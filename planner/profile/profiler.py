@@ -1,4 +1,4 @@
-"""Model to profile: cuts it into a chain, and lets a backend find what every layer costs."""
+"""Profile a model: cut it into a chain, and let a backend find the cost of every layer."""
 
 import platform
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -26,7 +26,7 @@ from planner.profile.task import Kept, ProfileOptions, Progress, Steps, Task
 
 
 class InterruptedProfileError(KeyboardInterrupt):
-    """Ctrl-C, with what had been measured by then."""
+    """Ctrl-C, with the measurements so far."""
 
     def __init__(self, partial: Partial) -> None:
         super().__init__()
@@ -42,26 +42,29 @@ def profile_model(
     note: Callable[[str], None] = lambda _: None,
     earlier: Partial | None = None,
 ) -> Profile:
-    """Measures every layer of the model at every micro-batch size. The model is left as it was.
+    """Measure every layer of the model at every micro-batch size. The model is not changed.
 
     Args:
         loaded: The model.
-        options: How.
+        options: Options of the profile.
         progress: Called before each measurement.
-        warn: Called with what the user should know.
-        note: Called with defaults that were taken.
-        earlier: What an interrupted run measured; used if it was of the same model in the same environment.
+        warn: Called with warnings for the user.
+        note: Called with notes about defaults.
+        earlier: Measurements of an interrupted run; used if it was of the same model in the same environment.
+
+    Returns:
+        The profile.
 
     Raises:
         ModelError: The model cannot be built, cut, or run on its example batch.
         UsageError: The device does not exist here.
         MeasurementError: Memory does not suffice.
-        InterruptedProfileError: Ctrl-C.
+        InterruptedProfileError: The user pressed Ctrl-C.
     """
     backend = backend_of(options.device)
     torch.set_num_threads(options.threads)
     if not kind_of(backend.device).has_own_memory:
-        # A large model need not take the room of several before anything is timed.
+        # A large model must not use the memory of several before anything is timed.
         keep_freed_memory(below=LARGE_BYTES)
     backend.check_model(loaded)
     chain, lean = find_chain(loaded, backend.device)
@@ -114,7 +117,7 @@ def check_optimizer_of(loaded: LoadedModel, device: str) -> None:
     where = backend_of(device).device
     with torch.random.fork_rng(devices=[]):
         model = None
-        with suppress(Exception):  # what needs values is built whole, and an error of the user's comes again
+        with suppress(Exception):  # a model that needs values is built whole; an error of the user's is raised again
             model = build_lean(loaded.build)
         parameters = list((model or loaded.build()).parameters())
     check_optimizer(loaded.build_optimizer, parameters, where)
@@ -123,7 +126,7 @@ def check_optimizer_of(loaded: LoadedModel, device: str) -> None:
 
 
 def _raise_of_model(model: nn.Module, error: Exception) -> None:
-    """Explain an error that the model's own code raised after its layers had run before."""
+    """Raise an explained error if the model's own code failed after its layers had run before."""
     place = "" if isinstance(error, PlannerError) else place_in_model(model, error)
     if place:
         first_line = str(error).partition("\n")[0]
@@ -136,7 +139,7 @@ def _raise_of_model(model: nn.Module, error: Exception) -> None:
 
 @contextmanager
 def untouched(model: nn.Module) -> Iterator[None]:
-    """Puts buffers, gradients and the random state back as they were."""
+    """Restore buffers, gradients and the random state after the block."""
     holders = [(module, dict(module._buffers)) for module in model.modules()]
     values = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
     gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
@@ -154,7 +157,7 @@ def untouched(model: nn.Module) -> Iterator[None]:
 def _put_back(
     holders: Sequence[tuple[nn.Module, Mapping[str, Tensor | None]]], values: Sequence[tuple[Tensor, Tensor]]
 ) -> None:
-    """Gives modules the buffers that they had, and these the values that they had."""
+    """Restore the buffers of modules, and their values."""
     for module, buffers in holders:
         module._buffers.update(buffers)
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""The memory of every distinct unit, micro-batch size by micro-batch size, as far as memory suffices."""
+"""Record the memory of every distinct unit, size by size, as far as memory suffices."""
 
 import gc
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -19,61 +19,61 @@ from planner.profile.task import Task
 from planner.profile.units import Key, Unit, UnitInput, trace_units
 
 _MEMORY_PASSES = 10
-"""How many timed passes a memory record takes, about."""
+"""Approximate cost of a memory record, in timed passes."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """A distinct unit at one micro-batch size."""
+    """Distinct unit at one micro-batch size."""
 
     key: Key
-    """A unit is known by its trace at the first size."""
+    """Key of the unit, with the digest of its trace at the first size."""
     unit: Unit
-    """The unit as it was traced at this size."""
+    """Unit as it was traced at this size."""
     received: UnitInput
 
 
 @dataclass(frozen=True, kw_only=True)
 class Ways:
-    """What a backend does with units on the way to their records."""
+    """Functions of a backend for recording units."""
 
     device: torch.device
-    """Where tensors lie meanwhile."""
+    """Device of the tensors."""
     record: Callable[[Sequence[Job]], None]
-    """Puts the record of every job into `Task.kept`."""
+    """Stores the record of every job in `Task.kept`."""
     prepare: Callable[[Sequence[Unit]], None] = lambda _: None
     """Called with every layer's unit before the first is run."""
     received: Callable[[UnitInput], UnitInput] = lambda traced: traced
-    """What to run a unit on, from its input as it was traced."""
+    """Converts the traced input of a unit to the one that it runs on."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Records:
-    """Every layer's unit, and what each distinct one takes at every size for which memory suffices."""
+    """Unit of every layer, and the records of each distinct one at every size that fits in memory."""
 
     units: tuple[Unit, ...]
     sizes: tuple[int, ...]
     inputs: Mapping[Key, UnitInput]
     memory: Mapping[Key, MemoryDetail]
     halves: Mapping[Key, SplitMemory]
-    """The records of backwards in halves; empty where they were not recorded."""
+    """Records of split backwards; empty if they were not recorded."""
 
     @cached_property
     def distinct(self) -> dict[str, Unit]:
-        """The first unit of every digest."""
+        """First unit of every digest."""
         return {unit.digest: unit for unit in reversed(self.units)}
 
     @property
     def names(self) -> dict[str, str]:
-        """What to call the unit of every digest."""
+        """Name of the unit of every digest."""
         return {digest: unit.name for digest, unit in self.distinct.items()}
 
     def of_each(self, figure: Callable[[Unit, UnitInput], int]) -> dict[str, int]:
-        """A figure of every distinct unit, by its digest: `figure` of the unit and its input at the smallest size."""
+        """Return `figure` of every distinct unit and its input at the smallest size, by digest."""
         return {digest: figure(unit, self.inputs[digest, self.sizes[0]]) for digest, unit in self.distinct.items()}
 
     def names_in(self, layer: int, names: Collection[str]) -> set[str]:
-        """Return the names that parameters of a layer have there, from their `names` in the first of its digest."""
+        """Return the names in a layer of parameters that are called `names` in the first layer of its digest."""
         unit = self.units[layer]
         first = self.distinct[unit.digest].module.named_parameters()
         pairs = zip(unit.module.named_parameters(), first, strict=True)
@@ -81,11 +81,11 @@ class Records:
 
 
 def record_sizes(task: Task, ways: Ways) -> Records:
-    """Traces the units at every size and records their memory.
+    """Trace the units at every size and record their memory.
 
     Raises:
-        ModelError: A layer does not run on what the layer before it returned.
-        MeasurementError: Memory does not suffice for a size that was asked for, or for any.
+        ModelError: A layer does not run on the output of the previous layer.
+        MeasurementError: A requested size, or every size, exceeds memory.
     """
     units: tuple[Unit, ...] = ()
     sizes: list[int] = []
@@ -105,7 +105,7 @@ def record_sizes(task: Task, ways: Ways) -> Records:
                 raise
             failed = True
         if failed:
-            # Behind the handler, where the error no longer holds on to the tensors of the failed attempt.
+            # Outside of the handler, where the error no longer refers to the tensors of the failed attempt.
             jobs = []
             _end_at(task, ways.device, sizes, size)
             break
@@ -115,7 +115,14 @@ def record_sizes(task: Task, ways: Ways) -> Records:
 
 
 def record_memory(jobs: Sequence[Job], task: Task, meter: Meter, *, in_halves: bool) -> None:
-    """Runs each unit of which there is no record yet, by the meter; its backward in halves, too, if asked to."""
+    """Run and measure each unit without a record.
+
+    Args:
+        jobs: Units at one size.
+        task: The task, which gets the records.
+        meter: Meter of the device.
+        in_halves: Whether to record split backwards as well.
+    """
     kept = task.kept
     missing = {job.key: job for job in jobs if job.key not in kept.memory or (in_halves and job.key not in kept.halves)}
     names = {digest: job.unit.name for (digest, _), job in missing.items()}
@@ -130,9 +137,9 @@ def record_memory(jobs: Sequence[Job], task: Task, meter: Meter, *, in_halves: b
 
 
 def _traced_at(task: Task, ways: Ways, first: tuple[Unit, ...], size: int) -> tuple[tuple[Unit, ...], list[Job]]:
-    """Every layer's unit as it was traced at the first size, and a job of every distinct one at this size.
+    """Return every layer's unit as it was traced at the first size, and a job of every distinct one at this size.
 
-    The units of the `first` size are none if this is it.
+    `first` has the units of the first size; it is empty if this is the first.
     """
     units, traced = trace_units(task.chain, task.loaded, (size,), ways.device, ghosts=task.lean)
     if not first:
@@ -149,7 +156,7 @@ def _traced_at(task: Task, ways: Ways, first: tuple[Unit, ...], size: int) -> tu
 
 
 def _end_at(task: Task, device: torch.device, fitting: Sequence[int], size: int) -> None:
-    """Frees what the failed attempt left; larger sizes are left out, or it is an error."""
+    """Free memory of the failed attempt; leave out larger sizes, or raise an error."""
     gc.collect()
     kind_of(device).empty_cache()
     if not fitting:
@@ -164,7 +171,7 @@ def _end_at(task: Task, device: torch.device, fitting: Sequence[int], size: int)
 
 
 def _is_out_of_memory(error: BaseException | None) -> bool:
-    """Whether it, or what caused it, is a device or the machine that has no more."""
+    """Return True if the error, or its cause, is that a device or the machine has no more memory."""
     while error is not None:
         # torch's allocator on the CPU has no error of its own.
         if isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "can't allocate memory" in str(error):

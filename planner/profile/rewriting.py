@@ -1,4 +1,4 @@
-"""How much of its own state a layer's forward writes: what a micro-batch keeps as it was if it is to be recomputed."""
+"""Measure how much of its own state a layer's forward writes: recomputation stores these bytes for each micro-batch."""
 
 from typing import Any
 
@@ -13,20 +13,20 @@ from planner.profile.units import Unit, UnitInput
 
 
 def rewritten_bytes(unit: Unit, received: UnitInput) -> int:
-    """Bytes of buffers, frozen parameters and the like that a forward of the unit writes, or puts others in place of.
+    """Return the bytes of buffers, frozen parameters and similar state that a forward of the unit writes or replaces.
 
-    The unit has run before: what is made once, such as a table, is there. What one forward writes and the next one does
-    not does not count. Running statistics of batch normalisations are not written by the forward of a stage
-    (`planner.model.state`). The input may be of any micro-batch size.
+    The unit has run before, so that values that are made once, such as tables, exist. Only state that two forwards in a
+    row write is counted. The forward of a stage does not write running statistics of batch normalization
+    (`planner.model.state`). The input may have any micro-batch size.
     """
     once, again = _written(unit, received), _written(unit, received)
-    # By storage, so that what has several names counts once.
+    # By storage, so that a tensor with several names counts once.
     sizes = {storage: size for place in once.keys() & again.keys() for storage, size in again[place].items()}
     return sum(sizes.values())
 
 
 def _written(unit: Unit, received: UnitInput) -> dict[int, dict[int, int]]:
-    """By place of the unit's state that a forward writes: the storages of the value, and the bytes of each."""
+    """Return the storages of the value at each location of the unit's state that a forward writes, with their bytes."""
     deferred = set(collecting_layers(unit.module))
     owners = [owner for owner in state_owners([(unit.name, unit.module)]) if owner.module not in deferred]
     places = [place for owner in owners for place in (*owner.places(), *_nests(owner))]
@@ -49,7 +49,7 @@ def _written(unit: Unit, received: UnitInput) -> dict[int, dict[int, int]]:
 
 
 def _nests(owner: StateOwner) -> list[Place]:
-    """Return the attributes that hold several tensors; what was None before the first forward is state as well."""
+    """Return the attributes that hold several tensors; those that are None before the first forward are state, too."""
     held = vars(owner.module)
     return [Place(owner.path, held, name) for name, value in held.items() if isinstance(value, tuple | list)]
 

@@ -1,4 +1,4 @@
-"""What can be told of a model without running it: its chain, and how it differs from the model that was profiled."""
+"""Inspect a model without running it: its chain, and its differences from the model that was profiled."""
 
 from contextlib import suppress
 from dataclasses import dataclass
@@ -20,19 +20,19 @@ from planner.profile.units import trace_units
 
 @dataclass(frozen=True)
 class ModelChange:
-    """One difference to the profiled model; `layer` is empty where it is the model's as a whole."""
+    """Difference from the profiled model; `layer` is empty if it concerns the whole model."""
 
     layer: str
     message: str
 
 
 def find_chain(loaded: LoadedModel, device: torch.device) -> tuple[Chain, bool]:
-    """The model's chain, and whether its parameters have no values yet: layers get them when they are measured.
+    """Return the model's chain, and True if its parameters have no values yet: layers get them when they are measured.
 
     Raises:
         ModelError: The model cannot be built, cut, or run on its example batch.
     """
-    with suppress(Exception):  # what needs values somewhere is built whole, and an error of the user's comes again
+    with suppress(Exception):  # a model that needs values is built whole; an error of the user's is raised again
         chain = _checked_chain(loaded, build_lean(loaded.build))
         if all(parameter.is_meta for parameter in chain.model.parameters()):
             try:
@@ -46,7 +46,7 @@ def find_chain(loaded: LoadedModel, device: torch.device) -> tuple[Chain, bool]:
 
 def _checked_chain(loaded: LoadedModel, model: nn.Module, device: torch.device | None = None) -> Chain:
     """Return the chain of `model`, converted and moved, after a check of hooks, which conversion drops."""
-    # By name and not in the chain: what is converted is a copy, which has no hooks.
+    # By name and not in the chain, because a converted copy has no hooks.
     hooked = {name: p for name, p in model.named_parameters(remove_duplicate=False) if has_hooks(p)}
     ready = converted(model, loaded.precision)
     chain = loaded.chain(ready if device is None else ready.to(device))
@@ -58,7 +58,9 @@ def _checked_chain(loaded: LoadedModel, model: nn.Module, device: torch.device |
 
 
 def model_changes(loaded: LoadedModel, profile: Profile) -> tuple[ModelChange, ...]:
-    """What is different in today's model since it was profiled; empty if nothing is. Takes no device and no weights.
+    """Return the differences between the model and its profile; empty if there are none.
+
+    It needs no device and no weights.
 
     Raises:
         ModelError: The model cannot be built, cut, or run on its example batch.

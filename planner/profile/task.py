@@ -1,4 +1,4 @@
-"""What a profile is asked for: the model, how to measure it, whom to tell of progress, and what is known so far."""
+"""Describe a profiling task: the model, options, progress, and the measurements so far."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -11,36 +11,38 @@ from planner.profile.timing import Samples
 from planner.profile.units import Key
 
 Progress = Callable[[str, int, int], None]
-"""Called with what is being measured, how much is done, and how much there is; larger micro-batches count for more."""
+"""Function called with the name of a measurement, the work done, and all work; larger micro-batches count for more."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ProfileOptions:
-    """How to profile."""
+    """Options of a profile."""
 
     micro_batch_sizes: tuple[int, ...] = (1, 2, 4, 8)
     device: str = "cpu"
     threads: int = 1
     repeats: int = 10
-    """At least so many timed repeats of every layer."""
+    """Minimum of timed repeats of every layer."""
     time_budget_s: float = 60.0
-    """More repeats than that are begun only so long after the first; 0: none, and nothing is said about it."""
+    """Time limit in seconds for starting further repeats; 0: no further repeats, and no message."""
     until_memory_ends: bool = False
-    """Whether sizes for which memory does not suffice, or that are too small for a layer, are left out, rather than an
-    error."""
+    """True to leave out sizes that exceed memory or are too small for a layer; otherwise they are errors."""
 
 
 class Steps:
-    """Counts measurements, in samples, and announces each before it is made."""
+    """Progress counter of measurements, in samples; each is announced before it is made."""
 
     def __init__(self, progress: Progress) -> None:
         self._progress = progress
         self._done = self._total = 0
 
     def each(self, keys: Sequence[Key], names: Mapping[str, str], passes: int = 1) -> Iterator[Key]:
-        """Passes measurements on, one after the other; each takes about so many timed passes over its samples.
+        """Yield measurements one after another, and announce each.
 
-        `names` has what to call a unit, by its digest.
+        Args:
+            keys: The measurements.
+            names: Name of each unit, by its digest.
+            passes: Approximate number of timed passes of each.
         """
         self._total += passes * sum(size for _, size in keys)
         for digest, size in keys:
@@ -49,30 +51,30 @@ class Steps:
             self._done += passes * size
 
     def begin(self, text: str, samples: int) -> None:
-        """Announces several measurements that end in any order."""
+        """Announce several measurements that end in any order."""
         self._total += samples
         self._progress(text, self._done, self._total)
 
     def end(self, text: str, samples: int) -> None:
-        """Announces that one of them has ended."""
+        """Announce that one of them has ended."""
         self._done += samples
         self._progress(text, self._done, self._total)
 
 
 @dataclass(kw_only=True)
 class Kept:
-    """What takes long to measure, so that an interrupted run can hand it on; filled in as it comes."""
+    """Measurements that take long, kept so that an interrupted run can be continued."""
 
     header: Partial
-    """The file that would hold them, still empty: all that must be the same for them to be of use."""
+    """File that would hold them, still empty: the conditions under which they are valid."""
     memory: dict[Key, MemoryDetail] = field(default_factory=dict)
     halves: dict[Key, SplitMemory] = field(default_factory=dict)
-    """The records of backwards in halves."""
+    """Records of split backwards."""
     samples: Samples = field(default_factory=dict)
     half_samples: Samples = field(default_factory=dict)
 
     def take_over(self, earlier: Partial, warn: Callable[[str], None]) -> None:
-        """Uses what was measured before, if everything it depends on is the same."""
+        """Use earlier measurements, if all of their conditions are the same."""
         differences = earlier.differences(self.header)
         if differences:
             warn(f"what an interrupted run measured is of no use ({', '.join(differences)} changed): starting over")
@@ -86,7 +88,7 @@ class Kept:
             self.half_samples[key] = list(zip(one.backward_input_us, one.backward_weight_us, strict=True))
 
     def partial(self) -> Partial:
-        """Everything so far, as a file holds it."""
+        """Return all measurements so far, as a file holds them."""
         return replace(self.header, measurements=tuple(map(self._measurement, self.memory)))
 
     def _measurement(self, key: Key) -> Measurement:
@@ -105,19 +107,19 @@ class Kept:
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """A model to be measured."""
+    """Model to be profiled."""
 
     loaded: LoadedModel
     chain: Chain
     lean: bool
-    """Whether the model's parameters have no values yet: layers get them when they are measured."""
+    """True if the model's parameters have no values yet: layers get them when they are measured."""
     buffer_bytes: Mapping[str, int]
     """Bytes of the buffers of every layer, by its name, before it runs: a forward may enlarge them."""
     options: ProfileOptions
     kept: Kept
-    """What has been measured so far, also by an interrupted run."""
+    """Measurements so far, including those of an interrupted run."""
     steps: Steps
     warn: Callable[[str], None]
-    """Called with what the user should know."""
+    """Function called with warnings for the user."""
     note: Callable[[str], None]
-    """Called with defaults that were taken."""
+    """Function called with notes about defaults."""

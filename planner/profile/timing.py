@@ -1,8 +1,8 @@
-"""Forward and backward time of every distinct layer at every micro-batch size; its backward whole, and in halves.
+"""Time the forward and backward of every distinct layer at every micro-batch size, with the backward whole and split.
 
-All layers are timed in turn, again and again, rather than each many times in a row: a machine that slows down for a
-while then slows all of them alike, and no layer finds its data in a cache that it would not find it in while training.
-For the same reason equal layers of a model take turns: one of them alone would keep its parameters in the cache.
+All layers are timed in turn, repeatedly, rather than each many times in a row. Then a machine that slows down for a
+while slows all of them alike. And no layer finds data in a cache that would not be there in training. For the same
+reason equal layers of a model take turns: one of them alone would keep its parameters in the cache.
 """
 
 import gc
@@ -25,19 +25,19 @@ from planner.profile.passes import Idle, InHalves, Whole, forward_of, give_gradi
 from planner.profile.units import Key, Unit, UnitInput
 
 _WARM_UPS = 2
-"""The first passes fill caches and let libraries choose their kernels."""
+"""Passes that fill caches and let libraries choose their kernels."""
 
 _BLOCK = 5
-"""Repeats between two looks at whether they suffice."""
+"""Repeats between two checks of whether they suffice."""
 
 _STRETCH_BYTES = 2**28
-"""Layers that keep so much are no longer timed in a row: how the row began makes no difference to the next."""
+"""Kept bytes from which on a row of layers ends: by then its start has no effect on the next layer."""
 
 _OVERHEAD_US = 100.0
-"""An executor spends more than this per micro-batch and stage: what is far below it makes no difference."""
+"""Time that an executor spends at least per micro-batch and stage: far smaller times make no difference."""
 
 Samples = dict[Key, list[tuple[float, float]]]
-"""Two times of every repeat, in microseconds: of forward and backward, or of a backward's halves, I and W."""
+"""Pairs of times of every repeat, in microseconds: forward and backward; or forward with I, and W."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,23 +63,23 @@ def measure_times(
     progress: Callable[[Sequence[Key]], Iterator[Key]],
     kept_bytes: Mapping[Key, int],
 ) -> None:
-    """Adds repeats to `samples` and `halves`; gradients exist, as from the second micro-batch on.
+    """Add repeats to `samples` and `halves`; gradients exist, as from the second micro-batch on.
 
     Args:
-        units: Every layer's.
-        inputs: What to run them on, once per digest and micro-batch size.
-        samples: What was measured before of forward and backward; an entry for every key of `inputs`.
-        halves: What was measured before of forward and I together, and of W; as many entries.
-        statistics: Of the layers' batch normalisations, which are collected as in training.
+        units: Units of all layers.
+        inputs: Their inputs, one for each digest and micro-batch size.
+        samples: Earlier times of forward and backward; an entry for every key of `inputs`.
+        halves: Earlier times of forward with I, and of W; the same entries.
+        statistics: Statistics of the layers' batch normalizations, which are collected as in training.
         clock: The device's clock.
-        repeats: Timed passes over all layers at least, 2 or more.
-        doubtful: Whether still more are needed, once there are so many.
-        progress: Passes on what will be measured, one by one.
-        kept_bytes: What each keeps from its forward to its backward.
+        repeats: Minimum of timed passes over all layers, 2 or more.
+        doubtful: Returns True if further repeats are needed after these.
+        progress: Yields the measurements one by one, and announces them.
+        kept_bytes: Bytes that each keeps from its forward to its backward.
     """
     equal = {digest: enough_to_leave_the_cache(units, digest) for digest, _ in inputs}
     for unit in chain.from_iterable(equal.values()):
-        # Before anything runs: between transients they would leave holes too small for the next large one.
+        # Before anything runs: allocated between transients, they would fragment the memory.
         if not is_large(unit):
             give_gradients(unit)
     kinds = {digest: cycle(alike) for digest, alike in equal.items()}
@@ -100,7 +100,7 @@ def measure_times(
         for way in (whole, in_halves):
             for stretch in stretches(list(inputs) * _WARM_UPS, kept_bytes):
                 in_a_row(way, [(next(kinds[key[0]]), inputs[key]) for key in stretch], idle)
-        # Both in turn, so that a machine that slows down for a while slows halves as it slows what they are halves of.
+        # Both in turn, so that a machine that slows down for a while slows whole and split backwards alike.
         while short := [key for key in inputs if min(len(samples[key]), len(halves[key])) < repeats]:
             add_to(samples, whole, short)
             add_to(halves, in_halves, short)
@@ -111,7 +111,7 @@ def measure_times(
 
 
 def stretches(keys: Sequence[Key], kept_bytes: Mapping[Key, int]) -> Iterator[list[Key]]:
-    """Neighbours of one micro-batch size, as many as keep `_STRETCH_BYTES` for backward; at least one."""
+    """Yield rows of neighbors of one micro-batch size that keep `_STRETCH_BYTES` for backward; at least one each."""
     stretch: dict[Key, None] = {}
     kept = size = 0
     for key in keys:
@@ -125,7 +125,7 @@ def stretches(keys: Sequence[Key], kept_bytes: Mapping[Key, int]) -> Iterator[li
 
 
 def times_of(samples: Sequence[tuple[float, float]]) -> Times:
-    """What to keep of at least 2 repeats."""
+    """Return the times of at least 2 repeats."""
     both = [sum(sample) for sample in samples]
     mean = statistics.fmean(both)
     half_width = 1.96 * statistics.stdev(both) / len(both) ** 0.5
@@ -134,7 +134,7 @@ def times_of(samples: Sequence[tuple[float, float]]) -> Times:
 
 
 def doubt(chain: Sequence[str], samples: Mapping[Key, Sequence[tuple[float, float]]]) -> float:
-    """Return the half-width of the 95 % interval of a chain's time, as a share of it, at the worst micro-batch size.
+    """Return the relative half-width of the 95 % interval of a chain's time, at the worst micro-batch size.
 
     Errors of different layers are independent. Equal layers have the same error, because they are measured once.
 
@@ -152,11 +152,11 @@ def doubt(chain: Sequence[str], samples: Mapping[Key, Sequence[tuple[float, floa
 
 
 def half_times_of(samples: Sequence[tuple[float, float]], whole: Times) -> tuple[float, float]:
-    """What I and W take; I with what its forward takes longer than that of a backward in one piece.
+    """Return the times of I and W; I includes the extra time of its forward over one with a whole backward.
 
     Args:
         samples: Repeats of `InHalves`.
-        whole: Times of the same layer, its backward in one piece.
+        whole: Times of the same layer with a whole backward.
     """
     if not whole.backward_us:
         return 0.0, 0.0
@@ -165,7 +165,7 @@ def half_times_of(samples: Sequence[tuple[float, float]], whole: Times) -> tuple
 
 
 def enough_to_leave_the_cache(units: Sequence[Unit], digest: str) -> list[Unit]:
-    """The first of the equal layers, as many as it takes until one's parameters are no longer in the cache."""
+    """Return the first of the equal layers, as many as evict the parameters of one from the cache."""
     equal = [unit for unit in units if unit.digest == digest]
     size = equal[0].parameter_bytes
     return equal[: 1 + CACHE_BYTES // size] if size else equal[:1]
@@ -174,14 +174,17 @@ def enough_to_leave_the_cache(units: Sequence[Unit], digest: str) -> list[Unit]:
 def statistics_us(
     units: Mapping[str, Unit], inputs: Mapping[Key, UnitInput], *, size: int, clock: Clock, repeats: int
 ) -> dict[str, float]:
-    """What a step takes to update each unit's running statistics; 0 for those without batch normalisation.
+    """Return the time of a step to update each unit's running statistics; 0 for those without batch normalization.
 
     Args:
-        units: By digest.
-        inputs: What to run them on.
+        units: Units by digest.
+        inputs: Their inputs.
         size: Micro-batch size; it makes no difference.
         clock: The device's clock.
-        repeats: How many updates are timed.
+        repeats: Number of timed updates.
+
+    Returns:
+        Microseconds by digest.
     """
     return {digest: _statistics_us(unit, inputs[digest, size], clock, repeats) for digest, unit in units.items()}
 

@@ -1,12 +1,12 @@
-"""A transformer as a chain of layers, by published formulas: for plans before there is code, or a device.
+"""Compute the profile of a transformer by published formulas, to plan before there is code or a device.
 
     s   tokens of a sample           h   width                   V   words
     b   samples of a micro-batch     f   width of the            t   devices that share each layer
     a   heads                            feed-forward layers     e   bytes of an activation
 
-FLOP of one micro-batch, those of all t devices together (Narayanan et al., "Efficient Large-Scale Language Model
-Training on GPU Clusters Using Megatron-LM", arXiv:2104.04473; in halves as in Qi et al., "Zero Bubble Pipeline
-Parallelism", arXiv:2401.10241, table 1; both have f = 4h):
+FLOP of one micro-batch, on all t devices together (Narayanan et al., "Efficient Large-Scale Language Model Training on
+GPU Clusters Using Megatron-LM", arXiv:2104.04473; split backward as in Qi et al., "Zero Bubble Pipeline Parallelism",
+arXiv:2401.10241, table 1; both have f = 4h):
 
                   F                           I                           W
     block         8bsh^2 + 4bshf + 4bs^2h     8bsh^2 + 4bshf + 8bs^2h     8bsh^2 + 4bshf
@@ -14,20 +14,20 @@ Parallelism", arXiv:2401.10241, table 1; both have f = 4h):
 
 Bytes that each device keeps of one micro-batch for its backward (Korthikanti et al., "Reducing Activation Recomputation
 in Large Transformer Models", arXiv:2205.05198, equations 1 to 4, where f = 4h and e = 2). Each of the t devices has its
-part of what is split, and all of what is whole, unless sequence parallelism splits that as well:
+part of split tensors, and all of whole tensors, unless sequence parallelism splits these as well:
 
                   whole                split
     embedding     bsh (e + 1)          -
-    block         bsh (4e + 2)         e (4bsh + 2bsf) / t, and where scores are kept abs^2 (2e + 1) / t
+    block         bsh (4e + 2)         e (4bsh + 2bsf) / t, and with kept scores abs^2 (2e + 1) / t
     head          bsh e                4bsV / t: logits in float32
 
-From I to W a block keeps what its products read and the gradients of what they make: 4bsh e whole, and split
-e (4bsh + 2bsf) / t, which is 32bsh in the papers' case. The formulas know no layer's transients. Counted here are the
-gradient of a layer's largest weight, which is there before it is added to that of earlier micro-batches, and the head's
-logits once more.
+From I to W a block keeps the inputs of its products and the gradients of their results: 4bsh e whole, and split e (4bsh
++ 2bsf) / t, which is 32bsh in the papers' case. The formulas include no transients of a layer. This module adds the
+gradient of a layer's largest weight, which exists before it is added to that of earlier micro-batches, and a second
+copy of the head's logits.
 
-Not counted: what the t devices send each other, operators that are bound by memory rather than by FLOP, what kernels
-take for themselves. A rate that a device was seen to sustain has the first two in it.
+Not counted: transfers between the t devices, operators that are bound by memory rather than by FLOP, workspaces of
+kernels. A measured rate of a device includes the effect of the first two.
 """
 
 from dataclasses import asdict, dataclass
@@ -38,31 +38,31 @@ from planner.core.values.profile import GENERATOR, Device, Environment, LayerPro
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Transformer:
-    """The shape of a decoder with learned positions and biases, as GPT-2 and GPT-3 have it."""
+    """Shape of a decoder with learned positions and biases, as in GPT-2 and GPT-3."""
 
     layers: int
     """Blocks between embedding and head."""
     hidden: int
-    """h."""
+    """Width (h)."""
     heads: int
     sequence: int
-    """s."""
+    """Tokens of a sample (s)."""
     vocabulary: int
-    """V."""
+    """Words (V)."""
     feed_forward: int
-    """f."""
+    """Width of the feed-forward layers (f)."""
     tensor_parallel: int = 1
-    """t."""
+    """Devices that share each layer (t)."""
     sequence_parallel: bool = False
-    """Whether what tensor parallelism leaves whole is split along the sequence."""
+    """True if tensors that tensor parallelism leaves whole are split along the sequence."""
     keep_scores: bool = False
-    """Whether attention keeps its scores for backward, as it does where no kernel fuses it."""
+    """True if attention keeps its scores for backward, as without a fused kernel."""
     tied: bool = False
-    """Whether the head has the embedding's weights."""
+    """True if the head shares the embedding's weights."""
 
     @property
     def block_parameters(self) -> int:
-        """Parameters of one block, on all t devices together: 12h^2 + 13h where f = 4h."""
+        """Parameters of one block, on all t devices together: 12h^2 + 13h if f = 4h."""
         return 4 * self.hidden**2 + 2 * self.hidden * self.feed_forward + 9 * self.hidden + self.feed_forward
 
     @property
@@ -74,35 +74,36 @@ class Transformer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Widths:
-    """Bytes of one activation, and of what there is for each parameter."""
+    """Bytes of one activation, and bytes per parameter."""
 
     activation: int
-    """e."""
+    """Bytes of an activation (e)."""
     parameter: int
     gradient: int
     optimizer: int
-    """The optimizer's state; master copies of parameters are part of it."""
+    """Bytes of the optimizer's state; master copies of parameters are part of it."""
     cast: int = 0
-    """Autocast's copy."""
+    """Bytes of autocast's copy."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pace:
-    """What a device gets done."""
+    """Rates of a device."""
 
     flops_per_s: float
     bytes_per_s: float = 0.0
-    """Between its memory and its cores, which bounds the optimizer's step; 0: not known, and the step takes no time."""
+    """Bandwidth between its memory and its cores, which bounds the optimizer's step; 0 if unknown: then the step takes
+    no time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Layer:
-    """A layer on one of the t devices, for one sample: what takes a micro-batch of b takes b times as much."""
+    """Layer on one of the t devices, for one sample; times and memory of a micro-batch are b times as large."""
 
     name: str
     parameters: int
     largest_weight: int
-    """Parameters."""
+    """Number of parameters in the largest weight."""
     forward_flops: float
     input_flops: float
     weight_flops: float
@@ -110,7 +111,7 @@ class _Layer:
     saved_bytes: float
     weight_held_bytes: float
     transient_bytes: float = 0.0
-    """In forward, and in backward beside the gradient of the largest weight."""
+    """Transient bytes in forward, and in backward in addition to the gradient of the largest weight."""
 
 
 def transformer_profile(
@@ -124,20 +125,20 @@ def transformer_profile(
     micro_batch_sizes: tuple[int, ...],
     steps_at_once: bool,
 ) -> Profile:
-    """The profile of a transformer: embedding, blocks, head with the loss.
+    """Return the profile of a transformer: embedding, blocks, head with the loss.
 
     Args:
         shape: The model.
         widths: Bytes of its numbers.
-        pace: What a device sustains.
-        device: The device, as the profile is to name it.
-        dtype: The precision, as the profile is to name it.
-        optimizer: Its name.
+        pace: Rates of the device.
+        device: The device, as named in the profile.
+        dtype: The precision, as named in the profile.
+        optimizer: Name of the optimizer.
         micro_batch_sizes: Sizes, in samples.
-        steps_at_once: Whether the optimizer takes all parameters at once, with a copy of them as transient.
+        steps_at_once: Whether the optimizer steps all parameters at once, with a copy of them as transient.
 
     Returns:
-        A profile with `how: estimated` in its device, halves of backwards included.
+        A profile with `how: estimated` in its device, including split backwards.
     """
     blocks = [_block(shape, widths, f"block_{n}") for n in range(shape.layers)]
     layers = [
@@ -157,7 +158,7 @@ def transformer_profile(
 
 
 def _settings(shape: Transformer, pace: Pace) -> dict[str, Setting]:
-    """What the profile was made from: sizes, whatever is not usual, and the rate."""
+    """Return the settings of the profile: sizes, options that differ from the default, and the rate."""
     settings = {name: value for name, value in asdict(shape).items() if value is not False}
     if shape.tensor_parallel == 1:
         del settings["tensor_parallel"]
@@ -165,7 +166,7 @@ def _settings(shape: Transformer, pace: Pace) -> dict[str, Setting]:
 
 
 def _whole(shape: Transformer) -> float:
-    """The elements of sh that each device has of what tensor parallelism leaves whole."""
+    """Return the elements of sh that each device has of a tensor that tensor parallelism leaves whole."""
     return shape.sequence * shape.hidden / (shape.tensor_parallel if shape.sequence_parallel else 1)
 
 
@@ -189,24 +190,24 @@ def _embedding(shape: Transformer, widths: Widths) -> _Layer:
 
 def _block(shape: Transformer, widths: Widths, name: str) -> _Layer:
     s, h, f, t, e = shape.sequence, shape.hidden, shape.feed_forward, shape.tensor_parallel, widths.activation
-    # Queries, keys, values and what attention returns; what goes into the activation function, and what comes out.
+    # Queries, keys, values and the result of attention; input and output of the activation function.
     split_bytes = e * (4 * s * h + 2 * s * f) / t
-    # The softmax, the mask of its dropout, and what that leaves.
+    # The softmax, the mask of its dropout, and the result of the dropout.
     scores_bytes = shape.heads * s**2 * (2 * e + 1) / t if shape.keep_scores else 0.0
     # Attention has products without weights: two in forward, of which the backward makes four, all in I.
     products = (8 * s * h**2 + 4 * s * h * f) / t
     attention = 4 * s**2 * h / t
     return _Layer(
         name=name,
-        # Biases behind a split sum, and both normalisations, are whole on each device.
+        # Biases after a split sum, and both normalizations, are whole on each device.
         parameters=(4 * h**2 + 2 * h * f + 3 * h + f) // t + 6 * h,
         largest_weight=h * max(f, 3 * h) // t,
         forward_flops=products + attention,
         input_flops=products + 2 * attention,
         weight_flops=products,
         output_bytes=e * _whole(shape),
-        # What goes into and comes out of two normalisations, masks of two dropouts. The layer in front counts
-        # the first one's input as its output; this layer counts its own output in place of that.
+        # Inputs and outputs of two normalizations, masks of two dropouts. The previous layer counts the first input
+        # as its output; this layer counts its own output instead.
         saved_bytes=_whole(shape) * (4 * e + 2) + split_bytes + scores_bytes,
         weight_held_bytes=_whole(shape) * 4 * e + split_bytes,
     )
@@ -234,7 +235,7 @@ def _head(shape: Transformer, widths: Widths) -> _Layer:
 def _costs(
     layer: _Layer, shape: Transformer, widths: Widths, pace: Pace, *, sizes: tuple[int, ...], steps_at_once: bool
 ) -> LayerProfile:
-    """The layer at every size, in the words of a profile."""
+    """Return the layer's profile at every size."""
 
     def times_us(flops: float) -> tuple[float, ...]:
         return tuple(b * flops / pace.flops_per_s * 1e6 for b in sizes)

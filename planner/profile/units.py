@@ -1,6 +1,6 @@
-"""The units of measurement: each layer with inputs it gets in the model, the last one together with the loss.
+"""Units of measurement: each layer with its input in the model, the last one together with the loss.
 
-The loss runs inside the last stage, so its time and memory belong to the last layer. A unit's digest is taken over the
+The loss runs inside the last stage, so its time and memory belong to the last layer. The digest of a unit covers the
 trace of operators it runs (operator, shapes, dtypes, numbers); units with the same digest are measured once.
 """
 
@@ -37,27 +37,27 @@ Key = tuple[str, int]
 
 @dataclass(frozen=True)
 class UnitInput:
-    """What a unit receives for one micro-batch: detached values, and which of them carry gradients."""
+    """Input of a unit for one micro-batch: detached values, which require gradients as in the model."""
 
     values: tuple[Any, ...]
     spec: TreeSpec
     targets: Any
 
     def fresh(self) -> list[Any]:
-        """New leaves: copies that require gradients where the originals did."""
+        """Return new leaves: copies that require gradients if the originals did."""
         return [
             value.detach().clone().requires_grad_(value.requires_grad) if isinstance(value, Tensor) else value
             for value in self.values
         ]
 
     def non_leaves(self) -> list[Any]:
-        """Copies of new leaves: in a stage a layer gets another one's output, which it may write into."""
+        """Return copies of new leaves: in a stage a layer gets the output of another one, which it may write into."""
         return [value.clone() if isinstance(value, Tensor) else value for value in self.fresh()]
 
 
 @dataclass(frozen=True)
 class Unit:
-    """A layer as it is measured."""
+    """Layer as it is measured."""
 
     name: str
     module: nn.Module
@@ -72,7 +72,7 @@ class Unit:
         return sum(parameter.nbytes for parameter in self.module.parameters())
 
     def run(self, values: Sequence[Any], received: UnitInput) -> list[Any]:
-        """The unit's outputs, flat, of values as from `received.non_leaves()`, so that in-place layers work."""
+        """Return the unit's outputs, flat, for values as from `received.non_leaves()`, so that in-place layers work."""
         with layers_in(self.precision, self.device), without_reentrance():
             output = self.module(tree_unflatten(list(values), received.spec))
             if self.loss_fn is not None:
@@ -80,31 +80,34 @@ class Unit:
         return tree_flatten(output)[0]
 
     def keeping_casts(self) -> AbstractContextManager[Any]:
-        """In which several runs share autocast's copies of the weights, as the micro-batches of a step do."""
+        """Return a context in which several runs share autocast's weight cache, as the micro-batches of a step do."""
         return keeping_casts(self.precision, self.device)
 
 
 def trace_units(
     chain: Chain, loaded: LoadedModel, sizes: Sequence[int], device: torch.device, *, ghosts: bool = False
 ) -> tuple[tuple[Unit, ...], dict[Key, UnitInput]]:
-    """The unit of every layer, and for every distinct unit its input at every micro-batch size.
+    """Return the unit of every layer, and the input of every distinct unit at every micro-batch size.
 
     Args:
         chain: The layers; their parameters need memory only without `ghosts`.
-        loaded: The model they are of.
+        loaded: The model.
         sizes: Micro-batch sizes.
-        device: Where the inputs are wanted.
-        ghosts: Finds shapes alone, without the values of parameters: nothing is computed, and tensors between layers
-            are ghosts. Raises `NeedsValuesError`, or whatever else comes of it, where a layer asks for values.
+        device: Device of the inputs.
+        ghosts: Whether to find shapes only, without the values of parameters: nothing is computed, and tensors between
+            layers are ghosts. Raises `NeedsValuesError`, or another error, if a layer reads values.
+
+    Returns:
+        The units, and the inputs by digest and size.
 
     Raises:
-        ModelError: A layer does not run on what the layer before it returned.
+        ModelError: A layer does not run on the output of the previous layer.
     """
     inputs: dict[Key, UnitInput] = {}
     digests: dict[Layer, str] = {}
     with ExitStack() as stack:
         if ghosts:
-            # No ghost stays in an attribute. Numbers are in the digest (a rate of dropout, say), and restored as well.
+            # No ghost stays in an attribute. Numbers (such as a dropout rate) are in the digest, and restored as well.
             stack.callback(Attributes(chain.model.named_modules()).restore)
             stack.enter_context(as_ghosts(chain.model))
         stack.enter_context(without_reentrance())
@@ -141,7 +144,7 @@ def layer_digests(chain: Chain, loaded: LoadedModel) -> tuple[str, ...]:
 
 
 def with_values(received: UnitInput, device: torch.device) -> UnitInput:
-    """The same input with random numbers in place of ghosts; the costs of layers do not depend on them."""
+    """Return the same input with random numbers in place of ghosts; the costs of layers do not depend on them."""
     values = [_stand_in(value, device) if isinstance(value, Ghost) else value for value in received.values]
     return UnitInput(tuple(to_device(values, device)), received.spec, to_device(received.targets, device))
 
@@ -161,25 +164,24 @@ def _traced(
     context: AbstractContextManager[Any],
     check: Callable[[Any], object] | None,
 ) -> tuple[Any, list[list[Any] | str]]:
-    """What a layer returns, and all that it runs: operators, with the shapes and numbers that they are called with.
+    """Return the output of a layer, and its trace: operators, with the shapes and numbers of their arguments.
 
-    `check` is called with what it returns, and runs operators that count, too; both run in `context`.
+    `check` is called with the output, and its operators are part of the trace; both run in `context`.
     """
     trace: list[list[Any] | str] = []
-    # Layers that run the same operators may hold other parameters, which nothing reads. All have gradients and
-    # optimizer state.
+    # Layers with the same operators may hold different unread parameters, which have gradients and optimizer state.
     held = [_shape(parameter) for parameter in layer.module.parameters()]
 
     def ran(func: Any, args: Any, kwargs: Any) -> None:
         trace.append([str(func), [_shape(leaf) for leaf in tree_flatten((args, kwargs))[0]]])
 
     def saved(tensor: Tensor) -> Tensor:
-        # What backward keeps counts as well: a layer that recomputes by itself keeps less.
+        # Saved tensors count as well: a layer that recomputes by itself saves fewer.
         trace.append(["saved", _shape(tensor)])
         return tensor
 
     if isinstance(layer.module, ModelStage):
-        # How many modules a stage passes over on the way to its own says nothing about its own.
+        # The modules that a stage skips before its own are not part of the trace.
         layer.module.call_at_ends(begun=trace.clear)
         held += [_shape(tensor) for tensor in layer.module.needed_to_pass_over]
     with OperatorWatch(before=ran), saved_tensors_hooks(saved, lambda tensor: tensor), context:
@@ -219,7 +221,7 @@ def _received(value: Any, targets: Any) -> UnitInput:
 
 
 def _detached(value: Any) -> Any:
-    # A copy on top of the new leaf: a layer that writes its input must not meet a leaf, nor write what was kept.
+    # A copy of the new leaf: a layer that writes its input cannot write a leaf, and must not write the kept values.
     leaves, spec = tree_flatten(value)
     copies = [t.detach().requires_grad_(t.requires_grad).clone() if isinstance(t, Tensor) else t for t in leaves]
     return tree_unflatten(copies, spec)

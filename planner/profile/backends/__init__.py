@@ -1,1 +1,1 @@
-"""Where the numbers of a profile come from: measured, estimated, or compiled."""
+"""Sources of the numbers of a profile: measured, estimated, or compiled."""

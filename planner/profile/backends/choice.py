@@ -1,4 +1,4 @@
-"""Where the numbers of a profile come from, and which backend finds them on the device that `--device` names."""
+"""Choose the backend that finds the numbers of a profile for the device that `--device` names."""
 
 from typing import Protocol
 
@@ -19,17 +19,17 @@ _ESTIMATE = "estimate:"
 
 
 class Backend(Protocol):
-    """Finds what layers cost on one device: by measuring, estimating or compiling, as `described().how` says."""
+    """Source of the costs of layers on one device: it measures, estimates or compiles, as `described().how` says."""
 
     device: torch.device
-    """Where tensors lie meanwhile."""
+    """Device of the tensors."""
 
     def described(self) -> Device:
-        """The device that the numbers are of, and how they are found."""
+        """Return the device that the numbers belong to, and how they are found."""
         ...
 
     def measure(self, task: Task) -> Measured:
-        """Finds time and memory of every layer at every size.
+        """Return time and memory of every layer at every size.
 
         Raises:
             ModelError: A layer cannot be run, or not compiled.
@@ -38,19 +38,27 @@ class Backend(Protocol):
         ...
 
     def check_model(self, loaded: LoadedModel) -> None:
-        """Raises `UsageError` where the model, which is not built yet, is none for such a device."""
+        """Check the model before it is built.
+
+        Raises:
+            UsageError: It does not fit such a device.
+        """
         ...
 
     def check_chain(self, *, lean: bool) -> None:
-        """Raises `ModelError` where the layers cannot be looked at because they ask for values, which is not `lean`."""
+        """Check whether the layers can be inspected; they read values if they are not `lean`.
+
+        Raises:
+            ModelError: The backend has no values.
+        """
         ...
 
 
 def backend_of(name: str) -> Backend:
-    """The backend for the device called `name`.
+    """Return the backend for the device called `name`.
 
     Raises:
-        UsageError: It is unknown or not on this machine.
+        UsageError: The device is unknown or not on this machine.
         MissingPackageError: The packages that it needs are not installed.
     """
     if name.startswith(_ESTIMATE):

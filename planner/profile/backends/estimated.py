@@ -1,12 +1,12 @@
-"""Costs of layers that never run: memory from ghosts, time from a roofline.
+"""Estimate the costs of layers that never run: memory from ghosts, time from a roofline.
 
-A layer's forward and backward are run on ghosts, tensors without values. The operators that would run, and the sizes of
-what they read and make, are those of a real run; from them come
+A layer's forward and backward run on ghosts, tensors without values. The operators, and the sizes of their operands and
+results, are those of a real run. They give
 
-- memory: storages by when they are made and let go of. What a kernel needs for itself while it runs is not seen;
-- time: each operator takes as long as its floating-point operations at the peak rate, or as long as its bytes at the
-  peak bandwidth, whichever is longer, and no operator takes less than a kernel's launch. No kernel reaches both peaks:
-  real times are longer, by a factor that differs less between layers than the times do.
+- memory: storages from their creation to their release. Workspaces of kernels are not seen.
+- time: each operator takes its floating-point operations at the peak rate, or its bytes at the peak bandwidth,
+whichever is longer, and at least the launch of a kernel. No kernel reaches both peaks: real times are longer, by a
+factor that differs less between layers than the times do.
 """
 
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -53,14 +53,14 @@ from planner.profile.timing import Times, half_times_of
 from planner.profile.units import Key, Unit, UnitInput
 
 _LAUNCH_US = 3.0
-"""A kernel that does next to nothing occupies a GPU about so long."""
+"""Approximate time of a kernel that does next to nothing on a GPU."""
 
 _ROWS_ONLY = frozenset(("aten::embedding", "aten::index", "aten::index_select", "aten::gather", "aten::slice_backward"))
 """Operators that read no more of a table than they return."""
 
 
 class EstimatedBackend:
-    """Runs the layers on ghosts, for a GPU that is not here."""
+    """Backend that runs the layers on ghosts, for a GPU that is not here."""
 
     device = torch.device("cpu")
 
@@ -68,7 +68,7 @@ class EstimatedBackend:
         self._absent, self._rates = absent, rates_of(absent.name)
 
     def described(self) -> Device:
-        """The GPU by its data sheet, with what is taken not to be for tensors."""
+        """Return the GPU of its data sheet, with an assumed reserve of memory that is not for tensors."""
         return Device(
             kind=Cuda.name,
             name=self._rates.full_name,
@@ -78,10 +78,14 @@ class EstimatedBackend:
         )
 
     def check_model(self, loaded: LoadedModel) -> None:
-        """Any precision can be estimated."""
+        """Accept any precision."""
 
     def check_chain(self, *, lean: bool) -> None:
-        """Raises `ModelError` where layers ask for values, which ghosts have none of."""
+        """Refuse layers that read values, because ghosts have none.
+
+        Raises:
+            ModelError: The layers read values.
+        """
         if not lean:
             raise ModelError(
                 "the model cannot be estimated: its layers ask for the values of tensors",
@@ -89,7 +93,7 @@ class EstimatedBackend:
             )
 
     def measure(self, task: Task) -> Measured:
-        """Estimates every distinct layer once at each size: nothing scatters."""
+        """Estimate every distinct layer once at each size: the estimates do not vary."""
         meter, clock = GhostMeter(), RooflineClock(self._rates)
         ways = Ways(device=self.device, record=partial(record_memory, task=task, meter=meter, in_halves=True))
         with as_ghosts_if_lean(task):
@@ -128,7 +132,7 @@ class EstimatedBackend:
 
 @contextmanager
 def as_ghosts_if_lean(task: Task) -> Iterator[None]:
-    """Meanwhile a lean model's parameters and buffers, and those of its layers, are ghosts."""
+    """Replace a lean model's parameters and buffers, and those of its layers, by ghosts inside the block."""
     if not task.lean:
         yield
         return
@@ -142,13 +146,13 @@ def as_ghosts_if_lean(task: Task) -> Iterator[None]:
 
 
 class GhostMeter:
-    """Counts the storages that operators make."""
+    """Meter that counts the storages that operators make."""
 
     def __init__(self) -> None:
         self._storages: dict[int, tuple[StorageWeakRef, int]] = {}
 
     def measure(self, work: Callable[[], object]) -> Usage:
-        """Runs `work` once."""
+        """Run `work` once and return its memory."""
         before = peak = self._live_bytes()
 
         def count(_func: Any, args: Any, kwargs: Any, result: Any) -> None:
@@ -164,7 +168,7 @@ class GhostMeter:
         return Usage(peak - before, self._live_bytes() - before)
 
     def _know(self, tensor: Tensor, *, counts: bool) -> None:
-        # A weak reference keeps the address from being given out again.
+        # A weak reference keeps the address from being reused.
         storage = storage_of(tensor)
         if storage._cdata not in self._storages:
             self._storages[storage._cdata] = StorageWeakRef(storage), storage.nbytes() if counts else 0
@@ -177,16 +181,16 @@ class GhostMeter:
 
 
 class RooflineClock:
-    """Adds up what the operators of a piece of work take at least, at the rates of a device."""
+    """Clock that adds up the minimum times of operators, at the rates of a device."""
 
     def __init__(self, rates: Rates) -> None:
         self._rates = rates
         self._total_us = 0.0
         self.flops = 0
-        """Floating-point operations of the last piece of work."""
+        """Floating-point operations of the last measured function."""
 
     def time_us(self, work: Callable[[], object]) -> float:
-        """Microseconds that `work` would take on the device."""
+        """Return the microseconds that `work` would take on the device."""
         self.restart()
         self.flops = 0
 
@@ -206,20 +210,20 @@ class RooflineClock:
         return self._total_us
 
     def restart(self) -> None:
-        """Called by a piece of work: what it did before does not count."""
+        """Reset the time; called by `work`, whose earlier operators then do not count."""
         self._total_us = 0.0
 
     def stop(self) -> None:
-        """Called by a piece of work: what it does from here on does not count; it is no operator of the device."""
+        """Do nothing; called by `work` after its last operator of the device."""
 
     def flops_of(self, unit: Unit, received: UnitInput) -> int:
-        """Floating-point operations of a unit's forward."""
+        """Return the floating-point operations of a unit's forward."""
         self.time_us(lambda: unit.run(received.fresh(), received))
         return self.flops
 
 
 def _peaks_add(task: Task) -> bool:
-    """Whether the optimizer takes all parameters at once, as torch's do on a GPU unless told otherwise."""
+    """Return True if the optimizer steps all parameters at once, as torch's do on a GPU by default."""
     one = ModelOptimizer(task.loaded.build_optimizer, task.chain.model.parameters()).over(())
     return one.defaults.get("foreach", False) is None and not one.defaults.get("fused")
 
@@ -234,7 +238,7 @@ def _optimizer_cost(
     idle: Collection[str],
 ) -> OptimizerCost:
     cost = measure_optimizer(unit.module, whole, meter=meter, clock=clock, repeats=1, idle=idle)
-    # What takes all parameters at once makes a copy of them.
+    # An optimizer that steps all parameters at once makes a copy of them.
     copy_bytes = sum(p.nbytes for p in trained_parameters(unit.module, idle))
     return replace(cost, peak_bytes=copy_bytes) if peaks_add else cost
 
@@ -242,7 +246,7 @@ def _optimizer_cost(
 def _times(
     task: Task, records: Records, clock: RooflineClock
 ) -> tuple[dict[Key, Times], dict[Key, tuple[float, float]]]:
-    """The times of every distinct layer, and those of I and W of its backward."""
+    """Return the times of every distinct layer, and those of its I and W."""
     times, half_times_us = {}, {}
     whole = Whole(clock=clock, statistics=BatchStatistics())
     in_halves = InHalves(clock=clock, statistics=BatchStatistics(), split=SplitBackward())
@@ -255,7 +259,7 @@ def _times(
 
 
 def _moves_nothing(func: Any, received: Sequence[Tensor], results: Sequence[Tensor]) -> bool:
-    """Whether an operator makes views only."""
+    """Return True if an operator only makes views."""
     if func._schema.is_mutable or not results:
         return not results
     storages = set(map(storage_key, received))
@@ -270,7 +274,7 @@ def _moved_bytes(func: Any, received: Sequence[Tensor], results: Sequence[Tensor
 
 
 def _read(func: Any, args: Any, received: Sequence[Tensor]) -> Sequence[Tensor]:
-    """The tensors that an operator reads: each half of a convolution's backward leaves one of them alone."""
+    """Return the tensors that an operator reads: I and W of a convolution's backward each leave one of them out."""
     if func is not torch.ops.aten.convolution_backward.default:
         return received
     gradient, x, weight, *_, (of_input, of_weight, _) = args
@@ -278,7 +282,7 @@ def _read(func: Any, args: Any, received: Sequence[Tensor]) -> Sequence[Tensor]:
 
 
 def _distinct_bytes(tensor: Tensor) -> int:
-    # What is expanded is read once, from a cache the other times.
+    # An expanded tensor is read once from memory, and then from a cache.
     return min(tensor.nbytes, storage_of(tensor).nbytes())
 
 

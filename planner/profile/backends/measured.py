@@ -1,4 +1,4 @@
-"""Costs of layers that run on a device of this machine."""
+"""Measure the costs of layers that run on a device of this machine."""
 
 import time
 from collections.abc import Collection, Mapping, Sequence
@@ -42,28 +42,28 @@ from planner.profile.timing import (
 from planner.profile.units import Key, Unit, with_values
 
 _DOUBT = 0.02
-"""Repeats suffice when the 95 % interval of the chain's time is narrower than this share of it, to either side."""
+"""Largest relative half-width of the 95 % interval of the chain's time with which repeats end."""
 
 
 class MeasuredBackend:
-    """Runs every distinct layer on a device that torch computes on."""
+    """Backend that runs every distinct layer on a device of torch."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._kind = kind_of(device)
 
     def described(self) -> Device:
-        """The device of this machine; what of its memory is not for tensors is measured."""
+        """Return the device of this machine; the part of its memory that is not for tensors is measured."""
         return self._kind.described()
 
     def check_model(self, loaded: LoadedModel) -> None:
-        """Any model can be run."""
+        """Accept any model."""
 
     def check_chain(self, *, lean: bool) -> None:
-        """Layers may ask for values: they get them."""
+        """Accept any layers: they get values."""
 
     def measure(self, task: Task) -> Measured:
-        """Memory first, while nothing else is there; then times."""
+        """Measure memory first, while nothing else is allocated; then times."""
         meter, clock = self._kind.meter(), self._kind.clock(task.options.threads)
         ways = Ways(
             device=self.device,
@@ -82,7 +82,7 @@ class MeasuredBackend:
         give_freed_memory_back()
         times = _times(task, records, clock)
         give_freed_memory_back()
-        # Once more, at another time: its few steps in a row may all have met a busy machine.
+        # Again at another time: the machine may have been busy during the few steps in a row.
         after = _optimizer_costs(task, records, idle, meter=meter, clock=clock)
         updating_us = statistics_us(
             records.distinct, records.inputs, size=records.sizes[0], clock=clock, repeats=task.options.repeats
@@ -110,7 +110,7 @@ class MeasuredBackend:
 
 
 def _fill(task: Task, device: torch.device, units: Sequence[Unit]) -> None:
-    """Gives values to the parameters of those layers that will run."""
+    """Give values to the parameters of those layers that will run."""
     digests = dict.fromkeys(unit.digest for unit in reversed(units))
     running = [unit.module for digest in digests for unit in enough_to_leave_the_cache(units, digest)]
     fill(running, task.chain.model, device)
@@ -193,7 +193,7 @@ def _times(task: Task, records: Records, clock: Clock) -> dict[Key, Times]:
 
 
 def _kept_bytes(detail: MemoryDetail) -> int:
-    """What a layer and its neighbours keep of it from forward to backward, at most."""
+    """Return the bytes that a layer and its neighbors keep of it from forward to backward, at most."""
     return detail.internal_bytes + sum(tensor.bytes for tensor in (*detail.inputs, *detail.outputs))
 
 
