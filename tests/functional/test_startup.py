@@ -44,7 +44,7 @@ UNUSED = {
             "planner.solve.progress",
             "planner.solve.explain",
             "planner.solve.questions.insight",
-            "planner.solve.layers.exact_stages",
+            "planner.solve.layers.stage_times",
         ),
         *("planner.api.options.solving", "planner.core.judge.difference", "planner.core.values.run_report"),
         *("planner.core.values.balance", "planner.core.values.links", "planner.core.values.partial"),

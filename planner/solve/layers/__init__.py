@@ -1,5 +1,6 @@
 """Searches that recompute single layers (`--recompute layers`).
 
-Read `cheapest.py` first: the cheapest layers of one stage under its memory limit. `chunks_of_device.py` shares the
-limit among the stages of a device, and `search.py` chooses the cuts.
+Read `search.py` first: it chooses among `joint.py` (one stage on each device: layers and cuts together, exactly) and a
+descent over cuts (`cut_search.py`) that asks `devices.py` what each device recomputes. `cheapest.py` finds the cheapest
+layers of one stage under its memory limit; `stage_times.py` has bounds of that for all stages.
 """

@@ -15,10 +15,9 @@ from planner.core.cost.partition import Partition
 from planner.solve.answer import Answer
 from planner.solve.chunks.search import all_cuts, bounds_of, branched_us, by_devices, most_of_one, starts_of
 from planner.solve.deadline import NEVER, Deadline
-from planner.solve.layers.chunks_of_device import DevicesOfChunks
-from planner.solve.layers.gpipe import search_gpipe_by_layers
-from planner.solve.layers.layer_search import LayerSearch
-from planner.solve.layers.one_chunk import search_one_chunk_by_layers
+from planner.solve.layers.cut_search import LayerSearch
+from planner.solve.layers.devices import Devices
+from planner.solve.layers.joint import search_gpipe_by_layers, search_one_chunk_by_layers
 from planner.solve.progress import Progress, simulated_answer
 from planner.solve.space.arrays import FloatArray, IntArray
 from planner.solve.space.case import Case
@@ -92,12 +91,12 @@ def _search_under_lists(progress: Progress, near: Partition | None) -> None:
     if near is None:
         return
     many = Many(progress.case, near.num_devices).under(near.rule)
-    LayerSearch(progress, many, DevicesOfChunks(many)).search([], most_of_one(progress, many), near)
+    LayerSearch(progress, many, Devices(many)).search([], most_of_one(progress, many), near)
 
 
 def _search(progress: Progress, many: Many, least_us: float, near: Partition | None) -> float:
     """Searches one number of devices; returns what no partition of it can beat, at least `least_us`."""
-    search = LayerSearch(progress, many, DevicesOfChunks(many))
+    search = LayerSearch(progress, many, Devices(many))
     starts = starts_of(progress, many)
     one_by_one_us = _look_at_all(progress, many, search)
     least_us = max(least_us, one_by_one_us)

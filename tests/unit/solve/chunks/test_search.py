@@ -25,8 +25,8 @@ from planner.solve.chunks.fitting import Fitting
 from planner.solve.chunks.linear_program import CutProgramme
 from planner.solve.chunks.search import all_cuts
 from planner.solve.deadline import NEVER, Deadline
-from planner.solve.layers.chunks_of_device import DevicesOfChunks
-from planner.solve.layers.layer_search import LayerSearch
+from planner.solve.layers.cut_search import LayerSearch
+from planner.solve.layers.devices import Devices
 from planner.solve.progress import Effort, Progress
 from planner.solve.space.partitions import Many
 from tests.support.chains import chain, heavy_chain, layer, random_profile
@@ -260,7 +260,7 @@ def test_the_bound_is_below_every_plan_with_single_layers(schedule: ScheduleName
         many = many_of(schedule, seed, cap, recompute="layers")
         assert many is not None
         progress = Progress(case=many.case, effort=Effort(None), deadline=NEVER, upper_us=np.inf)
-        search = LayerSearch(progress, many, DevicesOfChunks(many))
+        search = LayerSearch(progress, many, Devices(many))
         places = search.placed([cuts for block in all_cuts(many) for cuts in block])
         best_us = min(place.step_us for place in places)
         search = bounds_of(many, 1000.0)

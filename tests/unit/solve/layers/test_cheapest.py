@@ -11,7 +11,7 @@ from planner.core.cost.chain_costs import ChainCosts
 from planner.core.cost.costs import costs_at
 from planner.core.cost.memory import stage_memory
 from planner.solve.layers.cheapest import LayerChoice, cheapest_layers
-from planner.solve.layers.stage_bounds import least_again_us
+from planner.solve.layers.stage_times import least_again_us
 from tests.support.chains import chain, layer, random_profile, record, tensor, with_programs
 from tests.support.moments import moments_with
 

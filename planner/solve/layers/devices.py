@@ -15,6 +15,7 @@ Complexity: O(V) walks through the layers of a chunk for each side and order, ea
 """
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
 from math import inf
@@ -27,7 +28,6 @@ from planner.core.cost.device_memory import ChunkByLayers, SharedBytes, chunk_by
 from planner.core.cost.layer_memory import StageLayers, most_savings
 from planner.core.cost.stage_time import LAYERS
 from planner.solve.layers.cheapest import Limit, cheapest_within
-from planner.solve.layers.one_stage import Recomputation, best_first, whole_again_us
 from planner.solve.layers.subsets import MOST_LAYERS, Subsets
 from planner.solve.space.arrays import FloatArray, IntArray
 from planner.solve.space.partitions import Many
@@ -37,6 +37,22 @@ _MOST_TOGETHER = 20_000
 
 _HARDLY_DEARER = 1.25
 """A way that takes the device so many times the least may be better where the schedule has slack."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recomputation:
+    """What the chunks of one device recompute."""
+
+    choices: tuple[int, ...]
+    """Per chunk an index into `CHOICES`, or `LAYERS`."""
+    recomputed: tuple[tuple[int, ...], ...]
+    """Per chunk the single layers, counted along the chain."""
+    layers_us: tuple[float, ...]
+    """Per chunk their forward on the profiled device."""
+    again_us: float
+    """What the device computes again in a step, on the profiled device."""
+    over_bytes: float
+    """By how much it is over its cap; 0 where it fits."""
 
 
 class _Option(NamedTuple):
@@ -51,8 +67,8 @@ class _Option(NamedTuple):
     """At each moment of the device, shape (moments,)."""
 
 
-class DevicesOfChunks:
-    """Devices with any number of stages, whose moments follow from their lists.
+class Devices:
+    """What each device of a pipeline may recompute.
 
     Args:
         many: The partitions.
@@ -63,6 +79,7 @@ class DevicesOfChunks:
         self._answers: dict[tuple[int, ...], tuple[Recomputation, ...]] = {}
         self._stages: dict[tuple[int, int], _Stage] = {}
         self.num_solved = 0
+        """Number of walks through the layers of a stage so far, which take long."""
 
     def ways(self, device: int, cuts: IntArray) -> tuple[Recomputation, ...]:
         """Every way that is worth a try, or is over by least."""
@@ -92,7 +109,7 @@ class DevicesOfChunks:
             for start in (_by_stage(chunks, cap), _by_layer(chunks, cap))
             for order in orders
         ]
-        return best_first(dict.fromkeys(ways))
+        return _best_first(dict.fromkeys(ways))
 
     def _improved(
         self, chunks: "list[_Chunk]", start: list[_Option], cap: float, order: Iterable[int]
@@ -143,7 +160,7 @@ class _Stage:
         self.by_layers = chunk_by_layers(costs, first, end, micro_batches=micro_batches, in_halves=in_halves)
         self.layers = StageLayers.of(costs, first, end)
         self.times_us = costs.forward_us[first:end]
-        self.whole_again_us = whole_again_us(costs, first, end, micro_batches)
+        self.whole_again_us = _whole_again_us(costs, first, end, micro_batches)
         self.micro_batches = micro_batches
         is_short = end - first <= MOST_LAYERS
         self.subsets = Subsets.of(self.layers, self.times_us) if is_short else None
@@ -298,3 +315,15 @@ def _by_layer(chunks: Sequence[_Chunk], cap: float) -> list[_Option]:
             return options
         _, place, layer = best
         options[place] = chunks[place].again((*options[place].recomputed, layer))
+
+
+def _best_first(ways: Iterable[Recomputation]) -> tuple[Recomputation, ...]:
+    """The ways that fit, what takes the least time first; or those that are over by least."""
+    ordered = sorted(ways, key=lambda way: (way.over_bytes, way.again_us))
+    return tuple(way for way in ordered if way.over_bytes == ordered[0].over_bytes)
+
+
+def _whole_again_us(costs: ChainCosts, first: int, end: int, micro_batches: int) -> tuple[float, ...]:
+    """What computing the whole stage again takes in a step, for each of `CHOICES`."""
+    forward_us = float(costs.forward_us[first:end].sum()) if costs.has_backward[end - 1] else 0.0
+    return 0.0, (micro_batches - 1) * forward_us, micro_batches * forward_us

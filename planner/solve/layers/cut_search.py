@@ -1,7 +1,7 @@
 """A descent over cuts where single layers may be recomputed, from the best plan that recomputes whole stages.
 
 Moves are simulated as if every layer stayed what it is, recomputed or not, whichever stage it comes to lie in; of the
-fastest, what to recompute is chosen anew on the devices that they change (`one_stage.py`). Where a
+fastest, what to recompute is chosen anew on the devices that they change (`devices.py`). Where a
 device has several ways to keep its cap, these are moves, too.
 
 Complexity: O(V K M) for each batch of moves, and for each that is picked the layers of the devices that it changes.
@@ -17,10 +17,10 @@ from planner.core.cost.evaluate import Evaluation
 from planner.core.cost.partition import Partition
 from planner.core.cost.stage_time import LAYERS
 from planner.solve.chunks.descent import BATCH, Descent, Place
-from planner.solve.layers.one_stage import Devices, Recomputation
+from planner.solve.layers.devices import Devices, Recomputation
 from planner.solve.progress import SAME, Progress
 from planner.solve.space.arrays import BoolArray, FloatArray, IntArray
-from planner.solve.space.case import cuts_and_choices
+from planner.solve.space.case import Case, cuts_and_choices
 from planner.solve.space.partitions import Many
 
 _PICKED = 4
@@ -42,6 +42,10 @@ class LayerPlace(Place):
     layers_us: FloatArray
     """Their forward on the profiled device, shape (S,)."""
 
+    def partition(self, case: Case) -> Partition:
+        """Return the partition as the cost model takes it."""
+        return case.partition(self.cuts, self.choices, recomputed=self.recomputed if any(self.recomputed) else ())
+
 
 def raced(progress: Progress, many: Many, places: Sequence[LayerPlace]) -> list[LayerPlace]:
     """The places with their step times, as far as they fit; the fastest becomes the best if it beats that."""
@@ -56,8 +60,7 @@ def raced(progress: Progress, many: Many, places: Sequence[LayerPlace]) -> list[
     best = min(timed, key=attrgetter("step_us"))
     # Equal times differ by rounding: the first of equal partitions stays.
     if best.step_us < progress.upper_us * (1 - SAME):
-        recomputed = best.recomputed if any(best.recomputed) else ()
-        partition = many.case.partition(best.cuts, best.choices, recomputed=recomputed)
+        partition = best.partition(many.case)
         # Memory was counted as far as it depends on layers: the law itself decides.
         if _fits(many, partition):
             progress.upper_us, progress.best = best.step_us, partition

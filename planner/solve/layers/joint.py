@@ -1,0 +1,191 @@
+"""One stage on each device, GPipe or 1F1B, where single layers may be recomputed: the layers jointly with the cuts.
+
+Which layers to recompute is a problem of its own for every stage (`cheapest.py`), too expensive to be solved for all of
+them. The label dynamic program therefore runs with lower bounds (`stage_times.py`). The stages of its answer are then
+solved exactly, and it runs again, until its answer consists of exact stages. No other plan can be faster, because every
+other plan was judged by bounds. Each round makes at least one more stage exact.
+
+Under GPipe that answer is the optimum. Under 1F1B it is a lower bound for all partitions: those between it and the best
+one are simulated, each with the exact layers of its stages. If these are too many, a descent over the cuts
+(`cut_search.py`) improves the best one, and the gap is reported.
+
+Complexity: as `planner.solve.chain`, and a walk through the layers of each stage that is solved exactly.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from planner.core.cost.evaluate import Evaluation
+from planner.core.cost.partition import Partition
+from planner.core.cost.stage_time import LAYERS
+from planner.solve.answer import Answer
+from planner.solve.chain.chain_dp import ChainCuts, LabelSearch
+from planner.solve.chain.gpipe import DYNAMIC_PROGRAMME, Windows, gpipe_searches
+from planner.solve.chain.laws import OneForwardOneBackwardLaw
+from planner.solve.chunks.search import most_of_one
+from planner.solve.deadline import NEVER, Deadline, OutOfTimeError
+from planner.solve.layers.cut_search import LayerPlace, LayerSearch, raced
+from planner.solve.layers.devices import Devices
+from planner.solve.layers.stage_times import LayerTimes
+from planner.solve.progress import BLOCK, Progress
+from planner.solve.space.case import Case
+from planner.solve.space.partitions import Many
+
+_ROUNDS_OF_GPIPE = 400
+"""Number of times that the dynamic program runs under GPipe, at most."""
+
+_ROUNDS, _FEW_ROUNDS = 40, 4
+"""Times that the programme runs for one bound: as long as it takes, or where effort is bounded."""
+
+_ORDER, _CELLS = 3, 5
+"""What it costs to find the order of a schedule's actions, and stages in tables that take as long as one action."""
+
+_MOST_SOLVED, _FEW_SOLVED = 400, 40
+"""Stages that are solved exactly to simulate what lies below the best: as long as it takes, or bounded."""
+
+
+def search_gpipe_by_layers(case: Case, *, upper_us: float = np.inf, deadline: Deadline = NEVER) -> Answer:
+    """The fastest partition that beats `upper_us`, and what none can beat; raises as `planner.solve.answer.Search`."""
+    layers = LayerTimes(case.costs)
+    case = replace(case, least_again_us=layers.table)
+    best: Partition | None = None
+    bound_us = case.bound_us
+    windows = Windows(case)
+    windows.widen(upper_us)
+    try:
+        for _ in range(_ROUNDS_OF_GPIPE):
+            cuts = _best_cuts(case, windows.width, upper_us, deadline)
+            place = None if cuts is None else _with_layers(case, layers, cuts, deadline)
+            partition = None if place is None else place.partition(case)
+            time_us = np.inf if partition is None else Evaluation(case.costs, partition, case.cluster).step_us
+            if time_us < upper_us:
+                best, upper_us = partition, time_us
+            # Once the window is wide enough for the best partition so far, the optimum is a bound for all.
+            if windows.widen(upper_us):
+                continue
+            bound_us = upper_us if cuts is None else max(bound_us, cuts.step_us)
+            if bound_us >= upper_us * (1 - 1e-12):
+                break
+    except OutOfTimeError:
+        if best is None:
+            raise
+    return Answer(case, best, np.inf if best is None else upper_us, min(bound_us, upper_us), DYNAMIC_PROGRAMME)
+
+
+def _best_cuts(case: Case, width: int, upper_us: float, deadline: Deadline) -> ChainCuts | None:
+    best: ChainCuts | None = None
+    for search in gpipe_searches(case, width, deadline):
+        best = search.best(upper_us=best.step_us if best is not None else upper_us) or best
+    return best
+
+
+def search_one_chunk_by_layers(progress: Progress, near: Partition | None) -> None:
+    """Searches all stage counts, until the deadline (`OutOfTimeError`) or for as long as the effort lasts.
+
+    Args:
+        progress: Of the case.
+        near: Its best partition that recomputes whole stages, if one is known.
+    """
+    layers = LayerTimes(progress.case.costs)
+    case = replace(progress.case, least_again_us=layers.table)
+    for num_stages in range(case.num_devices, 0, -1):
+        # Fewer stages take longer still.
+        if progress.case.least_us(num_stages) >= progress.upper_us:
+            return
+        near_here = near if near is not None and len(near.balance) == num_stages else None
+        if not _Search(progress, Many(case, num_stages), layers).run(near_here):
+            return
+
+
+class _Search:
+    """The search for one stage count."""
+
+    def __init__(self, progress: Progress, many: Many, layers: LayerTimes) -> None:
+        self._progress, self._many, self._layers = progress, many, layers
+        self._case = many.case
+        self._law = OneForwardOneBackwardLaw(self._case.micro_batches)
+        self._cuts = LayerSearch(progress, many, Devices(many))
+
+    def run(self, near: Partition | None) -> bool:
+        """Searches; whether there was effort enough."""
+        progress, effort, case = self._progress, self._progress.effort, self._case
+        windows = Windows(case)
+        # The bound is that of stages within the window, which has to be as wide as the best so far allows.
+        while windows.widen(progress.upper_us):
+            cells = self._many.num_stages * (case.costs.num_layers + 1) * windows.width
+            if not effort.pays((_ORDER + 1) * self._many.num_actions, cells // _CELLS):
+                self._cuts.search([], most_of_one(progress, self._many), near)
+                progress.leave_out(max(progress.case.least_us(self._many.num_stages), case.bound_us))
+                return False
+            least, search = self._least(windows.width)
+            if least is None:
+                continue
+            is_open = least.step_us < progress.upper_us * (1 - 1e-9)
+            if is_open and not self._simulate_below(search):
+                starts = {least.cuts, search.prefixes.min_max("work"), search.prefixes.min_max("backward")}
+                some = [np.array(start) for start in sorted(filter(None, starts)) if min(np.diff(start)) > 0]
+                self._cuts.search(some, most_of_one(progress, self._many), near)
+                progress.leave_out(least.step_us)
+        return True
+
+    def _least(self, width: int) -> tuple[ChainCuts | None, LabelSearch]:
+        """Return the optimum with its own stages solved exactly, and the search that knows as much of all stages."""
+        least: ChainCuts | None = None
+        for _ in range(_FEW_ROUNDS if self._progress.effort.is_bounded else _ROUNDS):
+            problem = self._case.problem(self._many.num_stages, width=width, exact=True)
+            search = LabelSearch(problem, self._law, deadline=self._progress.deadline)
+            least = search.best(upper_us=self._progress.upper_us)
+            solved = self._layers.num_exact
+            if least is None:
+                break
+            place = _with_layers(self._case, self._layers, least, self._progress.deadline)
+            raced(self._progress, self._many, [place] if place else [])
+            if self._layers.num_exact == solved:
+                break
+        return least, search
+
+    def _simulate_below(self, search: LabelSearch) -> bool:
+        """Simulates every partition whose bound is below the best; False if they are too many."""
+        progress = self._progress
+        most = progress.effort.affordable(self._many)
+        if not most:
+            return False
+        partitions, are_all = search.all_below(progress.upper_us, most)
+        if self._num_unsolved(partitions) > (_FEW_SOLVED if progress.effort.is_bounded else _MOST_SOLVED):
+            return False
+        for start in range(0, len(partitions), BLOCK):
+            places = [
+                _with_layers(self._case, self._layers, cuts, progress.deadline)
+                for cuts in partitions[start : start + BLOCK]
+            ]
+            raced(progress, self._many, [place for place in places if place is not None])
+        return are_all
+
+    def _num_unsolved(self, partitions: Sequence[ChainCuts]) -> int:
+        """How many different stages of theirs recompute single layers."""
+        return len(
+            {
+                (k, *each.cuts[k : k + 2])
+                for each in partitions
+                for k, choice in enumerate(each.choices)
+                if choice == LAYERS
+            }
+        )
+
+
+def _with_layers(case: Case, layers: LayerTimes, cuts: ChainCuts, deadline: Deadline) -> LayerPlace | None:
+    """Return the partition with the cheapest layers of its stages; None if one does not fit after all."""
+    choices = np.array(cuts.choices)
+    recomputed: list[tuple[int, ...]] = [()] * len(choices)
+    layers_us = np.zeros(len(choices))
+    for k in np.flatnonzero(choices == LAYERS).tolist():
+        deadline.check()
+        moments = case.moments(len(choices) - 1 - k)
+        exact = layers.exact(cuts.cuts[k], cuts.cuts[k + 1], case.caps_bytes[k], moments)
+        if exact is None:
+            return None
+        recomputed[k], layers_us[k] = exact.recomputed, exact.again_us
+        choices[k] = LAYERS if exact.recomputed else 0
+    return LayerPlace(cuts=np.array(cuts.cuts), choices=choices, recomputed=tuple(recomputed), layers_us=layers_us)
