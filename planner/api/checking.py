@@ -56,7 +56,7 @@ def check(plan: File | Plan, options: CheckOptions) -> Verdict:
         strict=options.strict,
     )
     if claimed_of(read, verdict) is not None:
-        from planner.solve import certified  # noqa: PLC0415 - of cuts that were given there is no certificate
+        from planner.solve.questions.certificate import certified  # noqa: PLC0415 - given cuts have no certificate
 
         verdict = certified(read, verdict, profile)
     if options.model is not None:
@@ -64,7 +64,7 @@ def check(plan: File | Plan, options: CheckOptions) -> Verdict:
     if verdict.plan is not None:
         verdict = replace(verdict, certainty=certainty_of(verdict.plan, profile))
     if verdict.is_over and verdict.plan is not None:
-        from planner.solve import what_would_fit  # noqa: PLC0415 - a plan that fits is told so without the solver
+        from planner.solve.questions.remedy import what_would_fit  # noqa: PLC0415 - a plan that fits needs no solver
 
         verdict = replace(verdict, would_fit=what_would_fit(verdict.plan, profile))
     if options.against is not None:

@@ -110,8 +110,9 @@ def _solved(source: ReadProfile, options: SolveOptions, output: str | None) -> P
     # `planner.solve` is imported where a plan is made, not by the help of commands.
     from planner.api.asked import headroom_asked, request_of  # noqa: PLC0415
     from planner.core.cost.costs import CostTable  # noqa: PLC0415
-    from planner.solve import frontier_of, insight_of, trade_off_of  # noqa: PLC0415
     from planner.solve import solve as solve_plan  # noqa: PLC0415
+    from planner.solve.questions.insight import frontier_of, insight_of  # noqa: PLC0415
+    from planner.solve.questions.trade_off import trade_off_of  # noqa: PLC0415
     from planner.solve.search import lacks_bound  # noqa: PLC0415
 
     read = source.profile
@@ -156,7 +157,7 @@ def faster_schedule_for(profile: Profile, plan: Plan, options: SolveOptions, *, 
 
     `spent_s` is how much of the time limit that answer has taken, in seconds.
     """
-    from planner.solve import MOST_HINT_S, faster_schedule  # noqa: PLC0415 - numpy only where plans are made
+    from planner.solve.questions.faster import MOST_HINT_S, faster_schedule  # noqa: PLC0415 - imports numpy
 
     left_s = MOST_HINT_S if options.time_limit is None else parse_us(options.time_limit) / 1e6 - spent_s
     if options.solver == "milp" or left_s <= 0:
@@ -167,7 +168,7 @@ def faster_schedule_for(profile: Profile, plan: Plan, options: SolveOptions, *, 
 
 def with_schedules(profile: Profile, plan: Plan, options: SolveOptions) -> Plan:
     """`plan` with what each schedule would give, if `options` left the schedule open."""
-    from planner.solve import trade_off_of  # noqa: PLC0415 - numpy only where plans are made
+    from planner.solve.questions.trade_off import trade_off_of  # noqa: PLC0415 - imports numpy
 
     if plan.schedules:
         return plan
@@ -195,7 +196,7 @@ def sweep(profile: AnyProfile, options: SweepOptions) -> Sweep:
         FileError: The profile cannot be read, or a plan not written.
     """
     from planner.api.asked import request_of  # noqa: PLC0415 - as in `solve`
-    from planner.solve import sweep_of  # noqa: PLC0415
+    from planner.solve.questions.sweep import sweep_of  # noqa: PLC0415
 
     refuse_lists(options.schedule, "sweep")
     counts = texts.integers("--devices", options.devices)

@@ -132,7 +132,7 @@ def _as_profiled(plan: Plan, path: str, profile: Profile, console: Console) -> P
     """
     verdict = judge(plan, profile, profile_digest=files.digest_of(profile))
     if claimed_of(plan, verdict) is not None:
-        from planner.solve import certified  # of cuts that were given there is no certificate
+        from planner.solve.questions.certificate import certified  # given cuts have no certificate
 
         verdict = certified(plan, verdict, profile)
     contradictions = [

@@ -1,7 +1,9 @@
-"""The solver: profile, devices and limits to the plan with the smallest step time, with a certificate.
+"""The solver: a profile, devices and limits in, the plan with the smallest step time out, with a lower bound.
 
-What is asked beside that stands in modules of its own, each imported when its function is first asked for: `check`
-solves one question again and has no use for the others.
+Read `search.py` first: `request.py` is the question, `cases.py` lists its combinations of schedule, replicas and M, and
+each case goes to the right search. Searches are in `chain` (one stage on each device), `chunks` (several), `orders`
+(schedules that the solver makes), `layers` (single layers recomputed) and `integer.py` (a second opinion). They work on
+the tables in `space` and have the shape in `answer.py`. `questions` asks again with one thing changed.
 """
 
 from typing import TYPE_CHECKING
@@ -9,42 +11,9 @@ from typing import TYPE_CHECKING
 from planner import imported_when_asked
 
 if TYPE_CHECKING:
-    from planner.solve.questions.certificate import certified
-    from planner.solve.questions.faster import MOST_HINT_S, faster_schedule
-    from planner.solve.questions.insight import frontier_of, insight_of
-    from planner.solve.questions.remedy import what_would_fit
-    from planner.solve.questions.sweep import sweep_of
-    from planner.solve.questions.trade_off import trade_off_of
-    from planner.solve.request import Request, Solver
+    from planner.solve.request import Request
     from planner.solve.search import solve
 
-__all__ = [
-    "MOST_HINT_S",
-    "Request",
-    "Solver",
-    "certified",
-    "faster_schedule",
-    "frontier_of",
-    "insight_of",
-    "solve",
-    "sweep_of",
-    "trade_off_of",
-    "what_would_fit",
-]
+__all__ = ["Request", "solve"]
 
-__getattr__ = imported_when_asked(
-    __name__,
-    {
-        "MOST_HINT_S": "questions.faster",
-        "Request": "request",
-        "Solver": "request",
-        "certified": "questions.certificate",
-        "faster_schedule": "questions.faster",
-        "frontier_of": "questions.insight",
-        "insight_of": "questions.insight",
-        "solve": "search",
-        "sweep_of": "questions.sweep",
-        "trade_off_of": "questions.trade_off",
-        "what_would_fit": "questions.remedy",
-    },
-)
+__getattr__ = imported_when_asked(__name__, {"Request": "request", "solve": "search"})

@@ -8,7 +8,8 @@ from planner import files
 from planner.core.judge.verdict import Verdict, compared, judge
 from planner.core.values.plan import Inputs, Plan, ProfileReference
 from planner.core.values.profile import Profile
-from planner.solve import Request, solve, what_would_fit
+from planner.solve import Request, solve
+from planner.solve.questions.remedy import what_would_fit
 from tests.support.chains import chain, layer
 
 

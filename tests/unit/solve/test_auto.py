@@ -13,8 +13,9 @@ from planner.cli.sweep import sweep as sweep_command
 from planner.core.errors import UsageError
 from planner.core.values.plan import DEFAULT_SCHEDULE, Plan, ProfileReference
 from planner.core.values.profile import Device, Profile
-from planner.solve import Request, faster_schedule, solve
+from planner.solve import Request, solve
 from planner.solve.cases import cases_of
+from planner.solve.questions.faster import faster_schedule
 from planner.solve.request import MOST_ACTIONS_OF_AUTO
 from planner.solve.space import partitions
 from tests.support.chains import random_profile

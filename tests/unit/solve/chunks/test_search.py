@@ -16,7 +16,7 @@ from planner.core.schedule import SCHEDULES
 from planner.core.values.cluster import Link
 from planner.core.values.plan import Inputs, ScheduleName
 from planner.core.values.profile import Profile
-from planner.solve import Request, insight_of, solve
+from planner.solve import Request, solve
 from planner.solve.cases import cases_of
 from planner.solve.chunks import search
 from planner.solve.chunks.branch_and_bound import BranchAndBound
@@ -28,6 +28,7 @@ from planner.solve.deadline import NEVER, Deadline
 from planner.solve.layers.cut_search import LayerSearch
 from planner.solve.layers.devices import Devices
 from planner.solve.progress import Effort, Progress
+from planner.solve.questions import insight
 from planner.solve.space.partitions import Many
 from tests.support.chains import chain, heavy_chain, layer, random_profile
 from tests.support.profiles import UNLIMITED, inputs_of
@@ -302,10 +303,10 @@ def test_what_noise_does_to_a_plan_is_not_searched_on(monkeypatch: pytest.Monkey
     assert plan.solver.status == "feasible"
     asked: list[Answer] = []
     monkeypatch.setattr(search, "search_on", lambda answer, **_: asked.append(answer) or answer)
-    monkeypatch.setattr("planner.solve.questions.insight._DRAWS", 3)
-    insight = insight_of(profile, request, plan)
-    assert len(asked) == len(insight.what_if) == 2
-    assert insight.noise is not None
-    assert insight.noise.draws == 3
-    assert insight.noise.same_plan == 1.0
-    assert insight.noise.worst_regret < 1e-6
+    monkeypatch.setattr(insight, "_DRAWS", 3)
+    found = insight.insight_of(profile, request, plan)
+    assert len(asked) == len(found.what_if) == 2
+    assert found.noise is not None
+    assert found.noise.draws == 3
+    assert found.noise.same_plan == 1.0
+    assert found.noise.worst_regret < 1e-6

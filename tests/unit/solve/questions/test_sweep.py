@@ -5,11 +5,11 @@ from dataclasses import replace
 
 import pytest
 
-import planner.solve.questions.sweep
 from planner import api
 from planner.core.errors import InfeasibleError, SolverError, UsageError
 from planner.core.values.plan import Plan
 from planner.core.values.profile import Profile
+from planner.solve.questions import sweep as searches
 from tests.support import gate
 from tests.support.chains import random_profile
 
@@ -70,13 +70,13 @@ def test_samples_per_device_count_devices_that_lie_idle() -> None:
 def test_few_searches_answer_many_cells(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where a cap does not bind, one search per number of devices is enough."""
     asked = []
-    real = planner.solve.questions.sweep.solve
+    real = searches.solve
 
     def counted(profile, request, **options):
         asked.append(request.inputs.devices)
         return real(profile, request, **options)
 
-    monkeypatch.setattr(planner.solve.questions.sweep, "solve", counted)
+    monkeypatch.setattr(searches, "solve", counted)
     sweep = api.sweep(gate.profile(), devices=(1, 2, 3), mem="5MB,6MB,7MB,8MB", batch=4)
     assert len(sweep.cells) == 12
     assert asked == [3, 2, 1]
@@ -88,7 +88,7 @@ def test_a_time_limit_leaves_cells_open_not_refused(monkeypatch: pytest.MonkeyPa
     def late(*_: object, **__: object) -> Plan:
         raise SolverError("too late")
 
-    monkeypatch.setattr(planner.solve.questions.sweep, "solve", late)
+    monkeypatch.setattr(searches, "solve", late)
     sweep = api.sweep(gate.profile(), devices=2, mem="5MB", batch=4, time_limit="1s")
     assert [cell.status for cell in sweep.cells] == ["unknown"]
 

@@ -8,7 +8,8 @@ import pytest
 from planner import api, files
 from planner.core.schedule import SCHEDULES, SEARCHED, SPLITTING
 from planner.core.values.profile import Profile
-from planner.solve import Request, solve, trade_off_of
+from planner.solve import Request, solve
+from planner.solve.questions.trade_off import trade_off_of
 from tests.support.profiles import inputs_of, profile_of
 
 CAP = 2000
