@@ -47,7 +47,7 @@ from planner.core.values.profile import Model
 from planner.device.machine import cpu_name
 from planner.executor import Pipeline
 from planner.files import write
-from planner.model.halves import PutOff, SplitBackward
+from planner.model.split_backward import DeferredUses, SplitBackward
 
 UNIT_US = 8_000.0
 """Forward of a stage, and each half of its backward."""
@@ -331,14 +331,14 @@ def _let_halves_sleep(pipeline: Pipeline) -> None:
     layer = next(layer for layer in pipeline.modules[0].modules() if hasattr(layer, "seconds"))
     state = type(layer).forward.__globals__  # type: ignore[attr-defined]
 
-    def backward_input(self: SplitBackward, *arguments: Any) -> PutOff:
+    def backward_input(self: SplitBackward, *arguments: Any) -> DeferredUses:
         state["IN_INPUT_BACKWARD"] = True
         try:
             return input_of(self, *arguments)
         finally:
             state["IN_INPUT_BACKWARD"] = False
 
-    def backward_weight(self: SplitBackward, put_off: PutOff) -> None:
+    def backward_weight(self: SplitBackward, put_off: DeferredUses) -> None:
         time.sleep(sum(state["SECONDS"][id(use.operands.weight)] for use in put_off))
         weight_of(self, put_off)
 

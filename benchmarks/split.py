@@ -29,7 +29,7 @@ from transformers.models.gpt2.modeling_gpt2 import GPT2Block
 
 from planner.device.machine import cpu_name, keep_freed_memory
 from planner.device.meter import CpuMeter
-from planner.model.halves import PutOff, SplitBackward
+from planner.model.split_backward import DeferredUses, SplitBackward
 from sample_models.resnet import Bottleneck
 
 ROUNDS, FEW_ROUNDS = 10, 2
@@ -159,7 +159,7 @@ class Split(Stage):
     """By the executor."""
 
     split: SplitBackward = field(default_factory=SplitBackward)
-    put_off: PutOff = field(default_factory=list)
+    put_off: DeferredUses = field(default_factory=list)
 
     def run(self, x: Tensor) -> Any:
         """In the mode that sees weights."""

@@ -28,7 +28,7 @@ _NOTHING = object()
 
 
 @dataclass(frozen=True, kw_only=True)
-class Change:
+class AttributeChange:
     """Attribute, or entry of a dict or list, that a forward changed."""
 
     path: str
@@ -65,7 +65,7 @@ class Attributes:
         for path, module in modules:
             self._look_into(path, (), vars(module))
 
-    def changes(self) -> list[Change]:
+    def changes(self) -> list[AttributeChange]:
         """Return the changes since the snapshot, as far as they are followed."""
         return [change for container in self._containers.values() for change in _changes(container)]
 
@@ -114,7 +114,7 @@ class Attributes:
                 self._look_into(path, (*keys, key), inside)
 
 
-def put_back(model: nn.Module, change: Change, leaves: Sequence[Any]) -> None:
+def put_back(model: nn.Module, change: AttributeChange, leaves: Sequence[Any]) -> None:
     """Repeat a change of a recording with these leaves.
 
     Args:
@@ -135,7 +135,7 @@ def put_back(model: nn.Module, change: Change, leaves: Sequence[Any]) -> None:
         container[change.keys[-1]] = value
 
 
-def left_behind(model: nn.Module, change: Change) -> list[Any]:
+def left_behind(model: nn.Module, change: AttributeChange) -> list[Any]:
     """Return the leaves that a call has just left at the place of a recorded change.
 
     Raises:
@@ -155,7 +155,7 @@ def left_behind(model: nn.Module, change: Change) -> list[Any]:
 
 
 @contextmanager
-def without_leftovers(model: nn.Module, changes: Iterable[Change]) -> Iterator[None]:
+def without_leftovers(model: nn.Module, changes: Iterable[AttributeChange]) -> Iterator[None]:
     """Remove, at the end of the block, the tensors that forward left in attributes, and with them their graphs."""
     before: list[tuple[Any, Any, Any]] = []
     for change in changes:
@@ -177,7 +177,7 @@ def without_leftovers(model: nn.Module, changes: Iterable[Change]) -> Iterator[N
                 container[key] = value
 
 
-def _changes(container: _Container) -> Iterator[Change]:
+def _changes(container: _Container) -> Iterator[AttributeChange]:
     path, keys, live, before = container.path, container.keys, container.live, container.before
     if isinstance(live, list):
         if not _are_same(live, before):
@@ -194,21 +194,21 @@ def _changes(container: _Container) -> Iterator[Change]:
 
 def _followed(
     path: str, keys: tuple[Any, ...], kind: Literal["set", "extended", "replaced"], value: Any
-) -> Iterator[Change]:
+) -> Iterator[AttributeChange]:
     leaves, nest = take_apart(value)
     if all(isinstance(leaf, Tensor) or is_plain(leaf) for leaf in leaves):
-        yield Change(path=path, keys=keys, kind=kind, nest=nest, leaves=tuple(leaves))
+        yield AttributeChange(path=path, keys=keys, kind=kind, nest=nest, leaves=tuple(leaves))
 
 
-def _are_same(items: Sequence[Any], others: Sequence[Any]) -> bool:
-    return len(items) == len(others) and all(map(_is_same, items, others))
+def _are_same(items: Sequence[Any], other_items: Sequence[Any]) -> bool:
+    return len(items) == len(other_items) and all(map(_is_same, items, other_items))
 
 
 def _is_same(value: Any, other: Any) -> bool:
     return value is other or (is_plain(value) and type(value) is type(other) and bool(value == other))
 
 
-def _container(model: nn.Module, change: Change) -> Any:
+def _container(model: nn.Module, change: AttributeChange) -> Any:
     at: Any = vars(model.get_submodule(change.path))
     for key in change.keys[:-1] if change.kind == "set" else change.keys:
         at = _inside(at[key])

@@ -73,11 +73,11 @@ def _copies_have_graphs() -> bool:
 
 @contextmanager
 def _with_care(autocast: torch.autocast) -> Iterator[None]:
-    with autocast, _Careful():
+    with autocast, _CacheGuard():
         yield
 
 
-class _Careful(TorchFunctionMode):
+class _CacheGuard(TorchFunctionMode):
     """Mode that disables the weight cache for functions that run without a graph.
 
     The forward of an autograd function is one.

@@ -55,7 +55,7 @@ class BatchStatistics:
 
     def __init__(self, modules: Iterable[tuple[str, nn.Module]] = ()) -> None:
         self.is_collecting = False
-        self._calls: dict[tuple[nn.Module, int], _Call] = {}
+        self._calls: dict[tuple[nn.Module, int], _NormCall] = {}
         self.watch(modules)
 
     def watch(self, modules: Iterable[tuple[str, nn.Module]]) -> None:
@@ -103,7 +103,7 @@ class BatchStatistics:
             number += 1
         call = self._calls.get((module, number))
         if call is None:
-            call = self._calls[module, number] = _Call.of(module)
+            call = self._calls[module, number] = _NormCall.of(module)
         call.new = values
         return call.mean, call.variance
 
@@ -118,7 +118,7 @@ class BatchStatistics:
 
     def _add(self) -> None:
         """Add the scratch pairs to the sums."""
-        calls_of: dict[int, list[_Call]] = {}
+        calls_of: dict[int, list[_NormCall]] = {}
         for call in self._calls.values():
             if call.new:
                 calls_of.setdefault(call.new, []).append(call)
@@ -138,7 +138,7 @@ class BatchStatistics:
 
 
 @dataclass
-class _Call:
+class _NormCall:
     """One of the calls of a layer in a forward; there is nearly always only one."""
 
     module: _BatchNorm
@@ -155,7 +155,7 @@ class _Call:
     """Values per channel in the sums."""
 
     @classmethod
-    def of(cls, module: _BatchNorm) -> "_Call":
+    def of(cls, module: _BatchNorm) -> "_NormCall":
         assert module.running_mean is not None
         assert module.running_var is not None
         mean, variance = torch.zeros_like(module.running_mean), torch.zeros_like(module.running_var)
@@ -188,7 +188,7 @@ class _Call:
         module.running_var.mul_(1 - momentum).add_(variance, alpha=momentum)
 
 
-def _sum_over(group: dist.ProcessGroup, calls: Sequence[_Call]) -> None:
+def _sum_over(group: dist.ProcessGroup, calls: Sequence[_NormCall]) -> None:
     # One message for all layers: counts are exact in float64, and go along with the sums.
     counts = calls[0].sum.new_tensor([call.count for call in calls])
     sums = [part for call in calls for part in (call.sum, call.squares)]

@@ -27,15 +27,15 @@ _INSTALLED: Final = ("site-packages", "dist-packages")
 def computation_of(model: nn.Module, loaded: LoadedModel) -> dict[str, str]:
     """Return digests of what `loss` and `layers` of a model compute; the model may be on any device."""
     # Constants that a loss reads count, too; a layer's are mostly sizes, which its tensors show.
-    reader = _Reader(constants=True)
+    reader = _CodeReader(constants=True)
     loss = [reader.described(loaded.loss_fn), reader.described(loaded.loss_count)]
-    reader = _Reader(constants=False)
+    reader = _CodeReader(constants=False)
     layers = [[name, *reader.of_module(part)] for name, part in model.named_modules()]
     classes = {type(part).__qualname__: reader.described(type(part)) for part in model.modules()}
     return {"loss": digest_of(loss), "layers": digest_of([layers, classes])}
 
 
-class _Reader:
+class _CodeReader:
     """Description of functions, classes and objects by values that JSON can hold."""
 
     def __init__(self, *, constants: bool) -> None:

@@ -42,7 +42,7 @@ _Life = tuple[int, int, int, list[int]]
 
 
 @dataclass(frozen=True)
-class Crossing:
+class CutCrossing:
     """Tensors that must cross a cut."""
 
     values: tuple[int, ...]
@@ -82,7 +82,7 @@ class Cuts:
         self.num_tried = 0
         """Number of calls after which `choose` would cut if nothing prevented it."""
 
-    def crossing(self, cut: int, *, used_before: int = END + 1, with_unread: bool = False) -> Crossing:
+    def crossing(self, cut: int, *, used_before: int = END + 1, with_unread: bool = False) -> CutCrossing:
         """Return what crosses `cut` for uses between it and `used_before`.
 
         Args:
@@ -111,7 +111,7 @@ class Cuts:
                 needs.follow(self.recording.reads[number], strict=False)
         through = (region.problem for region in self.recording.regions if region.holds(cut))
         problem = separated(self.recording.states, cut) or next(through, needs.problem)
-        return Crossing(tuple(sorted(needs.values)), frozenset(needs.holds), problem)
+        return CutCrossing(tuple(sorted(needs.values)), frozenset(needs.holds), problem)
 
     def num_bytes(self, cut: int, *, with_unread: bool = False) -> int:
         """Return the bytes that cross a cut."""

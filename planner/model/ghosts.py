@@ -159,20 +159,20 @@ def drop_computed(value: Any) -> Any:
     return _without_computed(value, set())
 
 
-def _without_computed(value: Any, seen: set[int]) -> Any:
+def _without_computed(value: Any, visited: set[int]) -> Any:
     if isinstance(value, Tensor):
         has_graph = value.grad_fn is not None and not isinstance(value, Ghost)
         return ghost_like(value, value.device) if has_graph else value
-    if id(value) in seen or isinstance(value, nn.Module | type | ModuleType | FunctionType):
+    if id(value) in visited or isinstance(value, nn.Module | type | ModuleType | FunctionType):
         return value
-    seen.add(id(value))
+    visited.add(id(value))
     if type(value) is tuple:
-        return tuple(_without_computed(item, seen) for item in value)
+        return tuple(_without_computed(item, visited) for item in value)
     if isinstance(value, list):
-        value[:] = [_without_computed(item, seen) for item in value]
+        value[:] = [_without_computed(item, visited) for item in value]
     for holder in (value, getattr(value, "__dict__", None)):
         if isinstance(holder, dict):
-            holder.update({key: _without_computed(item, seen) for key, item in holder.items()})
+            holder.update({key: _without_computed(item, visited) for key, item in holder.items()})
     return value
 
 

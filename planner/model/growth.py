@@ -17,8 +17,8 @@ from dataclasses import replace
 from typing import Any
 
 from planner.core.errors import ModelError
-from planner.model.attributes import Change
-from planner.model.leaves import Constant, Leaf, Value, counted
+from planner.model.attributes import AttributeChange
+from planner.model.leaves import Constant, Leaf, Value, as_sample_count
 from planner.model.recording import Call, Join, Recording
 
 SIZES = (2, 4)
@@ -51,7 +51,7 @@ def candidates_in_both(recording: Recording, other: Recording) -> dict[Join, Sha
 def shapes_in_both(recording: Recording, other: Recording, cuts: Sequence[int]) -> tuple[Shapes, list[Call]]:
     """Return the shapes of values that the code of open calls can use, and the calls that take no fixed path.
 
-    Integers among the leaves that grow with the batch become `Counted` in the calls of `recording`.
+    Integers among the leaves that grow with the batch become `SampleCount` in the calls of `recording`.
 
     Args:
         recording: Forward of a batch of `SIZES[0]` samples.
@@ -128,33 +128,33 @@ def _shapes_of_call(call: Call, other: Call) -> Shapes:
     # Its result may have another structure if none of it crosses a cut; its shapes are then unknown.
     with contextlib.suppress(ModelError):
         shapes = _paired(call.path, call.leaves, other.leaves)
-        call.leaves = _counted(call.leaves, other.leaves)
+        call.leaves = _with_sample_counts(call.leaves, other.leaves)
     call.changes, left_behind = _changes_in_both(call, other)
     return left_behind | shapes
 
 
-def _paired(path: str, leaves: Sequence[Leaf], others: Sequence[Leaf]) -> Shapes:
-    if len(leaves) != len(others):
+def _paired(path: str, leaves: Sequence[Leaf], other_leaves: Sequence[Leaf]) -> Shapes:
+    if len(leaves) != len(other_leaves):
         raise _another_structure(path)
-    pairs = [(leaf, other) for leaf, other in zip(leaves, others, strict=True) if isinstance(leaf, Value)]
+    pairs = [(leaf, other) for leaf, other in zip(leaves, other_leaves, strict=True) if isinstance(leaf, Value)]
     if any(not isinstance(b, Value) or len(a.meta.shape) != len(b.meta.shape) for a, b in pairs):
         raise _another_structure(path)
     return {a.number: (a.meta.shape, b.meta.shape) for a, b in pairs if isinstance(b, Value)}
 
 
-def _counted(leaves: Sequence[Leaf], others: Sequence[Leaf]) -> tuple[Leaf, ...]:
-    return tuple(counted(leaf, other, SIZES) for leaf, other in zip(leaves, others, strict=True))
+def _with_sample_counts(leaves: Sequence[Leaf], other_leaves: Sequence[Leaf]) -> tuple[Leaf, ...]:
+    return tuple(as_sample_count(leaf, other, SIZES) for leaf, other in zip(leaves, other_leaves, strict=True))
 
 
-def _changes_in_both(call: Call, other: Call) -> tuple[tuple[Change, ...], Shapes]:
+def _changes_in_both(call: Call, other: Call) -> tuple[tuple[AttributeChange, ...], Shapes]:
     """Return the attribute changes that a call makes for both batches, and the shapes of the tensors in them."""
     other_leaves = {(change.path, change.keys, change.kind, change.nest): change.leaves for change in other.changes}
-    kept: list[Change] = []
+    kept: list[AttributeChange] = []
     shapes: Shapes = {}
     for change in call.changes:
         # Changes are matched by place and structure: one call may make several, in any order.
         others = other_leaves.get((change.path, change.keys, change.kind, change.nest), ())
-        leaves = _counted(change.leaves, others) if others else ()
+        leaves = _with_sample_counts(change.leaves, others) if others else ()
         # A number that depends on the data is not restored: its value is unknown after a cut.
         if not leaves or any(isinstance(a, Constant) and a != b for a, b in zip(leaves, others, strict=True)):
             continue

@@ -15,14 +15,14 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from planner.model.attributes import Change
+from planner.model.attributes import AttributeChange
 from planner.model.recording import END, KeptState, Recording
 
 Key = tuple[str, tuple[Any, ...]]
 """Path of a module, and the keys from its attributes to a value."""
 
 
-def key_of(change: Change) -> Key:
+def key_of(change: AttributeChange) -> Key:
     """Return a key that identifies the changed attribute."""
     return change.path, change.keys
 

@@ -12,12 +12,12 @@ MASKED: Final = -100
 """Label that the losses of torch and transformers ignore."""
 
 
-def label_count(inputs: Any, counted: CountedLabels) -> float:
+def label_count(inputs: Any, counted_labels: CountedLabels) -> float:
     """Return the number of labels in a micro-batch over which the model averages its loss.
 
     Args:
         inputs: Keyword arguments of the model, with `labels` of shape (samples, ..., tokens).
-        counted: Labels that count; `shifted` if the label of a token is predicted from the tokens before it.
+        counted_labels: Labels that count; `shifted` if the label of a token is predicted from the tokens before it.
 
     Raises:
         UsageError: The labels are on the meta device and have no values.
@@ -28,6 +28,6 @@ def label_count(inputs: Any, counted: CountedLabels) -> float:
             "the labels of a mini-batch are on the meta device, and the last stage counts them",
             hint="give each rank its part: `inputs, targets = pipeline.own_part(inputs, targets)`",
         )
-    if counted == "shifted":
+    if counted_labels == "shifted":
         labels = labels[..., 1:]
     return float((labels != MASKED).sum())

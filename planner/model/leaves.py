@@ -50,7 +50,7 @@ class Passed:
 
 
 @dataclass(frozen=True)
-class Held:
+class HeldTensor:
     """Leaf that is this parameter or buffer itself."""
 
     name: str
@@ -64,26 +64,26 @@ class Constant:
 
 
 @dataclass(frozen=True)
-class Counted:
+class SampleCount:
     """Leaf that is one or several integers that grow linearly with the number of samples."""
 
-    without: tuple[int, ...]
+    at_zero: tuple[int, ...]
     """Values for zero samples."""
-    each: tuple[int, ...]
+    per_sample: tuple[int, ...]
     """Increase per sample."""
     is_size: bool
     """True if they form a `torch.Size`."""
 
     def of(self, size: int) -> Any:
         """Return the value for `size` samples."""
-        numbers = (number + size * more for number, more in zip(self.without, self.each, strict=True))
+        numbers = (number + size * more for number, more in zip(self.at_zero, self.per_sample, strict=True))
         return torch.Size(numbers) if self.is_size else next(numbers)
 
 
-Leaf = Value | Passed | Held | Constant | Counted
+Leaf = Value | Passed | HeldTensor | Constant | SampleCount
 
 
-def counted(leaf: Leaf, other: Leaf, sizes: tuple[int, int]) -> Leaf:
+def as_sample_count(leaf: Leaf, other: Leaf, sizes: tuple[int, int]) -> Leaf:
     """Return `leaf` as a function of the number of samples, if the two recordings show that it is one.
 
     Args:
@@ -92,7 +92,7 @@ def counted(leaf: Leaf, other: Leaf, sizes: tuple[int, int]) -> Leaf:
         sizes: Both numbers of samples.
 
     Returns:
-        A `Counted`, or `leaf` itself if it does not grow linearly with the batch.
+        A `SampleCount`, or `leaf` itself if it does not grow linearly with the batch.
     """
     if not (isinstance(leaf, Constant) and isinstance(other, Constant)) or leaf == other:
         return leaf
@@ -106,7 +106,7 @@ def counted(leaf: Leaf, other: Leaf, sizes: tuple[int, int]) -> Leaf:
     if any((b - a) % step for a, b in zip(numbers, more, strict=True)):
         return leaf
     each = tuple((b - a) // step for a, b in zip(numbers, more, strict=True))
-    return Counted(tuple(a - sizes[0] * slope for a, slope in zip(numbers, each, strict=True)), each, is_size)
+    return SampleCount(tuple(a - sizes[0] * slope for a, slope in zip(numbers, each, strict=True)), each, is_size)
 
 
 def is_plain(value: Any) -> bool:

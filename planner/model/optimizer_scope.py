@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from planner.core.errors import ModelError
-from planner.model.optimizers import Builder, Group, ModelOptimizer
+from planner.model.optimizers import Builder, ModelOptimizer, ParameterGroup
 
 _STEPS = ((1.0, 1.0), (1.0, 1.0), (1e3, 1e-3), (1e3, 1e3), (1e-2, 1e-2), (1.0, 1.0), (1.0, 1.0))
 """Scales of the gradients of each step, in the first part and in the second.
@@ -72,7 +72,7 @@ def check_optimizer(build: Builder, parameters: Iterable[Tensor], device: torch.
         )
 
 
-def _groups(whole: ModelOptimizer) -> list[Group]:
+def _groups(whole: ModelOptimizer) -> list[ParameterGroup]:
     try:
         return whole.groups()
     except (ModelError, RuntimeError, NotImplementedError) as error:
@@ -82,7 +82,7 @@ def _groups(whole: ModelOptimizer) -> list[Group]:
         raise ModelError(f"the builder of the optimizer reads values of parameters: {error}", hint=hint) from error
 
 
-def _sample(groups: Sequence[Group]) -> list[Tensor]:
+def _sample(groups: Sequence[ParameterGroup]) -> list[Tensor]:
     """Choose a few trained parameters of every group, or of as many groups as there is room for."""
     by_group = [[p for p in group.parameters if p.requires_grad] for group in groups]
     trained = _spread([parameters for parameters in by_group if parameters], _MOST_PARAMETERS // 2)

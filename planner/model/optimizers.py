@@ -38,7 +38,7 @@ def optimizer_builder(user_builder: Callable[..., Any] | None, name: str) -> tup
     return OPTIMIZERS[name], name
 
 
-class Group(NamedTuple):
+class ParameterGroup(NamedTuple):
     """One parameter group of an optimizer of the whole model."""
 
     options: dict[str, Any]
@@ -97,22 +97,22 @@ class ModelOptimizer:
         """Name of the optimizer's class."""
         return type(self._built(self._placeholders)).__name__
 
-    def groups(self) -> list[Group]:
+    def groups(self) -> list[ParameterGroup]:
         """Return the groups of the whole model's optimizer, with parameters of the model."""
         by_id = {id(p): original for p, original in zip(self._placeholders, self._parameters, strict=True)}
         return [
-            Group(
+            ParameterGroup(
                 {key: value for key, value in group.items() if key != "params"},
                 [by_id[id(p)] for p in group["params"] if id(p) in by_id],
             )
             for group in self._built(self._placeholders).param_groups
         ]
 
-    def _built(self, given: Sequence[Tensor]) -> torch.optim.Optimizer:
+    def _built(self, tensors: Sequence[Tensor]) -> torch.optim.Optimizer:
         # Torch's optimizers refuse an empty list.
-        given = given or [nn.Parameter(torch.zeros(0))]
-        optimizer = self._build(iter(given))
-        known = {id(tensor) for tensor in given}
+        tensors = tensors or [nn.Parameter(torch.zeros(0))]
+        optimizer = self._build(iter(tensors))
+        known = {id(tensor) for tensor in tensors}
         for tensor in (p for group in optimizer.param_groups for p in group["params"]):
             if id(tensor) not in known:
                 raise ModelError(
@@ -130,9 +130,9 @@ def _placeholder(parameter: Tensor) -> nn.Parameter:
     return placeholder
 
 
-def _keep(group: dict[str, Any], kept: Collection[int]) -> None:
+def _keep(group: dict[str, Any], kept_ids: Collection[int]) -> None:
     """Remove all other parameters from a group, in place: the optimizer may refer to the same list elsewhere."""
-    chosen = [n for n, p in enumerate(group["params"]) if id(p) in kept]
+    chosen = [n for n, p in enumerate(group["params"]) if id(p) in kept_ids]
     for key in ("params", "param_names"):
         if key in group:
             group[key][:] = [group[key][n] for n in chosen]

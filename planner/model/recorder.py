@@ -19,12 +19,12 @@ from planner.model.functions import Called, FunctionWatch, in_transform
 from planner.model.ghosts import SHAPE_ONLY, NeedsValuesError, drop_computed, storage_of
 from planner.model.held import as_ghosts, replaced_tensors
 from planner.model.kept_state import Key, Rereads, attribute_states, key_of, written_states
-from planner.model.leaves import Constant, Held, Leaf, Meta, Passed, Value, is_plain
+from planner.model.leaves import Constant, HeldTensor, Leaf, Meta, Passed, Value, is_plain
 from planner.model.loss_reads import addresses_read
 from planner.model.nests import take_apart, tensors_in
 from planner.model.operators import OperatorWatch, decides, written_tensors
 from planner.model.recording import END, Call, Join, KeptState, Operator, Recording
-from planner.model.refusals import code_told, refuse_backward
+from planner.model.refusals import explained_refusals, refuse_backward
 from planner.model.regions import Region, RegionFinder, without_reentrance
 from planner.model.seeding import host_draws
 
@@ -58,7 +58,7 @@ def _record(
     ghosts: bool,
     keeps_graph: bool,
 ) -> Recording:
-    recorder = _Recorder(model)
+    recorder = _ForwardRecorder(model)
     recorder.keeps_graph = keeps_graph or not ghosts
     with ExitStack() as stack:
         # Tensors that this forward leaves in attributes must not stay there.
@@ -67,7 +67,7 @@ def _record(
         stack.enter_context(torch.random.fork_rng())
         torch.manual_seed(0)  # random choices, such as skipped layers, are the same in each recording
         # On values, buffers are copied: a forward writes into them, into running statistics for example.
-        copied = replaced_tensors(model, lambda held: held if isinstance(held, nn.Parameter) else held.clone())
+        copied = replaced_tensors(model, lambda tensor: tensor if isinstance(tensor, nn.Parameter) else tensor.clone())
         stack.enter_context(as_ghosts(model) if ghosts else copied)
         recorder.note_model(model)
         recorder.note_inputs(inputs)
@@ -89,12 +89,12 @@ def _record(
     return recorder.recording
 
 
-def _attribute_states(recorder: "_Recorder", model: nn.Module, inputs: Any) -> list[KeptState]:
+def _attribute_states(recorder: "_ForwardRecorder", model: nn.Module, inputs: Any) -> list[KeptState]:
     """Run the model again, if it left tensors in attributes, to see which of them it reads."""
     left = recorder.left_in_attributes(model)
     if not left:
         return []
-    again = _Recorder(model)
+    again = _ForwardRecorder(model)
     again.note_model(model)
     storages = {key: frozenset(map(again._storage, tensors)) for key, tensors in left.items()}
     again.note_inputs(inputs)
@@ -108,7 +108,7 @@ def _attribute_states(recorder: "_Recorder", model: nn.Module, inputs: Any) -> l
     return attribute_states(recorder.recording, Rereads(recording=again.recording, storages=storages, fixed=fixed))
 
 
-class _Recorder:
+class _ForwardRecorder:
     """Recorder of a model that runs under it.
 
     A version is tainted if it depends on a parameter, a floating-point input or a random number. Every stage can
@@ -141,7 +141,7 @@ class _Recorder:
                 return model(*args, **kwargs)
         except RuntimeError:
             path = self.recording.calls[self._stack[-1]].path if self._stack else ""
-            with code_told(f'"{path}"' if path else "the model's own code"):
+            with explained_refusals(f'"{path}"' if path else "the model's own code"):
                 raise
         finally:
             self._watch.end_gap()
@@ -364,7 +364,7 @@ class _Recorder:
             if argument >= 0 and before[id(leaf)] == self._versions[storage]:
                 return Passed(argument)
             if isinstance(leaf, nn.Parameter) and storage in self._held:
-                return Held(self._name_in(self._held[storage], call.number))
+                return HeldTensor(self._name_in(self._held[storage], call.number))
             return self._value(leaf, call.number, exposed=call.function < 0)
         return Passed(argument) if argument >= 0 and not is_plain(leaf) else Constant(leaf)
 

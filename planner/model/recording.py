@@ -20,7 +20,7 @@ from typing import Any
 
 import networkx as nx
 
-from planner.model.attributes import Change
+from planner.model.attributes import AttributeChange
 from planner.model.functions import Called
 from planner.model.leaves import Leaf, Meta
 from planner.model.nests import Nest
@@ -47,7 +47,7 @@ class Call:
     nest: Nest = field(default_factory=Nest)
     leaves: tuple[Leaf, ...] = ()
     """Leaves of its result, in the structure `nest`."""
-    changes: tuple[Change, ...] = ()
+    changes: tuple[AttributeChange, ...] = ()
     """Values that it left in attributes of modules."""
     function: int = -1
     """Number of the outermost region around it that is an autograd function: its result has no graph there."""

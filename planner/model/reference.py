@@ -39,7 +39,7 @@ from planner.model.label_counts import label_count
 from planner.model.lean import fill
 from planner.model.load import Batch, LoadedModel
 from planner.model.precision import converted
-from planner.model.reference_state import State, initial_state, state_after_backward, state_after_update
+from planner.model.reference_state import ReferenceState, initial_state, state_after_backward, state_after_update
 from planner.model.seeding import layer_seed, seed_host, seed_process
 from planner.model.shortened import Skipped, shortened
 
@@ -97,7 +97,7 @@ def train_reference(
         ModelError: The loss is not finite, or carries no gradient.
     """
 
-    def write(name: str, state: Callable[[], State]) -> None:
+    def write(name: str, state: Callable[[], ReferenceState]) -> None:
         if folder is not None:
             state().save(folder / name)
 
@@ -106,7 +106,7 @@ def train_reference(
     losses: list[float] = []
     write("initial", partial(initial_state, loaded, model))
     if folder is not None and options.lean:
-        State.load(folder / "initial").lend_parameters(dict(model.named_parameters(remove_duplicate=False)))
+        ReferenceState.load(folder / "initial").lend_parameters(dict(model.named_parameters(remove_duplicate=False)))
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = loaded.build_optimizer(model.parameters()) if options.updates else None
     scale = _LOSS_SCALE if loaded.precision == "fp16-mixed" else 1.0

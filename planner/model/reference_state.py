@@ -19,7 +19,7 @@ _LIBRARIES = ("torch", "transformers", "timm", "planner")
 
 
 @dataclass(frozen=True, kw_only=True)
-class State:
+class ReferenceState:
     """State of a training loop at one point in the step."""
 
     loss: float
@@ -32,7 +32,7 @@ class State:
     largest_gradient: float = 0.0
     """Largest absolute number in all gradients."""
 
-    def sampled(self) -> "State":
+    def sampled(self) -> "ReferenceState":
         """Return this state with each large tensor replaced by a sample, which suffices to verify an update."""
         return replace(self, tensors={n: None if t is None else sample_of(t) for n, t in self.tensors.items()})
 
@@ -55,7 +55,7 @@ class State:
         unfinished.replace(path)  # a reader finds all of it or nothing
 
     @classmethod
-    def load(cls, path: Path) -> "State":
+    def load(cls, path: Path) -> "ReferenceState":
         """Read a state from a file; its tensors are read from disk when they are used."""
         return cls(**torch.load(path, mmap=True, weights_only=True))
 
@@ -86,13 +86,13 @@ def largest(tensor: Tensor) -> float:
     return float(torch.linalg.vector_norm(values, math.inf))
 
 
-def initial_state(loaded: LoadedModel, model: nn.Module) -> State:
+def initial_state(loaded: LoadedModel, model: nn.Module) -> ReferenceState:
     """Return parameters, buffers and numbers."""
     tensors = {f"parameter:{name}": p for name, p in model.named_parameters(remove_duplicate=False)}
-    return State(loss=0.0, tensors={**tensors, **_buffers(model)}, numbers=_numbers(loaded, model), groups={})
+    return ReferenceState(loss=0.0, tensors={**tensors, **_buffers(model)}, numbers=_numbers(loaded, model), groups={})
 
 
-def state_after_backward(loaded: LoadedModel, model: nn.Module, loss: float) -> State:
+def state_after_backward(loaded: LoadedModel, model: nn.Module, loss: float) -> ReferenceState:
     """Return gradients, buffers and numbers.
 
     Args:
@@ -104,7 +104,7 @@ def state_after_backward(loaded: LoadedModel, model: nn.Module, loss: float) -> 
         The state.
     """
     gradients = {f"gradient:{name}": p.grad for name, p in model.named_parameters(remove_duplicate=False)}
-    return State(
+    return ReferenceState(
         loss=loss,
         tensors={**gradients, **_buffers(model)},
         numbers=_numbers(loaded, model),
@@ -115,7 +115,7 @@ def state_after_backward(loaded: LoadedModel, model: nn.Module, loss: float) -> 
     )
 
 
-def state_after_update(model: nn.Module, loss: float, optimizer: torch.optim.Optimizer) -> State:
+def state_after_update(model: nn.Module, loss: float, optimizer: torch.optim.Optimizer) -> ReferenceState:
     """Return samples of parameters and of the optimizer's state.
 
     Args:
@@ -129,7 +129,7 @@ def state_after_update(model: nn.Module, loss: float, optimizer: torch.optim.Opt
     named = dict(model.named_parameters(remove_duplicate=False))
     tensors, groups = optimizer_state(optimizer, named)
     tensors |= {f"parameter:{name}": parameter for name, parameter in named.items()}
-    return State(loss=loss, tensors=tensors, numbers={}, groups=groups).sampled()
+    return ReferenceState(loss=loss, tensors=tensors, numbers={}, groups=groups).sampled()
 
 
 def _buffers(model: nn.Module) -> dict[str, Tensor | None]:

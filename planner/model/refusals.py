@@ -50,10 +50,10 @@ def raised_by(where: str, error: BaseException, inputs: str) -> PlannerError:
     )
 
 
-def another_path(what: str) -> ModelError:
+def another_path(deviation: str) -> ModelError:
     """Return the error of a stage whose model runs other code than when it was profiled."""
     return ModelError(
-        f"the model took another path than when it was profiled: {what}",
+        f"the model took another path than when it was profiled: {deviation}",
         hint="every step must run the same layers and code: switch off what skips layers by chance or by the data; "
         "give each phase of a curriculum its own `--set` setting, profile and plan, and go on with `--weights`",
     )
@@ -65,7 +65,7 @@ def sparse_gradients(where: str) -> ModelError:
 
 
 @contextmanager
-def code_told(where: str) -> Iterator[None]:
+def explained_refusals(where: str) -> Iterator[None]:
     """Convert torch's refusals of the code of `where`, the running layer, to errors that say what to write instead.
 
     Refused are in-place writes that backward forbids, and hooks on tensors without gradients.

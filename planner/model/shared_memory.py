@@ -12,7 +12,7 @@ from planner.model.chain import Layer, shared_parameters
 from planner.model.ghosts import storage_key
 
 
-class _Span(NamedTuple):
+class _MemorySpan(NamedTuple):
     """Part of a storage that a tensor of a layer covers, from byte `begin` to before byte `end`."""
 
     layer: int
@@ -25,7 +25,7 @@ class _Span(NamedTuple):
     def is_trained(self) -> bool:
         return isinstance(self.tensor, nn.Parameter) and self.tensor.requires_grad
 
-    def overlaps(self, other: "_Span") -> bool:
+    def overlaps(self, other: "_MemorySpan") -> bool:
         return self.begin < other.end and other.begin < self.end
 
 
@@ -38,7 +38,7 @@ def check_separate_memory(layers: Sequence[Layer]) -> None:
     Raises:
         ModelError: Two tensors overlap; it names both.
     """
-    by_storage: dict[int, list[_Span]] = {}
+    by_storage: dict[int, list[_MemorySpan]] = {}
     for span in _spans(layers):
         by_storage.setdefault(storage_key(span.tensor), []).append(span)
     for spans in by_storage.values():
@@ -124,7 +124,7 @@ def _after_hooks(parameter: nn.Parameter, gradient: Tensor) -> Tensor:
     return gradient
 
 
-def _spans(layers: Sequence[Layer]) -> Iterator[_Span]:
+def _spans(layers: Sequence[Layer]) -> Iterator[_MemorySpan]:
     for index, layer in enumerate(layers):
         for name, tensor in (*layer.parameter_names().items(), *layer.buffer_names().items()):
             if tensor.layout is not torch.strided or not tensor.numel():
@@ -133,4 +133,4 @@ def _spans(layers: Sequence[Layer]) -> Iterator[_Span]:
             last = sum(
                 (int(size) - 1) * int(stride) for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
             )
-            yield _Span(index, name, tensor, begin, begin + (last + 1) * tensor.itemsize)
+            yield _MemorySpan(index, name, tensor, begin, begin + (last + 1) * tensor.itemsize)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from planner.model.outline import Outline
 from planner.model.recording import END
 from planner.model.stage_forward import StageForward, held_tensor
-from planner.model.stage_part import Part
+from planner.model.stage_part import StagePart
 
 
 class ModelStage(nn.Module):
@@ -28,7 +28,7 @@ class ModelStage(nn.Module):
     def __init__(self, outline: Outline, model: nn.Module, first: int, end: int) -> None:
         super().__init__()
         # One attribute that is not a module leaves all other names free for the model's parameters and buffers.
-        self._part = Part(outline, model, first, end)
+        self._part = StagePart(outline, model, first, end)
         self.share_with(self)
 
     def forward(self, received: Any) -> Any:

@@ -24,12 +24,12 @@ from planner.model.attributes import left_behind, put_back, without_leftovers
 from planner.model.calling import arguments_of, wrapped
 from planner.model.functions import Called, FunctionWatch, in_transform
 from planner.model.ghosts import expect_present
-from planner.model.leaves import Constant, Counted, Held, Leaf, Passed, Value
+from planner.model.leaves import Constant, HeldTensor, Leaf, Passed, SampleCount, Value
 from planner.model.nests import ABSENT, aligned, leaf_names, put_together, take_apart
 from planner.model.recording import END, Call, Join
 from planner.model.refusals import another_path
 from planner.model.regions import without_reentrance
-from planner.model.stage_part import Part
+from planner.model.stage_part import StagePart
 from planner.model.stand_ins import StandIns
 
 
@@ -51,7 +51,7 @@ class StageForward:
         ModelError: The inputs have another structure than when the layers were found.
     """
 
-    def __init__(self, part: Part, received: Any) -> None:
+    def __init__(self, part: StagePart, received: Any) -> None:
         self._part = part
         self._recording = part.outline.recording
         self._calls = self._recording.calls
@@ -237,9 +237,9 @@ class StageForward:
     def _expect_constants(self, call: Call, leaves: Sequence[Any]) -> None:
         """Check that leaves that are not tensors are as recorded: later stages use the recorded values."""
         for leaf, recorded in zip(leaves, call.leaves, strict=True):
-            if not isinstance(recorded, Constant | Counted) or not isinstance(leaf, int | float | str | torch.Size):
+            if not isinstance(recorded, Constant | SampleCount) or not isinstance(leaf, int | float | str | torch.Size):
                 continue
-            expected = recorded.of(self._size) if isinstance(recorded, Counted) else recorded.value
+            expected = recorded.of(self._size) if isinstance(recorded, SampleCount) else recorded.value
             if leaf != expected:
                 raise ModelError(
                     f'"{call.path}" returned {leaf!r} where it returned {expected!r} when its layers were found: only '
@@ -276,11 +276,11 @@ class StageForward:
                 return self._stand_ins.received(leaf.number) if received is None else received
             case Passed():
                 return arguments[leaf.argument]
-            case Held():
+            case HeldTensor():
                 return held_tensor(self._part.model, leaf.name)
             case Constant():
                 return leaf.value
-            case Counted():
+            case SampleCount():
                 return leaf.of(self._size)
 
     def _with_stand_ins(self, output: Any) -> Any:

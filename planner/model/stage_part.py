@@ -13,7 +13,7 @@ _Joins = dict[Called, Join]
 """Joins of one gap, by the call of a torch function that makes each."""
 
 
-class Part:
+class StagePart:
     """Layers `first` to `end - 1` of a model; the outline may be that of another instance of it."""
 
     def __init__(self, outline: Outline, model: nn.Module, first: int, end: int) -> None:

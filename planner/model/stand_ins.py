@@ -17,10 +17,10 @@ from planner.core.errors import ModelError
 from planner.model.ghosts import SHAPE_ONLY, absent, zeros_without_memory
 from planner.model.leaves import Constant, Value
 from planner.model.nests import ABSENT, tensors_in
-from planner.model.stage_part import Part
+from planner.model.stage_part import StagePart
 
 
-class Unread(Tensor):
+class UnreadOutput(Tensor):
     """Tensor that cannot be read."""
 
     _name: str
@@ -32,7 +32,7 @@ class Unread(Tensor):
         """Run an operator that needs only the shape; raise for all others."""
         if func._schema.name in SHAPE_ONLY:
             return func(zeros_without_memory(args[0].shape, args[0].dtype, args[0].device), *args[1:], **(kwargs or {}))
-        name = next(tensor._name for tensor in tensors_in((args, kwargs)) if isinstance(tensor, Unread))
+        name = next(tensor._name for tensor in tensors_in((args, kwargs)) if isinstance(tensor, UnreadOutput))
         raise ModelError(
             f'the loss reads the model\'s output "{name}" ({func._schema.name}), which it did not read when the '
             "model's layers were found: the stages in front do not send it",
@@ -41,12 +41,12 @@ class Unread(Tensor):
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         """Return shape, dtype and device; there are no values."""
-        return f"Unread({list(self.shape)}, {self.dtype}, {self.device})"
+        return f"UnreadOutput({list(self.shape)}, {self.dtype}, {self.device})"
 
 
-def _unread(name: str, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Unread:
+def _unread_output(name: str, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> UnreadOutput:
     """Return a stand-in for the model's output called `name`."""
-    unread: Unread = Tensor._make_wrapper_subclass(Unread, shape, dtype=dtype, device=device)
+    unread: UnreadOutput = Tensor._make_wrapper_subclass(UnreadOutput, shape, dtype=dtype, device=device)
     unread._name = name
     return unread
 
@@ -54,7 +54,7 @@ def _unread(name: str, shape: Sequence[int], dtype: torch.dtype, device: torch.d
 class StandIns:
     """Stand-ins of one forward of a stage, on a micro-batch of `size` samples."""
 
-    def __init__(self, part: Part, size: int, device: torch.device) -> None:
+    def __init__(self, part: StagePart, size: int, device: torch.device) -> None:
         self._part = part
         self._size = size
         # Torchax's tensors are on a device that torch does not know, and cannot be mixed with ghosts. They get zeros,
@@ -99,7 +99,7 @@ class StandIns:
             LookupError: The leaf is absent, and the recording does not say what it would be.
         """
         if isinstance(leaf, Tensor):
-            return _unread(name, leaf.shape, leaf.dtype, leaf.device)
+            return _unread_output(name, leaf.shape, leaf.dtype, leaf.device)
         if leaf is not ABSENT:
             return leaf
         outline = self._part.outline
@@ -110,7 +110,7 @@ class StandIns:
             return recorded.value
         is_unread = recording.outputs[number] in recording.unread
         if isinstance(recorded, Value) and is_unread and recorded.number in outline.shapes:
-            return _unread(name, outline.shape(recorded.number, self._size), recorded.meta.dtype, self._device)
+            return _unread_output(name, outline.shape(recorded.number, self._size), recorded.meta.dtype, self._device)
         raise LookupError
 
     @contextmanager

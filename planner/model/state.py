@@ -25,7 +25,7 @@ _SUM_BYTES = 16
 """Bytes per channel, in float64: sums of values and of their squares."""
 
 
-class Place(NamedTuple):
+class StateLocation(NamedTuple):
     """Location of a tensor, or of what replaces it."""
 
     module: str
@@ -68,17 +68,17 @@ class StateOwner:
         numbers = tuple(name for name, value in plain if type(value) in NUMBERS)
         return cls(path, module, elsewhere, tensors, numbers)
 
-    def places(self) -> Iterator[Place]:
+    def locations(self) -> Iterator[StateLocation]:
         """Yield the locations of all state but numbers."""
         for name in self.module._buffers:
             if name not in self.elsewhere:
-                yield Place(self.path, self.module._buffers, name)
+                yield StateLocation(self.path, self.module._buffers, name)
         for name, parameter in self.module._parameters.items():
             # Only the optimizer changes trained parameters.
             if name not in self.elsewhere and parameter is not None and not parameter.requires_grad:
-                yield Place(self.path, self.module._parameters, name)
+                yield StateLocation(self.path, self.module._parameters, name)
         for name in self.tensors:
-            yield Place(self.path, vars(self.module), name)
+            yield StateLocation(self.path, vars(self.module), name)
 
 
 def state_owners(layers: Iterable[tuple[str, nn.Module]]) -> list[StateOwner]:

@@ -18,7 +18,7 @@ _UNFIT = "the torchvision that is installed does not fit torch: install the one 
 
 
 @contextmanager
-def user_code(path: str, what: str) -> Iterator[None]:
+def user_code(path: str, action: str) -> Iterator[None]:
     """Convert anything that the user's code raises to a `ModelError` with the line in their file.
 
     Inside the block, modules next to the file can be imported, as if it ran as a script. Its output goes to stderr,
@@ -37,7 +37,7 @@ def user_code(path: str, what: str) -> Iterator[None]:
         first = _first_cause(error)
         behind = f"; the cause: {type(first).__name__}: {first}" if first is not error else ""
         raise ModelError(
-            f"{path}{line}: {what} raised {type(error).__name__}: {error}{behind}",
+            f"{path}{line}: {action} raised {type(error).__name__}: {error}{behind}",
             hint=_UNFIT if "operator torchvision::" in str(first) else _DEBUG,
         ) from error
     finally:

@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_flatten
 from planner.device.clock import Clock
 from planner.device.machine import CACHE_BYTES
 from planner.model.batch_norm import BatchStatistics
-from planner.model.halves import PutOff, SplitBackward
+from planner.model.split_backward import DeferredUses, SplitBackward
 from planner.model.stage import ModelStage
 from planner.profile.crossing import Exit, entrance_of, is_small, own_memory
 from planner.profile.units import Unit, UnitInput
@@ -78,10 +78,10 @@ class InHalves(Whole):
     def backward_us(self, unit: Unit, end: Tensor) -> tuple[float, float]:
         """Return the microseconds of I, which are added to the forward's, and of W."""
         one = torch.ones_like(end)
-        put_off: PutOff = []
-        input_us = self.clock.time_us(lambda: put_off.extend(self.split.backward_input([end], [one])))
+        deferred: DeferredUses = []
+        input_us = self.clock.time_us(lambda: deferred.extend(self.split.backward_input([end], [one])))
         made_by_input = {p for p in unit.module.parameters() if p.grad is not None}
-        weight_us = self.clock.time_us(lambda: self.split.backward_weight(put_off)) if put_off else 0.0
+        weight_us = self.clock.time_us(lambda: self.split.backward_weight(deferred)) if deferred else 0.0
         if is_large(unit):
             made = {p: p.grad for p in unit.module.parameters() if p.grad is not None}
             input_us += sum(_adding_us(gradient, self.clock) for p, gradient in made.items() if p in made_by_input)

@@ -12,9 +12,9 @@ from planner.core.values.profile import MemoryDetail, SplitMemory
 from planner.device.kinds import kind_of
 from planner.device.machine import give_freed_memory_back
 from planner.device.meter import Meter
-from planner.model.refusals import TooFewSamplesError, code_told
-from planner.profile.halves import measure_halves
+from planner.model.refusals import TooFewSamplesError, explained_refusals
 from planner.profile.memory import measure_memory
+from planner.profile.split_memory import measure_split_memory
 from planner.profile.task import Task
 from planner.profile.units import Key, Unit, UnitInput, trace_units
 
@@ -128,10 +128,10 @@ def record_memory(jobs: Sequence[Job], task: Task, meter: Meter, *, in_halves: b
     names = {digest: job.unit.name for (digest, _), job in missing.items()}
     for key in task.steps.each(list(missing), names, passes=_MEMORY_PASSES):
         job = missing[key]
-        with code_told(f'layer "{job.unit.name}"'):
+        with explained_refusals(f'layer "{job.unit.name}"'):
             kept.memory[key] = measure_memory(job.unit, job.received, meter, task.buffer_bytes[job.unit.name])
             if in_halves:
-                kept.halves[key] = measure_halves(job.unit, job.received, meter)
+                kept.halves[key] = measure_split_memory(job.unit, job.received, meter)
         # Layers of several sizes leave holes.
         give_freed_memory_back()
 

@@ -8,7 +8,7 @@ from torch import Tensor
 from planner.model.ghosts import storage_key
 from planner.model.nests import tensors_in
 from planner.model.operators import OperatorWatch, written_tensors
-from planner.model.state import Place, StateOwner, collecting_layers, state_owners
+from planner.model.state import StateLocation, StateOwner, collecting_layers, state_owners
 from planner.profile.units import Unit, UnitInput
 
 
@@ -29,7 +29,7 @@ def _written(unit: Unit, received: UnitInput) -> dict[int, dict[int, int]]:
     """Return the storages of the value at each location of the unit's state that a forward writes, with their bytes."""
     deferred = set(collecting_layers(unit.module))
     owners = [owner for owner in state_owners([(unit.name, unit.module)]) if owner.module not in deferred]
-    places = [place for owner in owners for place in (*owner.places(), *_nests(owner))]
+    places = [place for owner in owners for place in (*owner.locations(), *_nests(owner))]
     before = [(place, place.value, _storages(place.value)) for place in places]
     written_into: dict[int, Tensor] = {}  # by storage, with a tensor in each, so that no other takes its address
 
@@ -48,10 +48,10 @@ def _written(unit: Unit, received: UnitInput) -> dict[int, dict[int, int]]:
     }
 
 
-def _nests(owner: StateOwner) -> list[Place]:
+def _nests(owner: StateOwner) -> list[StateLocation]:
     """Return the attributes that hold several tensors; those that are None before the first forward are state, too."""
     held = vars(owner.module)
-    return [Place(owner.path, held, name) for name, value in held.items() if isinstance(value, tuple | list)]
+    return [StateLocation(owner.path, held, name) for name, value in held.items() if isinstance(value, tuple | list)]
 
 
 def _storages(value: Any) -> dict[int, Tensor]:

@@ -20,7 +20,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from planner.device.clock import Clock, typical_us
 from planner.device.machine import CACHE_BYTES
 from planner.model.batch_norm import BatchStatistics, deferring
-from planner.model.halves import SplitBackward
+from planner.model.split_backward import SplitBackward
 from planner.profile.passes import Idle, InHalves, Whole, forward_of, give_gradients, in_a_row, is_large
 from planner.profile.units import Key, Unit, UnitInput
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from planner.core.values.precision import Precision
-from planner.model.reference_state import State, dense_values, largest
+from planner.model.reference_state import ReferenceState, dense_values, largest
 
 LIMIT = 1e-4
 """Larger relative differences are no rounding errors, unless the model amplifies these as much (`largest_problem`)."""
@@ -121,7 +121,7 @@ def largest_problem(relative: Mapping[str, float], noise: Callable[[], Mapping[s
     return what and f"{what} differs by {wrong[what]:.1e}"
 
 
-def compare_gradients(found: Differences, gradients: Mapping[str, Tensor | None], right: State) -> None:
+def compare_gradients(found: Differences, gradients: Mapping[str, Tensor | None], right: ReferenceState) -> None:
     """Compare gradients by parameter name, each relative to its largest number.
 
     Args:

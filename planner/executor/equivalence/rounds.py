@@ -29,7 +29,7 @@ from planner.executor.equivalence.stages import Trial, run_rank
 from planner.executor.equivalence.subject import CheckRequest, Subject
 from planner.model.load import LoadedModel
 from planner.model.reference import ReferenceOptions, Shake, train_reference
-from planner.model.reference_state import State
+from planner.model.reference_state import ReferenceState
 
 _MOST_STAGES = 8
 """Limit of ranks that run at a time."""
@@ -224,13 +224,13 @@ class Round:
         """
         noise: dict[str, float] = {}
         for steps in range(1, self.subject.options.steps + 1):
-            right = State.load(self.folder / f"gradients-{steps - 1}")
+            right = ReferenceState.load(self.folder / f"gradients-{steps - 1}")
             for seed in range(_DRAWS):
                 for what, size in _compared_states(self._shaken(steps, seed), right).items():
                     noise[what] = max(size, noise.get(what, 0.0))
         return noise
 
-    def _shaken(self, steps: int, seed: int) -> State:
+    def _shaken(self, steps: int, seed: int) -> ReferenceState:
         """Train the reference again, with changed parameters in the last of `steps` steps; return its gradients."""
         folder = Path(tempfile.mkdtemp(dir=self.folder.parent))
         options = replace(self.subject.options, steps=steps, updates=steps > 1)
@@ -241,7 +241,7 @@ class Round:
             child.result()
         finally:
             child.end()
-        return State.load(folder / f"gradients-{steps - 1}")
+        return ReferenceState.load(folder / f"gradients-{steps - 1}")
 
 
 class _ReferenceFailedError(ChildError):
@@ -321,7 +321,7 @@ def _together(found: Sequence[Differences]) -> dict[str, float]:
     return relative
 
 
-def _compared_states(state: State, right: State) -> dict[str, float]:
+def _compared_states(state: ReferenceState, right: ReferenceState) -> dict[str, float]:
     """Return the relative differences between the states of two references, by name."""
     found = Differences()
     found.compare_number("the loss", state.loss, right.loss)

@@ -31,7 +31,14 @@ from planner.model.chain import Chain
 from planner.model.held import loose_tensors
 from planner.model.load import LoadedModel
 from planner.model.reference import ReferenceOptions, mini_batch
-from planner.model.reference_state import State, file_numbers, largest, module_numbers, optimizer_state, sample_of
+from planner.model.reference_state import (
+    ReferenceState,
+    file_numbers,
+    largest,
+    module_numbers,
+    optimizer_state,
+    sample_of,
+)
 
 _POLL_S = 0.01
 
@@ -101,12 +108,12 @@ class _Rank:
         pipeline.close()
         return self._found
 
-    def _state(self, name: str) -> State:
+    def _state(self, name: str) -> ReferenceState:
         """Wait until the reference has written a state, and return it."""
         path = self._trial.reference / name
         while not path.exists():
             time.sleep(_POLL_S)
-        return State.load(path)
+        return ReferenceState.load(path)
 
     def _begin_as_reference(self) -> None:
         """Record which initial values differ from the reference's, and replace them.
@@ -151,7 +158,7 @@ class _Rank:
             if gradient is not None and parameter.grad is not None:
                 parameter.grad.copy_(gradient)
 
-    def _compare_numbers(self, right: State, at_start: dict[str, float]) -> None:
+    def _compare_numbers(self, right: ReferenceState, at_start: dict[str, float]) -> None:
         """Compare the numbers of modules whose forward ends here, and module-level ones that this rank has changed."""
         found = self._found
         for module in self._pipeline.modules:
@@ -187,7 +194,7 @@ class _Rank:
         self._before = right
 
 
-def _rounding_scale(name: str, right: State) -> float:
+def _rounding_scale(name: str, right: ReferenceState) -> float:
     """Return the smallest scale to compare a buffer by: a running mean is no more exact than its deviation allows."""
     variance = right.tensors.get(f"buffer:{name.removesuffix('running_mean')}running_var")
     return 0.0 if not name.endswith("running_mean") or variance is None else 0.01 * math.sqrt(largest(variance))

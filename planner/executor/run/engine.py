@@ -4,7 +4,7 @@
         receive   post a buffer before it is needed, so that the transfer overlaps with computation
         run F     take the input, run the module, keep input and output until the backward
         run B     take the output's gradient, run autograd, keep the input's gradient until it is sent
-        run I     the same without the gradients of weights: keep their operands (`planner.model.halves`)
+        run I     the same without the gradients of weights: keep their operands (`planner.model.split_backward`)
         run W     compute the gradients of weights
         send      begin to send the result of an F, B or I
 
@@ -13,7 +13,7 @@ Tensors of stage s and micro-batch m, from the instruction that stores them to t
     name                 stored by       released by
     _inputs[m]           step            end of step            model input, first stage only
     _waiting[s, m]       F               B or I                 input and output of the stage
-    _put_off[s, m]       I               W                      operands of deferred weight gradients
+    _deferred[s, m]      I               W                      operands of deferred weight gradients
     _gradients[s, m]     B or I          send                   gradient of the stage's input
     _losses[m]           F               end of step            last stage only
 
@@ -49,7 +49,7 @@ from planner.executor.run.stage_module import StageModule
 from planner.executor.run.transfers import Message, Transfers
 from planner.executor.watch.position import Position
 from planner.model.autocast import keeping_casts, layers_in
-from planner.model.halves import PutOff, SplitBackward, additions_of
+from planner.model.split_backward import DeferredUses, SplitBackward, additions_of
 
 
 class Timer(Protocol):
@@ -126,12 +126,12 @@ class Engine:
         self._program = programs(order)[self._device_index]
         self._stage_at = {stage.index: stage for stage in stages}
         computed = [x for x in self._program if x.do == "run"]
-        self._in_halves = {(x.stage, x.micro_batch) for x in computed if x.kind == "I"}
+        self._split_backwards = {(x.stage, x.micro_batch) for x in computed if x.kind == "I"}
         """Pairs (stage, micro-batch) whose backward is split into I and W."""
         self._num_backwards = Counter(x.stage for x in computed if KINDS[x.kind].follows is not None)
         """Number of backwards of each stage in a step; I and W count as one each."""
         self._split = SplitBackward(counts_only=is_of_replicas)
-        self._put_off: dict[tuple[int, int], PutOff] = {}
+        self._deferred: dict[tuple[int, int], DeferredUses] = {}
         """Operands of deferred weight gradients, between I and W."""
         self._transfers = Transfers(device, group)
         self._waiting: dict[tuple[int, int], _Waiting] = {}
@@ -207,8 +207,8 @@ class Engine:
                 self._transfers.send_gradient(gradients, shapes, self._rank_of(self._target(message)))
 
     def _as_last(self, stage: EngineStage, kind: Letter, micro_batch: int) -> AbstractContextManager[object]:
-        is_put_off = kind == "W"
-        return stage.last_backward(additions_of(self._put_off[stage.index, micro_batch]) if is_put_off else None)
+        is_deferred = kind == "W"
+        return stage.last_backward(additions_of(self._deferred[stage.index, micro_batch]) if is_deferred else None)
 
     def _forward(self, stage: EngineStage, micro_batch: int) -> None:
         message = Message("F", stage.index, micro_batch)
@@ -218,9 +218,9 @@ class Engine:
                 tensor.requires_grad_(shape.requires_grad)
         vars(stage.module)["micro_batch"] = micro_batch  # a module's own `__setattr__` takes 5 us
         self._at(message)
-        in_halves = (stage.index, micro_batch) in self._in_halves
+        is_split = (stage.index, micro_batch) in self._split_backwards
         # Recomputation in backward enables autocast again; the rest of backward runs without it.
-        with layers_in(self._precision, self._device), self._split.splitting() if in_halves else nullcontext():
+        with layers_in(self._precision, self._device), self._split.splitting() if is_split else nullcontext():
             result = stage.timer("forward", lambda: stage.module(*inputs), micro_batch=micro_batch)
         if self._check_nan:
             check_output(result, self._position)
@@ -266,8 +266,8 @@ class Engine:
     def _weight_backward(self, stage: EngineStage, message: Message) -> None:
         """Run W."""
         self._at(message)
-        put_off = self._put_off.pop((stage.index, message.micro_batch))
-        work = partial(self._split.backward_weight, put_off)
+        deferred = self._deferred.pop((stage.index, message.micro_batch))
+        work = partial(self._split.backward_weight, deferred)
         stage.timer(KINDS[message.kind].label, work, micro_batch=message.micro_batch)
 
     def _run_backward(self, at: tuple[int, int], outputs: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
@@ -275,8 +275,8 @@ class Engine:
         # Outputs that depend on no trained parameter have no graph and need no backward.
         pairs = [(x, gradient) for x, gradient in zip(outputs, gradients, strict=True) if x.requires_grad]
         with_graph, of_these = [x for x, _ in pairs], [gradient for _, gradient in pairs]
-        if at in self._in_halves:
-            self._put_off[at] = self._split.backward_input(with_graph, of_these) if pairs else []
+        if at in self._split_backwards:
+            self._deferred[at] = self._split.backward_input(with_graph, of_these) if pairs else []
         elif pairs:
             torch.autograd.backward(with_graph, of_these)
 

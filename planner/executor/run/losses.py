@@ -16,7 +16,7 @@ from torch import Tensor
 from planner.core.errors import ModelError
 from planner.executor.run.parts import Part
 from planner.model.nests import tensors_in
-from planner.model.stand_ins import Unread
+from planner.model.stand_ins import UnreadOutput
 from planner.model.user_errors import user_code
 
 UNCOUNTED: Final = object()
@@ -78,5 +78,5 @@ def sum_of(losses: Sequence[Tensor]) -> Tensor | float:
 
 def nothing_of(output: Any) -> Tensor:
     """Return a loss of zero whose gradient is zero."""
-    tensors = [t for t in tensors_in(output) if not isinstance(t, Unread) and t.is_floating_point()]
+    tensors = [t for t in tensors_in(output) if not isinstance(t, UnreadOutput) and t.is_floating_point()]
     return torch.stack([tensor.flatten()[:0].float().sum() for tensor in tensors]).sum()

@@ -32,14 +32,14 @@ import torch
 from torch import Tensor, nn
 
 from planner.core.errors import ModelError
-from planner.model.state import ABSENT, NUMBERS, Place, state_owners
+from planner.model.state import ABSENT, NUMBERS, StateLocation, state_owners
 
 
 @dataclass(slots=True)
 class _Entry:
     """Value at one location when a forward began."""
 
-    place: Place
+    place: StateLocation
     value: Any
     clone: Tensor | None = None
     """Lazy clone of a plain tensor."""
@@ -196,7 +196,7 @@ class LayerState:
         return self._last
 
     def _remembered(self) -> _Tensors:
-        entries = [_Entry(place, place.value) for owner in self._owners for place in owner.places()]
+        entries = [_Entry(place, place.value) for owner in self._owners for place in owner.locations()]
         return _Tensors.of(entries, self._names(), self._values())
 
     def _are_still(self, tensors: _Tensors) -> bool:
@@ -214,7 +214,7 @@ class LayerState:
         return [
             *chain.from_iterable(map(dict.values, buffers)),
             *[each for held in parameters for each in held.values() if each is not None and not each.requires_grad],
-            *[place.value for owner in self._unusual for place in owner.places()],
+            *[place.value for owner in self._unusual for place in owner.locations()],
         ]
 
     def _note_changes(self, tensors: _Tensors) -> None:

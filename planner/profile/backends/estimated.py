@@ -28,12 +28,12 @@ from planner.device.cuda import Cuda
 from planner.device.meter import Usage
 from planner.model.batch_norm import BatchStatistics
 from planner.model.ghosts import storage_key, storage_of
-from planner.model.halves import SplitBackward
 from planner.model.held import as_ghosts
 from planner.model.load import LoadedModel
 from planner.model.nests import tensors_in
 from planner.model.operators import OperatorWatch
 from planner.model.optimizers import ModelOptimizer
+from planner.model.split_backward import SplitBackward
 from planner.model.stage import ModelStage
 from planner.profile.idle import idle_parameters, stepped_parameters
 from planner.profile.layers import Costs, Measured, layer_profiles

@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 from planner.executor.run import replicas as replicas_module
 from planner.executor.run.replicas import ReplicaGradients, is_of_replicas
-from planner.model.halves import SplitBackward, additions_of
+from planner.model.split_backward import SplitBackward, additions_of
 
 
 @pytest.fixture(autouse=True)

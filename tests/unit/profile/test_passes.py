@@ -10,7 +10,7 @@ from torch.utils._pytree import tree_flatten
 
 from planner.device.cpu import Cpu
 from planner.model.batch_norm import BatchStatistics
-from planner.model.halves import SplitBackward
+from planner.model.split_backward import SplitBackward
 from planner.profile.crossing import Exit, entrance_of, own_memory
 from planner.profile.passes import Idle, InHalves, Whole, in_a_row
 from planner.profile.timing import stretches

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from planner.executor.run.recompute import Recomputed, recomputing
 from planner.model.autocast import layers_in
-from planner.model.halves import PutOff, SplitBackward, additions_of
+from planner.model.split_backward import DeferredUses, SplitBackward, additions_of
 
 MICRO_BATCHES = 3
 
@@ -459,7 +459,7 @@ def test_a_forward_holds_no_more_than_it_would(dtype: torch.dtype | None) -> Non
     assert plain.requires_grad
 
 
-def sizes(put_off: PutOff) -> Iterator[int]:
+def sizes(put_off: DeferredUses) -> Iterator[int]:
     return (tensor.nbytes for use in put_off for tensor in (use.operands.x, use.gradient))
 
 

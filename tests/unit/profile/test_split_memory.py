@@ -9,7 +9,7 @@ from torch.utils._pytree import tree_flatten
 
 from planner.core.values.profile import SplitMemory
 from planner.device.meter import CpuMeter
-from planner.profile.halves import measure_halves
+from planner.profile.split_memory import measure_split_memory
 from planner.profile.units import Unit, UnitInput
 from tests.support.measure import loaded_model, profile_of_model
 
@@ -23,7 +23,7 @@ def halves_of(module: nn.Module, value: Any) -> SplitMemory:
     """The record of `module` for the input `value`."""
     leaves, spec = tree_flatten(value)
     unit = Unit(name="layer", module=module, loss_fn=None, digest="")
-    return measure_halves(unit, UnitInput(tuple(leaves), spec, None), CpuMeter())
+    return measure_split_memory(unit, UnitInput(tuple(leaves), spec, None), CpuMeter())
 
 
 def linear() -> nn.Linear:

@@ -21,7 +21,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from planner.core.values.profile import SplitMemory
 from planner.device.meter import Meter
 from planner.model.ghosts import storage_key, storage_of
-from planner.model.halves import PutOff, SplitBackward
+from planner.model.split_backward import DeferredUses, SplitBackward
 from planner.profile.memory import start_backward
 from planner.profile.units import Unit, UnitInput
 
@@ -29,7 +29,7 @@ _Held = Literal["nothing", "outputs", "gradients"]
 """Tensors that other code holds during an I; gradients are held together with their outputs."""
 
 
-def measure_halves(unit: Unit, received: UnitInput, meter: Meter) -> SplitMemory:
+def measure_split_memory(unit: Unit, received: UnitInput, meter: Meter) -> SplitMemory:
     """Return the record of `unit` for one micro-batch; its parameters are left without gradients.
 
     Args:
@@ -88,7 +88,7 @@ class _Halves:
         unit, received, split = subject.unit, subject.received, subject.split
         self._subject = subject
         self._alive_bytes = 0
-        self._put_off: PutOff = []
+        self._deferred: DeferredUses = []
         leaves: list[Any] = []
         values: list[Any] = []
         outputs: list[Any] = []
@@ -106,7 +106,7 @@ class _Halves:
         self._run(lambda: starts.append(_start(outputs, held)))
         engine = list(starts) if held == "gradients" else []
         before_bytes = _gradient_bytes(unit)
-        self.input_peak_bytes = self._run(lambda: self._put_off.extend(split.backward_input(*starts.pop())))
+        self.input_peak_bytes = self._run(lambda: self._deferred.extend(split.backward_input(*starts.pop())))
         made_bytes = _gradient_bytes(unit) - before_bytes
 
         def let_go() -> None:
@@ -130,7 +130,7 @@ class _Halves:
         """Run W."""
         subject = self._subject
         before_bytes = _gradient_bytes(subject.unit)
-        peak_bytes = subject.meter.measure(lambda: subject.split.backward_weight(self._put_off)).peak_bytes
+        peak_bytes = subject.meter.measure(lambda: subject.split.backward_weight(self._deferred)).peak_bytes
         self.weight_peak_bytes = self.held_bytes + peak_bytes
         self.weight_gradient_bytes = _gradient_bytes(subject.unit) - before_bytes
 

@@ -30,14 +30,14 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from planner.model.ghosts import Ghost
-from planner.model.put_off import OPERATORS, Operands, Operator, Use, use_of, weight_in
+from planner.model.weight_operators import OPERATORS, Operands, Use, WeightOperator, use_of, weight_in
 
 
 @dataclass(slots=True, kw_only=True)
-class _Later:
+class _DeferredUse:
     """Deferred weight gradients of one use of a weight."""
 
-    operator: Operator
+    operator: WeightOperator
     operands: Operands
     """Operands of the use: parameters, or autocast's copies of them; the bias is None if it is not trained."""
     leaves: tuple[nn.Parameter, ...]
@@ -65,13 +65,13 @@ class _Later:
         return self.operator.weight_gradients(self.gradient, self.operands)
 
 
-PutOff = list[_Later]
+DeferredUses = list[_DeferredUse]
 """Deferred weight gradients of one micro-batch on a stage, between I and W."""
 
 
-def additions_of(put_off: PutOff) -> Counter[nn.Parameter]:
+def additions_of(deferred: DeferredUses) -> Counter[nn.Parameter]:
     """Return how often W adds to the gradient of each parameter: once for every backward that reached it."""
-    backwards = (together for _, together in groupby(put_off, key=lambda use: use.backward))
+    backwards = (together for _, together in groupby(deferred, key=lambda use: use.backward))
     return Counter(leaf for uses in backwards for leaf in {id(p): p for use in uses for p in use.leaves}.values())
 
 
@@ -85,10 +85,10 @@ class SplitBackward:
 
     def __init__(self, counts_only: Callable[[Callable[..., Any]], bool] = lambda _: False) -> None:
         self._counts_only = counts_only
-        self.collected: PutOff | None = None
+        self.collected: DeferredUses | None = None
         """Deferred gradients of the running I; None if none runs."""
         self._casts: dict[nn.Parameter, Tensor] | None = None
-        self._mode = _Seeing(self)
+        self._mode = _OperatorMode(self)
 
     @contextmanager
     def keeping_casts(self) -> Iterator[None]:
@@ -103,7 +103,7 @@ class SplitBackward:
         """Return the context for a forward whose backward is split."""
         return self._mode
 
-    def backward_input(self, outputs: Sequence[Tensor], gradients: Sequence[Tensor]) -> PutOff:
+    def backward_input(self, outputs: Sequence[Tensor], gradients: Sequence[Tensor]) -> DeferredUses:
         """Run I: add gradients to all leaves except for weights whose gradients are deferred.
 
         Args:
@@ -113,7 +113,7 @@ class SplitBackward:
         Returns:
             The argument of `backward_weight`.
         """
-        collected: PutOff = []
+        collected: DeferredUses = []
         self.collected = collected
         try:
             with self._mode:  # recomputation is intercepted like the first forward
@@ -122,17 +122,17 @@ class SplitBackward:
             self.collected = None
         return collected
 
-    def backward_weight(self, put_off: PutOff) -> None:
-        """Run W: add the deferred gradients of weights, and empty `put_off`.
+    def backward_weight(self, deferred: DeferredUses) -> None:
+        """Run W: add the deferred gradients of weights, and empty `deferred`.
 
         Raises:
             RuntimeError: A tensor that they need was modified.
         """
         # Uses of a weight are summed before they are added to the parameter, separately for each backward: recomputed
         # code has its own.
-        while put_off:
-            together = list(takewhile(lambda use: use.backward == put_off[0].backward, put_off))
-            del put_off[: len(together)]
+        while deferred:
+            together = list(takewhile(lambda use: use.backward == deferred[0].backward, deferred))
+            del deferred[: len(together)]
             starts = []
             # Autograd starts with the newest node, so the use that I reached first must be made last.
             while together:
@@ -152,7 +152,7 @@ class SplitBackward:
         """
         # Most products have no trained weight; the cheap test comes first, for speed.
         use = use_of(function, args, kwargs) if self._is_trained(weight_in(function, args, kwargs)) else None
-        if use is None or not self._can_be_put_off(use.operands):
+        if use is None or not self._can_be_deferred(use.operands):
             return function(*args, **kwargs)
         operands = use.operands
         dtype = _autocast_dtype(operands.x) if use.operator.is_cast else None
@@ -160,9 +160,9 @@ class SplitBackward:
             operands = Operands._make(self._cast(tensor, dtype) for tensor in operands)
         if not torch.is_grad_enabled():
             return use.operator.forward(operands)
-        return _Whole.apply(self, use, *operands)  # type: ignore[no-untyped-call]
+        return _WeightOperation.apply(self, use, *operands)  # type: ignore[no-untyped-call]
 
-    def _can_be_put_off(self, operands: Operands) -> bool:
+    def _can_be_deferred(self, operands: Operands) -> bool:
         """Return True if the gradients of a trained weight and of a bias can be deferred, given the type of x."""
         x, _, bias = operands
         if type(x) not in _PLAIN or x.layout != torch.strided or x.is_complex():
@@ -198,7 +198,7 @@ class SplitBackward:
         return copy
 
 
-class _Seeing(TorchFunctionMode):
+class _OperatorMode(TorchFunctionMode):
     """Mode that intercepts the functions of torch that a forward calls."""
 
     def __init__(self, split: SplitBackward) -> None:
@@ -222,7 +222,7 @@ class _Seeing(TorchFunctionMode):
             return inner(*args, **kwargs)
 
 
-class _Whole(torch.autograd.Function):
+class _WeightOperation(torch.autograd.Function):
     """Operator with an ordinary backward, which leaves out the gradients of weights within an I."""
 
     @staticmethod
@@ -243,7 +243,7 @@ class _Whole(torch.autograd.Function):
             return (None,) * 5
         x, weight = ctx.saved_tensors  # where a checkpoint recomputes them, under the mode
         with torch._C.DisableTorchFunction():
-            return _Whole._gradients(ctx, gradient, x, weight)
+            return _WeightOperation._gradients(ctx, gradient, x, weight)
 
     @staticmethod
     def _gradients(ctx: Any, gradient: Tensor, x: Tensor, weight: Tensor) -> Any:
@@ -254,7 +254,7 @@ class _Whole(torch.autograd.Function):
         of_input = ctx.operator.input_gradient(gradient, Operands(x, weight, None)) if needs_x else None
         if wanted == "later":
             weights = (ctx.weights[0], ctx.weights[1] if needs_bias else None)
-            use = _Later(
+            use = _DeferredUse(
                 operator=ctx.operator,
                 # Without the graph that x came from.
                 operands=Operands(x.detach(), *weights),
@@ -271,7 +271,7 @@ class _WeightGradients(torch.autograd.Function):
     """Scalar whose backward computes the gradients of a weight, and holds the only reference to them."""
 
     @staticmethod
-    def forward(ctx: Any, use: _Later, *weights: Tensor) -> Tensor:
+    def forward(ctx: Any, use: _DeferredUse, *weights: Tensor) -> Tensor:
         ctx.use = use
         return torch.empty((), device=weights[0].device)
 
@@ -282,7 +282,7 @@ class _WeightGradients(torch.autograd.Function):
         return (None, of_weight) if of_bias is None else (None, of_weight, of_bias)
 
 
-def _start_of(use: _Later) -> Tensor:
+def _start_of(use: _DeferredUse) -> Tensor:
     """Return the scalar from which a backward leads to the weights of a use."""
     weights = [weight for weight in use.operands[1:] if weight is not None]
     start: Tensor = _WeightGradients.apply(use, *weights)  # type: ignore[no-untyped-call]

@@ -25,7 +25,7 @@ class Operands(NamedTuple):
     bias: Tensor | None
 
 
-class Operator(Protocol):
+class WeightOperator(Protocol):
     """Function of an input and a weight; linear in each."""
 
     @property
@@ -45,7 +45,7 @@ class Operator(Protocol):
 class Use(NamedTuple):
     """Call of an operator; its operands may be of any type."""
 
-    operator: Operator
+    operator: WeightOperator
     operands: Operands
 
 
