@@ -83,13 +83,13 @@ class Checkpoints:
         resume: str | None = None,
         weights: str | None = None,
         steps: int | None = None,
-        **others: Any,
+        **stateful: Any,
     ) -> None:
         self._pipeline = pipeline
         self._optimizer = OptimizerState(optimizer, dict(pipeline.named_parameters()), pipeline.first_names)
         self._every, self._keep, self._steps = every, keep, steps
         self._watch = pipeline.watch
-        self._others = others
+        self._others = stateful
         self._saved_step = -1
         self._is_checked = False
         self._failed: PlannerError | None = None
@@ -127,7 +127,7 @@ class Checkpoints:
         step, signalled = self._pipeline.step_index, 0
         if self._watch is not None:
             # Replicas synchronize only at the end of each step, so one may have begun the next before another.
-            signalled = self._watch.stops_after(step, ahead=2 if self._pipeline.place.num_replicas > 1 else 1)
+            signalled = self._watch.stops_after(step, steps_ahead=2 if self._pipeline.place.num_replicas > 1 else 1)
         is_end = bool(signalled) or step == self._steps
         if is_end or step % self._every == 0:
             self._pipeline.begin_checkpoint()
@@ -320,9 +320,9 @@ class Checkpoints:
         message = f"cannot be resumed{more}: {problems[0].message}"
         raise FileError(message, path=str(candidates[0]), hint=older or problems[0].hint)
 
-    def _restore(self, source: Path, held: ReadCheckpoint) -> None:
-        pipeline, index, state, path = self._pipeline, held.index, held.state, str(source)
-        restored("the optimizer", partial(self._optimizer.restore, held.optimizer_state), held.groups, path)
+    def _restore(self, source: Path, checkpoint: ReadCheckpoint) -> None:
+        pipeline, index, state, path = self._pipeline, checkpoint.index, checkpoint.state, str(source)
+        restored("the optimizer", partial(self._optimizer.restore, checkpoint.optimizer_state), checkpoint.groups, path)
         self._restore_others(state["others"], path)
         restored("the pipeline", pipeline.load_state_dict, state["pipeline"], path)
         # Outside of steps every rank draws the same under any plan.
@@ -332,7 +332,9 @@ class Checkpoints:
             restored("the device's random numbers", of_device.set_state, state["device_random"], path)
         self._place.begin_behind(source, index)
         self._saved_step = index.step
-        how = "" if held.is_same_plan else f" (written by {len(index.files)} ranks, balance {list(index.balance)})"
+        how = (
+            "" if checkpoint.is_same_plan else f" (written by {len(index.files)} ranks, balance {list(index.balance)})"
+        )
         self._tell(f"resumed {source} after {index.step} steps{how}")
 
     def _restore_others(self, saved: Mapping[str, Any], path: str) -> None:

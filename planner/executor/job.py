@@ -18,7 +18,7 @@ import torch.distributed.nn.functional
 from planner.core.errors import UsageError
 from planner.core.values.balance import Balance, beside
 from planner.device.kinds import DEVICE_KINDS, kind_of
-from planner.executor.run.placement import Place, place_of
+from planner.executor.run.placement import ProcessPlace, place_of
 from planner.executor.watch.failure import Watch
 from planner.executor.watch.position import ANY, Position
 from planner.executor.watch.store import job_store, rank_here
@@ -28,12 +28,12 @@ from planner.model.precision import load_again
 
 
 @dataclass(frozen=True, kw_only=True)
-class Job:
+class RankJob:
     """Work and place of this process; known without the other processes."""
 
     balance: Balance
     seed: int
-    place: Place
+    place: ProcessPlace
     device: torch.device
     position: Position
     """Receives what this process does and waits for."""
@@ -49,7 +49,7 @@ class Job:
 
 def job_of(
     source: str | Path | Balance, *, seed: int, device: str | None, watch: Watch | None, check_nan: bool = False
-) -> Job:
+) -> RankJob:
     """Return the job of this process, by its rank from `torchrun` or from an existing process group.
 
     Args:
@@ -75,7 +75,7 @@ def job_of(
     position.rank_names = {p.rank: position.name_of(p.stages, p.replica) for p in places}
     position.predicted_bytes = {stage.index: stage.peak_bytes for stage in balance.stages}
     where = _device_of_rank(device or balance.device)
-    return Job(
+    return RankJob(
         balance=balance, seed=seed, place=place, device=where, position=position, watch=watch, check_nan=check_nan
     )
 
@@ -93,7 +93,7 @@ def load_planned(balance: Balance, folder: Path) -> LoadedModel:
     return load_again(source, balance.model, balance.dtype, optimizer=balance.optimizer)
 
 
-def join(job: Job, timeout_s: float) -> bool:
+def join(job: RankJob, timeout_s: float) -> bool:
     """Wait for the other processes, and make the default process group with them, unless there is one.
 
     Returns:

@@ -10,10 +10,10 @@ from torch.utils._pytree import tree_map_only
 
 from planner.core.errors import UsageError
 from planner.core.schedule import schedule_of
-from planner.executor.job import Job
-from planner.executor.run.loader import Loader, check_sampler, checked_state, drawn_alike, epochs, example_of
+from planner.executor.job import RankJob
+from planner.executor.run.loader import Loader, check_sampler, checked_state, drawn_with_seed, epochs, example_of
 from planner.executor.run.losses import UNCOUNTED, loss_counts
-from planner.executor.run.parts import Part, micro_batches_of, parts_of, size_of, tensors_of
+from planner.executor.run.parts import MiniBatchPart, micro_batches_of, parts_of, size_of, tensors_of
 from planner.executor.run.same_batch import BatchDigest, check_same_batch, digest_of_batch
 from planner.model.label_counts import label_count
 from planner.model.load import Batch, LoadedModel, to_device
@@ -25,7 +25,7 @@ _META = torch.device("meta")
 class MiniBatches:
     """Training data of a process: the model's data or examples, or a user's loader."""
 
-    def __init__(self, job: Job, model: LoadedModel) -> None:
+    def __init__(self, job: RankJob, model: LoadedModel) -> None:
         self._job, self._model = job, model
         self._loader: Loader | None = None
         self._loader_state: Mapping[str, Any] | None = None
@@ -60,7 +60,7 @@ class MiniBatches:
         elif self._model.train_batches is None:
             drawn = map(self.example, range(begin, end))
         else:
-            drawn = islice(drawn_alike(epochs(self._model, self._job.balance.batch), self._job.seed), begin, end)
+            drawn = islice(drawn_with_seed(epochs(self._model, self._job.balance.batch), self._job.seed), begin, end)
         yield from starmap(self.own_part, drawn)  # no variable may hold a whole mini-batch through its step
 
     def example(self, step: int) -> Batch:
@@ -105,7 +105,7 @@ class MiniBatches:
         if self._first is not None:
             check_same_batch(self._first)
 
-    def parts(self, batch: Batch) -> Iterator[Part]:
+    def parts(self, batch: Batch) -> Iterator[MiniBatchPart]:
         """Yield the parts of this replica's mini-batch.
 
         Raises:
@@ -128,11 +128,11 @@ class MiniBatches:
         rounds_of = schedule_of(balance.schedule).round_size(self._job.place.num_devices)
         yield from parts_of(batch, size, self._job.micro_batch_size, rounds_of=rounds_of)
 
-    def parts_of_any_size(self, batch: Batch) -> list[Part]:
+    def parts_of_any_size(self, batch: Batch) -> list[MiniBatchPart]:
         """Return the parts of a batch to evaluate, which may be larger than planned."""
         return list(parts_of(batch, size_of(batch) or self._job.balance.replica_batch, self._job.micro_batch_size))
 
-    def counts(self, parts: Sequence[Part]) -> list[float]:
+    def counts(self, parts: Sequence[MiniBatchPart]) -> list[float]:
         """Return the number of items that the loss of each micro-batch averages over; empty without the last stage."""
         if not self._job.place.is_last:
             return []
@@ -144,13 +144,13 @@ class MiniBatches:
             return [float(label_count(each, self._model.counted_labels)) for each in inputs]
         return [float(part.micro_batch_size) for part in parts for _ in range(part.micro_batches)]
 
-    def input_tensors(self, part: Part) -> list[Tensor]:
+    def input_tensors(self, part: MiniBatchPart) -> list[Tensor]:
         """Return the model's input tensors on the device, in the planned precision; empty without the first stage."""
         if not self._job.place.is_first:
             return []
         return tensors_of(to_precision(to_device(part.batch.inputs, self._job.device), self._job.balance.dtype))
 
-    def targets(self, part: Part, weights: Sequence[float]) -> list[Any]:
+    def targets(self, part: MiniBatchPart, weights: Sequence[float]) -> list[Any]:
         """Return the targets of every micro-batch; empty without the last stage."""
         if not self._job.place.is_last:
             return []

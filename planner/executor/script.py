@@ -20,8 +20,8 @@ from planner.core.values.devices import TORCH_KINDS
 from planner.core.values.run_report import RunReport
 from planner.core.values.units import format_bytes, format_speed, format_us, parse_us
 from planner.executor.checkpoints import Checkpoints
+from planner.executor.measure.drift_note import drift_note, plan_paths
 from planner.executor.measure.step_record import OnStep
-from planner.executor.measure.telling import drift_note, places_of
 from planner.executor.measure.trace import trace_json
 from planner.executor.pipeline import Pipeline
 from planner.executor.watch.failure import Stopped, Watch
@@ -88,26 +88,28 @@ def arguments(description: str | None, *, steps: int, seed: int) -> Arguments:
 
 
 @contextmanager
-def pipeline_script(balance_path: str | Path, given: Arguments, *, on_step: OnStep | None = None) -> Iterator[Pipeline]:
+def pipeline_script(
+    balance_path: str | Path, options: Arguments, *, on_step: OnStep | None = None
+) -> Iterator[Pipeline]:
     """Make the pipeline for the block, and report after it. Any failure ends all processes, with one message.
 
     The exit code is then 2; it is 143 (130) if SIGTERM (SIGINT) ended the run.
 
     Args:
         balance_path: The balance configuration, as `gpipe-plan emit` writes it.
-        given: The command line.
+        options: The command line.
         on_step: Called with a `StepRecord` after every step, on rank 0 only.
     """
-    check_outputs({"--report": given.report, "--trace": given.trace}, (str(balance_path),))
+    check_outputs({"--report": options.report, "--trace": options.trace}, (str(balance_path),))
     pipeline: Pipeline | None = None
-    with Watch(given.timeout / 1e6) as watch:
+    with Watch(options.timeout / 1e6) as watch:
         try:
             pipeline = Pipeline(
                 balance_path,
-                seed=given.seed,
-                device=given.device,
-                timeout_s=given.timeout / 1e6,
-                check_nan=given.check_nan,
+                seed=options.seed,
+                device=options.device,
+                timeout_s=options.timeout / 1e6,
+                check_nan=options.check_nan,
                 watch=watch,
                 on_step=on_step,
             )
@@ -115,7 +117,7 @@ def pipeline_script(balance_path: str | Path, given: Arguments, *, on_step: OnSt
             pipeline.end_loop()
             for done in pipeline.at_end:
                 done()
-            _finish(pipeline, given, Path(balance_path).parent)
+            _finish(pipeline, options, Path(balance_path).parent)
         except BaseException as error:
             # If other ranks have failed, too, closing the pipeline might never end.
             if pipeline is not None and (isinstance(error, Stopped) or dist.get_world_size() == 1):
@@ -124,14 +126,16 @@ def pipeline_script(balance_path: str | Path, given: Arguments, *, on_step: OnSt
         pipeline.close()
 
 
-def checkpoints(pipeline: Pipeline, given: Arguments, optimizer: torch.optim.Optimizer, **others: Any) -> Checkpoints:
+def checkpoints(
+    pipeline: Pipeline, options: Arguments, optimizer: torch.optim.Optimizer, **stateful: Any
+) -> Checkpoints:
     """Restore a run as the command line says, and return the object that saves it.
 
     Args:
         pipeline: The pipeline.
-        given: The command line.
+        options: The command line.
         optimizer: Optimizer of this stage's parameters.
-        others: Further objects to restore, with `state_dict` and `load_state_dict`, such as a learning-rate schedule.
+        stateful: Further objects to restore, with `state_dict` and `load_state_dict`, such as a learning-rate schedule.
 
     Returns:
         The checkpoints.
@@ -139,13 +143,13 @@ def checkpoints(pipeline: Pipeline, given: Arguments, optimizer: torch.optim.Opt
     return Checkpoints(
         pipeline,
         optimizer,
-        folder=given.checkpoint,
-        every=given.checkpoint_every,
-        keep=given.keep,
-        resume=given.resume,
-        weights=given.weights,
-        steps=given.steps,
-        **others,
+        folder=options.checkpoint,
+        every=options.checkpoint_every,
+        keep=options.keep,
+        resume=options.resume,
+        weights=options.weights,
+        steps=options.steps,
+        **stateful,
     )
 
 
@@ -197,15 +201,15 @@ def _finish(pipeline: Pipeline, options: Arguments, folder: Path) -> None:
         pipeline.balance,
         report,
         num_here=int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
-        again=partial(_again, folder=folder, report=options.report),
+        advice=partial(_replan_commands, folder=folder, report=options.report),
     )
     if note:
         print(note, file=sys.stderr, flush=True)
 
 
-def _again(planned: Planned, folder: Path, report: str | None) -> tuple[str, str, str]:
+def _replan_commands(planned: Planned, folder: Path, report: str | None) -> tuple[str, str, str]:
     """Return the commands that plan with what the run measured."""
-    plan, profile = places_of(planned, folder)
+    plan, profile = plan_paths(planned, folder)
     how = "this run measured" if report else "a run measures, after `--report run.json`"
     named = [] if plan == "plan.yaml" else [shlex.quote(plan)]
     return (

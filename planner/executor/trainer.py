@@ -13,17 +13,17 @@ from torch import Tensor
 
 from planner.core.errors import ModelError
 from planner.executor.build.assembly import Assembly
-from planner.executor.job import Job
+from planner.executor.job import RankJob
 from planner.executor.measure.step_record import OnStep, StepHook, StepRecord, learning_rates
 from planner.executor.mini_batches import MiniBatches
 from planner.executor.run.agreement import Agreement, Phase
-from planner.executor.run.evaluation import EvaluationResult, ForwardOnly, Metrics, Observed
+from planner.executor.run.evaluation import EvaluationResult, ForwardOnly, Metrics, OutputObserver
 from planner.executor.run.gradients import check_gradients, check_losses, expect_values
 from planner.executor.run.loss_scale import LossScale
 from planner.executor.run.losses import sum_of, weighted
-from planner.executor.run.parts import Part, micro_batches_of
+from planner.executor.run.parts import MiniBatchPart, micro_batches_of
 from planner.executor.run.random_state import StepSeeds, keeping_random_state
-from planner.executor.run.relay import Relay
+from planner.executor.run.relay import MetricsRelay
 from planner.executor.watch.position import ANY
 from planner.model.autocast import autocast_dtype
 from planner.model.load import Batch
@@ -32,11 +32,13 @@ from planner.model.load import Batch
 class Trainer:
     """Training and evaluation of the stages of one process."""
 
-    def __init__(self, job: Job, assembly: Assembly, mini_batches: MiniBatches, on_step: OnStep | None = None) -> None:
+    def __init__(
+        self, job: RankJob, assembly: Assembly, mini_batches: MiniBatches, on_step: OnStep | None = None
+    ) -> None:
         self._job, self._assembly, self._mini_batches = job, assembly, mini_batches
         self._groups, self._recorder = assembly.groups, assembly.recorder
         self._agreement = Agreement(job.place, assembly.groups, job.device, job.position)
-        self._relay = Relay(job.place, assembly.groups, job.device)
+        self._relay = MetricsRelay(job.place, assembly.groups, job.device)
         self._parameters = dict(assembly.named_parameters())
         is_float16 = autocast_dtype(job.balance.dtype) == torch.float16
         self._loss_scale = LossScale(self._parameters.values(), job.device) if is_float16 else None
@@ -105,14 +107,14 @@ class Trainer:
             The result.
         """
         parts = self._mini_batches.parts_of_any_size(batch)
-        observed = Observed(metrics, keeps_outputs=outputs)
+        observed = OutputObserver(metrics, keeps_outputs=outputs)
         agreed = self._agreed("evaluation" if metrics is None else "evaluation with metrics", [parts])
         self._job.position.at("the evaluation")
         with keeping_random_state():
             losses = [loss for part, _, weights in agreed for loss in self._forward(part, weights, observed)]
         names = self._relay.names(list(observed.sums)) if metrics is not None else []
         numbers = [sum_of(losses), observed.samples, *(observed.sums.get(name, 0.0) for name in names)]
-        loss, samples, *sums = self._relay.everywhere(numbers, len(numbers))
+        loss, samples, *sums = self._relay.sum_over_replicas(numbers, len(numbers))
         self._relay.finish()  # a script may end with its evaluation
         self._job.position.at("between steps")
         means = {name: total / samples for name, total in zip(names, sums, strict=True)}
@@ -142,7 +144,9 @@ class Trainer:
 
     # Private methods: training
 
-    def _agreed(self, phase: Phase, pieces: Sequence[Sequence[Part]]) -> list[tuple[Part, int, list[float]]]:
+    def _agreed(
+        self, phase: Phase, pieces: Sequence[Sequence[MiniBatchPart]]
+    ) -> list[tuple[MiniBatchPart, int, list[float]]]:
         """Return the parts of all mini-batches with their weights, after checking that all ranks begin the same."""
         parts = [*chain.from_iterable(pieces)]
         counts, sizes = self._mini_batches.counts(parts), [sum(part.num_samples for part in piece) for piece in pieces]
@@ -153,7 +157,7 @@ class Trainer:
                 self._mini_batches.compare()
         return weighted(parts, counts, total)
 
-    def _make_engine(self, part: Part) -> None:
+    def _make_engine(self, part: MiniBatchPart) -> None:
         """Make the engine on every rank before anything is sent: all detect a micro-batch too small for a layer."""
         try:
             self._assembly.engine(part.micro_batches, part.micro_batch_size)
@@ -163,13 +167,13 @@ class Trainer:
                 hint="drop the last mini-batch (`drop_last=True`), or choose a batch that fits the data",
             ) from error
 
-    def _compute(self, agreed: Sequence[tuple[Part, int, list[float]]]) -> float:
+    def _compute(self, agreed: Sequence[tuple[MiniBatchPart, int, list[float]]]) -> float:
         """Run a step without the optimizer's step, which must not find losses in memory; return the total loss."""
         losses = self._forward_backward(agreed)
         self._sum_gradients()
         return self._loss_everywhere(losses, sum(part.num_samples for part, *_ in agreed))
 
-    def _forward_backward(self, agreed: Sequence[tuple[Part, int, list[float]]]) -> list[Tensor]:
+    def _forward_backward(self, agreed: Sequence[tuple[MiniBatchPart, int, list[float]]]) -> list[Tensor]:
         """Return, on the last stage, the contribution of each micro-batch to the loss of all parts."""
         assembly = self._assembly
         assembly.tied.begin()
@@ -190,7 +194,7 @@ class Trainer:
                 losses += self._run(part, weights)
         return losses
 
-    def _run(self, part: Part, weights: Sequence[float]) -> list[Tensor]:
+    def _run(self, part: MiniBatchPart, weights: Sequence[float]) -> list[Tensor]:
         engine = self._assembly.engine(part.micro_batches, part.micro_batch_size)
         self._assembly.expect(part, training=True)
         if self._loss_scale is not None:
@@ -227,7 +231,7 @@ class Trainer:
         """Send the loss of the step and its number of samples to every rank."""
         place, position = self._job.place, self._job.position
         position.at("the loss", waits_for=None if place.is_last else place.stages[-1] + 1)
-        loss, samples = self._relay.everywhere([sum_of(losses), num_samples], 2)
+        loss, samples = self._relay.sum_over_replicas([sum_of(losses), num_samples], 2)
         if place.is_last and self._loss_scale is None:
             check_losses(losses, loss, position)
         self.losses.append(loss)
@@ -237,7 +241,7 @@ class Trainer:
 
     # Private methods: evaluating
 
-    def _forward(self, part: Part, weights: Sequence[float], observed: Observed) -> list[Tensor]:
+    def _forward(self, part: MiniBatchPart, weights: Sequence[float], observed: OutputObserver) -> list[Tensor]:
         """Return, on the last stage, the contribution of each micro-batch to the loss of the batch."""
         job, modules, batches = self._job, self._assembly.modules, self._mini_batches
         forward = ForwardOnly(modules=modules, place=job.place, device=job.device, precision=job.balance.dtype)

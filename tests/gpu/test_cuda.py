@@ -152,7 +152,7 @@ def test_what_is_recorded_lies_in_its_step() -> None:
         begin = time.perf_counter_ns()
         with recorder.step():
             recorder.timed("forward", lambda: torch.cuda._sleep(20_000_000))
-            recorder.timed("backward", lambda: recorder.timed_again(lambda: torch.cuda._sleep(20_000_000)))
+            recorder.timed("backward", lambda: recorder.timed_recomputation(lambda: torch.cuda._sleep(20_000_000)))
             with recorder.optimizer():
                 torch.empty(SIZE, device=CUDA)
         end = time.perf_counter_ns()

@@ -14,12 +14,12 @@ from planner.core.schedule import schedule_of
 from planner.core.values.plan import Recompute
 from planner.executor.build.building import StageRange, build_stages, build_structure, check_same_model
 from planner.executor.build.initial_values import equalize_copies, is_copied
-from planner.executor.job import Job
+from planner.executor.job import RankJob
 from planner.executor.keep.weights import first_names
 from planner.executor.measure.recorder import Recorder
 from planner.executor.run.engine import Engine, EngineStage
 from planner.executor.run.loader import example_of
-from planner.executor.run.parts import Part
+from planner.executor.run.parts import MiniBatchPart
 from planner.executor.run.placement import Groups
 from planner.executor.run.replicas import ReplicaGradients
 from planner.executor.run.shapes import Shapes, shapes_of
@@ -41,7 +41,7 @@ class Assembly:
     """
 
     def __init__(
-        self, job: Job, model: LoadedModel, groups: Groups, recorder: Recorder, *, structure: Chain | None = None
+        self, job: RankJob, model: LoadedModel, groups: Groups, recorder: Recorder, *, structure: Chain | None = None
     ) -> None:
         self._job, self._model, self.groups, self.recorder = job, model, groups, recorder
         balance, place = job.balance, job.place
@@ -102,7 +102,7 @@ class Assembly:
         held = (pair for module in self.modules for pair in named_tensors(module))
         return {name: tensor for name, tensor in held if name in self.first_names}
 
-    def expect(self, part: Part, *, training: bool) -> None:
+    def expect(self, part: MiniBatchPart, *, training: bool) -> None:
         """Set the shapes of the tensors that the stages receive and send for `part`."""
         boundaries = self._shapes(part.micro_batch_size, training=training).boundaries
         for module, layers in zip(self.modules, self._ranges, strict=True):
@@ -134,7 +134,7 @@ class Assembly:
             loss_fn=self._model.loss_fn if is_last else None,
             statistics=self.statistics,
         )
-        module.timed_again = partial(self.recorder.timed_again, stage=index)
+        module.timed_recomputation = partial(self.recorder.timed_recomputation, stage=index)
         return module
 
     def _replica_gradients(self) -> ReplicaGradients | None:

@@ -191,18 +191,18 @@ def held_names(chain: Chain, first: int, end: int) -> frozenset[str]:
     return frozenset(name for name, _ in named_tensors(chain.model) if name.startswith(prefixes))
 
 
-def keep_only(model: nn.Module, kept: Callable[[Tensor], Tensor | None], device: torch.device) -> None:
-    """Replace every parameter and buffer by `kept(tensor)`, or by an absent ghost where that is None.
+def keep_only(model: nn.Module, keep: Callable[[Tensor], Tensor | None], device: torch.device) -> None:
+    """Replace every parameter and buffer by `keep(tensor)`, or by an absent ghost where that is None.
 
     Args:
         model: The model.
-        kept: Function that returns the tensor to use, or None.
+        keep: Function that returns the tensor to use, or None.
         device: Device that the ghosts report.
     """
     names = {id(tensor): name for name, tensor in reversed(named_tensors(model))}
 
     def other(tensor: Tensor) -> Tensor:
-        instead = kept(tensor)
+        instead = keep(tensor)
         return absent(tensor, device, names[id(tensor)]) if instead is None else instead
 
     replace_tensors(model, other)
@@ -220,8 +220,8 @@ def _emptied(tensor: Tensor) -> Tensor:
     return empty
 
 
-def _with_its_parameters(tensor: Tensor, held: Collection[int], device: torch.device) -> Tensor:
-    """Return `tensor` on `device`, or an absent ghost if it was computed from a parameter that is not in `held`."""
+def _with_its_parameters(tensor: Tensor, held_ids: Collection[int], device: torch.device) -> Tensor:
+    """Return `tensor` on `device`, or an absent ghost if it was computed from a parameter that is not in `held_ids`."""
     nodes, seen = [tensor.grad_fn], set[Any]()
     while nodes:
         node = nodes.pop()
@@ -229,7 +229,7 @@ def _with_its_parameters(tensor: Tensor, held: Collection[int], device: torch.de
             continue
         seen.add(node)
         variable = getattr(node, "variable", None)
-        if variable is not None and id(variable) not in held:
+        if variable is not None and id(variable) not in held_ids:
             return absent(tensor, device, "a tensor computed from parameters of another stage")
         nodes.extend(above for above, _ in node.next_functions)
     return tensor.to(device)

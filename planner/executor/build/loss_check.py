@@ -154,7 +154,7 @@ def _checked_bytes(loaded: LoadedModel, model: nn.Module, batch: Batch) -> int:
 def _as_built(model: nn.Module) -> Iterator[None]:
     """Undo what forwards change in a model: buffers and attributes."""
     attributes = Attributes(model.named_modules())
-    with replaced_tensors(model, lambda held: held if isinstance(held, nn.Parameter) else held.clone()):
+    with replaced_tensors(model, lambda tensor: tensor if isinstance(tensor, nn.Parameter) else tensor.clone()):
         try:
             yield
         finally:

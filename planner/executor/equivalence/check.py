@@ -25,7 +25,7 @@ from planner.core.values.proof import Proof
 from planner.executor.build.building import build_structure
 from planner.executor.equivalence.isolation import Child, ChildError
 from planner.executor.equivalence.rehearsal import rehearse
-from planner.executor.equivalence.rounds import Found, Round
+from planner.executor.equivalence.rounds import Round, RoundResult
 from planner.executor.equivalence.subject import STEPS, CheckRequest, Digests, Subject, layer_starts
 from planner.model.load import LoadedModel
 from planner.model.reference import ReferenceOptions, train_reference
@@ -126,22 +126,22 @@ def reference_losses(loaded: LoadedModel, *, micro_batches: int, micro_batch_siz
     return losses
 
 
-def _in_child(request: CheckRequest, progress: Callable[[str], None]) -> Found:
+def _in_child(request: CheckRequest, progress: Callable[[str], None]) -> RoundResult:
     """Run a round of the check in a separate process, so that this one is not changed."""
     folder = Path(tempfile.mkdtemp(prefix="gpipe-plan-check-"))
     child = Child(partial(_round, request, folder), limit_s=request.limit_s)
     try:
-        return cast("Found", child.result(progress))
+        return cast("RoundResult", child.result(progress))
     except ChildError as error:
         if error.is_user_error:
             raise error.as_model_error() from None
-        return Found(proof=Proof(layers=0, cuts=0, reason=error.message))
+        return RoundResult(proof=Proof(layers=0, cuts=0, reason=error.message))
     finally:
         child.end()
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _round(request: CheckRequest, folder: Path, connection: Connection) -> Found:
+def _round(request: CheckRequest, folder: Path, connection: Connection) -> RoundResult:
     """Run a round with its own `folder`; progress is sent over `connection`."""
     # Forked before any code of the model has run here, so that module-level state is as in a new process.
     works = [partial(_reference, request.loaded, folder / str(number)) for number in range(len(_ATTEMPTS))]
@@ -160,11 +160,13 @@ def _reference(loaded: LoadedModel, folder: Path, connection: Connection) -> Non
     train_reference(loaded, options, folder)
 
 
-def _compared(request: CheckRequest, folder: Path, waiting: Sequence[Child], progress: Callable[[str], None]) -> Found:
+def _compared(
+    request: CheckRequest, folder: Path, waiting: Sequence[Child], progress: Callable[[str], None]
+) -> RoundResult:
     progress("finding the layers")
     chain = build_structure(request.loaded)
     if len(chain.layers) == 1:
-        return Found(proof=Proof(layers=0, cuts=0, reason="there is a single layer"))
+        return RoundResult(proof=Proof(layers=0, cuts=0, reason="there is a single layer"))
     first: ChildError | None = None
     has_other_values = True
     for number, (attempt, child) in enumerate(zip(_ATTEMPTS, waiting, strict=True)):

@@ -38,29 +38,29 @@ class Differences:
     writes_state: bool = False
     """True if forwards write into parameters, buffers or tensors in attributes."""
 
-    def note(self, what: str, ratio: float) -> None:
+    def note(self, name: str, ratio: float) -> None:
         """Record a relative difference; of several for the same name, the largest is kept."""
-        self.relative[what] = max(ratio if not math.isnan(ratio) else math.inf, self.relative.get(what, 0.0))
+        self.relative[name] = max(ratio if not math.isnan(ratio) else math.inf, self.relative.get(name, 0.0))
 
-    def compare_number(self, what: str, value: float, right: float) -> None:
+    def compare_number(self, name: str, value: float, right: float) -> None:
         """Compare a number with the reference's.
 
         Args:
-            what: Name in messages.
+            name: Name in messages.
             value: Number of the stage.
             right: Number of the reference.
         """
         equal = value == right or (math.isnan(value) and math.isnan(right))
-        self.note(what, 0.0 if equal else abs(value - right) / max(abs(right), 1e-30))
+        self.note(name, 0.0 if equal else abs(value - right) / max(abs(right), 1e-30))
 
-    def compare_tensor(self, what: str, value: Tensor | None, right: Tensor | None, least: float = 0.0) -> None:
+    def compare_tensor(self, name: str, value: Tensor | None, right: Tensor | None, least: float = 0.0) -> None:
         """Compare a tensor with the reference's, relative to the largest number in it, at least `least`.
 
         None counts as zeros. If a missing gradient changes the optimizer's behavior, the comparison after the
         optimizer's step detects it.
 
         Args:
-            what: Name in messages.
+            name: Name in messages.
             value: Tensor of the stage.
             right: Tensor of the reference.
             least: Smallest scale.
@@ -68,32 +68,32 @@ class Differences:
         value, right = (None if t is None else dense_values(t) for t in (value, right))
         if value is None or right is None:
             other = value if right is None else right
-            self.note(what, 0.0 if other is None or not largest(other) else math.inf)
+            self.note(name, 0.0 if other is None or not largest(other) else math.inf)
         elif value.shape != right.shape:
-            self.note(what, math.inf)
+            self.note(name, math.inf)
         elif torch.equal(value, right):
-            self.note(what, 0.0)
+            self.note(name, 0.0)
         else:
-            self.note(what, largest_difference(value, right) / max(largest(right), least, 1e-30))
+            self.note(name, largest_difference(value, right) / max(largest(right), least, 1e-30))
 
 
-def compare_update(found: Differences, what: str, value: Tensor, *, right: Tensor, before: Tensor) -> None:
+def compare_update(differences: Differences, name: str, value: Tensor, *, right: Tensor, before: Tensor) -> None:
     """Compare a parameter after an optimizer's step, relative to how far the reference's moved.
 
     Args:
-        found: Receives the difference.
-        what: Name in messages.
+        differences: Receives the difference.
+        name: Name in messages.
         value: Parameter of the stage.
         right: Parameter of the reference.
         before: Parameter of the reference before the step.
     """
     if torch.equal(value, right):
-        found.note(what, 0.0)
+        differences.note(name, 0.0)
         return
     moved = largest_difference(right, before)
     rounding = 4 * torch.finfo(right.dtype).eps * largest(right) if right.is_floating_point() else 0.0
     difference = largest_difference(value, right)
-    found.note(what, max(0.0, difference - rounding) / max(moved, rounding, 1e-30))
+    differences.note(name, max(0.0, difference - rounding) / max(moved, rounding, 1e-30))
 
 
 def largest_problem(relative: Mapping[str, float], noise: Callable[[], Mapping[str, float]]) -> str:
@@ -121,18 +121,18 @@ def largest_problem(relative: Mapping[str, float], noise: Callable[[], Mapping[s
     return what and f"{what} differs by {wrong[what]:.1e}"
 
 
-def compare_gradients(found: Differences, gradients: Mapping[str, Tensor | None], right: ReferenceState) -> None:
+def compare_gradients(differences: Differences, gradients: Mapping[str, Tensor | None], right: ReferenceState) -> None:
     """Compare gradients by parameter name, each relative to its largest number.
 
     Args:
-        found: Receives the differences.
+        differences: Receives the differences.
         gradients: Gradients of the stage.
         right: State of the reference.
     """
     # A gradient that is nothing but rounding errors is compared with the largest of all.
     least = 1e-5 * right.largest_gradient
     for name, gradient in gradients.items():
-        found.compare_tensor(f'the gradient of "{name}"', gradient, right.tensors.get(f"gradient:{name}"), least)
+        differences.compare_tensor(f'the gradient of "{name}"', gradient, right.tensors.get(f"gradient:{name}"), least)
 
 
 def shaking(precision: Precision, seed: int) -> Callable[[nn.Module], None]:

@@ -45,7 +45,7 @@ random."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Found:
+class RoundResult:
     """Result of one round of the check."""
 
     proof: Proof
@@ -87,7 +87,7 @@ class Round:
             child.end()
         return cls(request=request, subject=subject, folder=folder, child=child, progress=progress)
 
-    def compare(self) -> Found:
+    def compare(self) -> RoundResult:
         """Compare all cuts for which there is time."""
         ends, shown = self.request.ends, self.subject.cuts
         num_layers = len(self.subject.whole.layers)
@@ -103,7 +103,7 @@ class Round:
                 break
             begin = time.monotonic()
             self.progress(f"comparing cuts {len(compared) + 1} to {len(compared) + len(cuts)} of {len(wanted)}")
-            verdict = self._verdict(cuts)
+            verdict = self._group_result(cuts)
             took_s = time.monotonic() - begin
             compared += cuts
             recomputed = recomputed or verdict.differs_recomputed
@@ -112,7 +112,7 @@ class Round:
         alike = {place: self._alike(standing_for, place) for place in compared}
         named = {self.subject.whole.ends[cut - 1]: why for place, why in sorted(wrong.items()) for cut in alike[place]}
         proof = self._proof({cut for cuts in alike.values() for cut in cuts}, relative, recomputed)
-        return Found(proof=proof, num_cuts=len(self.subject.whole.ends), wrong=named)
+        return RoundResult(proof=proof, num_cuts=len(self.subject.whole.ends), wrong=named)
 
     def _alike(self, standing_for: Mapping[int, int], place: int) -> tuple[int, ...]:
         """Return the cuts of the full model that a compared one represents."""
@@ -136,16 +136,16 @@ class Round:
             differs_recomputed=recomputed,
         )
 
-    def _verdict(self, cuts: Sequence[int]) -> "_Verdict":
+    def _group_result(self, cuts: Sequence[int]) -> "_GroupResult":
         found, problem = self._train(cuts, "except-last")
         # Recomputed layers keep no graph that the forward of another micro-batch could write into.
         if not problem and not any(rank.writes_state for rank in found):
-            return _Verdict(found)
+            return _GroupResult(found)
         again, still = self._train(cuts, "never")
         if not still:
-            return _Verdict(again, differs_recomputed=problem)
+            return _GroupResult(again, differs_recomputed=problem)
         if len(cuts) == 1:
-            return _Verdict(again, wrong={cuts[0]: still})
+            return _GroupResult(again, wrong={cuts[0]: still})
         alone: dict[int, str] = {}
         for cut in cuts:
             # A cut that there is no time to try alone counts as wrong.
@@ -153,7 +153,7 @@ class Round:
             alone[cut] = still if is_late else self._train([cut], "never")[1]
         wrong = {cut: why for cut, why in alone.items() if why}
         # If none of them is wrong alone, the problem needs several cuts at once: then all of them are removed.
-        return _Verdict(again, wrong=wrong or dict.fromkeys(cuts, still))
+        return _GroupResult(again, wrong=wrong or dict.fromkeys(cuts, still))
 
     def _train(self, cuts: Sequence[int], recompute: Recompute) -> tuple[list[Differences], str]:
         """Train a pipeline with these cuts; return the differences of its ranks, and a problem."""
@@ -226,11 +226,11 @@ class Round:
         for steps in range(1, self.subject.options.steps + 1):
             right = ReferenceState.load(self.folder / f"gradients-{steps - 1}")
             for seed in range(_DRAWS):
-                for what, size in _compared_states(self._shaken(steps, seed), right).items():
+                for what, size in _compared_states(self._perturbed_reference(steps, seed), right).items():
                     noise[what] = max(size, noise.get(what, 0.0))
         return noise
 
-    def _shaken(self, steps: int, seed: int) -> ReferenceState:
+    def _perturbed_reference(self, steps: int, seed: int) -> ReferenceState:
         """Train the reference again, with changed parameters in the last of `steps` steps; return its gradients."""
         folder = Path(tempfile.mkdtemp(dir=self.folder.parent))
         options = replace(self.subject.options, steps=steps, updates=steps > 1)
@@ -261,7 +261,7 @@ def _expect_reference(child: Child) -> None:
         raise _ReferenceFailedError(error.message, hint=error.hint, is_user_error=error.is_user_error) from None
 
 
-class _Verdict(NamedTuple):
+class _GroupResult(NamedTuple):
     """Result for one group of cuts."""
 
     found: Sequence[Differences]
@@ -303,19 +303,19 @@ def _balance(subject: Subject, cuts: Sequence[int], recompute: Recompute) -> Bal
     )
 
 
-def _different_copies(found: Sequence[Differences]) -> str:
+def _different_copies(differences: Sequence[Differences]) -> str:
     """Describe a tensor that several ranks hold and that begins with other values on each; empty if there is none."""
     digests: dict[str, set[str]] = {}
-    for rank in found:
+    for rank in differences:
         for name, digest in rank.own_values.items():
             digests.setdefault(name, set()).add(digest)
     name = next((name for name, values in digests.items() if len(values) > 1), "")
     return name and f'"{name}" begins with other values on every stage that holds it'
 
 
-def _together(found: Sequence[Differences]) -> dict[str, float]:
+def _together(differences: Sequence[Differences]) -> dict[str, float]:
     relative: dict[str, float] = {}
-    for rank in found:
+    for rank in differences:
         for what, size in rank.relative.items():
             relative[what] = max(size, relative.get(what, 0.0))
     return relative

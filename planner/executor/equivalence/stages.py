@@ -123,7 +123,7 @@ class _Rank:
         """
         if self._trial.options.lean:
             self._before.lend_parameters(self._named)
-        for name, tensor in self._held().items():
+        for name, tensor in self._held_tensors().items():
             kind = "parameter" if name in self._named else "buffer"
             right = self._before.tensors.get(f"{kind}:{name}")
             if right is None or right.shape != tensor.shape or tensor.is_meta:
@@ -132,7 +132,7 @@ class _Rank:
                 self._found.own_values[self._pipeline.first_names.get(name, name)] = digest_of_values(tensor)
                 tensor.detach().copy_(right)
 
-    def _held(self) -> dict[str, Tensor]:
+    def _held_tensors(self) -> dict[str, Tensor]:
         """Return this rank's parameters and buffers by name."""
         buffers = {n: b for module in self._pipeline.modules for n, b in module.named_buffers(remove_duplicate=False)}
         return {**buffers, **self._named}
@@ -140,7 +140,7 @@ class _Rank:
     def _versions(self) -> dict[int, int]:
         """Return how often each tensor that forwards may write into was written, by identity."""
         loose = [tensor for module in self._pipeline.modules for tensor in loose_tensors(module)]
-        return {id(tensor): tensor._version for tensor in (*self._held().values(), *loose)}
+        return {id(tensor): tensor._version for tensor in (*self._held_tensors().values(), *loose)}
 
     def _compare_step(self, loss: float, step: int, at_start: dict[str, float]) -> None:
         right = self._state(f"gradients-{step}")
@@ -148,7 +148,7 @@ class _Rank:
         if pipeline.is_last:
             found.compare_number("the loss", loss, right.loss)
         compare_gradients(found, {n: p.grad for n, p in self._named.items() if p.requires_grad}, right)
-        for name, buffer in self._held().items():
+        for name, buffer in self._held_tensors().items():
             if f"buffer:{name}" in right.tensors:
                 expected = right.tensors[f"buffer:{name}"]
                 found.compare_tensor(f'the buffer "{name}"', buffer, expected, _rounding_scale(name, right))

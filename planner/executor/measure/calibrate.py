@@ -50,7 +50,7 @@ _SIZES = 1024, 1024 * 1024
 """Float32 values that cross the boundary: 4 KiB and 4 MiB."""
 
 
-class Measured(NamedTuple):
+class MeasuredExecutor(NamedTuple):
     """Cost of two processes of the executor, and whether it may be stored."""
 
     cost: ExecutorCost
@@ -90,7 +90,7 @@ def executor_cost(cache: Path, *, warn: Callable[[str], None]) -> ExecutorCost:
     return cost
 
 
-def measure_executor() -> Measured:
+def measure_executor() -> MeasuredExecutor:
     """Measure the executor with two processes on the CPU, over gloo; takes a few seconds."""
     with tempfile.TemporaryDirectory() as folder:
         with _without_main():
@@ -109,7 +109,7 @@ def measure_executor() -> Measured:
         overhead_us=round(small.overhead_us, 1), link=fit_link([4 * size for size in _SIZES], times_us, blocking=True)
     )
     shares = [run.core_share for each in runs.values() for run in each.values() if run.core_share]
-    return Measured(cost, min(shares, default=1.0) >= LEAST_CORE_SHARE)
+    return MeasuredExecutor(cost, min(shares, default=1.0) >= LEAST_CORE_SHARE)
 
 
 @contextlib.contextmanager
@@ -129,7 +129,7 @@ def _worker(rank: int, folder: str) -> None:
         store = dist.FileStore(f"{folder}/store_{size}", 2)  # type: ignore[attr-defined]
         dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
         spans: list[RunSpan] = []
-        step = step_of_nothing(rank, 2, size, timer=partial(_timed, spans, rank), leaves_cache=True)
+        step = empty_step(rank, 2, size, timer=partial(_timed, spans, rank), leaves_cache=True)
         steps = []
         for number in range(_WARM_UPS + _STEPS):
             if number == _WARM_UPS:
@@ -164,7 +164,7 @@ def _run(folder: str, rank: int, size: int) -> _Run:
     return _Run(tuple(RunStep(number, tuple(RunSpan(*span) for span in spans)) for number, spans in steps), core_share)
 
 
-def step_of_nothing(
+def empty_step(
     index: int,
     num_stages: int,
     size: int,
@@ -224,11 +224,11 @@ class _Nothing(nn.Module):
         self.scratch = scratch
 
     def forward(self, value: Tensor) -> Tensor:
-        passed: Tensor = _Pass.apply(value, self.weight, self.scratch)  # type: ignore[no-untyped-call]
+        passed: Tensor = _Identity.apply(value, self.weight, self.scratch)  # type: ignore[no-untyped-call]
         return passed
 
 
-class _Pass(torch.autograd.Function):
+class _Identity(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, value: Tensor, weight: Tensor, scratch: Tensor) -> Tensor:
         ctx.weight, ctx.scratch = weight, scratch
@@ -242,11 +242,11 @@ class _Pass(torch.autograd.Function):
 
 
 def _first_value(output: Tensor, _target: Any) -> Tensor:
-    loss: Tensor = _First.apply(output)  # type: ignore[no-untyped-call]
+    loss: Tensor = _ZeroLoss.apply(output)  # type: ignore[no-untyped-call]
     return loss
 
 
-class _First(torch.autograd.Function):
+class _ZeroLoss(torch.autograd.Function):
     """Loss without cost in forward and backward."""
 
     @staticmethod

@@ -19,7 +19,7 @@ from planner.core.values.links import Links, MeasuredLink, fit_link
 from planner.core.values.profile import GENERATOR, Device, Environment
 from planner.device.clock import typical_us
 from planner.device.kinds import DEVICE_KINDS, kind_of
-from planner.executor.measure.calibrate import MICRO_BATCHES, step_of_nothing
+from planner.executor.measure.calibrate import MICRO_BATCHES, empty_step
 
 _SIZES = tuple(4**n * 1024 for n in range(8))
 """Message sizes in bytes: 1 KiB to 16 MiB."""
@@ -118,7 +118,7 @@ def _transfer_us_of(both_us: float, overhead_us: float) -> float:
 
 def _step_us(index: int, num_stages: int, size: int, group: Group) -> float:
     """Return the median time of a step."""
-    step = step_of_nothing(index, num_stages, size, group=group)
+    step = empty_step(index, num_stages, size, group=group)
     times = []
     for _ in range(_WARM_UPS + _STEPS):
         begin = time.perf_counter_ns()

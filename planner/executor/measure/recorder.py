@@ -78,7 +78,7 @@ class Recorder:
         self._backward_of = None
         return result
 
-    def timed_again(self, work: Callable[[], Any], *, stage: int = 0) -> Any:
+    def timed_recomputation(self, work: Callable[[], Any], *, stage: int = 0) -> Any:
         """Run `work`, which is recomputation if a backward is being timed."""
         if self._backward_of is None:
             return work()

@@ -23,7 +23,7 @@ from planner.core.values.run_report import RunReport, StageRun
 from planner.device.kinds import kind_of
 from planner.executor.measure.recorder import WARM_UP_STEPS, Recorder
 from planner.executor.measure.run_times import ProcessRun, RunStep, with_waiting
-from planner.executor.run.placement import Place
+from planner.executor.run.placement import ProcessPlace
 from planner.executor.run.stage_module import StageModule
 from planner.model.precision import dtype_of
 
@@ -32,7 +32,7 @@ _ROUND_TRIPS = 16
 
 def run_report(
     balance: Balance,
-    place: Place,
+    place: ProcessPlace,
     recorder: Recorder,
     modules: Sequence[StageModule],
     *,
@@ -170,7 +170,9 @@ def _moved(step: RunStep, offset_ns: int) -> RunStep:
     return step._replace(spans=tuple(spans))
 
 
-def _stage_runs(balance: Balance, place: Place, recorder: Recorder, modules: Sequence[StageModule]) -> list[StageRun]:
+def _stage_runs(
+    balance: Balance, place: ProcessPlace, recorder: Recorder, modules: Sequence[StageModule]
+) -> list[StageRun]:
     described = [balance.stages[index] for index in place.stages]
     return [
         StageRun(

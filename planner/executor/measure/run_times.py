@@ -146,7 +146,7 @@ def waits_of(processes: Mapping[int, Iterable[RunSpan]]) -> StepWaits:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Waiting:
+class MeanWaits:
     """Means of the waits of a pipeline over the middle steps of a run."""
 
     bubble: float
@@ -160,7 +160,7 @@ class Waiting:
     """Time of one transfer, by direction and boundary (the stage before it)."""
 
 
-def waiting_of(processes: Mapping[int, Iterable[RunStep]], *, overlaps: bool) -> Waiting | None:
+def waiting_of(processes: Mapping[int, Iterable[RunStep]], *, overlaps: bool) -> MeanWaits | None:
     """Return the waits of a pipeline, from the steps of its processes on one clock; None without a step.
 
     If transfers overlap with computation, a transfer is seen in full only by a receiver that was waiting. Other
@@ -184,7 +184,7 @@ def waiting_of(processes: Mapping[int, Iterable[RunStep]], *, overlaps: bool) ->
     overheads = [time for wait in waits for time in wait.overhead_ns]
     overhead_ns = fmean(overheads) if overheads else 0.0
     stages = {transfer.stage for wait in waits for transfer in wait.transfers}
-    return Waiting(
+    return MeanWaits(
         bubble=fmean(wait.bubble(overhead_ns) for wait in waits),
         overhead_us=overhead_ns / 1e3 if overheads else None,
         idle_us={rank: fmean(wait.idle_ns[rank] for wait in waits) / 1e3 for rank in processes},
@@ -204,7 +204,7 @@ def with_waiting(report: RunReport, runs: Sequence[ProcessRun], *, overlaps: boo
     Returns:
         The completed report.
     """
-    waiting: dict[int, Waiting] = {}
+    waiting: dict[int, MeanWaits] = {}
     for replica in sorted({run.replica for run in runs}):
         pipeline = [run for run in runs if run.replica == replica]
         steps = {run.rank: [step for step in run.steps if step.number >= report.warmup_steps] for run in pipeline}
@@ -253,14 +253,14 @@ def typical_us(steps: Iterable[Sequence[RunSpan]], kind: RunSpanKind, stage: int
     return median(fmean(times_ns) for times_ns in taken.values()) / 1e3 if taken else 0.0
 
 
-def _with_waiting(stage: StageRun, waiting: Waiting | None, rank: int) -> StageRun:
+def _with_waiting(stage: StageRun, waiting: MeanWaits | None, rank: int) -> StageRun:
     if waiting is None:
         return stage
     transfer_us, idle_us = waiting.transfer_us.get(stage.index, 0.0), waiting.idle_us.get(rank, 0.0)
     return replace(stage, transfer_us=round(transfer_us, 1), idle_us=round(idle_us, 1))
 
 
-def _boundaries(replica: int, waiting: Waiting) -> Iterator[BoundaryRun]:
+def _boundaries(replica: int, waiting: MeanWaits) -> Iterator[BoundaryRun]:
     for index in sorted({boundary for _, boundary in waiting.crossing_us}):
         forward_us = round(waiting.crossing_us.get(("forward", index), 0.0), 1)
         backward_us = round(waiting.crossing_us.get(("backward", index), 0.0), 1)

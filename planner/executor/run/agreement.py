@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from planner.core.errors import TrainingError
 from planner.core.values.units import counted
-from planner.executor.run.placement import Groups, Place
+from planner.executor.run.placement import Groups, ProcessPlace
 from planner.executor.run.relay import transfer
 from planner.executor.watch.position import ANY, Position
 
@@ -77,7 +77,7 @@ class _Begun(NamedTuple):
 class Agreement:
     """Comparison of the phases that ranks begin; every rank of the job must call it. Messages are on `device`."""
 
-    def __init__(self, place: Place, groups: Groups, device: torch.device, position: Position) -> None:
+    def __init__(self, place: ProcessPlace, groups: Groups, device: torch.device, position: Position) -> None:
         self._place, self._groups, self._position = place, groups, position
         self._own = torch.zeros(2 + _NUM_SIZES, dtype=torch.float64, device=device)
         self._received = torch.zeros_like(self._own)
@@ -151,9 +151,9 @@ class Agreement:
                 raise self._disagreement(begun._replace(sizes=()), other, place.rank_of(place.num_stages - 1, replica))
         return sum(row[2] for row in rows)
 
-    def _disagreement(self, own: _Begun, other: _Begun, rank: int, *, has_more: bool = False) -> TrainingError:
+    def _disagreement(self, begun: _Begun, other: _Begun, rank: int, *, has_more: bool = False) -> TrainingError:
         others = f"rank {rank}{' and all ranks before it are' if has_more else ' is'}"
         hint = "run the same steps, evaluations and checkpoints on every rank, and end all loops after the same step"
-        if own._replace(sizes=()) == other._replace(sizes=()):
+        if begun._replace(sizes=()) == other._replace(sizes=()):
             hint = "give every rank the same mini-batches: from the same files, in the same order"
-        return TrainingError(f"rank {self._place.rank} is {own.words}, but {others} {other.words}", hint=hint)
+        return TrainingError(f"rank {self._place.rank} is {begun.words}, but {others} {other.words}", hint=hint)

@@ -76,7 +76,7 @@ class EngineStage:
     to each gradient, if that is known."""
 
 
-class _Waiting(NamedTuple):
+class _InFlight(NamedTuple):
     """Tensors that a micro-batch keeps on a stage between its forward and its backward."""
 
     inputs: tuple[Tensor, ...]
@@ -134,7 +134,7 @@ class Engine:
         self._deferred: dict[tuple[int, int], DeferredUses] = {}
         """Operands of deferred weight gradients, between I and W."""
         self._transfers = Transfers(device, group)
-        self._waiting: dict[tuple[int, int], _Waiting] = {}
+        self._in_flight: dict[tuple[int, int], _InFlight] = {}
         self._gradients: dict[tuple[int, int], tuple[Tensor, ...]] = {}
         """Gradient of a stage's input for a micro-batch, until it is sent."""
         self._inputs: list[tuple[Tensor, ...]] = []
@@ -199,7 +199,7 @@ class Engine:
                 self._transfers.post(message, shapes, self._rank_of(self._source(message)))
             case "send", "F":
                 message = Message("F", stage.index, micro_batch)
-                outputs = self._waiting[stage.index, micro_batch].outputs
+                outputs = self._in_flight[stage.index, micro_batch].outputs
                 self._transfers.send_output(message, outputs, self._rank_of(self._target(message)))
             case "send", _:
                 message = Message("B", stage.index, micro_batch)
@@ -212,7 +212,7 @@ class Engine:
 
     def _forward(self, stage: EngineStage, micro_batch: int) -> None:
         message = Message("F", stage.index, micro_batch)
-        inputs = self._inputs[micro_batch] if stage.index == 0 else self._taken(message)
+        inputs = self._inputs[micro_batch] if stage.index == 0 else self._wait_for(message)
         for tensor, shape in zip(inputs, stage.received, strict=True):
             if stage.index > 0:
                 tensor.requires_grad_(shape.requires_grad)
@@ -225,7 +225,7 @@ class Engine:
         if self._check_nan:
             check_output(result, self._position)
         outputs = result if isinstance(result, tuple) else (result,)
-        self._waiting[stage.index, micro_batch] = _Waiting(inputs, outputs)
+        self._in_flight[stage.index, micro_batch] = _InFlight(inputs, outputs)
         target = self._target(message)
         if target is None:
             # Kept until the end of the step, without its graph, which refers to the received input.
@@ -239,8 +239,8 @@ class Engine:
         """Run B or I."""
         at = stage.index, message.micro_batch
         is_last = stage.index == self._num_stages - 1
-        gradients = () if is_last else self._taken(message)
-        inputs, outputs = self._waiting.pop(at)
+        gradients = () if is_last else self._wait_for(message)
+        inputs, outputs = self._in_flight.pop(at)
         if is_last:
             # The weight of the loss is its gradient, not a factor: one operator less in forward and in backward.
             (loss,) = outputs
@@ -250,7 +250,7 @@ class Engine:
         self._at(message)
         label = KINDS[message.kind].label
         stage.timer(label, lambda: self._run_backward(at, outputs, gradients), micro_batch=message.micro_batch)
-        self._transfers.let_go_of_output(Message("F", *at))
+        self._transfers.release_output(Message("F", *at))
         target = self._target(message)
         if target is None:
             return
@@ -280,7 +280,7 @@ class Engine:
         elif pairs:
             torch.autograd.backward(with_graph, of_these)
 
-    def _taken(self, message: Message) -> tuple[Tensor, ...]:
+    def _wait_for(self, message: Message) -> tuple[Tensor, ...]:
         """Wait for a message and return its tensors."""
         self._at(message, waits_for=self._source(message))
         flow = KINDS[message.kind].flow

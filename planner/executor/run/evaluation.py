@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_map, tree_map_only
 
 from planner.core.errors import UsageError
 from planner.core.values.precision import Precision
-from planner.executor.run.placement import Place
+from planner.executor.run.placement import ProcessPlace
 from planner.executor.run.stage_module import StageModule
 from planner.executor.run.transfers import Message, Transfers
 from planner.model.autocast import keeping_casts, layers_in
@@ -36,7 +36,7 @@ class EvaluationResult:
     """Outputs of this rank's part of the batch, in host memory, on the last stage; None on others."""
 
 
-class Observed:
+class OutputObserver:
     """Observer of the last stage's outputs, which computes the user's metrics and may keep the outputs."""
 
     def __init__(self, metrics: Metrics | None, *, keeps_outputs: bool) -> None:
@@ -85,7 +85,7 @@ class ForwardOnly:
     """Stages of one process and their place in the pipeline, for forwards without gradients."""
 
     modules: Sequence[StageModule]
-    place: Place
+    place: ProcessPlace
     device: torch.device
     precision: Precision
 

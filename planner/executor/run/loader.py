@@ -17,14 +17,14 @@ from typing import Any
 import torch
 
 from planner.core.errors import ModelError, UsageError
-from planner.executor.run.placement import Place
+from planner.executor.run.placement import ProcessPlace
 from planner.executor.run.random_state import HostStates, OwnStates
 from planner.model.load import Batch, LoadedModel
 
 _SAMPLERS = ("", "sampler", "batch_sampler", "batch_sampler.sampler")
 
 
-def drawn_alike(batches: Iterable[Any], seed: int) -> Iterator[Any]:
+def drawn_with_seed(batches: Iterable[Any], seed: int) -> Iterator[Any]:
     """Yield `batches`, drawn with random states that start at `seed`; none may have been drawn before."""
     states = OwnStates(HostStates.seeded(seed))
     source = chain.from_iterable([batches])  # lazily, since `iter` of a loader draws, too
@@ -181,7 +181,7 @@ class Loader:
             return iter(self.loader)
 
 
-def check_sampler(loader: Any, place: Place) -> bool:
+def check_sampler(loader: Any, place: ProcessPlace) -> bool:
     """Return True if the loader's sampler gives each replica its own part of the data.
 
     Raises:

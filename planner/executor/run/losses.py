@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from planner.core.errors import ModelError
-from planner.executor.run.parts import Part
+from planner.executor.run.parts import MiniBatchPart
 from planner.model.nests import tensors_in
 from planner.model.stand_ins import UnreadOutput
 from planner.model.user_errors import user_code
@@ -55,7 +55,9 @@ def weights_of(counts: Sequence[float], total: float) -> list[float]:
     return [count / total if total else 0.0 for count in counts]
 
 
-def weighted(parts: Sequence[Part], counts: Sequence[float], total: float) -> list[tuple[Part, int, list[float]]]:
+def weighted(
+    parts: Sequence[MiniBatchPart], counts: Sequence[float], total: float
+) -> list[tuple[MiniBatchPart, int, list[float]]]:
     """Return each part with the index of its first micro-batch, and the weights of the losses of its micro-batches.
 
     Args:
@@ -76,7 +78,7 @@ def sum_of(losses: Sequence[Tensor]) -> Tensor | float:
     return torch.stack(list(losses)).sum() if losses else 0.0
 
 
-def nothing_of(output: Any) -> Tensor:
+def zero_loss_of(output: Any) -> Tensor:
     """Return a loss of zero whose gradient is zero."""
     tensors = [t for t in tensors_in(output) if not isinstance(t, UnreadOutput) and t.is_floating_point()]
     return torch.stack([tensor.flatten()[:0].float().sum() for tensor in tensors]).sum()

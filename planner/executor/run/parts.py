@@ -13,7 +13,7 @@ from planner.model.load import Batch
 
 
 @dataclass(frozen=True)
-class Part:
+class MiniBatchPart:
     """Micro-batches of equal size that run through the pipeline one after another."""
 
     batch: Batch
@@ -35,7 +35,7 @@ _TENSOR = object()
 """Placeholder of a tensor."""
 
 
-def taken_apart(value: Any) -> tuple[list[Tensor], Callable[[Sequence[Tensor]], Any]]:
+def split_tensors(value: Any) -> tuple[list[Tensor], Callable[[Sequence[Tensor]], Any]]:
     """Return the tensors in `value`, and a function that rebuilds it with other tensors."""
     leaves, spec = tree_flatten(value)
     # Without the tensors: `rebuild` must not keep them alive.
@@ -63,7 +63,7 @@ def size_of(batch: Batch) -> int | None:
     return sizes[0] if sizes else None
 
 
-def parts_of(batch: Batch, size: int, micro_batch_size: int, *, rounds_of: int = 1) -> Iterator[Part]:
+def parts_of(batch: Batch, size: int, micro_batch_size: int, *, rounds_of: int = 1) -> Iterator[MiniBatchPart]:
     """Yield the parts of a mini-batch, of which this rank may have only inputs or targets.
 
     Args:
@@ -78,13 +78,13 @@ def parts_of(batch: Batch, size: int, micro_batch_size: int, *, rounds_of: int =
     for count, each in ((whole - odd, micro_batch_size), (odd, micro_batch_size), (min(rest, 1), rest)):
         if count:
             end = begin + count * each
-            yield Part(_between(batch, begin, end) if count * each < size else batch, count, each)
+            yield MiniBatchPart(_between(batch, begin, end) if count * each < size else batch, count, each)
             begin = end
 
 
 def micro_batches_of(value: Any, count: int) -> list[Any]:
     """Return `value` cut into `count` views along the first dimension of its tensors."""
-    tensors, rebuild = taken_apart(value)
+    tensors, rebuild = split_tensors(value)
     size = tensors[0].shape[0] // count if tensors else 0
     return [rebuild([tensor.narrow(0, number * size, size) for tensor in tensors]) for number in range(count)]
 

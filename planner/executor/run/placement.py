@@ -19,7 +19,7 @@ from planner.core.values.units import counted
 
 
 @dataclass(frozen=True, kw_only=True)
-class Place:
+class ProcessPlace:
     """Place of one process in the job."""
 
     rank: int
@@ -58,7 +58,7 @@ class Place:
         return rank_of(stage, replica, self.order, self.placement)
 
 
-def place_of(balance: Balance, rank: int, num_processes: int) -> Place:
+def place_of(balance: Balance, rank: int, num_processes: int) -> ProcessPlace:
     """Return the place of process `rank` of `num_processes`.
 
     Args:
@@ -81,7 +81,7 @@ def place_of(balance: Balance, rank: int, num_processes: int) -> Place:
         )
     order = balance.device_order
     position = order.index(rank % devices)
-    return Place(
+    return ProcessPlace(
         rank=rank,
         replica=rank // devices,
         num_replicas=balance.replicas,
@@ -104,7 +104,7 @@ class Groups:
     """Processes that run the same stages."""
 
     @classmethod
-    def of(cls, place: Place) -> "Groups":
+    def of(cls, place: ProcessPlace) -> "Groups":
         """Make the groups of `place`; every process must call it."""
         if place.num_replicas == 1:
             return cls(None, None)

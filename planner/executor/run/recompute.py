@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from planner.executor.run.parts import taken_apart
+from planner.executor.run.parts import split_tensors
 from planner.model.autocast import caching_only_with_graph
 
 Tensors = tuple[Tensor, ...]
@@ -47,7 +47,7 @@ def recomputing(run: Callable[[Any], Any], layer: Recomputed, value: Any) -> Any
     Returns:
         Its output.
     """
-    received, rebuild = taken_apart(value)
+    received, rebuild = split_tensors(value)
     # Without a backward there is nothing to recompute.
     if not any(layer.carries) or not torch.is_grad_enabled():
         return run(rebuild([tensor.clone() for tensor in received]) if layer.copies_input else value)
@@ -57,7 +57,7 @@ def recomputing(run: Callable[[Any], Any], layer: Recomputed, value: Any) -> Any
     def run_tensors(*tensors: Tensor) -> Tensors:
         if layer.copies_input:
             tensors = tuple(tensor.clone() for tensor in tensors)
-        results, rebuild_results = taken_apart(run(rebuild(tensors)))
+        results, rebuild_results = split_tensors(run(rebuild(tensors)))
         structure.append(rebuild_results)
         return tuple(results)
 
@@ -92,7 +92,7 @@ class _Recomputing(torch.autograd.Function):
         return results
 
     @staticmethod
-    def backward(ctx: Any, *_taken: None) -> Any:
+    def backward(ctx: Any, *_released: None) -> Any:
         # Leaves, so that the graph of this run ends at the layer's inputs.
         inputs = [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in ctx.saved_tensors]
         with ExitStack() as stack:

@@ -11,28 +11,28 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from planner.executor.run.placement import Groups, Place
+from planner.executor.run.placement import Groups, ProcessPlace
 
 
-class Relay:
+class MetricsRelay:
     """Relay of scalar metrics along the pipeline.
 
     Every rank calls the same methods after the same steps. Tensors are float64 on `device`.
     """
 
-    def __init__(self, place: Place, groups: Groups, device: torch.device) -> None:
+    def __init__(self, place: ProcessPlace, groups: Groups, device: torch.device) -> None:
         self._place, self._groups, self._device = place, groups, device
         self._sent: tuple[list[dist.Work], Tensor] | None = None
 
-    def everywhere(self, values: Sequence[Tensor | float], count: int) -> list[float]:
+    def sum_over_replicas(self, values: Sequence[Tensor | float], num_values: int) -> list[float]:
         """Return the metrics of the last stage, summed over replicas.
 
         Args:
             values: Metrics of this rank; read on the last stage only.
-            count: Number of metrics; equal on all ranks.
+            num_values: Number of metrics; equal on all ranks.
 
         Returns:
-            `count` floats, equal on every rank of the pipeline.
+            `num_values` floats, equal on every rank of the pipeline.
         """
         place = self._place
         # The last stage is on the last device of a loop, and on the first device of a V.
@@ -42,7 +42,7 @@ class Relay:
             if self._groups.replicas is not None:
                 dist.all_reduce(numbers, group=self._groups.replicas)
         else:
-            numbers = torch.empty(count, dtype=torch.float64, device=self._device)
+            numbers = torch.empty(num_values, dtype=torch.float64, device=self._device)
             for work in transfer(dist.irecv, numbers, self._rank_at(place.position - onwards), self._groups.pipeline):
                 work.wait()
         if 0 <= place.position + onwards < place.num_devices:

@@ -39,7 +39,7 @@ from planner.model.state import ABSENT, NUMBERS, StateLocation, state_owners
 class _Entry:
     """Value at one location when a forward began."""
 
-    place: StateLocation
+    location: StateLocation
     value: Any
     clone: Tensor | None = None
     """Lazy clone of a plain tensor."""
@@ -51,12 +51,12 @@ class _Entry:
     @property
     def key(self) -> tuple[int, str]:
         """Key of the location."""
-        return id(self.place.holder), self.place.name
+        return id(self.location.holder), self.location.name
 
     @property
     def is_assigned_anew(self) -> bool:
         """True if another value is at the location now."""
-        return self.place.value is not self.value
+        return self.location.value is not self.value
 
     @property
     def is_written(self) -> bool:
@@ -80,9 +80,9 @@ class _Entry:
     def put(self, value: Any) -> None:
         """Store `value` at the location."""
         if value is ABSENT:
-            self.place.holder.pop(self.place.name, None)
+            self.location.holder.pop(self.location.name, None)
         else:
-            self.place.holder[self.place.name] = value
+            self.location.holder[self.location.name] = value
 
 
 @dataclass(frozen=True)
@@ -127,7 +127,7 @@ class _Tensors:
         return list(map(_address, self.plain)) == self.addresses and not any(each.is_written for each in self.others)
 
 
-class _Moment(NamedTuple):
+class _Snapshot(NamedTuple):
     """State at one time."""
 
     tensors: _Tensors
@@ -149,7 +149,7 @@ class LayerState:
         """Modules whose state is exactly their buffers and frozen parameters: nearly all."""
         self._unusual = [each for each in self._owners if each.elsewhere or each.tensors]
         self._numbers = [(vars(owner.module), name) for owner in self._owners for name in owner.numbers]
-        self._last: _Moment | None = None
+        self._last: _Snapshot | None = None
         """Latest snapshot."""
         self._rewritten: set[tuple[int, str]] = set()
         """Locations that a forward was seen to change: their values are not compared again."""
@@ -158,33 +158,33 @@ class LayerState:
         """Release the snapshots before the state is written next, so that this write copies nothing."""
         self._last = None
 
-    def moment(self) -> _Moment:
+    def snapshot(self) -> _Snapshot:
         """Return a snapshot of the current state."""
         return self._now()
 
-    def return_to(self, moment: _Moment) -> None:
+    def restore(self, snapshot: _Snapshot) -> None:
         """Set the state to that of a snapshot."""
-        self._begin(moment, self._now())
+        self._begin(snapshot, self._now())
 
     def replaying(self, run: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap `run` for one call in forward and one in backward, so that both begin with the same state."""
-        before: list[_Moment] = []
+        before: list[_Snapshot] = []
 
         def call(*arguments: Any) -> Any:
             # The second call is the recomputation; its snapshot is removed, so that its clones are released.
             if before:
-                with self._as_at(before.pop()):
+                with self._restored(before.pop()):
                     return run(*arguments)
-            moment = self._now()
-            with _resizing_told():
+            snapshot = self._now()
+            with _explained_resizing():
                 result = run(*arguments)
-            self._note_changes(moment.tensors)
-            before.append(moment)
+            self._note_changes(snapshot.tensors)
+            before.append(snapshot)
             return result
 
         return call
 
-    def _now(self) -> _Moment:
+    def _now(self) -> _Snapshot:
         last = self._last
         tensors = last.tensors if last is not None and self._are_still(last.tensors) else self._remembered()
         numbers: list[Any] = [holder.get(name) for holder, name in self._numbers]
@@ -192,11 +192,11 @@ class LayerState:
             numbers = last.numbers
         else:
             numbers = [value if type(value) in NUMBERS else ABSENT for value in numbers]
-        self._last = _Moment(tensors, numbers)
+        self._last = _Snapshot(tensors, numbers)
         return self._last
 
     def _remembered(self) -> _Tensors:
-        entries = [_Entry(place, place.value) for owner in self._owners for place in owner.locations()]
+        entries = [_Entry(location, location.value) for owner in self._owners for location in owner.locations()]
         return _Tensors.of(entries, self._names(), self._values())
 
     def _are_still(self, tensors: _Tensors) -> bool:
@@ -214,7 +214,7 @@ class LayerState:
         return [
             *chain.from_iterable(map(dict.values, buffers)),
             *[each for held in parameters for each in held.values() if each is not None and not each.requires_grad],
-            *[place.value for owner in self._unusual for place in owner.locations()],
+            *[location.value for owner in self._unusual for location in owner.locations()],
         ]
 
     def _note_changes(self, tensors: _Tensors) -> None:
@@ -233,14 +233,14 @@ class LayerState:
                 self._rewritten.add(entry.key)
 
     @contextmanager
-    def _as_at(self, moment: _Moment) -> Iterator[None]:
-        """Set the state to that of `moment` inside the block, and release `moment`."""
+    def _restored(self, snapshot: _Snapshot) -> Iterator[None]:
+        """Set the state to that of `snapshot` inside the block, and release `snapshot`."""
         # Two states are involved: the one the recomputation begins with, and the one to restore after it.
         now = self._now()
         buffers = [(module._buffers, list(module._buffers)) for module in self._modules]
-        kept = self._begin(moment, now)
+        kept = self._begin(snapshot, now)
         # Only the layer refers to these tensors now, unless another forward began with them: a write copies nothing.
-        del moment
+        del snapshot
         try:
             yield
             # State that the first forward did not change was not replaced, so the recomputation must not change it.
@@ -275,15 +275,15 @@ class LayerState:
             if number is not ABSENT:
                 holder[name] = number
 
-    def _begin(self, moment: _Moment, now: _Moment) -> list[_Entry]:
-        """Set the state to that of `moment`; return the entries that are unchanged."""
-        if moment.numbers is not now.numbers:
-            self._put_numbers(moment.numbers)
-        if moment.tensors is now.tensors:
+    def _begin(self, snapshot: _Snapshot, now: _Snapshot) -> list[_Entry]:
+        """Set the state to that of `snapshot`; return the entries that are unchanged."""
+        if snapshot.numbers is not now.numbers:
+            self._put_numbers(snapshot.numbers)
+        if snapshot.tensors is now.tensors:
             return now.tensors.entries
         present = {entry.key: entry for entry in now.tensors.entries}
         kept, clones = [], _Clones()
-        for entry in moment.tensors.entries:
+        for entry in snapshot.tensors.entries:
             today = present.pop(entry.key, None)
             if today is not None and not (entry.is_changed or entry.is_assigned_anew or entry.is_written):
                 kept.append(today)
@@ -337,7 +337,7 @@ class _Clones:
 
 
 @contextmanager
-def _resizing_told() -> Iterator[None]:
+def _explained_resizing() -> Iterator[None]:
     """Explain torch's error about a tensor with a lazy clone that is given more memory.
 
     Raises:
@@ -376,15 +376,16 @@ def _address(tensor: Tensor) -> int:
 
 
 def _beyond(entry: _Entry, why: str) -> ModelError:
+    name, layer = entry.location.name, entry.location.module
     return ModelError(
-        f'"{entry.place.name}" of the layer "{entry.place.module}" {why}: what it was cannot be kept for recomputation',
+        f'"{name}" of the layer "{layer}" {why}: what it was cannot be kept for recomputation',
         hint="plan with `--recompute never`",
     )
 
 
 def _changed(entry: _Entry) -> ModelError:
     return ModelError(
-        f'the layer "{entry.place.module}" changed its "{entry.place.name}" when it was recomputed, '
+        f'the layer "{entry.location.module}" changed its "{entry.location.name}" when it was recomputed, '
         "and not in its first forward",
         hint="what is recomputed must do the same each time: plan with `--recompute never`",
     )

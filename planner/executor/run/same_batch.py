@@ -12,7 +12,7 @@ from torch import Tensor
 
 from planner.core.errors import UsageError
 from planner.executor.run.parts import tensors_of
-from planner.executor.run.placement import Place
+from planner.executor.run.placement import ProcessPlace
 from planner.model.load import Batch
 
 
@@ -25,7 +25,7 @@ class BatchDigest(NamedTuple):
     targets: str | None
 
 
-def digest_of_batch(batch: Batch, place: Place, *, is_whole: bool) -> BatchDigest:
+def digest_of_batch(batch: Batch, place: ProcessPlace, *, is_whole: bool) -> BatchDigest:
     """Return the digests that every rank must agree on: of the whole mini-batch, or of one replica's part.
 
     Ranks between the first and the last stage use neither inputs nor targets, and have no digests.
@@ -44,7 +44,7 @@ def digest_of_batch(batch: Batch, place: Place, *, is_whole: bool) -> BatchDiges
     return BatchDigest(replica, _digest_of(batch.inputs), _digest_of(batch.targets))
 
 
-def check_same_batch(own: BatchDigest) -> None:
+def check_same_batch(own_digest: BatchDigest) -> None:
     """Compare the digests of all ranks; every rank must call it.
 
     Raises:
@@ -53,7 +53,7 @@ def check_same_batch(own: BatchDigest) -> None:
     if dist.get_world_size() == 1:
         return
     digests: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(digests, own)
+    dist.all_gather_object(digests, own_digest)
     seen: dict[tuple[str, int | None], tuple[int, str]] = {}
     for rank, digest in enumerate(digests):
         for what, value in (("inputs", digest.inputs), ("targets", digest.targets)):

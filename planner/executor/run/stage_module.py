@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_flatten
 from torch.utils.checkpoint import checkpoint
 
 from planner.core.values.plan import Recompute
-from planner.executor.run.losses import UNCOUNTED, nothing_of
+from planner.executor.run.losses import UNCOUNTED, zero_loss_of
 from planner.executor.run.parts import tensors_of
 from planner.executor.run.random_state import StepSeeds
 from planner.executor.run.recompute import Recomputed, recomputing
@@ -127,7 +127,7 @@ class StageModule(nn.Module):
         self.seen: Callable[[int, Any], None] | None = None
         """Callback on the last stage, called with the index and output of every micro-batch, as the loss function gets
         it."""
-        self.timed_again: Callable[[Callable[[], Any]], Any] = _called
+        self.timed_recomputation: Callable[[Callable[[], Any]], Any] = _called
         """Function that calls a possible recomputation, and records its time."""
 
     def forward(self, *tensors: Tensor) -> Tensor | tuple[Tensor, ...]:
@@ -173,9 +173,9 @@ class StageModule(nn.Module):
         carries, others = self._carries, list[Tensor]()
         splits = any(carries) and not all(carries)
 
-        def run(*given: Any) -> Any:
+        def run(*values: Any) -> Any:
             with caching_only_with_graph():
-                result = timed(*given)
+                result = timed(*values)
             if not splits:
                 return result
             if not torch.is_grad_enabled():
@@ -194,7 +194,7 @@ class StageModule(nn.Module):
 
     def _timed(self, run: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap `run`, which is called again in backward, so that the time of that call is recorded."""
-        return lambda *arguments: self.timed_again(lambda: run(*arguments))
+        return lambda *arguments: self.timed_recomputation(lambda: run(*arguments))
 
     def _has_backward(self, tensors: Sequence[Tensor]) -> bool:
         carrying = any(t.requires_grad for t in (*tensors, *self.parameters()))
@@ -217,11 +217,11 @@ class StageModule(nn.Module):
         # No reference to tensors between two layers is kept.
         value = self.received.rebuild(tensors)
         last = len(self._layers) - 1
-        moments = [opened.moment() for opened in self._opened]
+        snapshots = [opened.snapshot() for opened in self._opened]
         for index in range(last + 1):
-            if index and moments:
+            if index and snapshots:
                 # Code that several layers run from its start must change its state once per micro-batch.
-                self._opened[index - 1].return_to(moments[index - 1])
+                self._opened[index - 1].restore(snapshots[index - 1])
             run: Callable[[Any], Any] = partial(self._run_layer, index, micro_batch)
             again = self._recomputed.get(index)
             if again is None:
@@ -255,7 +255,7 @@ class StageModule(nn.Module):
         assert self._loss_fn is not None
         if self.seen is not None:
             self.seen(self.micro_batch, output)
-        return nothing_of(output) if targets is UNCOUNTED else self._loss_fn(output, targets)
+        return zero_loss_of(output) if targets is UNCOUNTED else self._loss_fn(output, targets)
 
     def _seed(self, index: int, further: int = 0) -> None:
         self.seeds.plant(self._first_layer + index + further, self._running)

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from planner.executor.run.placement import Place
+from planner.executor.run.placement import ProcessPlace
 
 
 class TiedGradients:
@@ -29,7 +29,7 @@ class TiedGradients:
         self,
         shared: Sequence[Sequence[tuple[int, str]]],
         parameters: Mapping[str, nn.Parameter],
-        place: Place,
+        place: ProcessPlace,
         stage_of: Sequence[int],
         *,
         trained: Collection[str],

@@ -81,13 +81,13 @@ class Transfers:
         """Begin to send the output of a forward.
 
         Args:
-            message: The forward, with which `let_go_of_output` identifies the output.
+            message: The forward, with which `release_output` identifies the output.
             tensors: Output tensors.
             rank: Receiving process.
         """
         self._outputs[message] = self._send([tensor.detach() for tensor in tensors], rank)
 
-    def let_go_of_output(self, message: Message) -> None:
+    def release_output(self, message: Message) -> None:
         """Wait until an output is sent, and release it."""
         sent = self._outputs.pop(message, None)
         if sent is not None:
@@ -109,7 +109,7 @@ class Transfers:
     def finish(self) -> None:
         """Wait for all sends at the end of a step."""
         for message in list(self._outputs):
-            self.let_go_of_output(message)
+            self.release_output(message)
         if self._gradient is not None:
             _wait(self._gradient.works)
         self._gradient = None

@@ -122,7 +122,7 @@ class Watch:
         finally:
             self._stop_watching()
 
-    def stops_after(self, steps: int, *, ahead: int = 1) -> int:
+    def stops_after(self, steps: int, *, steps_ahead: int = 1) -> int:
         """Return the signal that ends the run now that `steps` steps are done, or 0.
 
         Every rank must call it after every step. The first rank decides, one step ahead: no rank can end a step that
@@ -130,7 +130,7 @@ class Watch:
 
         Args:
             steps: Number of steps done.
-            ahead: Number of steps that the decision is ahead; larger if other ranks may be further than the first.
+            steps_ahead: Number of steps that the decision is ahead; larger if other ranks may be ahead of the first.
 
         Returns:
             Number of the signal.
@@ -141,7 +141,7 @@ class Watch:
             # Decided once: a second signal ends the job at once. Every rank must check for the decision.
             number = self._signal or self._asked
             if self._stop is None and number and (self._is_small or self._store.add("ready", 0) == self._world - 1):
-                self._stop = (steps + ahead, number)
+                self._stop = (steps + steps_ahead, number)
                 what = f"{signal.Signals(number).name}: stopping after {self._stop[0]} steps, with a checkpoint"
                 print(f"{what}; a second one stops at once, without", flush=True)
                 self._store.set("stop", json.dumps(self._stop))
@@ -382,7 +382,7 @@ class Watch:
         by_all = store.add("written", written)
         if by_all != self._written_by_all_bytes:
             self._written_by_all_bytes = by_all
-            self.position.wait_anew()
+            self.position.restart_clock()
 
     def _hanging(self, liveness: Liveness) -> PlannerError | None:
         silent = self._silent(liveness)

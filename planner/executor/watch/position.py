@@ -43,7 +43,7 @@ class Position:
         self._now = (doing, stage, waits_for)
         self._since = time.monotonic()
 
-    def wait_anew(self) -> None:
+    def restart_clock(self) -> None:
         """Restart the clock of `idle_s`: the awaited rank makes progress."""
         self._since = time.monotonic()
 

@@ -7,7 +7,7 @@ import pytest
 
 from planner.core.values.cluster import ExecutorCost, Link
 from planner.executor.measure import calibrate
-from planner.executor.measure.calibrate import Measured, executor_cost, measure_executor
+from planner.executor.measure.calibrate import MeasuredExecutor, executor_cost, measure_executor
 
 COST = ExecutorCost(overhead_us=12.5, link=Link(latency_us=3.0, bytes_per_s=1e9, blocking=True))
 
@@ -17,9 +17,9 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """One entry for every time that processes would have been started."""
     calls: list[int] = []
 
-    def measure() -> Measured:
+    def measure() -> MeasuredExecutor:
         calls.append(1)
-        return Measured(COST, is_alone=True)
+        return MeasuredExecutor(COST, is_alone=True)
 
     monkeypatch.setattr(calibrate, "measure_executor", measure)
     return calls
@@ -86,7 +86,10 @@ def test_what_was_measured_beside_other_programs_is_said_and_not_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It would spoil every profile from then on."""
-    found = [Measured(COST, is_alone=False), Measured(ExecutorCost(overhead_us=1.0, link=COST.link), is_alone=True)]
+    found = [
+        MeasuredExecutor(COST, is_alone=False),
+        MeasuredExecutor(ExecutorCost(overhead_us=1.0, link=COST.link), is_alone=True),
+    ]
     monkeypatch.setattr(calibrate, "measure_executor", lambda: found.pop(0))
     warnings: list[str] = []
     assert executor_cost(tmp_path / "executor.json", warn=warnings.append) == COST

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from planner.core.errors import ModelError, UsageError
-from planner.executor.run.losses import loss_counts, nothing_of, weights_of
+from planner.executor.run.losses import loss_counts, weights_of, zero_loss_of
 from planner.executor.run.parts import micro_batches_of, parts_of, size_of
 from planner.model.load import Batch
 
@@ -36,7 +36,7 @@ def test_a_count_that_is_none(count: Any, told: str) -> None:
 def test_nothing_has_no_gradient_whatever_the_output() -> None:
     """Not even where it is infinite."""
     output = torch.tensor([float("inf"), float("nan"), 1.0], requires_grad=True)
-    loss = nothing_of({"logits": output, "classes": torch.ones(2, dtype=torch.int64)})
+    loss = zero_loss_of({"logits": output, "classes": torch.ones(2, dtype=torch.int64)})
     loss.backward()  # type: ignore[no-untyped-call]
     assert float(loss.detach()) == 0.0
     assert torch.equal(output.grad, torch.zeros(3))  # type: ignore[arg-type]

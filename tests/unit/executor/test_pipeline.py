@@ -20,7 +20,7 @@ from planner.core.values.run_report import RunReport
 from planner.device.meter import CpuMeter
 from planner.executor import Arguments, Pipeline, pipeline_script, progress
 from planner.executor.measure.recorder import Recorder
-from planner.executor.run.placement import Place
+from planner.executor.run.placement import ProcessPlace
 from planner.files import read_balance, read_run, write
 from planner.model.chain import chain_digest, chain_of
 from planner.model.load import load_model
@@ -369,7 +369,7 @@ def test_what_other_ranks_hold_leaves_shapes(tmp_path: Path, monkeypatch: pytest
     """A rank in the middle gets no data, but knows how much there is."""
     pipeline = Pipeline(balance_of(tmp_path))
     for name in ("is_first", "is_last"):
-        monkeypatch.setattr(Place, name, False)
+        monkeypatch.setattr(ProcessPlace, name, False)
     ((inputs, targets),) = pipeline.batches(1)
     assert (inputs.device.type, targets.device.type) == ("meta", "meta")
     assert (len(inputs), len(targets)) == (8, 8)

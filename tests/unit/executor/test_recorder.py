@@ -141,8 +141,10 @@ def test_a_run_of_one_step_has_a_peak_too() -> None:
 def test_recomputation_lies_in_its_backward(recorder: Recorder, kind: Literal["backward", "input backward"]) -> None:
     """What may be recomputation is noted only while a backward is timed, with that one's micro-batch."""
     with recorder.step():
-        recorder.timed("forward", lambda: recorder.timed_again(lambda: 1, stage=2), stage=2, micro_batch=3)
-        assert recorder.timed(kind, lambda: recorder.timed_again(lambda: 7, stage=2), stage=2, micro_batch=3) == 7
+        recorder.timed("forward", lambda: recorder.timed_recomputation(lambda: 1, stage=2), stage=2, micro_batch=3)
+        assert (
+            recorder.timed(kind, lambda: recorder.timed_recomputation(lambda: 7, stage=2), stage=2, micro_batch=3) == 7
+        )
         with recorder.optimizer(stage=2):
             pass
     recorder.close()

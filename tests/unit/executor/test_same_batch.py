@@ -9,14 +9,16 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from planner.core.errors import UsageError
 from planner.executor.run.loader import check_sampler
-from planner.executor.run.placement import Place
+from planner.executor.run.placement import ProcessPlace
 from planner.executor.run.same_batch import digest_of_batch
 from planner.model.load import Batch
 from tests.support.ranks import run_ranks
 from tests.support.training import ROOT, Case, write_balance
 
 TWO = Case(model=ROOT / "tests/zoo/models/mischief.py", balance=(2, 3))
-STAGE = Place(rank=1, replica=0, num_replicas=1, position=1, num_devices=2, stages=(1,), order=(0, 1), num_stages=2)
+STAGE = ProcessPlace(
+    rank=1, replica=0, num_replicas=1, position=1, num_devices=2, stages=(1,), order=(0, 1), num_stages=2
+)
 REPLICA = replace(STAGE, replica=1, num_replicas=2, position=0, num_devices=1, stages=(0,), order=(0,), num_stages=1)
 DATA = TensorDataset(torch.arange(8.0))
 

@@ -12,14 +12,16 @@ from planner.core.values.run_report import RunReport
 from planner.device.machine import usable_cores
 
 
-def drift_note(balance: Balance, report: RunReport, *, num_here: int, again: Callable[[Planned], Sequence[str]]) -> str:
+def drift_note(
+    balance: Balance, report: RunReport, *, num_here: int, advice: Callable[[Planned], Sequence[str]]
+) -> str:
     """Return the note on the drift of a run; empty for a run that was as planned, or cannot be judged.
 
     Args:
         balance: Balance configuration of the run.
         report: Measurements of the run.
         num_here: Number of its devices on this machine: on a CPU they share its cores.
-        again: Returns the advice and the commands to replan, one per line.
+        advice: Returns the advice and the commands to replan, one per line.
 
     Returns:
         Text for stderr.
@@ -28,9 +30,9 @@ def drift_note(balance: Balance, report: RunReport, *, num_here: int, again: Cal
     drift = drift_of(balance, report, are_times_judged=not is_crowded)
     if not drift or balance.planned is None:
         return ""
-    return printable_lines("\n    ".join([f"note: {drift_text(drift)}", *again(balance.planned)]))
+    return printable_lines("\n    ".join([f"note: {drift_text(drift)}", *advice(balance.planned)]))
 
 
-def places_of(planned: Planned, folder: Path) -> tuple[str, str]:
+def plan_paths(planned: Planned, folder: Path) -> tuple[str, str]:
     """Return the paths of plan and profile, relative to the working directory of the script."""
     return os.path.relpath(folder / planned.plan), os.path.relpath(folder / planned.profile)
