@@ -1,11 +1,11 @@
 """The commands as functions: `planner.profile`, `planner.solve`, `planner.emit`, `planner.check`, and others.
 
-Options have the names and defaults that they have on the command line, and take its texts ("8GB", "25GB/s,5us") or
-values (bytes, numbers, lists, a `Link`). Profiles and plans may be values or paths. Nothing is printed, and a profile
-or plan is written to a file only where `output` names one. Errors are those of `planner.core.errors`.
+Options have the same names and defaults as on the command line. They take its texts ("8GB", "25GB/s,5us") or values
+(bytes, numbers, lists, a `Link`). Profiles and plans may be values or paths. Nothing is printed, and a profile or plan
+is written to a file only if `output` names one. Errors are those of `planner.core.errors`.
 
-A function's module is imported when the function is first asked for: the command line looks at options alone before it
-runs one of them.
+The module of a function is imported when the function is first used, because the command line reads only the options
+before it runs a command.
 """
 
 from typing import TYPE_CHECKING

@@ -1,4 +1,4 @@
-"""`check`: whether a plan still fits, recomputed from its profile."""
+"""`check`: recompute a plan from its profile and judge whether it still fits."""
 
 import os
 from dataclasses import replace
@@ -26,18 +26,21 @@ shown_in_notebooks(Verdict)
 
 @on_plan(CheckOptions)
 def check(plan: File | Plan, options: CheckOptions) -> Verdict:
-    """Whether a plan still fits, recomputed from its profile; `fits`, `findings`, and the plan as it is now.
+    """Check if a plan still fits, by recomputing it from its profile.
 
     Args:
         plan: A plan, or its file.
-        options: What is asked.
+        options: Options of `check`.
+
+    Returns:
+        The verdict, with `fits`, `findings` and the recomputed plan.
 
     Raises:
         FileError: A file cannot be read or is invalid.
-        UsageError: An option is wrong, or the plan is none: layers lost, an empty stage.
+        UsageError: An option is wrong, or the plan is invalid: it lacks layers or has an empty stage.
     """
     if options.mem is not None and options.device is not None:
-        raise UsageError("`--mem` and `--device` both say what the cap is", hint="give one of them")
+        raise UsageError("`--mem` and `--device` both set the memory limit", hint="give one of them")
     device = accelerator(options.device) if options.device is not None else None
     read, place = plan_of(plan)
     profile = profile_for(read, place, options.profile).profile
@@ -76,7 +79,7 @@ def check(plan: File | Plan, options: CheckOptions) -> Verdict:
 
 
 def _changes(model: str, profile: Profile) -> tuple[Finding, ...]:
-    """A finding for every difference between a model's file of today and the model that was profiled."""
+    """Return a finding for every difference between the current model file and the profiled model."""
     from planner.model import load_again  # noqa: PLC0415 - torch
     from planner.profile import model_changes  # noqa: PLC0415 - torch
 

@@ -1,4 +1,4 @@
-"""`compare`: plans beside each other, and a plan beside an earlier one."""
+"""`compare`: compare several plans, or a plan with an earlier one."""
 
 from collections.abc import Callable
 
@@ -16,13 +16,16 @@ shown_in_notebooks(Comparison)
 
 
 def compare(*plans: File | Plan) -> Comparison:
-    """Plans beside each other, each recomputed from its profile where that can be.
+    """Compare plans; each is recomputed from its profile if possible.
 
     Args:
         plans: Two or more plans, or their files.
 
+    Returns:
+        The compared plans; for two plans also their differences.
+
     Raises:
-        UsageError: Fewer than two, or one is no plan of its profile.
+        UsageError: There are fewer than two plans, or a plan is invalid for its profile.
         FileError: A file cannot be read or is invalid.
     """
     if len(plans) < 2:
@@ -37,13 +40,13 @@ def compare(*plans: File | Plan) -> Comparison:
 
 
 def earlier_plan(against: File | Plan, place: str) -> tuple[Plan, bool, str]:
-    """The plan to compare with, whether it was recomputed, and what it is called."""
+    """Return the plan to compare with, whether it was recomputed, and its name."""
     path = path_of(against)
     if path is None or not path.startswith("git:"):
         plan, stands = plan_of(against)
         return *_as_its_profile_says(plan, lambda: profile_for(plan, stands).profile), path or "the other plan"
     if place == NOWHERE:
-        raise UsageError(f"`--against {path}` needs the plan's file, to look it up in git", hint="name the file")
+        raise UsageError(f"`--against {path}` needs a plan in a file, to find it in git", hint="name the file")
     revision = path.removeprefix("git:")
     committed = files.read_plan(f"{path}:{place}", files.at_revision(place, revision))
 
@@ -55,7 +58,7 @@ def earlier_plan(against: File | Plan, place: str) -> tuple[Plan, bool, str]:
 
 
 def _as_its_profile_says(plan: Plan, read: Callable[[], Profile]) -> tuple[Plan, bool]:
-    """`plan` recomputed, if the very profile that it was made from is at hand; else as it was written."""
+    """Recompute `plan` if the profile that it was made from is available; otherwise return it unchanged."""
     try:
         profile = read()
     except (FileError, UsageError):

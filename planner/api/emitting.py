@@ -1,4 +1,4 @@
-"""`emit`: the files that run a plan, here or in another engine."""
+"""`emit`: write the files that run a plan, with the bundled executor or in another engine."""
 
 import os
 from collections.abc import Callable
@@ -23,20 +23,23 @@ if TYPE_CHECKING:
 
 @on_plan(EmitOptions)
 def emit(plan: File | Plan, options: EmitOptions) -> tuple[Path, ...]:
-    """Writes what runs a plan, by default `balance.yaml` and the script `train.py`, and says where it stands.
+    """Write the files that run a plan, by default `balance.yaml` and the script `train.py`.
 
-    A `train.py` that was edited stays as it is: it runs whatever `balance.yaml` says.
+    An edited `train.py` is kept: it runs any `balance.yaml`.
 
     Args:
         plan: A plan, or its file.
-        options: What is asked.
+        options: Options of `emit`.
+
+    Returns:
+        Paths of the files.
 
     Raises:
         StaleError: A plan was made from another profile.
-        InfeasibleError: What runs the plan in that engine would need more memory than the plan's limit.
-        UsageError: The executor cannot run such a plan, or the profile names no model file; the nodes do not hold its
-            processes; or one of `smaller` is no smaller plan of the same training.
-        FileError: A file cannot be read or written; balance.yaml was edited.
+        InfeasibleError: The plan needs more memory in that engine than its limit.
+        UsageError: The engine cannot run the plan, the profile names no model file, the nodes have fewer devices than
+            the plan needs, or a plan in `smaller` is not a smaller plan of the same training.
+        FileError: A file cannot be read or written, or balance.yaml was edited.
     """
     return written(plan, options, tell=lambda _: None, say=lambda _: None).paths
 
@@ -44,9 +47,16 @@ def emit(plan: File | Plan, options: EmitOptions) -> tuple[Path, ...]:
 def written(
     plan: File | Plan, options: EmitOptions, *, tell: Callable[[Finding], None], say: Callable[[str], None]
 ) -> "Written":
-    """Writes the files, after what `check` finds in the plans went to `tell`; raises as `emit`.
+    """Write the files, after reporting the findings of `check`; raises like `emit`.
 
-    `say` is called with what takes long, before it is done.
+    Args:
+        plan: A plan, or its file.
+        options: Options of `emit`.
+        tell: Called with every finding of `check`.
+        say: Called before each slow step, with its description.
+
+    Returns:
+        The written files and how to use them.
     """
     from planner.emit import Places, check_engine, write_emitted  # noqa: PLC0415 - only here
 
@@ -77,15 +87,15 @@ def _nodes(options: EmitOptions) -> Nodes | None:
         return None
     if options.launch is None:
         raise UsageError(
-            f"`--nodes {options.nodes}` says where `--launch` starts the script",
-            hint="give `--launch slurm`, say; `solve --nodes` plans for nodes",
+            f"`--nodes {options.nodes}` needs `--launch`",
+            hint="add `--launch slurm`; to plan for nodes, use `solve --nodes`",
         )
     count, devices = texts.nodes(options.nodes)
     return Nodes(count=count, devices=devices)
 
 
 def _fresh(plan: Plan, profile: Profile, place: str, tell: Callable[[Finding], None]) -> Plan:
-    """The plan as its profile says it today; raises as `fresh_verdict`."""
+    """Recompute the plan from its profile; raises like `fresh_verdict`."""
     verdict = fresh_verdict(plan, profile, place)
     for finding in verdict.findings:
         tell(finding)

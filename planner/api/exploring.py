@@ -1,4 +1,4 @@
-"""`explore`: the plan as a page with handles, on which cuts, M, schedule and caps can be moved."""
+"""`explore`: write an interactive report, in which cuts, M, schedule and memory limits can be changed."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -14,21 +14,24 @@ from planner.core.values.plan import Plan
 from planner.core.values.profile import Profile
 
 _ON_THE_PAGE: Final = frozenset({"--mem", "--schedule", "--chunks", "--recompute", "--links", "--together", "--apart"})
-"""Options that the page says by itself, or tells of as a caveat."""
+"""Options that the page can change or lists as a caveat."""
 
 
 @on_plan(ExploreOptions)
 def explore(plan: File | Plan, options: ExploreOptions) -> str:
-    """The plan as one HTML page with handles: what other cuts, M, schedules or caps would give, at once.
+    """Return an interactive HTML report of a plan; it shows the effect of other cuts, M, schedules or memory limits.
 
     Args:
         plan: A plan, or its file.
-        options: What is asked.
+        options: Options of `explore`.
+
+    Returns:
+        The text of the page.
 
     Raises:
         StaleError: The plan was made from another profile.
-        UsageError: The plan is none: layers lost, an empty stage.
-        FileError: A file cannot be read, or the page not written.
+        UsageError: The plan is invalid: it lacks layers or has an empty stage.
+        FileError: A file cannot be read, or the page cannot be written.
     """
     from planner.show.explore import Question, explore_html  # noqa: PLC0415 - numpy only where a page is made
     from planner.solve.cases import micro_batch_counts  # noqa: PLC0415
@@ -59,20 +62,20 @@ def explore(plan: File | Plan, options: ExploreOptions) -> str:
 
 
 def solve_words(plan: Plan, profile: Profile) -> Iterator[str]:
-    """The command that asks the plan's question, without what the page can change."""
+    """Yield the words of the `solve` command for the plan's request, without options that the page can change."""
     inputs = replace(plan.inputs, replicas=plan.replicas)
     yield f"gpipe-plan solve {inputs.profile.path}"
     yield from solve_options(inputs, profile.device, without=_ON_THE_PAGE)
 
 
 def caveats(plan: Plan) -> Iterator[str]:
-    """What the command cannot say, in sentences."""
+    """Yield sentences about parts of the request that the command cannot express."""
     inputs = plan.inputs
     if inputs.links:
-        yield "The plan's links were measured one by one: give their file with `--links`."
+        yield "The plan uses links that were measured one by one: add their file with `--links`."
     if inputs.recompute == "layers":
-        yield "`solve --recompute layers`, as the plan was asked for, recomputes single layers: it may be faster."
+        yield "The plan was made with `--recompute layers`, which can recompute single layers and may be faster."
     if inputs.compute != 1.0:
-        yield "The plan was made with a calibration: give its file with `--calibration`."
+        yield "The plan was made with a calibration: add its file with `--calibration`."
     if any(stage.device is not None for stage in plan.stages):
-        yield "The plan's devices stay in its order here; `solve` chooses one for itself."
+        yield "This page keeps the plan's order of devices; `solve` may choose another."

@@ -1,4 +1,4 @@
-"""`export`: the weights of a checkpoint as one state dict of the whole model."""
+"""`export`: write the weights of a checkpoint as one state dict of the unpartitioned model."""
 
 import os
 from dataclasses import dataclass
@@ -15,24 +15,24 @@ class Exported:
 
     path: Path
     checkpoint: Path
-    """The checkpoint that it is of."""
+    """Checkpoint that it was made from."""
     tensors: int
 
 
 def export(checkpoint: File = "checkpoints", output: File = "model.pt") -> Exported:
-    """Write the weights in a checkpoint as one state dict of the whole model, for use without a pipeline.
+    """Write the weights in a checkpoint as one state dict of the unpartitioned model.
 
     Args:
-        checkpoint: A checkpoint of train.py, or a folder of them, of which the latest is taken.
-        output: Where to write; a file that ends with `.safetensors` is written as such, others by `torch.save`.
+        checkpoint: A checkpoint of train.py, or a folder of checkpoints, of which the latest is used.
+        output: Path of the file; `.safetensors` selects that format, any other suffix `torch.save`.
 
     Returns:
         The file, the checkpoint, and the number of tensors.
 
     Raises:
         FileError: There is no checkpoint, it is damaged, or the file cannot be written.
-        UsageError: The file would lie in the checkpoint that is read.
-        MissingPackageError: There is no torch.
+        UsageError: The file would be inside the checkpoint.
+        MissingPackageError: torch is not installed.
     """
     path, source = Path(output), os.fspath(checkpoint)
     files.check_writable(str(path))
@@ -42,7 +42,7 @@ def export(checkpoint: File = "checkpoints", output: File = "model.pt") -> Expor
     latest = latest_checkpoint(source)
     if latest is None:
         hint = "train.py writes them with `--checkpoint DIR`"
-        raise FileError("there is no checkpoint in it", path=source, hint=hint)
+        raise FileError("the folder has no checkpoint", path=source, hint=hint)
     if path.resolve().is_relative_to(latest.resolve()):
-        raise UsageError(f"`--output {path}` lies in the checkpoint that is read", hint="name another file")
+        raise UsageError(f"`--output {path}` is inside the checkpoint", hint="name another file")
     return Exported(path=path, checkpoint=latest, tensors=export_weights(str(latest), str(path)))

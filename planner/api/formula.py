@@ -1,6 +1,6 @@
-"""`profile --from-formula`: a profile of a model that is not there yet, for a device that need not be there either.
+"""`profile --from-formula`: profile of a transformer that does not exist yet, for an estimated device.
 
-No torch is imported. The formulas are in `planner.profile.transformer`.
+torch is not imported. The formulas are in `planner.profile.transformer`.
 """
 
 from dataclasses import fields
@@ -22,10 +22,10 @@ FORMULAS: Final = ("transformer",)
 _ESTIMATE: Final = "estimate:"
 _SHAPE_OPTIONS: Final = tuple(of.name for of in fields(FormulaOptions))
 _SHARED_OPTIONS: Final = ("output", "batch_sizes", "batch", "device", "optimizer", "dtype", "progress", "note", "warn")
-"""What a formula is asked with of the options that are not its own."""
+"""Other options that a formula accepts."""
 
 _STATES: Final = {"adamw": 2, "adam": 2, "momentum": 1, "rmsprop": 1, "sgd": 0}
-"""Numbers that optimizers keep for each parameter, in the parameter's precision."""
+"""Numbers of optimizer state per parameter, in the parameter's precision."""
 
 _NEEDED: Final = {
     "layers": ("layer", 10_000),
@@ -34,14 +34,14 @@ _NEEDED: Final = {
     "sequence": ("token", 2**26),
     "vocabulary": ("word", 2**26),
 }
-"""What has no default: what it counts, and more of it than anybody builds."""
+"""Required options: noun and largest allowed value."""
 
 
 def profile_by_formula(options: ProfileOptions) -> Profile:
-    """The profile of a model of the shape that options tell.
+    """Return the profile of a model with the shape given by options.
 
     Raises:
-        UsageError: An option is wrong, missing, or for models that are measured.
+        UsageError: An option is wrong, missing, or only valid for a measured model.
     """
     texts.choice("--from-formula", str(options.from_formula), FORMULAS)
     _refuse(
@@ -63,7 +63,7 @@ def profile_by_formula(options: ProfileOptions) -> Profile:
         dtype=precision or "float32",
         optimizer=_optimizer(options),
         micro_batch_sizes=texts.micro_batch_sizes(options.batch_sizes, options.batch),
-        # Optimizers of torch do; those that state their bytes are another engine's.
+        # torch's optimizers step all parameters at once; `--state-bytes` describes another engine.
         steps_at_once=options.state_bytes is None,
     )
     if max(max(each) for layer in profile.layers for each in (layer.saved_bytes, layer.forward_flops)) > LARGEST:
@@ -72,7 +72,7 @@ def profile_by_formula(options: ProfileOptions) -> Profile:
 
 
 def refuse_shapes(options: ProfileOptions) -> None:
-    """Raises `UsageError` where an option tells the shape of a model that is to be measured."""
+    """Raise UsageError if an option for formulas is used with a measured model."""
     _refuse(options, [name for name in _SHAPE_OPTIONS if name != "from_formula"], "`--from-formula`")
 
 
@@ -84,13 +84,13 @@ def _spelled(name: str) -> str:
 
 
 def _refuse(options: ProfileOptions, names: list[str], owner: str) -> None:
-    """Refuses options that are not left at their default."""
+    """Raise UsageError for options that are not at their default."""
     defaults = {k.name: k for k in keywords_of(ProfileOptions)}
     for name in names:
         option, value = defaults[name].option, getattr(options, name)
         if value and value != defaults[name].default:
             spelled = option.forms if option is not None and option.forms else _spelled(name)
-            raise UsageError(f"`{spelled}` goes with {owner} alone", hint="see `gpipe-plan profile --help`")
+            raise UsageError(f"`{spelled}` needs {owner}", hint="see `gpipe-plan profile --help`")
 
 
 def _shape(options: ProfileOptions) -> Transformer:
@@ -101,8 +101,8 @@ def _shape(options: ProfileOptions) -> Transformer:
     texts.number_of("--feed-forward", wide, "channel", 2**22)
     if hidden % heads or heads % split:
         raise UsageError(
-            f"`--hidden {hidden} --heads {heads} --tensor-parallel {split}` do not divide",
-            hint="heads have equal widths, and devices equally many heads",
+            f"`--hidden {hidden} --heads {heads} --tensor-parallel {split}` do not divide evenly",
+            hint="`--hidden` must be a multiple of `--heads`, and `--heads` of `--tensor-parallel`",
         )
     return Transformer(
         **sizes,
@@ -130,12 +130,12 @@ def _widths(options: ProfileOptions, precision: Precision, *, half: bool) -> Wid
     )
 
 
-def _state_bytes(asked: Any) -> tuple[int, ...]:
-    numbers = texts.integers("--state-bytes", asked)
+def _state_bytes(value: Any) -> tuple[int, ...]:
+    numbers = texts.integers("--state-bytes", value)
     if len(numbers) != 3 or max(numbers) > 64:
         raise UsageError(
-            f"`--state-bytes {asked}`: three numbers up to 64 are needed",
-            hint="of a parameter, its gradient, and the optimizer's state with master copies: `2,2,12`",
+            f"`--state-bytes {value}`: expected three numbers up to 64",
+            hint="bytes of a parameter, its gradient, and its optimizer state with master copies: `2,2,12`",
         )
     return numbers
 
@@ -145,13 +145,13 @@ def _optimizer(options: ProfileOptions) -> str:
 
 
 def _pace(options: ProfileOptions, *, half: bool) -> tuple[Pace, Device]:
-    """What the device gets done, and the device as the profile names it."""
+    """Return the compute rates, and the device as the profile names it."""
     rate = None if options.rate is None else texts.flops_per_s(options.rate)
     if not options.device.startswith(_ESTIMATE):
         if rate is None or options.device != "cpu":
             raise UsageError(
-                f"a formula needs a device that is estimated, got `--device {options.device}`",
-                hint="`--device estimate:a100-80gb`, or what it sustains: `--rate 190TFLOP/s`",
+                f"a formula needs an estimated device, got `--device {options.device}`",
+                hint="use `--device estimate:a100-80gb`, or give the sustained rate: `--rate 190TFLOP/s`",
             )
         return Pace(flops_per_s=rate), Device(kind="cuda", name=f"at {rate / 1e12:g} TFLOP/s", how="estimated")
     absent = accelerator(options.device.removeprefix(_ESTIMATE))
@@ -159,8 +159,8 @@ def _pace(options: ProfileOptions, *, half: bool) -> tuple[Pace, Device]:
     if rate is None:
         rate = rates.half_flops_per_s if half else rates.float32_flops_per_s
         options.note(
-            f"times are those at the peak of the data sheet, {rate / 1e12:g} TFLOP/s, which no model reaches: "
-            "`--rate` takes what yours was seen to sustain"
+            f"times assume the data sheet's peak of {rate / 1e12:g} TFLOP/s, which no model reaches; "
+            "give the sustained rate with `--rate`"
         )
     device = Device(
         kind=absent.name if absent.name.startswith("tpu") else "cuda",

@@ -1,4 +1,4 @@
-"""How much of a cap stays free: as it is asked for, or, with `auto`, as much as peaks came out above predictions."""
+"""Headroom: the share of a memory limit that stays free."""
 
 from collections.abc import Sequence
 
@@ -8,19 +8,22 @@ from planner.core.values.profile import Profile
 AUTO = "auto"
 
 
-def headroom_of(asked: str | float, profile: Profile, caps: Sequence[int]) -> float:
-    """`5%` or 0.05 as a fraction, from 0 to below 1; `auto`: what the profile's kind of numbers asks for.
+def headroom_of(headroom: str | float, profile: Profile, caps: Sequence[int]) -> float:
+    """Return the headroom as a fraction, from 0 to below 1.
 
     Args:
-        asked: As an option or a keyword has it.
-        profile: What is planned from.
-        caps: In bytes, of each device.
+        headroom: `5%`, 0.05, or `auto` for the error range of memory predictions from such a profile.
+        profile: The profile to plan from.
+        caps: Memory limits of the devices, in bytes.
+
+    Returns:
+        The fraction.
 
     Raises:
-        UsageError: Not a share, or no peak has been measured beside one that was predicted from such a profile.
+        UsageError: The text is not a share, or `auto` is used and no measured peaks are known for such a profile.
     """
-    if asked != AUTO:
-        return texts.share(asked)
-    from planner.core.judge.certainty import headroom_for  # noqa: PLC0415 - numpy, and seldom asked for
+    if headroom != AUTO:
+        return texts.share(headroom)
+    from planner.core.judge.certainty import headroom_for  # noqa: PLC0415 - numpy, and rarely needed
 
     return headroom_for(profile, caps)

@@ -1,4 +1,4 @@
-"""From a record of options to a function that takes its fields as keywords, seen so by type checkers and by `help`."""
+"""Functions with keyword arguments, made from option records, visible to type checkers and `help`."""
 
 import textwrap
 from collections.abc import Callable, Iterable, Sequence
@@ -33,19 +33,28 @@ class _OnModel(Protocol[P, Result_co]):
 def on_profile(
     record: Callable[P, Record],
 ) -> Callable[[Callable[[AnyProfile, Record], Result]], _OnProfile[P, Result]]:
-    """A decorator: `verb(profile, options)` becomes `verb(profile="profile.yaml", *, …)`, a keyword for each field."""
+    """Return a decorator that turns `verb(profile, options)` into `verb(profile="profile.yaml", *, …)`.
+
+    Each field of `record` becomes a keyword argument.
+    """
     return lambda verb: _with_keywords(verb, record, default="profile.yaml")
 
 
 def on_plan(record: Callable[P, Record]) -> Callable[[Callable[[File | Plan, Record], Result]], _OnPlan[P, Result]]:
-    """A decorator: `verb(plan, options)` becomes `verb(plan="plan.yaml", *, …)`, a keyword for each field."""
+    """Return a decorator that turns `verb(plan, options)` into `verb(plan="plan.yaml", *, …)`.
+
+    Each field of `record` becomes a keyword argument.
+    """
     return lambda verb: _with_keywords(verb, record, default="plan.yaml")
 
 
 def on_model(
     record: Callable[P, Record],
 ) -> Callable[[Callable[[File | Any | None, Record], Result]], _OnModel[P, Result]]:
-    """A decorator: `verb(model, options)` becomes `verb(model=None, *, …)`, a keyword for each field."""
+    """Return a decorator that turns `verb(model, options)` into `verb(model=None, *, …)`.
+
+    Each field of `record` becomes a keyword argument.
+    """
     return lambda verb: _with_keywords(verb, record, default=None)
 
 
@@ -71,16 +80,16 @@ def _with_keywords(verb: Callable[..., Any], record: Any, *, default: object) ->
     return with_keywords
 
 
-def _refuse_unknown(verb: str, values: Iterable[str], known: Sequence[str]) -> None:
+def _refuse_unknown(verb: str, values: Iterable[str], parameters: Sequence[str]) -> None:
     for name in values:
-        if name not in known:
-            near = [f"`{other}`" for other in get_close_matches(name, known, n=2)]
+        if name not in parameters:
+            near = [f"`{other}`" for other in get_close_matches(name, parameters, n=2)]
             hint = f"; did you mean {' or '.join(near)}?" if near else f"; see `help(planner.{verb})`"
             raise TypeError(f"{verb}() got an unexpected keyword argument `{name}`{hint}")
 
 
 def _documented(text: str, keywords: Sequence[Keyword]) -> str:
-    """The docstring of a verb with a line for each keyword in place of the record's."""
+    """Return the docstring of a command with a line for each keyword instead of `options`."""
     before, after = cleandoc(text).split("    options: ", 1)
     forms = (f" (`{k.option.metavar}`)" if k.option is not None and k.option.metavar else "" for k in keywords)
     lines = (f"{keyword.name}: {keyword.help}{form}" for keyword, form in zip(keywords, forms, strict=True))

@@ -1,10 +1,10 @@
-"""Results that show themselves in notebooks. The core draws nothing, so what returns a result attaches the picture."""
+"""HTML output of results in notebooks. The core draws nothing, so modules that return a result attach the renderer."""
 
 from typing import Any
 
 
 def shown_in_notebooks(kind: type[Any]) -> None:
-    """Make values of a class show themselves in Jupyter as `planner.show.notebook` draws them."""
+    """Make Jupyter show values of a class by `planner.show.notebook`."""
     kind._repr_html_ = _html
 
 

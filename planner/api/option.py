@@ -1,6 +1,6 @@
-"""One option of a verb: how it is typed, what its help says, and the keyword that it is in Python.
+"""Options of commands: their form on the command line, their help, and their keyword in Python.
 
-The records of `planner.api.options` are made of them.
+The records of `planner.api.options` consist of them.
 """
 
 from dataclasses import dataclass, fields
@@ -10,32 +10,32 @@ from typing import Any, get_args, get_type_hints
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """How a keyword is typed on the command line, and what its help says."""
+    """Form of a keyword on the command line, and its help."""
 
     metavar: str
-    """What stands behind it; empty for a flag."""
+    """Placeholder of the value in the help; empty for a flag."""
     help: str
     section: str = ""
-    """The title that it stands under in the command's help."""
+    """Section of the command's help."""
     forms: str = ""
-    """How it is spelled, where that is not its name with dashes."""
+    """Names on the command line, if they differ from the keyword's name with dashes."""
     repeatable: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Keyword:
-    """A field of a record."""
+    """Field of an option record."""
 
     name: str
     annotation: Any
     default: Any
     help: str
     option: Option | None
-    """None: only Python has it."""
+    """Option on the command line; None if only Python has the keyword."""
 
     @property
     def typed(self) -> Any:
-        """What a command line gives: `str`, `int`, `bool`, or `list[str]` of an option that may be repeated."""
+        """Type on the command line: `str`, `int`, `bool`, or `list[str]` for a repeatable option."""
         if self.option is not None and self.option.repeatable:
             return list[str]
         kinds = {*(get_args(self.annotation) or [self.annotation])} - {NoneType}
@@ -43,7 +43,7 @@ class Keyword:
 
 
 def keywords_of(record: type[Any]) -> tuple[Keyword, ...]:
-    """The fields of a record, in order."""
+    """Return the fields of a record, in order."""
     hints = get_type_hints(record, include_extras=True)
     keywords = []
     for of in fields(record):
@@ -54,9 +54,9 @@ def keywords_of(record: type[Any]) -> tuple[Keyword, ...]:
 
 
 def values_of(options: Any) -> dict[str, Any]:
-    """A record's values by name, as the function takes them."""
+    """Return the values of a record by name, as keyword arguments."""
     return {of.name: getattr(options, of.name) for of in fields(options)}
 
 
 def ignore(*_: object) -> None:
-    """Takes what nobody asked to be told."""
+    """Ignore the arguments; the default of callbacks."""

@@ -1,4 +1,4 @@
-"""`profile`: measures what every layer of a model costs."""
+"""`profile`: measure the costs of every layer of a model."""
 
 import os
 from dataclasses import dataclass, replace
@@ -30,42 +30,45 @@ if TYPE_CHECKING:
 
 @on_model(ProfileOptions)
 def profile(model: File | Any | None, options: ProfileOptions) -> Profile:
-    """Measures time and memory of every layer of a model, at several micro-batch sizes.
+    """Measure time and memory of every layer of a model, at several micro-batch sizes.
 
-    On a CPU, two processes are started once for a machine, which measure what the executor and its link cost; that is
-    remembered in the user's cache. With `output`, Ctrl-C leaves what was measured by then in a file beside it, from
-    which the same call goes on.
+    On a CPU, two processes measure the costs of the executor and its link. This is done once per machine and stored in
+    the user's cache. With `output`, Ctrl-C stores the measurements so far in a file next to it, from which the same
+    call continues.
 
     Args:
-        model: `path/to/model.py[:ENTRY]`, or an `nn.Module` itself, of which a copy is measured; none with
-            `from_formula`, which imports no torch.
-        options: What is asked.
+        model: `path/to/model.py[:ENTRY]`, or an `nn.Module`, of which a copy is measured; None with `from_formula`,
+            which imports no torch.
+        options: Options of `profile`.
+
+    Returns:
+        The profile.
 
     Raises:
-        MissingPackageError: torch is not installed, or what comes with it.
+        MissingPackageError: torch or a package for training is not installed.
         PlannerError: The model cannot be loaded, cut into layers or run, or an option is wrong.
-        InterruptedProfileError: Ctrl-C, with what had been measured.
+        InterruptedProfileError: Ctrl-C was pressed; has the measurements so far.
     """
     if options.from_formula is not None:
         return _by_formula(model, options)
     refuse_shapes(options)
     if model is None:
-        raise UsageError("missing argument MODEL.py: which model?", hint="or `--from-formula transformer`, without one")
-    asked = _asked(model, options)
+        raise UsageError("the argument MODEL.py is missing", hint="name the model, or use `--from-formula transformer`")
+    parsed = _parsed_options(model, options)
     check_installed("tpu" if options.device.startswith("tpu") else "train")
-    # torch takes longer to import than everything else together.
+    # Importing torch takes longer than everything else together.
     from planner.profile import InterruptedProfileError, check_optimizer_of, profile_model  # noqa: PLC0415
 
-    unfinished = partial_path(asked.output)
+    unfinished = partial_path(parsed.output)
     earlier = files.read_partial(str(unfinished)) if unfinished is not None and unfinished.exists() else None
-    measuring = _measuring(asked)
-    loaded = _loaded(model, asked)
+    measuring = _measuring(parsed)
+    loaded = _loaded(model, parsed)
     check_optimizer_of(loaded, options.device)
-    loaded, proof = _checked(loaded, asked)
-    # First, because an interrupt from here on loses nothing.
-    executor = _executor_cost(options) if options.device.startswith("cpu") and asked.calibration is None else None
+    loaded, proof = _checked(loaded, parsed)
+    # First, because an interrupt after this loses no measurement.
+    executor = _executor_cost(options) if options.device.startswith("cpu") and parsed.calibration is None else None
     if earlier is not None:
-        options.note(f"going on from {unfinished}")
+        options.note(f"continuing from {unfinished}")
     options.progress("", 0, 0)
     try:
         measured = profile_model(
@@ -80,15 +83,15 @@ def profile(model: File | Any | None, options: ProfileOptions) -> Profile:
         if unfinished is not None and interrupt.partial.measurements:
             files.write(str(unfinished), interrupt.partial, header=_UNFINISHED.format(model=_name_of(model)))
         raise
-    if asked.calibration is not None:
-        executor = calibrated_executor(asked.calibration, measured.device.kind)
+    if parsed.calibration is not None:
+        executor = calibrated_executor(parsed.calibration, measured.device.kind)
     device = measured.device if executor is None else replace(measured.device, executor=executor)
     source = measured.model.source
-    if asked.output is not None:
-        source = files.relocated(source, "", str(Path(asked.output).parent))
+    if parsed.output is not None:
+        source = files.relocated(source, "", str(Path(parsed.output).parent))
     measured = replace(measured, proof=proof, device=device, model=replace(measured.model, source=source))
-    if asked.output is not None:
-        files.write(asked.output, measured, header=profile_header(model, measured))
+    if parsed.output is not None:
+        files.write(parsed.output, measured, header=profile_header(model, measured))
     if unfinished is not None:
         unfinished.unlink(missing_ok=True)
     return measured
@@ -96,7 +99,7 @@ def profile(model: File | Any | None, options: ProfileOptions) -> Profile:
 
 def _by_formula(model: File | Any | None, options: ProfileOptions) -> Profile:
     if model is not None:
-        raise UsageError(f"`--from-formula {options.from_formula}` is for no model, got `{_name_of(model)}`")
+        raise UsageError(f"`--from-formula {options.from_formula}` takes no model, got `{_name_of(model)}`")
     output = path_of(options.output)
     if output is not None:
         files.check_outputs({"--output": output}, ())
@@ -108,7 +111,7 @@ def _by_formula(model: File | Any | None, options: ProfileOptions) -> Profile:
 
 
 def profile_header(model: File | Any | None, measured: Profile) -> str:
-    """The comment at the top of a profile's file."""
+    """Return the comment at the top of a profile's file."""
     how = measured.device.how.capitalize()
     name = f"--from-formula {measured.model.settings['formula']}" if model is None else _name_of(model)
     of = "times in microseconds, sizes in bytes, one value per micro-batch size."
@@ -116,19 +119,19 @@ def profile_header(model: File | Any | None, measured: Profile) -> str:
 
 
 def partial_path(output: File | None) -> Path | None:
-    """Where an interrupted profile is kept that was to be written to `output`; None where that is no file."""
+    """Return the path of an unfinished profile that belongs to `output`; None if `output` is not a file."""
     return None if output in (None, "-") else Path(f"{output}.partial")
 
 
 _UNFINISHED = (
-    "What `gpipe-plan profile {model}` had measured when it was interrupted; the same command goes on from here.\n"
+    "Measurements of `gpipe-plan profile {model}` until it was interrupted. The same command continues from here.\n"
     "Delete this file to start over."
 )
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Asked:
-    """The options, read and checked as far as that is possible without torch."""
+class _ParsedOptions:
+    """Options, parsed and checked as far as possible without torch."""
 
     options: ProfileOptions
     output: str | None
@@ -141,8 +144,8 @@ class _Asked:
     calibration: Calibration | None
 
 
-def _asked(model: File | Any, options: ProfileOptions) -> _Asked:
-    asked = _Asked(
+def _parsed_options(model: File | Any, options: ProfileOptions) -> _ParsedOptions:
+    parsed = _ParsedOptions(
         options=options,
         output=path_of(options.output),
         sizes=texts.micro_batch_sizes(options.batch_sizes, options.batch),
@@ -154,37 +157,37 @@ def _asked(model: File | Any, options: ProfileOptions) -> _Asked:
         calibration=calibration_of(options.calibration),
     )
     if options.threads < 1 or options.repeat < 2:
-        asked_for = f"`--threads {options.threads} --repeat {options.repeat}`"
-        raise UsageError(f"{asked_for}: at least 1 thread and 2 repeats are needed")
-    if asked.output is not None:
-        # What is no Python file is refused as such before anything is written.
+        shown = f"`--threads {options.threads} --repeat {options.repeat}`"
+        raise UsageError(f"{shown}: at least 1 thread and 2 repeats are needed")
+    if parsed.output is not None:
+        # A path that is not a Python file is rejected before anything is written.
         path = path_of(model) or ""
         sources = [source for source in (path, path.rpartition(":")[0]) if source.endswith(".py")]
-        files.check_outputs({"--output": asked.output}, (*sources, path_of(options.calibration)))
-        files.check_writable(asked.output)
-    if asked.calibration is not None and options.device in TORCH_KINDS:
-        calibrated_executor(asked.calibration, options.device)  # before anything is measured
-    return asked
+        files.check_outputs({"--output": parsed.output}, (*sources, path_of(options.calibration)))
+        files.check_writable(parsed.output)
+    if parsed.calibration is not None and options.device in TORCH_KINDS:
+        calibrated_executor(parsed.calibration, options.device)  # before anything is measured
+    return parsed
 
 
-def _measuring(asked: _Asked) -> "Measuring":
+def _measuring(parsed: _ParsedOptions) -> "Measuring":
     from planner.profile import ProfileOptions as Measuring  # noqa: PLC0415 - torch
 
-    options = asked.options
+    options = parsed.options
     return Measuring(
-        micro_batch_sizes=asked.sizes,
+        micro_batch_sizes=parsed.sizes,
         device=options.device,
         threads=options.threads,
         repeats=options.repeat,
-        time_budget_s=asked.time_budget_s,
+        time_budget_s=parsed.time_budget_s,
         until_memory_ends=options.batch_sizes == "auto",
     )
 
 
-def _loaded(model: File | Any, asked: _Asked) -> "LoadedModel":
+def _loaded(model: File | Any, parsed: _ParsedOptions) -> "LoadedModel":
     from planner.model import in_precision, load_model, model_of  # noqa: PLC0415 - torch
 
-    options, inputs = asked.options, asked.options.inputs or ()
+    options, inputs = parsed.options, parsed.options.inputs or ()
     path = path_of(model)
     if path is None:
         loaded = model_of(
@@ -193,43 +196,43 @@ def _loaded(model: File | Any, asked: _Asked) -> "LoadedModel":
             loss_fn=options.loss_fn,
             inputs=inputs,
             optimizer=options.optimizer,
-            granularity=asked.granularity,
+            granularity=parsed.granularity,
         )
     else:
         loaded = load_model(
-            path, settings=asked.settings, inputs=inputs, optimizer=options.optimizer, granularity=asked.granularity
+            path, settings=parsed.settings, inputs=inputs, optimizer=options.optimizer, granularity=parsed.granularity
         )
-    return in_precision(_with_checked_loss(loaded, asked), asked.precision)
+    return in_precision(_with_checked_loss(loaded, parsed), parsed.precision)
 
 
-def _with_checked_loss(loaded: "LoadedModel", asked: _Asked) -> "LoadedModel":
-    """Return the model with the labels that its loss counts; report a loss that is no mean."""
+def _with_checked_loss(loaded: "LoadedModel", parsed: _ParsedOptions) -> "LoadedModel":
+    """Return the model with the labels that its loss counts; report a loss that is not a mean."""
     from planner.executor import check_loss  # noqa: PLC0415 - torch
 
     checked = check_loss(loaded)
     for warning in checked.warnings:
-        asked.options.warn(warning)
+        parsed.options.warn(warning)
     for note in checked.notes:
-        asked.options.note(note)
+        parsed.options.note(note)
     return checked.loaded
 
 
-def _checked(loaded: "LoadedModel", asked: _Asked) -> "tuple[LoadedModel, Proof | None]":
-    """Return the model without the cuts whose stages train wrongly, and what was found of the others."""
+def _checked(loaded: "LoadedModel", parsed: _ParsedOptions) -> "tuple[LoadedModel, Proof | None]":
+    """Return the model without cuts whose stages train differently, and the result of the equivalence check."""
     from planner.executor import check_buildable, check_equivalence  # noqa: PLC0415 - torch
     from planner.profile import layer_digests  # noqa: PLC0415 - torch
 
-    options = asked.options
-    if not asked.proof_budget_s:
+    options = parsed.options
+    if not parsed.proof_budget_s:
         check_buildable(loaded)
         return loaded, None
     checked = check_equivalence(
         loaded,
-        budget_s=asked.proof_budget_s,
+        budget_s=parsed.proof_budget_s,
         digests=layer_digests,
         progress=lambda text: options.progress(f"equivalence check: {text}", 0, 0),
     )
-    if not checked.proof.layers:  # No stage was built, so it is not known that the ranks of a run can build theirs.
+    if not checked.proof.layers:  # no stage was built, so it is not known if the ranks of a run can build theirs
         check_buildable(checked.loaded)
     for warning in checked.warnings:
         options.warn(warning)
@@ -240,14 +243,14 @@ def _checked(loaded: "LoadedModel", asked: _Asked) -> "tuple[LoadedModel, Proof 
 
 
 def _executor_cost(options: ProfileOptions) -> ExecutorCost | None:
-    """What two neighbouring processes on this machine cost, measured once and remembered."""
+    """Return the costs of two neighboring processes on this machine, measured once and then cached."""
     from planner.executor import executor_cost  # noqa: PLC0415 - torch
 
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "gpipe-plan")
     try:
         return executor_cost(folder / "executor.json", warn=options.warn)
-    except Exception as error:  # whatever it is, the profile that is about to be measured is worth more
-        options.warn(f"two processes could not be run, so links are taken to cost nothing: {error}")
+    except Exception as error:  # a failure here must not prevent the measurement of the profile
+        options.warn(f"links are assumed to cost nothing, because two processes could not be run: {error}")
         return None
 
 

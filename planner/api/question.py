@@ -1,4 +1,4 @@
-"""The question behind a plan, as the options of `solve` that ask it again."""
+"""The request of a plan, as options of `solve` that repeat it."""
 
 from collections.abc import Collection
 from math import ceil
@@ -11,22 +11,25 @@ from planner.core.values.profile import Device
 from planner.core.values.units import exact_bytes_option
 
 _UNLIMITED: Final = 10**18
-"""Bytes per second that stand for a link without a limit."""
+"""Bandwidth in bytes per second that represents an unlimited link."""
 
 _CALIBRATED: Final = frozenset({"--overhead", "--reserve"})
-"""What `--calibration` brings, where these options do not say otherwise."""
+"""Options whose values `--calibration` provides, unless they are set."""
 
 
 def solve_options(inputs: Inputs, device: Device, *, without: Collection[str] = ()) -> tuple[str, ...]:
-    """Each option with its value behind a blank; those at their defaults are left out.
+    """Return the options of `solve` that repeat a request, each with its value; defaults are left out.
 
-    Neither cuts nor M nor a time limit are among them: a plan does not record what was asked of these. The names of
-    files that it does not record either are `links.yaml` and `FILE.csv`.
+    Cuts, M and the time limit are not included, because a plan does not record them as requested. Files that a plan
+    does not record are called `links.yaml` and `FILE.csv`.
 
     Args:
-        inputs: What a plan records of the question.
-        device: The profile's: what it says of links, overhead and reserve need not be said again.
-        without: Names of options that are said in another way.
+        inputs: Request of the plan.
+        device: Device of the profile; values equal to its link, overhead and reserve are left out.
+        without: Names of options to leave out.
+
+    Returns:
+        Options such as `--batch 32`.
     """
     executor = device.executor or ExecutorCost(overhead_us=0.0, link=Link())
     num_nodes = ceil(inputs.devices / inputs.node_devices) if inputs.node_devices else 0
@@ -58,8 +61,8 @@ def solve_options(inputs: Inputs, device: Device, *, without: Collection[str] = 
 
 
 def calibrated_options(inputs: Inputs, device: Device) -> tuple[str, ...]:
-    """Return the options that ask the question again, without those that `--calibration` replaces."""
-    # Where links differ between nodes a calibration leaves them as they are: see `calibration_of`.
+    """Return the options that repeat a request, without those that `--calibration` replaces."""
+    # If links between nodes differ, a calibration does not change them: see `calibration_of`.
     without = _CALIBRATED if inputs.inter_link is not None else _CALIBRATED | {"--link"}
     return solve_options(inputs, device, without=without)
 
@@ -85,5 +88,5 @@ def _link(link: Link) -> str:
 
 
 def _decimal(value: float) -> str:
-    """The number as options take it: without an exponent, and such that it is read back as it is."""
+    """Return the number without an exponent, such that reading it gives the same value."""
     return f"{value:.15f}".rstrip("0").rstrip(".") if value < 1e15 else f"{value:.0f}"

@@ -1,4 +1,4 @@
-"""Profiles, plans and cuts as the verbs take them: values, or the files that hold them."""
+"""Reading of profiles, plans and cuts, which may be passed as values or files."""
 
 import os
 from collections.abc import Sequence
@@ -15,12 +15,12 @@ from planner.core.values.plan import Plan, ProfileReference
 from planner.core.values.profile import Profile
 
 NOWHERE = "-"
-"""The path of a profile or plan that is a value, as of one that came from standard input."""
+"""Path of a profile or plan that was passed as a value or read from standard input."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReadProfile:
-    """A profile that was read, and where from: standard input cannot be read twice."""
+    """Profile with the path that it was read from; standard input cannot be read twice."""
 
     profile: Profile
     path: str
@@ -30,7 +30,7 @@ AnyProfile = File | Profile | ReadProfile
 
 
 def profile_of(profile: AnyProfile) -> ReadProfile:
-    """A profile, and where it stands; raises `FileError` if it cannot be read."""
+    """Return a profile with its path; raises `FileError` if it cannot be read."""
     if isinstance(profile, ReadProfile):
         return profile
     if isinstance(profile, Profile):
@@ -40,19 +40,22 @@ def profile_of(profile: AnyProfile) -> ReadProfile:
 
 
 def load_plan(plan: File = "plan.yaml") -> Plan:
-    """Read a plan from its file, which `check` compares with the profile.
+    """Read a plan from its file. Use `check` to compare it with its profile.
 
     Args:
         plan: The file.
 
+    Returns:
+        The plan.
+
     Raises:
-        FileError: It cannot be read, or is no plan.
+        FileError: The file cannot be read, or is not a plan.
     """
     return files.read_plan(os.fspath(plan))
 
 
 def plan_of(plan: File | Plan) -> tuple[Plan, str]:
-    """A plan, and where it stands: a value stands in the working directory."""
+    """Return a plan and its path; the path of a value is `NOWHERE`, as if in the working directory."""
     if isinstance(plan, Plan):
         return plan, NOWHERE
     path = os.fspath(plan)
@@ -60,7 +63,16 @@ def plan_of(plan: File | Plan) -> tuple[Plan, str]:
 
 
 def profile_for(plan: Plan, place: str, profile: File | Profile | None = None) -> ReadProfile:
-    """The profile of a plan that stands at `place`: as it is handed in, else the one that the plan names."""
+    """Return the profile of a plan.
+
+    Args:
+        plan: The plan.
+        place: Path of the plan.
+        profile: Profile to use instead of the one that the plan names.
+
+    Returns:
+        The profile with its path.
+    """
     if isinstance(profile, Profile):
         return ReadProfile(profile=profile, path="profile.yaml")
     path = files.profile_path(plan, place, path_of(profile))
@@ -68,18 +80,18 @@ def profile_for(plan: Plan, place: str, profile: File | Profile | None = None) -
 
 
 def path_of(value: object) -> str | None:
-    """The path, where a file is named; None for values, and for nothing."""
+    """Return the path if `value` names a file; None for other values."""
     return os.fspath(value) if isinstance(value, (str, os.PathLike)) else None
 
 
 def reference(source: ReadProfile, plan_path: str) -> ProfileReference:
-    """How a plan that will stand at `plan_path` refers to its profile."""
+    """Return the reference to a profile for a plan that will be written to `plan_path`."""
     where = files.reference_path(source.path, plan_path)
     return ProfileReference(path=where, digest=files.digest_of(source.profile), how=source.profile.device.how)
 
 
 def fresh_verdict(plan: Plan, profile: Profile, place: str) -> Verdict:
-    """The verdict on a plan that was made from this profile; raises `StaleError` for any other plan."""
+    """Return the verdict on a plan; raises `StaleError` if the plan was made from another profile."""
     verdict = judge(plan, profile, profile_digest=files.digest_of(profile))
     for finding in verdict.findings:
         if finding.code in ("GP201", "GP202"):
@@ -88,19 +100,24 @@ def fresh_verdict(plan: Plan, profile: Profile, place: str) -> Verdict:
 
 
 def calibration_of(calibration: File | Calibration | None) -> Calibration | None:
-    """What a run measured of a machine; raises `FileError` if its file cannot be read."""
+    """Return the calibration, or None; raises `FileError` if its file cannot be read."""
     if calibration is None or isinstance(calibration, Calibration):
         return calibration
     return files.read_calibration(os.fspath(calibration))
 
 
 def links_of(links: File | Sequence[Link] | None, **said_otherwise: object) -> tuple[Link, ...]:
-    """The link behind each device, from its file or as values; empty where there are none.
+    """Return the link from each device to the next; empty without links.
 
-    `said_otherwise` is what else says what the links are, by the name of its option; None where nothing does.
+    Args:
+        links: Links, or a file that has them.
+        **said_otherwise: Values of other options that also define links, by option name; None if not set.
+
+    Returns:
+        One link per boundary.
 
     Raises:
-        UsageError: Two options say what the links are.
+        UsageError: Two options define the links.
         FileError: The file cannot be read.
     """
     if links is None:
@@ -110,7 +127,7 @@ def links_of(links: File | Sequence[Link] | None, **said_otherwise: object) -> t
         if value is not None:
             option = name.replace("_", "-")
             raise UsageError(
-                f"`--links {shown}` and `--{option} {value}`: both say what the links are", hint="give one"
+                f"`--links {shown}` and `--{option} {value}`: both define the links", hint="remove one of them"
             )
     if isinstance(links, (str, os.PathLike)):
         return tuple(boundary.link for boundary in files.read_links(os.fspath(links)).boundaries)
@@ -118,7 +135,7 @@ def links_of(links: File | Sequence[Link] | None, **said_otherwise: object) -> t
 
 
 def cuts_of(balance: Numbers | File, profile: Profile) -> tuple[int, ...]:
-    """`6,6,6,6`, the numbers, or a file that holds the cuts, of ours or of another engine."""
+    """Return the cuts from `6,6,6,6`, from numbers, or from a file of gpipe-plan or another engine."""
     from planner.emit import SUFFIXES, read_balance_list  # noqa: PLC0415 - seldom needed
 
     if isinstance(balance, os.PathLike) or (isinstance(balance, str) and balance.endswith(SUFFIXES)):

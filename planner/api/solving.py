@@ -1,4 +1,4 @@
-"""`solve`: the fastest plan that fits, or one for each number of devices; `sweep`: the best for each and every cap."""
+"""`solve`: find the fastest plan that fits, or one for each number of devices. `sweep`: find the smallest cluster."""
 
 from collections.abc import Sequence
 from dataclasses import fields, replace
@@ -6,12 +6,12 @@ from pathlib import Path
 
 from planner import files
 from planner.api import texts
-from planner.api.given_lists import lists_path, refuse_lists
 from planner.api.headroom import AUTO, headroom_of
 from planner.api.keywords import on_profile
 from planner.api.notebooks import shown_in_notebooks
 from planner.api.options.solving import SolveOptions, SolverOptions, SweepOptions
 from planner.api.reading import NOWHERE, AnyProfile, ReadProfile, path_of, profile_of, reference
+from planner.api.schedule_file import lists_path, refuse_lists
 from planner.core.errors import InfeasibleError, UsageError
 from planner.core.extras import command_for
 from planner.core.values.plan import Plan
@@ -22,22 +22,25 @@ from planner.core.values.units import counted, parse_us
 shown_in_notebooks(Sweep)
 
 PLAN_HEADER = """\
-Made by `gpipe-plan solve`. You may edit balance, stages[].recompute, and micro_batches with micro_batch_size by hand:
-then run `gpipe-plan check`, which recomputes everything else from the profile."""
+Made by `gpipe-plan solve`. You may edit balance, stages[].recompute, micro_batches and micro_batch_size;
+then run `gpipe-plan check`, which recomputes all other values from the profile."""
 
 
 @on_profile(SolveOptions)
 def solve(profile: AnyProfile, options: SolveOptions) -> Plan:
-    """Finds the plan with the smallest step time that fits: cuts, micro-batches, recomputation.
+    """Find the plan with the smallest step time that fits: cuts, micro-batches, recomputation.
 
     Args:
         profile: A profile, or its file.
-        options: What is asked.
+        options: Options of `solve`.
+
+    Returns:
+        The plan.
 
     Raises:
         InfeasibleError: Nothing fits; the hint says what would.
         UsageError: The options contradict each other or the profile.
-        FileError: The profile cannot be read, or the plan not written.
+        FileError: The profile cannot be read, or the plan cannot be written.
         SolverError: No plan was found in time.
     """
     source, output = profile_of(profile), path_of(options.output)
@@ -50,19 +53,22 @@ def solve(profile: AnyProfile, options: SolveOptions) -> Plan:
 
 @on_profile(SolveOptions)
 def solve_family(profile: AnyProfile, options: SolveOptions) -> tuple[Plan, ...]:
-    """Finds a plan for each of several numbers of devices, most first: for when some of them are lost.
+    """Find a plan for each of several numbers of devices, most first, for training that may lose devices.
 
-    The first is written to `output`, the others beside it: `plan.yaml`, `plan-6.yaml`, `plan-4.yaml`. None is written
-    unless there is one for each.
+    The first plan is written to `output`, the others next to it: `plan.yaml`, `plan-6.yaml`, `plan-4.yaml`. Files are
+    written only if every number has a plan.
 
     Args:
         profile: A profile, or its file.
-        options: What is asked, with several numbers in `devices`.
+        options: Options of `solve`, with several numbers in `devices`.
+
+    Returns:
+        One plan per number of devices.
 
     Raises:
         InfeasibleError: For one of the numbers nothing fits; the hint says what would.
         UsageError: The options contradict each other or the profile.
-        FileError: The profile cannot be read, or a plan not written.
+        FileError: The profile cannot be read, or a plan cannot be written.
         SolverError: A plan was not found in time.
     """
     source = profile_of(profile)
@@ -72,7 +78,7 @@ def solve_family(profile: AnyProfile, options: SolveOptions) -> tuple[Plan, ...]
     plans: list[Plan] = []
     for path, count in zip(paths, counts or (None,), strict=True):
         _check_output(path, source, options)
-        # What is told of the options is the same for all of them.
+        # The notes on the options are the same for all plans.
         asked = replace(options, devices=count, note=options.note if not plans else lambda _: None)
         try:
             plans.append(_solved(source, asked, path))
@@ -87,7 +93,7 @@ def solve_family(profile: AnyProfile, options: SolveOptions) -> tuple[Plan, ...]
 
 
 def family_paths(output: str, counts: Sequence[int]) -> tuple[str, ...]:
-    """Where the plans for so many devices are written; raises `UsageError` where they would be one file."""
+    """Return the paths of the plans for these numbers of devices; raises `UsageError` if they would be one file."""
     if len(counts) < 2:
         return (output,)
     if output == "-":
@@ -99,16 +105,16 @@ def family_paths(output: str, counts: Sequence[int]) -> tuple[str, ...]:
 
 
 def _check_output(output: str | None, source: ReadProfile, options: SolveOptions) -> None:
-    """Before time is spent on what is to be written there."""
+    """Check the output path before time is spent on the plan."""
     if output is not None:
         files.check_outputs({"--output": output}, (source.path, *_files_of(options)))
         files.check_writable(output)
 
 
 def _solved(source: ReadProfile, options: SolveOptions, output: str | None) -> Plan:
-    """The plan that will stand at `output`, for one number of devices."""
-    # `planner.solve` is imported where a plan is made, not by the help of commands.
-    from planner.api.asked import headroom_asked, request_of  # noqa: PLC0415
+    """Return the plan for one number of devices, which will be written to `output`."""
+    # `planner.solve` is slow to import, and `--help` does not need it.
+    from planner.api.solver_request import request_of, requested_headroom  # noqa: PLC0415
     from planner.core.cost.costs import CostTable  # noqa: PLC0415
     from planner.solve import solve as solve_plan  # noqa: PLC0415
     from planner.solve.questions.insight import frontier_of, insight_of  # noqa: PLC0415
@@ -118,21 +124,21 @@ def _solved(source: ReadProfile, options: SolveOptions, output: str | None) -> P
     read = source.profile
     if options.batch is None:
         largest = max(read.micro_batch_sizes)
-        options.note(f"no `--batch`: planning for {largest} samples per step, the largest size profiled")
+        options.note(f"no `--batch`: planning for {largest} samples per step, the largest profiled size")
     request = request_of(read, reference(source, output or NOWHERE), options)
     if options.headroom == AUTO:
-        share = headroom_asked(read, options)
-        options.note(f"headroom {100 * share:.4g}% of every cap, as far as peaks came out above such predictions")
+        share = requested_headroom(read, options)
+        options.note(f"headroom {100 * share:.4g}% of every memory limit, the error range of such predictions")
     if CostTable(read).halves_assumed and all(each.splits_backward for each in request.schedules):
         options.note(
-            "the profile says nothing of backwards in halves: each is taken to be half of the whole, and all that a "
-            "forward keeps to be kept until the second; profile on the device to measure them"
+            "the profile has no split backward times: each pass is assumed to take half of the backward, and saved "
+            "activations are assumed to be held until the weight-gradient pass; profile on the device to measure them"
         )
     plan = solve_plan(read, request)
     if read.model.batch_norm and plan.micro_batches > 1:
         options.note(
-            f"batch normalization sees micro-batches of {counted(plan.micro_batch_size, 'sample')}, not the batch of "
-            f"{plan.inputs.batch}; `--min-micro-batch 8` bounds them below"
+            f"batch normalization uses micro-batches of {counted(plan.micro_batch_size, 'sample')}, not the batch of "
+            f"{plan.inputs.batch}; `--min-micro-batch 8` sets a smallest size"
         )
     if read.proof is not None and read.proof.uncovered and len(plan.stages) > 1:
         options.note(
@@ -141,8 +147,7 @@ def _solved(source: ReadProfile, options: SolveOptions, output: str | None) -> P
         )
     if plan.solver.status == "feasible" and lacks_bound(request.schedules):
         options.note(
-            "highspy is not installed: with its bound the gap may be smaller, and the plan faster "
-            f"(`{command_for('milp')}`)"
+            f"highspy is not installed; with it the gap may be smaller and the plan faster (`{command_for('milp')}`)"
         )
     if options.frontier:
         schedules = trade_off_of(read, plan, micro_batches=request.micro_batches)
@@ -153,9 +158,16 @@ def _solved(source: ReadProfile, options: SolveOptions, output: str | None) -> P
 
 
 def faster_schedule_for(profile: Profile, plan: Plan, options: SolveOptions, *, spent_s: float) -> Plan | None:
-    """The best plan under another schedule than `options` ask for, if one that is faster than `plan` is soon found.
+    """Return a faster plan under another schedule than `options` allow, if one is found soon.
 
-    `spent_s` is how much of the time limit that answer has taken, in seconds.
+    Args:
+        profile: The profile.
+        plan: Plan to beat.
+        options: Options that the plan was made with.
+        spent_s: Seconds of the time limit that the plan has taken.
+
+    Returns:
+        The faster plan, or None.
     """
     from planner.solve.questions.faster import MOST_HINT_S, faster_schedule  # noqa: PLC0415 - imports numpy
 
@@ -167,7 +179,16 @@ def faster_schedule_for(profile: Profile, plan: Plan, options: SolveOptions, *, 
 
 
 def with_schedules(profile: Profile, plan: Plan, options: SolveOptions) -> Plan:
-    """`plan` with what each schedule would give, if `options` left the schedule open."""
+    """Return `plan` with the best plan of each schedule, if `options` allow several schedules.
+
+    Args:
+        profile: The profile.
+        plan: The plan.
+        options: Options that the plan was made with.
+
+    Returns:
+        The completed plan.
+    """
     from planner.solve.questions.trade_off import trade_off_of  # noqa: PLC0415 - imports numpy
 
     if plan.schedules:
@@ -177,7 +198,7 @@ def with_schedules(profile: Profile, plan: Plan, options: SolveOptions) -> Plan:
 
 
 def _files_of(options: SolveOptions) -> tuple[str | None, ...]:
-    """Paths of the files that options name."""
+    """Return the paths of files that options name."""
     cuts = path_of(options.balance)
     is_file = cuts is not None and not cuts[:1].isdigit()
     return path_of(options.links), path_of(options.calibration), cuts if is_file else None, lists_path(options.schedule)
@@ -185,17 +206,20 @@ def _files_of(options: SolveOptions) -> tuple[str | None, ...]:
 
 @on_profile(SweepOptions)
 def sweep(profile: AnyProfile, options: SweepOptions) -> Sweep:
-    """The best plan for every number of devices and every cap: the smallest cluster that trains, and what others bring.
+    """Find the best plan for every number of devices and every memory limit, and the smallest cluster that trains.
 
     Args:
         profile: A profile, or its file.
-        options: What is asked.
+        options: Options of `sweep`.
+
+    Returns:
+        The table of plans.
 
     Raises:
         UsageError: The options contradict each other or the profile.
-        FileError: The profile cannot be read, or a plan not written.
+        FileError: The profile cannot be read, or a plan cannot be written.
     """
-    from planner.api.asked import request_of  # noqa: PLC0415 - as in `solve`
+    from planner.api.solver_request import request_of  # noqa: PLC0415 - as in `solve`
     from planner.solve.questions.sweep import sweep_of  # noqa: PLC0415
 
     refuse_lists(options.schedule, "sweep")
@@ -217,7 +241,7 @@ def sweep(profile: AnyProfile, options: SweepOptions) -> Sweep:
 
 
 def _of_largest(options: SweepOptions, devices: int) -> SolverOptions:
-    """What is asked of the largest cluster; the headroom is taken off every cap in turn."""
+    """Return solver options for the largest cluster; headroom is subtracted later, for every memory limit."""
     shared = {of.name for of in fields(SweepOptions)} & {of.name for of in fields(SolverOptions)}
     same = {name: getattr(options, name) for name in shared - {"devices", "mem", "headroom"}}
     return SolverOptions(devices=devices, mem=None if options.mem is None else max(texts.sizes(options.mem)), **same)

@@ -1,6 +1,6 @@
-"""Options, as text from a command line or as values from Python, made into values of the core.
+"""Parsing of options, given as text on the command line or as values in Python, into values of the core.
 
-Each function takes either form, and raises a `UsageError` that names the option for anything else.
+Each function takes both forms, and raises a `UsageError` that names the option for anything else.
 """
 
 import os
@@ -19,28 +19,40 @@ from planner.core.values.units import parse_bytes, parse_bytes_per_s, parse_flop
 File = str | os.PathLike[str]
 
 Progress = Callable[[str, int, int], None]
-"""Called with what is being done, how much of it is, and how much there is (0 while that is not known)."""
+"""Progress callback: (task, done, total); a total of 0 is not known yet."""
 
 Numbers = str | int | Sequence[int]
-"""`1,2,4`, or the numbers."""
+"""Numbers, or a text such as `1,2,4`."""
 
 Sizes = str | int | Sequence[str | int]
-"""`24GB,24GB,80GB`, or each as `24GB` or as a number of bytes."""
+"""Sizes in bytes or as text such as `24GB`, or one text such as `24GB,24GB,80GB`."""
 
 
 def choice(option: str, text: str, choices: object) -> str:
-    """`text`, if it is one of `choices`: a tuple of texts, or a literal type."""
+    """Return `text` if it is one of `choices`.
+
+    Args:
+        option: Name of the option.
+        text: Its value.
+        choices: A tuple of texts, or a literal type.
+
+    Returns:
+        `text`.
+
+    Raises:
+        UsageError: It is not one of them.
+    """
     allowed = choices if isinstance(choices, tuple) else get_args(choices)
     if text not in allowed:
         raise UsageError(f"unknown `{option} {text}`", hint=f"one of {', '.join(allowed)}")
     return text
 
 
-def integers(option: str, asked: Numbers) -> tuple[int, ...]:
-    """`1,2,4` as numbers of at least 1."""
-    text = _shown(asked)
+def integers(option: str, value: Numbers) -> tuple[int, ...]:
+    """Return the numbers in a text such as `1,2,4`; each is at least 1."""
+    text = _shown(value)
     try:
-        numbers = tuple(map(int, _parts(asked)))
+        numbers = tuple(map(int, _parts(value)))
     except (TypeError, ValueError):
         raise UsageError(f"expected whole numbers with commas between them, got `{option} {text}`") from None
     if not numbers:
@@ -52,100 +64,115 @@ def integers(option: str, asked: Numbers) -> tuple[int, ...]:
     return numbers
 
 
-def one(option: str, asked: Numbers) -> int:
-    """One number of at least 1."""
-    numbers = integers(option, asked)
+def one(option: str, value: Numbers) -> int:
+    """Return one number of at least 1."""
+    numbers = integers(option, value)
     if len(numbers) > 1:
-        raise UsageError(f"expected one number, got `{option} {_shown(asked)}`")
+        raise UsageError(f"expected one number, got `{option} {_shown(value)}`")
     return numbers[0]
 
 
-def count_or_auto(option: str, asked: str | int) -> int:
-    """A count, or 0 for `auto`, where the solver may choose."""
-    return 0 if asked == "auto" else one(option, asked)
+def count_or_auto(option: str, value: str | int) -> int:
+    """Return a count, or 0 for `auto`, which lets the solver choose."""
+    return 0 if value == "auto" else one(option, value)
 
 
-def number_of(option: str, asked: int, noun: str, most: int | None = None) -> int:
-    """The number of what `noun` says, from 1 to `most`, if that is bounded."""
-    if asked < 1:
-        raise UsageError(f"`{option} {short(asked)}`: at least 1 {noun} is needed")
-    return asked if most is None else at_most(option, asked, most, f"{noun}s")
+def number_of(option: str, value: int, noun: str, most: int | None = None) -> int:
+    """Return a number from 1 to `most`.
+
+    Args:
+        option: Name of the option.
+        value: Its value.
+        noun: Noun for the message, in the singular.
+        most: Largest allowed value; None if there is none.
+
+    Returns:
+        The number.
+
+    Raises:
+        UsageError: The number is outside of the range.
+    """
+    if value < 1:
+        raise UsageError(f"`{option} {short(value)}`: at least 1 {noun} is needed")
+    return value if most is None else at_most(option, value, most, f"{noun}s")
 
 
-def device_counts(asked: Numbers) -> tuple[int, ...]:
-    """`8`, or `8,6,4`: numbers of devices, most first."""
+def device_counts(value: Numbers) -> tuple[int, ...]:
+    """Return numbers of devices from `8` or `8,6,4`, most first."""
     try:
-        counts = tuple(map(int, _parts(asked)))
+        counts = tuple(map(int, _parts(value)))
     except (TypeError, ValueError):
-        raise UsageError(
-            f"`--devices {_shown(asked)}`: expected an integer, or several with commas between them"
-        ) from None
+        raise UsageError(f"`--devices {_shown(value)}`: expected one integer, or several separated by commas") from None
     if not counts or len(set(counts)) < len(counts):
-        raise UsageError(f"expected different numbers of devices, got `--devices {_shown(asked)}`")
+        raise UsageError(f"expected different numbers of devices, got `--devices {_shown(value)}`")
     return tuple(sorted((number_of("--devices", count, "device", MOST_DEVICES) for count in counts), reverse=True))
 
 
-def device_count(asked: Numbers) -> int:
-    """One number of devices."""
-    counts = device_counts(asked)
+def device_count(value: Numbers) -> int:
+    """Return one number of devices."""
+    counts = device_counts(value)
     if len(counts) > 1:
         raise UsageError(
-            f"`--devices {_shown(asked)}`: one plan is for one number of devices",
-            hint="`planner.solve_family` makes a plan for each",
+            f"`--devices {_shown(value)}`: expected one number of devices",
+            hint="use `planner.solve_family` for several",
         )
     return counts[0]
 
 
-def size(asked: str | int) -> int:
-    """`8GB`, or an accelerator's name (`tpu:v2`), in bytes; from Python also a number of bytes."""
-    if isinstance(asked, str):
-        named = next((one for one in ACCELERATORS if one.name == asked.strip().lower()), None)
-        return parse_bytes(asked) if named is None else named.memory_bytes
-    if not 0 <= asked <= LARGEST:
-        raise UsageError(f"a size is from 0 to 2^60 bytes, got {short(asked)}")
-    return asked
+def size(value: str | int) -> int:
+    """Return a size in bytes from `8GB`, an accelerator's name (`tpu:v2`), or a number of bytes."""
+    if isinstance(value, str):
+        named = next((one for one in ACCELERATORS if one.name == value.strip().lower()), None)
+        return parse_bytes(value) if named is None else named.memory_bytes
+    if not 0 <= value <= LARGEST:
+        raise UsageError(f"a size is from 0 to 2^60 bytes, got {short(value)}")
+    return value
 
 
-def sizes(asked: Sizes) -> tuple[int, ...]:
-    """Several sizes in bytes."""
-    return tuple(map(size, _parts(asked)))
+def sizes(value: Sizes) -> tuple[int, ...]:
+    """Return several sizes in bytes."""
+    return tuple(map(size, _parts(value)))
 
 
-def caps(asked: Sizes, devices: int) -> tuple[int, ...]:
-    """`8GB` for every device, or `24GB,24GB,80GB` one by one, in bytes."""
-    one_or_each = sizes(asked)
+def caps(value: Sizes, devices: int) -> tuple[int, ...]:
+    """Return the memory limit of each device in bytes, from `8GB` for all or `24GB,24GB,80GB` for each."""
+    one_or_each = sizes(value)
     if len(one_or_each) not in (1, devices):
         raise UsageError(
-            f"`--mem {_shown(asked)}` names {len(one_or_each)} caps for {devices} devices", hint="give one, or one each"
+            f"`--mem {_shown(value)}` names {len(one_or_each)} limits for {devices} devices",
+            hint="give one limit, or one per device",
         )
     return one_or_each * devices if len(one_or_each) == 1 else one_or_each
 
 
-def micro_batch_sizes(asked: Numbers, batch: int | None) -> tuple[int, ...]:
-    """The sizes to profile, in ascending order: `1,2,4`, or for `auto` powers of two up to the batch (8), and it."""
-    if asked != "auto":
+def micro_batch_sizes(value: Numbers, batch: int | None) -> tuple[int, ...]:
+    """Return the micro-batch sizes to profile, in ascending order.
+
+    `auto` means the powers of two up to the batch (8 by default), and the batch itself.
+    """
+    if value != "auto":
         if batch is not None:
-            raise UsageError(f"`--batch {batch}` and `--batch-sizes {_shown(asked)}`: give one of them")
-        return tuple(sorted(set(integers("--batch-sizes", asked))))
+            raise UsageError(f"`--batch {batch}` and `--batch-sizes {_shown(value)}`: give one of them")
+        return tuple(sorted(set(integers("--batch-sizes", value))))
     most = 8 if batch is None else number_of("--batch", batch, "sample")
-    # The batch itself too, so that every number that divides it lies between measured sizes.
+    # The batch itself is included, so that each of its divisors is in the measured range.
     return (*(2**n for n in range(most.bit_length()) if 2**n < most), most)
 
 
-def precision(asked: str | None) -> Precision:
-    """`bf16-mixed` and so on; empty where nothing is asked."""
-    if asked is None:
+def precision(value: str | None) -> Precision:
+    """Return the precision, such as `bf16-mixed`; empty for None."""
+    if value is None:
         return ""
-    if not precision_of(asked):
-        raise UsageError(f"unknown precision `--dtype {asked}`", hint=f"one of {', '.join(PRECISIONS)}")
-    return precision_of(asked)
+    if not precision_of(value):
+        raise UsageError(f"unknown precision `--dtype {value}`", hint=f"one of {', '.join(PRECISIONS)}")
+    return precision_of(value)
 
 
-def speeds(asked: str | float | Sequence[float], devices: int) -> tuple[float, ...]:
-    """`1,1,2.5`: a number above 0 for each device, or one for all."""
-    text = _shown(asked)
+def speeds(value: str | float | Sequence[float], devices: int) -> tuple[float, ...]:
+    """Return the speed of each device, above 0, from one number for all or one for each: `1,1,2.5`."""
+    text = _shown(value)
     try:
-        numbers = tuple(map(float, _parts(asked)))
+        numbers = tuple(map(float, _parts(value)))
     except ValueError:
         raise UsageError(f"expected numbers with commas between them, got `--speed {text}`") from None
     slowest, fastest = SPEEDS
@@ -154,26 +181,29 @@ def speeds(asked: str | float | Sequence[float], devices: int) -> tuple[float, .
     if not all(slowest <= number <= fastest for number in numbers):
         raise UsageError(f"`--speed {text}`: a speed is from {slowest:g} to {fastest:g} times the profiled device's")
     if len(numbers) not in (1, devices):
-        raise UsageError(f"`--speed {text}` names {len(numbers)} speeds for {devices} devices", hint="give one each")
+        raise UsageError(
+            f"`--speed {text}` names {len(numbers)} speeds for {devices} devices",
+            hint="give one each",
+        )
     return numbers * devices if len(numbers) == 1 else numbers
 
 
-def names(option: str, asked: str | Sequence[str]) -> tuple[str, ...]:
-    """`wte,lm_head`: two or more different layers."""
-    layers = tuple(part.strip() for part in _parts(asked))
+def names(option: str, value: str | Sequence[str]) -> tuple[str, ...]:
+    """Return two or more different layer names, from `wte,lm_head` or a list."""
+    layers = tuple(part.strip() for part in _parts(value))
     if len(set(layers)) < 2 or len(set(layers)) < len(layers):
-        raise UsageError(f"expected different layers with commas between them, got `{option} {_shown(asked)}`")
+        raise UsageError(f"expected different layers with commas between them, got `{option} {_shown(value)}`")
     return layers
 
 
-def link(asked: str | Link, option: str = "--link") -> Link:
-    """`25GB/s`, `25GB/s,5us` or `1GB/s,100us,blocking`."""
-    if isinstance(asked, Link):
-        return asked
-    rate, _, rest = asked.partition(",")
+def link(value: str | Link, option: str = "--link") -> Link:
+    """Return a link from `25GB/s`, `25GB/s,5us` or `1GB/s,100us,blocking`."""
+    if isinstance(value, Link):
+        return value
+    rate, _, rest = value.partition(",")
     latency, _, mode = rest.partition(",")
     if mode not in ("", "blocking"):
-        raise UsageError(f"unknown kind of link `{mode}` in `{option} {asked}`", hint="`blocking`, or nothing")
+        raise UsageError(f"unknown kind of link `{mode}` in `{option} {value}`", hint="use `blocking`, or remove it")
     return Link(
         bytes_per_s=parse_bytes_per_s(rate),
         latency_us=parse_us(latency) if latency else 0.0,
@@ -181,59 +211,59 @@ def link(asked: str | Link, option: str = "--link") -> Link:
     )
 
 
-def flops_per_s(asked: str | float) -> float:
-    """`190TFLOP/s` as a number; from Python also a number of operations per second."""
-    if isinstance(asked, str):
-        return parse_flops_per_s(asked)
+def flops_per_s(value: str | float) -> float:
+    """Return operations per second from `190TFLOP/s` or a number."""
+    if isinstance(value, str):
+        return parse_flops_per_s(value)
     slowest, fastest = RATES
-    if not slowest <= asked <= fastest:
-        raise UsageError(f"a rate is from 1 FLOP/s to 10^18 FLOP/s, got {asked}")
-    return float(asked)
+    if not slowest <= value <= fastest:
+        raise UsageError(f"a rate is from 1 FLOP/s to 10^18 FLOP/s, got {value}")
+    return float(value)
 
 
-def share(asked: str | float) -> float:
-    """`5%` as a fraction, from 0 to below 1; from Python also 0.05."""
-    if isinstance(asked, str):
-        return parse_share(asked)
-    if not 0 <= asked < 1:
-        raise UsageError(f"a share is at least 0 and below 1, got {asked}", hint="0.05 is 5%")
-    return asked
+def share(value: str | float) -> float:
+    """Return a fraction from 0 to below 1, from `5%` or 0.05."""
+    if isinstance(value, str):
+        return parse_share(value)
+    if not 0 <= value < 1:
+        raise UsageError(f"a share is at least 0 and below 1, got {value}", hint="0.05 is 5%")
+    return value
 
 
-def two_shares(option: str, asked: str | Sequence[str | float]) -> tuple[float, float]:
-    """`1%,5%`, or the two shares."""
-    shares = _parts(asked)
+def two_shares(option: str, value: str | Sequence[str | float]) -> tuple[float, float]:
+    """Return two fractions, from `1%,5%` or a pair."""
+    shares = _parts(value)
     if len(shares) != 2:
-        raise UsageError(f"`{option} {_shown(asked)}`: two shares are needed", hint=f"`{option} 1%,5%`")
+        raise UsageError(f"`{option} {_shown(value)}`: expected two shares", hint=f"`{option} 1%,5%`")
     return share(shares[0]), share(shares[1])
 
 
-def nodes(asked: str) -> tuple[int, int]:
-    """`4x8`: how many nodes, and how many devices in each."""
-    parts = re.fullmatch(r"([1-9]\d{0,9})x([1-9]\d{0,9})", asked, re.ASCII)
+def nodes(value: str) -> tuple[int, int]:
+    """Return the number of nodes and the devices per node, from `4x8`."""
+    parts = re.fullmatch(r"([1-9]\d{0,9})x([1-9]\d{0,9})", value, re.ASCII)
     if parts is None:
-        raise UsageError(f"expected nodes times devices as in `--nodes 4x8`, got `--nodes {short(asked)}`")
+        raise UsageError(f"expected nodes times devices as in `--nodes 4x8`, got `--nodes {short(value)}`")
     at_most("--nodes", int(parts[1]) * int(parts[2]), MOST_DEVICES, "devices")
     return int(parts[1]), int(parts[2])
 
 
-def settings(asked: Mapping[str, object] | Sequence[str]) -> dict[str, str]:
-    """`width=16` and so on, or the values by name, as texts by name."""
-    if isinstance(asked, Mapping):
-        return {name: str(value) for name, value in asked.items()}
-    pairs = [text.partition("=") for text in asked]
+def settings(value: Mapping[str, object] | Sequence[str]) -> dict[str, str]:
+    """Return settings as texts by name, from `name=value` texts or a mapping."""
+    if isinstance(value, Mapping):
+        return {name: str(value) for name, value in value.items()}
+    pairs = [text.partition("=") for text in value]
     for name, equals, _ in pairs:
         if not equals:
             raise UsageError(f"expected `--set name=value`, got `--set {name}`")
     return {name: value for name, _, value in pairs}
 
 
-def _parts(asked: Any) -> Sequence[Any]:
-    """What commas part in a text, or the values; a number is one value."""
-    if isinstance(asked, str):
-        return asked.split(",")
-    return [asked] if isinstance(asked, (int, float)) else asked
+def _parts(value: Any) -> Sequence[Any]:
+    """Return the parts of a comma-separated text, or the values; a number is one value."""
+    if isinstance(value, str):
+        return value.split(",")
+    return [value] if isinstance(value, (int, float)) else value
 
 
-def _shown(asked: object) -> str:
-    return short(",".join(map(short, asked[:40])) if isinstance(asked, (list, tuple)) else short(asked), 80)
+def _shown(value: object) -> str:
+    return short(",".join(map(short, value[:40])) if isinstance(value, (list, tuple)) else short(value), 80)

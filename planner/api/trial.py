@@ -1,4 +1,4 @@
-"""Runs a plan for a few steps on this machine: emitted into a temporary folder, started with torchrun."""
+"""Trial run of a plan on this machine: emitted into a temporary folder, started with torchrun."""
 
 import subprocess
 import sys
@@ -19,20 +19,27 @@ from planner.emit.processes import environment
 from planner.files import read_run
 
 _STOP_S = 30
-"""How long torchrun may take to end its processes."""
+"""Seconds that torchrun may take to end its processes."""
 
 
 def run_plan(
     plan: Plan, profile: Profile, *, profile_folder: str, steps: int, progress: Callable[[str, int, int], None]
 ) -> RunReport:
-    """What `train.py`, as `emit` writes it, took on this machine.
+    """Run `train.py`, as `emit` writes it, on this machine and return its report.
 
-    `profile_folder` is where the profile stands, which the model's path in it is relative to; `progress` is called
-    after every step.
+    Args:
+        plan: The plan.
+        profile: Profile of the plan.
+        profile_folder: Folder of the profile, to which the model's path is relative.
+        steps: Number of steps.
+        progress: Called after every step.
+
+    Returns:
+        The report of the run.
 
     Raises:
         UsageError: The executor cannot run the plan.
-        MeasurementError: The run failed; the message is what it said.
+        MeasurementError: The run failed; the message has its error.
     """
     with tempfile.TemporaryDirectory(prefix="gpipe-plan-") as folder:
         emitted = emit_native(plan, profile, folder=folder, profile_folder=profile_folder)
@@ -42,19 +49,19 @@ def run_plan(
         count = plan.num_devices * plan.replicas
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(count)]
         command += [str(Path(folder, "train.py")), "--steps", str(steps), "--report", str(report)]
-        said = Path(folder, "stderr.txt")
-        with said.open("w", encoding="utf-8") as errors, _started(command, profile, errors.fileno()) as process:
+        output = Path(folder, "stderr.txt")
+        with output.open("w", encoding="utf-8") as errors, _started(command, profile, errors.fileno()) as process:
             assert process.stdout is not None
             of_steps = (line.strip() for line in process.stdout if line.startswith("step "))
             for done, line in enumerate(of_steps, start=1):
                 progress(line, done, steps)
         if process.returncode != 0 or not report.exists():
-            raise _failure(said.read_text(encoding="utf-8", errors="replace"), process.returncode)
+            raise _failure(output.read_text(encoding="utf-8", errors="replace"), process.returncode)
         return read_run(str(report))
 
 
 def crowding(plan: Plan, profile: Profile) -> str:
-    """Why times measured here would say nothing; empty if they do."""
+    """Return why times measured on this machine would not be valid; empty if they are."""
     if training_kind(profile.device.kind) != "cpu":
         return ""
     return crowding_of(plan.num_devices * plan.replicas, profile.environment.threads, usable_cores())
@@ -62,7 +69,7 @@ def crowding(plan: Plan, profile: Profile) -> str:
 
 @contextmanager
 def _started(command: list[str], profile: Profile, stderr: int) -> Iterator["subprocess.Popen[str]"]:
-    """The processes; none is left behind, whatever happens."""
+    """Start the processes; all of them have ended when the context is left."""
     own = environment(OMP_NUM_THREADS=str(profile.environment.threads))
     pipe = subprocess.PIPE
     with subprocess.Popen(command, env=own, stdout=pipe, stderr=stderr, text=True) as process:  # noqa: S603 - ours
@@ -70,7 +77,7 @@ def _started(command: list[str], profile: Profile, stderr: int) -> Iterator["sub
             yield process
             process.wait()
         except BaseException:
-            # torchrun hands this on to its processes and waits for them.
+            # torchrun passes the signal on to its processes and waits for them.
             process.terminate()
             try:
                 process.wait(_STOP_S)
@@ -79,17 +86,17 @@ def _started(command: list[str], profile: Profile, stderr: int) -> Iterator["sub
             raise
 
 
-def _failure(said: str, code: int) -> MeasurementError | UsageError:
-    lines = said.splitlines()
+def _failure(output: str, code: int) -> MeasurementError | UsageError:
+    lines = output.splitlines()
     starts = [n for n, line in enumerate(lines) if line.startswith("error: ")]
     if starts:
         hints = [line.removeprefix("hint: ") for line in lines[starts[0] :] if line.startswith("hint: ")]
         return MeasurementError(
             f"the plan does not run here: {lines[starts[0]].removeprefix('error: ')}", hint=hints[0] if hints else ""
         )
-    # The exception is in the line behind the last frame of the first traceback.
+    # The error is in the first line without indentation after the first traceback.
     raised = [line for line in lines if line and not line[0].isspace() and "Error: " in line]
     return MeasurementError(
         f"the plan does not run here: {raised[0] if raised else f'torchrun ended with exit code {code}'}",
-        hint="`gpipe-plan emit`, then run train.py as its first lines say, to see all that it prints",
+        hint="use `gpipe-plan emit` and run train.py as its first lines say, to see its output",
     )

@@ -1,4 +1,4 @@
-"""`verify`: runs a plan on this machine, or takes the report of a run, and sets it beside the prediction."""
+"""`verify`: run a plan on this machine, or read the report of a run, and compare it with the prediction."""
 
 import os
 from dataclasses import replace
@@ -31,38 +31,40 @@ if TYPE_CHECKING:
     from planner.model import LoadedModel
 
 _STEPS = 12
-"""How many steps `verify` runs, unless another number is asked for."""
+"""Default number of steps that `verify` runs."""
 
 _PROOF_S = 30.0
-"""Time limit of `verify` for the equivalence check of the plan's stages, in seconds, about."""
+"""Time limit of the equivalence check of the plan's stages, in seconds, approximately."""
 
 _LOSSES_S = 120.0
-"""Time limit of `verify` for two steps of a plain loop, in seconds."""
+"""Time limit of the plain training loop with two steps, in seconds."""
 
 _LOSS_ERROR, _LOW_PRECISION_LOSS_ERROR = 1e-3, 3e-2
 """Largest relative differences of losses after one update: rounding errors, which optimizers enlarge."""
 
 _HEADER = """\
-Measured by `gpipe-plan verify` in a run of a plan; what a person knows better may be edited."""
+Measured by `gpipe-plan verify` in a run of a plan. You may edit these values."""
 
 
 @on_plan(VerifyOptions)
 def verify(plan: File | Plan, options: VerifyOptions) -> Verification:
-    """Runs a plan for a few steps on this machine and sets what it took beside what was predicted.
+    """Run a plan for a few steps on this machine and compare measured with predicted values.
 
-    Starts torchrun with a process for every device of the plan, on the bundled executor. A
-    peak may be off by 64 KiB in any case. With `run` nothing is started, torch is not needed, and what the stages
-    compute is not looked at.
+    It starts torchrun with one process for every device of the plan, on the bundled executor. A peak may always be off
+    by 64 KiB. With `run` it starts nothing, needs no torch, and does not check the stages' results.
 
     Args:
         plan: A plan, or its file.
-        options: What is asked.
+        options: Options of `verify`.
+
+    Returns:
+        Predicted and measured values, and the calibration.
 
     Raises:
-        MissingPackageError: torch is not installed, or what comes with it.
+        MissingPackageError: torch or a package for training is not installed.
         StaleError: The plan was made from another profile.
-        UsageError: The executor cannot run such a plan, an option is wrong, or the run is of another plan.
-        MeasurementError: The run failed, or says nothing of the plan.
+        UsageError: The executor cannot run the plan, an option is wrong, or the run belongs to another plan.
+        MeasurementError: The run failed, or cannot be compared with the plan.
         FileError: A file cannot be read or written.
     """
     written = path_of(options.calibration)
@@ -95,19 +97,19 @@ def verify(plan: File | Plan, options: VerifyOptions) -> Verification:
 
 
 def _check_steps(options: VerifyOptions) -> None:
-    """Raises `UsageError` where the number of steps is too small, or said of a run that is over."""
+    """Raise UsageError if the number of steps is too small, or is given together with a finished run."""
     if options.steps is None:
         return
     if options.run is not None:
         raise UsageError(
-            f"`--steps {options.steps}` says how long to run the plan, `--run` that it was run", hint="give one"
+            f"`--steps {options.steps}` cannot be used with `--run`, which reads a finished run", hint="remove one"
         )
     if options.steps < 3:
         raise UsageError(f"`--steps {options.steps}`: the first 2 steps warm up, so at least 3 are needed")
 
 
 def _of_trial(plan: Plan, source: ReadProfile, tolerance: Tolerance, options: VerifyOptions) -> Verification:
-    """What a run says that is made here and now."""
+    """Run the plan and return the comparison with its prediction."""
     from planner.api.trial import crowding, run_plan  # noqa: PLC0415 - only here
 
     profile, folder = source.profile, str(Path(source.path).parent)
@@ -123,15 +125,15 @@ def _of_trial(plan: Plan, source: ReadProfile, tolerance: Tolerance, options: Ve
 
 
 def _report_of(run: File | RunReport, plan: Plan, profile: Profile, place: str) -> RunReport:
-    """The report of a run, if it says something of the plan at `place`."""
+    """Return the report of a run, after checking that it belongs to the plan at `place`."""
     from planner.emit import decisions_digest  # noqa: PLC0415 - only here
 
     report = run if isinstance(run, RunReport) else files.read_run(os.fspath(run))
     name = path_of(run) or "the run"
     if report.plan_digest != decisions_digest(plan):
         raise UsageError(
-            f"{name} is of another plan than {'this' if place == NOWHERE else place}",
-            hint="name the plan that `emit` was given; an edited one is another",
+            f"{name} belongs to another plan than {'this' if place == NOWHERE else place}",
+            hint="name the plan that was passed to `emit`; an edited plan is another plan",
         )
     kind = training_kind(profile.device.kind)
     if report.device.kind != kind:
@@ -139,14 +141,14 @@ def _report_of(run: File | RunReport, plan: Plan, profile: Profile, place: str) 
     samples = other_samples(report)
     if samples is not None:
         raise MeasurementError(
-            f"a step of {name} had {samples:.0f} samples, the plan's has {report.batch}: they cannot be compared",
-            hint=f"plan for what is trained: `gpipe-plan solve --batch {samples:.0f}`",
+            f"a step of {name} had {samples:.0f} samples, the plan has {report.batch}: they cannot be compared",
+            hint=f"plan for this batch: `gpipe-plan solve --batch {samples:.0f}`",
         )
     return report
 
 
 def _loaded(profile: Profile, folder: str) -> "LoadedModel":
-    """Return the model that a profile in `folder` is of."""
+    """Load the model of a profile in `folder`."""
     from planner.model import load_again  # noqa: PLC0415 - torch
 
     source = str(Path(folder, profile.model.source))
@@ -156,8 +158,8 @@ def _loaded(profile: Profile, folder: str) -> "LoadedModel":
 def _other_losses(plan: Plan, loaded: "LoadedModel", report: RunReport) -> tuple[str, ...]:
     """Compare the losses of the emitted script's first steps with those of a plain loop; return what differs.
 
-    Only on the CPU, with example batches, and where parameters, gradients and optimizer state of the unpartitioned
-    model fit into memory.
+    This needs a CPU, example batches, and memory for parameters, gradients and optimizer state of the unpartitioned
+    model.
     """
     from planner.executor import reference_losses  # noqa: PLC0415 - torch
 
@@ -168,7 +170,7 @@ def _other_losses(plan: Plan, loaded: "LoadedModel", report: RunReport) -> tuple
         losses = reference_losses(
             loaded, micro_batches=micro_batches, micro_batch_size=plan.micro_batch_size, limit_s=_LOSSES_S
         )
-    except ModelError:  # the equivalence check says it, unless it is only too slow here
+    except ModelError:  # the equivalence check reports the error, unless the loop was only too slow
         return ()
     most = _LOSS_ERROR if loaded.precision in ("", "fp32") else _LOW_PRECISION_LOSS_ERROR
     return tuple(

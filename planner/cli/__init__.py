@@ -1,1 +1,1 @@
-"""The command line: one module per verb. The only place that prints or exits."""
+"""Command line: one module per command. Only this package prints or exits."""

@@ -1,4 +1,4 @@
-"""`gpipe-plan check`: does this plan still fit? For CI: exit code 0 or 1."""
+"""`gpipe-plan check`: check if a plan still fits. For CI: exit code 0 or 1."""
 
 from typing import TYPE_CHECKING, Annotated
 
@@ -21,14 +21,14 @@ _FORMATS = ("text", "json", "github", "junit", "sarif", "markdown")
 def check(
     options: CheckOptions,
     plan: PlanFile = "plan.yaml",
-    format_: Annotated[str, typer.Option("--format", metavar="|".join(_FORMATS), help="How to print it.")] = "text",
+    format_: Annotated[str, typer.Option("--format", metavar="|".join(_FORMATS), help="Output format.")] = "text",
     *,
     quiet: Quiet = False,
     debug: Debug = False,  # noqa: ARG001 - read by main
 ) -> None:
-    """Recompute a plan from its profile. Exit code 0: it fits; 1: it does not, or is stale; 2: no answer.
+    """Check if a plan still fits. Exit code 0: yes; 1: no, or stale; 2: error.
 
-    `gpipe-plan explain GP101` tells what a finding means.
+    `gpipe-plan explain GP101` explains a finding.
     """
     from planner import api
 

@@ -1,4 +1,4 @@
-"""`gpipe-plan compare`: plans beside each other."""
+"""`gpipe-plan compare`: compare plans."""
 
 from typing import Annotated
 
@@ -9,13 +9,13 @@ from planner.cli.options import Debug, OrMarkdown, Quiet, check_format
 
 
 def compare(
-    plans: Annotated[list[str], typer.Argument(metavar="PLAN PLAN...", help="Two plans or more.")],
+    plans: Annotated[list[str], typer.Argument(metavar="PLAN PLAN...", help="Two or more plans.")],
     format_: OrMarkdown = "text",
     *,
     quiet: Quiet = False,
     debug: Debug = False,  # noqa: ARG001 - read by main
 ) -> None:
-    """Set plans beside each other: other caps, device counts, schedules. Of two, stage by stage as well."""
+    """Compare plans, for example for other memory limits, devices or schedules."""
     from planner import api, files
     from planner.show.gate import comparison_markdown
     from planner.show.terminal.plans import plans_text

@@ -1,4 +1,4 @@
-"""What `gpipe-plan show` reads, draws and writes; `planner.cli.show` has the options."""
+"""Reading, drawing and writing for `gpipe-plan show`; `planner.cli.show` has the options."""
 
 from collections.abc import Collection, Mapping
 from dataclasses import replace
@@ -40,19 +40,19 @@ def draw(
     format_: str,
     quiet: bool,
 ) -> None:
-    """Prints a file, and writes what is asked for of it.
+    """Print a file, and write the requested pictures.
 
     Args:
         file: A profile, a plan, links or a run report.
-        plan: For a run report, its plan.
-        profile: The plan's profile.
-        run: For a plan, a report of a run under it.
-        outputs: By option, the file to write.
-        format_: How to print it.
-        quiet: Whether to leave out notes.
+        plan: Plan of a run report.
+        profile: Profile of the plan.
+        run: Report of a run under a plan.
+        outputs: Files to write, by option.
+        format_: Output format.
+        quiet: If true, leave out notes.
 
     Raises:
-        UsageError: The file is none of these, or has nothing to draw.
+        UsageError: The file is of another kind, or cannot be drawn.
         FileError: A file cannot be read or written.
     """
     console = Console(quiet=quiet)
@@ -65,7 +65,7 @@ def draw(
     if isinstance(value, (Balance, Calibration, Partial)):
         raise _refusal(value, file)
     if run is not None and not isinstance(value, Plan):
-        raise UsageError(f"`--run` goes with a plan, {file} is none", hint=f"`gpipe-plan show plan.yaml --run {run}`")
+        raise UsageError(f"`--run` needs a plan, {file} is none", hint=f"`gpipe-plan show plan.yaml --run {run}`")
     wanted = {option: path for option, path in outputs.items() if path is not None}
     also_read = (files.profile_path(value, file, profile) if isinstance(value, Plan) else profile, plan, run, file)
     files.check_outputs(wanted, also_read)
@@ -87,23 +87,23 @@ def draw(
 
 def _refusal(value: Balance | Calibration | Partial, file: str) -> UsageError:
     if isinstance(value, Balance):
-        return UsageError(f"{file} is a balance configuration; show the plan that it was emitted from")
+        return UsageError(f"{file} is a balance configuration and cannot be shown; show its plan")
     if isinstance(value, Calibration):
         return UsageError(f"{file} is a calibration", hint=f"plan with it: `gpipe-plan solve --calibration {file}`")
-    return UsageError(f"{file} is an unfinished profile", hint="finish it: run the same `gpipe-plan profile` again")
+    return UsageError(f"{file} is an unfinished profile", hint="run the same `gpipe-plan profile` again")
 
 
 def _plan_and_report(
     value: _Shown, file: str, plan: str | None, run: str | None, *, console: Console
 ) -> tuple[Plan | None, RunReport | None]:
-    """The plan that is shown or was run, and the report that is shown or set beside it."""
+    """Return the plan that is shown or was run, and the report that is shown or compared with it."""
     if isinstance(value, RunReport):
         return _plan_of(value, file, plan, console), value
     if not isinstance(value, Plan):
         return None, None
     report = files.read_run(run) if run is not None else None
     if report is not None and decisions_digest(value) != report.plan_digest:
-        console.warning(f"{run} is of another plan than {file}: nothing to compare with")
+        console.warning(f"{run} belongs to another plan than {file} and is ignored")
         report = None
     return value, report
 
@@ -125,10 +125,10 @@ def _text(value: _Shown, plan: Plan | None, report: RunReport | None, *, file: s
 
 
 def _as_profiled(plan: Plan, path: str, profile: Profile, console: Console) -> Plan:
-    """The plan as its profile gives it, after a warning for each thing in which it contradicts it.
+    """Recompute the plan from its profile, and warn of each contradiction.
 
     Raises:
-        StaleError: It cuts other layers than the profile has: there is nothing to show.
+        StaleError: The plan has other layers than the profile.
     """
     verdict = judge(plan, profile, profile_digest=files.digest_of(profile))
     if claimed_of(plan, verdict) is not None:
@@ -142,7 +142,7 @@ def _as_profiled(plan: Plan, path: str, profile: Profile, console: Console) -> P
         finding = contradictions[-1]
         raise StaleError(finding.message, path=path, hint=finding.hint)
     for finding in contradictions:
-        console.warning(f"{finding.code}: {finding.message}; shown is what the profile gives")
+        console.warning(f"{finding.code}: {finding.message}; the values shown are computed from the profile")
     return replace(plan, stages=verdict.plan.stages, predicted=verdict.plan.predicted, solver=verdict.plan.solver)
 
 
@@ -156,7 +156,7 @@ def _drawn(
     profile: str | None,
     console: Console,
 ) -> dict[str, str]:
-    """The text of every file that is wanted, by its option; the plan stands at `place`."""
+    """Return the text of every requested file, by option; the plan is at `place`."""
     if not wanted:
         return {}
     from planner.show.html import plan_html, profile_html, run_html
@@ -164,20 +164,20 @@ def _drawn(
     from planner.show.trace import trace_json
 
     if isinstance(value, Links):
-        raise UsageError(f"`{next(iter(wanted))}` draws plans, profiles and run reports, not links")
+        raise UsageError(f"`{next(iter(wanted))}` cannot draw links")
     pictures = [option for option in wanted if option != "--html"]
     if plan is None:
         if pictures:
-            what, hint = ("run report", "`--plan FILE`") if report else ("profile", "`gpipe-plan show plan.yaml`")
-            raise UsageError(f"`{pictures[0]}` needs a plan: a {what} alone has no timeline", hint=hint)
+            kind, hint = ("run report", "`--plan FILE`") if report else ("profile", "`gpipe-plan show plan.yaml`")
+            raise UsageError(f"`{pictures[0]}` needs a plan, because a {kind} has no timeline", hint=hint)
         if isinstance(value, Profile):
             return {"--html": profile_html(value)}
-        assert report is not None  # nothing else is without a plan
+        assert report is not None  # only run reports are shown without a plan
         return {"--html": run_html(report)}
     path = files.profile_path(plan, place, profile)
     if report is not None and profile is None and not pictures and not Path(path).exists():
-        # A run report is worth showing without, as it is in the terminal.
-        console.warning(f"{path} is not there: the report has neither timeline nor layers")
+        # As in the terminal, a run report can be shown without a profile.
+        console.warning(f"{path} does not exist: the report has no timeline and no layers")
         return {"--html": plan_html(plan, None, None, report, digest=decisions_digest(plan))}
     measured = files.read_profile(path)
     if report is not None:
@@ -192,12 +192,12 @@ def _drawn(
 
 
 def _plan_of(report: RunReport, report_path: str, plan_path: str | None, console: Console) -> Plan | None:
-    """The plan that was run, to set its predictions beside what was measured."""
+    """Return the plan that was run, to compare its predictions with the measurements."""
     beside = Path(report_path).with_name("plan.yaml")
     if plan_path is None and (report_path == "-" or not beside.exists()):
         return None
     plan = files.read_plan(plan_path or str(beside))
     if decisions_digest(plan) != report.plan_digest:
-        console.warning(f"{plan_path or beside} is not the plan of this run: nothing to compare with")
+        console.warning(f"{plan_path or beside} is not the plan of this run and is ignored")
         return None
     return plan

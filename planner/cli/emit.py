@@ -1,4 +1,4 @@
-"""`gpipe-plan emit`: the files that run a plan."""
+"""`gpipe-plan emit`: write the files that run a plan."""
 
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -20,7 +20,7 @@ def emit(
     quiet: Quiet = False,
     debug: Debug = False,  # noqa: ARG001 - read by main
 ) -> None:
-    """Write balance.yaml and train.py, the pipelined training script; or the plan in another engine's format."""
+    """Write balance.yaml and train.py, or the plan in another engine's format."""
     from planner.api.emitting import written
     from planner.files import json_text
 
@@ -38,7 +38,7 @@ def emit(
     console.result(json_text({"written": paths, "next": done.use}) if as_json else "\n".join(paths))
     if done.kept:
         script = done.paths[-1]
-        console.note(f"note: {script} was edited and stays; it runs the new balance.yaml (`--force` writes it anew)")
+        console.note(f"note: {script} was edited and is kept; it runs the new balance.yaml (`--force` overwrites it)")
     for note in done.notes:
         console.note(f"note: {note}")
     console.next(done.use)

@@ -1,4 +1,4 @@
-"""`gpipe-plan explain`: what a finding of `check` means, why it matters, and what to do."""
+"""`gpipe-plan explain`: explain findings of `check`."""
 
 from typing import Annotated
 
@@ -10,14 +10,14 @@ from planner.cli.options import Debug, OrMarkdown, Quiet, check_format
 
 def explain(
     codes: Annotated[
-        list[str] | None, typer.Argument(metavar="CODE", help="Codes such as GP101; without any, all of them.")
+        list[str] | None, typer.Argument(metavar="CODE", help="Codes such as GP101; default: all.")
     ] = None,
     format_: OrMarkdown = "text",
     *,
     quiet: Quiet = False,
     debug: Debug = False,  # noqa: ARG001 - read by main
 ) -> None:
-    """Tell what a finding of `gpipe-plan check` means, why it matters, and what to do."""
+    """Explain findings of `gpipe-plan check`: meaning, importance and remedy."""
     from planner import files
     from planner.core.values.findings import RULES, rule
     from planner.show.gate import rules_markdown

@@ -1,4 +1,4 @@
-"""`gpipe-plan explore`: a page with handles."""
+"""`gpipe-plan explore`: write an interactive report."""
 
 from dataclasses import replace
 
@@ -19,7 +19,7 @@ def explore(
     quiet: Quiet = False,
     debug: Debug = False,  # noqa: ARG001 - read by main
 ) -> None:
-    """Write the plan as a page on which cuts, micro-batches, schedule and caps can be moved; it needs no network."""
+    """Write an interactive report with adjustable cuts, schedule and memory limits."""
     from planner import api, files
 
     as_json = check_format(format_)

@@ -1,4 +1,4 @@
-"""`gpipe-plan export`: a checkpoint as one state dict."""
+"""`gpipe-plan export`: write a checkpoint as one state dict."""
 
 from typing import Annotated
 
@@ -10,17 +10,17 @@ from planner.cli.options import Debug, Format, Quiet, check_format
 
 def export(
     checkpoint: Annotated[
-        str, typer.Argument(metavar="CHECKPOINT", help="A checkpoint of train.py, or a folder of them: the latest.")
+        str, typer.Argument(metavar="CHECKPOINT", help="Checkpoint of train.py, or a folder whose latest is used.")
     ] = "checkpoints",
     output: Annotated[
-        str, typer.Option("--output", "-o", metavar="FILE", help="Where to write; .pt or .safetensors.")
+        str, typer.Option("--output", "-o", metavar="FILE", help="Output file, .pt or .safetensors.")
     ] = "model.pt",
     format_: Format = "text",
     *,
     quiet: Quiet = False,
     debug: Debug = False,  # noqa: ARG001 - read by main
 ) -> None:
-    """Write the weights in a checkpoint as one state dict of the whole model, for use without a pipeline."""
+    """Write the weights of a checkpoint as one state dict of the unpartitioned model."""
     from planner import api, files
 
     as_json = check_format(format_)

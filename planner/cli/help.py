@@ -1,4 +1,4 @@
-"""What commands make of a command line and say of themselves: options in sections, what was meant by one unknown."""
+"""Parsing of command lines and help: options in sections, hints for unknown words."""
 
 from contextlib import suppress
 from typing import Any
@@ -8,11 +8,14 @@ from typer.exceptions import TyperException
 
 from planner.core.errors import PlannerError
 
+_LONGEST = 200
+"""Largest number of characters of a command's summary in the list of commands."""
+
 
 class _AsTyped:
-    """A mixin: texts and flags are taken as they were typed.
+    """Mixin that takes texts and flags as typed.
 
-    typer has pydantic look at each of them, which takes longer to import than `check` to answer.
+    typer parses each value with pydantic, and importing that takes longer than `check` needs.
     """
 
     def get_params(self, ctx: Any) -> list[Any]:
@@ -23,7 +26,7 @@ class _AsTyped:
 
 
 def _take_as_typed(parameter: Any) -> None:
-    # A typer that does this otherwise goes on as it does.
+    # Other versions of typer keep their own parsing.
     with suppress(ImportError, AttributeError):
         from typer._coercion import PassThroughRuntimeParam
 
@@ -35,11 +38,18 @@ def _take_as_typed(parameter: Any) -> None:
 
 
 class Commands(_AsTyped, TyperGroup):
-    """All commands that may be asked for."""
+    """Group of all commands, whose help has whole summaries; typer itself cuts them off."""
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        commands = ((name, self.get_command(ctx, name)) for name in self.list_commands(ctx))
+        summaries = [(name, command.get_short_help_str(limit=_LONGEST)) for name, command in commands if command]
+        if summaries:
+            with formatter.section("Commands"):
+                formatter.write_dl(summaries)
 
 
 class Sectioned(_AsTyped, TyperCommand):
-    """A command whose `--help` has sections; typer itself makes them in rich's boxes only."""
+    """Command whose `--help` has sections; typer itself supports them only in rich's boxes."""
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
         sections: dict[str, list[tuple[str, str]]] = {"Arguments": []}
@@ -62,7 +72,7 @@ class Sectioned(_AsTyped, TyperCommand):
 
 
 def misused(error: TyperException, command: str) -> PlannerError:
-    """The error for a command line that cannot be read: what there is, near to what was typed, and where it is told."""
+    """Return the error for an invalid command line, with similar words and the matching `--help`."""
     see = f"see `gpipe-plan {command} --help`" if command else "see `gpipe-plan --help`"
     near = sorted(getattr(error, "possibilities", None) or ())
     if near and hasattr(error, "message"):
@@ -72,5 +82,5 @@ def misused(error: TyperException, command: str) -> PlannerError:
 
 
 def _plain(message: str) -> str:
-    # typer's sentences begin with a capital and end with a full stop; ours do not.
+    # typer's messages begin with a capital and end with a period; ours do not.
     return message[:1].lower() + message[1:].rstrip(".")

@@ -1,4 +1,4 @@
-"""`gpipe-plan`: the commands put together, and every way to end mapped to its exit code."""
+"""`gpipe-plan`: assembly of the commands, and mapping of all outcomes to exit codes."""
 
 import io
 import sys
@@ -18,29 +18,24 @@ from planner.core.errors import ExitCode, PlannerError
 
 __all__ = ["app_for", "main", "run"]  # `main` for scripts that an earlier version installed
 
-_HELP = """Plan pipeline-parallel training: where to cut a model into stages, and into how many micro-batches a batch.
+_HELP = """Plan pipeline-parallel training: cut a model into stages, and a batch into micro-batches.
 
 \b
   gpipe-plan profile model.py             measure every layer: profile.yaml
   gpipe-plan solve --devices 8 --mem 8GB  find the fastest plan: plan.yaml
-  gpipe-plan emit                         what runs it: balance.yaml, train.py
-  gpipe-plan check                        does it still fit? exit code 0 or 1
-  gpipe-plan verify                       does it run so? calibration.yaml
-  gpipe-plan show FILE                    a profile, a plan or a run report
-  gpipe-plan explore                      a report with handles: explore.html
-  gpipe-plan compare A.yaml B.yaml        plans beside each other
-  gpipe-plan sweep --devices 1,2,4 …      the smallest cluster that trains it
-  gpipe-plan export CHECKPOINT            one state dict of it: model.pt
-
-\b
-  torchrun … -m planner profile-links     measure the links: links.yaml
+  gpipe-plan emit                         write balance.yaml and train.py
+  gpipe-plan verify                       run it, compare with the prediction
 """
 
 _COMMANDS = (
     *("profile", "profile-links", "solve", "emit", "check", "verify", "explain", "show", "explore", "compare"),
     *("sweep", "export", "schema"),
 )
-"""Each a function in the module of its name, with an underscore for the dash."""
+"""Names of the commands; each is a function in the module of its name, with an underscore for the dash."""
+
+
+_WIDEST_HELP = 140
+"""Largest width of help texts in columns; narrower terminals are filled."""
 
 
 def _print_version(wanted: bool) -> None:  # noqa: FBT001 - typer calls it with the option's value
@@ -61,7 +56,7 @@ def _version_of(package: str) -> str:
 
     try:
         return metadata.version(package)
-    except metadata.PackageNotFoundError:  # it was not installed as packages are
+    except metadata.PackageNotFoundError:  # it was not installed as a package
         return "of unknown version"
 
 
@@ -75,15 +70,15 @@ def _options(
 
 
 def app_for(arguments: list[str]) -> typer.Typer:
-    """The application as far as `arguments` need it: importing every command takes longer than most of them run."""
-    # Plain text: rich's boxes wrap messages, and colour help even into a pipe on CI machines.
+    """Return the application with the commands that `arguments` need; importing all commands is slow."""
+    # Plain text: rich's boxes wrap messages, and color the help even in pipes on CI machines.
     app = typer.Typer(
         name="gpipe-plan",
         cls=Commands,
         help=_HELP,
         rich_markup_mode=None,
         pretty_exceptions_enable=False,
-        context_settings={"help_option_names": ["-h", "--help"]},
+        context_settings={"help_option_names": ["-h", "--help"], "max_content_width": _WIDEST_HELP},
     )
     app.callback()(_options)
     for name in _needed(arguments[0]):
@@ -93,20 +88,20 @@ def app_for(arguments: list[str]) -> typer.Typer:
 
 
 def _needed(word: str) -> Collection[str]:
-    """The commands that a command line which begins with `word` may run, or tell of."""
+    """Return the commands that a command line beginning with `word` may run or list."""
     if word == "--version":
         return ()
     return (word,) if word in _COMMANDS else _COMMANDS
 
 
 def run(arguments: list[str]) -> int:
-    """Runs one command line and says its exit code; prints errors to stderr, never a traceback without `--debug`."""
+    """Run one command line and return its exit code; print errors to stderr, with a traceback only for `--debug`."""
     console = Console()
     if sys.stdout is None:
         sys.stdout = cast("TextIO", Closed())
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="backslashreplace")  # names may hold what the terminal cannot show
+            stream.reconfigure(errors="backslashreplace")  # names may have characters that the terminal cannot show
     if not arguments:
         arguments = ["--help"]
     try:
@@ -118,7 +113,7 @@ def run(arguments: list[str]) -> int:
         console.error(misused(error, arguments[0] if arguments[0] in _COMMANDS else ""))
         code = ExitCode.ERROR
     except (SystemExit, BrokenPipeError):
-        # typer leaves this way when the reader of its help went away: the answer was given all the same.
+        # typer exits this way if the reader of its help has closed the pipe, which is no error.
         forget(sys.stdout)
         code = ExitCode.OK
     except (KeyboardInterrupt, typer.Abort):
@@ -132,7 +127,7 @@ def run(arguments: list[str]) -> int:
 
 def _code_of(arguments: list[str]) -> int | None:
     code: int | None = app_for(arguments)(arguments, prog_name="gpipe-plan", standalone_mode=False)
-    if code == ExitCode.INTERRUPTED:  # what typer makes of Ctrl-C within a command
+    if code == ExitCode.INTERRUPTED:  # typer's code for Ctrl-C within a command
         raise KeyboardInterrupt
     return code
 
@@ -142,34 +137,34 @@ def _code_after(console: Console, error: PlannerError, code: int) -> int:
         console.interrupted()
         return ExitCode.INTERRUPTED
     if isinstance(error.__cause__, OSError):
-        forget(sys.stdout)  # it may be full: what could not be written would fail once more at exit
+        forget(sys.stdout)  # it may be full; the unwritten rest would fail again at exit
     console.error(error)
     return code
 
 
 def _is_interrupt(error: BaseException) -> bool:
-    """Whether Ctrl-C is behind it: in the middle of an import it comes out as whatever the module makes of it."""
-    seen: BaseException | None = error
+    """Return True if Ctrl-C caused the error; modules interrupted during import may raise anything."""
+    cause: BaseException | None = error
     for _ in range(_LONGEST_CHAIN):
-        if seen is None or isinstance(seen, KeyboardInterrupt):
+        if cause is None or isinstance(cause, KeyboardInterrupt):
             break
-        seen = seen.__cause__ or seen.__context__
-    return isinstance(seen, KeyboardInterrupt)
+        cause = cause.__cause__ or cause.__context__
+    return isinstance(cause, KeyboardInterrupt)
 
 
 _LONGEST_CHAIN = 50
 
 
 def _explained(error: Exception) -> PlannerError:
-    """What to tell of an error that nobody raised on purpose."""
+    """Return an error with an explanation for an unexpected exception."""
     explained: PlannerError
     if isinstance(error, MemoryError):
         explained = PlannerError(
-            "this machine has not enough memory for that", hint="ask for less, or close other programs"
+            "this machine does not have enough memory", hint="use a smaller model or batch, or close programs"
         )
     elif isinstance(error, OSError) and error.errno is not None:
         place = f" ({error.filename})" if error.filename else ""
-        explained = PlannerError(f"the operating system refuses: {error.strerror}{place}")
+        explained = PlannerError(f"the operating system reports:  {error.strerror}{place}")
     else:
         explained = PlannerError(
             f"this is a bug in gpipe-plan: {type(error).__name__}: {error}",

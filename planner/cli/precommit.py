@@ -1,7 +1,7 @@
-"""The pre-commit hook: `gpipe-plan check` for every plan among the files that are committed.
+"""Pre-commit hook: `gpipe-plan check` for every committed plan.
 
-pre-commit runs `python -I -m planner.cli.precommit ARGS FILES`: its `args` are options of `check`. `-I`, since the
-working directory holds the commit, and a `typer.py` in it is not ours. A profile stands for the plans in its folder.
+pre-commit runs `python -I -m planner.cli.precommit ARGS FILES`; its `args` are options of `check`. `-I` prevents
+imports from the working directory, which holds the commit. A profile selects all plans in its folder.
 """
 
 import argparse
@@ -23,7 +23,7 @@ def check_files(arguments: Sequence[str]) -> int:
         arguments: Options of `check`, and files.
 
     Returns:
-        The largest of the exit codes.
+        The largest exit code.
     """
     parser = argparse.ArgumentParser(prog="gpipe-plan check", allow_abbrev=False)
     parser.add_argument("files", nargs="*")
@@ -48,9 +48,9 @@ def _plans_of(path: str) -> Iterator[str]:
     if stem.split(".")[-1] != "profile":
         yield path
         return
-    for found in sorted(Path(path).parent.iterdir()):
-        if found.suffix in _SUFFIXES and found.stem.split(".")[-1] == "plan":
-            yield str(found)
+    for file in sorted(Path(path).parent.iterdir()):
+        if file.suffix in _SUFFIXES and file.stem.split(".")[-1] == "plan":
+            yield str(file)
 
 
 if __name__ == "__main__":

@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 @with_options(ProfileOptions)
 def profile(
     model: Annotated[
-        str | None, typer.Argument(metavar="MODEL.py[:ENTRY]", help="Your model; see `docs/` for what it needs.")
+        str | None,
+        typer.Argument(metavar="MODEL.py[:ENTRY]", help="File of the model; see `docs/guide.md`."),
     ] = None,
     output: Output = "profile.yaml",
     *,
@@ -51,7 +52,7 @@ def _measured(console: Console, model: str | None, options: ProfileOptions) -> "
     from planner.api.profiling import partial_path
 
     try:
-        # What the user's code prints is not our answer.
+        # Output of the user's code is not part of the result.
         with contextlib.redirect_stdout(sys.stderr), console.later_progress(f"profiling {model}") as progress:
             reporting = replace(
                 options, progress=progress, note=lambda text: console.note(f"note: {text}"), warn=console.warning
@@ -61,12 +62,12 @@ def _measured(console: Console, model: str | None, options: ProfileOptions) -> "
         unfinished = partial_path(options.output)
         partial = getattr(interrupt, "partial", None)
         if partial is not None and partial.measurements and unfinished is not None:
-            console.note(f"wrote {unfinished}: the same command goes on from there")
+            console.note(f"wrote {unfinished}; the same command continues from it")
         raise
 
 
 def _cap(device: str, measured: "Profile") -> str:
-    """The option for a cap, where the profile does not say what the device has."""
+    """Return the `--mem` option if the profile does not state the device's memory."""
     if device.startswith("tpu:"):
         return f" --mem {device}"
     return "" if measured.device.memory_bytes else " --mem 8GB"

@@ -1,4 +1,4 @@
-"""`gpipe-plan profile-links`: measure the links between neighbouring processes of a pipeline."""
+"""`gpipe-plan profile-links`: measure the links between neighboring processes of a pipeline."""
 
 import os
 from typing import Annotated
@@ -16,27 +16,27 @@ _START = "torchrun --nproc-per-node 4 -m planner profile-links"
 def profile_links(
     output: Output = "links.yaml",
     device: Annotated[
-        str, typer.Option(metavar="auto|cpu|cuda", help="Between what; `auto`: CUDA where each process has a device.")
+        str, typer.Option(metavar="auto|cpu|cuda", help="Device; auto: CUDA if each process has a GPU.")
     ] = "auto",
     format_: Format = "text",
     *,
     quiet: Quiet = False,
     debug: Debug = False,  # noqa: ARG001 - read by main
 ) -> None:
-    """Measure latency and bandwidth between neighbours; start it as the training itself will be, under torchrun."""
+    """Measure latency and bandwidth between neighboring processes; start it with torchrun."""
     from planner import files
 
     is_first = os.environ.get("RANK", "0") == "0"
     console = Console(quiet=quiet or not is_first)
     if "RANK" not in os.environ:
-        raise UsageError("`profile-links` measures between processes, and there is only this one", hint=f"`{_START}`")
+        raise UsageError("`profile-links` needs several processes", hint=f"start it with `{_START}`")
     try:
         as_json = check_format(format_)
         _check_usage(device)
     except UsageError:
         if is_first:
             raise
-        raise typer.Exit(ExitCode.ERROR) from None  # the first process tells it
+        raise typer.Exit(ExitCode.ERROR) from None  # the first process reports it
     if is_first:
         files.check_writable(output)
 
@@ -62,7 +62,7 @@ def _check_usage(device: str) -> None:
     if device not in devices:
         raise UsageError(f"unknown `--device {device}`", hint=f"one of {', '.join(devices)}")
     if os.environ.get("WORLD_SIZE", "1") == "1":
-        raise UsageError("one process has no neighbour", hint=f"start 2 or more: `{_START}`")
+        raise UsageError("`profile-links` needs several processes", hint=f"start 2 or more: `{_START}`")
 
 
 _HEADER = "Measured by `gpipe-plan profile-links`: the link from each process to the next."

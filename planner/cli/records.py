@@ -1,4 +1,4 @@
-"""Options of commands, made from the records of `planner.api.options`."""
+"""Command-line options, made from the records of `planner.api.options`."""
 
 from collections.abc import Callable
 from functools import wraps
@@ -11,10 +11,9 @@ from planner.api.option import Keyword, Option, keywords_of
 
 
 def with_options(record: type[Any]) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """A decorator: a command with a parameter `options`, a `record`, has the options of its fields on the command line.
+    """Return a decorator that replaces a command's parameter `options` by an option for each field of `record`.
 
-    In the command's help they stand where `options` stands among its parameters; flags stand behind all that takes a
-    value.
+    Help lists the options at the position of `options`; flags come after all options with values.
     """
     taken = [(keyword, keyword.option) for keyword in keywords_of(record) if keyword.option is not None]
     offered = [_parameter(*one) for one in taken if one[0].typed is not bool]
@@ -38,9 +37,9 @@ def with_options(record: type[Any]) -> Callable[[Callable[..., None]], Callable[
 
 
 def _parameter(keyword: Keyword, option: Option) -> Parameter:
-    """The parameter of which typer makes the option."""
+    """Return the parameter from which typer makes the option."""
     forms = option.forms.split() or [f"--{keyword.name.replace('_', '-')}"]
-    # Of rich's panels only the title is taken: `planner.cli.help` makes sections of them.
+    # Only the title of rich's panels is used: `planner.cli.help` makes sections of them.
     declared = typer.Option(
         *forms, metavar=option.metavar or None, help=option.help, rich_help_panel=option.section or None
     )

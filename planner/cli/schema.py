@@ -1,4 +1,4 @@
-"""`gpipe-plan schema`: the JSON Schema of our files."""
+"""`gpipe-plan schema`: print the JSON Schema of our files."""
 
 from typing import Annotated
 
@@ -12,13 +12,13 @@ _KINDS = ("profile", "plan", "balance", "run", "links", "calibration", "partial"
 
 
 def schema(
-    kind: Annotated[str, typer.Argument(metavar="|".join(_KINDS), help="Which file.")],
-    format_: Annotated[str, typer.Option("--format", metavar="json", help="How to print it.")] = "json",
+    kind: Annotated[str, typer.Argument(metavar="|".join(_KINDS), help="Kind of file.")],
+    format_: Annotated[str, typer.Option("--format", metavar="json", help="Output format.")] = "json",
     *,
     quiet: Quiet = False,
     debug: Debug = False,  # noqa: ARG001 - read by main
 ) -> None:
-    """Print the JSON Schema of a file, for editors and other tools."""
+    """Print the JSON Schema of a kind of file."""
     import json
 
     from planner import files

@@ -1,4 +1,4 @@
-"""`gpipe-plan solve`: the fastest plan under the caps."""
+"""`gpipe-plan solve`: find the fastest plan that fits."""
 
 import time
 from collections.abc import Sequence
@@ -31,7 +31,7 @@ def solve(
     quiet: Quiet = False,
     debug: Debug = False,  # noqa: ARG001 - read by main
 ) -> None:
-    """Find the stage boundaries, micro-batches and recomputation with the smallest step time that fits."""
+    """Find the fastest plan that fits: cuts, micro-batches, schedule and recomputation."""
     from planner import api, files
     from planner.api.reading import profile_of
     from planner.api.solving import PLAN_HEADER, family_paths, faster_schedule_for, with_schedules
@@ -73,7 +73,7 @@ def solve(
 
 
 def _in_a_line(plan: "Plan", certainty: "Certainty") -> str:
-    """A plan for fewer devices, below the one that is drawn."""
+    """Return one line about a plan for fewer devices."""
     from planner.show.views.plan import figures, headline
 
     step, speed, bubble = figures(plan, certainty)
@@ -81,7 +81,7 @@ def _in_a_line(plan: "Plan", certainty: "Certainty") -> str:
 
 
 def _emit_line(plans: "Sequence[Plan]", paths: Sequence[str]) -> str:
-    """The command that usually follows. A plan may use fewer devices than there are: of those alike one will do."""
+    """Return the `emit` command that usually follows; of several plans with equal numbers of devices it uses one."""
     words = ["gpipe-plan emit"] + [paths[0]] * (paths[0] != "plan.yaml")
     fewest = plans[0].num_devices * plans[0].replicas
     for plan, path in zip(plans[1:], paths[1:], strict=True):
@@ -93,7 +93,7 @@ def _emit_line(plans: "Sequence[Plan]", paths: Sequence[str]) -> str:
 
 def _notes(console: Console, inputs: "Inputs", profile: "Profile", *, extrapolated: bool) -> None:
     for cap in sorted(set(inputs.memory_bytes)):
-        console.note(f"note: cap {cap / 1e9:g} GB = {format_bytes(cap)} per device")
+        console.note(f"note: memory limit {cap / 1e9:g} GB = {format_bytes(cap)} per device")
     if inputs.links:
         console.note(f"note: {counted(len(inputs.links), 'measured link')}")
     if inputs.link != Link():
@@ -101,15 +101,15 @@ def _notes(console: Console, inputs: "Inputs", profile: "Profile", *, extrapolat
         rate = format_rate(inputs.link.bytes_per_s) if inputs.link.bytes_per_s else "unlimited"
         console.note(f"note: link {rate}, {format_us(inputs.link.latency_us)}{kind}")
     if inputs.replicas != 1 and inputs.allreduce is None:
-        console.note("note: no `--allreduce`: summing gradients over replicas is taken to cost nothing")
+        console.note("note: no `--allreduce`: summing gradients over replicas is assumed to cost nothing")
     if inputs.link == Link() and not inputs.links and training_kind(profile.device.kind) != "cpu":
-        console.note("note: no `--link`: moving tensors between stages is taken to cost nothing")
+        console.note("note: no `--link`: transfers between stages are assumed to cost nothing")
     if extrapolated:
-        console.warning("micro-batch sizes outside the profiled range are extrapolated: peaks may be under-estimated")
+        console.warning("micro-batch sizes outside the profiled range are extrapolated: peaks may be underestimated")
 
 
 def _faster(console: Console, plan: "Plan", other: "Plan | None") -> None:
-    """Says what another schedule than the one asked for would give."""
+    """Print a note on a faster plan with another schedule, if there is one."""
     from planner.show.views.numbers import percent
 
     if other is not None:
@@ -120,6 +120,6 @@ def _faster(console: Console, plan: "Plan", other: "Plan | None") -> None:
 
 def _assumed_reserve(reserve_bytes: int) -> str:
     if not reserve_bytes:
-        return "nothing is kept free for the context and libraries of an estimated device: `--reserve 1GB` is a start"
+        return "no memory is reserved for context and libraries of the estimated device: try `--reserve 1GB`"
     size = bytes_option(reserve_bytes)
-    return f"reserve {size} per device, assumed and not measured; `--reserve` takes what you know of yours"
+    return f"reserve of {size} per device is assumed, not measured; `--reserve` changes it"

@@ -1,4 +1,4 @@
-"""`gpipe-plan sweep`: what is the smallest cluster that trains this?"""
+"""`gpipe-plan sweep`: find the smallest cluster that trains a model."""
 
 from dataclasses import replace
 
@@ -21,7 +21,7 @@ def sweep(
     quiet: Quiet = False,
     debug: Debug = False,  # noqa: ARG001 - read by main
 ) -> None:
-    """Find the best plan for every number of devices and every cap. Exit code 1: none of them trains this model."""
+    """Find the best plan for every number of devices and memory limit. Exit code 1: none fits."""
     from planner import api, files
     from planner.show.gate import sweep_markdown
     from planner.show.terminal.plans import sweep_text
@@ -36,7 +36,7 @@ def sweep(
     with console.progress("solving every cell") as progress:
         answers = api.sweep(profile, **values_of(replace(options, progress=progress)))
     if options.batch is None:
-        console.note(f"note: no `--batch`: planning for {answers.batch} samples per step, the largest size profiled")
+        console.note(f"note: no `--batch`: planning for {answers.batch} samples per step, the largest profiled size")
     console.result(writers[format_](answers))
     if options.output is not None:
         console.note(f"wrote {sum(cell.plan is not None for cell in answers.cells)} plans to {options.output}")

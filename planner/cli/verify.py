@@ -1,4 +1,4 @@
-"""`gpipe-plan verify`: does the plan run as predicted?"""
+"""`gpipe-plan verify`: compare a run of the plan with its prediction."""
 
 from dataclasses import replace
 from typing import Annotated
@@ -18,17 +18,17 @@ def verify(
     options: VerifyOptions,
     plan: PlanFile = "plan.yaml",
     calibration: Annotated[
-        str, typer.Option(metavar="FILE", help="Where to write what the run says of this machine.")
+        str, typer.Option(metavar="FILE", help="File for the measured costs of this machine.")
     ] = "calibration.yaml",
     format_: Format = "text",
     *,
     quiet: Quiet = False,
     debug: Debug = False,  # noqa: ARG001 - read by main
 ) -> None:
-    """Run a plan for a few steps, predicted beside measured. Exit code 0: as predicted; 1: it is not; 2: no answer.
+    """Run a plan and compare it with its prediction. Exit code 0: agrees; 1: not; 2: error.
 
-    Starts torchrun itself, with one process for every device of the plan, or takes a run that is over (`--run`). What
-    it measures of the machine goes to calibration.yaml, for `gpipe-plan solve --calibration`.
+    Starts torchrun with one process for every device of the plan, or reads a finished run (`--run`). Writes the
+    measured costs to calibration.yaml, for `gpipe-plan solve --calibration`.
     """
     from planner import api, files
     from planner.show.terminal.run import verification_text

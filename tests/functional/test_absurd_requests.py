@@ -45,7 +45,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (f"--devices 2 --mem 8GB --micro-batches {DIGITS}", "too large to compute with"),
         (f"--devices 2 --mem 8GB --balance {','.join(['1'] * 20000)}", "adds up to 20000 layers"),
         ("--devices 65536 --mem 8GB", "65536 devices for 6 layers"),
-        (f"--devices 2 --mem {','.join(['1GB'] * 20000)}", "20000 caps for 2 devices"),
+        (f"--devices 2 --mem {','.join(['1GB'] * 20000)}", "20000 limits for 2 devices"),
         (f"--devices 2 --mem 8GB --replicas {DIGITS}", "too large to compute with"),
         (f"--devices 2 --mem 8GB --time-limit {DIGITS}s", "not a quantity"),
     ],

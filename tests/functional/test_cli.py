@@ -787,7 +787,7 @@ def test_only_plans_have_a_timeline(here: Path, capsys: Capsys) -> None:
         done = call(capsys, "show", "profile.yaml", option, "x")
         assert done.code == 2
         assert f"`{option}` needs a plan" in done.error
-    assert "`--run` goes with a plan" in call(capsys, "show", "profile.yaml", "--run", "run.json").error
+    assert "`--run` needs a plan" in call(capsys, "show", "profile.yaml", "--run", "run.json").error
     assert not (here / "x").exists()
 
 
@@ -813,7 +813,7 @@ def test_a_run_is_shown_from_either_side(here: Path, capsys: Capsys) -> None:
     other = call(capsys, "show", "--run", "run.json")
     assert (other.code, other.err) == (
         0,
-        "warning: run.json is of another plan than plan.yaml: nothing to compare with\n",
+        "warning: run.json belongs to another plan than plan.yaml and is ignored\n",
     )
 
 
@@ -1003,7 +1003,7 @@ def test_ctrl_c_ends_profiling_quietly(empty: Path, profiling: "subprocess.Popen
     assert (profiling.returncode, out) == (130, "")
     assert "Traceback" not in err
     assert "bug" not in err
-    assert err.endswith("wrote profile.yaml.partial: the same command goes on from there\ninterrupted\n")
+    assert err.endswith("wrote profile.yaml.partial; the same command continues from it\ninterrupted\n")
     assert visible(empty) == {"model.py", "profile.yaml.partial", ".cache"}
     assert files.read_partial("profile.yaml.partial").measurements
 
@@ -1015,12 +1015,15 @@ def test_an_interrupted_profile_goes_on(empty: Path, capsys: Capsys, monkeypatch
         raise KeyboardInterrupt
 
     command_line = ("profile", "model.py", *FAST)
-    for options, told in (((), "note: going on from profile.yaml.partial"), (("--optimizer", "sgd"), "starting over")):
+    for options, told in (
+        ((), "note: continuing from profile.yaml.partial"),
+        (("--optimizer", "sgd"), "starting over"),
+    ):
         with monkeypatch.context() as patch:
             patch.setattr(import_module("planner.profile.backends.measured"), "measure_times", interrupted)
             stopped = call(capsys, *command_line)
         assert (stopped.code, visible(empty)) == (130, {"model.py", "profile.yaml.partial"})
-        assert stopped.err.endswith("wrote profile.yaml.partial: the same command goes on from there\ninterrupted\n")
+        assert stopped.err.endswith("wrote profile.yaml.partial; the same command continues from it\ninterrupted\n")
         assert "profile.yaml.partial is an unfinished profile" in call(capsys, "show", "profile.yaml.partial").error
         done = call(capsys, *command_line, *options)
         assert (done.code, visible(empty)) == (0, {"model.py", "profile.yaml"})

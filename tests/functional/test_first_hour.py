@@ -34,11 +34,21 @@ def test_help_fits_80_columns(here: Path, capsys: Capsys, command: str) -> None:
     assert "[[" not in done.out
 
 
+def test_the_help_has_every_summary_in_full(here: Path, capsys: Capsys, monkeypatch: pytest.MonkeyPatch) -> None:
+    """None is cut off, and a wider terminal has longer lines."""
+    narrow = call(capsys, "--help").out
+    assert "..." not in narrow.partition("Commands:")[2]
+    monkeypatch.setenv("COLUMNS", "130")
+    wide = call(capsys, "--help").out
+    assert 80 < max(map(len, wide.splitlines())) <= 130
+    assert len(wide.splitlines()) < len(narrow.splitlines())
+
+
 SECTIONS = {
-    "check": ("On other devices, or cut elsewhere", "What changed"),
-    "emit": ("Engine", "On a cluster"),
-    "profile": ("Without a model, by formula", "Model", "Device and sizes", "How long it measures"),
-    "show": ("What else is read", "Pictures"),
+    "check": ("Other devices or cuts", "Changes"),
+    "emit": ("Engine", "Cluster"),
+    "profile": ("Formula instead of a model", "Model", "Device and sizes", "Time and repeats"),
+    "show": ("Other inputs", "Pictures"),
     "solve": ("Devices", "Links and overhead", "Batch and schedule", "Cuts", "Search"),
     "sweep": ("Devices", "Links and overhead", "Batch and schedule", "Search"),
 }

@@ -76,7 +76,7 @@ def test_the_command_says_what_it_costs(here: Path, capsys: pytest.CaptureFixtur
         ({"micro_batches": 2}, "`--micro-batches 2`: `mine.csv` has 4"),
         ({"chunks": 1}, "`--chunks 1`: each device of `mine.csv` has 2"),
         ({"solver": "milp"}, "for the GPipe schedule only"),
-        ({"balance": (4, 4)}, "2 stages were given, `mine.csv` is for 4"),
+        ({"balance": (4, 4)}, "`--balance` has 2 stages, but `mine.csv` has 4"),
     ],
 )
 def test_options_that_say_otherwise_are_refused(here: Path, asked: dict[str, Any], said: str) -> None:

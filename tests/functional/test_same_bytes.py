@@ -117,7 +117,7 @@ def test_an_interrupted_profile_goes_on(here: Path, monkeypatch: pytest.MonkeyPa
             planner.profile("model.py", repeat=2, batch_sizes=1, output="profile.yaml")
     assert files.read_partial("profile.yaml.partial").measurements
     planner.profile("model.py", repeat=2, batch_sizes=1, output="profile.yaml", note=notes.append)
-    assert "going on from profile.yaml.partial" in notes
+    assert "continuing from profile.yaml.partial" in notes
     assert {path.name for path in here.iterdir()} - {"__pycache__"} == {"model.py", "profile.yaml"}
 
 

@@ -111,9 +111,9 @@ def test_a_run_that_is_over_is_judged(here: Path, capsys: Capsys, monkeypatch: p
     rates = tuple(3 * batch / time * 1e6 for time in run.step_us)
     files.write("plans/plan.yaml", plan)
     for of, more, said in (
-        (replace(run, plan_digest="sha256:other"), (), "run.json is of another plan than plans/plan.yaml"),
+        (replace(run, plan_digest="sha256:other"), (), "run.json belongs to another plan than plans/plan.yaml"),
         (replace(run, device=replace(run.device, kind="cuda")), (), "run.json was made on cuda, the plan is for cpu"),
-        (replace(run, samples_per_s=rates), (), f"a step of run.json had {3 * batch} samples, the plan's has {batch}"),
+        (replace(run, samples_per_s=rates), (), f"a step of run.json had {3 * batch} samples, the plan has {batch}"),
         (replace(run, step_us=run.step_us[:2]), (), "2 steps are all warm-up"),
         (run, ("--steps", "5"), "`--steps 5` says how long to run the plan, `--run` that it was run"),
         (run, ("--calibration", "run.json"), "would overwrite run.json, which is an input"),
@@ -127,7 +127,7 @@ def test_options_are_checked_before_anything_runs(here: Path, capsys: Capsys) ->
     """With exit code 2."""
     for options, said in (
         (["--steps", "2"], "at least 3 are needed"),
-        (["--tolerance-memory", "5%"], "two shares are needed"),
+        (["--tolerance-memory", "5%"], "expected two shares"),
         (["--tolerance-time", "ten"], "ten"),
         (["--calibration", "."], "is a directory"),
         (["--profile", "nowhere.yaml"], "no such file"),

@@ -1,4 +1,4 @@
-"""What `check` takes beside the plan."""
+"""Options of `check`."""
 
 from dataclasses import dataclass
 from typing import Annotated, Final
@@ -8,30 +8,26 @@ from planner.api.texts import File, Numbers, Sizes
 from planner.core.values.plan import Plan
 from planner.core.values.profile import Profile
 
-_ELSEWHERE: Final = "On other devices, or cut elsewhere"
-_SINCE: Final = "What changed"
+_ELSEWHERE: Final = "Other devices or cuts"
+_SINCE: Final = "Changes"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckOptions:
-    """What `check` takes beside the plan."""
+    """Options of `check`."""
 
-    mem: Annotated[Sizes | None, Option("8GB", "Judge against this cap instead of the plan's.", _ELSEWHERE)] = None
-    device: Annotated[
-        str | None, Option("h100", "Judge against the memory of this accelerator instead.", _ELSEWHERE)
-    ] = None
-    headroom: Annotated[
-        str | float, Option("5%|auto", "Warn if less than this share stays free; auto: as for `solve`.")
-    ] = "0%"
+    mem: Annotated[Sizes | None, Option("8GB", "Use this memory limit instead of the plan's.", _ELSEWHERE)] = None
+    device: Annotated[str | None, Option("h100", "Use the memory of this accelerator as limit.", _ELSEWHERE)] = None
+    headroom: Annotated[str | float, Option("5%|auto", "Warn if less than this share of memory stays free.")] = "0%"
     balance: Annotated[
-        Numbers | File | None, Option("6,6,6,6|FILE", "Judge these cuts instead of the plan's.", _ELSEWHERE)
+        Numbers | File | None, Option("6,6,6,6|FILE", "Check these cuts instead of the plan's.", _ELSEWHERE)
     ] = None
     model: Annotated[
-        File | None, Option("MODEL.py[:ENTRY]", "Tell whether this still is the profiled model; needs torch.", _SINCE)
+        File | None, Option("MODEL.py[:ENTRY]", "Check that this still is the profiled model (needs torch).", _SINCE)
     ] = None
     against: Annotated[
         File | Plan | None,
-        Option("PLAN|git:REV", "Tell what differs from this plan, or from this one as committed.", _SINCE),
+        Option("PLAN|git:REV", "Compare with this plan, or with a git revision of this one.", _SINCE),
     ] = None
     profile: Annotated[File | Profile | None, Option("FILE", "The plan's profile, if it was moved.")] = None
-    strict: Annotated[bool, Option("", "Warnings make the answer no as well.")] = False
+    strict: Annotated[bool, Option("", "Treat warnings as errors.")] = False

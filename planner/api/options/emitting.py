@@ -1,4 +1,4 @@
-"""What `emit` takes beside the plan."""
+"""Options of `emit`."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,12 +10,12 @@ from planner.core.values.plan import Plan
 from planner.core.values.profile import Profile
 
 _ENGINE: Final = "Engine"
-_CLUSTER: Final = "On a cluster"
+_CLUSTER: Final = "Cluster"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EmitOptions:
-    """What `emit` takes beside the plan."""
+    """Options of `emit`."""
 
     output: Annotated[File, Option("DIR", "Folder to write to.", forms="--output -o")] = "."
     profile: Annotated[File | Profile | None, Option("FILE", "The plan's profile, if it was moved.")] = None
@@ -23,10 +23,10 @@ class EmitOptions:
         str,
         Option(
             "FORMAT",
-            "For which engine: native (the bundled executor), jax (one program for TPUs), torchgpipe, torch, "
-            "torchtitan, automodel (NeMo), deepspeed, megatron, device-map; or csv, the schedule alone, which torch "
-            "(`_PipelineScheduleRuntime._load_csv`), torchtitan and NeMo Automodel read. "
-            "`json`: native, and the files are listed as JSON.",
+            "Engine: native (bundled executor), jax (one program for TPUs), torchgpipe, torch, "
+            "torchtitan, automodel (NeMo), deepspeed, megatron, device-map; or csv, only the schedule, for torch "
+            "(`_PipelineScheduleRuntime._load_csv`), torchtitan and NeMo Automodel; "
+            "json: as native, but list the files as JSON.",
             _ENGINE,
             forms="--format",
         ),
@@ -35,22 +35,21 @@ class EmitOptions:
         str | None,
         Option(
             "SCHEDULER",
-            "Write what starts train.py there, too: slurm (a batch script), kubernetes (a TrainJob) or ray (a script "
-            "for Ray Train).",
+            "Also write a launcher: slurm (batch script), kubernetes (TrainJob) or ray (script for Ray Train).",
             _CLUSTER,
         ),
     ] = None
     nodes: Annotated[
         str | None,
-        Option("4x8", "For `--launch`: 4 nodes of 8 devices; default: as the plan was solved for.", _CLUSTER),
+        Option("4x8", "Nodes for `--launch`, as count x devices; default: as in the plan.", _CLUSTER),
     ] = None
     smaller: Annotated[
         Sequence[File | Plan] | None,
         Option(
             "PLAN",
-            "A plan for fewer devices, which train.py takes where no more are left; may be repeated.",
+            "Plan for fewer devices, used when devices are lost (repeatable).",
             _CLUSTER,
             repeatable=True,
         ),
     ] = None
-    force: Annotated[bool, Option("", "Overwrite a file that was edited.")] = False
+    force: Annotated[bool, Option("", "Overwrite edited files.")] = False

@@ -1,4 +1,4 @@
-"""What `explore` takes beside the plan."""
+"""Options of `explore`."""
 
 from dataclasses import dataclass
 from typing import Annotated
@@ -10,7 +10,7 @@ from planner.core.values.profile import Profile
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExploreOptions:
-    """What `explore` takes beside the plan."""
+    """Options of `explore`."""
 
-    output: Annotated[File | None, "Where to write the page."] = None
+    output: Annotated[File | None, "File of the page."] = None
     profile: Annotated[File | Profile | None, Option("FILE", "The plan's profile, if it was moved.")] = None

@@ -1,4 +1,4 @@
-"""What `solve` and `sweep` take beside the profile."""
+"""Options of `solve` and `sweep`."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -17,116 +17,109 @@ _BATCH: Final = "Batch and schedule"
 _CUTS: Final = "Cuts"
 _SEARCH: Final = "Search"
 
-_ORDER: Final = f"In which order micro-batches run: {', '.join(SCHEDULE_CHOICES)}."
+_ORDER: Final = f"Schedule: {', '.join(SCHEDULE_CHOICES)}."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SolverOptions:
-    """What is asked of the solver; `planner.api.asked` resolves it against a profile."""
+    """Options of the solver; `planner.api.solver_request` resolves them against a profile."""
 
     devices: Annotated[
         Numbers | None,
-        Option("N|8,6,4", "Devices there are; the plan may use fewer. Several: a plan for each.", _DEVICES),
+        Option("N|8,6,4", "Number of available devices; several numbers: one plan for each.", _DEVICES),
     ] = None
-    mem: Annotated[Sizes | None, Option("8GB", "Memory cap per device, or one each: 24GB,24GB,80GB.", _DEVICES)] = None
+    mem: Annotated[Sizes | None, Option("8GB", "Memory limit per device, or of each: 24GB,24GB,80GB.", _DEVICES)] = None
     speed: Annotated[
         str | float | Sequence[float] | None,
-        Option("1,1,2.5", "How many times faster than the profiled device each is.", _DEVICES),
+        Option("1,1,2.5", "Speed of each device relative to the profiled device.", _DEVICES),
     ] = None
-    nodes: Annotated[str | None, Option("4x8", "4 nodes of 8 devices, in pipeline order.", _DEVICES)] = None
+    nodes: Annotated[str | None, Option("4x8", "Nodes x devices per node, in pipeline order.", _DEVICES)] = None
     reserve: Annotated[
-        str | int | None, Option("500MB", "Kept free on every device; default: as calibrated or measured.", _DEVICES)
+        str | int | None, Option("500MB", "Memory kept free per device; default: calibrated or measured.", _DEVICES)
     ] = None
     headroom: Annotated[
         str | float,
-        Option("5%|auto", "Share of every cap kept free; auto: as peaks came out above predictions.", _DEVICES),
+        Option("5%|auto", "Share of memory kept free; auto: error range of predictions.", _DEVICES),
     ] = "0%"
-    devices_any_order: Annotated[bool, Option("", "Unlike devices may take any place in the pipeline.", _DEVICES)] = (
-        False
-    )
+    devices_any_order: Annotated[bool, Option("", "Allow any order of unequal devices.", _DEVICES)] = False
     link: Annotated[
-        str | Link | None, Option("25GB/s,5us", "Links between neighbours; `,blocking` if they do not overlap.", _LINKS)
+        str | Link | None,
+        Option("25GB/s,5us", "Links between neighbors; `,blocking`: without overlap.", _LINKS),
     ] = None
     links: Annotated[
-        File | Sequence[Link] | None, Option("FILE", "Links as `profile-links` measured them, one by one.", _LINKS)
+        File | Sequence[Link] | None, Option("FILE", "Links measured by `profile-links`, one by one.", _LINKS)
     ] = None
     inter_link: Annotated[
-        str | Link | None, Option("25GB/s,10us", "Links between nodes; `--link` is then within a node.", _LINKS)
+        str | Link | None, Option("25GB/s,10us", "Links between nodes; `--link` then applies within a node.", _LINKS)
     ] = None
     allreduce: Annotated[
-        str | Link | None, Option("100GB/s,10us", "What replicas sum their gradients over.", _LINKS)
+        str | Link | None, Option("100GB/s,10us", "Link for summing gradients over replicas.", _LINKS)
     ] = None
-    overhead: Annotated[str | None, Option("1ms", "Executor's time per micro-batch, stage and direction.", _LINKS)] = (
-        None
-    )
+    overhead: Annotated[str | None, Option("1ms", "Executor time per micro-batch, stage and direction.", _LINKS)] = None
     calibration: Annotated[
         File | Calibration | None,
-        Option("FILE", "What `verify` measured of this machine: link, overhead and more.", _LINKS),
+        Option("FILE", "Costs of this machine measured by `verify`.", _LINKS),
     ] = None
-    batch: Annotated[
-        int | None, Option("B", "Samples per optimizer step; default: the largest profiled size.", _BATCH)
-    ] = None
-    micro_batches: Annotated[str | int, Option("auto|M", "How many micro-batches.", _BATCH)] = "auto"
-    min_micro_batch: Annotated[int, Option("N", "Least samples of a micro-batch, for batch normalization.", _BATCH)] = 1
+    batch: Annotated[int | None, Option("B", "Samples per optimizer step; default: largest profiled size.", _BATCH)] = (
+        None
+    )
+    micro_batches: Annotated[str | int, Option("auto|M", "Number of micro-batches.", _BATCH)] = "auto"
+    min_micro_batch: Annotated[int, Option("N", "Smallest micro-batch size, for batch normalization.", _BATCH)] = 1
     schedule: Annotated[
         str | File,
         Option(
             "NAME|FILE.csv",
-            f"{_ORDER[:-1]}, or a table of them as `emit --format csv` and torch write it.",
+            f"{_ORDER[:-1]}; or a CSV file from `emit --format csv` or torch.",
             _BATCH,
         ),
     ] = DEFAULT_SCHEDULE
-    chunks: Annotated[
-        str | int, Option("auto|V", "Stages per device, under `interleaved` and `interleaved-zb`.", _BATCH)
-    ] = "auto"
+    chunks: Annotated[str | int, Option("auto|V", "Stages per device, for interleaved schedules.", _BATCH)] = "auto"
     replicas: Annotated[
-        str | int, Option("auto|R", "Pipelines side by side, which share the batch and the devices.", _BATCH)
+        str | int, Option("auto|R", "Number of data-parallel pipelines, which share batch and devices.", _BATCH)
     ] = "1"
     recompute: Annotated[
         str,
         Option(
             "|".join(get_args(RecomputePolicy)),
-            "Recompute activations in backward; `layers`: layer by layer where that is better.",
+            "Recomputation of activations; layers: also of single layers.",
             _BATCH,
         ),
     ] = "auto"
     extrapolate: Annotated[bool, Option("", "Allow unprofiled micro-batch sizes.", _BATCH)] = False
     balance: Annotated[
-        Numbers | File | None, Option("6,6,6,6|FILE", "Judge these cuts instead of searching.", _CUTS)
+        Numbers | File | None, Option("6,6,6,6|FILE", "Evaluate these cuts instead of searching.", _CUTS)
     ] = None
     together: Annotated[
         Sequence[str | Sequence[str]] | None,
-        Option("A,B", "Layers that must be in one stage; may be repeated.", _CUTS, repeatable=True),
+        Option("A,B", "Layers to keep in one stage (repeatable).", _CUTS, repeatable=True),
     ] = None
     apart: Annotated[
         Sequence[str | Sequence[str]] | None,
-        Option("A,B", "Layers of which no two may be in one stage; likewise.", _CUTS, repeatable=True),
+        Option("A,B", "Layers to keep in different stages (repeatable).", _CUTS, repeatable=True),
     ] = None
     solver: Annotated[
-        str, Option("auto|dp|milp", "Dynamic programme, or integer programme as a second opinion.", _SEARCH)
+        str, Option("auto|dp|milp", "Dynamic program, or integer program as a second opinion.", _SEARCH)
     ] = "auto"
-    time_limit: Annotated[str | None, Option("60s", "Then give the best plan found, with its proven gap.", _SEARCH)] = (
-        None
-    )
+    time_limit: Annotated[str | None, Option("60s", "Stop after this time with the best plan found.", _SEARCH)] = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SolveOptions(SolverOptions):
-    """What `solve` takes beside the profile."""
+    """Options of `solve`."""
 
-    frontier: Annotated[bool, Option("", "Show the best plan for every M and under every schedule.", _SEARCH)] = False
+    frontier: Annotated[bool, Option("", "Show the best plan for every M and every schedule.", _SEARCH)] = False
     explain: Annotated[
-        bool, Option("", "Show what binds, what would help, and what noise does to the plan.", _SEARCH)
+        bool, Option("", "Explain limits and possible improvements of the plan, and noise.", _SEARCH)
     ] = False
-    output: Annotated[File | None, "Where to write the plan."] = None
-    note: Annotated[Callable[[str], None], "Called with defaults that were taken."] = ignore
+    output: Annotated[File | None, "File of the plan."] = None
+    note: Annotated[Callable[[str], None], "Called with assumed defaults."] = ignore
 
 
 _SOLVER_OPTIONS: Final = {keyword.name: keyword.option for keyword in keywords_of(SolverOptions)}
 
 
 def _as_solved(name: str, **other: Any) -> Option:
-    """An option that `solve` has, too, in the same section; with `other` words where they differ."""
+    """Return an option of `solve` for the same section, with `other` fields replaced."""
     option = _SOLVER_OPTIONS[name]
     assert option is not None
     return replace(option, **other)
@@ -134,25 +127,23 @@ def _as_solved(name: str, **other: Any) -> Option:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SweepOptions:
-    """What `sweep` takes beside the profile."""
+    """Options of `sweep`."""
 
-    devices: Annotated[Numbers, _as_solved("devices", metavar="1,2,4,8", help="How many devices there may be.")] = (
-        "1,2,4,8"
-    )
-    mem: Annotated[Sizes | None, _as_solved("mem", metavar="16GB,80GB", help="Memory caps that they may have.")] = None
+    devices: Annotated[Numbers, _as_solved("devices", metavar="1,2,4,8", help="Numbers of devices to try.")] = "1,2,4,8"
+    mem: Annotated[Sizes | None, _as_solved("mem", metavar="16GB,80GB", help="Memory limits to try.")] = None
     batch: Annotated[int | None, _as_solved("batch")] = None
     micro_batches: Annotated[str | int, _as_solved("micro_batches")] = "auto"
     schedule: Annotated[str, _as_solved("schedule", metavar="NAME", help=_ORDER)] = DEFAULT_SCHEDULE
-    recompute: Annotated[str, _as_solved("recompute", help="Recompute activations in backward.")] = "auto"
-    link: Annotated[str | Link | None, _as_solved("link", help="Links between neighbours.")] = None
+    recompute: Annotated[str, _as_solved("recompute", help="Recomputation of activations.")] = "auto"
+    link: Annotated[str | Link | None, _as_solved("link", help="Links between neighbors.")] = None
     overhead: Annotated[str | None, _as_solved("overhead")] = None
     reserve: Annotated[
-        str | int | None, _as_solved("reserve", help="Kept free on every device, as measured or 0B.")
+        str | int | None, _as_solved("reserve", help="Memory kept free per device; default: as measured.")
     ] = None
     headroom: Annotated[str | float, _as_solved("headroom")] = "0%"
     time_limit: Annotated[
-        str | None, _as_solved("time_limit", help="For each cell; then the best plan found, with its proven gap.")
+        str | None, _as_solved("time_limit", help="Time limit per cell; then the best plan found is used.")
     ] = None
-    output: Annotated[File | None, Option("DIR", "Write the plan of every cell there.", forms="--output -o")] = None
+    output: Annotated[File | None, Option("DIR", "Folder for the plan of every cell.", forms="--output -o")] = None
     extrapolate: Annotated[bool, _as_solved("extrapolate")] = False
     progress: Annotated[Progress, "Called before every cell."] = ignore

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from planner.api.asked import request_of
 from planner.api.options.solving import SolverOptions
 from planner.api.question import calibrated_options, solve_options
+from planner.api.solver_request import request_of
 from planner.core.values.balance import as_typed, solve_again
 from planner.core.values.cluster import ExecutorCost, Link
 from planner.core.values.plan import ProfileReference

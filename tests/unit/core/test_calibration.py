@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from planner.api.asked import request_of
 from planner.api.options.solving import SolverOptions
+from planner.api.solver_request import request_of
 from planner.core.cost.evaluate import Evaluation
 from planner.core.errors import MeasurementError, UsageError
 from planner.core.judge.calibration import calibration_of

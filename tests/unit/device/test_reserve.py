@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 import torch
 
-from planner.api.asked import request_of
 from planner.api.options.solving import SolverOptions
+from planner.api.solver_request import request_of
 from planner.core.values.partial import Partial
 from planner.core.values.plan import ProfileReference
 from planner.core.values.profile import Device, Environment, Generator, Model

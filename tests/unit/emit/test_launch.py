@@ -328,7 +328,7 @@ def test_what_does_not_go_together_is_refused(
     plan = plan_of(profile, 4)
     for options, message in (
         ({"launch": "pbs"}, "unknown `--launch pbs`"),
-        ({"nodes": "2x2"}, "`--nodes 2x2` says where `--launch` starts the script"),
+        ({"nodes": "2x2"}, "`--nodes 2x2` needs `--launch`"),
         ({"launch": "slurm", "nodes": "2x"}, "expected nodes times devices"),
         ({"launch": "slurm", "nodes": "1x3"}, "4 processes cannot be shared evenly"),
         ({"launch": "ray", "engine": "torch"}, "`--launch` goes with the bundled executor's train.py"),

@@ -171,7 +171,7 @@ def test_what_cannot_be_resumed_is_refused(tmp_path: Path) -> None:
     path, folder = balance_of(tmp_path, MODEL + GROUPS), str(tmp_path / "saved")
     with pytest.raises(UsageError, match="`--resume auto` needs the folder"):
         train(path, 2, resume="auto")
-    with pytest.raises(FileError, match="there is no checkpoint in it"):
+    with pytest.raises(FileError, match="the folder has no checkpoint"):
         train(path, 2, resume=str(tmp_path))
     train(path, 2, folder=folder)
     with pytest.raises(UsageError, match=r"the checkpoint holds the state of \['schedule'\], the script keeps"):

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from planner.api.asked import request_of
 from planner.api.options.solving import SolverOptions
+from planner.api.solver_request import request_of
 from planner.core.cost.chain_costs import ChainCosts
 from planner.core.cost.costs import CostTable, costs_at
 from planner.core.cost.memory import stage_memory

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 import planner
-from planner.api.asked import request_of
 from planner.api.exploring import caveats
 from planner.api.options.solving import SolverOptions
+from planner.api.solver_request import request_of
 from planner.core.errors import StaleError
 from planner.core.judge.recut import with_cuts
 from planner.core.schedule import SCHEDULES

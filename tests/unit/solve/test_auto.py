@@ -6,8 +6,8 @@ from dataclasses import replace
 import pytest
 
 from planner import api
-from planner.api.asked import request_of
 from planner.api.options.solving import SolverOptions
+from planner.api.solver_request import request_of
 from planner.cli.solve import solve as solve_command
 from planner.cli.sweep import sweep as sweep_command
 from planner.core.errors import UsageError

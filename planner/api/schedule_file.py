@@ -1,0 +1,112 @@
+"""Schedules from files: combine their action orders with the options of `solve`."""
+
+import os
+from collections.abc import Sequence
+from dataclasses import replace
+
+from planner import files
+from planner.api import texts
+from planner.api.options.solving import SolverOptions
+from planner.api.texts import File
+from planner.core.errors import UsageError
+from planner.core.schedule import Listed
+from planner.core.values.profile import Profile
+from planner.core.values.units import counted
+
+_SUFFIX = ".csv"
+
+
+def lists_path(schedule: File) -> str | None:
+    """Return the path if the value of `--schedule` names a file, otherwise None."""
+    if isinstance(schedule, os.PathLike) or str(schedule).lower().endswith(_SUFFIX):
+        return os.fspath(schedule)
+    return None
+
+
+def lists_of(schedule: File) -> Listed | None:
+    """Return the schedule in the file that `--schedule` names, or None; raises `FileError` if it cannot be read."""
+    path = lists_path(schedule)
+    return None if path is None else files.read_schedule(path)
+
+
+def for_lists(options: SolverOptions, lists: Listed, profile: Profile) -> SolverOptions:
+    """Return the options with devices, micro-batches and chunks taken from the action orders.
+
+    Args:
+        options: Options of `solve`.
+        lists: Schedule from a file.
+        profile: The profile.
+
+    Returns:
+        The completed options.
+
+    Raises:
+        UsageError: An option contradicts the action orders, or there are too few layers, devices or samples for them.
+    """
+    path = lists_path(options.schedule)
+    num_devices, num_micro_batches = len(lists.rows), lists.num_micro_batches
+    num_stages = len({action.stage for row in lists.rows for action in row})
+    if len(profile.layers) < num_stages:
+        raise UsageError(
+            f"`{path}` is for {counted(num_stages, 'stage')}, the profile has {counted(len(profile.layers), 'layer')}",
+            hint="every stage needs at least one layer",
+        )
+    replicas = max(1, texts.count_or_auto("--replicas", options.replicas))
+    needed, available = num_devices * replicas, _devices(options)
+    if available is not None and available < needed:
+        each = f", in {replicas} replicas {needed}" if replicas > 1 else ""
+        raise UsageError(
+            f"`{path}` is for {counted(num_devices, 'device')}{each}, but there are {available}",
+            hint=f"use `--devices {needed}`",
+        )
+    batch = max(profile.micro_batch_sizes) if options.batch is None else options.batch
+    if batch > 0 and batch % (num_micro_batches * replicas):
+        shared = f" in each of {replicas} replicas" if replicas > 1 else ""
+        raise UsageError(
+            f"`{path}` is for {counted(num_micro_batches, 'micro-batch', 'es')}{shared}, into which a batch of {batch} "
+            "cannot be split",
+            hint=f"use `--batch {num_micro_batches * replicas}` or a multiple of it",
+        )
+    return replace(
+        options,
+        devices=needed if available is None else options.devices,
+        micro_batches=_agreed("--micro-batches", options.micro_batches, num_micro_batches, f"`{path}` has"),
+        chunks=_agreed("--chunks", options.chunks, num_stages // num_devices, f"each device of `{path}` has"),
+    )
+
+
+def _devices(options: SolverOptions) -> int | None:
+    """Return the number of devices, or None if no option gives it."""
+    if options.devices is not None:
+        return texts.device_count(options.devices)
+    if options.nodes is None:
+        return None
+    nodes, each = texts.nodes(options.nodes)
+    return nodes * each
+
+
+def check_cuts(options: SolverOptions, lists: Listed, cuts: Sequence[int]) -> None:
+    """Raise UsageError if the balance has another number of stages than the action orders."""
+    num_stages = len({action.stage for row in lists.rows for action in row})
+    if len(cuts) != num_stages:
+        raise UsageError(
+            f"`--balance` has {counted(len(cuts), 'stage')}, but `{lists_path(options.schedule)}` has {num_stages}",
+            hint=f"give {num_stages} numbers of layers, or remove `--balance`",
+        )
+
+
+def refuse_lists(schedule: File, verb: str) -> None:
+    """Raise UsageError if the option names a file, for commands that try several numbers of devices."""
+    path = lists_path(schedule)
+    if path is not None:
+        raise UsageError(
+            f"`{verb}` tries several numbers of devices, but `--schedule {path}` is for one",
+            hint=f"use `gpipe-plan solve --schedule {path}`",
+        )
+
+
+def _agreed(option: str, value: texts.Numbers, number: int, has: str) -> int:
+    """Return the number in the action orders; raise UsageError if the option has another number."""
+    if value != "auto" and texts.one(option, value) != number:
+        raise UsageError(f"`{option} {value}`: {has} {number}", hint=f"remove `{option}`")
+    return number

@@ -1,0 +1,170 @@
+"""Solver requests, made from the options of a command and a profile."""
+
+from typing import cast
+
+from planner.api import texts
+from planner.api.headroom import headroom_of
+from planner.api.options.solving import SolverOptions
+from planner.api.reading import calibration_of, cuts_of, links_of
+from planner.api.schedule_file import check_cuts, for_lists, lists_of, lists_path
+from planner.api.texts import Numbers, Sizes
+from planner.core.errors import UsageError
+from planner.core.judge.calibration import calibrated_executor
+from planner.core.schedule import GIVEN, GPIPE, SCHEDULE_CHOICES, schedules_for
+from planner.core.values.calibration import Calibration
+from planner.core.values.cluster import ExecutorCost, Link
+from planner.core.values.limits import MOST_BATCH, short
+from planner.core.values.plan import Inputs, ProfileReference, RecomputePolicy, ScheduleName
+from planner.core.values.precision import precision_of
+from planner.core.values.profile import Profile
+from planner.core.values.units import parse_us
+from planner.solve.request import Request, Solver
+
+
+def request_of(profile: Profile, reference: ProfileReference, options: SolverOptions) -> Request:
+    """Return the solver request for the options of `solve`.
+
+    Args:
+        profile: The profile.
+        reference: How the plan refers to the profile.
+        options: Options of `solve`.
+
+    Returns:
+        The request, with every option resolved.
+
+    Raises:
+        UsageError: An option is wrong, or contradicts another option or the profile.
+        FileError: A file that an option names cannot be read.
+    """
+    lists = lists_of(options.schedule)
+    if lists is not None:
+        options = for_lists(options, lists, profile)
+    links = links_of(options.links, link=options.link, nodes=options.nodes, inter_link=options.inter_link)
+    calibration = calibration_of(options.calibration)
+    cuts = cuts_of(options.balance, profile) if options.balance is not None else None
+    if lists is not None and cuts is not None:
+        check_cuts(options, lists, cuts)
+    solver = cast("Solver", texts.choice("--solver", options.solver, Solver))
+    return Request(
+        inputs=_inputs(profile, reference, options, calibration=calibration, links=links, cuts=cuts),
+        micro_batches=None if options.micro_batches == "auto" else texts.one("--micro-batches", options.micro_batches),
+        balance=cuts,
+        time_limit_s=parse_us(options.time_limit) / 1e6 if options.time_limit is not None else None,
+        lists=lists,
+        solver=solver,
+    )
+
+
+def requested_headroom(profile: Profile, options: SolverOptions) -> float:
+    """Return the share of every memory limit that must stay free; raises `UsageError` like `request_of`."""
+    devices, _ = _devices(options.devices, options.nodes)
+    return headroom_of(options.headroom, profile, _caps(options.mem, devices, profile))
+
+
+def _inputs(
+    profile: Profile,
+    reference: ProfileReference,
+    options: SolverOptions,
+    *,
+    calibration: Calibration | None,
+    links: tuple[Link, ...],
+    cuts: tuple[int, ...] | None,
+) -> Inputs:
+    """Return the request as a plan records it."""
+    num_devices, node_devices = _devices(options.devices, options.nodes)
+    recompute = _recompute(options.recompute, profile)
+    only_gpipe = options.solver == "milp" or options.devices_any_order
+    is_file = lists_path(options.schedule) is not None
+    schedule = GIVEN if is_file else _schedule(str(options.schedule), profile, only_gpipe=only_gpipe)
+    executor = profile.device.executor or ExecutorCost(overhead_us=0.0, link=Link())
+    if calibration is not None:
+        executor = calibrated_executor(calibration, profile.device.kind, executor)
+    caps = _caps(options.mem, num_devices, profile)
+    kept = 1 - headroom_of(options.headroom, profile, caps)
+    largest = max(profile.micro_batch_sizes)
+    return Inputs(
+        profile=reference,
+        model_digest=profile.model.digest,
+        devices=num_devices,
+        memory_bytes=tuple(int(cap * kept) for cap in caps),
+        speeds=texts.speeds(options.speed, num_devices) if options.speed is not None else (),
+        batch=largest if options.batch is None else texts.number_of("--batch", options.batch, "sample", MOST_BATCH),
+        link=Link() if links else executor.link if options.link is None else texts.link(options.link),
+        inter_link=texts.link(options.inter_link, "--inter-link") if options.inter_link is not None else None,
+        node_devices=node_devices,
+        links=links[: max(1, num_devices - 1)],
+        allreduce=texts.link(options.allreduce, "--allreduce") if options.allreduce is not None else None,
+        reserve_bytes=_reserve(options.reserve, calibration, profile),
+        compute=calibration.compute if calibration is not None else 1.0,
+        step_ratio=calibration.step_ratio if calibration is not None else None,
+        overhead_us=executor.overhead_us if options.overhead is None else parse_us(options.overhead),
+        schedule=schedule,
+        # A balance means one stage per device, unless `--chunks` says otherwise.
+        chunks=1 if cuts and schedule == "auto" and options.chunks == "auto" else _chunks(options.chunks, schedule),
+        replicas=texts.count_or_auto("--replicas", options.replicas),
+        together=tuple(texts.names("--together", group) for group in options.together or ()),
+        apart=tuple(texts.names("--apart", group) for group in options.apart or ()),
+        any_order=options.devices_any_order,
+        recompute=recompute,
+        optimizer=profile.optimizer,
+        dtype=precision_of(profile.environment.dtype),
+        min_micro_batch=texts.one("--min-micro-batch", options.min_micro_batch),
+        extrapolate=options.extrapolate,
+    )
+
+
+def _reserve(reserve: str | int | None, calibration: Calibration | None, profile: Profile) -> int:
+    if reserve is None:
+        return profile.device.reserve_bytes if calibration is None else calibration.reserve_bytes
+    return texts.size(reserve)
+
+
+def _caps(mem: Sizes | None, devices: int, profile: Profile) -> tuple[int, ...]:
+    if mem is not None:
+        return texts.caps(mem, devices)
+    if profile.device.memory_bytes == 0:
+        raise UsageError(
+            f"the profile does not state the memory of its device ({profile.device.kind})",
+            hint="give the memory limit per device: `--mem 8GB`",
+        )
+    return (profile.device.memory_bytes,) * devices
+
+
+def _devices(numbers: Numbers | None, nodes: str | None) -> tuple[int, int]:
+    """Return the number of devices, and the number per node (0 if nodes make no difference)."""
+    devices = None if numbers is None else texts.device_count(numbers)
+    if nodes is None:
+        if devices is None:
+            raise UsageError("the number of devices is missing", hint="give `--devices 8` or `--nodes 4x8`")
+        return devices, 0
+    count, each = texts.nodes(nodes)
+    total = count * each
+    if devices is not None and devices > total:
+        raise UsageError(f"`--devices {short(devices)}`, but `--nodes {nodes}` has {total}", hint="remove `--devices`")
+    return total if devices is None else devices, each
+
+
+def _schedule(schedule: str, profile: Profile, *, only_gpipe: bool) -> ScheduleName:
+    """Return the requested schedule; for `auto`, return GPipe if other options allow no other schedule."""
+    policy = texts.choice("--schedule", schedule, SCHEDULE_CHOICES)
+    # The JAX program, which trains on a TPU, supports only GPipe.
+    return GPIPE.name if policy == "auto" and (only_gpipe or profile.device.kind.startswith("tpu")) else policy
+
+
+def _chunks(chunks: str | int, policy: ScheduleName) -> int:
+    count = texts.count_or_auto("--chunks", chunks)
+    may_choose = policy != GIVEN and any(allowed.is_chunked for allowed in schedules_for(policy))
+    return count if may_choose else max(1, count)
+
+
+def _recompute(recompute: str, profile: Profile) -> RecomputePolicy:
+    policy = cast("RecomputePolicy", texts.choice("--recompute", recompute, RecomputePolicy))
+    differs = profile.proof.differs_recomputed if profile.proof is not None else ""
+    if not differs or policy == "never":
+        return policy
+    if policy == "auto":
+        return "never"
+    raise UsageError(
+        f"`--recompute {policy}`: recomputed stages of this model train differently ({differs})",
+        hint="use `--recompute never`",
+    )
