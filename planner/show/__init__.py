@@ -1,4 +1,4 @@
-"""Profiles, plans, verdicts and run reports as text, HTML, SVG and traces.
+"""Output of profiles, plans, verdicts and run reports as text, HTML, SVG and traces.
 
-Each in a module of its own, which is imported where it is drawn: `check` has no use for the report's pages.
+Each form has its own module, which is imported when needed: `check` does not use the report's pages.
 """

@@ -1,4 +1,4 @@
-"""Text for SVG and HTML: escaped, harmless whatever a file's names hold, with numbers as short as they may be."""
+"""Text for SVG and HTML: escaped, safe for any names in files, with short numbers."""
 
 from html import escape
 
@@ -6,22 +6,22 @@ from planner.core.values.printable import spelled_out
 
 
 def safe(text: str) -> str:
-    """`text` as content or as a quoted attribute: no markup, and no control or direction characters, spelled out."""
+    """Return `text` escaped for content and quoted attributes; control and direction characters are spelled out."""
     shown = spelled_out(text)
     return escape(shown, quote=True)
 
 
 def number(value: float, decimals: int = 2) -> str:
-    """A coordinate without trailing zeros: `12.5`, `3`."""
+    """Return a coordinate without trailing zeros: `12.5`, `3`."""
     text = f"{value:.{decimals}f}"
     text = text.rstrip("0").rstrip(".") if "." in text else text
     return "0" if text == "-0" else text
 
 
 def element(tag: str, *content: str, **values: str | float | None) -> str:
-    """An element with `content`, which is markup already, and attributes, which are escaped.
+    """Return an element with `content`, which is markup, and attributes, which are escaped.
 
-    Attributes that are None are left out; `_` in a name stands for `-`.
+    Attributes that are None are left out; `_` in a name becomes `-`.
     """
     written = ((name.strip("_").replace("_", "-"), value) for name, value in values.items() if value is not None)
     attributes = "".join(f' {n}="{safe(v) if isinstance(v, str) else number(v)}"' for n, v in written)

@@ -1,4 +1,4 @@
-"""Results as small pieces of HTML, for notebooks: no script, no style sheet, at home in light and dark themes."""
+"""Results as small pieces of HTML for notebooks: no script, no style sheet, for light and dark themes."""
 
 from collections.abc import Callable, Mapping, Sequence
 from html import escape
@@ -41,7 +41,7 @@ def html_of(value: Any) -> str:
 
 
 def plan_html(plan: Plan) -> str:
-    """The plan's figures and a row per stage, with a bar of its memory against the cap."""
+    """Return the plan's figures and a row per stage, with a bar of its memory against the limit."""
     view = stage_table(plan, brief=True).pick(*_COLUMNS)
     looks = [_TEXT if column.unit == "text" else _NUMBER for column in view.columns]
     header = "".join(f"<th {_TEXT}>{name}</th>" for name in (*_COLUMNS, ""))
@@ -56,7 +56,7 @@ def plan_html(plan: Plan) -> str:
 def _row(texts: Sequence[str], looks: Sequence[str], stage: Stage) -> str:
     need, cap = stage.memory.total, stage.memory_bytes
     share = need / cap if cap else 1.0
-    # A meter turns red by itself above `high`, and screen readers know what it is.
+    # A meter turns red above `high`, and screen readers recognize it.
     meter = f'<meter min="0" max="1" high="1" value="{min(share, 1):.3f}">{percent(share, decimals=0)}</meter>'
     over = " <strong>over</strong>" if need > cap else ""
     cells = "".join(f"<td {look}>{escape(text)}</td>" for look, text in zip(looks, texts, strict=True))

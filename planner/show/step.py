@@ -1,7 +1,7 @@
-"""One training step drawn out: what every device does when, and how much memory it holds meanwhile.
+"""One training step as spans of time: the actions of every device, and the memory that it holds.
 
-What pictures and traces are made of. Times are the simulator's; memory follows the moments that the peak is taken
-over (`planner.core.cost.moments`), so that its highest point is the plan's peak.
+Pictures and traces are made of it. Times are the simulator's. Memory is taken at the same points as the peak
+(`planner.core.cost.moments`), so its highest value is the plan's peak.
 """
 
 from collections.abc import Iterator, Sequence
@@ -24,39 +24,39 @@ FloatArray = NDArray[np.float64]
 IntArray = NDArray[np.int64]
 
 SpanKind = str
-"""What a device computes, by the label of its kind; or `send forward`, `send backward`, `receive`, `optimizer`.
+"""Kind of a span: the label of an action's kind; or `send forward`, `send backward`, `receive`, `optimizer`.
 
-Sends overlap with what their device computes; `receive`, over a link that blocks, keeps it busy.
+Sends overlap with computation; `receive`, over a blocking link, keeps the device busy.
 """
 
 _BACKWARDS: Final = {kind.label for kind in KINDS.values() if kind.direction < 0}
-"""The kinds in which activations are computed again."""
+"""Kinds that include recomputation."""
 _LABELS: Final = {kind.label for kind in KINDS.values()}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Span:
-    """One thing that a device does."""
+    """Interval of time in which a device does one thing."""
 
     kind: SpanKind
     device: int
-    """Place in the pipeline; of a send the sender's."""
+    """Index of the device in the pipeline; for a send, of the sender."""
     stage: int
-    """Place in the chain; of an optimizer's step the device's first stage."""
+    """Index of the stage in the pipeline; for an optimizer's step, the device's first stage."""
     micro_batch: int = 0
     start_us: float
     end_us: float
     recompute_us: float = 0.0
-    """How much of a backward is computing activations again."""
+    """Part of a backward that is recomputation."""
 
     @property
     def duration_us(self) -> float:
-        """From start to end."""
+        """Time from start to end."""
         return self.end_us - self.start_us
 
 
 class Level(NamedTuple):
-    """What a device holds from a time on."""
+    """Memory of a device from a point in time."""
 
     start_us: float
     bytes: int
@@ -72,23 +72,23 @@ class Step:
     """V: stage s is chunk s // K of its device."""
     micro_batches: int
     spans: tuple[Span, ...]
-    """By start."""
+    """Spans in order of their starts."""
     memory: tuple[tuple[Level, ...], ...]
-    """Per device, by time."""
+    """Levels of each device, in order of time."""
 
     @property
     def end_us(self) -> float:
-        """When the last device is done, its optimizer's step included."""
+        """End of the last device's work, including its optimizer's step."""
         return max((span.end_us for span in self.spans), default=0.0)
 
     @property
     def pipeline_us(self) -> float:
-        """When the last backward ends."""
+        """End of the last backward."""
         return max((span.end_us for span in self.spans if span.kind != "optimizer"), default=0.0)
 
 
 def step_of(evaluation: Evaluation) -> Step:
-    """Return one step of the partition, drawn out."""
+    """Return one step of the partition as spans."""
     partition = evaluation.partition
     spans = [span for event in evaluation.events for span in _spans(event, evaluation.stage_times, partition)]
     spans += _optimizer_spans(spans, evaluation)
@@ -131,7 +131,7 @@ def _spans(event: Event, times: Sequence[StageTimes], partition: Partition) -> I
 
 
 def _optimizer_spans(spans: Sequence[Span], evaluation: Evaluation) -> Iterator[Span]:
-    # The spans of a device come in the order of time.
+    # The spans of a device are in order of time.
     last_backward = {span.device: span.end_us for span in spans if span.kind in _LABELS}
     for device, own_us in enumerate(evaluation.updates_us.tolist()):
         end_us = last_backward[device]
@@ -146,22 +146,22 @@ def _memory(spans: Sequence[Span], evaluation: Evaluation) -> tuple[tuple[Level,
             computing[span.device].append(span)
     levels = []
     for device, counts in enumerate(counts_of(evaluation.actions)):
-        held = _Held.of(_stage_bytes(device, evaluation), counts, evaluation.cluster.reserve_bytes)
+        device_bytes = _DeviceBytes.of(_stage_bytes(device, evaluation), counts, evaluation.cluster.reserve_bytes)
         peak = sum(evaluation.memory[k].total for k in evaluation.partition.chunks_of(device))
-        levels.append(tuple(_levels(computing[device], held, peak)))
+        levels.append(tuple(_levels(computing[device], device_bytes, peak)))
     return tuple(levels)
 
 
 class _StageBytes(NamedTuple):
-    """What a stage holds, in columns that are rounded one by one: the items of the plan, or a single one."""
+    """Bytes of a stage in columns that are rounded one by one: the plan's components, or a single column."""
 
     always: FloatArray
-    """Shape (columns,)."""
+    """Bytes that are always held, shape (columns,)."""
     parts: FloatArray
-    """Shape (parts, columns)."""
+    """Bytes of each counted part, shape (parts, columns)."""
 
     def at(self, counts: IntArray) -> FloatArray:
-        """Whole bytes at moments; counts have shape (moments, parts)."""
+        """Return whole bytes at points in the step; counts have shape (points, parts)."""
         whole: FloatArray = np.rint(self.always + counts @ self.parts).sum(axis=1)
         return whole
 
@@ -182,20 +182,29 @@ def _stage_bytes(device: int, evaluation: Evaluation) -> list[_StageBytes]:
     return [_StageBytes(*parts_of(stages, recompute, in_flight=in_flight).of_one_stage())]
 
 
-class _Held(NamedTuple):
-    """Whole bytes of a device, the reserve included."""
+class _DeviceBytes(NamedTuple):
+    """Whole bytes of a device, including the reserve."""
 
     idle: int
-    """Before the first action."""
+    """Bytes before the first action."""
     during: Sequence[int]
-    """While each action runs."""
+    """Bytes while each action runs."""
     after: Sequence[int]
-    """Until the next one runs."""
+    """Bytes between each action and the next."""
     optimizer_step: int
 
     @classmethod
-    def of(cls, stages: Sequence[_StageBytes], counts: Counts, reserve_bytes: int) -> "_Held":
-        """The bytes of a device that runs `stages` with these counts."""
+    def of(cls, stages: Sequence[_StageBytes], counts: Counts, reserve_bytes: int) -> "_DeviceBytes":
+        """Return the bytes of a device that runs `stages` with these counts.
+
+        Args:
+            stages: Bytes of the stages.
+            counts: Counts of the parts at each action.
+            reserve_bytes: Reserve of the device.
+
+        Returns:
+            The bytes over the step.
+        """
 
         def at(moments: IntArray) -> FloatArray:
             sizes: FloatArray = np.array([stage.at(moments[:, v]) for v, stage in enumerate(stages)])
@@ -211,12 +220,12 @@ class _Held(NamedTuple):
         )
 
 
-def _levels(computing: Sequence[Span], held: _Held, peak: int) -> Iterator[Level]:
-    """Levels as they change; `peak` is the exact one, from which chunks differ by rounding."""
-    yield Level(0.0, held.idle)
+def _levels(computing: Sequence[Span], device_bytes: _DeviceBytes, peak: int) -> Iterator[Level]:
+    """Yield the changes of memory; `peak` is exact, and levels of several chunks may exceed it by rounding."""
+    yield Level(0.0, device_bytes.idle)
     ends = [*(after.start_us for _, after in pairwise(computing)), float("inf")]
     for n, (span, next_us) in enumerate(zip(computing, ends, strict=True)):
-        yield Level(span.start_us, min(peak, held.during[n]))
+        yield Level(span.start_us, min(peak, device_bytes.during[n]))
         if next_us > span.end_us:
-            yield Level(span.end_us, min(peak, held.after[n]))
-    yield Level(computing[-1].end_us, min(peak, held.optimizer_step))
+            yield Level(span.end_us, min(peak, device_bytes.after[n]))
+    yield Level(computing[-1].end_us, min(peak, device_bytes.optimizer_step))

@@ -1,8 +1,7 @@
-"""The timeline of one step as SVG: by itself in a file, or within the HTML report, where it is what gets printed.
+"""Timeline of one step as SVG, for a file or for the printed HTML report.
 
-A row per device, its bubble behind it. Sends are thin lines at the row's edge towards the neighbour they go to. Boxes
-of one look are one path per row, and boxes too thin to be seen apart become one, so that the size is bounded by what
-can be seen.
+Each device has a row, with its bubble at the end. Sends are thin lines at the row's edge towards the receiver. Boxes of
+one look are one path per row, and very thin neighboring boxes are merged, so that the size of the file is bounded.
 """
 
 from collections import defaultdict
@@ -27,7 +26,7 @@ from planner.show.views.spans import (
 
 _WIDTH = 1200.0
 _RIGHT = 52.0
-"""Room for the bubbles."""
+"""Space for the bubbles."""
 _AXIS = 30.0
 _LEGEND, _LEGEND_LINE = 30.0, 18.0
 _TALLEST, _LOWEST = 26.0, 7.0
@@ -35,7 +34,7 @@ _HEIGHT = 560.0
 _LETTER = 5.6
 """Width of a digit in a box."""
 _THIN = 1.5
-"""Boxes narrower than this are drawn as one with their neighbours."""
+"""Boxes narrower than this are merged with their neighbors."""
 
 _STYLE = Template("""\
 .timeline{font:10px system-ui,"Segoe UI",Roboto,"DejaVu Sans",sans-serif;font-variant-numeric:tabular-nums}
@@ -54,7 +53,7 @@ $inks}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Frame:
-    """Where things are."""
+    """Coordinates of the picture."""
 
     step: Step
     end_us: float
@@ -69,7 +68,7 @@ class _Frame:
 
     @property
     def every(self) -> int:
-        """Which rows are named: all, or where they are low one of so many."""
+        """Distance between rows with names: 1 for all rows, more if rows are low."""
         return 1 if self.row >= 11 else 4 if self.row >= 8 else 8
 
     @property
@@ -77,7 +76,7 @@ class _Frame:
         return self.y(self.step.num_devices)
 
     def lane(self, name: str) -> tuple[float, float]:
-        """Middle and height of a lane, within its row."""
+        """Return middle and height of a lane, relative to its row."""
         edge = 3.0 if has_lanes(self.step) else 0.0
         if name == "compute":
             return self.row / 2, self.row - 2 * edge - 1
@@ -85,9 +84,15 @@ class _Frame:
 
 
 def timeline_svg(step: Step, title: str, *, standalone: bool = True) -> str:
-    """The timeline; `standalone` has a style, paper and legend, else those of the page around it are used.
+    """Return the timeline as SVG.
 
-    `title` says what it is, to whom cannot see it as well.
+    Args:
+        step: The step.
+        title: Title, also for screen readers.
+        standalone: If true, include style, background and legend; otherwise the page provides them.
+
+    Returns:
+        Markup.
     """
     name = place_word(step.chunks)
     # Digits are about 6.2 wide at 11 px; the margin grows with the number of devices.
@@ -99,7 +104,7 @@ def timeline_svg(step: Step, title: str, *, standalone: bool = True) -> str:
     )
     legend_height = _LEGEND + (len(_legend_rows(step)) - 1) * _LEGEND_LINE
     height = frame.bottom + _AXIS + (legend_height if standalone else 0)
-    # A page may hold other pictures: only this one's patterns have this name.
+    # A page may contain other pictures; only this one's patterns have this name.
     parts = [element("title", safe(title)), _pattern()]
     if standalone:
         parts += [element("style", _STYLE), _rect("paper", x=0, y=0, width=_WIDTH, height=height)]
@@ -125,12 +130,12 @@ def timeline_svg(step: Step, title: str, *, standalone: bool = True) -> str:
 
 
 def has_lanes(step: Step) -> bool:
-    """Whether rows are tall enough for sends at their edges."""
+    """Return True if rows are high enough for sends at their edges."""
     return _row_height(step) >= 11
 
 
 def legend_kinds(step: Step) -> list[tuple[str, str]]:
-    """Class and words of every look there is in the picture."""
+    """Return class and words of every look in the picture."""
     return legend_looks(step, has_lanes=has_lanes(step))
 
 
@@ -167,10 +172,10 @@ def _row(frame: _Frame, device: int, spans: Sequence[Span], name: str) -> str:
     if device % frame.every == 0:
         middle = y + height / 2 + 3.8
         parts.append(element("text", label, x=frame.left - 8, y=middle, text_anchor="end"))
-    # A box is a thick line: that is the shortest way to say it.
+    # Boxes are drawn as thick lines, the shortest form.
     paths: defaultdict[tuple[str, str], list[str]] = defaultdict(list)
     for look, x, end, lane in _boxes(frame, spans):
-        # A little air between neighbours, where there is room for any.
+        # Leave a small gap between neighbors if there is space.
         width = max(0.2, end - x - min(0.7, 0.12 * (end - x)))
         paths[look, lane].append(f"M{number(x)} 0h{number(width)}")
     for (look, lane), drawn in paths.items():
@@ -196,7 +201,7 @@ _Box = tuple[str, float, float]
 
 
 def _boxes(frame: _Frame, spans: Sequence[Span]) -> Iterator[tuple[str, float, float, str]]:
-    """Everything in a row, later ones above: look, left and right edge, lane."""
+    """Yield everything in a row as look, left and right edge, and lane; later boxes are drawn on top."""
 
     def lane(name: str, drawn: Iterator[_Box]) -> Iterator[tuple[str, float, float, str]]:
         for look, x, end in _merged(drawn):
@@ -212,22 +217,22 @@ def _boxes(frame: _Frame, spans: Sequence[Span]) -> Iterator[tuple[str, float, f
 
 
 def _merged(boxes: Iterator[_Box]) -> Iterator[_Box]:
-    """Boxes from left to right; those too thin to be seen apart become one with the one before of the same look."""
-    held: _Box | None = None
+    """Yield boxes from left to right; very thin boxes are merged with the previous box of the same look."""
+    pending: _Box | None = None
     for look, x, end in boxes:
-        if held is not None:
-            touches = look == held[0] and x - held[2] < _THIN / 2 and end - x < _THIN
+        if pending is not None:
+            touches = look == pending[0] and x - pending[2] < _THIN / 2 and end - x < _THIN
             if touches:
-                held = (look, held[1], end)
+                pending = (look, pending[1], end)
                 continue
-            yield held
-        held = (look, x, end)
-    if held is not None:
-        yield held
+            yield pending
+        pending = (look, x, end)
+    if pending is not None:
+        yield pending
 
 
 def _labels(frame: _Frame, spans: Sequence[Span]) -> Iterator[str]:
-    # Of equal boxes all have their number or none has.
+    # Either all equal boxes have their number, or none.
     longest = len(str(frame.step.micro_batches - 1)) + (2 if frame.step.chunks > 1 else 0)
     for span in spans:
         kind = BY_LABEL.get(span.kind)
@@ -240,7 +245,7 @@ def _labels(frame: _Frame, spans: Sequence[Span]) -> Iterator[str]:
         if room >= _LETTER * (longest + 1.4):
             text = kind.letter + text
         x = frame.x((span.start_us + span.end_us) / 2)
-        # Hatching under a number would be hard to read: the number stands on what is not recomputed.
+        # A number on hatching is hard to read, so it is placed on the part that is not recomputed.
         if span.recompute_us > 0:
             x, room = frame.x((span.start_us + span.recompute_us + span.end_us) / 2), room * 0.7
         y = frame.y(span.device) + frame.row / 2 + 3.6
@@ -249,7 +254,7 @@ def _labels(frame: _Frame, spans: Sequence[Span]) -> Iterator[str]:
 
 
 def _legend_rows(step: Step) -> list[list[tuple[str, str]]]:
-    """Class and words of every look, and what has none, on as many lines as they need."""
+    """Return class and words of every look, and of blank space, on as many lines as needed."""
     items = [*legend_kinds(step), ("", "blank: idle"), ("", f"at the right: {BUBBLE_WORDS}")]
     rows: list[list[tuple[str, str]]] = [[]]
     for item in items:

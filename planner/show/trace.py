@@ -1,6 +1,6 @@
-"""One predicted step as a trace: a process per device, and a counter `memory` whose highest value is the device's peak.
+"""Trace of a predicted step: a process per device, and a counter `memory` whose highest value is the device's peak.
 
-A run's trace (`train.py --trace`) has the same rows.
+The trace of a run (`train.py --trace`) has the same rows.
 """
 
 from collections.abc import Iterator
@@ -13,7 +13,7 @@ from planner.show.views.spans import number_of
 
 
 def trace_json(step: Step, title: str) -> str:
-    """The trace of `step`."""
+    """Return the trace of `step` as text."""
     kinds = {"compute", *(span.kind for span in step.spans)}
     return trace_text(
         {device: f"{place_word(step.chunks)} {device}" for device in range(step.num_devices)},

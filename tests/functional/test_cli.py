@@ -111,7 +111,7 @@ def test_every_command_can_be_quiet_and_print_json(name: str, capsys: Capsys) ->
     assert "json" in option
 
 
-@pytest.mark.parametrize(("reserve", "told"), [(10**9, "reserve 1GB per device, assumed"), (0, "`--reserve 1GB` is")])
+@pytest.mark.parametrize(("reserve", "told"), [(10**9, "reserve of 1GB per device is"), (0, "try `--reserve 1GB`")])
 def test_an_estimate_says_what_it_keeps_free(here: Path, capsys: Capsys, reserve: int, told: str) -> None:
     """An allowance, or nothing at all; what the user says of it needs no note."""
     profile = files.read_profile("profile.yaml")
@@ -518,12 +518,12 @@ def test_headroom_warns_and_does_not_change_the_answer(here: Path, capsys: Capsy
 def test_headroom_auto_is_a_share_that_is_told(here: Path, capsys: Capsys) -> None:
     """The plan is to the byte that of the share in the note; `check` takes it, too; `show` has the same bounds."""
     solved = call(capsys, *SOLVE, "--headroom", "auto")
-    share = re.search(r"note: headroom ([\d.]+)% of every cap", solved.err)
+    share = re.search(r"note: headroom ([\d.]+)% of every memory limit", solved.err)
     assert share is not None
     plan = Path("plan.yaml").read_bytes()
     assert call(capsys, *SOLVE, "--headroom", f"{share[1]}%").code == 0
     assert Path("plan.yaml").read_bytes() == plan
-    bounds = [line for line in solved.out.splitlines() if line.startswith(("step ", "how sure: measured on the CPU"))]
+    bounds = [line for line in solved.out.splitlines() if line.startswith(("step ", "error ranges: measured on"))]
     assert len(bounds) == 2
     assert [line for line in call(capsys, "show").out.splitlines() if line in bounds] == bounds
     need = max(stage.memory.total for stage in files.read_plan("plan.yaml").stages)
@@ -643,7 +643,7 @@ def test_an_edited_script_stays_and_runs_the_new_balance(here: Path, capsys: Cap
 
     again = call(capsys, "emit")
     assert (again.code, again.out) == (0, "balance.yaml\n")
-    assert "train.py was edited and stays" in again.err
+    assert "train.py was edited and is kept" in again.err
     assert (here / "train.py").read_text() == edited
     assert files.read_balance("balance.yaml").balance == (3, 2)
 
@@ -805,7 +805,7 @@ def test_a_run_is_shown_from_either_side(here: Path, capsys: Capsys) -> None:
     (here / "profile.yaml").rename(here / "moved.yaml")
     alone = call(capsys, "show", "run.json", "--html", "c.html")
     assert alone.code == 0
-    assert alone.err.startswith("warning: profile.yaml is not there")
+    assert alone.err.startswith("warning: profile.yaml does not exist")
     assert call(capsys, "show", "run.json", "--profile", "moved.yaml", "--html", "c.html").err == "wrote c.html\n"
     (here / "moved.yaml").rename(here / "profile.yaml")
 

@@ -129,7 +129,7 @@ def test_links_between_two_processes_are_measured(
         env=environment(OMP_NUM_THREADS="1"), capture_output=True, text=True, timeout=120, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("1 link between neighbours")
+    assert done.stdout.startswith("1 link between neighbors")
     assert "next: gpipe-plan solve --devices 2 --mem 8GB --links measured.yaml\n" in done.stderr
     links = files.read_links("measured.yaml")
     assert links.backend == "gloo"

@@ -115,7 +115,7 @@ def test_a_run_that_is_over_is_judged(here: Path, capsys: Capsys, monkeypatch: p
         (replace(run, device=replace(run.device, kind="cuda")), (), "run.json was made on cuda, the plan is for cpu"),
         (replace(run, samples_per_s=rates), (), f"a step of run.json had {3 * batch} samples, the plan has {batch}"),
         (replace(run, step_us=run.step_us[:2]), (), "2 steps are all warm-up"),
-        (run, ("--steps", "5"), "`--steps 5` says how long to run the plan, `--run` that it was run"),
+        (run, ("--steps", "5"), "`--steps 5` cannot be used with `--run`"),
         (run, ("--calibration", "run.json"), "would overwrite run.json, which is an input"),
     ):
         files.write("run.json", of)

@@ -1,4 +1,4 @@
-"""Columns of the page's tables, all from the cost model: bytes and times of stages, and times of transfers."""
+"""Columns of the page's tables, computed by the cost model: bytes and times of stages, and times of transfers."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Final, NamedTuple
@@ -21,54 +21,57 @@ FloatArray = NDArray[np.float64]
 IntArray = NDArray[np.int64]
 
 ALONE, ALONE_ONCE, SHARED, IN_PLACE = range(4)
-"""Ways to hold a stage: alone on its device; alone with one micro-batch in flight, which compiled programs tell apart;
-among other stages; among others with its input made by the previous stage on the same device."""
+"""Sharing modes of a stage.
+
+ALONE: alone on its device. ALONE_ONCE: alone with one micro-batch in flight, which compiled programs treat separately.
+SHARED: with other stages. IN_PLACE: with other stages, and its input was made by the previous stage on the same device.
+"""
 
 ALWAYS: Final = -1
-"""In place of a part: bytes that are there whatever runs."""
+"""Pseudo part: bytes that are held whatever runs."""
 
 _MOST_AT_ONCE: Final = 1 << 14
-"""Stages whose bytes are computed together, to bound transient memory."""
+"""Number of stages whose bytes are computed together; limits transient memory."""
 
 Components = Mapping[tuple[int, int], FloatArray]
-"""By part (an index into `PARTS`, or `ALWAYS`) and item (an index into `ITEMS`), bytes of stages."""
+"""Bytes of stages by part (an index into `PARTS`, or `ALWAYS`) and component (an index into `ITEMS`)."""
 
 
 class _Block(NamedTuple):
-    """Rows of a table, and the stages of a window that they are."""
+    """Rows of a table, and their stages in a window."""
 
     rows: IntArray
     stages: Stages
     places: tuple[IntArray, IntArray]
-    """Per row, its place in the window."""
+    """Index of each row in the window."""
     received: FloatArray
-    """Per row, the input of its first layer."""
+    """Input bytes of each row's first layer."""
 
 
 def byte_columns(
     table: Table, costs: ChainCosts, cells: Cells, *, micro_batches: int, parts: Sequence[set[int]]
 ) -> list[list[list[int]]]:
-    """Add the bytes that stages hold.
+    """Add the bytes that stages hold to a table.
 
     Args:
         table: Table with a row per stage.
         costs: The chain at the micro-batch size, with its replicas.
         cells: The stages.
         micro_batches: M.
-        parts: By way to hold a stage, the parts that orders of the page count; empty where no stage is held so.
+        parts: Parts that the page's orders count, by sharing mode; empty for unused modes.
 
     Returns:
-        By way and by `CHOICES`: part, item and column of every component, one after the other.
+        By sharing mode and by `CHOICES`: part, component and column of every component, one after the other.
     """
     blocks = tuple(_blocks(costs, cells, micro_batches))
     return [
-        [_listed(table, blocks, way, choice, used={ALWAYS, *used}) for choice in CHOICES] if used else []
-        for way, used in enumerate(parts)
+        [_listed(table, blocks, mode, choice, used={ALWAYS, *used}) for choice in CHOICES] if used else []
+        for mode, used in enumerate(parts)
     ]
 
 
-def _listed(table: Table, blocks: Sequence[_Block], way: int, choice: Recompute, *, used: set[int]) -> list[int]:
-    by_block = [_components(block, way, choice) for block in blocks]
+def _listed(table: Table, blocks: Sequence[_Block], mode: int, choice: Recompute, *, used: set[int]) -> list[int]:
+    by_block = [_components(block, mode, choice) for block in blocks]
     listed: list[int] = []
     for part, item in sorted({key for components in by_block for key in components if key[0] in used}):
         column = np.zeros(table.num_rows)
@@ -80,7 +83,7 @@ def _listed(table: Table, blocks: Sequence[_Block], way: int, choice: Recompute,
 
 
 def _blocks(costs: ChainCosts, cells: Cells, micro_batches: int) -> Iterator[_Block]:
-    """Yield all cells, stages that begin with neighboring layers together."""
+    """Yield all cells; stages that begin with neighboring layers are in one block."""
     firsts, group = np.unique(cells.first, return_inverse=True)
     ends = np.zeros(len(firsts), np.int64)
     np.maximum.at(ends, group, cells.end)
@@ -100,21 +103,21 @@ def _blocks(costs: ChainCosts, cells: Cells, micro_batches: int) -> Iterator[_Bl
         at = stop
 
 
-def _components(block: _Block, way: int, choice: Recompute) -> Components:
-    components = _chosen(block, way, choice)
+def _components(block: _Block, mode: int, choice: Recompute) -> Components:
+    components = _chosen(block, mode, choice)
     if choice == "never" or not block.stages.forward_only.any():
         return components
-    # Where nothing in front is trained, there is no backward, and nothing is recomputed.
-    never, forward_only = _chosen(block, way, "never"), block.stages.forward_only[block.places]
+    # If no earlier layer is trained, there is no backward, and nothing is recomputed.
+    never, forward_only = _chosen(block, mode, "never"), block.stages.forward_only[block.places]
     return {key: np.where(forward_only, never.get(key, 0.0), components.get(key, 0.0)) for key in {*never, *components}}
 
 
-def _chosen(block: _Block, way: int, choice: Recompute) -> Components:
+def _chosen(block: _Block, mode: int, choice: Recompute) -> Components:
     stages = block.stages
-    if way in (SHARED, IN_PLACE):
-        components = _among_others(block, shared_parts_of(stages, choice), is_in_place=way == IN_PLACE)
+    if mode in (SHARED, IN_PLACE):
+        components = _among_others(block, shared_parts_of(stages, choice), is_in_place=mode == IN_PLACE)
     else:
-        parts = parts_of(stages, choice, in_flight=1 if way == ALONE_ONCE else 2)
+        parts = parts_of(stages, choice, in_flight=1 if mode == ALONE_ONCE else 2)
         sizes = {ALWAYS: parts.always} | {PARTS.index(name): size.items for name, size in parts.sizes.items()}
         components = {
             (part, ITEMS.index(item)): _at(block, size) for part, items in sizes.items() for item, size in items.items()
@@ -143,7 +146,7 @@ def _at(block: _Block, size: FloatArray | float) -> FloatArray:
 
 
 def time_columns(table: Table, costs: ChainCosts, cells: Cells, pipeline: Pipeline) -> dict[str, object]:
-    """Add how long stages compute.
+    """Add the compute times of stages to a table.
 
     Args:
         table: Table with a row per stage.
@@ -152,9 +155,9 @@ def time_columns(table: Table, costs: ChainCosts, cells: Cells, pipeline: Pipeli
         pipeline: Devices and links.
 
     Returns:
-        Columns: for each of `CHOICES` the durations of each kind of action, of the last micro-batch after those of the
-        others, and how much of these is recomputation; the optimizer's step; gradients summed over replicas; what the
-        stage hides of later stages' optimizers.
+        Columns: for each of `CHOICES`, the durations of each kind of action (other micro-batches, then the last one),
+            and their recomputation; the optimizer's step; the gradient sum over replicas; the part of later stages'
+            optimizers that the stage hides.
     """
     sums, speed = ChainSums.of(costs, pipeline.cluster, pipeline.replicas), np.array(pipeline.speeds)[cells.speed]
     durations, again = [], []
@@ -181,7 +184,17 @@ def time_columns(table: Table, costs: ChainCosts, cells: Cells, pipeline: Pipeli
 
 
 def crossing_columns(table: Table, costs: ChainCosts, crossings: Crossings, pipeline: Pipeline) -> dict[str, int]:
-    """Add how long transfers take: one, and what a boundary hides of later stages' optimizers (see `hidden_us`)."""
+    """Add transfer times to a table: of one transfer, and what a boundary hides of later optimizers (see `hidden_us`).
+
+    Args:
+        table: Table with a row per crossing.
+        costs: The chain at the micro-batch size.
+        crossings: Cuts and the links that carry them.
+        pipeline: Devices and links.
+
+    Returns:
+        Columns by name.
+    """
     sent = costs.boundaries.output[crossings.cut - 1].tolist()
     send_us = [pipeline.links[link].transfer_us(size) for link, size in zip(crossings.link.tolist(), sent, strict=True)]
     return {"send": table.add(np.array(send_us)), "send_hides": table.add(2 * np.array(send_us))}

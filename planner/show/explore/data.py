@@ -1,4 +1,4 @@
-"""Data of the page: numbers of stages and cuts, action orders, and the choices that the handles offer."""
+"""Data of the page: numbers of stages and cuts, action orders, and the choices of the controls."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -38,31 +38,31 @@ from planner.show.html.timeline import kinds_data
 FloatArray = NDArray[np.float64]
 
 MOST_BYTES: Final = 1_200_000
-"""Size of all tables together."""
+"""Size limit of all tables together, in bytes."""
 
 _MOST_STAGES: Final = 50_000
-"""Stages, counted once for each micro-batch size, whose numbers are computed to see whether there is room for them."""
+"""Limit of the stages, counted per micro-batch size, whose numbers are computed to estimate the size of the tables."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PageData:
-    """The data of the page, and the limits of its handles."""
+    """Data of the page, and the limits of its controls."""
 
     text: str
-    """JSON, fit to be part of a script element."""
+    """JSON, safe to embed in a script element."""
     is_complete: bool
-    """Whether there was room for all orders of actions."""
+    """True if all action orders fit into the page."""
     widths: Mapping[int, int]
-    """By number of stages, how many layers a cut can be moved from where the page begins; at most L."""
+    """Layers by which a cut can be moved from its initial position, by number of stages; at most L."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Chain:
-    """The chain at every micro-batch size that the page offers, and the devices that it runs on."""
+    """Chain at every micro-batch size of the page, and the devices that it runs on."""
 
     question: Question
     costs: Mapping[int, ChainCosts]
-    """By micro-batches."""
+    """Costs by number of micro-batches."""
     pipeline: Pipeline
 
     @classmethod
@@ -77,15 +77,15 @@ class _Chain:
 
     @property
     def one(self) -> ChainCosts:
-        """The chain at the plan's micro-batch size."""
+        """Chain at the plan's micro-batch size."""
         return self.costs[self.question.plan.micro_batches]
 
 
 def page_data(question: Question) -> PageData:
     """Return the data of the page.
 
-    A long chain has numbers of stages near the cuts that the page begins with. The largest numbers of stages per device
-    are left out if even those are too many.
+    For a long chain, only stages near the initial cuts have numbers. If even those are too many, the largest numbers of
+    stages per device are left out.
     """
     chain, menu = _Chain.of(question), menu_of(question)
     near = _Near.of(chain, menu)
@@ -95,7 +95,7 @@ def page_data(question: Question) -> PageData:
         optional = [chunks for chunks in menu.chunks if chunks != question.plan.chunks]
         if max(widths.values()) > 1:
             fewer = near.widths(tables["num_stages"] * MOST_BYTES // size)
-            # Windows overlap, so that fewer stages than estimated may be left out.
+            # Windows overlap, so fewer stages than estimated may be left out.
             widths = {s: max(1, min(max(fewer[s], width // 2), width - 1)) for s, width in widths.items()}
         elif optional:
             menu = menu.without(optional[-1])
@@ -114,14 +114,14 @@ def _text(data: Mapping[str, object]) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Near:
-    """The layouts of a menu, and stages near the cuts that the page begins with."""
+    """Layouts of a menu, and the stages near the initial cuts."""
 
     chain: _Chain
     menu: Menu
     layouts: Mapping[tuple[int, Placement], Layout]
-    """By chunks per device and placement."""
+    """Layouts by chunks per device and placement."""
     balances: Mapping[int, tuple[int, ...]]
-    """By number of stages, the cuts that the page begins with: the plan's, or even ones."""
+    """Initial cuts by number of stages: the plan's, or even ones."""
 
     @classmethod
     def of(cls, chain: _Chain, menu: Menu) -> "_Near":
@@ -133,20 +133,20 @@ class _Near:
         return cls(chain=chain, menu=menu, layouts=layouts, balances={**even, len(plan.balance): plan.balance})
 
     def widths(self, most: int) -> dict[int, int]:
-        """Return how far cuts can be moved if about `most` stages have numbers; at most L, and at least one layer.
+        """Return how far cuts can move, in layers, if about `most` stages have numbers; from 1 to L.
 
-        The plan's number of stages has half of the room. Other numbers of stages, if any, share the rest.
+        The plan's number of stages gets half of them. Other numbers of stages share the rest.
         """
         num_layers, own = self.chain.one.num_layers, len(self.chain.question.plan.balance)
         if len(self.chain.pipeline.speeds) * num_layers * (num_layers + 1) // 2 <= most:
             return dict.fromkeys(self.balances, num_layers)
         shares = {s: most // 2 // (len(self.balances) - 1) for s in self.balances if s != own}
         shares[own] = most - sum(shares.values())
-        # A cut that moves by w layers to either side makes (2 w + 1)^2 stages with the next one.
+        # A cut that moves by w layers to either side makes (2 w + 1)^2 stages with the next cut.
         return {s: max(1, min(num_layers, (isqrt(share // s) - 1) // 2)) for s, share in shares.items()}
 
     def tables(self, widths: Mapping[int, int]) -> dict[str, Any]:
-        """Return the numbers of stages whose cuts are at most `widths` layers from those that the page begins with."""
+        """Return the numbers of the stages whose cuts are at most `widths` layers from the initial cuts."""
         chain, pipeline = self.chain, self.chain.pipeline
         cells, crossings = stages_near(self.layouts.values(), self.balances, widths)
         sizes, bytes_, times = {}, Table(len(cells.first)), Table(len(cells.first))
@@ -171,16 +171,25 @@ class _Near:
         }
 
     def _parts(self, micro_batches: int) -> list[set[int]]:
-        """Return, by way to hold a stage, the parts that orders with M micro-batches count."""
+        """Return the parts that orders with M micro-batches count, by sharing mode."""
         parts: list[set[int]] = [set() for _ in range(IN_PLACE + 1)]
         cases = ((one.schedule, chunks, by_m) for one in self.menu.schedules for chunks, by_m in one.orders.items())
         for schedule, chunks, by_m in cases:
-            for way in set(self.ways(schedule, chunks, micro_batches)) if micro_batches in by_m else ():
-                parts[way] |= by_m[micro_batches].parts
+            for mode in set(self.modes(schedule, chunks, micro_batches)) if micro_batches in by_m else ():
+                parts[mode] |= by_m[micro_batches].parts
         return parts
 
-    def ways(self, schedule: Schedule, chunks: int, micro_batches: int) -> list[int]:
-        """Return how each stage is held: `ALONE`, …."""
+    def modes(self, schedule: Schedule, chunks: int, micro_batches: int) -> list[int]:
+        """Return the sharing mode of each stage: `ALONE`, ….
+
+        Args:
+            schedule: The schedule.
+            chunks: Stages per device.
+            micro_batches: M.
+
+        Returns:
+            One mode per stage.
+        """
         layout = self.layouts[chunks, schedule.placement]
         if not schedule.has_known_moments:
             return [SHARED, *(IN_PLACE if a == b else SHARED for a, b in pairwise(layout.devices))]
@@ -190,7 +199,7 @@ class _Near:
         return [ALONE if most > 1 else ALONE_ONCE for most in in_flight]
 
     def layouts_data(self) -> dict[str, object]:
-        """Return what the schedules run, and how stages lie on devices."""
+        """Return the layouts and schedules for the page."""
         links, layouts = self.chain.pipeline.links, list(self.layouts)
         return {
             "blocking": [link.blocking for link in links],
@@ -212,21 +221,21 @@ class _Near:
             "backward": [LETTERS.index(letter) for letter in ("IW" if schedule.splits_backward else "B")],
             "layouts": {chunks: layouts.index((chunks, schedule.placement)) for chunks in one.orders},
             "orders": {
-                chunks: {m: [self.ways(schedule, chunks, m), of_m.devices] for m, of_m in orders.items()}
+                chunks: {m: [self.modes(schedule, chunks, m), of_m.devices] for m, of_m in orders.items()}
                 for chunks, orders in one.orders.items()
             },
         }
 
 
 def _heights(times_us: FloatArray, costs: ChainCosts) -> list[int]:
-    """Return times of layers in thousandths of the longest layer's."""
+    """Return times of layers in thousandths of the longest layer's time."""
     longest_us = float((costs.forward_us + costs.backward_us).max())
     heights: list[int] = np.rint(times_us / longest_us * 1000 if longest_us else times_us).astype(int).tolist()
     return heights
 
 
 def _tie(tie: Tie, *, is_exact: bool) -> list[object]:
-    """Return the layer that shares, the earlier ones, nearest first, and part, item and bytes that are there once."""
+    """Return a sharing layer, the earlier ones (nearest first), and part, component and shared bytes."""
     sizes = {
         (ALWAYS, "parameters"): tie.parameter_bytes,
         (ALWAYS, "optimizer"): tie.optimizer_bytes,
@@ -238,7 +247,7 @@ def _tie(tie: Tie, *, is_exact: bool) -> list[object]:
 
 
 def _choices(near: _Near) -> dict[str, object]:
-    """Return what the handles begin with, and the words of commands."""
+    """Return the initial state of the controls, and the words of commands."""
     question, plan = near.chain.question, near.chain.question.plan
     names = [each.schedule.name for each in near.menu.schedules]
     return {
@@ -248,7 +257,7 @@ def _choices(near: _Near) -> dict[str, object]:
             "micro_batches": plan.micro_batches,
             "balance": plan.balance,
         },
-        # The page knows whole stages alone, and says so.
+        # The page supports only whole stages, and says so.
         "policy": "auto" if plan.inputs.recompute == "layers" else plan.inputs.recompute,
         "recompute": [stage.recompute for stage in plan.stages],
         "may_recompute": question.may_recompute,
@@ -260,7 +269,7 @@ def _choices(near: _Near) -> dict[str, object]:
 
 
 def _devices(chain: _Chain) -> dict[str, object]:
-    """Return the devices of a pipeline in its order, and the words for everything."""
+    """Return the devices of a pipeline in its order, and all labels."""
     question, plan = chain.question, chain.question.plan
     partition = Partition.of(plan, chain.one.names)
     return {

@@ -1,7 +1,7 @@
 """Action orders for the page: one text per device for each schedule, number of stages and number of micro-batches.
 
-The page knows no schedule. Each character of a text is a step, a row of one table for all texts: the action that the
-device runs, and the parts of memory that it adds and removes. Long orders are left out, the plan's own never.
+The page contains no schedule. Each character of a text is a step, a row of one common table: the action that the device
+runs, and the parts of memory that it adds and removes. Long orders are left out, except the plan's own.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,18 +16,18 @@ from planner.core.values.plan import Plan
 from planner.show.explore.question import Question
 
 MOST_ACTIONS: Final = 400_000
-"""Actions of all orders together: about as many bytes of the page."""
+"""Limit of the actions of all orders together; about equal to their bytes in the page."""
 
 MOST_CHUNKS: Final = 4
-"""Chunks per device that there is a choice of, as for the solver."""
+"""Largest number of chunks per device that can be selected, as in the solver."""
 
 LETTERS: Final = tuple(KINDS)
 
 Step = tuple[int, Change]
-"""Action (4 * chunk + kind; -1 for the optimizer's step), and what it changes of the memory that is counted."""
+"""Action (4 * chunk + kind; -1 for the optimizer's step), and its changes of the counted memory."""
 
 Order = tuple[str] | tuple[str, list[int]]
-"""Steps of a device; and its micro-batches where an action of a stage does not take them in turn."""
+"""Steps of a device, and its micro-batches if a stage does not process them in order."""
 
 
 def _character(number: int) -> str:
@@ -50,29 +50,29 @@ class Orders:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Listed:
-    """A schedule with the orders that there is room for."""
+    """Schedule with the orders that fit into the page."""
 
     schedule: Schedule
     orders: Mapping[int, Mapping[int, Orders]]
-    """By chunks per device and micro-batches."""
+    """Orders by chunks per device and micro-batches."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Menu:
-    """The choices that the page offers."""
+    """Choices that the page offers."""
 
     schedules: tuple[Listed, ...]
     steps: tuple[Step, ...]
     is_complete: bool
-    """Whether there was room for all orders."""
+    """True if all orders fit into the page."""
 
     @property
     def chunks(self) -> tuple[int, ...]:
-        """Stages per device that any schedule offers."""
+        """Numbers of stages per device that any schedule offers."""
         return tuple(sorted({chunks for one in self.schedules for chunks in one.orders}))
 
     def without(self, chunks: int) -> "Menu":
-        """Return the choices without those of so many stages per device."""
+        """Return the choices without one number of stages per device."""
         left = [
             replace(one, orders={n: orders for n, orders in one.orders.items() if n != chunks})
             for one in self.schedules
@@ -81,7 +81,7 @@ class Menu:
 
 
 def menu_of(question: Question) -> Menu:
-    """Return the schedules that can run the plan's devices, each with its orders, the short ones first to be made."""
+    """Return the schedules that can run on the plan's devices, with their orders; short orders are made first."""
     plan = question.plan
     chosen = schedule_of(plan.schedule, plan.order), plan.chunks, plan.micro_batches
     cases = sorted(_cases(question), key=lambda case: (case != chosen, case[1] * case[2]))
@@ -96,13 +96,13 @@ def menu_of(question: Question) -> Menu:
         try:
             rows = schedule.actions(plan.num_devices, micro_batches, chunks)
         except UsageError:
-            continue  # it does not run so many micro-batches
+            continue  # the schedule does not support this number of micro-batches
         left -= sum(map(len, rows))
         stages = (schedule.stages_on(device, plan.num_devices, chunks) for device in range(plan.num_devices))
         changes = changes_of(rows)
         orders.setdefault(schedule.name, {}).setdefault(chunks, {})[micro_batches] = Orders(
             devices=tuple(_order(*each, steps) for each in zip(rows, stages, changes, strict=True)),
-            parts=frozenset(part % len(PARTS) for each in set().union(*changes) for part in _counted(each)),
+            parts=frozenset(part % len(PARTS) for each in set().union(*changes) for part in _changed_parts(each)),
         )
     listed = (
         Listed(schedule=schedule, orders=orders[schedule.name])
@@ -113,10 +113,10 @@ def menu_of(question: Question) -> Menu:
 
 
 def _schedules(question: Question) -> Iterator[Schedule]:
-    """All schedules by name, and the plan's own if it was made for it."""
+    """Yield all schedules by name, and the plan's own if it was made for the plan."""
     plan = question.plan
     for schedule in SCHEDULES.values():
-        # Split backwards need two devices; and programs that are compiled run them whole.
+        # Split backwards need two devices, and compiled programs do not split them.
         can_split = plan.num_devices > 1 and question.profile.device.how != "compiled"
         if not schedule.splits_backward or can_split or schedule.name == plan.schedule:
             yield schedule
@@ -125,9 +125,9 @@ def _schedules(question: Question) -> Iterator[Schedule]:
 
 
 def _cases(question: Question) -> Iterator[tuple[Schedule, int, int]]:
-    """Schedule, chunks, micro-batches."""
+    """Yield schedule, chunks and micro-batches of every case."""
     plan, num_layers = question.plan, len(question.profile.layers)
-    # Devices that were put into an order of their own have a stage each.
+    # Devices in a chosen order have one stage each.
     is_placed = any(stage.device is not None for stage in plan.stages)
     for schedule in _schedules(question):
         if schedule.texts:
@@ -147,20 +147,23 @@ def _chunks(schedule: Schedule, plan: Plan) -> Sequence[int]:
     return sorted({*range(2, MOST_CHUNKS + 1), *([plan.chunks] if schedule.name == plan.schedule else [])})
 
 
-def _counted(change: Change) -> Iterator[int]:
+def _changed_parts(change: Change) -> Iterator[int]:
     yield from change.before[::2]
     yield from change.running
     yield from change.after[::2]
 
 
 def _order(row: Sequence[Action], stages: Sequence[int], changes: Sequence[Change], steps: dict[Step, int]) -> Order:
-    """Return the steps of a device, with its micro-batches where a stage does not take them in turn.
+    """Return the steps of a device, with its micro-batches if a stage does not process them in order.
 
     Args:
         row: Actions of the device.
         stages: Stages of the device.
-        changes: Of every action, and then of the optimizer's steps.
-        steps: Every step with its number; new ones are added.
+        changes: Memory changes of every action, then of the optimizer's steps.
+        steps: Numbers of all steps so far; new steps are added.
+
+    Returns:
+        The order.
     """
     places = {(s, kind): len(LETTERS) * v + n for v, s in enumerate(stages) for n, kind in enumerate(LETTERS)}
     codes = [places[action.stage, action.kind] for action in row]

@@ -1,4 +1,4 @@
-"""The explorer as a page: handles, figures, timeline, memory and stages, which the scripts fill in."""
+"""Page of the interactive report: controls, figures, timeline, memory and stages, which scripts fill in."""
 
 from string import Template
 
@@ -15,15 +15,15 @@ from planner.show.views.numbers import not_measured
 from planner.show.views.plan import headline
 
 _SCRIPTS = ("tables.js", "evaluate.js", "units.js", "command.js", "drawing.js", "explore.js")
-"""In the order in which they need each other; the last two know a page."""
+"""Scripts in the order of their dependencies; the last two need a page."""
 
-_BEGIN = "the plan that the handles begin with"
+_BEGIN = "starting from the plan"
 
 _FIGURES = ("step", "samples/s", "bubble", "peak memory")
 
 
 def explore_html(question: Question) -> str:
-    """The page: one file that needs nothing else."""
+    """Return the page: one file without external resources."""
     plan, profile = question.plan, question.profile
     script, data = page_script(), page_data(question)
     sections = (_handles(question, data), _timeline(), _memory(), _stages(), _command())
@@ -43,19 +43,19 @@ def explore_html(question: Question) -> str:
 
 
 def law_script() -> str:
-    """Return the script without a page: figures of a state, and commands that make a plan of it."""
+    """Return the scripts without a page: figures of a state, and commands that make a plan of it."""
     return "\n".join(asset(name, __package__) for name in _SCRIPTS[:-2])
 
 
 def page_script() -> str:
-    """Everything that runs on the page."""
+    """Return all scripts of the page."""
     laws_and_page = "\n".join(asset(name, __package__) for name in _SCRIPTS)
     return f"{scripts('theme.js', 'timeline.js')}\n{laws_and_page}"
 
 
 def _figures() -> str:
     cards = [
-        element("div", element("dt", safe(what)), element("dd", element("span"), element("small"))) for what in _FIGURES
+        element("div", element("dt", safe(name)), element("dd", element("span"), element("small"))) for name in _FIGURES
     ]
     return element("dl", *cards, class_="figures live-figures", id="figures")
 
@@ -73,12 +73,12 @@ def _handles(question: Question, data: PageData) -> Section:
         _knob("cap", "memory of each device", '<input type="range" id="cap" min="-100" max="100" step="1" value="0">'),
     ]
     chain = element("div", id="chain", class_="chain")
-    reset = element("button", "the plan again", type="button", id="reset")
+    reset = element("button", "reset to the plan", type="button", id="reset")
     remarks = element("ul", *(element("li", safe(text)) for text in _remarks(question, data)), class_="remarks")
     return Section(
         anchor="handles",
         title="Cuts and schedule",
-        lead="Drag a cut, or walk to it with Tab and move it with the arrow keys. Columns are the times of layers.",
+        lead="Drag a cut, or select it with Tab and move it with the arrow keys. Columns show the times of layers.",
         body=element("div", *knobs, class_="knobs")
         + element(
             "div", chain, class_="wide", tabindex="0", role="group", aria_label="the chain of layers and its cuts"
@@ -90,24 +90,22 @@ def _handles(question: Question, data: PageData) -> Section:
 
 
 def _remarks(question: Question, data: PageData) -> list[str]:
-    """What the page does not do, so that nobody takes it for something else."""
+    """Return the limitations of the page."""
     plan = question.plan
     remarks = []
     if any(stage.recomputed for stage in plan.stages):
-        remarks.append("The plan recomputes single layers; here whole stages are recomputed, or none of one.")
+        remarks.append("The plan recomputes single layers; this page recomputes whole stages only.")
     elif plan.inputs.recompute == "layers":
-        remarks.append("The plan might recompute single layers; here whole stages are recomputed, or none of one.")
+        remarks.append("`solve` may recompute single layers; this page recomputes whole stages only.")
     if not question.may_recompute:
-        remarks.append("Stages of this model that are recomputed do not come out the same: nothing is recomputed here.")
+        remarks.append("Recomputed stages of this model give different results, so this page does not recompute.")
     if not data.is_complete:
-        remarks.append(
-            "Orders of very many actions are too long for a page: with more micro-batches, some schedules are missing."
-        )
+        remarks.append("Very long action orders are left out: with many micro-batches, some schedules are missing.")
     width = data.widths[len(plan.stages)]
     if min(data.widths.values()) < len(question.profile.layers):
         remarks.append(
-            f"The chain is too long for a page with all of its stages: each of the plan's cuts moves by at most "
-            f"{counted(width, 'layer')}, and more cuts by fewer. `gpipe-plan check --balance` judges any cuts."
+            f"The model has too many layers for all stages: each cut of the plan moves by at most "
+            f"{counted(width, 'layer')}, and cuts of more stages by fewer. `gpipe-plan check --balance` takes any cuts."
         )
     return remarks
 
@@ -126,7 +124,7 @@ def _memory() -> Section:
     return Section(
         anchor="memory",
         title="Memory",
-        lead="Predicted peak of every device by kind; the line is its cap.",
+        lead="Predicted peak of every device by component; the line is its memory limit.",
         body=scroll(element("div", class_="bars", id="bars"), "memory of every device")
         + element("div", legend((f"m-{kind}", kind_words(kind)) for kind in KINDS), id="items"),
     )
@@ -137,7 +135,7 @@ def _stages() -> Section:
     return Section(
         anchor="stages",
         title="Stages",
-        lead="Times are for one micro-batch, backward with any recomputation. ◀ marks the slowest.",
+        lead="Times are for one micro-batch; backward includes recomputation. ◀ marks the slowest.",
         body=scroll(element("div", table, class_="wide"), "stages"),
     )
 
@@ -146,7 +144,7 @@ def _command() -> Section:
     copy = element("button", "copy", type="button", id="copy")
     return Section(
         anchor="command",
-        title="The command",
-        lead="What makes a plan of this.",
+        title="Command",
+        lead="Run this to make a plan of the selected state.",
         body=element("pre", id="words", tabindex="0") + copy + element("ul", class_="remarks", id="caveats"),
     )

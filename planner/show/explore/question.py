@@ -1,4 +1,4 @@
-"""What the explorer is asked to show: a plan, with what there is to choose from."""
+"""Input of the interactive report: a plan, and the choices on offer."""
 
 from dataclasses import dataclass
 
@@ -8,17 +8,17 @@ from planner.core.values.profile import Profile
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Question:
-    """A plan as its profile gives it, and what may be chosen in its place."""
+    """Plan as recomputed from its profile, and the alternatives that the page offers."""
 
     plan: Plan
     profile: Profile
     micro_batches: tuple[int, ...]
-    """The M that there are costs for."""
+    """Numbers of micro-batches that have costs."""
     command: tuple[str, ...]
-    """The command that asks the plan's question, without what the page can change."""
+    """Words of the `solve` command for the plan's request, without options that the page can change."""
     place: str = "plan.yaml"
-    """Where the plan stands, as `check` is told."""
+    """Path of the plan, for the `check` command."""
     caveats: tuple[str, ...] = ()
-    """What the command leaves out, in sentences."""
+    """Sentences about parts of the request that the command cannot express."""
     may_recompute: bool = True
-    """Whether stages that are recomputed come out the same."""
+    """True if recomputed stages give the same results."""

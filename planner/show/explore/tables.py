@@ -1,4 +1,4 @@
-"""Tables of the page: columns of numbers over the same rows, each column and each row stored once."""
+"""Tables of the page: columns of numbers over the same rows; equal columns and equal rows are stored once."""
 
 from typing import Any, Final
 
@@ -8,10 +8,10 @@ from numpy.typing import NDArray
 FloatArray = NDArray[np.float64]
 
 _DIGITS: Final = 7
-"""Digits that count, where a number is not whole."""
+"""Significant digits of numbers that are not whole."""
 
 ZERO: Final = -1
-"""The column of nothing but zeros."""
+"""Index of a column of zeros."""
 
 
 class Table:
@@ -33,7 +33,7 @@ class Table:
         return place
 
     def data(self) -> dict[str, Any]:
-        """Return the table for the page: its columns, and per row its place in them where several rows are equal."""
+        """Return the table for the page: its columns, and the index of each row in them if rows are equal."""
         if not self._columns:
             return {"rows": None, "columns": []}
         numbers = np.stack(self._columns, axis=1)
@@ -44,7 +44,7 @@ class Table:
 
 
 def _rounded(values: FloatArray) -> FloatArray:
-    """Return the numbers with `_DIGITS` digits, or with all of those before the point."""
+    """Return the numbers rounded to `_DIGITS` significant digits; digits before the decimal point are kept."""
     magnitudes = np.floor(np.log10(np.maximum(np.abs(values), 1e-3)))
     scales = 10.0 ** np.maximum(_DIGITS - 1 - magnitudes, 0.0)
     rounded: FloatArray = np.rint(values * scales) / scales + 0.0

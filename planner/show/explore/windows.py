@@ -1,4 +1,4 @@
-"""Stages that the page has numbers for: all of a short chain, those near the cuts that it begins with of a long one."""
+"""Stages that have numbers on the page: all stages of a short chain, those near the initial cuts of a long one."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -36,7 +36,7 @@ class Crossings(NamedTuple):
 
 
 class Pipeline:
-    """Devices of a pipeline with the speeds and links that occur, each listed once."""
+    """Devices of a pipeline with their distinct speeds and links."""
 
     def __init__(self, cluster: Cluster, places: Sequence[int], replicas: int) -> None:
         self.cluster, self.replicas, self.num_devices = cluster, replicas, len(places)
@@ -51,7 +51,7 @@ class Pipeline:
         return tuple(self._links)
 
     def link(self, device: int, neighbor: int) -> int:
-        """Return the index of the link between two devices; -1 within one."""
+        """Return the index of the link between two devices; -1 within a device."""
         if device == neighbor:
             return -1
         link = self.cluster.link_between(device, neighbor, num_devices=self.num_devices, replicas=self.replicas)
@@ -60,19 +60,28 @@ class Pipeline:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """Stages on the devices of a pipeline: V on each of K, in the order of the chain."""
+    """Stages on the devices of a pipeline: V on each of K, in pipeline order."""
 
     placement: Placement
     devices: tuple[int, ...]
-    """Per stage, its device."""
+    """Device of each stage."""
     speeds: tuple[int, ...]
-    """Per stage, the index of its device's speed."""
+    """Index of the device's speed, for each stage."""
     links: tuple[int, ...]
-    """Per boundary, the index of its link; -1 within a device."""
+    """Index of the link of each boundary; -1 within a device."""
 
     @classmethod
     def of(cls, pipeline: Pipeline, chunks: int, placement: Placement) -> "Layout":
-        """Return the layout of `chunks` stages on each device."""
+        """Return the layout of `chunks` stages on each device.
+
+        Args:
+            pipeline: Devices and links.
+            chunks: V.
+            placement: Placement of the stages.
+
+        Returns:
+            The layout.
+        """
         num_devices = pipeline.num_devices
         devices = tuple(device_of(stage, num_devices, placement) for stage in range(num_devices * chunks))
         return cls(
@@ -84,13 +93,13 @@ class Layout:
 
     @property
     def num_stages(self) -> int:
-        """S."""
+        """Number of stages, S."""
         return len(self.devices)
 
     def data(self) -> dict[str, object]:
-        """Return what every action waits for and makes, as the page takes it: by 4 * stage + kind.
+        """Return the dependencies and messages of every action for the page, indexed by 4 * stage + kind.
 
-        A message is flow * S + stage; a boundary is the stage before it, -1 where none is crossed.
+        A message is flow * S + stage. A boundary is the stage before it; -1 means none.
         """
         every = [(kind, stage) for stage in range(self.num_stages) for kind in KINDS]
         makes = [self._message(None if (flow := KINDS[kind].flow) is None else Need(flow, s)) for kind, s in every]
@@ -114,7 +123,7 @@ class Layout:
 
 
 def even_balance(costs: ChainCosts, num_stages: int) -> tuple[int, ...]:
-    """Return cuts into `num_stages` that are even by the time of layers, each stage with one layer at least."""
+    """Return cuts into `num_stages` stages with nearly equal times and at least one layer each."""
     sums, num_layers = sums_before(costs.forward_us + costs.backward_us), costs.num_layers
     cuts = [0]
     for stage in range(1, num_stages):
@@ -131,16 +140,19 @@ def stages_near(
 
     Args:
         layouts: Layouts of the page.
-        balances: By number of stages, the layers of each stage that the page begins with.
-        widths: By number of stages, in layers.
+        balances: Initial layers of each stage, by number of stages.
+        widths: Largest distances in layers, by number of stages.
+
+    Returns:
+        The stages, and the cuts with their links.
     """
     cells: set[tuple[int, int, int]] = set()
     crossings: set[tuple[int, int]] = set()
     for layout in layouts:
-        near = list(_near(balances[layout.num_stages], widths[layout.num_stages]))
-        for speed, (firsts, ends) in zip(layout.speeds, pairwise(near), strict=True):
+        ranges = list(_cut_ranges(balances[layout.num_stages], widths[layout.num_stages]))
+        for speed, (firsts, ends) in zip(layout.speeds, pairwise(ranges), strict=True):
             cells.update((speed, first, end) for first, end in product(firsts, ends) if first < end)
-        for link, cuts in zip(layout.links, near[1:], strict=False):
+        for link, cuts in zip(layout.links, ranges[1:], strict=False):
             crossings.update((link, cut) for cut in cuts if link >= 0)
     return (
         Cells(*np.array(sorted(cells), np.int64).T),
@@ -148,8 +160,8 @@ def stages_near(
     )
 
 
-def _near(balance: Sequence[int], width: int) -> Iterator[range]:
-    """Yield where every cut may lie, both ends of the chain included."""
+def _cut_ranges(balance: Sequence[int], width: int) -> Iterator[range]:
+    """Yield the range of every cut, including both ends of the chain."""
     num_stages, num_layers = len(balance), sum(balance)
     for k, cut in enumerate(accumulate(balance, initial=0)):
         if k in (0, num_stages):
@@ -159,7 +171,7 @@ def _near(balance: Sequence[int], width: int) -> Iterator[range]:
 
 
 def runs_of(*columns: IntArray) -> list[int]:
-    """Return ascending rows as runs that differ in the last number: the first row, and the last number of all."""
+    """Return ascending rows as runs that differ in the last number: each run's first row, and its last number."""
     rows = np.stack(columns, axis=1)
     is_next = (np.diff(rows[:, :-1], axis=0) == 0).all(axis=1) & (np.diff(rows[:, -1]) == 1)
     begins = np.flatnonzero(np.concatenate([[True], ~is_next])) if len(rows) else np.zeros(0, np.int64)

@@ -1,4 +1,4 @@
-"""A verdict in the forms that machines of continuous integration read. Standard library only."""
+"""Verdicts in formats for continuous integration. Standard library only."""
 
 from planner.show.gate.github import annotations
 from planner.show.gate.junit import junit_xml

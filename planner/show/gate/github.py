@@ -1,6 +1,6 @@
-"""Findings as GitHub's workflow commands, which it shows beside the lines of a pull request.
+"""Findings as GitHub workflow commands, which GitHub shows next to the lines of a pull request.
 
-Escapes as the runner's own toolkit writes them: github.com/actions/toolkit, packages/core/src/command.ts.
+Escapes are those of the runner's toolkit: github.com/actions/toolkit, packages/core/src/command.ts.
 """
 
 from planner.core.judge.verdict import Verdict
@@ -13,7 +13,7 @@ _COMMANDS = {"error": "error", "warning": "warning", "note": "notice"}
 
 
 def annotations(verdict: Verdict, place: Place) -> str:
-    """A line per finding, and the answer as a last one, which the log shows as it is."""
+    """Return a line per finding, then the verdict as a plain line of the log."""
     lines = [_command(finding, verdict, place) for finding in verdict.findings]
     return "\n".join([*lines, f"{_data(printable(place.path))}: {answer(verdict)}"])
 

@@ -1,4 +1,4 @@
-"""A verdict, a comparison and a sweep as Markdown: for the summary of a CI job, or a comment on a pull request."""
+"""Verdict, comparison and sweep as Markdown, for the summary of a CI job or a comment on a pull request."""
 
 import re
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ _SPECIAL = re.compile(r"([\\`*_{}\[\]<>#|~])")
 
 
 def verdict_markdown(verdict: Verdict, place: Place) -> str:
-    """The answer, the findings, a row per stage, and the difference from another plan."""
+    """Return the verdict, the findings, a row per stage, and the difference from another plan."""
     mark = "✅" if verdict.fits else "❌"
     parts = [f"### {mark} `{_code(place.path)}`: {answer(verdict)}"]
     for finding in verdict.findings:
@@ -35,7 +35,7 @@ def verdict_markdown(verdict: Verdict, place: Place) -> str:
 
 
 def comparison_markdown(comparison: Comparison) -> str:
-    """A row per plan, and stage by stage the difference of two."""
+    """Return a row per plan, and for two plans the difference of each stage."""
     parts = _table(comparison_table(comparison))
     if comparison.difference is not None:
         parts += ["", *_difference(comparison.difference)]
@@ -43,17 +43,17 @@ def comparison_markdown(comparison: Comparison) -> str:
 
 
 def sweep_markdown(sweep: Sweep) -> str:
-    """A row per cell, and which cluster is the smallest."""
+    """Return a row per cell, and the smallest cluster."""
     return "\n".join([*_table(sweep_table(sweep)), "", *(_text(line) for line in best_words(sweep))]) + "\n"
 
 
 def rules_markdown(rules: Sequence[Rule]) -> str:
-    """What findings mean, as `docs/findings.md` holds it."""
+    """Return the page `docs/findings.md`, which explains the findings."""
     parts = [
         "# Findings of `gpipe-plan check`",
         "",
-        "Made by `gpipe-plan explain --format markdown`; a test keeps it so. An error makes the answer no (exit code",
-        "1), a warning does with `--strict`, a note never does.",
+        "Written by `gpipe-plan explain --format markdown`; a test checks this. An error makes `check` fail (exit code",
+        "1), a warning does so with `--strict`, a note never does.",
     ]
     for rule in rules:
         parts += ["", f"## {rule.code}: {rule.title}", "", f"*{rule.severity}*", "", rule.meaning]
@@ -62,7 +62,7 @@ def rules_markdown(rules: Sequence[Rule]) -> str:
 
 
 def _difference(difference: Difference) -> list[str]:
-    how = "" if difference.recomputed else " (its numbers as written: its profile is not at hand)"
+    how = "" if difference.recomputed else " (its numbers are as written, because its profile is missing)"
     return [f"Against `{_code(difference.against)}`{how}:", "", *_table(difference_table(difference))]
 
 
@@ -73,7 +73,7 @@ def _table(view: Table) -> list[str]:
 
 
 def _text(text: str) -> str:
-    """Literal text; pieces in backticks stay code."""
+    """Return literal text; parts in backticks stay code."""
     text = printable(text.replace("\n", " "))
     pieces = text.split("`")
     if len(pieces) % 2 == 0:
@@ -82,7 +82,7 @@ def _text(text: str) -> str:
 
 
 def _code(text: str) -> str:
-    # In a table even code must not hold a bare bar.
+    # In a table, even code must not contain an unescaped bar.
     return printable(text.replace("\n", " ")).replace("`", "'").replace("|", "\\|")
 
 

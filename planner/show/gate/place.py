@@ -1,4 +1,4 @@
-"""Where in which file a finding is shown, and what it says there in full."""
+"""Location and full text of a finding."""
 
 from dataclasses import dataclass
 
@@ -8,27 +8,27 @@ from planner.core.values.findings import Finding
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """The plan's file."""
+    """File of the plan."""
 
     path: str
-    """The name that the user gave; `-` is standard input."""
+    """Name given by the user; `-` is standard input."""
     stage_lines: tuple[int, ...] = ()
-    """The line of every stage, from 1; none where they are not known."""
+    """Line of every stage, from 1; empty if unknown."""
 
     @property
     def is_file(self) -> bool:
-        """Whether there is a file to point at."""
+        """True if the plan is in a file."""
         return self.path != "-"
 
     def line(self, finding: Finding) -> int:
-        """Where to point: at the finding's stage, or at the top."""
+        """Return the line of the finding's stage, or 1."""
         if finding.stage is None or finding.stage >= len(self.stage_lines):
             return 1
         return self.stage_lines[finding.stage]
 
 
 def full_message(finding: Finding, verdict: Verdict) -> str:
-    """What was found, what to do, and what would fit: one thing a line, for places that show nothing else."""
+    """Return the finding, its hint, and what would fit, one per line, for formats with one text per finding."""
     lines = [finding.message, finding.hint] if finding.hint else [finding.message]
     if finding.code == "GP101":
         lines += verdict.would_fit

@@ -1,4 +1,4 @@
-"""The HTML report of a plan, a profile or a run: one file that needs nothing else, to be sent to a colleague."""
+"""HTML report of a plan, a profile or a run, in one file without external resources."""
 
 from planner.show.html.page import plan_html, profile_html, run_html
 

@@ -1,4 +1,4 @@
-"""What pages have in common: the style sheet, scripts, and the policy that lets nothing but these very scripts run."""
+"""Common parts of pages: the style sheet, scripts, and a policy that allows only these scripts."""
 
 import base64
 import hashlib
@@ -12,24 +12,24 @@ from planner.show.views.spans import ink_rules, kind_rules
 
 @cache
 def style() -> str:
-    """The style sheet of every page, with the colours of the kinds of work."""
-    colours = {"forward": FORWARD.paper[0], "backward": BACKWARD.paper[0]}
-    return Template(asset("report.css")).substitute(inks=ink_rules(), kinds=kind_rules(), **colours)
+    """Return the style sheet of all pages, with the colors of the kinds of action."""
+    colors = {"forward": FORWARD.paper[0], "backward": BACKWARD.paper[0]}
+    return Template(asset("report.css")).substitute(inks=ink_rules(), kinds=kind_rules(), **colors)
 
 
 def policy_for(script: str) -> str:
-    """The content security policy of a page with that one script: nothing is loaded, whatever names the files hold."""
+    """Return the content security policy of a page with one script: nothing is loaded, whatever names files contain."""
     allowed = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode("ascii")
     return f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{allowed}'"
 
 
 @cache
 def asset(name: str, package: str = __package__) -> str:
-    """The text of a file that lies beside the modules of a package."""
+    """Return the text of a file in a package's folder."""
     return resources.files(package).joinpath(name).read_text(encoding="utf-8")
 
 
 @cache
 def scripts(*names: str) -> str:
-    """Scripts of this package as one, in their order."""
+    """Return scripts of this package as one text, in the given order."""
     return "\n".join(map(asset, names))

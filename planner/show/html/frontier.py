@@ -1,4 +1,4 @@
-"""The trade-off over the number of micro-batches: step time, bubble and peak, the chosen point marked."""
+"""Trade-off over the number of micro-batches: step time, bubble and peak, with the chosen point marked."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -15,25 +15,25 @@ from planner.show.views.table import Table
 _COLUMNS = ("micro_batches", "micro_batch_size", "step", "samples", "bubble", "peak", "recompute", "devices")
 _MOST_LABELS = 9
 _FEW = 4
-"""So many points have their values beside them; of more only the chosen one does."""
+"""Largest number of points that all have value labels; with more, only the chosen one has."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Figure:
-    """What one picture shows of each point."""
+    """Quantity that a chart shows for each point."""
 
     title: str
     of: Callable[[FrontierPoint], float]
     text: Callable[[float], str]
     limit: float = 0.0
-    """A line that points must not lie above; 0 for none."""
+    """Limit, drawn as a line; 0 for none."""
 
 
 def frontier_section(plan: Plan) -> Section:
-    """Three pictures of the best plan for each M, and their numbers; without figures, how to get them."""
+    """Return charts of the best plan for each M, and their numbers, or how to get them."""
     points = plan.frontier
     if not points:
-        body = note("The plan holds no figures for other numbers of micro-batches: solve again with --frontier.")
+        body = note("The plan has no figures for other numbers of micro-batches: run `gpipe-plan solve --frontier`.")
         return Section(anchor="trade-off", title="Trade-off over M", body=body)
     several = has_several_replicas(plan)
     names = [f"{p.micro_batches}, R {p.replicas}" if several else str(p.micro_batches) for p in points]
@@ -47,18 +47,18 @@ def frontier_section(plan: Plan) -> Section:
     )
     charts = [_chart(shown, points, names, chosen) for shown in figures]
     unfit = [name for name, point in zip(names, points, strict=True) if not point.fits]
-    lead = "The best plan for each number of micro-batches M; the diamond is this plan."
+    lead = "The best plan for each number of micro-batches M; the diamond marks this plan."
     if unfit:
         lead += f" No plan fits with M = {', '.join(unfit)} (×)."  # noqa: RUF001 - as drawn
-    body = element("div", *charts, class_="charts") + details("The numbers", _numbers(numbers, names, points))
+    body = element("div", *charts, class_="charts") + details("Numbers", _numbers(numbers, names, points))
     return Section(anchor="trade-off", title="Trade-off over M", lead=lead, body=body)
 
 
 def _chart(shown: _Figure, points: Sequence[FrontierPoint], names: Sequence[str], chosen: Sequence[bool]) -> str:
-    """Points from left to right, evenly spaced, from zero up; in shares of the picture, so that it fits any width."""
+    """Return a chart of evenly spaced points, from zero up; positions are percentages, so that it fits any width."""
     of, text, title = shown.of, shown.text, shown.title
     most = max((of(point) for point in points if point.fits), default=0.0)
-    # A cap far above all points would press them flat.
+    # A limit far above all points would flatten them.
     limit = shown.limit if shown.limit <= 2 * most else 0.0
     top = max(most, limit) or 1.0
     places = [(n + 0.5) / len(points) * 100 for n in range(len(points))]
@@ -69,7 +69,7 @@ def _chart(shown: _Figure, points: Sequence[FrontierPoint], names: Sequence[str]
     parts = [line("axis", (0, 100), (128, 128))]
     if limit:
         parts.append(line("limit", (0, 100), (y(limit), y(limit))))
-        title += f" (dashed: cap {text(limit)})"
+        title += f" (dashed: limit {text(limit)})"
     fitting = [(x, y(of(p))) for x, p in zip(places, points, strict=True) if p.fits]
     parts += [line("curve", *zip(begin, end, strict=True)) for begin, end in pairwise(fitting)]
     every = -(-len(points) // _MOST_LABELS)

@@ -1,4 +1,4 @@
-"""The layers with their times and bytes, and where the plan cuts them."""
+"""Section about the layers, with their times, bytes and stages."""
 
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
@@ -14,12 +14,12 @@ from planner.show.views.table import column, table
 
 _HEIGHT = 150.0
 _FEW = 20
-"""Up to so many stages have a line and a number each, of more every eighth has, or every sixteenth …"""
+"""Largest number of stages that all have a line and a number; of more, every eighth has (or every sixteenth …)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Part:
-    """What a bar is stacked of."""
+    """Part of a stacked bar."""
 
     look: str
     words: str
@@ -27,12 +27,12 @@ class _Part:
 
 
 def layers_section(profile: Profile | None, plan: Plan | None) -> Section:
-    """Two pictures over the layers, time and bytes, and the numbers as a table."""
+    """Return charts of time and bytes of the layers, and a table of the numbers."""
     if profile is None:
-        body = note("The layers stand in the profile, which was not found: give it with --profile FILE.")
+        body = note("The profile, which has the layers, was not found: give it with --profile FILE.")
         return Section(anchor="layers", title="Layers", body=body)
     sizes = profile.micro_batch_sizes
-    # The size nearest to the plan's: layers were measured at these sizes only.
+    # Layers were measured only at these sizes; the one nearest to the plan's is shown.
     wanted = plan.micro_batch_size if plan else max(sizes)
     n = min(range(len(sizes)), key=lambda i: (abs(sizes[i] - wanted), -sizes[i]))
     times = (
@@ -50,7 +50,7 @@ def layers_section(profile: Profile | None, plan: Plan | None) -> Section:
         _chart("bytes", profile.layers, sums, cuts=cuts, text=format_bytes),
     ]
     lead = f"One micro-batch of {sizes[n]}, {counted(len(profile.layers), 'layer')} from left to right"
-    lead += ", dashed lines where stages begin, with the number of the stage below." if cuts else "."
+    lead += "; dashed lines mark the starts of stages, with their numbers below." if cuts else "."
     body = "".join(charts) + details("Every layer", scroll(_numbers(profile, n, cuts), "layers"))
     return Section(anchor="layers", title="Layers", lead=lead, body=body)
 

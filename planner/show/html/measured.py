@@ -1,4 +1,4 @@
-"""What a run measured, beside what the plan predicted."""
+"""Section that compares the measurements of a run with the plan's predictions."""
 
 from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
@@ -25,16 +25,16 @@ from planner.show.views.numbers import NOTHING, percent, place_word
 
 
 def measured_section(plan: Plan, report: RunReport | None) -> Section:
-    """Predicted beside measured: the step, each stage's forward and backward, each device's peak."""
-    title = "Predicted beside measured"
+    """Return predicted and measured step, times of stages, and peaks of devices."""
+    title = "Predicted and measured"
     if report is None:
         body = note(
-            "No run report was given. Train with `torchrun … train.py --report run.json`, then show the plan with "
+            "There is no run report. Train with `torchrun … train.py --report run.json`, then show the plan with "
             "`--run run.json`."
         )
         return Section(anchor="measured", title=title, body=body)
     if ran_other_stages(plan, report):
-        body = note("The run had other stages than the plan: there is nothing to compare stage by stage.")
+        body = note("The run had other stages than the plan, so stages cannot be compared.")
         return Section(anchor="measured", title=title, body=body)
     figures, place = compared_of(plan, report), place_word(plan.chunks)
     rows = [
@@ -45,7 +45,7 @@ def measured_section(plan: Plan, report: RunReport | None) -> Section:
     body = table(("", *HEADERS, ""), rows)
     body += legend([("t-predicted", "predicted"), ("t-measured", "measured")])
     machine = f"{report.device.kind} {report.device.name}".strip()
-    lead = f"Median of {len(timed_steps_us(report))} steps on {machine}. Difference: measured against predicted."
+    lead = f"Median of {len(timed_steps_us(report))} steps on {machine}. Difference: measured relative to predicted."
     if len({run.replica for run in report.stages}) > 1:
         lead += f" Measured: {OF_REPLICAS}."
     lead += _attention(report)
@@ -57,11 +57,11 @@ _SCALES: tuple[tuple[Callable[[float], str], tuple[Quantity, ...]], ...] = (
     (percent, ("bubble",)),
     (format_bytes, ("peak_bytes",)),
 )
-"""How figures are written, and which ones have bars to one scale."""
+"""Formats of quantities; quantities of one entry have bars of one scale."""
 
 
 def _rows(figures: Sequence[Compared], text: Callable[[float], str], place: str) -> Iterator[list[str]]:
-    # The step is so much longer than a micro-batch that it has a scale of its own.
+    # The step is much longer than a micro-batch, so it has its own scale.
     most = max((max(f.predicted, f.measured) for f in figures if f.what != "step_us"), default=0.0) or 1.0
     for row in figures:
         full = (max(row.predicted, row.measured) or 1.0) if row.what == "step_us" else most
@@ -72,7 +72,7 @@ def _rows(figures: Sequence[Compared], text: Callable[[float], str], place: str)
 
 
 def run_section(report: RunReport) -> Section:
-    """The losses and the times of the steps."""
+    """Return the section with the losses and step times."""
     charts = [
         _series("loss", report.losses, lambda value: f"{value:.4g}"),
         _series("step time", report.step_us, format_us),
@@ -82,10 +82,10 @@ def run_section(report: RunReport) -> Section:
     rows = [[f"{stage}: {names}", *rest] for names, (stage, _, *rest) in zip(layers, shown.rows(), strict=True)]
     stages = table([column.heading for column in shown.columns if column.name != "layers"], rows)
     lead = (
-        f"{len(report.losses)} steps, the first {report.warmup_steps} to warm up; times are per micro-batch, transfer "
-        "and idle time (waiting for what was there, or not yet) per step."
+        f"{len(report.losses)} steps, including {report.warmup_steps} for warm-up; times are per micro-batch, transfer "
+        "and idle times (waiting for data that was ready, or not ready) per step."
     ) + _attention(report)
-    return Section(anchor="run", title="The run", lead=lead, body=element("div", *charts, class_="charts two") + stages)
+    return Section(anchor="run", title="Run", lead=lead, body=element("div", *charts, class_="charts two") + stages)
 
 
 def _attention(report: RunReport) -> str:

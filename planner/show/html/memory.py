@@ -1,4 +1,4 @@
-"""Memory per device against its cap, stacked by kind."""
+"""Section about the memory of each device against its limit, by component."""
 
 from collections.abc import Sequence
 from itertools import pairwise
@@ -15,22 +15,22 @@ from planner.show.views.numbers import place_word
 _ROOM_FOR_WORDS = 0.13
 _MANY = 24
 _COLUMNS = 480
-"""Of a step, each as high as the most that was held in it."""
+"""Columns of a step; each is as high as the largest memory in it."""
 
 
 def memory_section(plan: Plan, step: Step | None) -> Section:
-    """A bar per device; with a step what each device holds over its time."""
+    """Return a bar per device, and with a step the memory of each device over time."""
     devices = device_memory(plan.by_device())
     most, cap = max(d.total_bytes for d in devices), max(d.cap_bytes for d in devices)
     full = max(1, most, cap if most * 4 >= cap else 0)
     rows = [_row(device, full) for device in devices]
     nearest = fullest(devices)
     lead = (
-        f"Predicted peak of every {place_word(plan.chunks)} by kind; the line is its cap. Fullest: {nearest.label}, "
-        f"{nearest.need_of_cap}."
+        f"Predicted peak of every {place_word(plan.chunks)} by component; the line is its memory limit. Fullest: "
+        f"{nearest.label}, {nearest.need_of_cap}."
     )
     if full < cap:
-        lead += " The caps lie far to the right of the picture."
+        lead += " The memory limits are beyond the right edge."
     bars = element("div", *rows, class_="bars many" if len(rows) > _MANY else "bars")
     body = scroll(bars, "memory of every device") if len(rows) > _MANY else bars
     body += legend((f"m-{kind}", kind_words(kind)) for kind in kinds_there(devices))
@@ -43,12 +43,12 @@ def _over_time(devices: Sequence[DeviceMemory], step: Step, full: int) -> str:
     held = held_bytes(step, columns=_COLUMNS, end_us=step.pipeline_us)
     rows = [_held_row(device, levels, full) for device, levels in zip(devices, held, strict=True)]
     bars = element("div", *rows, class_="bars many" if len(rows) > _MANY else "bars held")
-    words = f"Over the step, {format_us(step.pipeline_us)} from left to right; the line is the cap."
+    words = f"Over the step, {format_us(step.pipeline_us)} from left to right; the line is the memory limit."
     return note(words) + (scroll(bars, "memory over time") if len(rows) > _MANY else bars)
 
 
 def _held_row(device: DeviceMemory, levels: Sequence[int], full: int) -> str:
-    # Steps from column to column; equal neighbours are one.
+    # Vertical steps from column to column; equal neighbors are merged.
     edges = [(0, levels[0]), *((n, now) for n, (before, now) in enumerate(pairwise(levels), 1) if now != before)]
     steps = "".join(f"H{n}V{number(100 - size / full * 100)}" for n, size in edges)
     area = element("path", d=f"M0 100{steps}H{len(levels)}V100Z", class_="m-in_flight")
@@ -81,7 +81,7 @@ def _row(device: DeviceMemory, full: int) -> str:
             parts.append(element("i", named, class_=f"m-{kind}", style=place, title=f"{words} {format_bytes(size)}"))
         edge += size
     if cap <= full:
-        parts.append(bar("cap", cap / full, 0.0, f"cap {format_bytes(cap)}"))
+        parts.append(bar("cap", cap / full, 0.0, f"limit {format_bytes(cap)}"))
     words = f"{device.need_of_cap}, {device.share}{' ! over' if device.is_over else ''}"
     return element(
         "div",

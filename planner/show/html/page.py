@@ -1,4 +1,4 @@
-"""The report as a page: head, key figures, sections, style and script, all in one file."""
+"""Report as a page: head, key figures, sections, style and script in one file."""
 
 from collections.abc import Sequence
 from string import Template
@@ -28,15 +28,21 @@ from planner.show.views.plan import claim, headline, ideal_bubble, stage_table
 _MANY = 24
 
 _Figure = tuple[str, str, str]
-"""A key figure: what, how much, and a remark."""
+"""Key figure: name, value, and remark."""
 
 
 def plan_html(plan: Plan, profile: Profile | None, step: Step | None, report: RunReport | None, *, digest: str) -> str:
-    """The report of a plan.
+    """Return the report of a plan.
 
-    Without its profile there are no layers to show, and no step, which takes the profile as well; nor is it known
-    how sure its figures are. `report` is of a run under the plan; `digest` is of what the plan decides, by which run
-    reports name it.
+    Args:
+        plan: The plan.
+        profile: Its profile; without it there are no layers and no error ranges.
+        step: One step of the plan, which needs the profile.
+        report: Report of a run under the plan, if any.
+        digest: Digest of the plan's decisions, as in run reports.
+
+    Returns:
+        The text of the page.
     """
     certainty = certainty_of(plan, profile) if profile else None
     lead = (profile.model.source if profile else "", not_measured(plan.inputs.profile.how))
@@ -61,7 +67,7 @@ def plan_html(plan: Plan, profile: Profile | None, step: Step | None, report: Ru
 
 
 def profile_html(profile: Profile) -> str:
-    """The report of a profile."""
+    """Return the report of a profile."""
     layers, device = profile.layers, profile.device
     n = profile.micro_batch_sizes.index(max(profile.micro_batch_sizes))
     size = profile.micro_batch_sizes[n]
@@ -72,7 +78,7 @@ def profile_html(profile: Profile) -> str:
         ("backward", format_us(sum(layer.backward_us[n] for layer in layers))),
         ("saved", format_bytes(sum(layer.saved_bytes[n] for layer in layers))),
     )
-    costs = [(what, text, f"micro-batch of {size}") for what, text in sums]
+    costs = [(name, text, f"micro-batch of {size}") for name, text in sums]
     origin = Section(anchor="provenance", title="Provenance", body=definitions(_profile_facts(profile)))
     return _page(
         title=f"Profile of {profile.model.source or 'a chain of layers'}",
@@ -83,7 +89,7 @@ def profile_html(profile: Profile) -> str:
 
 
 def run_html(report: RunReport) -> str:
-    """The report of a run whose plan is not at hand."""
+    """Return the report of a run without its plan."""
     facts = [("plan digest", report.plan_digest), *_run_facts(report)]
     return _page(
         title=f"Run of {len(report.losses)} steps on {pipeline_words(report)}",
@@ -103,16 +109,16 @@ def _figures(plan: Plan, certainty: Certainty | None) -> list[_Figure]:
         ("step", step_words(plan, certainty), _certificate(plan)),
         ("samples/s", rate_words(plan, certainty), f"batch {plan.inputs.batch}"),
         ("bubble", percent(predicted.bubble), ideal_bubble(plan)),
-        ("peak memory", peak_words(plan, certainty), f"{nearest.share} of its cap"),
+        ("peak memory", peak_words(plan, certainty), f"{nearest.share} of its limit"),
         ("recompute", percent(predicted.recompute_share), f"imbalance {predicted.imbalance:.2f}"),
     ]
 
 
 def _marked(figures: Sequence[_Figure], how: str) -> list[_Figure]:
-    """A card may be all that is read, or copied: each says where its number comes from, unless it was measured."""
+    """Add the source of the numbers to each figure unless they were measured; cards may be read or copied alone."""
     if how == "measured":
         return list(figures)
-    return [(what, value, f"{how}; {remark}" if remark else how) for what, value, remark in figures]
+    return [(name, value, f"{how}; {remark}" if remark else how) for name, value, remark in figures]
 
 
 def _certificate(plan: Plan) -> str:
@@ -120,13 +126,13 @@ def _certificate(plan: Plan) -> str:
         return f"optimal: {claim(plan)}"
     if plan.solver.status == "feasible":
         return f"{claim(plan)} (gap {percent(plan.solver.gap)})"
-    return "these cuts were given, not searched"
+    return "these cuts were given, not optimized"
 
 
 def _stages(plan: Plan) -> Section:
     columns = ("stage", "layers", "recompute", "device", "forward", "backward", "memory", "cap", "share")
     body = view(stage_table(plan).pick(*columns), text=3, marks={"stage": " ◀"})
-    lead = "Times are for one micro-batch, backward with any recomputation."
+    lead = "Times are for one micro-batch; backward includes recomputation."
     lead += " ◀ marks the slowest." if len(plan.stages) > 1 else ""
     return Section(
         anchor="stages", title="Stages", lead=lead, body=scroll(body, "stages") if len(plan.stages) > _MANY else body
@@ -142,10 +148,10 @@ def _provenance(plan: Plan, profile: Profile | None, digest: str) -> Section:
         ("plan digest", digest),
         ("planned by", f"{written.name} {written.version}" if written else ""),
         ("certificate", f"{_certificate(plan)}; {method_name(plan.solver.method)}"),
-        ("devices", f"{inputs.devices}, cap {', '.join(map(format_bytes, caps))}"),
+        ("devices", f"{inputs.devices}, memory limit {', '.join(map(format_bytes, caps))}"),
         ("batch", str(inputs.batch)),
-        ("schedule asked for", inputs.schedule),
-        ("recompute asked for", inputs.recompute),
+        ("requested schedule", inputs.schedule),
+        ("requested recomputation", inputs.recompute),
         ("link", f"{moving}{', blocking' if link.blocking else ''}"),
         ("reserve", format_bytes(inputs.reserve_bytes) if inputs.reserve_bytes else ""),
         ("balance", ", ".join(map(str, plan.balance))),
@@ -184,12 +190,12 @@ def _versions(torch: str, python: str, dtype: str) -> str:
     return ", ".join(filter(None, named))
 
 
-def _card(what: str, value: str, remark: str) -> str:
-    # A range behind a figure, as `530 ms (500 to 590)` has one, does not fit beside it in a card.
+def _card(name: str, value: str, remark: str) -> str:
+    # A range after a figure, as in `530 ms (500 to 590)`, does not fit into the card's line.
     figure, bracket, range_ = value.partition(" (")
     below = element("small", safe(f"({range_}"), class_="range") if bracket else ""
     card = element("dd", safe(figure), below, element("small", safe(remark)))
-    return element("div", element("dt", safe(what)), card)
+    return element("div", element("dt", safe(name)), card)
 
 
 def _page(*, title: str, lead: str, figures: Sequence[_Figure], sections: Sequence[Section], data: str = "{}") -> str:

@@ -1,4 +1,4 @@
-"""The trade-off over schedules: what each would give, bubble against memory as a picture and all figures as a table."""
+"""Trade-off over schedules: bubble against memory as a picture, and all figures as a table."""
 
 from collections.abc import Sequence
 
@@ -12,17 +12,17 @@ from planner.show.views.plan import schedules_table, untried
 
 _TOP, _BOTTOM = 16.0, 210.0
 _LEFT, _RIGHT = 8.0, 78.0
-"""In percent of the width: behind the points there is room for their names."""
+"""Left and right edge in percent of the width; the names of points need the rest."""
 _LINE = 13.0
-"""Names closer than this would lie one over the other."""
+"""Smallest vertical distance between names, in pixels."""
 
 
 def schedules_section(plan: Plan) -> Section | None:
-    """The picture and the table; None where the plan has no such figures."""
+    """Return the picture and the table; None if the plan has no such figures."""
     points = [point for point in plan.schedules if point.fits]
     if not points:
         return None
-    lead = "The best plan found under each schedule with little effort; the diamond is this plan."
+    lead = "The best plan of each schedule from a short search; the diamond marks this plan."
     body = _scatter(plan, points) + view(schedules_table(plan), marks={"schedule": " ◆"})
     words = untried(plan)
     return Section(
@@ -31,10 +31,10 @@ def schedules_section(plan: Plan) -> Section | None:
 
 
 def _scatter(plan: Plan, points: Sequence[FrontierPoint]) -> str:
-    """Bubble to the right, peak of the fullest device upwards, both from zero."""
+    """Return a picture of the bubble (right) and the peak of the fullest device (up), both from zero."""
     widest = max(point.bubble for point in points) or 1.0
     highest, cap = max(point.peak_bytes for point in points) or 1, max(plan.inputs.memory_bytes)
-    # A cap far above all points would press them flat.
+    # A limit far above all points would flatten them.
     top = max(highest, cap, 1) if cap <= 2 * highest else highest
 
     def x(bubble: float) -> float:
@@ -45,32 +45,32 @@ def _scatter(plan: Plan, points: Sequence[FrontierPoint]) -> str:
 
     parts = [line("axis", (_LEFT, 100), (_BOTTOM, _BOTTOM)), line("axis", (_LEFT, _LEFT), (_TOP, _BOTTOM))]
     parts += [_text(x(share), _BOTTOM + 15, percent(share), "middle") for share in (0.0, widest)]
-    title = "bubble (to the right) against the peak of the fullest device (upwards)"
+    title = "bubble (right) and peak of the fullest device (up)"
     if cap <= top:
         parts.append(line("limit", (_LEFT, 100), (y(cap), y(cap))))
-        title += f"; dashed: cap {format_bytes(cap)}"
+        title += f"; dashed: memory limit {format_bytes(cap)}"
     written: list[tuple[float, float]] = []
     for point in sorted(points, key=lambda point: -point.peak_bytes):
-        place = x(point.bubble), y(point.peak_bytes)
-        name, beside = schedule_of(point.schedule).title, _free(place, written)
-        written.append(beside)
+        point_at = x(point.bubble), y(point.peak_bytes)
+        name, name_at = schedule_of(point.schedule).title, _free(point_at, written)
+        written.append(name_at)
         tip = f"{name}: bubble {percent(point.bubble)}, {format_bytes(point.peak_bytes)}"
-        parts += _point(place, tip, chosen=point.schedule == plan.schedule)
-        parts.append(_text(place[0] + 1.2, beside[1] + 4, name, "start"))
+        parts += _point(point_at, tip, chosen=point.schedule == plan.schedule)
+        parts.append(_text(point_at[0] + 1.2, name_at[1] + 4, name, "start"))
     return figure(title, *parts, height=_BOTTOM + 22, label=f"{title} of {len(points)} schedules")
 
 
-def _free(place: tuple[float, float], written: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    """The nearest place further down at which a name lies over no other one."""
-    x, y = place
+def _free(position: tuple[float, float], written: Sequence[tuple[float, float]]) -> tuple[float, float]:
+    """Return the nearest position further down at which a name overlaps no other name."""
+    x, y = position
     for other_x, other_y in sorted(written, key=lambda other: other[1]):
         if abs(other_x - x) < 20 and abs(other_y - y) < _LINE:
             y = other_y + _LINE
     return x, y
 
 
-def _point(place: tuple[float, float], tip: str, *, chosen: bool) -> list[str]:
-    x, y = place
+def _point(position: tuple[float, float], tip: str, *, chosen: bool) -> list[str]:
+    x, y = position
     if chosen:
         return [_text(x, y + 5, "◆", "middle", look="mark", tip=tip)]
     return [element("circle", element("title", safe(tip)), cx=f"{number(x)}%", cy=y, r=3.5)]

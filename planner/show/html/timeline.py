@@ -1,4 +1,4 @@
-"""The timeline in the report: the SVG for paper and for readers without scripts, and the data that a script draws."""
+"""Timeline of the report: SVG for paper and browsers without scripts, and the data that a script draws."""
 
 import json
 
@@ -14,11 +14,11 @@ from planner.show.views.numbers import layer_range, percent, place_word
 from planner.show.views.spans import BUBBLE_WORDS, BY_LABEL, REDONE, bubbles_of, redone_look
 
 _KINDS = (*BY_LABEL, "receive", "optimizer", "send forward", "send backward")
-"""Kinds of spans; in the data a kind is its place in this list."""
+"""Kinds of spans; in the data a kind is its index in this list."""
 
 
 def timeline_section(plan: Plan, step: Step | None) -> Section:
-    """Canvas with its controls, filled by the script; the picture without them."""
+    """Return the canvas and its controls for the script, and the picture for browsers without scripts."""
     if step is None:
         body = note("The timeline is computed from the profile, which was not found: give it with --profile FILE.")
         return Section(anchor="timeline", title="Timeline", body=body)
@@ -34,10 +34,10 @@ def timeline_section(plan: Plan, step: Step | None) -> Section:
 
 
 def live_canvas(label: str, **attributes: str) -> str:
-    """The box that a script draws a step in, with its controls; `attributes` are the box's own."""
+    """Return the box in which a script draws a step, with its controls; `attributes` are those of the box."""
     buttons = "".join(
-        element("button", sign, type="button", data_do=what, title=tip, aria_label=tip)
-        for what, sign, tip in (
+        element("button", sign, type="button", data_do=action, title=tip, aria_label=tip)
+        for action, sign, tip in (
             ("out", "−", "Zoom out (−)"),  # noqa: RUF001 - a minus sign on a button
             ("in", "+", "Zoom in (+)"),
             ("all", "whole step", "Show the whole step (0)"),
@@ -48,14 +48,14 @@ def live_canvas(label: str, **attributes: str) -> str:
         "canvas",
         tabindex="0",
         role="img",
-        aria_label=f"{label}. Arrow keys walk from box to box, plus and minus zoom, 0 shows the whole step.",
+        aria_label=f"{label}. Arrow keys move from box to box, plus and minus zoom, 0 shows the whole step.",
     )
     keys = "Drag to move, double-click or Ctrl+wheel to zoom; or arrow keys, + and −, 0."  # noqa: RUF001
     return element("div", controls, canvas, element("p", keys, class_="note"), class_="live", **attributes)
 
 
 def kinds_data() -> dict[str, object]:
-    """What a script has to know of the kinds of spans: colours and letters, labels, and which may redo forwards."""
+    """Return properties of kinds of spans for a script: colors, letters, labels, and those that may recompute."""
     return {
         "kinds": [{"letter": kind.letter, "paper": kind.paper, "ink": kind.ink} for kind in BY_LABEL.values()],
         "labels": ["optimizer step" if kind == "optimizer" else kind for kind in _KINDS],
@@ -68,20 +68,20 @@ def _lead(plan: Plan, step: Step) -> str:
     lead = f"One step, {format_us(step.pipeline_us)} up to the last backward."
     if schedule_of(plan.schedule, plan.order).splits_backward:
         every = format_us(plan.predicted.step_us)
-        lead += f" Who is done begins the next one: one follows every {every}, of which {bubble} is idle (blank)."
+        lead += f" Devices start the next step when they finish: one every {every}, of which {bubble} is idle (blank)."
     else:
         lead += f" Blank is idle: {bubble} of the devices' time (equal stages: {ideal})."
-    return f"{lead} At the right: {BUBBLE_WORDS}."
+    return f"{lead} At the right:  {BUBBLE_WORDS}."
 
 
 def _looks(step: Step) -> list[tuple[str, str]]:
-    # Recomputation is drawn over what it belongs to.
+    # Recomputation is drawn over its backward.
     below = {"again": f"again {redone_look(step)}"}
     return [(below.get(look, look), words) for look, words in legend_kinds(step)]
 
 
 def timeline_data(plan: Plan, step: Step) -> str:
-    """The step as JSON for the script, in tenths of a microsecond; fit to stand within a script element."""
+    """Return the step as JSON for the script, in tenths of a microsecond; safe inside a script element."""
     rows: list[list[int]] = [[] for _ in range(step.num_devices)]
     free = [0] * step.num_devices
     sends = has_lanes(step)
@@ -110,7 +110,7 @@ def timeline_data(plan: Plan, step: Step) -> str:
 
 
 def _append(row: list[int], span: Span, step: Step, before: int) -> int:
-    """Kind with chunk, micro-batch, gap behind the start of the one before, duration. Both ends are rounded."""
+    """Append kind with chunk, micro-batch, gap after the previous start, and duration; return the start."""
     start, end = round(span.start_us * 10), round(span.end_us * 10)
     code = _KINDS.index(span.kind) + len(_KINDS) * (span.stage // step.num_devices)
     row += (code, span.micro_batch, start - before, end - start)

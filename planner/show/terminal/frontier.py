@@ -1,4 +1,4 @@
-"""The trade-off over the number of micro-batches as a table, with a bar for every step where there is room."""
+"""Trade-off over the number of micro-batches as a table, with a bar for every step time if there is space."""
 
 from rich.console import RenderableType
 
@@ -12,11 +12,11 @@ from planner.show.views.table import Column, Table
 _SHORTEST_BAR = 8
 _LONGEST_BAR = 24
 _FARTHEST = 4.0
-"""Times the best step time that the longest bar stands for; what takes longer runs off it."""
+"""Step time of the longest bar, relative to the best; longer times exceed the bar."""
 
 
 def frontier_parts(plan: Plan, style: Style) -> list[RenderableType]:
-    """A row per number of micro-batches (and of replicas); nothing where the plan has no such figures."""
+    """Return a row per number of micro-batches (and of replicas); empty if the plan has no such figures."""
     if not plan.frontier:
         return []
     several = has_several_replicas(plan)
@@ -32,19 +32,19 @@ def frontier_parts(plan: Plan, style: Style) -> list[RenderableType]:
 
 
 def schedules_parts(plan: Plan, style: Style) -> list[RenderableType]:
-    """A row per schedule; nothing where the plan has no such figures."""
+    """Return a row per schedule; empty if the plan has no such figures."""
     if not plan.schedules:
         return []
     view = fitted(schedules_table(plan), style)
     shown = drawn(view, style, {"schedule": (f" {style.glyphs.mark}", "")})
     words = untried(plan)
-    remarks = [f"{style.glyphs.mark} this plan; others as far as a short search goes", *([words] if words else [])]
+    remarks = [f"{style.glyphs.mark} this plan; others from a short search", *([words] if words else [])]
     said = [flow(remark.split(), style, gap=" ") for remark in remarks]
-    return [heading("what each schedule would give"), shown, *said]
+    return [heading("best plan of each schedule"), shown, *said]
 
 
 def _with_marks(view: Table, style: Style) -> Table:
-    # Digits below each other whether a mark follows or not: to the right before the mark, as text to the left.
+    # Digits are aligned with and without a mark: numbers to the right before the mark, text to the left.
     choice = view.column("micro_batches")
     width = max(map(len, choice.texts()))
     marks = [f" {style.glyphs.mark}" if row in choice.marked else "" for row in range(len(choice.values))]

@@ -1,4 +1,4 @@
-"""Rows and columns laid out by rich; apart from `rendering`, for what is said without them does not wait for them."""
+"""Rows and columns laid out by rich; separate from `rendering`, because plain text does not need these imports."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -16,16 +16,16 @@ _ASCII_BOX = Box(str(SIMPLE).replace("─", "-"), ascii=True)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Column:
-    """One column of a table."""
+    """Column of a table."""
 
     header: str
     footer: str = ""
     number: bool = True
-    """Numbers stand to the right and are never broken; anything else stands to the left and may be."""
+    """True for numbers, which are right-aligned and never broken; other columns are left-aligned and may be."""
 
 
 def facts(rows: Sequence[tuple[str, str | Text]], style: Style) -> Table:
-    """What things are called, to the left, and what there is to say of each, in a pipe on several lines as well."""
+    """Return names at the left and their texts, which may have several lines even in a pipe."""
     drawn = Table.grid(padding=(0, _FACTS_GAP, 0, 0), pad_edge=False)
     names = max(cell_len(name) for name, _ in rows)
     drawn.add_column(no_wrap=True)
@@ -36,7 +36,7 @@ def facts(rows: Sequence[tuple[str, str | Text]], style: Style) -> Table:
 
 
 def table(columns: Sequence[Column], rows: Iterable[Sequence[str | Text] | None], style: Style) -> Table:
-    """A table with a rule under its header (and above its footer); None among the rows leaves a gap."""
+    """Return a table with a rule below its header (and above its footer); None among the rows is a gap."""
     drawn = Table(
         box=SIMPLE if style.unicode else _ASCII_BOX,
         show_edge=False,

@@ -1,4 +1,4 @@
-"""Memory of every device over the time of a step, beneath the timeline and to its scale of time."""
+"""Memory of every device over a step, below the timeline and on its time scale."""
 
 from rich.console import RenderableType
 from rich.text import Text
@@ -17,9 +17,9 @@ _ENOUGH_TO_SEE = 0.25
 
 
 def held_parts(plan: Plan, step: Step, style: Style) -> list[RenderableType]:
-    """A row per device, as high as the share of its cap that it holds; its peak's share at the right.
+    """Return a row per device, as high as the used share of its limit, with the peak's share at the right.
 
-    Where no device ever holds a quarter of its cap, a full row is the largest need instead.
+    If no device ever uses a quarter of its limit, a full row is the largest peak instead.
     """
     if step.pipeline_us <= 0:
         return []
@@ -32,7 +32,7 @@ def held_parts(plan: Plan, step: Step, style: Style) -> list[RenderableType]:
         title.append(f", up to the largest need ({format_bytes(max(needs))})", "not bold")
         full = [max(1, *needs)] * len(caps)
     else:
-        title.append(", up to the cap of each device", "not bold")
+        title.append(", up to the memory limit of each device", "not bold")
         full = [max(1, cap) for cap in caps]
     rows: list[RenderableType] = [title]
     for device, held in enumerate(held_bytes(step, columns=columns, end_us=step.pipeline_us)):
@@ -45,5 +45,5 @@ def held_parts(plan: Plan, step: Step, style: Style) -> list[RenderableType]:
 
 def _level(size: int, full: int, style: Style) -> str:
     levels = style.glyphs.levels
-    # Only what fills its cap, or is over it, is drawn full.
+    # Only full or exceeded limits are drawn full.
     return levels[min(len(levels) - 1, size * (len(levels) - 1) // full)]

@@ -1,4 +1,4 @@
-"""Measured links: what each can do."""
+"""Measured links as a table."""
 
 from planner.core.values.links import Links
 from planner.core.values.units import counted, format_bytes, format_rate, format_us
@@ -11,7 +11,7 @@ _NUMBERS = ("latency", "bandwidth", "largest message", "")
 
 
 def links_text(links: Links, style: Style) -> str:
-    """A row per boundary: latency, bandwidth, and how long the largest message took."""
+    """Return a row per boundary: latency, bandwidth, and the time of the largest message."""
     machine = [f"{links.device.kind} {links.device.name}".strip(), links.backend, f"torch {links.environment.torch}"]
     columns = [Column(header="link", number=False), *(Column(header=name) for name in _NUMBERS)]
     rows = []
@@ -28,7 +28,7 @@ def links_text(links: Links, style: Style) -> str:
         )
     return render(
         style,
-        heading(f"{counted(len(links.boundaries), 'link')} between neighbours"),
+        heading(f"{counted(len(links.boundaries), 'link')} between neighbors"),
         flow((plain(item, style) for item in machine), style, gap=f" {style.glyphs.dot} "),
         BLANK,
         table(columns, rows, style),

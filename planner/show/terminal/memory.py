@@ -1,4 +1,4 @@
-"""Memory of every device of a pipeline against its cap, as stacked bars."""
+"""Memory of every device of a pipeline against its limit, as stacked bars."""
 
 from collections.abc import Sequence
 from math import floor
@@ -13,7 +13,7 @@ from planner.show.terminal.style import Style
 from planner.show.views.memory import KINDS, DeviceMemory, device_memory, fullest, kind_words, kinds_there
 from planner.show.views.numbers import place_word
 
-# Blues and purple for what the model weighs, warm colours for what the micro-batches add, greys for the rest.
+# Blues and purple for the model's memory, warm colors for that of micro-batches, grays for the rest.
 _COLORS = {
     "parameters": 25,
     "gradients": 37,
@@ -30,10 +30,16 @@ _ENOUGH_TO_SEE = 0.25
 
 
 def memory_parts(devices: Sequence[Sequence[Stage]], style: Style) -> list[RenderableType]:
-    """A bar per device, stacked by kind of memory, with the device's cap marked, and a legend.
+    """Return a bar per device, stacked by component, with the device's limit marked, and a legend.
 
-    Where every device needs far less than the largest cap, the bars are drawn to the largest need instead. `devices`
-    are the stages of each device of the pipeline.
+    If every device needs far less than the largest limit, bars are scaled to the largest peak instead.
+
+    Args:
+        devices: Stages of each device of the pipeline.
+        style: Style of the output.
+
+    Returns:
+        Title, bars and legend.
     """
     needs = device_memory(devices)
     need, cap = max(n.total_bytes for n in needs), max(n.cap_bytes for n in needs)
@@ -44,7 +50,7 @@ def memory_parts(devices: Sequence[Sequence[Stage]], style: Style) -> list[Rende
     scale = room / max(1, need, cap if to_caps else 0)
     title = heading(f"memory per {place_word(len(devices[0]))}")
     if not to_caps:
-        title.append(f", bars to the largest need ({format_bytes(need)}): the caps lie far to the right", "not bold")
+        title.append(f", bars scaled to the largest peak ({format_bytes(need)}), far below the limits", "not bold")
     rows = [
         Text.assemble(n.label.ljust(margin), " ", _bar(n, scale, room, style), "  ", number)
         for n, number in zip(needs, numbers, strict=True)
@@ -64,7 +70,7 @@ def _numbers(needs: Sequence[DeviceMemory], style: Style) -> list[Text]:
 
 
 def _bar(need: DeviceMemory, scale: float, room: int, style: Style) -> Text:
-    # Edges are rounded, not widths: so the parts add up to the bar, and equal sums end in the same column.
+    # Edges are rounded, not widths, so that parts add up to the bar and equal sums end in the same column.
     bar = Text()
     edge = 0
     for name, size in need.memory.items():
@@ -94,7 +100,7 @@ def _fill(name: str, style: Style) -> str:
 
 
 def _look(name: str) -> str:
-    # Ink and paper alike: in colour the fill shows as a solid block, copied out of the terminal it is still there.
+    # Text and background have one color: the fill is a solid block, and remains visible in copied text.
     return f"color({_COLORS[name]}) on color({_COLORS[name]})"
 
 

@@ -1,4 +1,4 @@
-"""A plan: its figures, its stages as a table, their memory, the timeline of a step, and why it is so."""
+"""A plan as text: its figures, stages, memory, timeline, and explanation."""
 
 from collections.abc import Iterator, Sequence
 
@@ -24,7 +24,7 @@ from planner.show.views.numbers import method_name, not_measured, percent, place
 from planner.show.views.plan import claim, figures, has_unlike_devices, headline, ideal_bubble
 
 _LEAST_GAP = 0.0005
-"""A smaller gap would be shown as none."""
+"""Smallest gap that is shown; smaller ones are printed as below 0.1 %."""
 
 
 def plan_text(
@@ -35,10 +35,17 @@ def plan_text(
     step: Step | None = None,
     certainty: Certainty | None = None,
 ) -> str:
-    """Everything a plan says. `events` are those of one step under it; without any the timeline is left out.
+    """Return all sections of a plan.
 
-    With the `step` drawn out there is the memory of every device over its time as well; with its `certainty` figures
-    stand with their bounds.
+    Args:
+        plan: The plan.
+        events: Events of one step; without any, the timeline is left out.
+        style: Style of the output.
+        step: One step as spans, for the memory of every device over time.
+        certainty: Error ranges of the figures.
+
+    Returns:
+        The text.
     """
     first: list[RenderableType] = [heading(plain(headline(plan), style))]
     first += [*_figures(plan, certainty, style), Text(_status(plan, style))]
@@ -87,21 +94,21 @@ def _status(plan: Plan, style: Style) -> str:
     if solver.status == "feasible":
         gap = percent(solver.gap) if solver.gap >= _LEAST_GAP else "below 0.1 %"
         return f"feasible, gap {gap}: {claim(plan)} ({method})"
-    return "given: these cuts were asked for, not searched"
+    return "given: these cuts were given, not optimized"
 
 
 def _not_a_pipeline(plan: Plan) -> str:
-    """What to know of a plan that cuts nothing."""
+    """Return a note on a plan without cuts; empty for others."""
     if plan.num_devices > 1:
         return ""
     copies, inputs = plan.replicas, plan.inputs
     here = f"{copies} copies of the whole model" if copies > 1 else "the whole model on one device"
-    # With as many replicas as devices asked for, there was nothing to choose.
+    # If there are as many replicas as devices, there was no choice.
     had_a_choice = inputs.devices > max(1, inputs.replicas)
     if plan.solver.status == "given" or not had_a_choice:
         return f"not a pipeline: {here}"
-    asked = inputs.schedule
-    under = "" if asked == "auto" else f"under {schedule_of(asked).title} "
+    schedule = inputs.schedule
+    under = "" if schedule == "auto" else f"under {schedule_of(schedule).title} "
     if plan.solver.status == "optimal":
         return f"not a pipeline: {under}no cut is faster than {here}"
     return f"not a pipeline: {under}no cut was found that is faster than {here}"
@@ -120,11 +127,11 @@ def _unused(plan: Plan) -> str:
 
 
 _AS_FAST = 0.0005
-"""Changes of the step time by a smaller share are none."""
+"""Smallest relative change of the step time that is shown as a change."""
 
 
 def insight_parts(plan: Plan, style: Style) -> list[RenderableType]:
-    """A short section; nothing where the plan has no explanation."""
+    """Return the explanation of the plan; empty if it has none."""
     insight = plan.insight
     if insight is None:
         return []
@@ -132,7 +139,7 @@ def insight_parts(plan: Plan, style: Style) -> list[RenderableType]:
 
 
 def _facts(plan: Plan, insight: Insight, style: Style) -> Iterator[tuple[str, str]]:
-    yield "pace", plain(insight.pace, style)
+    yield "bottleneck", plain(insight.pace, style)
     yield "tightest", _tightest(plan, insight)
     for n, what_if in enumerate(insight.what_if):
         yield "" if n else "what if", f"{plain(what_if.change, style)}: {_gain(what_if, plan.predicted.step_us)}"

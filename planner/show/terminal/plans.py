@@ -1,4 +1,4 @@
-"""Many plans: beside each other, with a bar of samples per second, two of them stage by stage; and of many clusters."""
+"""Comparison of plans, with a bar of samples per second, and sweeps over clusters."""
 
 from collections.abc import Sequence
 
@@ -18,12 +18,12 @@ _LONGEST_BAR = 40
 
 
 def plans_text(comparison: Comparison, style: Style) -> str:
-    """A table of all plans, a chart, and of two plans what differs from stage to stage."""
+    """Return a table of all plans, a chart, and for two plans the difference of each stage."""
     shown = drawn(fitted(comparison_table(comparison), style), style)
     parts: list[RenderableType] = [shown, BLANK, *_chart(comparison.plans, style)]
     notes = [row.path for row in comparison.plans if not row.recomputed]
     if notes:
-        said = f"numbers as written, the profile is not at hand: {', '.join(notes)}"
+        said = f"numbers are as written, because the profile is missing: {', '.join(notes)}"
         parts += [BLANK, Text(plain(said, style))]
     if comparison.difference is not None:
         parts += [BLANK, *difference_parts(comparison.difference, style)]
@@ -44,27 +44,27 @@ def _chart(plans: Sequence[ComparedPlan], style: Style) -> list[RenderableType]:
 
 
 def difference_parts(difference: Difference, style: Style) -> list[RenderableType]:
-    """Bytes and time per stage, before and now."""
+    """Return bytes and time per stage, before and now."""
     title = heading(plain(f"against {difference.against}", style))
     if not difference.recomputed:
-        title.append(", whose numbers are as written: its profile is not at hand", "not bold")
+        title.append(", whose numbers are as written, because its profile is missing", "not bold")
     return [title, drawn(fitted(difference_table(difference), style), style)]
 
 
 _SHADES = (153, 117, 75, 33, 27)
-"""From pale to deep blue, of the 256 colours; the number stands on each."""
+"""Shades from pale to deep blue, of the 256 colors; the number is printed on them."""
 _DARK_FROM = 3
-"""From this shade on the number is white."""
+"""First shade on which the number is white."""
 
 
 def sweep_text(sweep: Sweep, style: Style) -> str:
-    """The table of all cells, the heat map, and the answer on the last lines."""
+    """Return the table of all cells, the heat map, and the best clusters."""
     cells = drawn(fitted(sweep_table(sweep), style), style)
     return render(style, cells, BLANK, *_heat_map(sweep, style), BLANK, *map(Text, best_words(sweep)))
 
 
 def _heat_map(sweep: Sweep, style: Style) -> list[Text]:
-    """Samples per second and device: the deeper, the more. Without colours blocks say it."""
+    """Return samples per second and device as a heat map; without colors, blocks show the shade."""
     values = {(c.devices, c.memory_bytes): c.samples_per_device_s for c in sweep.cells if c.plan is not None}
     least, most = min(values.values(), default=0.0), max(values.values(), default=0.0)
     width = max(8, *(len(exact_bytes_option(cap)) for cap in sweep.memory_bytes)) + 2

@@ -1,4 +1,4 @@
-"""A profile: what was measured on what, and the costs of every layer."""
+"""A profile as text: model, device, and the costs of every layer."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ _WIDEST = 100
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Figure:
-    """One column of numbers: how a layer's value is read and written. `total`: whether the sum means anything."""
+    """Column of numbers; `total` is true if their sum is meaningful."""
 
     header: str
     of: Callable[[LayerProfile], float]
@@ -30,9 +30,10 @@ class _Figure:
 
 
 def profile_text(profile: Profile, style: Style) -> str:
-    """Model, device and the costs of every layer at the largest micro-batch size.
+    """Return model, device and the costs of every layer at the largest micro-batch size.
 
-    Neighbouring layers that were measured once for all are one row: `block_0 … block_7 (8)`, with the costs of one.
+    Neighboring layers that were measured once share a row, such as `block_0 … block_7 (8)`, with the costs of one
+    layer.
     """
     title = plain(profile.model.source, style) or "profile"
     size = _largest(profile)
@@ -100,7 +101,7 @@ def _layer_table(profile: Profile, style: Style) -> Table:
 
 
 def _alike(layers: Sequence[LayerProfile]) -> list[list[LayerProfile]]:
-    """Runs of neighbours with the same digest and the same costs; a layer without a digest stands alone."""
+    """Return runs of neighboring layers with equal digests and costs; a layer without digest is a run of its own."""
 
     def key(numbered: tuple[int, LayerProfile]) -> tuple[object, ...]:
         n, layer = numbered
@@ -135,7 +136,7 @@ def _flops(count: float) -> str:
 
 
 def _per_sample(profile: Profile) -> list[_Figure]:
-    """Forward and backward together, per sample, at the smallest and the largest size: what size gains."""
+    """Return columns of time per sample at the smallest and the largest size, which show the gain of larger sizes."""
     sizes = (min(profile.micro_batch_sizes), max(profile.micro_batch_sizes))
     scale = TimeScale.fitting(_us_per_sample(profile, size, layer) for size in sizes for layer in profile.layers)
     return [
@@ -162,7 +163,7 @@ def _notes(profile: Profile, style: Style) -> list[Text]:
 
 
 def _ties(profile: Profile, style: Style) -> Iterator[tuple[str, tuple[str, ...]]]:
-    """The layers that share parameters, with whom; those that all share with each other are one item."""
+    """Yield groups of layers that share parameters; a group in which all share with each other is one item."""
     groups: dict[frozenset[str], list[LayerProfile]] = {}
     for layer in profile.layers:
         if layer.tied:

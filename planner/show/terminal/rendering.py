@@ -1,7 +1,7 @@
-"""From rich's renderables to plain lines. The one place that knows how rich lays out and colours.
+"""Conversion of rich's renderables to plain lines. Only this module uses rich's layout and colors.
 
-Text that comes from files (layer names, devices, messages) passes `plain` first: rich must not read `[bold]` in a
-name as markup, a terminal must not obey escape codes in it, and an ASCII stream must be able to take it.
+Text from files (layer names, devices, messages) must pass `plain` first. Then rich does not read `[bold]` in a name as
+markup, a terminal does not obey escape codes, and an ASCII stream can print it.
 """
 
 from collections.abc import Iterable, Sequence
@@ -22,7 +22,7 @@ _ASCII_SPELLING = str.maketrans({"…": "...", "\u00d7": "x", "·": "|", "→": 
 
 
 def plain(text: str, style: Style) -> str:
-    """`text` made harmless: control characters spelled out, and all else beyond ASCII where it cannot be shown."""
+    """Return `text` with control characters escaped, and other characters too if they cannot be printed."""
     shown = printable(text)
     if style.unicode:
         return shown
@@ -30,12 +30,22 @@ def plain(text: str, style: Style) -> str:
 
 
 def heading(text: str) -> Text:
-    """The title of a section."""
+    """Return the title of a section."""
     return Text(text, style="bold")
 
 
 def flow(items: Iterable[Text | str], style: Style, *, gap: str = "  ", indent: str = "") -> Text:
-    """Items one after the other, on as few lines as their width allows; no item is broken unless it must be."""
+    """Return items one after the other, on as few lines as fit; an item is broken only if necessary.
+
+    Args:
+        items: The items.
+        style: Style of the output.
+        gap: Text between items.
+        indent: Indentation of all lines but the first.
+
+    Returns:
+        The lines.
+    """
     lines: list[Text] = []
     for item in items:
         piece = Text(item) if isinstance(item, str) else item
@@ -47,9 +57,9 @@ def flow(items: Iterable[Text | str], style: Style, *, gap: str = "  ", indent: 
 
 
 def render(style: Style, *parts: RenderableType) -> str:
-    """`parts` below each other as lines without trailing blanks, the last without a line feed."""
-    # Only the layout is the console's: given width and height it asks no terminal, and colours are put on below,
-    # so that NO_COLOR, FORCE_COLOR and TERM, which `style` has weighed, cannot change them again.
+    """Return `parts` as lines without trailing blanks, the last one without a line feed."""
+    # The console only does the layout. It gets width and height and queries no terminal. Colors are added below, so
+    # that it cannot override NO_COLOR, FORCE_COLOR and TERM, which `style` respects.
     console = Console(
         file=StringIO(),
         width=style.columns if style.wrap else _ENDLESS,
@@ -71,6 +81,6 @@ def _line(segments: Sequence[Segment], style: Style) -> str:
         kept.pop()
     if kept:
         kept[-1] = Segment(kept[-1].text.rstrip(" "), kept[-1].style)
-    # 256 colours: nearly every terminal has them, and they are the same in light and dark themes.
+    # 256 colors: nearly every terminal supports them, and they are equal in light and dark themes.
     system = ColorSystem.EIGHT_BIT if style.color else None
     return "".join(s.style.render(s.text, color_system=system) if s.style else s.text for s in kept)

@@ -1,6 +1,6 @@
-"""What training under a plan really took, beside what the plan predicted: a run report, and the answer of `verify`.
+"""Output of run reports and of `verify`: measurements of training, compared with the plan's predictions.
 
-Times are compared per stage, peak memory per device: chunks that share one share its allocator.
+Times are compared per stage, peak memory per device, because the chunks of a device share its allocator.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -38,11 +38,11 @@ from planner.show.views.numbers import NOTHING, TimeScale, percent, place_word, 
 
 _Row = list[str | Text]
 _TEXTS: Mapping[Quantity, Callable[[float], str]] = {"bubble": percent, "peak_bytes": format_bytes}
-"""How figures are written that are no times."""
+"""Formats of quantities that are not times."""
 
 
 def run_text(report: RunReport, plan: Plan | None, style: Style) -> str:
-    """What the run took; with the plan it ran under, predicted beside measured, else measured stage by stage."""
+    """Return the measurements of a run, compared with its plan if there is one."""
     parts: list[RenderableType] = [heading(f"run of {len(report.losses)} steps on {pipeline_words(report, plan)}")]
     parts += [_facts(report, style), _steps(report, style)]
     if warning := times_warning(report):
@@ -58,7 +58,7 @@ def run_text(report: RunReport, plan: Plan | None, style: Style) -> str:
 
 
 def comparison_text(plan: Plan, report: RunReport, style: Style) -> str:
-    """Predicted beside measured: the step, forward and backward per stage, and peak memory per device."""
+    """Return predicted and measured values: the step, times of stages, and peaks of devices."""
     return render(style, *_comparison(plan, report, style))
 
 
@@ -90,21 +90,21 @@ def _steps(report: RunReport, style: Style) -> Text:
 
 
 def _measured(report: RunReport, style: Style) -> list[RenderableType]:
-    """Stage by stage: times of a micro-batch, waiting of a step, memory; columns of zeros are left out."""
+    """Return times of a micro-batch, waiting times of a step, and memory, by stage; columns of zeros are left out."""
     view = run_table(report)
     view = view.without(*(name for name in WAITING if not any(view.column(name).values)))
     parts: list[RenderableType] = [drawn(view, style)]
     if any(column.per == "step" for column in view.columns):
-        said = "transfer and idle: waiting in a whole step; other times: of one micro-batch"
+        said = "transfer and idle are per step; other times are per micro-batch"
         parts.append(flow(said.split(), style, gap=" "))
     return parts
 
 
 def _comparison(plan: Plan, report: RunReport, style: Style) -> list[RenderableType]:
     rows: list[_Row | None] = []
-    for what, group in groupby(compared_of(plan, report), key=lambda row: row.what):
-        # The bubble goes with the step.
-        rows += [None] if what not in ("step_us", "bubble") else []
+    for quantity, group in groupby(compared_of(plan, report), key=lambda row: row.what):
+        # The bubble is in the group of the step.
+        rows += [None] if quantity not in ("step_us", "bubble") else []
         rows += _compared(tuple(group), plan)
     return [_table(rows, style), *_notes(plan, report, style)]
 
@@ -115,7 +115,7 @@ def _table(rows: Sequence[_Row | None], style: Style, *more: Column) -> Table:
 
 
 def _compared(rows: Sequence[Compared], plan: Plan) -> Iterator[_Row]:
-    """The rows of one quantity; times in one unit."""
+    """Yield the rows of one quantity, with times in one unit."""
     scale = TimeScale.fitting(time for row in rows for time in (row.predicted, row.measured))
 
     def time(time_us: float) -> str:
@@ -125,18 +125,18 @@ def _compared(rows: Sequence[Compared], plan: Plan) -> Iterator[_Row]:
         text = _TEXTS.get(row.what, time)
         over = (" ! OVER", "bold red") if is_over(row, plan) else ("", "")
         measured = Text(text(row.measured) + over[0], style=over[1])
-        # A bubble is a share itself: a difference of shares in percent would be read as one of points.
+        # A bubble is a percentage; a relative difference of it would be misread as percentage points.
         off = "" if row.what == "bubble" else off_by(row)
         yield [label_of(row, place_word(plan.chunks)), text(row.predicted), measured, off]
 
 
 def _notes(plan: Plan, report: RunReport, style: Style) -> list[Text]:
-    notes = [Text("difference: measured against predicted", style="dim")]
+    notes = [Text("difference: measured relative to predicted", style="dim")]
     if len({run.replica for run in report.stages}) > 1:
         notes.append(Text(f"measured: {OF_REPLICAS}", style="dim"))
     reserve = max(stage.memory.reserve for stage in plan.stages)
     if reserve:
-        notes.append(Text(f"peak memory is without the reserve of {format_bytes(reserve)}", style="dim"))
+        notes.append(Text(f"peak memory excludes the reserve of {format_bytes(reserve)}", style="dim"))
     if ran_other_stages(plan, report):
         count = len({run.index for run in report.stages})
         words = f"the run had other stages than the plan ({count}, planned {len(plan.stages)})"
@@ -145,10 +145,10 @@ def _notes(plan: Plan, report: RunReport, style: Style) -> list[Text]:
 
 
 def verification_text(verification: Verification, style: Style) -> str:
-    """The table with a verdict on every figure that is judged, the notes, what was calibrated, and the answer."""
+    """Return the comparison with a verdict per figure, the notes, the calibration, and the result."""
     rows: list[_Row | None] = []
     for _, group in groupby(verification.compared, key=lambda row: row.what):
-        # What comes after the one row of the step goes with it.
+        # Rows after the step's row belong to its group.
         rows += [None] if len(rows) > 1 else []
         rows += map(_judged, group)
     said = [*verification.notes, *([] if verification.proof is None else [str(verification.proof)])]

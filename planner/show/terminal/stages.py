@@ -1,4 +1,4 @@
-"""The stages of a plan as a table, and what it says about them below."""
+"""Stages of a plan as a table, and the layers that they recompute."""
 
 from bisect import bisect_right
 from itertools import groupby
@@ -21,13 +21,13 @@ _MOST_LINES = 3
 
 
 def stages_drawn(plan: Plan, style: Style) -> Table:
-    """A row per stage, the slowest one marked; with its device where that is not simply the one of the same number."""
+    """Return a row per stage, the slowest one marked; with devices if they differ from the stage's number."""
     with_device = plan.chunks > 1 or has_unlike_devices(plan)
     taken = _DEVICE_COLUMN if with_device else 0
     names = ["stage", *(["placed"] if with_device else []), "layers", "recompute", "forward", "backward"]
-    # What goes in few columns stands in the bars below the table as well.
+    # With few columns, the bars below the table show the memory.
     names += ["memory"] if style.has_room_for(_MEDIUM + taken) else []
-    # A cap is for all chunks of a device together: that is for the bars.
+    # A limit applies to all chunks of a device together, and is shown in the bars.
     names += ["cap", "share"] if plan.chunks == 1 and style.has_room_for(_WIDE + taken) else []
     view = stage_table(plan).pick(*names)
     if plan.chunks > 1:
@@ -36,26 +36,26 @@ def stages_drawn(plan: Plan, style: Style) -> Table:
 
 
 def recomputed_layers(stage: Stage, style: Style) -> Text:
-    """A line (or a few) on a stage that recomputes single layers: which."""
+    """Return a few lines that name the layers that a stage recomputes."""
     names = _names(stage, style)
 
-    def text(kept: int) -> Text:
-        left = len(names) - kept
-        items = [f"{name}," for name in names[: kept - 1]] + names[kept - 1 : kept]
+    def text(count: int) -> Text:
+        left = len(names) - count
+        items = [f"{name}," for name in names[: count - 1]] + names[count - 1 : count]
         more = [f"and {left} more"] if left else []
         return flow([f"stage {stage.index} recomputes", *items, *more], style, gap=" ", indent="  ")
 
-    def lines(kept: int) -> int:
-        return text(kept).plain.count("\n") + 1
+    def lines(count: int) -> int:
+        return text(count).plain.count("\n") + 1
 
-    # A pipe cuts nothing.
+    # Nothing is cut off in a pipe.
     if not style.wrap or lines(len(names)) <= _MOST_LINES:
         return text(len(names))
     return text(max(1, bisect_right(range(1, len(names)), _MOST_LINES, key=lines)))
 
 
 def _names(stage: Stage, style: Style) -> list[str]:
-    """The recomputed layers; three and more whose names count on become one, as `block_4 … block_6 (3)`."""
+    """Return the recomputed layers; three or more with consecutive numbers become one: `block_4 … block_6 (3)`."""
     names = stage.recomputed
     if len(names) == stage.layers:
         return [plain(layer_range(stage.first, stage.last, stage.layers), style)]
@@ -68,6 +68,6 @@ def _names(stage: Stage, style: Style) -> list[str]:
 
 
 def _numbered(name: str) -> tuple[str, int, str]:
-    """What stands before the last number in a name, the number, and what follows it."""
+    """Return the text before the last number in a name, the number, and the text after it."""
     match = fullmatch(r"(.*?)(\d{1,9})(\D*)", name)
     return (match[1], int(match[2]), match[3]) if match else (name, -1, "")

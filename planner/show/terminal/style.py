@@ -1,4 +1,4 @@
-"""How to draw on a given stream: how many columns, which characters, with or without colour."""
+"""Style of the output for a stream: width, characters and colors."""
 
 import os
 from collections.abc import Mapping
@@ -6,36 +6,36 @@ from dataclasses import dataclass
 from typing import Final, TextIO
 
 MIN_WIDTH: Final = 60
-"""Layouts are made for at least as many columns; a narrower terminal breaks the lines itself."""
+"""Smallest width of layouts; narrower terminals break the lines themselves."""
 
 _PIPE_WIDTH: Final = 120
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Glyphs:
-    """The characters beyond letters and digits that pictures are drawn with; by default those of Unicode."""
+    """Characters of pictures other than letters and digits; the defaults are Unicode."""
 
     dot: str = "·"
     arrow: str = "→"
     plus_minus: str = "±"
     mark: str = "◀"
-    """Marks one row of several: the bottleneck stage, the plan that was chosen."""
+    """Mark of one row: the bottleneck stage, or the chosen plan."""
     bar: str = "█"
     rule: str = "─"
     origin: str = "├"
     tick: str = "┼"
     cap: str = "│"
     boxes: tuple[str, ...] = ("░▒", "▓█", "▓█", "─═")
-    """Per kind of what devices compute the fills of a device's chunks, which take turns.
+    """Fills of boxes for each kind of action; the chunks of a device use them in turn.
 
-    A backward and the half of it that others wait for look alike: letters tell them apart.
+    A backward and an input-gradient pass look alike; their letters differ.
     """
     shades: str = "·░▒▓█"
-    """From light to dark, five of them."""
+    """Five shades, from light to dark."""
     levels: str = "▁▂▃▄▅▆▇█"
-    """From low to high."""
+    """Eight levels, from low to high."""
     memory: str = "█▓▒▀▚░▄▌·"
-    """One fill for each kind of `StageMemory.items()`, in that order."""
+    """Fill of each component of `StageMemory.items()`, in that order."""
 
 
 UNICODE: Final = Glyphs()
@@ -58,20 +58,20 @@ ASCII: Final = Glyphs(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Style:
-    """How text is drawn."""
+    """Style of text."""
 
     width: int
     """Columns; pictures fill them, at least `MIN_WIDTH`."""
     unicode: bool
-    """Whether block and line characters may be used; else everything is ASCII."""
+    """True if block and line characters may be used; otherwise all output is ASCII."""
     color: bool
-    """Whether ANSI codes may be used."""
+    """True if ANSI codes may be used."""
     wrap: bool = True
-    """Whether tables must keep within `width`: cells then break over lines and some columns go. Not so in a pipe."""
+    """True if tables must fit into `width`, by breaking cells and dropping columns; false in a pipe."""
 
     @property
     def columns(self) -> int:
-        """Columns that layouts count on."""
+        """Width that layouts use."""
         return max(self.width, MIN_WIDTH)
 
     @property
@@ -79,16 +79,15 @@ class Style:
         return UNICODE if self.unicode else ASCII
 
     def has_room_for(self, columns: int) -> bool:
-        """Whether a table of so many columns may be drawn."""
+        """Return True if a table of this width fits."""
         return not self.wrap or self.columns >= columns
 
 
 def style_for(stream: TextIO, environ: Mapping[str, str] | None = None) -> Style:
-    """The style that suits `stream`: a terminal's own width, in a pipe enough of it that nothing is cut.
+    """Return the style for `stream`: a terminal's own width, or in a pipe enough that nothing is cut.
 
-    COLUMNS overrides both.
-
-    Colour only on a terminal with neither `NO_COLOR` nor `TERM=dumb`; `FORCE_COLOR` overrides both.
+    COLUMNS overrides both. Colors are used only on a terminal without `NO_COLOR` and `TERM=dumb`; `FORCE_COLOR`
+    overrides this.
     """
     env = os.environ if environ is None else environ
     terminal = stream.isatty()
@@ -105,10 +104,10 @@ _MOST_COLUMNS = 9999
 
 
 def _columns(stream: TextIO, env: Mapping[str, str]) -> int:
-    # `shutil.get_terminal_size` asks stdout whatever the stream; COLUMNS comes first there as here.
-    asked = env.get("COLUMNS", "")
-    if asked.isascii() and asked.isdecimal() and asked.strip("0"):
-        return int(asked) if len(asked) < 5 else _MOST_COLUMNS
+    # `shutil.get_terminal_size` asks stdout whatever the stream is; it also reads COLUMNS first.
+    requested = env.get("COLUMNS", "")
+    if requested.isascii() and requested.isdecimal() and requested.strip("0"):
+        return int(requested) if len(requested) < 5 else _MOST_COLUMNS
     try:
         return os.get_terminal_size(stream.fileno()).columns or 80
     except OSError:
@@ -122,7 +121,7 @@ def _wants_color(env: Mapping[str, str], *, terminal: bool) -> bool:
 
 
 def _encodes_blocks(stream: TextIO) -> bool:
-    # All of them, not `█` alone: code page 437 has the blocks and lacks the ellipsis. A StringIO has no encoding.
+    # All characters are tested, because code page 437 has the blocks but no ellipsis. A StringIO has no encoding.
     every = "".join("".join(getattr(UNICODE, name)) for name in Glyphs.__slots__)
     try:
         f"{every}…\u00d7".encode(stream.encoding or "utf-8")

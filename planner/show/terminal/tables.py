@@ -1,4 +1,4 @@
-"""Views as tables of the terminal: times of a kind in one unit, and no more columns than there is room for."""
+"""Tables of the terminal, made from views: one unit per kind of time, and only as many columns as fit."""
 
 from collections.abc import Mapping
 
@@ -12,11 +12,11 @@ from planner.show.terminal.style import Style
 from planner.show.views.table import Column, Table
 
 GAP = 2
-"""Columns between those of a table."""
+"""Spaces between columns."""
 
 
 def drawn(view: Table, style: Style, marks: Mapping[str, tuple[str, str]] | None = None) -> Drawn:
-    """The table; `marks` says by column what follows the values that are marked there, and their look."""
+    """Return the table; `marks` has for each column the suffix of marked values and their look."""
     columns = [grids.Column(header=_header(column, view), number=column.unit != "text") for column in view.columns]
     rows = list(zip(*(_cells(column, view, style, marks or {}) for column in view.columns), strict=True))
     lines: list[tuple[Text, ...] | None] = []
@@ -27,15 +27,15 @@ def drawn(view: Table, style: Style, marks: Mapping[str, tuple[str, str]] | None
 
 
 def fitted(view: Table, style: Style) -> Table:
-    """The columns for which there is room: rather than break numbers, the less important ones go."""
-    kept = view
-    while not style.has_room_for(width_of(kept, style)) and any(column.goes for column in kept.columns):
-        kept = kept.without(max(kept.columns, key=lambda column: column.goes).name)
-    return kept
+    """Return the table without less important columns if it does not fit."""
+    shown = view
+    while not style.has_room_for(width_of(shown, style)) and any(column.goes for column in shown.columns):
+        shown = shown.without(max(shown.columns, key=lambda column: column.goes).name)
+    return shown
 
 
 def width_of(view: Table, style: Style) -> int:
-    """How many columns of the terminal the table takes."""
+    """Return the width of the table in columns of the terminal."""
     widths = (
         max(map(cell_len, (*_header(column, view).split("\n"), *(cell.plain for cell in _cells(column, view, style)))))
         for column in view.columns

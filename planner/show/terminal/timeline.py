@@ -1,13 +1,13 @@
-"""The timeline of one step (Gantt chart): a row per device, device 0 on top, time to the right, idle left blank.
+"""Timeline of one step (Gantt chart): a row per device, device 0 on top, time to the right, idle left blank.
 
     stage 0 F0░░F1░░F2░░            B0▓▓▓▓▓▓B1▓▓▓▓▓▓B2▓▓▓▓▓▓ 25.0 %
     stage 1     F0░░F1░░F2░░B0▓▓▓▓▓▓B1▓▓▓▓▓▓B2▓▓▓▓▓▓          0.0 %
 
-A letter begins each box and the micro-batch follows, where there is room; without room the fill alone tells forward
-from backward. Where devices run several chunks, rows are called devices, `F0.1` is micro-batch 0 on the device's
-chunk 1, and chunks take turns in fill, and in colour in hue. Boxes are exactly to scale: start and end are rounded to
-columns, so boxes never overlap and a box thinner than a column may vanish. At the end of a row stands its bubble: the
-share of time from its first box to its last in which the device computes nothing.
+Each box begins with the letter of its kind and the micro-batch, if they fit. Without them the fill shows the kind. If
+devices run several chunks, rows are named after devices, `F0.1` is micro-batch 0 on the device's chunk 1, and chunks
+differ in fill and hue. Boxes are to scale: start and end are rounded to columns. Boxes never overlap, and a box thinner
+than a column may vanish. A row ends with its bubble: the share of time from its first box to its last in which the
+device computes nothing.
 """
 
 from collections.abc import Mapping, Sequence
@@ -27,66 +27,72 @@ from planner.show.views.numbers import percent, place_word, time_ticks
 from planner.show.views.spans import BUBBLE_WORDS, HUES, REDONE, bubble_of
 
 _BY_LETTER: Mapping[str, ActionKind] = {kind.letter: kind for kind in KINDS.values()}
-"""What devices compute, as events name it; what else an event may be is a transfer."""
+"""Kinds of action by letter, as events name them; other events are transfers."""
 
 _MIN_TICK_COLUMNS = 10
 _REMARK = " with any recomputation"
 BUBBLE_COLUMNS = len(" 17.9 %")
-"""What stands behind a row."""
+"""Width of the bubble after a row."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scale:
-    """Columns for times: 0 to `total_us` lie on `columns`."""
+    """Scale that maps times from 0 to `total_us` to `columns` columns."""
 
     total_us: float
     columns: int
 
     def column(self, time_us: float) -> int:
-        """The column boundary nearest to `time_us`."""
-        # Half always up (Python's `round` goes to even): equal durations may then differ by one column at most.
+        """Return the column boundary nearest to `time_us`."""
+        # Half always rounds up (Python's `round` rounds to even), so equal durations differ by at most one column.
         return floor(time_us * self.columns / self.total_us + 0.5)
 
     def room(self, duration_us: float) -> int:
-        """Columns that a box of that duration has wherever it lies."""
+        """Return the columns that a box of this duration has at any position."""
         return floor(duration_us * self.columns / self.total_us + 1e-9)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Box:
-    """One forward or backward, from column `start` to before column `end`."""
+    """Box of one action, from column `start` to before column `end`."""
 
     kind: str
     micro_batch: int
     start: int
     end: int
     room: int
-    """Columns that its label may take: the same for equal durations, however their edges were rounded."""
+    """Columns available for its label; equal for equal durations, whatever the rounding."""
     chunk: int | None = None
-    """Which of its device's stages it belongs to; None where every device has one."""
+    """Chunk of the device that it belongs to; None if every device has one stage."""
 
     @property
     def name(self) -> str:
-        """`F3`, on chunk 1 of several `F3.1`."""
+        """Label `F3`, or `F3.1` on chunk 1 of several."""
         return self.short_name + ("" if self.chunk is None else f".{self.chunk}")
 
     @property
     def short_name(self) -> str:
-        """`F3` on any chunk."""
+        """Label `F3` on any chunk."""
         return f"{self.kind}{self.micro_batch}"
 
 
 def timeline_parts(events: Sequence[Event], num_devices: int, style: Style) -> list[RenderableType]:
-    """The timeline of a step's events with its time axis and legend, a row for each of K = `num_devices`.
+    """Return the timeline of a step with time axis and legend; transfers are left out.
 
-    Transfers are left out.
+    Args:
+        events: Events of the step.
+        num_devices: K, the number of rows.
+        style: Style of the output.
+
+    Returns:
+        Title, rows, axis and legend.
     """
     computing = [event for event in events if event.kind in _BY_LETTER]
     total_us = max((event.end_us for event in computing), default=0.0)
     if total_us <= 0:
         return [heading("timeline"), "nothing takes any time"]
     chunks = max(event.stage for event in computing) // num_devices + 1
-    # One stage per device: the row is called what tables call it.
+    # With one stage per device, rows have the stages' names, as in tables.
     called = place_word(chunks)
     margin = len(f"{called} {num_devices - 1} ")
     scale = Scale(total_us=total_us, columns=style.columns - margin - BUBBLE_COLUMNS)
@@ -105,7 +111,17 @@ def timeline_parts(events: Sequence[Event], num_devices: int, style: Style) -> l
 
 
 def boxes_of(events: Sequence[Event], device: int, scale: Scale, num_devices: int) -> list[Box]:
-    """The boxes of one of `num_devices` devices, from left to right; none overlap."""
+    """Return the boxes of a device from left to right, without overlap.
+
+    Args:
+        events: Events of the step.
+        device: Index of the device.
+        scale: Scale of time.
+        num_devices: K.
+
+    Returns:
+        The boxes.
+    """
     computed = sorted((e for e in events if e.device == device and e.kind in _BY_LETTER), key=lambda e: e.start_us)
     several = any(event.stage >= num_devices for event in events)
     return [
@@ -122,7 +138,7 @@ def boxes_of(events: Sequence[Event], device: int, scale: Scale, num_devices: in
 
 
 def idle_share(events: Sequence[Event], num_devices: int) -> float:
-    """Share of the devices' time between the start and the last backward in which they compute nothing."""
+    """Return the share of the devices' time, up to the last backward, in which they compute nothing."""
     busy_us = sum(event.end_us - event.start_us for event in events if event.kind in _BY_LETTER)
     total_us = max(event.end_us for event in events if event.kind in _BY_LETTER)
     return 1 - busy_us / (num_devices * total_us)
@@ -153,7 +169,7 @@ def _has_number(box: Box) -> bool:
 
 
 def _has_short_number(box: Box) -> bool:
-    # Some fill must be left, which then tells the chunk.
+    # Some fill must remain visible to show the chunk.
     return box.chunk is not None and len(box.short_name) < box.room < len(box.name)
 
 
@@ -166,7 +182,7 @@ def _label(box: Box) -> str:
 
 
 def _look(box: Box, ink: int | None = None, *, bold: bool = False) -> str:
-    # Ink and paper alike make the fill a solid block in colour, and leave it there for who copies the text.
+    # Text and background have one color: the fill is a solid block, and remains visible in copied text.
     hues = _BY_LETTER[box.kind].terminal
     paper = hues[(box.chunk or 0) % len(hues)][box.micro_batch % 2]
     return f"{'bold ' if bold else ''}color({paper if ink is None else ink}) on color({paper})"

@@ -1,4 +1,4 @@
-"""The verdict on a plan: its findings, the memory of its devices, and whether it fits; and what findings mean."""
+"""Verdicts as text: findings, memory of the devices, and result; and explanations of findings."""
 
 from collections.abc import Iterator, Sequence
 
@@ -18,7 +18,7 @@ _COLORS = {"error": "bold red", "warning": "bold yellow", "note": "bold"}
 
 
 def verdict_text(verdict: Verdict, style: Style) -> str:
-    """Every finding with its hint, what would fit, what differs, the memory of the plan as recomputed, the answer."""
+    """Return the findings with hints, what would fit, the differences, the recomputed memory, and the result."""
     parts: list[RenderableType] = []
     for finding in verdict.findings:
         parts += [*_finding(finding, style), BLANK]
@@ -42,7 +42,7 @@ def _finding(finding: Finding, style: Style) -> Iterator[RenderableType]:
 
 
 def answer(verdict: Verdict) -> str:
-    """Whether it fits, and how many findings there are."""
+    """Return a line that says if the plan fits, with the number of findings."""
     severities = [finding.severity for finding in verdict.findings]
     counts = [counted(severities.count(name), name) for name in ("error", "warning", "note") if name in severities]
     words = "fits" if verdict.fits else _refusal(verdict)
@@ -52,10 +52,10 @@ def answer(verdict: Verdict) -> str:
 def _refusal(verdict: Verdict) -> str:
     errors = [finding.code for finding in verdict.findings if finding.severity == "error"]
     if not errors:
-        return "refused, because warnings count"
+        return "refused, because warnings are errors"
     if verdict.is_over:
         return "does not fit"
-    # Without a recomputed plan nothing was weighed: the plan belongs to another profile.
+    # Without a recomputed plan nothing was checked: the plan belongs to another profile.
     is_stale = any(code.startswith("GP2") for code in errors)
     return "does not fit this profile" if is_stale else f"refused: {rule_of(errors[0]).title}"
 
@@ -66,7 +66,7 @@ def _answer(verdict: Verdict) -> Text:
 
 
 def rules_text(rules: Sequence[Rule], style: Style) -> str:
-    """What each finding means, why it matters, and what to do, under its code."""
+    """Return the meaning, importance and remedy of each finding, below its code."""
     parts: list[RenderableType] = []
     for rule in rules:
         parts.append(heading(plain(f"{rule.code} ({rule.severity}): {rule.title}", style)))

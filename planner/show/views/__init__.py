@@ -1,1 +1,1 @@
-"""What is shown, computed once: typed rows, columns and words that every medium renders in its own way."""
+"""Views: typed rows, columns and texts that are computed once and rendered by every medium."""

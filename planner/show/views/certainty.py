@@ -1,6 +1,6 @@
-"""How sure the figures of a plan are, in words; and no digit of them that is not sure.
+"""Figures of a plan with their error ranges in words, without uncertain digits.
 
-Without a `Certainty` (its profile is not at hand) figures are written as predicted.
+Without a `Certainty` (if the profile is missing), figures are printed as predicted.
 """
 
 from collections.abc import Callable
@@ -14,7 +14,7 @@ from planner.show.views.numbers import percent, rate
 
 
 def step_words(plan: Plan, certainty: Certainty | None) -> str:
-    """The step and its range: `530 ms (500 to 590)`; `about 530 ms` where no such run was timed."""
+    """Return the step time with its range, `530 ms (500 to 590)`; `about 530 ms` if no similar run was measured."""
     step_us = plan.predicted.step_us
     if certainty is None or not step_us:
         return format_us(step_us)
@@ -22,13 +22,13 @@ def step_words(plan: Plan, certainty: Certainty | None) -> str:
     if certainty.step_us is None:
         return f"about {_ending(step_us / unit_us, _digits_end(step_us / unit_us, 2))} {unit}"
     step, low, high = (time_us / unit_us for time_us in (step_us, *certainty.step_us))
-    # A range that is wider than the step leaves it one digit, so that it is not written as nothing.
+    # If the range is wider than the step, one digit of the step is kept.
     end = max(_digits_end(step, 1), min(three_digits_end(step), certain_end(low, high)))
     return f"{_ending(step, end)} {unit} ({_ending(low, end, floor)} to {_ending(high, end, ceil)})"
 
 
 def rate_words(plan: Plan, certainty: Certainty | None) -> str:
-    """Samples per second and their range, by that of the step: `18.6 (15.4 to 19.0)`."""
+    """Return samples per second with the range from that of the step: `18.6 (15.4 to 19.0)`."""
     predicted = plan.predicted
     if certainty is None or not predicted.step_us:
         return rate(predicted.samples_per_s)
@@ -41,7 +41,7 @@ def rate_words(plan: Plan, certainty: Certainty | None) -> str:
 
 
 def peak_words(plan: Plan, certainty: Certainty | None) -> str:
-    """The peak of the fullest device and the most that it may be: `12.4 GiB (at most 13.0)`."""
+    """Return the peak of the fullest device and its upper limit: `12.4 GiB (at most 13.0)`."""
     needs = device_memory(plan.by_device())
     nearest = fullest(needs)
     size_bytes = nearest.total_bytes
@@ -54,29 +54,29 @@ def peak_words(plan: Plan, certainty: Certainty | None) -> str:
 
 
 def why(certainty: Certainty, *, plus_minus: str = "±") -> str:
-    """Where the bounds come from, in one line."""
-    words = [f"how sure: {certainty.source}"]
+    """Return the source of the error ranges, in one line."""
+    words = [f"error ranges: {certainty.source}"]
     if certainty.step_ratio is None:
-        words.append("no such step was ever timed")
+        words.append("no similar step was measured")
     else:
         least, most = (_signed(ratio) for ratio in certainty.step_ratio)
-        words.append(f"steps came out at {least} to {most}")
+        words.append(f"earlier step predictions were off by {least} to {most}")
     if certainty.sampling:
-        words.append(f"layers repeat to {plus_minus}{percent(certainty.sampling)}")
+        words.append(f"layer times vary by {plus_minus}{percent(certainty.sampling)}")
     if certainty.peak_ratio is None:
-        words.append("no such peak was ever measured")
+        words.append("no similar peak was measured")
     else:
-        words.append(f"peaks at {_signed(certainty.peak_ratio)} at most")
+        words.append(f"peaks were off by at most {_signed(certainty.peak_ratio)}")
     if certainty.peak_ratio is not None and certainty.allocator_ratio > 1:
         words.append(f"PyTorch reserves up to {percent(certainty.allocator_ratio - 1)} more")
     return "; ".join(words)
 
 
 def certain_end(low: float, high: float) -> int:
-    """How many digits behind the point are certain of a number from `low` to `high`; below 0: not even those before it.
+    """Return the number of certain decimals of a number from `low` to `high`; negative for tens, hundreds, ….
 
-    By the rule of the Particle Data Group (Review of Particle Physics, Introduction, 5.3): of half the range two digits
-    where its first three are at most 354, else one; the number ends where these do.
+    By the rule of the Particle Data Group (Review of Particle Physics, Introduction, 5.3): half the range gets two
+    digits if its first three are at most 354, otherwise one. The number ends with them.
     """
     half = (high - low) / 2
     if half <= 0:
@@ -89,13 +89,13 @@ _MOST_DIGITS = 9
 
 
 def _digits_end(value: float, digits: int) -> int:
-    """How many digits behind the point `value` has where so many are written in all."""
+    """Return the number of decimals that gives `value` this many significant digits."""
     return digits - 1 - floor(log10(value)) if value > 0 else 0
 
 
 def _ending(value: float, end: int, whole: Callable[[float], int] = round) -> str:
-    """`value` up to so many digits behind the point, or in tens, hundreds, …; `whole` rounds to the last of them."""
-    # What is round but for an error of computing is not rounded up or down.
+    """Return `value` rounded to `end` decimals, or to tens, hundreds, … if negative; `whole` rounds it."""
+    # Numbers that are round except for floating-point errors must not be rounded up or down.
     steps = whole(round(value * 10.0**end, 6))
     return f"{steps / 10.0**end:,.{max(0, end)}f}"
 

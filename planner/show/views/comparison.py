@@ -1,4 +1,4 @@
-"""Plans beside each other, what differs from one to the next, and the plans of many clusters, as tables."""
+"""Tables that compare plans, and that list the plans of a sweep."""
 
 from collections.abc import Callable
 from operator import attrgetter
@@ -14,7 +14,7 @@ from planner.show.views.table import Table, Value, column, table
 
 
 def comparison_table(comparison: Comparison) -> Table:
-    """A row per plan; the last column says by how much it is faster than the first, and whether it is over its caps."""
+    """Return a row per plan; the last column has the speed relative to the first plan, and exceeded limits."""
     first = comparison.plans[0]
     return table(
         comparison.plans,
@@ -33,12 +33,12 @@ def comparison_table(comparison: Comparison) -> Table:
 
 
 def difference_table(change: Difference) -> Table:
-    """A row per stage, and one for the whole step, with its highest peak."""
+    """Return a row per stage, and one for the whole step with its highest peak."""
     rows = [_Change(f"stage {s.index}", s.bytes_before, s.bytes, s.us_before, s.us) for s in change.stages]
     whole = _Change("step", change.peak_bytes_before, change.peak_bytes, change.step_us_before, change.step_us)
     return table(
         [*rows, whole],
-        column("what", "", attrgetter("what")),
+        column("label", "", attrgetter("label")),
         column("bytes_before", "memory\nbefore", attrgetter("bytes_before"), "bytes", goes=2),
         column("bytes", "memory\nnow", attrgetter("bytes"), "bytes"),
         column("more_bytes", "difference", lambda row: _more_bytes(row.bytes_before, row.bytes), "bytes"),
@@ -51,7 +51,7 @@ def difference_table(change: Difference) -> Table:
 class _Change(NamedTuple):
     """Memory and time of a stage, or of the step, before and now."""
 
-    what: str
+    label: str
     bytes_before: int | None
     bytes: int | None
     us_before: float | None
@@ -85,7 +85,7 @@ _NONE = {"none": "does not fit", "unknown": "no plan in time"}
 
 
 def sweep_table(sweep: Sweep) -> Table:
-    """A row per cell, grouped by the number of devices."""
+    """Return a row per cell, grouped by the number of devices."""
     return table(
         sweep.cells,
         column("devices", "devices", attrgetter("devices"), "count"),
@@ -103,12 +103,12 @@ def sweep_table(sweep: Sweep) -> Table:
 
 
 def best_words(sweep: Sweep) -> list[str]:
-    """Which cluster is the smallest, the fastest, and the one that makes most of its devices."""
+    """Return the smallest and the fastest cluster, and the one with most samples per device."""
     if sweep.smallest is None:
-        return ["none of these clusters trains this model"]
+        return ["this model fits on none of these clusters"]
     smallest = sweep.cells[sweep.smallest]
     with_plan = [cell for cell in sweep.cells if cell.plan is not None]
-    # Of clusters that do the same the smallest.
+    # Of equally fast clusters, the smallest is reported.
     fastest = max(with_plan, key=lambda c: (_cell_per_s(c), -c.devices, -c.memory_bytes))
     thriftiest = max(with_plan, key=lambda c: (c.samples_per_device_s, -c.devices, -c.memory_bytes))
     return [
@@ -127,7 +127,7 @@ def _cell_per_s(cell: SweepCell) -> float:
 
 
 def _planned(value: Callable[[Plan], Value]) -> Callable[[SweepCell], Value]:
-    """Reads a value of the cell's plan, if it has one."""
+    """Return a function that reads a value of the cell's plan, or None."""
     return lambda cell: None if cell.plan is None else value(cell.plan)
 
 

@@ -1,4 +1,4 @@
-"""What a run took, stage by stage, and beside it what its plan predicted: rows that terminal and report both draw."""
+"""Measurements of a run by stage, and their comparison with the plan: rows for terminal and report."""
 
 from collections.abc import Mapping
 from operator import attrgetter
@@ -13,10 +13,10 @@ from planner.show.views.table import Table, column, table
 
 HEADERS = ("predicted", "measured", "difference")
 OF_REPLICAS = "the slowest and the largest of the replicas"
-"""Which of the measured figures stand beside those that are predicted of one pipeline."""
+"""Description of the measured figures that are compared with those of one pipeline."""
 
 WAITING = ("recompute", "transfer", "idle")
-"""Columns that some runs have nothing in."""
+"""Columns that are empty in some runs."""
 
 _LABELS: Mapping[Quantity, str] = {
     "step_us": "step",
@@ -30,33 +30,33 @@ _LABELS: Mapping[Quantity, str] = {
 
 
 def label_of(row: Compared, place: str) -> str:
-    """What a figure is called; `place` is the word for where peaks are."""
+    """Return the label of a figure; `place` is the word for where peaks are."""
     label = _LABELS[row.what] + (f" {place}" if row.what == "peak_bytes" else "")
     return label if row.index is None else f"{label} {row.index}"
 
 
 def off_by(row: Compared) -> str:
-    """How far the measured figure lies off the predicted one, where something was measured."""
+    """Return the relative difference between measured and predicted, if something was measured."""
     return difference(row.predicted, row.measured) if row.measured else NOTHING
 
 
 def is_over(row: Compared, plan: Plan) -> bool:
-    """Whether it is a measured peak above what the cap leaves beside the reserve."""
+    """Return True for a measured peak above the memory limit without the reserve."""
     if row.what != "peak_bytes" or row.index is None:
         return False
     chunks = plan.chunks_of(row.index)
-    # The reserve is for what the device's allocator does not see, so the report does not hold it either.
+    # The reserve covers memory that the device's allocator does not see, so the report does not include it.
     return row.measured > chunks[0].memory_bytes - sum(stage.memory.reserve for stage in chunks)
 
 
 def ran_other_stages(plan: Plan, report: RunReport) -> bool:
-    """Whether the run cut the chain elsewhere, so that stages of one number are not of the same layers."""
+    """Return True if the run had other cuts, so that equal stage numbers mean other layers."""
     cuts = [[(stage.first, stage.last) for stage in stages] for stages in (plan.stages, stage_runs(report))]
     return cuts[0] != cuts[1]
 
 
 def pipeline_words(report: RunReport, plan: Plan | None = None) -> str:
-    """Return the number of stages of a run, of devices if its plan puts several on one, and of replicas."""
+    """Return the number of stages of a run, of devices if several stages share one, and of replicas."""
     replicas = len({stage.replica for stage in report.stages})
     stages = counted(len(report.stages) // max(1, replicas), "stage")
     if plan is not None and shares_peaks(plan, report):
@@ -69,17 +69,17 @@ def shares_peaks(plan: Plan, report: RunReport) -> bool:
     return plan.chunks > 1 and not ran_other_stages(plan, report)
 
 
-OF_DEVICES = "peak memory: of the whole device, and so equal for all stages on it"
+OF_DEVICES = "peak memory is that of the whole device, equal for all stages on it"
 
 
 def times_warning(report: RunReport) -> str:
-    """Return a warning where the processes of a run had too little of the cores for its times to say much."""
+    """Return a warning if the processes of a run got too little CPU time for valid measurements."""
     waited = lack_of_cores(report)
-    return f"times are too long: {waited}, as more processes ran than there were free cores" if waited else ""
+    return f"times are too long: {waited}, because there were more processes than free cores" if waited else ""
 
 
 def run_table(report: RunReport) -> Table:
-    """A row per stage of every replica; times of one micro-batch, transfer and idle time of a whole step."""
+    """Return a row per stage of every replica; times are per micro-batch, transfer and idle time per step."""
     halves = (
         column("input_backward", "input\nbackward", attrgetter("backward_input_us"), "us", per="micro-batch"),
         column("weight_backward", "weight\nbackward", attrgetter("backward_weight_us"), "us", per="micro-batch"),

@@ -1,4 +1,4 @@
-"""The memory of every device against its cap, by kind."""
+"""Memory of every device against its limit, by component."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ KINDS = tuple(name for name, _ in StageMemory().items())
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceMemory:
-    """What one device needs, and what it has."""
+    """Required and available memory of one device."""
 
     label: str
     memory: StageMemory
@@ -28,17 +28,17 @@ class DeviceMemory:
 
     @property
     def share(self) -> str:
-        """How much of its cap it needs."""
+        """Required memory in percent of the limit."""
         return share_of_cap(self.total_bytes, self.cap_bytes)
 
     @property
     def need_of_cap(self) -> str:
-        """Need and cap with their units."""
+        """Required memory and limit with their units."""
         return f"{format_bytes(self.total_bytes)} of {format_bytes(self.cap_bytes)}"
 
 
 def device_memory(devices: Sequence[Sequence[Stage]]) -> tuple[DeviceMemory, ...]:
-    """What every device needs; `devices` are the stages of each, whose memory adds up."""
+    """Return the required memory of every device, the sum over its stages."""
     called = place_word(len(devices[0]))
     return tuple(
         DeviceMemory(label=f"{called} {device}", memory=_sum(chunks), cap_bytes=chunks[0].memory_bytes)
@@ -47,22 +47,22 @@ def device_memory(devices: Sequence[Sequence[Stage]]) -> tuple[DeviceMemory, ...
 
 
 def fullest(devices: Sequence[DeviceMemory]) -> DeviceMemory:
-    """The device that is nearest to its cap: its numbers are enough to see what weighs most."""
+    """Return the device that is nearest to its limit."""
     return max(devices, key=lambda device: device.total_bytes / max(1, device.cap_bytes))
 
 
 def kinds_there(devices: Sequence[DeviceMemory]) -> tuple[str, ...]:
-    """The kinds of memory that any device needs."""
+    """Return the components of memory that any device needs."""
     return tuple(kind for kind in KINDS if any(getattr(device.memory, kind) for device in devices))
 
 
 def kind_words(kind: str) -> str:
-    """A kind of memory in words."""
+    """Return a component of memory in words."""
     return kind.replace("_", " ")
 
 
 def share_of_cap(need_bytes: int, cap_bytes: int) -> str:
-    """How much of its cap a device needs, in percent."""
+    """Return the required memory in percent of the limit."""
     return percent(need_bytes / cap_bytes, decimals=0) if cap_bytes else NOTHING
 
 

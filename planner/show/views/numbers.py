@@ -1,54 +1,54 @@
-"""Numbers and words for people: times in one unit, time axes, shares, differences, what things are called."""
+"""Numbers and words for people: times in one unit, time axes, shares, differences, names."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
 from math import ceil, floor, log10
 
 NOTHING = "-"
-"""Stands where there is no number to show."""
+"""Text for a missing number."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TimeScale:
-    """One unit for all the times of a column, so that their digits can be compared."""
+    """Unit for all times of a column, so that their digits can be compared."""
 
     unit: str
     factor: float
-    """Microseconds in the unit."""
+    """Microseconds per unit."""
     decimals: int
 
     @classmethod
     def fitting(cls, times_us: Iterable[float]) -> "TimeScale":
-        """The unit in which the largest of `times_us` has three or four digits; milliseconds unless far off."""
+        """Return the unit in which the largest of `times_us` has three or four digits; usually milliseconds."""
         largest = max(times_us, default=0.0)
         unit, factor = ("us", 1.0) if largest < 1e3 else ("ms", 1e3) if largest < 1e7 else ("s", 1e6)
         decimals = next((d for d, limit in ((3, 10), (2, 100)) if largest / factor < limit), 1)
         return cls(unit=unit, factor=factor, decimals=1 if unit == "us" else decimals)
 
     def text(self, time_us: float) -> str:
-        """The bare number; the unit stands in the header."""
+        """Return the number without unit, which is in the header."""
         return f"{time_us / self.factor:.{self.decimals}f}"
 
 
 def percent(share: float, *, decimals: int = 1) -> str:
-    """A fraction of one as `17.9 %`."""
+    """Return a fraction of one as `17.9 %`."""
     return f"{share * 100:.{decimals}f} %"
 
 
 def rate(per_s: float) -> str:
-    """Samples (or whatever) per second."""
+    """Return a rate per second."""
     return f"{per_s:,.{1 if per_s < 1000 else 0}f}"
 
 
 def difference(predicted: float, measured: float) -> str:
-    """How far `measured` lies above (`+`) or below (`-`) `predicted`, as a share of `predicted`."""
+    """Return the relative difference of `measured` from `predicted`, with sign."""
     if not predicted:
         return NOTHING
     return f"{(measured - predicted) / predicted * 100:+.1f} %"
 
 
 def format_count(count: float) -> str:
-    """A large number with three digits and a decimal prefix: `1.75 G`."""
+    """Return a large number with three digits and a decimal prefix: `1.75 G`."""
     value, prefixes = float(count), iter("kMGTPE")
     prefix = ""
     while abs(value) >= 999.5:
@@ -59,21 +59,21 @@ def format_count(count: float) -> str:
 
 
 def layer_range(first: str, last: str, count: int | None = None) -> str:
-    """Consecutive layers as `block_0 … block_7 (8)`; the count may be unknown."""
+    """Return consecutive layers as `block_0 … block_7 (8)`; the count may be unknown."""
     names = first if first == last else f"{first} … {last}"
     return names if count is None else f"{names} ({count})"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tick:
-    """A mark on the axis."""
+    """Mark on the axis."""
 
     time_us: float
     label: str
 
 
 def time_ticks(total_us: float, most: float) -> tuple[str, tuple[Tick, ...]]:
-    """The unit and at most `most` + 1 round times from 0 to `total_us`, which is above 0."""
+    """Return the unit and at most `most` + 1 round times from 0 to `total_us`, which is above 0."""
     step_us = _nice(total_us / most)
     scale = TimeScale.fitting([total_us])
     count = floor(total_us / step_us * (1 + 1e-9)) + 1
@@ -82,28 +82,28 @@ def time_ticks(total_us: float, most: float) -> tuple[str, tuple[Tick, ...]]:
 
 
 def _nice(least: float) -> float:
-    """The smallest of 1, 2, 5 times a power of ten that is not below `least`."""
+    """Return the smallest of 1, 2, 5 times a power of ten that is at least `least`."""
     power: float = 10.0 ** ceil(log10(least))
     return next(power * part for part in (0.2, 0.5, 1.0) if power * part >= least * (1 - 1e-9))
 
 
 _METHODS = {
-    "dynamic-programming": "dynamic programme",
-    "integer-programming": "integer programme",
+    "dynamic-programming": "dynamic program",
+    "integer-programming": "integer program",
     "simulated": "bounds and simulation",
 }
 
 
 def method_name(method: str) -> str:
-    """How a plan was found, in words; methods of other tools keep the name they have."""
+    """Return the name of a solver's method; methods of other tools keep their names."""
     return _METHODS.get(method, method)
 
 
 def place_word(chunks: int) -> str:
-    """What a row per device is called: as tables call it, where every device has one stage."""
+    """Return the name of rows per device: `stage` if every device has one stage, otherwise `device`."""
     return "stage" if chunks == 1 else "device"
 
 
 def not_measured(how: str) -> str:
-    """What to say of numbers from a profile that was compiled or estimated; nothing of a measured one."""
+    """Return a warning about numbers from a compiled or estimated profile; empty for a measured one."""
     return "" if how == "measured" else f"{how}, not measured: profile on the device before you rely on these numbers"

@@ -1,4 +1,4 @@
-"""What a plan says of itself in words; its stages, and the best plan for each number of micro-batches, as tables."""
+"""Words and tables of a plan: headline, stages, and the best plan for each number of micro-batches."""
 
 from collections.abc import Callable
 from operator import attrgetter
@@ -14,7 +14,16 @@ from planner.show.views.table import Table, Value, column, table
 
 
 def headline(plan: Plan, *, of: str = " \u00d7 ", by: str = " \u00d7 ") -> str:
-    """Schedule, shape and micro-batches in one line; `of` stands before the chunks, `by` before the micro-batches."""
+    """Return schedule, shape and micro-batches in one line.
+
+    Args:
+        plan: The plan.
+        of: Text before the number of chunks.
+        by: Text before the number of micro-batches.
+
+    Returns:
+        The line.
+    """
     shape = counted(plan.num_devices, "stage")
     if plan.chunks > 1:
         shape = f"{counted(plan.num_devices, 'device')}{of}{plan.chunks} chunks"
@@ -25,7 +34,7 @@ def headline(plan: Plan, *, of: str = " \u00d7 ", by: str = " \u00d7 ") -> str:
 
 
 def figures(plan: Plan, certainty: Certainty | None = None) -> tuple[str, str, str]:
-    """What a step takes, what it yields, and how much of it is bubble."""
+    """Return step time, samples per second and bubble in words."""
     return (
         f"step {step_words(plan, certainty)}",
         f"{rate_words(plan, certainty)} samples/s",
@@ -34,17 +43,17 @@ def figures(plan: Plan, certainty: Certainty | None = None) -> tuple[str, str, s
 
 
 def ideal_bubble(plan: Plan) -> str:
-    """The bubble of equal stages in words; nothing of schedules that split the backward, whose W fill it."""
+    """Return the bubble of equal stages in words; empty for split backwards, whose W passes fill it."""
     if schedule_of(plan.schedule, plan.order).splits_backward:
         return ""
     return f"ideal {percent(plan.predicted.ideal_bubble)}"
 
 
 def claim(plan: Plan) -> str:
-    """What the solver proved; nothing of cuts that were given."""
-    solver, asked = plan.solver, plan.inputs.schedule
-    whole = "plan" if asked == "auto" else f"{schedule_of(asked).title} plan"
-    if asked == GIVEN:
+    """Return what the solver proved; empty for given cuts."""
+    solver, schedule = plan.solver, plan.inputs.schedule
+    whole = "plan" if schedule == "auto" else f"{schedule_of(schedule).title} plan"
+    if schedule == GIVEN:
         whole = "plan with this schedule"
     if solver.status == "optimal":
         return f"no {whole} is faster"
@@ -54,16 +63,16 @@ def claim(plan: Plan) -> str:
 
 
 def has_unlike_devices(plan: Plan) -> bool:
-    """Whether it matters which device a stage runs on."""
+    """Return True if devices differ in memory or speed, or were reordered."""
     inputs = plan.inputs
     placed = any(stage.device is not None for stage in plan.stages)
     return placed or len(set(inputs.memory_bytes)) > 1 or len({1.0, *inputs.speeds}) > 1
 
 
 def stage_table(plan: Plan, *, brief: bool = False) -> Table:
-    """A row per stage: the slowest one is marked, and every share that is over its cap.
+    """Return a row per stage; the slowest stage and shares above the limit are marked.
 
-    `brief` shows the ends of every stage and the kind of recomputation alone, not how many layers recompute.
+    `brief` shows only the first and last layer and the kind of recomputation, not the number of recomputed layers.
     """
     slowest = frozenset({plan.predicted.bottleneck_stage} if len(plan.stages) > 1 else ())
     over = frozenset(s.index for s in plan.stages if s.memory.total > s.memory_bytes)
@@ -95,7 +104,7 @@ def _recompute(stage: Stage) -> str:
 
 
 def _placed(stage: Stage, plan: Plan) -> str:
-    """The device, and how fast it is where that is not what was profiled."""
+    """Return the device, and its speed if that differs from the profiled device's."""
     device, speeds = plan.device_of(stage), plan.inputs.speeds
     speed = speeds[device] if device < len(speeds) else 1.0
     return str(device) if speed == 1 else f"{device} ({speed:g}\u00d7)"
@@ -105,12 +114,12 @@ NO_PLAN = "no plan fits"
 
 
 def has_several_replicas(plan: Plan) -> bool:
-    """Whether points differ in more than M."""
+    """Return True if points differ in the number of replicas."""
     return any(point.replicas != 1 for point in plan.frontier)
 
 
 def frontier_table(plan: Plan) -> Table:
-    """A row per point; where no plan fits, M, replicas and b are all that is known."""
+    """Return a row per point; if no plan fits, it has only M, replicas and b."""
     points = plan.frontier
     chosen = (plan.micro_batches, plan.replicas)
     marked = frozenset(n for n, point in enumerate(points) if (point.micro_batches, point.replicas) == chosen)
@@ -132,7 +141,7 @@ def frontier_table(plan: Plan) -> Table:
 
 
 def schedules_table(plan: Plan) -> Table:
-    """A row per schedule that was tried; that of the plan is marked."""
+    """Return a row per schedule that was tried; the plan's schedule is marked."""
     points, cap = plan.schedules, max(plan.inputs.memory_bytes)
     marked = frozenset(n for n, point in enumerate(points) if point.schedule == plan.schedule)
     return table(
@@ -143,20 +152,20 @@ def schedules_table(plan: Plan) -> Table:
         column("step", "step", _fitting("step_us", "none found"), "us", per="step"),
         column("bubble", "bubble", _fitting("bubble"), "percent"),
         column("peak", "peak of the\nfullest device", _fitting("peak_bytes"), "bytes"),
-        column("share", "of its cap", lambda p: share_of_cap(p.peak_bytes, cap) if p.fits else None, "share"),
+        column("share", "of its limit", lambda p: share_of_cap(p.peak_bytes, cap) if p.fits else None, "share"),
         column("fits", "fits", lambda p: "yes" if p.fits else "no"),
     )
 
 
 def untried(plan: Plan) -> str:
-    """Which schedules in halves the table has no row for, and why, in words; empty if it has them all."""
+    """Return a note on split-backward schedules that are missing in the table; empty if none is."""
     tried = {point.schedule for point in plan.schedules}
     missing = [schedule.title for schedule in SPLITTING if schedule.name not in tried]
     if not missing:
         return ""
-    return f"not tried, for want of measured halves of backwards or of layers: {', '.join(missing)}"
+    return f"not tried, because split backward times or layers are missing: {', '.join(missing)}"
 
 
 def _fitting(field: str, otherwise: str | None = None) -> Callable[[FrontierPoint], Value]:
-    """Reads a field of a point where a plan fits."""
+    """Return a function that reads a field of a point, or returns `otherwise` if no plan fits."""
     return lambda point: getattr(point, field) if point.fits else otherwise

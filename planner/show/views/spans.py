@@ -1,7 +1,7 @@
-"""What a device does, in pictures: which look a span has, and what each look means.
+"""Looks of spans in pictures, and their meanings.
 
-A look is a class of the style sheets: the small letter of a kind with the hue of its chunk (`f0`), or `r` and `s` for
-transfers, `o` for the optimizer, `again` for recomputation, which is drawn over its backward.
+A look is a class of the style sheets: the lower-case letter of a kind with the hue of its chunk (`f0`); `r` and `s` for
+transfers; `o` for the optimizer; `again` for recomputation, which is drawn over its backward.
 """
 
 from collections.abc import Iterable, Mapping
@@ -11,22 +11,25 @@ from planner.core.schedule.kinds import KINDS, ActionKind
 from planner.show.step import Span, Step
 
 BY_LABEL: Final[Mapping[str, ActionKind]] = {kind.label: kind for kind in KINDS.values()}
-"""The kinds that devices compute, by what spans call them."""
+"""Kinds of action by label, as in spans."""
 
 HUES: Final = min(len(kind.paper) for kind in KINDS.values())
-"""Looks that chunks take turns in."""
+"""Number of looks that chunks use in turn."""
 
 
 BUBBLE_WORDS: Final = "bubble, from a row's first box to its last"
 REDONE: Final = frozenset(kind.label for kind in KINDS.values() if kind.direction < 0)
-"""The kinds within which activations are computed again."""
+"""Kinds that include recomputation."""
 
 
 def bubble_of(busy_us: Iterable[tuple[float, float]]) -> float:
-    """Share of a device's time, from the start of the first of its actions to the end of the last, without any.
+    """Return the share of a device's time, from its first action to its last, in which it is idle.
 
     Args:
         busy_us: Start and end of each action, in microseconds.
+
+    Returns:
+        The share, from 0 to 1.
     """
     spans = tuple(busy_us)
     if not spans:
@@ -37,7 +40,7 @@ def bubble_of(busy_us: Iterable[tuple[float, float]]) -> float:
 
 
 def bubbles_of(step: Step) -> list[float]:
-    """The bubble of each device."""
+    """Return the bubble of each device."""
     busy: list[list[tuple[float, float]]] = [[] for _ in range(step.num_devices)]
     for span in step.spans:
         if span.kind in BY_LABEL:
@@ -46,45 +49,45 @@ def bubbles_of(step: Step) -> list[float]:
 
 
 def redone_look(step: Step) -> str:
-    """The look of what recomputation is drawn over, on a device's first chunk."""
-    there = {span.kind for span in step.spans if span.recompute_us > 0}
-    return next((_look(kind, 0) for label, kind in BY_LABEL.items() if label in there), "")
+    """Return the look of the boxes with recomputation, on a device's first chunk."""
+    recomputed = {span.kind for span in step.spans if span.recompute_us > 0}
+    return next((_look(kind, 0) for label, kind in BY_LABEL.items() if label in recomputed), "")
 
 
 def look_of(span: Span, num_devices: int) -> str:
-    """The look of a span on one of K = `num_devices` devices."""
+    """Return the look of a span on one of K = `num_devices` devices."""
     kind = BY_LABEL.get(span.kind)
     return span.kind[0] if kind is None else _look(kind, span.stage // num_devices)
 
 
 def number_of(span: Span, step: Step) -> str:
-    """The span's micro-batch as `3`, on chunk 1 of several as `3.1`."""
+    """Return the span's micro-batch as `3`, or as `3.1` on chunk 1 of several."""
     return f"{span.micro_batch}.{span.stage // step.num_devices}" if step.chunks > 1 else str(span.micro_batch)
 
 
 def legend_looks(step: Step, *, has_lanes: bool) -> list[tuple[str, str]]:
-    """Look and words of everything there is in a picture of the step; sends where there is room for lanes."""
-    there = {span.kind for span in step.spans}
+    """Return look and words of everything in a picture of the step; sends only if there are lanes for them."""
+    kinds = {span.kind for span in step.spans}
     chunks = min(step.chunks, HUES)
     looks = [
         (_look(kind, chunk), kind.label + (f", chunk {chunk}" if chunks > 1 else ""))
         for label, kind in BY_LABEL.items()
-        if label in there
+        if label in kinds
         for chunk in range(chunks)
     ]
     if any(span.recompute_us > 0 for span in step.spans):
         looks.append(("again", "recompute, within its backward"))
-    if has_lanes and there & {"send forward", "send backward"}:
+    if has_lanes and kinds & {"send forward", "send backward"}:
         looks.append(("s", "transfer, at the edge towards its receiver"))
-    if "receive" in there:
+    if "receive" in kinds:
         looks.append(("r", "transfer that keeps its receiver busy"))
-    if "optimizer" in there:
+    if "optimizer" in kinds:
         looks.append(("o", "optimizer"))
     return looks
 
 
 def kind_rules(prefix: str = "") -> str:
-    """A line of style rules per kind, one rule for each of its hues; `prefix` stands before every class."""
+    """Return a line of style rules per kind, one rule for each of its hues; `prefix` comes before every class."""
     return "\n".join(
         "".join(f"{prefix}.{_look(kind, hue)}{{color:{kind.paper[hue]}}}" for hue in range(HUES))
         for kind in KINDS.values()
@@ -92,7 +95,7 @@ def kind_rules(prefix: str = "") -> str:
 
 
 def ink_rules() -> str:
-    """The style rules of what is written on boxes of each kind."""
+    """Return the style rules of text on boxes of each kind."""
     return "".join(f".timeline .on-{kind.letter.lower()}{{fill:{kind.ink}}}" for kind in KINDS.values())
 
 

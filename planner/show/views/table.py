@@ -1,4 +1,4 @@
-"""A table of values: what every medium draws in its own way, with its own units, marks and choice of columns."""
+"""Table of values, which every medium renders with its own units, marks and choice of columns."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -9,7 +9,7 @@ from planner.show.views.numbers import NOTHING, TimeScale, percent, rate
 
 Unit = Literal["text", "count", "us", "bytes", "percent", "share", "rate"]
 Value = str | float | None
-"""A string says in words why there is no number; None is nothing to show."""
+"""Value of a cell; a string explains a missing number, and None is nothing."""
 Row = TypeVar("Row")
 
 _TEXTS: Final[Mapping[Unit, Callable[[float], str]]] = {
@@ -25,28 +25,29 @@ _TEXTS: Final[Mapping[Unit, Callable[[float], str]]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Column:
-    """One column."""
+    """Column of a table."""
 
     name: str
-    """Renderers pick the column by it."""
+    """Name by which renderers select the column."""
     title: str
-    """A line feed stands where it may be broken."""
+    """Title; it may be broken at its line feed."""
     values: tuple[Value, ...] = ()
     unit: Unit = "text"
-    """Text stands to the left, all else to the right, even where a value is given in words."""
+    """Unit; text is left-aligned, everything else right-aligned, even values in words."""
     per: str = ""
-    """What times are of: columns of one such share a unit where digits are compared; empty: each has its own."""
+    """Reference of times, such as micro-batch: columns with the same one share a unit; empty: each value has its own.
+    """
     goes: int = 0
-    """The larger, the sooner the column is left out where there is no room; 0 stays in any case."""
+    """Rank for leaving the column out if space is short, the largest first; 0 is never left out."""
     marked: frozenset[int] = frozenset()
-    """Rows in which the value is stressed: what is slowest, chosen, or over its cap."""
+    """Rows whose value is emphasized: the slowest, the chosen, or one above its limit."""
 
     @property
     def heading(self) -> str:
         return self.title.replace("\n", " ")
 
     def texts(self, scale: TimeScale | None = None) -> tuple[str, ...]:
-        """Every value with its unit; without, where `scale` is the unit of the whole column."""
+        """Return every value with its unit; without units if `scale` is the unit of the whole column."""
         text = _TEXTS[self.unit] if scale is None else scale.text
         return tuple(NOTHING if v is None else v if isinstance(v, str) else text(v) for v in self.values)
 
@@ -57,36 +58,36 @@ class Table:
 
     columns: tuple[Column, ...]
     group: int = 0
-    """After how many rows there is a gap; 0 for none."""
+    """Number of rows between gaps; 0 for no gaps."""
 
     def column(self, name: str) -> Column:
-        """The column of that name."""
+        """Return the column with this name."""
         return next(column for column in self.columns if column.name == name)
 
     def pick(self, *names: str) -> "Table":
-        """Some of the columns, in that order."""
+        """Return the table with only these columns, in this order."""
         return replace(self, columns=tuple(map(self.column, names)))
 
     def without(self, *names: str) -> "Table":
-        """The columns but for these."""
+        """Return the table without these columns."""
         return self.pick(*(column.name for column in self.columns if column.name not in names))
 
     def titled(self, **titles: str) -> "Table":
-        """The table with other titles for some columns."""
+        """Return the table with other titles for some columns."""
         return replace(self, columns=tuple(replace(c, title=titles.get(c.name, c.title)) for c in self.columns))
 
     def reworded(self, name: str, texts: Iterable[str], unit: Unit | None = None) -> "Table":
-        """The table with other texts in one column, and its values as words if `unit` says so."""
+        """Return the table with other texts in one column, and another unit if given."""
         values = tuple(texts)
         changed = (replace(c, values=values, unit=unit or c.unit) if c.name == name else c for c in self.columns)
         return replace(self, columns=tuple(changed))
 
     def rows(self) -> tuple[tuple[str, ...], ...]:
-        """Every row as texts, each value with a unit of its own."""
+        """Return every row as texts, each value with its own unit."""
         return tuple(zip(*(column.texts() for column in self.columns), strict=True))
 
     def scales(self) -> Mapping[str, TimeScale]:
-        """The unit of each `per`, in which its largest time has three or four digits."""
+        """Return the unit of each `per`, in which its largest time has three or four digits."""
         times: dict[str, list[float]] = {}
         for column in self.columns:
             if column.per:
@@ -104,11 +105,24 @@ def column(
     goes: int = 0,
     marked: frozenset[int] = frozenset(),
 ) -> tuple[Column, Callable[[Row], Value]]:
-    """A column for `table`, with the fields of `Column`, and how its value is read from a row."""
+    """Return a column for `table`, with the fields of `Column`, and the function that reads its value from a row.
+
+    Args:
+        name: Name of the column.
+        title: Its title.
+        value: Reads the value from a row.
+        unit: Unit of the values.
+        per: Reference of times.
+        goes: Rank for leaving the column out.
+        marked: Rows whose value is emphasized.
+
+    Returns:
+        The column and the function.
+    """
     return Column(name=name, title=title, unit=unit, per=per, goes=goes, marked=marked), value
 
 
 def table(rows: Sequence[Row], *columns: tuple[Column, Callable[[Row], Value]], group: int = 0) -> Table:
-    """The table whose columns hold what is read from each of `rows`."""
+    """Return the table whose columns have the values read from each of `rows`."""
     filled = (replace(column, values=tuple(map(value, rows))) for column, value in columns)
     return Table(columns=tuple(filled), group=group)

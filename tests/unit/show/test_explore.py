@@ -161,7 +161,7 @@ def test_long_lists_are_left_out_but_not_the_plans_own(monkeypatch: pytest.Monke
         ("zbv", {2: [6]})
     ]
     assert not menu.is_complete
-    assert "too long for a page" in explore_html(asked(in_a_v(), (3, 6)))
+    assert "Very long action orders are left out" in explore_html(asked(in_a_v(), (3, 6)))
 
 
 @needs_node
@@ -195,8 +195,8 @@ def test_single_layers_are_refused_in_words(recomputed: tuple[tuple[int, ...], .
     """Beside the handles, and beside the command, which recomputes otherwise than the plan was asked to."""
     planned = plan(recomputed=recomputed)
     layered = replace(planned, inputs=replace(planned.inputs, recompute="layers"))
-    assert "single layers; here whole stages are recomputed" in Page(explore_html(asked(layered))).words
-    assert "`solve --recompute layers`" in " ".join(caveats(layered))
+    assert "single layers; this page recomputes whole stages only" in Page(explore_html(asked(layered))).words
+    assert "`--recompute layers`" in " ".join(caveats(layered))
     plain = plan()
     assert "single layers" not in Page(explore_html(asked(plain))).words
     assert not [*caveats(plain)]

@@ -112,7 +112,7 @@ def test_with_strict_a_warning_is_a_failure() -> None:
     """The formats agree with the exit code."""
     verdict = api.check(gate.plan(), profile=gate.profile(), headroom="9%", strict=True)
     assert ET.fromstring(junit_xml(verdict, PLACE)).get("failures") == "1"
-    assert verdict_text(verdict, WIDE).endswith("refused, because warnings count (1 warning)")
+    assert verdict_text(verdict, WIDE).endswith("refused, because warnings are errors (1 warning)")
 
 
 def _check_sarif(log: dict[str, object]) -> None:

@@ -150,8 +150,8 @@ def test_what_is_missing_is_said():
     """Without profile, frontier or run the section says how to get it."""
     words = Page(page_of(plan(), profiled=False, stepped=False)).words
     assert "The timeline is computed from the profile, which was not found" in words
-    assert "The layers stand in the profile, which was not found" in words
-    assert "solve again with --frontier" in words
+    assert "The profile, which has the layers, was not found" in words
+    assert "gpipe-plan solve --frontier" in words
     assert "--run run.json" in words
 
 

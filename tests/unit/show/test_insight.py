@@ -20,13 +20,13 @@ def test_everything_that_is_known():
     step_us = explained().predicted.step_us
     assert section(explained(), style(100, wrap=False)).splitlines() == [
         "why this plan",
-        "pace      stage 1: forward 2.00 ms, backward 4.00 ms per micro-batch",
-        "tightest  stage 1, 7.00 MiB free of 120 MiB",
-        "what if   1 GB more on every device: no faster",
-        f"          one more device: {format_us(step_us * 0.902)}, 9.8 % faster",
-        f"          links [twice] as fast: {format_us(step_us * 1.01)}, 1.0 % slower",
-        "noise     with measurement noise of ±2.1 %: in 20 drawn profiles this plan was at most 0.4 % slower",
-        "          than the best (mean 0.1 %); the same cuts and M were best in 65 %",
+        "bottleneck  stage 1: forward 2.00 ms, backward 4.00 ms per micro-batch",
+        "tightest    stage 1, 7.00 MiB free of 120 MiB",
+        "what if     1 GB more on every device: no faster",
+        f"            one more device: {format_us(step_us * 0.902)}, 9.8 % faster",
+        f"            links [twice] as fast: {format_us(step_us * 1.01)}, 1.0 % slower",
+        "noise       with measurement noise of ±2.1 %: in 20 drawn profiles this plan was at most 0.4 %",
+        "            slower than the best (mean 0.1 %); the same cuts and M were best in 65 %",
     ]
 
 
@@ -39,8 +39,11 @@ def test_it_comes_last():
 def test_narrow_and_ascii():
     """Long sentences go on below themselves."""
     lines = section(explained(), style(60, unicode=False)).splitlines()
-    assert all(line[:10].strip() in ("why this p", "pace", "tightest", "what if", "noise", "") for line in lines)
-    assert lines[-4].startswith("noise     with measurement noise of +/-2.1 %: in 20 drawn")
+    assert all(
+        line[:12].strip() in ("why this pla", "why this plan", "bottleneck", "tightest", "what if", "noise", "")
+        for line in lines
+    )
+    assert lines[-4].startswith("noise       with measurement noise of +/-2.1 %: in 20 drawn")
 
 
 def test_without_noise_and_questions():
@@ -48,8 +51,8 @@ def test_without_noise_and_questions():
     insight = Insight(pace="the link behind stage 0", tightest_device=0, free_bytes=0)
     assert section(replace(plan(), insight=insight)).splitlines() == [
         "why this plan",
-        "pace      the link behind stage 0",
-        "tightest  stage 0, 0 B free of 120 MiB",
+        "bottleneck  the link behind stage 0",
+        "tightest    stage 0, 0 B free of 120 MiB",
     ]
     assert "why this plan" not in plan_text(plan(), (), WIDE)
 
@@ -57,9 +60,9 @@ def test_without_noise_and_questions():
 def test_devices_of_chunks():
     """Where devices run several stages, it is a device that is tightest; one that is not there does no harm."""
     insight = Insight(pace="stage 4", tightest_device=2, free_bytes=3 * MIB)
-    assert "tightest  device 2, 3.00 MiB free of 120 MiB" in section(replace(interleaved(), insight=insight))
+    assert "tightest    device 2, 3.00 MiB free of 120 MiB" in section(replace(interleaved(), insight=insight))
     odd = replace(insight, tightest_device=17)
-    assert "tightest  device 17, 3.00 MiB free" in section(replace(plan(), insight=odd))
+    assert "tightest    device 17, 3.00 MiB free" in section(replace(plan(), insight=odd))
 
 
 def test_a_step_of_no_time():

@@ -60,7 +60,7 @@ def test_caps_out_of_sight():
     """Under caps far above the needs the bars are drawn to the largest need, and that is said."""
     text = memory_text([stage(cap=10**18, parameters=MIB), stage(1, cap=10**18, parameters=2 * MIB)], style())
     first, second = bars(text)
-    assert "to the largest need (2.00 MiB)" in text
+    assert "to the largest peak (2.00 MiB)" in text
     assert "│" not in text
     assert abs(2 * first.count("█") - second.count("█")) <= 1
 

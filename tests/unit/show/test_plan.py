@@ -51,8 +51,8 @@ def test_headline_of_each_schedule():
     ("solver", "words"),
     [
         (SolverReport(method="exact", status="optimal"), "optimal: no GPipe plan is faster (exact)"),
-        (SolverReport(method="dynamic-programming", status="optimal"), "faster (dynamic programme)"),
-        (SolverReport(method="integer-programming", status="optimal"), "faster (integer programme)"),
+        (SolverReport(method="dynamic-programming", status="optimal"), "faster (dynamic program)"),
+        (SolverReport(method="integer-programming", status="optimal"), "faster (integer program)"),
         (SolverReport(method="simulated", status="feasible", gap=0.1), "(bounds and simulation)"),
         (SolverReport(method="cut", status="feasible", gap=1e-5, lower_bound_us=9.5e3), "gap below 0.1 %: no"),
         (SolverReport(method="cut", status="feasible", gap=0.05, lower_bound_us=9.5e3), "feasible, gap 5.0 %"),

@@ -50,7 +50,7 @@ def test_the_reserve_is_left_out():
     run = report(plan(), peak_factor=1.0)
     text = comparison_text(planned, run, WIDE)
     assert row(text, "peak memory, stage 0").endswith("+0.0 %")
-    assert "without the reserve of 20.0 MiB" in text
+    assert "excludes the reserve of 20.0 MiB" in text
 
 
 def test_peaks_of_chunks_are_compared_by_device():
@@ -70,8 +70,8 @@ def test_stages_that_share_a_device_are_not_devices():
     planned = interleaved()
     text = run_text(report(planned), planned, WIDE)
     assert text.splitlines()[0] == "run of 5 steps on 6 stages on 3 devices"
-    assert "peak memory: of the whole device" in text
-    assert "peak memory: of the whole device" not in run_text(report(plan()), plan(), WIDE)
+    assert "peak memory is that of the whole device" in text
+    assert "peak memory is that of the whole device" not in run_text(report(plan()), plan(), WIDE)
 
 
 def test_a_run_on_too_few_cores_says_so():

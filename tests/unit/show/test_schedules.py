@@ -11,7 +11,7 @@ from tests.unit.show.samples import compared_schedules, in_a_v, profile, step_of
 
 def lines():
     text = plan_text(compared_schedules(), (), style(100))
-    return text[text.index("what each schedule would give") :].splitlines()
+    return text[text.index("best plan of each schedule") :].splitlines()
 
 
 def test_a_row_per_schedule():
