@@ -19,7 +19,7 @@ from planner.core.errors import InfeasibleError
 from planner.core.values.plan import Plan
 from planner.core.values.units import format_bytes
 from planner.model import in_precision, load_model
-from planner.profile import ProfileOptions, profile_model
+from planner.profile import ProfilerOptions, profile_model
 from planner.tpu.extra import versions
 
 MODELS = Path(__file__).parent.parent / "sample_models"
@@ -102,7 +102,7 @@ ROWS = {
 def planned(row: Row) -> Iterator[str]:
     """Table lines: once under the chip's cap, once, if that does not do, with as much memory as it takes."""
     loaded = load_model(str(MODELS / f"{row.model}.py"), settings=row.settings, optimizer="rmsprop")
-    options = ProfileOptions(micro_batch_sizes=row.sizes, device=f"tpu:{row.chip}")
+    options = ProfilerOptions(micro_batch_sizes=row.sizes, device=f"tpu:{row.chip}")
     profile = profile_model(in_precision(loaded, "bf16" if row.dtype == "bf16" else ""), options)
     for cap in (f"tpu:{row.chip}", "1TB"):
         for recompute in ("never",) if row.naive else ("always", "auto"):

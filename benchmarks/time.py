@@ -28,7 +28,7 @@ from planner.device.machine import cpu_name
 from planner.model import load_model
 from planner.model.calling import arguments_of
 from planner.model.load import LoadedModel
-from planner.profile import ProfileOptions, profile_model
+from planner.profile import ProfilerOptions, profile_model
 from planner.solve import Request, solve
 
 SAMPLES = Path(__file__).parents[1] / "sample_models"
@@ -107,7 +107,7 @@ def _typical(loaded: LoadedModel, size: int) -> tuple[list[float], list[float]]:
 
 
 def _of_layers(loaded: LoadedModel, size: int) -> tuple[float, float, float]:
-    layers = profile_model(loaded, ProfileOptions(micro_batch_sizes=(size,), time_budget_s=0.0)).layers
+    layers = profile_model(loaded, ProfilerOptions(micro_batch_sizes=(size,), time_budget_s=0.0)).layers
     forward, backward = sum(layer.forward_us[0] for layer in layers), sum(layer.backward_us[0] for layer in layers)
     return forward, backward, sum(layer.optimizer_us for layer in layers)
 
@@ -146,7 +146,7 @@ def _plans(models: dict[str, LoadedModel]) -> None:
     print("| model | devices | first plan | second plan | regret of the first | regret of the second |")
     print("|---|---|---|---|---|---|")
     for name, loaded in models.items():
-        profiles = [profile_model(loaded, ProfileOptions(), warn=_noted(name)) for _ in range(2)]
+        profiles = [profile_model(loaded, ProfilerOptions(), warn=_noted(name)) for _ in range(2)]
         for devices in (2, 3, 4):
             _print_regrets(name, devices, profiles)
 

@@ -28,7 +28,7 @@ from planner.core.values.balance import Balance, StageBalance
 from planner.core.values.plan import Recompute
 from planner.core.values.profile import Model, Profile
 from planner.model import LoadedModel, in_precision, load_model
-from planner.profile import ProfileOptions, profile_model
+from planner.profile import ProfilerOptions, profile_model
 from planner.profile.structure import find_chain
 from planner.tpu.emitter import emit
 from planner.tpu.extra import expect_no_tpu, versions
@@ -121,7 +121,7 @@ CHOICES: tuple[Recompute, ...] = ("never", "always")
 
 def profile_of(loaded: LoadedModel, size: int) -> Profile:
     """By its single layers."""
-    return profile_model(loaded, ProfileOptions(micro_batch_sizes=(size,), device=f"tpu:{CHIP}"))
+    return profile_model(loaded, ProfilerOptions(micro_batch_sizes=(size,), device=f"tpu:{CHIP}"))
 
 
 def predicted_bytes(profile: Profile, recompute: Recompute, micro_batches: int) -> int:

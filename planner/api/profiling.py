@@ -25,7 +25,7 @@ from planner.core.values.units import parse_us
 if TYPE_CHECKING:
     from planner.core.values.proof import Proof
     from planner.model import LoadedModel
-    from planner.profile import ProfileOptions as Measuring
+    from planner.profile import ProfilerOptions as Measuring
 
 
 @on_model(ProfileOptions)
@@ -171,7 +171,7 @@ def _parsed_options(model: File | Any, options: ProfileOptions) -> _ParsedOption
 
 
 def _measuring(parsed: _ParsedOptions) -> "Measuring":
-    from planner.profile import ProfileOptions as Measuring  # noqa: PLC0415 - torch
+    from planner.profile import ProfilerOptions as Measuring  # noqa: PLC0415 - torch
 
     options = parsed.options
     return Measuring(

@@ -89,7 +89,7 @@ def keep_freed_memory(*, below: int | None = None) -> None:
         return
 
 
-def give_freed_memory_back() -> None:
+def release_freed_memory() -> None:
     """Return to the system, once, the memory that `keep_freed_memory` keeps. Without glibc this does nothing."""
     try:
         ctypes.CDLL("libc.so.6").malloc_trim(0)

@@ -11,13 +11,13 @@ from planner.core.extras import importing
 if TYPE_CHECKING:
     from planner.profile.profiler import InterruptedProfileError, check_optimizer_of, profile_model
     from planner.profile.structure import ModelChange, model_changes
-    from planner.profile.task import ProfileOptions
+    from planner.profile.task import ProfilerOptions
     from planner.profile.units import layer_digests
 
 __all__ = [
     "InterruptedProfileError",
     "ModelChange",
-    "ProfileOptions",
+    "ProfilerOptions",
     "check_optimizer_of",
     "layer_digests",
     "model_changes",
@@ -29,7 +29,7 @@ _imported = imported_when_asked(
     {
         **dict.fromkeys(("InterruptedProfileError", "check_optimizer_of", "profile_model"), "profiler"),
         **dict.fromkeys(("ModelChange", "model_changes"), "structure"),
-        "ProfileOptions": "task",
+        "ProfilerOptions": "task",
         "layer_digests": "units",
     },
 )

@@ -41,8 +41,8 @@ class Exit:
         end: A scalar whose backward is that of all outputs; None if none of them carries a gradient.
     """
 
-    def __init__(self, outputs: Sequence[Any], own: frozenset[int]) -> None:
-        self._own = own
+    def __init__(self, outputs: Sequence[Any], own_storages: frozenset[int]) -> None:
+        self._own_storages = own_storages
         self._gradients: list[Tensor] = []
         self._shapes = {n: (output.new_empty(0), output.shape) for n, output in enumerate(outputs) if _carries(output)}
         carrying = [outputs[n] for n in self._shapes]
@@ -55,13 +55,13 @@ class Exit:
         """
         for n, (like, shape) in self._shapes.items() if not self._gradients else ():
             there = None if behind is None else behind.gradient_of(n)
-            if there is not None and _is_like(there, like, shape) and storage_key(there) not in self._own:
+            if there is not None and _is_like(there, like, shape) and storage_key(there) not in self._own_storages:
                 self._gradients.append(there.fill_(1.0))
             else:
                 self._gradients.append(like.new_ones(shape))
 
 
-def own_memory(unit: Unit) -> frozenset[int]:
+def own_storages_of(unit: Unit) -> frozenset[int]:
     """Return the storages of a unit's parameters and buffers, which must not be overwritten."""
     return frozenset(map(storage_key, (*unit.module.parameters(), *unit.module.buffers())))
 
@@ -71,36 +71,38 @@ def is_small(values: Iterable[Any]) -> bool:
     return sum(value.nbytes for value in values if isinstance(value, Tensor)) <= _SMALL_BYTES
 
 
-def entrance_of(received: UnitInput, before: Sequence[Any] = (), own: frozenset[int] = frozenset()) -> Entrance:
+def entrance_of(
+    received: UnitInput, before: Sequence[Any] = (), own_storages: frozenset[int] = frozenset()
+) -> Entrance:
     """Return the input of a layer: its traced values, in the memory of the previous layer's outputs if those are alike.
 
     Args:
         received: The traced input.
         before: Outputs of the previous layer.
-        own: Storages of that layer's parameters and buffers.
+        own_storages: Storages of that layer's parameters and buffers.
 
     Returns:
         The inputs.
     """
     outputs = before if len(before) == len(received.values) else [None] * len(received.values)
-    values = [_entering(value, output, own) for value, output in zip(received.values, outputs, strict=True)]
+    values = [_entering(value, output, own_storages) for value, output in zip(received.values, outputs, strict=True)]
     carrying = [n for n, value in enumerate(values) if _carries(value) and _is_plain(value)]
     entrance = Entrance(values, carrying, [])
     if carrying:
         leaves = [values[n] for n in carrying]
-        inside = _Entrance.apply(entrance.gradients, *leaves)  # type: ignore[no-untyped-call]
+        inside = _EntranceFunction.apply(entrance.gradients, *leaves)  # type: ignore[no-untyped-call]
         for n, value in zip(carrying, inside, strict=True):
             values[n] = value
     return entrance
 
 
-def _entering(value: Any, output: Any, own: frozenset[int]) -> Any:
+def _entering(value: Any, output: Any, own_storages: frozenset[int]) -> Any:
     """Return a traced input as a new leaf, or as a non-leaf if it is a tensor of another class."""
     if not isinstance(value, Tensor):
         return value
     # A value without a gradient may be a table that the model keeps.
     takes_over = _carries(value) and _carries(output) and output.stride() == value.stride()
-    if takes_over and _is_like(output, value, value.shape) and storage_key(output) not in own:
+    if takes_over and _is_like(output, value, value.shape) and storage_key(output) not in own_storages:
         return _same_memory(output).copy_(value.detach()).requires_grad_()
     leaf = value.detach().clone().requires_grad_(value.requires_grad)
     return leaf if _is_plain(leaf) else leaf.clone()
@@ -131,7 +133,7 @@ def _same_memory(tensor: Tensor) -> Tensor:
         )
 
 
-class _Entrance(torch.autograd.Function):
+class _EntranceFunction(torch.autograd.Function):
     """Takes gradients to the inputs of a layer; autograd would add them up in leaves, which copies some of them."""
 
     @staticmethod

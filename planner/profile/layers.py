@@ -10,7 +10,7 @@ from planner.model.state import collecting_bytes
 from planner.profile.optimizer import OptimizerCost
 from planner.profile.records import Records
 from planner.profile.task import Task
-from planner.profile.timing import Times
+from planner.profile.timing import LayerTimes
 from planner.profile.units import Key
 
 
@@ -31,13 +31,13 @@ class Costs:
     """Transient bytes, for each layer, of the optimizer's step as it moves from the previous layer to it."""
     flops: Mapping[str, int]
     """Operations of a forward at the smallest size."""
-    times: Mapping[Key, Times]
+    times: Mapping[Key, LayerTimes]
     half_times_us: Mapping[Key, tuple[float, float]] = field(default_factory=dict)
     """Times of I and W in microseconds; empty if they were not timed."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Measured:
+class BackendResult:
     """Result of a backend for a model."""
 
     sizes: tuple[int, ...]

@@ -44,7 +44,7 @@ def measure_memory(unit: Unit, received: UnitInput, meter: Meter, buffer_bytes: 
         ModelError: The unit makes sparse gradients.
     """
     # Lazily made objects (cached tables, library workspaces) belong to no micro-batch, so they are made first.
-    _Pass(unit, received, meter)
+    _WholePass(unit, received, meter)
     if any(p.grad is not None and p.grad.is_sparse for p in unit.module.parameters()):
         raise sparse_gradients(f'layer "{unit.name}"')
     unit.module.zero_grad()
@@ -55,8 +55,8 @@ def measure_memory(unit: Unit, received: UnitInput, meter: Meter, buffer_bytes: 
     with unit.keeping_casts():
         # Autocast's copies are made in the first micro-batch's forward, and in its backward their gradients turn into
         # those of the parameters at once; later ones find copies there, and their gradients wait for the end.
-        first = _Pass(unit, received, meter)
-        later = _Pass(unit, received, meter)
+        first = _WholePass(unit, received, meter)
+        later = _WholePass(unit, received, meter)
         end_later = _end_backward_peak(unit, received, meter)
         unit.module.zero_grad()
         attribute_bytes, renewed_bytes = _attribute_bytes(unit, received, meter)
@@ -120,7 +120,7 @@ class _GradientSource(torch.autograd.Function):
         return tuple(like.new_ones(shape) for like, shape in ctx.like)
 
 
-class _Pass:
+class _WholePass:
     """Memory of one forward and backward, relative to what was alive before (inputs included)."""
 
     def __init__(self, unit: Unit, received: UnitInput, meter: Meter) -> None:

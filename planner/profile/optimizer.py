@@ -170,14 +170,14 @@ def boundary_peaks(
 
 
 def _joins(
-    front: Mapping[int, Tensor], behind: Mapping[int, Tensor], places: Mapping[int, tuple[int, int]]
+    front: Mapping[int, Tensor], behind: Mapping[int, Tensor], order: Mapping[int, tuple[int, int]]
 ) -> list[tuple[Tensor, Tensor]]:
-    """Return the pairs of parameters that two layers step in a row and none of them alone; `places` is the order."""
+    """Return the pairs of parameters that two layers step in a row and none of them alone; `order` is the order."""
     both = {**front, **behind}
     return [
         (both[first], both[second])
-        for first, second in pairwise(sorted(both, key=places.__getitem__))
-        if places[first][0] == places[second][0]  # an optimizer steps its groups apart
+        for first, second in pairwise(sorted(both, key=order.__getitem__))
+        if order[first][0] == order[second][0]  # an optimizer steps its groups apart
         and not any({first, second} <= layer.keys() for layer in (front, behind))
     ]
 

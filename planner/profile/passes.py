@@ -22,12 +22,12 @@ from planner.device.machine import CACHE_BYTES
 from planner.model.batch_norm import BatchStatistics
 from planner.model.split_backward import DeferredUses, SplitBackward
 from planner.model.stage import ModelStage
-from planner.profile.crossing import Exit, entrance_of, is_small, own_memory
+from planner.profile.crossing import Exit, entrance_of, is_small, own_storages_of
 from planner.profile.units import Unit, UnitInput
 
 
 @dataclass(frozen=True, kw_only=True)
-class Whole:
+class WholeTimer:
     """Times of forward, and of a whole backward.
 
     Gradients exist, except for those of a large unit: autograd keeps the computed ones, and the time to accumulate as
@@ -50,7 +50,7 @@ class Whole:
         if isinstance(unit.module, ModelStage):
             # A single layer also skips all earlier modules and leaves the model; a stage of several does so only once.
             unit.module.call_at_ends(begun=self.clock.restart, done=self.clock.stop)
-        with self._way():
+        with self._context():
             return self.clock.time_us(forward_of(unit, values, received, outputs=outputs, statistics=self.statistics))
 
     def backward_us(self, unit: Unit, end: Tensor) -> tuple[float, float]:
@@ -62,12 +62,12 @@ class Whole:
             _take_gradients(unit)
         return 0.0, backward_us
 
-    def _way(self) -> AbstractContextManager[Any]:
+    def _context(self) -> AbstractContextManager[Any]:
         return nullcontext()
 
 
 @dataclass(frozen=True, kw_only=True)
-class InHalves(Whole):
+class SplitTimer(WholeTimer):
     """Times of forward with I, and of W: a forward whose backward will be split takes longer.
 
     Its extra work records what the split needs.
@@ -89,7 +89,7 @@ class InHalves(Whole):
             _take_gradients(unit)
         return input_us, weight_us
 
-    def _way(self) -> AbstractContextManager[Any]:
+    def _context(self) -> AbstractContextManager[Any]:
         return self.split.splitting()
 
 
@@ -124,14 +124,14 @@ class Idle:
     received: UnitInput
 
     @classmethod
-    def beside(cls, unit: Unit) -> "Idle":
+    def matching(cls, unit: Unit) -> "Idle":
         """Return one on the same device and in the same precision."""
         values, spec = tree_flatten(torch.zeros(1, device=unit.device, requires_grad=True))
         nothing = replace(unit, name="nothing", module=nn.Identity(), loss_fn=None, digest="")
         return cls(nothing, UnitInput(tuple(values), spec, None))
 
 
-class _Times(NamedTuple):
+class _TurnTimes(NamedTuple):
     """Times of a layer, in microseconds."""
 
     forward_us: float
@@ -148,42 +148,44 @@ class _Turn:
             give_gradients(unit)
         self._unit = unit
         self._received = received
-        self._own = own_memory(unit)
+        self._own_storages = own_storages_of(unit)
         self._entrance = entrance_of(received) if is_small(received.values) else None
         self._outputs: list[Any] = []
         self._exit: Exit | None = None
         self._forward_us = 0.0
         self.is_stage = isinstance(unit.module, ModelStage)
 
-    def forward(self, way: Whole, before: "_Turn | None") -> None:
+    def forward(self, timer: WholeTimer, before: "_Turn | None") -> None:
         """Run the forward; its outputs wait for the next layer."""
         if self._entrance is None:
-            self._entrance = entrance_of(self._received, *(() if before is None else (before._outputs, before._own)))
-        self._forward_us = way.forward_us(self._unit, self._entrance.values, self._received, self._outputs)
+            self._entrance = entrance_of(
+                self._received, *(() if before is None else (before._outputs, before._own_storages))
+            )
+        self._forward_us = timer.forward_us(self._unit, self._entrance.values, self._received, self._outputs)
 
-    def turn_round(self) -> None:
+    def release_tensors(self) -> None:
         """Release inputs and outputs."""
         assert self._entrance is not None
         self._entrance.values.clear()
-        self._exit = Exit(self._outputs, self._own)
+        self._exit = Exit(self._outputs, self._own_storages)
         if is_small(self._outputs):
             self._exit.fill(None)
         self._outputs.clear()
 
-    def backward(self, way: Whole, behind: "_Turn | None") -> _Times:
+    def backward(self, timer: WholeTimer, behind: "_Turn | None") -> _TurnTimes:
         """Run the backward, and return all times."""
         assert self._exit is not None
         if self._exit.end is None:
-            return _Times(self._forward_us, 0.0, 0.0)
+            return _TurnTimes(self._forward_us, 0.0, 0.0)
         self._exit.fill(None if behind is None else behind._entrance)
-        return _Times(self._forward_us, *way.backward_us(self._unit, self._exit.end))
+        return _TurnTimes(self._forward_us, *timer.backward_us(self._unit, self._exit.end))
 
 
-def time_once(way: Whole, unit: Unit, received: UnitInput) -> tuple[float, float]:
+def time_once(timer: WholeTimer, unit: Unit, received: UnitInput) -> tuple[float, float]:
     """Return both times of one micro-batch of a separate layer, in microseconds.
 
     Args:
-        way: Kind of times.
+        timer: Kind of times.
         unit: Layer.
         received: Its input.
 
@@ -193,20 +195,20 @@ def time_once(way: Whole, unit: Unit, received: UnitInput) -> tuple[float, float
     if not is_large(unit):
         give_gradients(unit)
     outputs: list[Any] = []
-    forward_us = way.forward_us(unit, received.non_leaves(), received, outputs)
-    way_out = Exit(outputs, own_memory(unit))
-    if way_out.end is None:
+    forward_us = timer.forward_us(unit, received.non_leaves(), received, outputs)
+    exit_point = Exit(outputs, own_storages_of(unit))
+    if exit_point.end is None:
         return forward_us, 0.0
-    way_out.fill(None)
-    input_us, backward_us = way.backward_us(unit, way_out.end)
+    exit_point.fill(None)
+    input_us, backward_us = timer.backward_us(unit, exit_point.end)
     return forward_us + input_us, backward_us
 
 
-def in_a_row(way: Whole, layers: Sequence[tuple[Unit, UnitInput]], idle: Idle) -> list[tuple[float, float]]:
+def in_a_row(timer: WholeTimer, layers: Sequence[tuple[Unit, UnitInput]], idle: Idle) -> list[tuple[float, float]]:
     """Return both times of neighbors: all their forwards, then all their backwards, as in a stage.
 
     Args:
-        way: Kind of times.
+        timer: Kind of times.
         layers: Layers with their inputs.
         idle: Layer that does nothing.
 
@@ -218,22 +220,22 @@ def in_a_row(way: Whole, layers: Sequence[tuple[Unit, UnitInput]], idle: Idle) -
     middle = len(turns) // 2
     for n, (before, turn) in enumerate(zip([None, *turns], turns, strict=False)):
         if n == middle:
-            nothing.forward(way, None)
-        turn.forward(way, before)
+            nothing.forward(timer, None)
+        turn.forward(timer, before)
     for turn in (*turns, nothing):
-        turn.turn_round()
-    found: list[tuple[_Times, bool]] = []
+        turn.release_tensors()
+    found: list[tuple[_TurnTimes, bool]] = []
     behind = None
     while turns:
         turn = turns.pop()
-        found.append((turn.backward(way, behind), turn.is_stage))
+        found.append((turn.backward(timer, behind), turn.is_stage))
         behind = turn
         if len(turns) == middle:
-            of_nothing = nothing.backward(way, None)
+            of_nothing = nothing.backward(timer, None)
     return [_own_times(times, of_nothing, is_stage=is_stage) for times, is_stage in reversed(found)]
 
 
-def _own_times(times: _Times, of_nothing: _Times, *, is_stage: bool) -> tuple[float, float]:
+def _own_times(times: _TurnTimes, of_nothing: _TurnTimes, *, is_stage: bool) -> tuple[float, float]:
     # The clock of a stage's forward starts at its first layer, after the overhead of reaching it.
     forward_us = times.forward_us if is_stage else max(0.0, times.forward_us - of_nothing.forward_us)
     input_us = max(0.0, times.input_us - of_nothing.input_us)
@@ -243,16 +245,16 @@ def _own_times(times: _Times, of_nothing: _Times, *, is_stage: bool) -> tuple[fl
 def _adding_us(gradient: Tensor, clock: Clock) -> float:
     """Return the time to accumulate a gradient, measured in parts that together exceed every cache."""
     flat = gradient.as_strided((gradient.numel(),), (1,))
-    there = torch.zeros_like(flat[: CACHE_BYTES // flat.element_size()])
+    totals = torch.zeros_like(flat[: CACHE_BYTES // flat.element_size()])
     adding_us = 0.0
-    for part in flat.split(len(there)):
-        beside = there[: len(part)]
-        adding_us += clock.time_us(partial(_add, beside, part))
+    for part in flat.split(len(totals)):
+        existing = totals[: len(part)]
+        adding_us += clock.time_us(partial(_add, existing, part))
     return adding_us
 
 
-def _add(there: Tensor, gradient: Tensor) -> None:
-    there.add_(gradient)
+def _add(total: Tensor, gradient: Tensor) -> None:
+    total.add_(gradient)
 
 
 def is_large(unit: Unit) -> bool:

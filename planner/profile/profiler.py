@@ -22,7 +22,7 @@ from planner.model.shared_memory import has_hooks
 from planner.model.user_errors import place_in_model
 from planner.profile.backends.choice import backend_of
 from planner.profile.structure import find_chain
-from planner.profile.task import Kept, ProfileOptions, Progress, Steps, Task
+from planner.profile.task import Measurements, ProfilerOptions, Progress, Steps, Task
 
 
 class InterruptedProfileError(KeyboardInterrupt):
@@ -35,7 +35,7 @@ class InterruptedProfileError(KeyboardInterrupt):
 
 def profile_model(
     loaded: LoadedModel,
-    options: ProfileOptions,
+    options: ProfilerOptions,
     progress: Progress = lambda *_: None,
     *,
     warn: Callable[[str], None] = lambda _: None,
@@ -72,16 +72,16 @@ def profile_model(
     for text in () if chain.outline is None else (chain.outline.widened, chain.outline.prevented):
         if text:
             warn(text)
-    kept = Kept(header=_header(loaded, chain, backend.described(), options))
+    measurements = Measurements(header=_header(loaded, chain, backend.described(), options))
     if earlier is not None:
-        kept.take_over(earlier, warn)
+        measurements.take_over(earlier, warn)
     task = Task(
         loaded=loaded,
         chain=chain,
         lean=lean,
         buffer_bytes={layer.name: layer.buffer_bytes for layer in chain.layers},
         options=options,
-        kept=kept,
+        measurements=measurements,
         steps=Steps(progress),
         warn=warn,
         note=note,
@@ -90,15 +90,15 @@ def profile_model(
         with untouched(chain.model):
             measured = backend.measure(task)
     except KeyboardInterrupt as error:
-        raise InterruptedProfileError(kept.partial()) from error
+        raise InterruptedProfileError(measurements.partial()) from error
     except Exception as error:
         _raise_of_model(chain.model, error)
         raise
     return Profile(
         generator=GENERATOR,
-        model=kept.header.model,
-        device=kept.header.device,
-        environment=kept.header.environment,
+        model=measurements.header.model,
+        device=measurements.header.device,
+        environment=measurements.header.environment,
         optimizer=loaded.optimizer_name,
         optimizer_peak="sum" if measured.optimizer_peaks_add else "largest",
         micro_batch_sizes=measured.sizes,
@@ -167,7 +167,7 @@ def _put_back(
             buffer.copy_(before)
 
 
-def _header(loaded: LoadedModel, chain: Chain, device: Device, options: ProfileOptions) -> Partial:
+def _header(loaded: LoadedModel, chain: Chain, device: Device, options: ProfilerOptions) -> Partial:
     return Partial(
         generator=GENERATOR,
         model=Model(

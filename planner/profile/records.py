@@ -10,7 +10,7 @@ import torch
 from planner.core.errors import MeasurementError
 from planner.core.values.profile import MemoryDetail, SplitMemory
 from planner.device.kinds import kind_of
-from planner.device.machine import give_freed_memory_back
+from planner.device.machine import release_freed_memory
 from planner.device.meter import Meter
 from planner.model.refusals import TooFewSamplesError, explained_refusals
 from planner.profile.memory import measure_memory
@@ -23,7 +23,7 @@ _MEMORY_PASSES = 10
 
 
 @dataclass(frozen=True, kw_only=True)
-class Job:
+class SizedUnit:
     """Distinct unit at one micro-batch size."""
 
     key: Key
@@ -34,13 +34,13 @@ class Job:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Ways:
+class RecordingHooks:
     """Functions of a backend for recording units."""
 
     device: torch.device
     """Device of the tensors."""
-    record: Callable[[Sequence[Job]], None]
-    """Stores the record of every job in `Task.kept`."""
+    record: Callable[[Sequence[SizedUnit]], None]
+    """Stores the record of every unit in `Task.measurements`."""
     prepare: Callable[[Sequence[Unit]], None] = lambda _: None
     """Called with every layer's unit before the first is run."""
     received: Callable[[UnitInput], UnitInput] = lambda traced: traced
@@ -80,7 +80,7 @@ class Records:
         return {own for (own, _), (name, _) in pairs if name in names}
 
 
-def record_sizes(task: Task, ways: Ways) -> Records:
+def record_sizes(task: Task, hooks: RecordingHooks) -> Records:
     """Trace the units at every size and record their memory.
 
     Raises:
@@ -93,8 +93,8 @@ def record_sizes(task: Task, ways: Ways) -> Records:
     for size in task.options.micro_batch_sizes:
         failed = False
         try:
-            units, jobs = _traced_at(task, ways, units, size)
-            ways.record(jobs)
+            units, sized_units = _traced_at(task, hooks, units, size)
+            hooks.record(sized_units)
         except TooFewSamplesError as error:
             if not task.options.until_memory_ends or size == task.options.micro_batch_sizes[-1]:
                 raise
@@ -106,53 +106,65 @@ def record_sizes(task: Task, ways: Ways) -> Records:
             failed = True
         if failed:
             # Outside of the handler, where the error no longer refers to the tensors of the failed attempt.
-            jobs = []
-            _end_at(task, ways.device, sizes, size)
+            sized_units = []
+            _end_at(task, hooks.device, sizes, size)
             break
-        inputs |= {job.key: job.received for job in jobs}
+        inputs |= {sized.key: sized.received for sized in sized_units}
         sizes.append(size)
-    return Records(units=units, sizes=tuple(sizes), inputs=inputs, memory=task.kept.memory, halves=task.kept.halves)
+    measurements = task.measurements
+    return Records(
+        units=units,
+        sizes=tuple(sizes),
+        inputs=inputs,
+        memory=measurements.memory,
+        halves=measurements.halves,
+    )
 
 
-def record_memory(jobs: Sequence[Job], task: Task, meter: Meter, *, in_halves: bool) -> None:
+def record_memory(sized_units: Sequence[SizedUnit], task: Task, meter: Meter, *, in_halves: bool) -> None:
     """Run and measure each unit without a record.
 
     Args:
-        jobs: Units at one size.
+        sized_units: Units at one size.
         task: The task, which gets the records.
         meter: Meter of the device.
         in_halves: Whether to record split backwards as well.
     """
-    kept = task.kept
-    missing = {job.key: job for job in jobs if job.key not in kept.memory or (in_halves and job.key not in kept.halves)}
-    names = {digest: job.unit.name for (digest, _), job in missing.items()}
+    measurements = task.measurements
+    done = measurements.memory.keys() & measurements.halves.keys() if in_halves else measurements.memory.keys()
+    missing = {sized.key: sized for sized in sized_units if sized.key not in done}
+    names = {digest: sized.unit.name for (digest, _), sized in missing.items()}
     for key in task.steps.each(list(missing), names, passes=_MEMORY_PASSES):
-        job = missing[key]
-        with explained_refusals(f'layer "{job.unit.name}"'):
-            kept.memory[key] = measure_memory(job.unit, job.received, meter, task.buffer_bytes[job.unit.name])
+        sized = missing[key]
+        with explained_refusals(f'layer "{sized.unit.name}"'):
+            measurements.memory[key] = measure_memory(
+                sized.unit, sized.received, meter, task.buffer_bytes[sized.unit.name]
+            )
             if in_halves:
-                kept.halves[key] = measure_split_memory(job.unit, job.received, meter)
+                measurements.halves[key] = measure_split_memory(sized.unit, sized.received, meter)
         # Layers of several sizes leave holes.
-        give_freed_memory_back()
+        release_freed_memory()
 
 
-def _traced_at(task: Task, ways: Ways, first: tuple[Unit, ...], size: int) -> tuple[tuple[Unit, ...], list[Job]]:
-    """Return every layer's unit as it was traced at the first size, and a job of every distinct one at this size.
+def _traced_at(
+    task: Task, hooks: RecordingHooks, first: tuple[Unit, ...], size: int
+) -> tuple[tuple[Unit, ...], list[SizedUnit]]:
+    """Return every layer's unit as it was traced at the first size, and every distinct one at this size.
 
     `first` has the units of the first size; it is empty if this is the first.
     """
-    units, traced = trace_units(task.chain, task.loaded, (size,), ways.device, ghosts=task.lean)
+    units, traced = trace_units(task.chain, task.loaded, (size,), hooks.device, ghosts=task.lean)
     if not first:
         for text in task.loaded.notes:  # they have run, so it is clear what the loss is
             task.note(text)
         first = units
-        ways.prepare(units)
-    jobs: dict[Key, Job] = {}
+        hooks.prepare(units)
+    sized_units: dict[Key, SizedUnit] = {}
     for at_first, unit in zip(first, units, strict=True):
         key = (at_first.digest, size)
-        if key not in jobs:
-            jobs[key] = Job(key=key, unit=unit, received=ways.received(traced[unit.digest, size]))
-    return first, list(jobs.values())
+        if key not in sized_units:
+            sized_units[key] = SizedUnit(key=key, unit=unit, received=hooks.received(traced[unit.digest, size]))
+    return first, list(sized_units.values())
 
 
 def _end_at(task: Task, device: torch.device, fitting: Sequence[int], size: int) -> None:

@@ -25,7 +25,7 @@ from planner.model.split_backward import DeferredUses, SplitBackward
 from planner.profile.memory import start_backward
 from planner.profile.units import Unit, UnitInput
 
-_Held = Literal["nothing", "outputs", "gradients"]
+_HeldElsewhere = Literal["nothing", "outputs", "gradients"]
 """Tensors that other code holds during an I; gradients are held together with their outputs."""
 
 
@@ -40,21 +40,24 @@ def measure_split_memory(unit: Unit, received: UnitInput, meter: Meter) -> Split
     Returns:
         The record.
     """
-    subject = _Subject(unit=unit, received=received, meter=meter)
+    subject = _MeasuredUnit(unit=unit, received=received, meter=meter)
     with unit.keeping_casts(), subject.split.keeping_casts():
         # Autocast's copies of weights belong to no micro-batch, so they are made first.
         with subject.split.splitting():
             unit.run(received.non_leaves(), received)
         unit.module.zero_grad()
-        first = _Halves(subject)
-        first.run_weight_half()
-        later = _Halves(subject)
-        later.run_weight_half()
-        with_output, at_end = _Halves(subject, held="outputs"), _Halves(subject, held="gradients")
+        first = _SplitPass(subject)
+        first.run_weight_backward()
+        later = _SplitPass(subject)
+        later.run_weight_backward()
+        with_output, at_end = (
+            _SplitPass(subject, held_elsewhere="outputs"),
+            _SplitPass(subject, held_elsewhere="gradients"),
+        )
         unit.module.zero_grad()
-        first_with_output = _Halves(subject, held="outputs")
+        first_with_output = _SplitPass(subject, held_elsewhere="outputs")
         unit.module.zero_grad()
-        first_at_end = _Halves(subject, held="gradients")
+        first_at_end = _SplitPass(subject, held_elsewhere="gradients")
         unit.module.zero_grad()
     return SplitMemory(
         held_bytes=max(0, later.held_bytes),
@@ -72,7 +75,7 @@ def measure_split_memory(unit: Unit, received: UnitInput, meter: Meter) -> Split
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Subject:
+class _MeasuredUnit:
     """Unit to be measured, and the objects for that."""
 
     unit: Unit
@@ -81,10 +84,10 @@ class _Subject:
     split: SplitBackward = field(default_factory=SplitBackward)
 
 
-class _Halves:
+class _SplitPass:
     """Memory of one forward, its I, and optionally its W; memory that was alive before and inputs do not count."""
 
-    def __init__(self, subject: _Subject, *, held: _Held = "nothing") -> None:
+    def __init__(self, subject: _MeasuredUnit, *, held_elsewhere: _HeldElsewhere = "nothing") -> None:
         unit, received, split = subject.unit, subject.received, subject.split
         self._subject = subject
         self._alive_bytes = 0
@@ -103,8 +106,8 @@ class _Halves:
         with split.splitting():
             self._run(lambda: outputs.extend(unit.run(values, received)))
         starts: list[tuple[Sequence[Tensor], Sequence[Tensor]]] = []
-        self._run(lambda: starts.append(_start(outputs, held)))
-        engine = list(starts) if held == "gradients" else []
+        self._run(lambda: starts.append(_start(outputs, held_elsewhere)))
+        engine = list(starts) if held_elsewhere == "gradients" else []
         before_bytes = _gradient_bytes(unit)
         self.input_peak_bytes = self._run(lambda: self._deferred.extend(split.backward_input(*starts.pop())))
         made_bytes = _gradient_bytes(unit) - before_bytes
@@ -126,7 +129,7 @@ class _Halves:
         self.held_bytes = self._alive_bytes - made_bytes + self.held_input_bytes
         self.weight_peak_bytes = self.weight_gradient_bytes = 0
 
-    def run_weight_half(self) -> None:
+    def run_weight_backward(self) -> None:
         """Run W."""
         subject = self._subject
         before_bytes = _gradient_bytes(subject.unit)
@@ -142,13 +145,13 @@ class _Halves:
         return peak_bytes
 
 
-def _start(outputs: list[Any], held: _Held) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+def _start(outputs: list[Any], held_elsewhere: _HeldElsewhere) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
     """Return the tensors that a backward starts from, and their gradients; none if no output carries a gradient."""
-    if held == "gradients":
+    if held_elsewhere == "gradients":
         carrying = [output for output in outputs if isinstance(output, Tensor) and output.requires_grad]
         return carrying, [torch.ones_like(output) for output in carrying]
     started = start_backward(outputs)
-    if held == "nothing":
+    if held_elsewhere == "nothing":
         outputs.clear()
     return ([], []) if started is None else ([started], [torch.ones_like(started)])
 

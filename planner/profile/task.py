@@ -15,7 +15,7 @@ Progress = Callable[[str, int, int], None]
 
 
 @dataclass(frozen=True, kw_only=True)
-class ProfileOptions:
+class ProfilerOptions:
     """Options of a profile."""
 
     micro_batch_sizes: tuple[int, ...] = (1, 2, 4, 8)
@@ -62,7 +62,7 @@ class Steps:
 
 
 @dataclass(kw_only=True)
-class Kept:
+class Measurements:
     """Measurements that take long, kept so that an interrupted run can be continued."""
 
     header: Partial
@@ -115,8 +115,8 @@ class Task:
     """True if the model's parameters have no values yet: layers get them when they are measured."""
     buffer_bytes: Mapping[str, int]
     """Bytes of the buffers of every layer, by its name, before it runs: a forward may enlarge them."""
-    options: ProfileOptions
-    kept: Kept
+    options: ProfilerOptions
+    measurements: Measurements
     """Measurements so far, including those of an interrupted run."""
     steps: Steps
     warn: Callable[[str], None]

@@ -21,7 +21,7 @@ from planner.device.clock import Clock, typical_us
 from planner.device.machine import CACHE_BYTES
 from planner.model.batch_norm import BatchStatistics, deferring
 from planner.model.split_backward import SplitBackward
-from planner.profile.passes import Idle, InHalves, Whole, forward_of, give_gradients, in_a_row, is_large
+from planner.profile.passes import Idle, SplitTimer, WholeTimer, forward_of, give_gradients, in_a_row, is_large
 from planner.profile.units import Key, Unit, UnitInput
 
 _WARM_UPS = 2
@@ -41,7 +41,7 @@ Samples = dict[Key, list[tuple[float, float]]]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Times:
+class LayerTimes:
     """Times of one layer at one micro-batch size."""
 
     forward_us: float
@@ -83,31 +83,31 @@ def measure_times(
         if not is_large(unit):
             give_gradients(unit)
     kinds = {digest: cycle(alike) for digest, alike in equal.items()}
-    idle = Idle.beside(units[0])
+    idle = Idle.matching(units[0])
     split = SplitBackward()
     with _no_collection(), units[0].keeping_casts(), split.keeping_casts():
-        whole = Whole(clock=clock, statistics=statistics)
-        in_halves = InHalves(clock=clock, statistics=statistics, split=split)
+        whole_timer = WholeTimer(clock=clock, statistics=statistics)
+        split_timer = SplitTimer(clock=clock, statistics=statistics, split=split)
 
-        def add_to(times: Samples, way: Whole, keys: Sequence[Key]) -> None:
+        def add_to(times: Samples, timer: WholeTimer, keys: Sequence[Key]) -> None:
             announced = progress(keys)
             for stretch in stretches(keys, kept_bytes):
                 layers = [(next(kinds[key[0]]), inputs[key]) for key in islice(announced, len(stretch))]
-                for key, times_us in zip(stretch, in_a_row(way, layers, idle), strict=True):
+                for key, times_us in zip(stretch, in_a_row(timer, layers, idle), strict=True):
                     times[key].append(times_us)
             next(announced, None)  # the last one is done, too
 
-        for way in (whole, in_halves):
+        for timer in (whole_timer, split_timer):
             for stretch in stretches(list(inputs) * _WARM_UPS, kept_bytes):
-                in_a_row(way, [(next(kinds[key[0]]), inputs[key]) for key in stretch], idle)
+                in_a_row(timer, [(next(kinds[key[0]]), inputs[key]) for key in stretch], idle)
         # Both in turn, so that a machine that slows down for a while slows whole and split backwards alike.
         while short := [key for key in inputs if min(len(samples[key]), len(halves[key])) < repeats]:
-            add_to(samples, whole, short)
-            add_to(halves, in_halves, short)
+            add_to(samples, whole_timer, short)
+            add_to(halves, split_timer, short)
         while doubtful():
             gc.collect()
-            add_to(samples, whole, list(inputs) * _BLOCK)
-            add_to(halves, in_halves, list(inputs) * _BLOCK)
+            add_to(samples, whole_timer, list(inputs) * _BLOCK)
+            add_to(halves, split_timer, list(inputs) * _BLOCK)
 
 
 def stretches(keys: Sequence[Key], kept_bytes: Mapping[Key, int]) -> Iterator[list[Key]]:
@@ -124,13 +124,13 @@ def stretches(keys: Sequence[Key], kept_bytes: Mapping[Key, int]) -> Iterator[li
         yield list(stretch)
 
 
-def times_of(samples: Sequence[tuple[float, float]]) -> Times:
+def times_of(samples: Sequence[tuple[float, float]]) -> LayerTimes:
     """Return the times of at least 2 repeats."""
     both = [sum(sample) for sample in samples]
     mean = statistics.fmean(both)
     half_width = 1.96 * statistics.stdev(both) / len(both) ** 0.5
     forward_us, backward_us = (typical_us(times) for times in zip(*samples, strict=True))
-    return Times(forward_us=forward_us, backward_us=backward_us, spread=half_width / mean if mean else 0.0)
+    return LayerTimes(forward_us=forward_us, backward_us=backward_us, spread=half_width / mean if mean else 0.0)
 
 
 def doubt(chain: Sequence[str], samples: Mapping[Key, Sequence[tuple[float, float]]]) -> float:
@@ -151,11 +151,11 @@ def doubt(chain: Sequence[str], samples: Mapping[Key, Sequence[tuple[float, floa
     return max(shares)
 
 
-def half_times_of(samples: Sequence[tuple[float, float]], whole: Times) -> tuple[float, float]:
+def half_times_of(samples: Sequence[tuple[float, float]], whole: LayerTimes) -> tuple[float, float]:
     """Return the times of I and W; I includes the extra time of its forward over one with a whole backward.
 
     Args:
-        samples: Repeats of `InHalves`.
+        samples: Repeats of `SplitTimer`.
         whole: Times of the same layer with a whole backward.
     """
     if not whole.backward_us:

@@ -27,12 +27,12 @@ from planner.core.values.profile import Device, LayerProfile, ProgramMemory
 from planner.core.values.rates import Rates, rates_of
 from planner.model.load import LoadedModel
 from planner.profile.backends.estimated import GhostMeter, as_ghosts_if_lean
-from planner.profile.layers import Costs, Measured, layer_profiles
+from planner.profile.layers import BackendResult, Costs, layer_profiles
 from planner.profile.memory import measure_casts
 from planner.profile.optimizer import OptimizerCost, trained_parameters
-from planner.profile.records import Job, Records, Ways, record_sizes
+from planner.profile.records import RecordingHooks, Records, SizedUnit, record_sizes
 from planner.profile.task import Task
-from planner.profile.timing import Times
+from planner.profile.timing import LayerTimes
 from planner.profile.units import Key
 from planner.tpu.compiler import Compiler
 from planner.tpu.extra import expect_no_tpu
@@ -106,15 +106,17 @@ class CompiledBackend:
     def check_chain(self, *, lean: bool) -> None:
         """Layers may ask for values: then the model has been built whole."""
 
-    def measure(self, task: Task) -> Measured:
+    def measure(self, task: Task) -> BackendResult:
         """Compiles every distinct layer at each size, and the optimizer's step over its parameters."""
         folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "gpipe-plan", "tpu")
         compiler = Compiler(self._chip, self._rates, folder, task.options.repeats)
         rule = rule_of(task.loaded.build_optimizer, list(task.chain.model.parameters()))
         layers: dict[Key, CompiledLayer] = {}
-        ways = Ways(device=self.device, record=partial(_compile, task=task, compiler=compiler, layers=layers))
+        hooks = RecordingHooks(
+            device=self.device, record=partial(_compile, task=task, compiler=compiler, layers=layers)
+        )
         with as_ghosts_if_lean(task):
-            records = record_sizes(task, ways)
+            records = record_sizes(task, hooks)
             distinct = records.distinct
             optimizer = _optimizer_costs(records, compiler, rule)
             costs = Costs(
@@ -127,7 +129,7 @@ class CompiledBackend:
                 boundary_peaks=[0] * len(records.units),
                 flops=dict.fromkeys(distinct, 0),
                 times={
-                    key: Times(forward_us=layers[key].forward_us, backward_us=layers[key].backward_us, spread=0.0)
+                    key: LayerTimes(forward_us=layers[key].forward_us, backward_us=layers[key].backward_us, spread=0.0)
                     for key in records.inputs
                 },
             )
@@ -137,7 +139,7 @@ class CompiledBackend:
         received = list(map(_received, chains))
         last = records.inputs[records.units[-1].digest, records.sizes[-1]]
         num_targets = sum(isinstance(target, Tensor) for target in tree_leaves(last.targets))
-        return Measured(
+        return BackendResult(
             sizes=records.sizes,
             optimizer_peaks_add=False,  # one program steps one array after the other
             layers=tuple(
@@ -155,13 +157,13 @@ class CompiledBackend:
         )
 
 
-def _compile(jobs: Sequence[Job], task: Task, compiler: Compiler, layers: dict[Key, CompiledLayer]) -> None:
+def _compile(jobs: Sequence[SizedUnit], task: Task, compiler: Compiler, layers: dict[Key, CompiledLayer]) -> None:
     """Compiles units at one size; what comes of it goes to `layers`, and to the records."""
     _, size = jobs[0].key
     task.steps.begin(f"{len(jobs)} layers of {size} samples", size * len(jobs))
     for n, layer in compiler.compile([(job.unit, job.received) for job in jobs]):
         layers[jobs[n].key] = layer
-        task.kept.memory[jobs[n].key] = layer.detail()
+        task.measurements.memory[jobs[n].key] = layer.detail()
         task.steps.end(jobs[n].unit.name, size)
 
 

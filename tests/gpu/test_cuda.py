@@ -18,7 +18,7 @@ from planner.device.meter import Usage
 from planner.executor.measure.recorder import WARM_UP_STEPS, Recorder
 from planner.model.chain import chain_of, run_layers
 from planner.model.load import Batch, LoadedModel, to_device
-from planner.profile import ProfileOptions, profile_model
+from planner.profile import ProfilerOptions, profile_model
 from tests.support.measure import loaded_model
 from tests.support.moments import moments_with
 
@@ -85,7 +85,7 @@ def _discard(_value: Any) -> None:
 def test_a_profile_of_the_device() -> None:
     """Every time is positive, the device is named with its memory, and nothing is left behind."""
     before = torch.cuda.memory_allocated()
-    profile = profile_model(loaded(), ProfileOptions(micro_batch_sizes=(64, SIZE), device="cuda", repeats=4))
+    profile = profile_model(loaded(), ProfilerOptions(micro_batch_sizes=(64, SIZE), device="cuda", repeats=4))
     assert (profile.device.kind, profile.device.how) == ("cuda", "measured")
     assert profile.device.name == torch.cuda.get_device_name()
     assert profile.device.memory_bytes > 1 << 30
@@ -110,7 +110,7 @@ def test_the_reserve_is_measured_and_is_no_tensor() -> None:
 def test_composed_memory_is_the_allocators(recompute: Recompute, micro_batches: int) -> None:
     """A stage's predicted peak lies within -1 % and +5 % of `max_memory_allocated` over a real step."""
     offered = loaded()
-    profile = profile_model(offered, ProfileOptions(micro_batch_sizes=(SIZE,), device="cuda", repeats=2))
+    profile = profile_model(offered, ProfilerOptions(micro_batch_sizes=(SIZE,), device="cuda", repeats=2))
     model = offered.build().to(CUDA)
     modules = [layer.module for layer in chain_of(model).layers]
     optimizer = offered.build_optimizer(model.parameters())

@@ -10,7 +10,7 @@ from torch.utils._pytree import tree_flatten
 from planner.core.values.profile import MemoryDetail, Profile, Setting
 from planner.device.meter import CpuMeter
 from planner.model.load import Batch, LoadedModel
-from planner.profile import ProfileOptions, profile_model
+from planner.profile import ProfilerOptions, profile_model
 from planner.profile.memory import measure_memory
 from planner.profile.units import Unit, UnitInput
 
@@ -62,7 +62,7 @@ def loaded_model(
 
 def profile_of_model(loaded: LoadedModel, *, sizes: Sequence[int] = (2,), repeats: int = 2) -> Profile:
     """Its profile on one CPU thread."""
-    return profile_model(loaded, ProfileOptions(micro_batch_sizes=tuple(sizes), repeats=repeats, time_budget_s=0.0))
+    return profile_model(loaded, ProfilerOptions(micro_batch_sizes=tuple(sizes), repeats=repeats, time_budget_s=0.0))
 
 
 def memory_of(module: nn.Module, value: Any) -> MemoryDetail:

@@ -12,7 +12,7 @@ from planner.device.kinds import DEVICE_KINDS
 from planner.model.load import LoadedModel
 from planner.profile.backends.estimated import EstimatedBackend
 from planner.profile.backends.measured import MeasuredBackend
-from planner.profile.layers import Measured
+from planner.profile.layers import BackendResult
 from planner.profile.task import Task
 
 _ESTIMATE = "estimate:"
@@ -28,7 +28,7 @@ class Backend(Protocol):
         """Return the device that the numbers belong to, and how they are found."""
         ...
 
-    def measure(self, task: Task) -> Measured:
+    def measure(self, task: Task) -> BackendResult:
         """Return time and memory of every layer at every size.
 
         Raises:

@@ -36,7 +36,7 @@ from planner.model.optimizers import ModelOptimizer
 from planner.model.split_backward import SplitBackward
 from planner.model.stage import ModelStage
 from planner.profile.idle import idle_parameters, stepped_parameters
-from planner.profile.layers import Costs, Measured, layer_profiles
+from planner.profile.layers import BackendResult, Costs, layer_profiles
 from planner.profile.memory import measure_casts
 from planner.profile.optimizer import (
     OptimizerCost,
@@ -45,11 +45,11 @@ from planner.profile.optimizer import (
     measure_optimizer,
     trained_parameters,
 )
-from planner.profile.passes import InHalves, Whole, time_once
-from planner.profile.records import Records, Ways, record_memory, record_sizes
+from planner.profile.passes import SplitTimer, WholeTimer, time_once
+from planner.profile.records import RecordingHooks, Records, record_memory, record_sizes
 from planner.profile.rewriting import rewritten_bytes
 from planner.profile.task import Task
-from planner.profile.timing import Times, half_times_of
+from planner.profile.timing import LayerTimes, half_times_of
 from planner.profile.units import Key, Unit, UnitInput
 
 _LAUNCH_US = 3.0
@@ -92,12 +92,14 @@ class EstimatedBackend:
                 hint="measure it: `--device cuda` on the machine that has one, or `--device cpu`",
             )
 
-    def measure(self, task: Task) -> Measured:
+    def measure(self, task: Task) -> BackendResult:
         """Estimate every distinct layer once at each size: the estimates do not vary."""
         meter, clock = GhostMeter(), RooflineClock(self._rates)
-        ways = Ways(device=self.device, record=partial(record_memory, task=task, meter=meter, in_halves=True))
+        hooks = RecordingHooks(
+            device=self.device, record=partial(record_memory, task=task, meter=meter, in_halves=True)
+        )
         with as_ghosts_if_lean(task):
-            records = record_sizes(task, ways)
+            records = record_sizes(task, hooks)
             peaks_add = _peaks_add(task)
             whole = ModelOptimizer(task.loaded.build_optimizer, task.chain.model.parameters())
             units, idle = records.units, idle_parameters(task, records)
@@ -127,7 +129,7 @@ class EstimatedBackend:
                 times=times,
                 half_times_us=half_times_us,
             )
-            return Measured(sizes=records.sizes, optimizer_peaks_add=peaks_add, layers=layer_profiles(task, costs))
+            return BackendResult(sizes=records.sizes, optimizer_peaks_add=peaks_add, layers=layer_profiles(task, costs))
 
 
 @contextmanager
@@ -245,16 +247,16 @@ def _optimizer_cost(
 
 def _times(
     task: Task, records: Records, clock: RooflineClock
-) -> tuple[dict[Key, Times], dict[Key, tuple[float, float]]]:
+) -> tuple[dict[Key, LayerTimes], dict[Key, tuple[float, float]]]:
     """Return the times of every distinct layer, and those of its I and W."""
     times, half_times_us = {}, {}
-    whole = Whole(clock=clock, statistics=BatchStatistics())
-    in_halves = InHalves(clock=clock, statistics=BatchStatistics(), split=SplitBackward())
+    whole = WholeTimer(clock=clock, statistics=BatchStatistics())
+    split_timer = SplitTimer(clock=clock, statistics=BatchStatistics(), split=SplitBackward())
     for key in task.steps.each(list(records.inputs), records.names):
         unit, received = records.distinct[key[0]], records.inputs[key]
         forward_us, backward_us = time_once(whole, unit, received)
-        times[key] = Times(forward_us=forward_us, backward_us=backward_us, spread=0.0)
-        half_times_us[key] = half_times_of([time_once(in_halves, unit, received)], times[key])
+        times[key] = LayerTimes(forward_us=forward_us, backward_us=backward_us, spread=0.0)
+        half_times_us[key] = half_times_of([time_once(split_timer, unit, received)], times[key])
     return times, half_times_us
 
 

@@ -10,7 +10,7 @@ import torch
 from planner.core.values.profile import Device, MemoryDetail
 from planner.device.clock import Clock
 from planner.device.kinds import kind_of
-from planner.device.machine import give_freed_memory_back, keep_freed_memory
+from planner.device.machine import keep_freed_memory, release_freed_memory
 from planner.device.meter import Meter
 from planner.model.batch_norm import deferring
 from planner.model.lean import fill
@@ -18,7 +18,7 @@ from planner.model.load import LoadedModel
 from planner.model.optimizers import ModelOptimizer
 from planner.profile.flops import forward_flops
 from planner.profile.idle import idle_parameters, stepped_parameters
-from planner.profile.layers import Costs, Measured, layer_profiles
+from planner.profile.layers import BackendResult, Costs, layer_profiles
 from planner.profile.memory import measure_casts
 from planner.profile.optimizer import (
     OptimizerCost,
@@ -27,11 +27,11 @@ from planner.profile.optimizer import (
     measure_optimizer,
     peaks_add,
 )
-from planner.profile.records import Records, Ways, record_memory, record_sizes
+from planner.profile.records import RecordingHooks, Records, record_memory, record_sizes
 from planner.profile.rewriting import rewritten_bytes
 from planner.profile.task import Task
 from planner.profile.timing import (
-    Times,
+    LayerTimes,
     doubt,
     enough_to_leave_the_cache,
     half_times_of,
@@ -62,26 +62,26 @@ class MeasuredBackend:
     def check_chain(self, *, lean: bool) -> None:
         """Accept any layers: they get values."""
 
-    def measure(self, task: Task) -> Measured:
+    def measure(self, task: Task) -> BackendResult:
         """Measure memory first, while nothing else is allocated; then times."""
         meter, clock = self._kind.meter(), self._kind.clock(task.options.threads)
-        ways = Ways(
+        hooks = RecordingHooks(
             device=self.device,
             prepare=partial(_fill, task, self.device),
             received=partial(with_values, device=self.device),
             record=partial(record_memory, task=task, meter=meter, in_halves=True),
         )
-        records = record_sizes(task, ways)
-        give_freed_memory_back()
+        records = record_sizes(task, hooks)
+        release_freed_memory()
         if not self._kind.has_own_memory:
             keep_freed_memory()
         casts_bytes = records.of_each(partial(measure_casts, meter=meter))
         rewritten = records.of_each(rewritten_bytes)
         idle = idle_parameters(task, records)
         before = _optimizer_costs(task, records, idle, meter=meter, clock=clock)
-        give_freed_memory_back()
+        release_freed_memory()
         times = _times(task, records, clock)
-        give_freed_memory_back()
+        release_freed_memory()
         # Again at another time: the machine may have been busy during the few steps in a row.
         after = _optimizer_costs(task, records, idle, meter=meter, clock=clock)
         updating_us = statistics_us(
@@ -100,9 +100,11 @@ class MeasuredBackend:
             boundary_peaks=_boundary_peaks(task, records, idle, device=self.device, meter=meter),
             flops=records.of_each(forward_flops),
             times=times,
-            half_times_us={key: half_times_of(task.kept.half_samples[key], times[key]) for key in records.inputs},
+            half_times_us={
+                key: half_times_of(task.measurements.half_samples[key], times[key]) for key in records.inputs
+            },
         )
-        return Measured(
+        return BackendResult(
             sizes=records.sizes,
             optimizer_peaks_add=_peaks_add(task, records, meter),
             layers=layer_profiles(task, costs),
@@ -156,7 +158,7 @@ def _peaks_add(task: Task, records: Records, meter: Meter) -> bool:
     return peaks_add(largest.module, _whole(task), meter=meter)
 
 
-def _times(task: Task, records: Records, clock: Clock) -> dict[Key, Times]:
+def _times(task: Task, records: Records, clock: Clock) -> dict[Key, LayerTimes]:
     """Repeat until the chain's time is known well enough, or the time budget is used up."""
     started, budget_s = time.monotonic(), task.options.time_budget_s
 
@@ -172,7 +174,7 @@ def _times(task: Task, records: Records, clock: Clock) -> dict[Key, Times]:
             return False
         return share >= _DOUBT
 
-    samples, halves = task.kept.samples, task.kept.half_samples
+    samples, halves = task.measurements.samples, task.measurements.half_samples
     for key in records.inputs:
         samples.setdefault(key, [])
         halves.setdefault(key, [])
@@ -198,5 +200,5 @@ def _kept_bytes(detail: MemoryDetail) -> int:
 
 
 def _doubt(task: Task, records: Records) -> float:
-    samples = {key: task.kept.samples[key] for key in records.inputs}
+    samples = {key: task.measurements.samples[key] for key in records.inputs}
     return doubt([unit.digest for unit in records.units], samples)

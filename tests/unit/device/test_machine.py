@@ -7,7 +7,7 @@ import pytest
 
 MEASURED = """
 import torch
-from planner.device.machine import give_freed_memory_back, keep_freed_memory
+from planner.device.machine import release_freed_memory, keep_freed_memory
 
 def resident_bytes():
     return int(open("/proc/self/statm").read().split()[1]) * 4096
@@ -17,7 +17,7 @@ before = resident_bytes()
 tensor = torch.ones(2**25)
 del tensor
 kept = resident_bytes() - before
-give_freed_memory_back()
+release_freed_memory()
 print(kept, resident_bytes() - before)
 """
 

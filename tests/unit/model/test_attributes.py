@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from planner.model.attributes import Attributes
 from planner.model.chain import chain_of
 from planner.model.nests import tensors_in
-from planner.profile import ProfileOptions, profile_model
+from planner.profile import ProfilerOptions, profile_model
 from tests.support.cutting import Compared, compare
 from tests.support.measure import loaded_model
 
@@ -251,7 +251,7 @@ def test_why_there_are_few_cuts_is_told() -> None:
     assert not followed.prevented
     warned: list[str] = []
     loaded = loaded_model(Hiding(), values)
-    profile_model(loaded, ProfileOptions(micro_batch_sizes=(1,), repeats=2, time_budget_s=0.0), warn=warned.append)
+    profile_model(loaded, ProfilerOptions(micro_batch_sizes=(1,), repeats=2, time_budget_s=0.0), warn=warned.append)
     assert outline.prevented in warned
 
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from planner.core.errors import ModelError
 from planner.model.default_loss import DefaultLoss
 from planner.model.load import LoadedModel, model_of
-from planner.profile import ProfileOptions, profile_model
+from planner.profile import ProfilerOptions, profile_model
 
 WORDS, WIDTH = 11, 8
 
@@ -122,7 +122,7 @@ def test_what_could_be_several_losses_is_refused(answer: Callable[[Tensor, Tenso
         loaded(model).chain(model)
     assert "define `loss_fn(output, target)`" in refused.value.hint
     with pytest.raises(ModelError, match=message):
-        profile_model(loaded(model), ProfileOptions(micro_batch_sizes=(1,), repeats=2))
+        profile_model(loaded(model), ProfilerOptions(micro_batch_sizes=(1,), repeats=2))
 
 
 class Split(nn.Module):
@@ -140,5 +140,5 @@ def test_the_loss_of_a_sequential_is_known_with_its_chain() -> None:
     without.chain(model)
     assert 'output "1"' in without.notes[0]
     told: list[str] = []
-    profile_model(without, ProfileOptions(micro_batch_sizes=(1,), repeats=2, time_budget_s=0.0), note=told.append)
+    profile_model(without, ProfilerOptions(micro_batch_sizes=(1,), repeats=2, time_budget_s=0.0), note=told.append)
     assert told == list(without.notes)

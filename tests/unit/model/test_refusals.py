@@ -16,7 +16,7 @@ from planner.executor.run.parts import size_of
 from planner.executor.run.shapes import shapes_of
 from planner.model.chain import chain_of
 from planner.model.load import Batch, load_model
-from planner.profile import ProfileOptions, profile_model
+from planner.profile import ProfilerOptions, profile_model
 from planner.profile.structure import find_chain
 from tests.support.measure import loaded_model, profile_of_model
 
@@ -255,7 +255,7 @@ class Shrinking(nn.Module):
 
 def profile_of(sizes: tuple[int, ...], *, auto: bool, warned: list[str]) -> Profile:
     """It is measured at these sizes, or at those of them that do."""
-    options = ProfileOptions(micro_batch_sizes=sizes, repeats=2, time_budget_s=0.0, until_memory_ends=auto)
+    options = ProfilerOptions(micro_batch_sizes=sizes, repeats=2, time_budget_s=0.0, until_memory_ends=auto)
     loaded = loaded_model(Shrinking, lambda size: torch.randn(size, 4, 8, 8))
     return profile_model(loaded, options, warn=warned.append)
 

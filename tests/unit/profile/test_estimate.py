@@ -22,7 +22,7 @@ from planner.core.values.profile import Profile
 from planner.core.values.rates import RATES, rates_of
 from planner.model.ghosts import ghost_like
 from planner.model.load import LoadedModel
-from planner.profile import ProfileOptions, profile_model
+from planner.profile import ProfilerOptions, profile_model
 from planner.profile.backends.estimated import GhostMeter, RooflineClock
 from planner.show.terminal.profile import profile_text
 from planner.show.terminal.style import Style
@@ -34,7 +34,7 @@ from tests.zoo.real_models import REAL_MODELS
 
 def estimated(loaded: LoadedModel, *sizes: int, device: str = "h100") -> Profile:
     """A profile for a device that is not here."""
-    return profile_model(loaded, ProfileOptions(micro_batch_sizes=sizes, device=f"estimate:{device}"))
+    return profile_model(loaded, ProfilerOptions(micro_batch_sizes=sizes, device=f"estimate:{device}"))
 
 
 def blocks() -> nn.Sequential:

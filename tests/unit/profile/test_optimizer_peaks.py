@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable
 from functools import partial
+from importlib import import_module
 from itertools import pairwise
 
 import pytest
@@ -14,7 +15,7 @@ from planner.core.values.profile import Profile
 from planner.device.clock import CpuClock
 from planner.device.meter import CpuMeter
 from planner.model.optimizers import ModelOptimizer
-from planner.profile import ProfileOptions, profile_model
+from planner.profile import ProfilerOptions, profile_model
 from planner.profile.optimizer import boundary_peaks, measure_optimizer
 from tests.support.measure import loaded_model, profile_of_model
 from tests.support.moments import moments_with
@@ -134,7 +135,7 @@ class Heads(nn.Module):
 
 
 def profile_of_heads(device: str, *, shared: bool) -> Profile:
-    options = ProfileOptions(micro_batch_sizes=(2,), repeats=2, time_budget_s=0.0, device=device)
+    options = ProfilerOptions(micro_batch_sizes=(2,), repeats=2, time_budget_s=0.0, device=device)
     loaded = loaded_model(partial(Heads, shared=shared), 16, build_optimizer=OPTIMIZERS["adam"])
     profile = profile_model(loaded, options)
     assert profile.layers[1].digest == profile.layers[2].digest
@@ -178,7 +179,7 @@ def test_only_parameters_that_are_stepped_in_a_row_meet() -> None:
 
 def test_a_part_of_large_parameters_stands_for_all_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
     """The largest and a smaller one: measured in equal shares, the largest has the transient that it has as a whole."""
-    monkeypatch.setattr("planner.profile.optimizer._MOST_NUMBERS", 128 * 40)
+    monkeypatch.setattr(import_module("planner.profile.optimizer"), "_MOST_NUMBERS", 128 * 40)
     layer = nn.Sequential(nn.Linear(128, 80, bias=False), nn.Linear(80, 8), nn.Linear(128, 40))
     whole = ModelOptimizer(torch.optim.Adam, layer.parameters())
     cost = measure_optimizer(layer, whole, meter=CpuMeter(), clock=CpuClock(1), repeats=1)

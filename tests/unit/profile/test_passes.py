@@ -11,8 +11,8 @@ from torch.utils._pytree import tree_flatten
 from planner.device.cpu import Cpu
 from planner.model.batch_norm import BatchStatistics
 from planner.model.split_backward import SplitBackward
-from planner.profile.crossing import Exit, entrance_of, own_memory
-from planner.profile.passes import Idle, InHalves, Whole, in_a_row
+from planner.profile.crossing import Exit, entrance_of, own_storages_of
+from planner.profile.passes import Idle, SplitTimer, WholeTimer, in_a_row
 from planner.profile.timing import stretches
 from planner.profile.units import Unit, UnitInput
 from tests.support.measure import loaded_model, profile_of_model
@@ -76,22 +76,22 @@ class Ticks:
         """Nobody works behind."""
 
 
-def ways() -> list[Whole]:
+def ways() -> list[WholeTimer]:
     """Backwards whole, and in halves."""
     clock, collected = Ticks(), BatchStatistics()
     return [
-        Whole(clock=clock, statistics=collected),
-        InHalves(clock=clock, statistics=collected, split=SplitBackward()),
+        WholeTimer(clock=clock, statistics=collected),
+        SplitTimer(clock=clock, statistics=collected, split=SplitBackward()),
     ]
 
 
 @pytest.mark.parametrize("way", ways(), ids=["whole", "in halves"])
-def test_all_forwards_come_before_all_backwards(way: Whole) -> None:
+def test_all_forwards_come_before_all_backwards(way: WholeTimer) -> None:
     """As in a stage; what starting the clock takes is nobody's, and the layer that tells it is not among the times."""
     notes: list[str] = []
     units = [unit_of(Watched(name, notes), name) for name in "abc"]
     layers = [(unit, given(traced(*LARGE))) for unit in units]
-    times = in_a_row(way, layers, Idle.beside(units[0]))
+    times = in_a_row(way, layers, Idle.matching(units[0]))
     assert notes == ["F a", "F b", "F c", "B c", "B b", "B a"]
     assert times == [(0.0, 0.0)] * 3
 
@@ -100,7 +100,7 @@ def test_all_forwards_come_before_all_backwards(way: Whole) -> None:
 def test_times_are_those_of_their_layers(count: int) -> None:
     """In the order of the layers, wherever in the row the one is that does nothing."""
     (way, _), clock = ways(), Ticks()
-    way = Whole(clock=clock, statistics=BatchStatistics())
+    way = WholeTimer(clock=clock, statistics=BatchStatistics())
 
     class Slow(nn.Module):
         def __init__(self, number: int) -> None:
@@ -117,7 +117,7 @@ def test_times_are_those_of_their_layers(count: int) -> None:
             clock.now_us += 1000.0 * (1 + self.number)
 
     layers = [(unit_of(Slow(n), str(n)), given(traced(3))) for n in range(count)]
-    assert in_a_row(way, layers, Idle.beside(layers[0][0])) == [(100.0 * n, 1000.0 * n) for n in range(1, count + 1)]
+    assert in_a_row(way, layers, Idle.matching(layers[0][0])) == [(100.0 * n, 1000.0 * n) for n in range(1, count + 1)]
 
 
 @pytest.mark.parametrize(("shape", "shared"), [(LARGE, True), ((3, 3), False)])
@@ -134,7 +134,7 @@ def test_a_large_input_lies_where_the_layer_before_wrote_it(shape: tuple[int, ..
     in_a_row(
         way,
         [(unit_of(first, "a"), given(traced(*shape))), (unit_of(second, "b"), given(wanted))],
-        Idle.beside(unit_of(first)),
+        Idle.matching(unit_of(first)),
     )
     assert (second.address == written[0]) == shared
     assert torch.equal(seen[0], wanted)
@@ -173,12 +173,12 @@ def test_parameters_are_not_written_over() -> None:
     layer = nn.Linear(300, 300)
     weight = layer.weight.detach().clone()
     unit = unit_of(layer)
-    entrance_of(given(traced(*LARGE)), [layer.weight], own_memory(unit))
-    entrance_of(given(traced(*LARGE)), [layer.weight.view(300, 300)], own_memory(unit))
+    entrance_of(given(traced(*LARGE)), [layer.weight], own_storages_of(unit))
+    entrance_of(given(traced(*LARGE)), [layer.weight.view(300, 300)], own_storages_of(unit))
     assert torch.equal(layer.weight, weight)
     behind = entrance_of(given(traced(*LARGE)))
     behind.gradients.append(layer.weight.detach())
-    Exit([traced(*LARGE) * 1], own_memory(unit)).fill(behind)
+    Exit([traced(*LARGE) * 1], own_storages_of(unit)).fill(behind)
     assert torch.equal(layer.weight, weight)
 
 
@@ -190,7 +190,7 @@ def test_inputs_may_be_written_into() -> None:
         (unit_of(nn.ReLU(inplace=True), "b"), given(traced(*LARGE))),
     ]
     for each in (way, halves):
-        assert len(in_a_row(each, layers, Idle.beside(layers[0][0]))) == 2
+        assert len(in_a_row(each, layers, Idle.matching(layers[0][0]))) == 2
 
 
 def test_gradients_are_ones_where_the_layer_behind_left_them() -> None:

@@ -22,7 +22,7 @@ from planner.device.meter import CpuMeter
 from planner.model.chain import chain_digest, chain_of
 from planner.model.load import Batch, LoadedModel
 from planner.model.optimizers import ModelOptimizer
-from planner.profile import ProfileOptions, check_optimizer_of, profile_model, records
+from planner.profile import ProfilerOptions, check_optimizer_of, profile_model, records
 from planner.profile.optimizer import measure_optimizer
 from planner.profile.units import trace_units
 from tests.support.measure import loaded_model, profile_of_model
@@ -493,7 +493,7 @@ def test_a_builder_finds_the_marks_of_parameters(device: str) -> None:
         assert (len(given), len(marked)) == (4, 2)
         return torch.optim.SGD(marked, lr=0.1, momentum=0.9)
 
-    options = ProfileOptions(micro_batch_sizes=(2,), repeats=2, time_budget_s=0.0, device=device)
+    options = ProfilerOptions(micro_batch_sizes=(2,), repeats=2, time_budget_s=0.0, device=device)
     profile = profile_model(loaded_model(model, 8, build_optimizer=build), options)
     assert [layer.optimizer_bytes for layer in profile.layers] == [32, 32]
 
@@ -521,7 +521,7 @@ def test_the_profile_describes_model_and_machine() -> None:
 def test_progress_counts_up_to_the_end() -> None:
     """Every measurement is announced with the layer's name; what is done grows, and never beyond what there is."""
     calls: list[tuple[str, int, int]] = []
-    options = ProfileOptions(micro_batch_sizes=(1, 2), repeats=3, time_budget_s=0.0)
+    options = ProfilerOptions(micro_batch_sizes=(1, 2), repeats=3, time_budget_s=0.0)
     profile_model(loaded_model(deep()), options, lambda *call: calls.append(call))
     done, total = [call[1] for call in calls], [call[2] for call in calls]
     assert done[0] == 0
@@ -542,14 +542,14 @@ def test_an_unknown_device_is_a_usage_error(device: str) -> None:
         pytest.fail("built")
 
     with pytest.raises(UsageError):
-        profile_model(loaded_model(never), ProfileOptions(device=device))
+        profile_model(loaded_model(never), ProfilerOptions(device=device))
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
 def test_a_missing_gpu_is_a_usage_error() -> None:
     """And says where to go."""
     with pytest.raises(UsageError, match="no CUDA device here"):
-        profile_model(loaded_model(deep()), ProfileOptions(device="cuda"))
+        profile_model(loaded_model(deep()), ProfilerOptions(device="cuda"))
 
 
 @pytest.mark.parametrize("loss", [lambda out, _: out, lambda _out, _: 1.0, lambda _out, _: None])

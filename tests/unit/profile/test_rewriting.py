@@ -5,7 +5,7 @@ import torch
 from torch import Tensor, nn
 
 from planner.model.load import load_model
-from planner.profile import ProfileOptions, profile_model
+from planner.profile import ProfilerOptions, profile_model
 from tests.support.measure import loaded_model, profile_of_model
 from tests.support.training import ROOT
 
@@ -37,7 +37,7 @@ def test_an_estimate_counts_the_same() -> None:
         norms = nn.InstanceNorm1d(2, track_running_stats=True), nn.BatchNorm1d(2)
         return nn.Sequential(nn.Linear(8, 8), nn.Unflatten(1, (2, 4)), *norms)
 
-    options = ProfileOptions(micro_batch_sizes=(2,), device="estimate:h100")
+    options = ProfilerOptions(micro_batch_sizes=(2,), device="estimate:h100")
     profile = profile_model(loaded_model(build), options)
     assert [layer.rewritten_bytes / BYTES for layer in profile.layers] == [0, 0, 2 + 2, 0]
 

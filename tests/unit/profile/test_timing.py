@@ -13,14 +13,14 @@ from planner.core.values.partial import Partial
 from planner.core.values.profile import Profile
 from planner.device.clock import CpuClock, typical_us
 from planner.model.load import LoadedModel
-from planner.profile import InterruptedProfileError, ProfileOptions, passes, profile_model, records, timing
+from planner.profile import InterruptedProfileError, ProfilerOptions, passes, profile_model, records, timing
 from planner.profile.backends import measured
-from planner.profile.task import Kept
+from planner.profile.task import Measurements
 from planner.profile.timing import doubt, measure_times
 from planner.profile.units import Unit, UnitInput
 from tests.support.measure import loaded_model, profile_of_model
 
-OPTIONS = ProfileOptions(micro_batch_sizes=(1, 2), repeats=3, time_budget_s=0.0)
+OPTIONS = ProfilerOptions(micro_batch_sizes=(1, 2), repeats=3, time_budget_s=0.0)
 
 
 def small() -> LoadedModel:
@@ -36,7 +36,9 @@ def repeats(monkeypatch: pytest.MonkeyPatch) -> dict[int, list[int]]:
 
     def looked(task: Any, known: Any) -> float:
         for size in known.sizes:
-            seen.setdefault(size, []).append(min(len(s) for (_, b), s in task.kept.samples.items() if b == size))
+            seen.setdefault(size, []).append(
+                min(len(s) for (_, b), s in task.measurements.samples.items() if b == size)
+            )
         return look(task, known)
 
     monkeypatch.setattr(measured, "_doubt", looked)
@@ -314,7 +316,7 @@ def test_measurements_of_something_else_are_not_used(change: Callable[[Partial],
     loaded = small()
     partial = change(interrupted(loaded, 6))
     said: list[str] = []
-    kept = Kept(header=interrupted(loaded, 0))
+    kept = Measurements(header=interrupted(loaded, 0))
     kept.take_over(partial, said.append)
     assert kept.memory == {}
     assert len(said) == 1

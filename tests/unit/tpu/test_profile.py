@@ -19,7 +19,7 @@ from planner.core.values.profile import Profile
 from planner.core.values.rates import rates_of
 from planner.model import LoadedModel, in_precision, load_model, model_of
 from planner.model.optimizers import OPTIMIZERS, Builder
-from planner.profile import ProfileOptions, profile_model
+from planner.profile import ProfilerOptions, profile_model
 from planner.profile.structure import find_chain
 from planner.profile.units import trace_units
 from planner.tpu import compiler as tpu
@@ -29,7 +29,7 @@ from planner.tpu.outcomes import CompiledStep
 
 pytestmark = pytest.mark.skipif(find_spec("torchax") is None, reason="needs the extra: pip install 'gpipe-plan[tpu]'")
 
-V2 = ProfileOptions(micro_batch_sizes=(8, 16), device="tpu:v2")
+V2 = ProfilerOptions(micro_batch_sizes=(8, 16), device="tpu:v2")
 
 
 @pytest.fixture(autouse=True)
