@@ -58,7 +58,7 @@ def written(
     Returns:
         The written files and how to use them.
     """
-    from planner.emit import Places, check_engine, write_emitted  # noqa: PLC0415 - only here
+    from planner.emit import InputPaths, check_engine, write_emitted  # noqa: PLC0415 - only here
 
     others = options.smaller or ()
     check_engine(options.engine, launch=options.launch, has_smaller=bool(others))
@@ -72,12 +72,12 @@ def written(
         source.profile,
         engine=options.engine,
         folder=os.fspath(options.output),
-        places=Places(plan=place, profile=source.path, smaller=tuple(where for _, where in smaller)),
+        input_paths=InputPaths(plan=place, profile=source.path, smaller=tuple(where for _, where in smaller)),
         force=options.force,
         smaller=fresh[1:],
         launch=options.launch,
         nodes=nodes,
-        again=calibrated_options,
+        repeat_options=calibrated_options,
         say=say,
     )
 

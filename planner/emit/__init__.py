@@ -1,6 +1,6 @@
-"""The emitter: a plan to the files that run it, here or in another engine; and other engines' lists read back.
+"""Emitters: write the files that run a plan, with the bundled executor or another engine; read other engines' cuts.
 
-`engines` has the table of engines, and writes what is asked for; each engine is a module of its own.
+`engines` has the table of engines and writes files; each engine has its own module.
 """
 
 from typing import TYPE_CHECKING
@@ -10,7 +10,7 @@ from planner import imported_when_asked
 if TYPE_CHECKING:
     from planner.emit.engines import ENGINES, Written, check_engine, emit_engine, write_emitted
     from planner.emit.layout import EngineFile
-    from planner.emit.native import Places, decisions_digest, emit_native
+    from planner.emit.native import InputPaths, decisions_digest, emit_native
     from planner.emit.reading import SUFFIXES, read_balance_list
     from planner.emit.signature import is_edited
 
@@ -18,7 +18,7 @@ __all__ = [
     "ENGINES",
     "SUFFIXES",
     "EngineFile",
-    "Places",
+    "InputPaths",
     "Written",
     "check_engine",
     "decisions_digest",
@@ -33,7 +33,7 @@ __getattr__ = imported_when_asked(
     __name__,
     {
         **dict.fromkeys(("ENGINES", "Written", "check_engine", "emit_engine", "write_emitted"), "engines"),
-        **dict.fromkeys(("Places", "decisions_digest", "emit_native"), "native"),
+        **dict.fromkeys(("InputPaths", "decisions_digest", "emit_native"), "native"),
         **dict.fromkeys(("SUFFIXES", "read_balance_list"), "reading"),
         "EngineFile": "layout",
         "is_edited": "signature",

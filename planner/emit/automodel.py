@@ -1,10 +1,10 @@
 """NeMo Automodel 0.7: `distributed` and `step_scheduler` of a recipe.
 
-`distributed.pipeline` is its `PipelineConfig`; `module_fqns_per_model_part` there is a list of module paths per stage,
-in the place of `layers_per_stage`, which only cuts evenly. A stage is a copy of the model in which every other module
-is set to None (nemo_automodel/components/distributed/pipelining/functional.py, `split_model_into_stages`): of lists it
-keeps or deletes members as a whole, and rotary embeddings are needed everywhere. `pp_schedule` is one of torch's names
-and says which device has which stages, in a V under ZBVZeroBubble alone; another schedule than that is in a file.
+`distributed.pipeline` is a `PipelineConfig`. Its `module_fqns_per_model_part` is a list of module paths per stage, and
+replaces `layers_per_stage`, which only cuts evenly. A stage is a copy of the model with all other modules set to None
+(nemo_automodel/components/distributed/pipelining/functional.py, `split_model_into_stages`). List members are kept or
+deleted as a whole, and rotary embeddings are needed everywhere. `pp_schedule` is one of torch's names. It places the
+stages, in a V only for ZBVZeroBubble; other schedules are in a file.
 """
 
 import json
@@ -17,7 +17,7 @@ from planner.emit.layout import EngineFile, Layout, text_of
 from planner.emit.schedule_csv import SCHEDULE_FILE, schedule_table
 
 ON_EVERY_STAGE: Final = "rotary_emb"
-"""The last part of the paths that every stage lists."""
+"""Last part of the paths that every stage lists."""
 
 _NAME: Final = "Automodel"
 _INSIDE_A_MEMBER = re.compile(r"\.\d+\.")
@@ -25,16 +25,16 @@ _BLOCK = re.compile(r"(\w+\.)*layers\.\d+")
 _WIDTH: Final = 100
 
 _USE: Final = """\
-Put it into a recipe, in the place of its `distributed` and of these two keys of its `step_scheduler`.
+Put it into a recipe, instead of its `distributed` and of these two keys of its `step_scheduler`.
 Modules that are in none of the lists are deleted from every stage."""
 
 
 def emit_automodel(layout: Layout) -> EngineFile:
-    """A piece of a recipe.
+    """Return part of a recipe.
 
     Raises:
-        UsageError: A layer has no path, or one inside a member of a list; parameters are shared over stages; there are
-            fewer micro-batches than devices; or it does not place stages so.
+        UsageError: A layer has no path, or a path inside a list member; stages share parameters; there are fewer
+            micro-batches than devices; or the engine cannot place the stages so.
     """
     plan = layout.plan
     _check(layout)
@@ -48,7 +48,7 @@ def emit_automodel(layout: Layout) -> EngineFile:
     lines = ["distributed:", "  strategy: fsdp2", *(f"  {key}: {size}" for key, size in sizes.items()), "  pipeline:"]
     lines += [f"    {key}: {json.dumps(value)}" for key, value in pipeline.items()]
     lines += ["    module_fqns_per_model_part:", *_lists(layout)]
-    # One step of the scheduler is one mini-batch: `local_batch_size` is what each pipeline has of it.
+    # One step of the scheduler is one mini-batch; `local_batch_size` is each pipeline's part of it.
     batches = {"global_batch_size": plan.inputs.batch, "local_batch_size": plan.micro_batches * plan.micro_batch_size}
     lines += ["step_scheduler:", *(f"  {key}: {size}" for key, size in batches.items())]
     notes = _notes(layout)
@@ -80,20 +80,20 @@ def _check(layout: Layout) -> None:
     for first, second in layout.ties_over_stages():
         together = layout.kept_together(first, second)
         raise UsageError(
-            f'"{first}" and "{second}" share parameters over stages, of which {_NAME} would train two copies',
+            f'"{first}" and "{second}" share parameters across stages, but {_NAME} would train two copies',
             hint="build the model without sharing them (`tie_word_embeddings: false` in its config) and profile again"
             + (f"; or solve with {together}" if together else ""),
         )
     if plan.micro_batches < plan.num_devices:
         raise UsageError(
-            f"{_NAME} wants as many micro-batches as devices, {plan.num_devices}, and the plan has "
+            f"{_NAME} needs as many micro-batches as devices, {plan.num_devices}, but the plan has "
             f"{plan.micro_batches}",
             hint=f"solve with `--micro-batches {plan.num_devices}` or a multiple of it",
         )
 
 
 def _schedule_name(layout: Layout) -> str:
-    """What Automodel is to call the schedule, so that it puts stages where the plan has them."""
+    """Return the schedule's name for Automodel, chosen so that stages are placed as in the plan."""
     if layout.plan.placement == "loop":
         return layout.placing_name
     in_v = (rule.torch_name for rule in SCHEDULES.values() if rule.placement == "v" and rule.torch_name)
@@ -101,7 +101,7 @@ def _schedule_name(layout: Layout) -> str:
 
 
 def _lists(layout: Layout) -> list[str]:
-    """The modules of each stage, in one line where that is not too long."""
+    """Return the modules of each stage, in one line if it is not too long."""
     stages = layout.module_paths(_NAME)
     shared = [path for stage in stages for path in stage if path.rpartition(".")[2] == ON_EVERY_STAGE]
     lines = []
@@ -117,9 +117,9 @@ def _lists(layout: Layout) -> list[str]:
 def _notes(layout: Layout) -> list[str]:
     notes = []
     if not any(_BLOCK.fullmatch(path) for stage in layout.module_paths(_NAME) for path in stage):
-        notes.append("Automodel splits models whose blocks are called `layers.0`, …: none is called so here")
+        notes.append("Automodel splits models whose blocks are called `layers.0`, …, but this model has no such blocks")
     if layout.plan.replicas > 1:
-        notes.append("Automodel's FSDP2 shards parameters and optimizer over replicas: it holds less and sends more")
+        notes.append("Automodel's FSDP2 shards parameters and optimizer over replicas: less memory, more transfers")
     return [
         *notes,
         *layout.halves_notes(),

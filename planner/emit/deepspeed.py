@@ -1,9 +1,9 @@
 """DeepSpeed 0.19.8: a `PipelineModule` with given parts.
 
-Its `partition_method` (deepspeed/runtime/pipe/module.py) is `uniform`, `parameters` or `type:REGEX`: rules that cut by
-themselves. None takes cuts from elsewhere, so the file brings a subclass that sets `parts`, the list that each of these
-rules sets, in the method where they do it. Its engine runs 1F1B (`TrainSchedule`); M is `gradient_accumulation_steps`;
-recomputation is an attribute of the module, which each stage can set for itself.
+Its `partition_method` (deepspeed/runtime/pipe/module.py) is `uniform`, `parameters` or `type:REGEX`, and none of them
+takes given cuts. The file therefore defines a subclass that sets `parts`, the list that these methods set. The engine
+runs 1F1B (`TrainSchedule`). M is `gradient_accumulation_steps`. Recomputation is an attribute of the module, which each
+stage can set for itself.
 """
 
 from itertools import accumulate
@@ -16,14 +16,14 @@ from planner.emit.layout import EngineFile, Layout, python_values, text_of
 _NAME: Final = "DeepSpeed"
 
 _USE: Final = """\
-Use it (model: what has the LAYERS):
+Use it (model: the module that has the LAYERS):
     module = PlannedPipelineModule([model.get_submodule(name) for name in LAYERS], loss_fn=loss_fn)
     engine, *_ = deepspeed.initialize(model=module, config=CONFIG | your_own, model_parameters=module.parameters())"""
 
 _CLASS: Final = '''
 
 class PlannedPipelineModule(PipelineModule):
-    """Cut as planned: no `partition_method` takes cuts from elsewhere."""
+    """Pipeline with the plan's cuts, which no `partition_method` accepts."""
 
     def __init__(self, layers, **options):
         super().__init__(layers, num_stages=len(PARTS) - 1, **options)
@@ -39,27 +39,27 @@ class PlannedPipelineModule(PipelineModule):
 
 
 def emit_deepspeed(layout: Layout) -> EngineFile:
-    """PARTS, CHECKPOINT_INTERVALS, CONFIG, LAYERS and the subclass that uses them.
+    """Return PARTS, CHECKPOINT_INTERVALS, CONFIG, LAYERS and the subclass that uses them.
 
     Raises:
-        UsageError: DeepSpeed cannot run the plan at all: interleaved, shared parameters over stages, or no sequence of
-            modules.
+        UsageError: DeepSpeed cannot run the plan: it is interleaved, stages share parameters, or the model is not a
+            sequence of modules.
     """
     layout.refuse_chunks(_NAME)
     plan, paths = layout.plan, layout.sequential_paths(_NAME)
     for first, second in layout.ties_over_stages():
         raise UsageError(
-            f'"{first}" and "{second}" share parameters over stages, of which DeepSpeed would train two copies',
+            f'"{first}" and "{second}" share parameters across stages, but DeepSpeed would train two copies',
             hint=f"solve with `--together {first},{second}`; or write both as a `TiedLayerSpec` and set PARTS by hand",
         )
     choices = {stage.recompute for stage in plan.stages}
     notes = layout.schedule_notes(_NAME, ONE_FORWARD_ONE_BACKWARD) + layout.order_notes()
     if choices & {"except-last", "layers"}:
         notes += layout.recompute_notes(
-            "DeepSpeed recomputes a whole stage on every micro-batch or not at all: stages that recompute anything do "
-            "so; solve with `--recompute always` or `never`"
+            "DeepSpeed recomputes a stage completely or not at all: stages that recompute anything recompute "
+            "everything; solve with `--recompute always` or `never`"
         )
-    # An interval of the stage's length makes one segment of it, which is what our `always` means.
+    # An interval as long as the stage makes one segment, which is our `always`.
     intervals = [0 if s.recompute == "never" else s.layers for s in plan.stages]
     config = {
         "train_batch_size": plan.inputs.batch,

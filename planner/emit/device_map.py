@@ -1,6 +1,6 @@
 """Hugging Face accelerate 1.15 and transformers 5: a `device_map`.
 
-A dictionary of module path to device; it has to cover every parameter and buffer (huggingface.co/docs/accelerate,
+A dictionary of module path to device, which must cover every parameter and buffer (huggingface.co/docs/accelerate,
 "Handling big models for inference", "Designing a device map"). It only places modules: one device works at a time.
 """
 
@@ -15,12 +15,12 @@ Use it:
     model = AutoModelForCausalLM.from_pretrained(name, device_map=DEVICE_MAP)"""
 
 _NO_PIPELINE: Final = """\
-a device map places modules, which run one after the other without a pipeline: micro-batches, schedule and \
-recomputation are not in it, and the plan's step time is not reached"""
+a device map only places modules, which run one after the other: micro-batches, schedule and \
+recomputation are not included, and the plan's step time is not reached"""
 
 
 def emit_device_map(layout: Layout) -> EngineFile:
-    """DEVICE_MAP.
+    """Return DEVICE_MAP.
 
     Raises:
         UsageError: A layer has no path.
@@ -34,7 +34,7 @@ def emit_device_map(layout: Layout) -> EngineFile:
     apart = [pair for pair in layout.ties() if device_of[pair[0]] != device_of[pair[1]]]
     notes = [
         _NO_PIPELINE,
-        *(f'"{a}" and "{b}" share parameters and are apart: solve with `--together {a},{b}`' for a, b in apart),
+        *(f'"{a}" and "{b}" share parameters across devices: solve with `--together {a},{b}`' for a, b in apart),
         *layout.replica_notes(_NAME),
     ]
     return EngineFile(

@@ -1,4 +1,4 @@
-"""Every engine that a plan can be taken to, and a plan written to a folder in the format of any of them."""
+"""Table of engines, and writing of a plan in the format of any of them."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -17,7 +17,7 @@ from planner.emit.device_map import emit_device_map
 from planner.emit.launch import LAUNCHERS, check_launcher, job_of
 from planner.emit.layout import EngineFile, Layout
 from planner.emit.megatron import emit_megatron
-from planner.emit.native import AskAgain, Places, emit_native, no_options
+from planner.emit.native import InputPaths, RepeatOptions, emit_native, no_options
 from planner.emit.schedule_csv import emit_schedule_csv
 from planner.emit.signature import refuse_other
 from planner.emit.split_spec import emit_split_spec
@@ -33,36 +33,45 @@ ENGINES: Final[dict[str, Callable[[Layout], EngineFile]]] = {
     "megatron": emit_megatron,
     "device-map": emit_device_map,
 }
-"""Engines of others, by the name of the format."""
+"""Other engines, by name of the format."""
 
 _FORMATS: Final = {**ENGINES, "csv": emit_schedule_csv}
-"""These, and the schedule alone, which several of them read."""
+"""Formats of other engines, and the schedule alone, which several of them read."""
 
 
 def check_engine(engine: str, *, launch: str | None = None, has_smaller: bool = False) -> None:
-    """Raises `UsageError` where there is no such engine, or it does not go with what else is asked."""
-    known = ("native", *names_of("FORMATS"), *_FORMATS)
-    if engine not in known:
-        raise UsageError(f"unknown `--format {engine}`", hint=f"one of {', '.join(known)}")
-    for option, is_asked in (("--launch", launch is not None), ("--smaller", has_smaller)):
-        if is_asked and engine != "native":
-            raise UsageError(f"`{option}` goes with the bundled executor's train.py, not with `--format {engine}`")
+    """Raise UsageError if the engine is unknown, or does not support another option.
+
+    Args:
+        engine: Name of the format.
+        launch: Scheduler for which a launcher is requested, if any.
+        has_smaller: True if there are plans for fewer processes.
+
+    Raises:
+        UsageError: The engine or the scheduler is unknown, or the engine does not support the option.
+    """
+    formats = ("native", *names_of("FORMATS"), *_FORMATS)
+    if engine not in formats:
+        raise UsageError(f"unknown `--format {engine}`", hint=f"one of {', '.join(formats)}")
+    for option, is_set in (("--launch", launch is not None), ("--smaller", has_smaller)):
+        if is_set and engine != "native":
+            raise UsageError(f"`{option}` needs the bundled executor's train.py, not `--format {engine}`")
     if launch is not None:
         check_launcher(launch)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Written:
-    """What stands in a folder after a plan was written to it."""
+    """Result of writing a plan to a folder."""
 
     paths: tuple[Path, ...]
-    """The script or the engine's file comes last."""
+    """Written files; the script or the engine's file is last."""
     kept: bool = False
-    """Whether that one was edited, and stays as it is."""
+    """True if the script was edited and is kept."""
     notes: tuple[str, ...] = ()
-    """What to know of the files."""
+    """Remarks about the files."""
     use: str
-    """What to do with them: the command that usually follows."""
+    """Use of the files: the command that usually follows."""
 
 
 def write_emitted(
@@ -71,30 +80,43 @@ def write_emitted(
     *,
     engine: str,
     folder: str,
-    places: Places,
+    input_paths: InputPaths,
     force: bool,
     smaller: Sequence[Plan] = (),
     launch: str | None = None,
     nodes: Nodes | None = None,
-    again: AskAgain = no_options,
+    repeat_options: RepeatOptions = no_options,
     say: Callable[[str], None],
 ) -> Written:
-    """Write what runs `plan` in `engine` to `folder`.
+    """Write the files that run `plan` in `engine` to a folder.
 
-    No file of `places` is overwritten, nor the model's, and none that was edited but with `force`. For the bundled
-    executor there may be plans for fewer processes, which are made from the same profile (`smaller`), and a file that
-    starts the script where `launch` says, on `nodes`. `again` is as for `emit_native`; `say` is called with what takes
-    long, before it is done.
+    Input files and the model's file are never overwritten, and edited files only with `force`.
+
+    Args:
+        plan: The plan.
+        profile: Its profile.
+        engine: Name of the format.
+        folder: Folder of the files.
+        input_paths: Paths of the plans and the profile.
+        force: If true, overwrite edited files.
+        smaller: Plans for fewer processes, made from the same profile; for the bundled executor.
+        launch: Scheduler for which a launcher is written, if any.
+        nodes: Nodes for the launcher; default: those of the plan.
+        repeat_options: Function that returns the `solve` options of a plan's request.
+        say: Called before each slow step, with its description.
+
+    Returns:
+        The written files.
 
     Raises:
-        InfeasibleError: What runs the plan in that engine would need more memory than the plan's limit.
-        UsageError: There is no such engine, it cannot run the plan, or a file that was read would be overwritten; the
-            nodes do not hold the processes; or one of `smaller` is no smaller plan of the same training.
+        InfeasibleError: The plan needs more memory in that engine than its limit.
+        UsageError: The engine is unknown or cannot run the plan, an input would be overwritten, the nodes have too few
+            devices, or a plan in `smaller` is not a smaller plan of the same training.
         FileError: A file cannot be written, or was edited.
     """
     check_engine(engine, launch=launch, has_smaller=bool(smaller))
-    profile_folder = str(Path(places.profile).parent)
-    read = (places.plan, places.profile, files.model_path(profile, profile_folder), *places.smaller)
+    profile_folder = str(Path(input_paths.profile).parent)
+    read = (input_paths.plan, input_paths.profile, files.model_path(profile, profile_folder), *input_paths.smaller)
     if engine in _FORMATS:
         file = emit_engine(engine, plan, profile)
         texts = {**file.beside, file.name: file.text}
@@ -104,7 +126,9 @@ def write_emitted(
         return Written(paths=paths, notes=file.notes, use=file.use)
     where = {"folder": folder, "profile_folder": profile_folder}
     if engine == "native":
-        emitted = emit_native(plan, profile, smaller=smaller, places=places, again=again, **where)
+        emitted = emit_native(
+            plan, profile, smaller=smaller, input_paths=input_paths, repeat_options=repeat_options, **where
+        )
     else:
         emitted = load("FORMATS", engine)(plan, profile, say=say, **where)
     if launch is not None:
@@ -118,10 +142,18 @@ def write_emitted(
 
 
 def emit_engine(name: str, plan: Plan, profile: Profile) -> EngineFile:
-    """`plan` in the format called `name`, one of `ENGINES` or `csv`; `profile` is what it was made from.
+    """Return `plan` in a format.
+
+    Args:
+        name: One of `ENGINES`, or `csv`.
+        plan: The plan.
+        profile: Its profile.
+
+    Returns:
+        The file.
 
     Raises:
-        UsageError: The format cannot hold the plan at all, or the plan does not cut the profile's chain.
+        UsageError: The format cannot express the plan, or the plan does not match the profile.
     """
     return _FORMATS[name](Layout.of(plan, profile))
 

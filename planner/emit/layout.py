@@ -1,4 +1,4 @@
-"""The one list that every other engine's format is made from: layers by name, cut into stages."""
+"""Common input of all engine formats: layers by name, cut into stages."""
 
 import json
 import re
@@ -24,31 +24,31 @@ _WIDTH = 110
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineFile:
-    """A file for another engine."""
+    """File for another engine."""
 
     name: str
     text: str
     notes: tuple[str, ...]
-    """What of the plan the engine's format does not hold, and what to do about it; in the file as well."""
+    """Remarks about parts of the plan that the format cannot express; also written to the file."""
     use: str
-    """What to do with the file."""
+    """Use of the file."""
     beside: Mapping[str, str] = field(default_factory=dict)
-    """What else it needs in the same folder: texts by name."""
+    """Texts of other files that it needs in the same folder, by name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """A plan beside the layers that it cuts."""
+    """Plan with the layers that it cuts."""
 
     plan: Plan
     stages: tuple[tuple[LayerProfile, ...], ...]
 
     @classmethod
     def of(cls, plan: Plan, profile: Profile) -> "Layout":
-        """The layers of `profile`, cut as in `plan`.
+        """Return the layers of `profile`, cut as in `plan`.
 
         Raises:
-            UsageError: The plan does not cut these layers.
+            UsageError: The plan does not match these layers.
         """
         partition = Partition.of(plan, [layer.name for layer in profile.layers])
         check_partition(partition, num_layers=len(profile.layers), num_devices=plan.inputs.devices)
@@ -60,12 +60,12 @@ class Layout:
 
     @property
     def schedule_name(self) -> str:
-        """What torch calls the schedule, or the literature where torch has none such."""
+        """Name of the schedule in torch, or in the literature if torch lacks it."""
         return self.schedule.torch_name or self.schedule.title
 
     @property
     def placing_name(self) -> str:
-        """What torch calls a schedule whose stages lie on the same devices as the plan's; empty where it has none."""
+        """Torch's name of a schedule with the same placement of stages; empty if torch has none."""
         several = self.plan.chunks > 1
         alike = (
             schedule.torch_name
@@ -83,40 +83,40 @@ class Layout:
 
     @property
     def devices(self) -> tuple[int, ...]:
-        """Per stage the device that runs it."""
+        """Device of each stage."""
         return tuple(self.plan.device_of(stage) for stage in self.plan.stages)
 
     def module_paths(self, engine: str) -> tuple[tuple[str, ...], ...]:
-        """Per stage the paths of its modules.
+        """Return the module paths of each stage.
 
         Raises:
-            UsageError: A layer is a part of a module, so that a cut beside it has no path.
+            UsageError: A layer is part of a module, so that a cut next to it has no path.
         """
         for layer in self.layers:
             if not all(_PATH.fullmatch(path) for path in modules_of(layer)):
                 raise UsageError(
-                    f'{engine} cuts between modules, and the layer "{layer.name}" is none with a path of its own',
+                    f'{engine} cuts between modules, but the layer "{layer.name}" is not a module with a path',
                     hint="profile the model in whole blocks, or emit for the bundled executor: `--format native`",
                 )
         return tuple(tuple(path for layer in stage for path in modules_of(layer)) for stage in self.stages)
 
     def sequential_paths(self, engine: str) -> tuple[tuple[str, ...], ...]:
-        """Per stage the paths of its modules, for engines that run a list of modules one after the other.
+        """Return the module paths of each stage, for engines that run modules in sequence.
 
         Raises:
-            UsageError: A layer is a part of a module, or holds several: the model is not a sequence of modules.
+            UsageError: A layer is part of a module or has several, so the model is not a sequence of modules.
         """
         for layer in self.layers:
             if len(modules_of(layer)) > 1:
                 raise UsageError(
-                    f"{engine} runs modules one after the other, and the layer "
+                    f"{engine} runs modules one after the other, but the layer "
                     f'"{layer.name}" is {len(layer.modules)} modules that the model\'s own code connects',
                     hint="write the model as an `nn.Sequential`, or use another `--format`",
                 )
         return self.module_paths(engine)
 
     def ties(self) -> tuple[tuple[str, str], ...]:
-        """Pairs of layers that share parameters, each pair once."""
+        """Return pairs of layers that share parameters, each pair once."""
         owner = {path: n for n, layer in enumerate(self.layers) for path in modules_of(layer)}
         pairs: dict[tuple[int, int], None] = {}
         for n, layer in enumerate(self.layers):
@@ -125,27 +125,27 @@ class Layout:
         return tuple((self.layers[first].name, self.layers[second].name) for first, second in pairs)
 
     def ties_over_stages(self) -> tuple[tuple[str, str], ...]:
-        """Pairs of layers in different stages that share parameters."""
+        """Return pairs of layers in different stages that share parameters."""
         stage_of = {layer.name: k for k, stage in enumerate(self.stages) for layer in stage}
         return tuple(pair for pair in self.ties() if stage_of[pair[0]] != stage_of[pair[1]])
 
     def kept_together(self, first: str, second: str) -> str | None:
-        """The option of `solve` that keeps two layers in one stage; None where that would be the whole model."""
+        """Return the `solve` option that keeps two layers in one stage; None if that would be the whole model."""
         names = [layer.name for layer in self.layers]
         num_layers = names.index(second) - names.index(first) + 1
         return None if num_layers == len(names) else f"`--together {first},{second}`"
 
     def refuse_chunks(self, engine: str) -> None:
-        """Raises `UsageError` where a device runs several stages."""
+        """Raise UsageError if a device runs several stages."""
         if self.plan.chunks > 1:
             title = self.schedule.title
             raise UsageError(
-                f"{engine} runs one stage on each device, the plan's schedule has {self.plan.chunks} ({title})",
+                f"{engine} runs one stage on each device, but the plan's schedule has {self.plan.chunks} ({title})",
                 hint="solve with `--schedule 1f1b` or `gpipe`; or emit `--format torch` or `torchtitan`",
             )
 
     def refuse_placement(self, engine: str) -> None:
-        """Raises `UsageError` where torch has no schedule that puts stages on devices as the plan does."""
+        """Raise UsageError if torch has no schedule with the plan's placement of stages."""
         if not self.placing_name:
             raise UsageError(
                 f"{engine} does not place {self.plan.chunks} stages on each device as a {self.plan.placement.upper()}",
@@ -153,20 +153,20 @@ class Layout:
             )
 
     def schedule_notes(self, engine: str, *runs: Schedule) -> list[str]:
-        """A note where the engine runs none but other schedules than the plan's; it names the first of them."""
+        """Return a note if the engine does not run the plan's schedule; it names the first one that it runs."""
         if self.schedule in runs:
             return []
-        text = f"the plan is for {self.schedule_name}, {engine} runs {runs[0].torch_name}"
-        return [f"{text}: step time and memory will be others; solve with `--schedule {runs[0].name}`"]
+        text = f"the plan uses {self.schedule_name}, but {engine} runs {runs[0].torch_name}"
+        return [f"{text}: step time and memory will differ; solve with `--schedule {runs[0].name}`"]
 
     def halves_notes(self) -> list[str]:
-        """A note where backwards come in halves, and torch splits them."""
+        """Return a note if backwards are split, because torch splits them differently."""
         if not self.schedule.splits_backward:
             return []
-        return ["torch splits backwards in a way of its own, which holds more between I and W than is planned"]
+        return ["torch splits backwards differently and holds more memory between I and W than planned"]
 
     def recompute_notes(self, text: str) -> list[str]:
-        """`text` with the choices of the stages, where any of them recomputes."""
+        """Return `text` with the choices of the stages, if any of them recomputes."""
         runs = [(choice, [s.index for s in run]) for choice, run in groupby(self.plan.stages, lambda s: s.recompute)]
         if [choice for choice, _ in runs] == ["never"]:
             return []
@@ -175,36 +175,45 @@ class Layout:
         return [f"{text} (planned: {planned})"]
 
     def replica_notes(self, engine: str) -> list[str]:
-        """A note where the plan has pipelines side by side and the engine's format one."""
+        """Return a note if the plan has several replicas but the engine's format only one pipeline."""
         count = self.plan.replicas
         if count == 1:
             return []
-        return [f"{engine}'s format holds one pipeline: start {count} of them and sum their gradients yourself"]
+        return [f"{engine}'s format has one pipeline: start {count} of them and sum their gradients yourself"]
 
     def order_notes(self) -> list[str]:
-        """A note where devices are not in the usual order, and the engine takes them as they come."""
+        """Return a note if devices are in another order, which the engine does not apply."""
         order = self.devices[: self.plan.num_devices]
         if order == tuple(range(len(order))):
             return []
-        places = ",".join(map(str, order))
-        return [f"the stages are planned for devices {places}, in this order (CUDA_VISIBLE_DEVICES={places})"]
+        ids = ",".join(map(str, order))
+        return [f"the stages are planned for devices {ids}, in this order (CUDA_VISIBLE_DEVICES={ids})"]
 
 
 def modules_of(layer: LayerProfile) -> tuple[str, ...]:
-    """Paths of the modules of a layer."""
+    """Return the module paths of a layer."""
     return layer.modules or (layer.name,)
 
 
 def paths_above(path: str) -> list[str]:
-    """The modules around it: `a.b`, `a` of `a.b.c`."""
+    """Return the paths of the parent modules: `a.b`, `a` for `a.b.c`."""
     parts = path.split(".")
     return [".".join(parts[:end]) for end in range(len(parts) - 1, 0, -1)]
 
 
 def text_of(layout: Layout, body: str, *, engine: str, option: str, notes: Sequence[str], docstring: str = "") -> str:
-    """A file of an engine, in a language whose comments begin with `#`, signed.
+    """Return a signed file of an engine, in a language whose comments begin with `#`.
 
-    `option` is what `emit --format` calls the engine; `notes` tell what the file does not hold, `docstring` its use.
+    Args:
+        layout: The plan with its layers.
+        body: Text of the file below the comments.
+        engine: Name of the engine for people.
+        option: Name of the engine for `emit --format`.
+        notes: Remarks about parts of the plan that are not in the file.
+        docstring: Use of the file.
+
+    Returns:
+        The text.
     """
     plan = layout.plan
     lines = [
@@ -215,15 +224,15 @@ def text_of(layout: Layout, body: str, *, engine: str, option: str, notes: Seque
     ]
     lines += ["", *docstring.splitlines()] if docstring else []
     if notes:
-        lines += ["", "Not in here:"]
+        lines += ["", "Not included:"]
         lines += [line for note in notes for line in textwrap.wrap(f"- {note}", _WIDTH, subsequent_indent="  ")]
-    # Names come from files: whatever they hold, they must not end a comment.
+    # Names come from files and must not be able to end a comment.
     header = "".join(f"# {spelled_out(line)}".rstrip() + "\n" for line in lines)
     return signed(f"{header}\n{body}")
 
 
 def python_values(**values: Any) -> str:
-    """Assignments that Python reads back, an entry of a mapping or a list of lists per line."""
+    """Return Python assignments, with one line per entry of a mapping or of a list of lists."""
     return "".join(f"{name} = {_python(value, '')}\n" for name, value in values.items())
 
 

@@ -1,10 +1,9 @@
 """Megatron-Core 0.16: `--pipeline-model-parallel-layout`.
 
 A string of layers with `|` between stages: `E` the embedding, `t` a transformer block, `m` a layer of multi-token
-prediction, `L` the loss with what is in front of it, `t*3` for `ttt`
-(docs.nvidia.com/megatron-core, "Custom Pipeline Model Parallel Layout", experimental;
-megatron/core/transformer/pipeline_parallel_layer_layout.py). Stages are listed in the order of the model; where there
-are more than devices, they are interleaved as ours are.
+prediction, `L` the loss and the layers just before it, `t*3` for `ttt` (docs.nvidia.com/megatron-core, "Custom Pipeline
+Model Parallel Layout", experimental; megatron/core/transformer/pipeline_parallel_layer_layout.py). Stages are listed in
+the order of the model. If there are more stages than devices, they are interleaved as ours are.
 """
 
 import re
@@ -25,7 +24,7 @@ _MTP = re.compile(r"(?:^|\.)(?:mtp|nextn)\w*(?:\.(?:layers\.)?(?P<number>\d+))?"
 
 
 def emit_megatron(layout: Layout) -> EngineFile:
-    """A shell array of options.
+    """Return a shell array of options.
 
     Raises:
         UsageError: The layers are not an embedding, blocks and a head; a cut is inside one of these; or layers of
@@ -72,10 +71,10 @@ def emit_megatron(layout: Layout) -> EngineFile:
 
 
 def balance_of_layout(text: str, layers: Sequence[LayerProfile]) -> tuple[int, ...]:
-    """Layers of ours in each stage of a layout string.
+    """Return the number of profiled layers in each stage of a layout string.
 
     Raises:
-        UsageError: It is none, or for another model.
+        UsageError: The text is not a layout, or is for another model.
     """
     kinds = [kind for kind, _ in groupby(_kinds(layers))]
     sizes = [len(list(run)) for _, run in groupby(_kinds(layers))]
@@ -85,9 +84,9 @@ def balance_of_layout(text: str, layers: Sequence[LayerProfile]) -> tuple[int, .
         flat = re.sub(pattern, lambda repeat: _repeated(repeat, most=2 * len(kinds)), flat)
     if flat.replace("|", "") != expected:
         raise UsageError(
-            f"the layout `{text}` is {flat.replace('|', '')}, the profile's layers are {expected}",
-            hint="one E, a t for every transformer block, an m for every layer of multi-token prediction, one L; "
-            "empty stages have no counterpart in a plan",
+            f"the layout `{text}` is {flat.replace('|', '')}, but the profile's layers are {expected}",
+            hint="expected one E, a t for every transformer block, an m for every layer of multi-token prediction, "
+            "and one L; empty stages have no counterpart in a plan",
         )
     balance, first = [], 0
     for stage in flat.split("|"):
@@ -97,18 +96,18 @@ def balance_of_layout(text: str, layers: Sequence[LayerProfile]) -> tuple[int, .
 
 
 def _repeated(repeat: re.Match[str], *, most: int) -> str:
-    """Return a repetition in full. A few nested ones could stand for gigabytes: `most` letters and bars are written."""
+    """Expand a repetition to at most `most` characters; a few nested ones could expand to gigabytes."""
     if len(repeat[1]) * int(repeat[2]) > most:
         raise UsageError(f"the layout repeats `{repeat[1][:20]}` {repeat[2]} times, more than the profile has layers")
     return repeat[1] * int(repeat[2])
 
 
-Kind = tuple[str, int]
+LayerGroup = tuple[str, int]
 """Letter, and number of the block."""
 
 
-def _kinds(layers: Sequence[LayerProfile]) -> list[Kind]:
-    """What each layer is part of: the embedding, one of the blocks, a layer of multi-token prediction, or the head."""
+def _kinds(layers: Sequence[LayerProfile]) -> list[LayerGroup]:
+    """Return the group of each layer: the embedding, a block, a layer of multi-token prediction, or the head."""
     blocks = _numbered(layers) or _alike(layers)
     inside = [n for n, block in enumerate(blocks) if block is not None]
     if not inside or None in blocks[inside[0] : inside[-1]]:
@@ -120,52 +119,52 @@ def _kinds(layers: Sequence[LayerProfile]) -> list[Kind]:
     predicting = [n for n, match in enumerate(further) if match and n > inside[-1]]
     if inside[0] == 0 or max([inside[-1], *predicting]) == len(layers) - 1:
         raise UsageError(
-            f'Megatron-LM\'s model begins with an embedding and ends with a head, this one with "{layers[0].name}" '
+            f'Megatron-LM\'s model begins with an embedding and ends with a head, this model with "{layers[0].name}" '
             f'and "{layers[-1].name}"',
             hint="a plan for another model does not fit it; use another `--format`",
         )
-    kinds: list[Kind] = []
+    kinds: list[LayerGroup] = []
     for n, block in enumerate(blocks):
         if block is not None:
             kinds.append(("t", block))
         elif n < inside[0] or not predicting or n > predicting[-1]:
             kinds.append(("E" if n < inside[0] else "L", 0))
         else:
-            # A norm in front of these layers has no letter of its own.
+            # A norm before these layers has no letter of its own.
             match = further[max(n, predicting[0])]
             kinds.append(("m", int(match["number"] or 0)) if match else kinds[-1])
     return kinds
 
 
 def _check_mtp(layout: Layout, letters: Sequence[Sequence[str]]) -> None:
-    """Raises `UsageError` where Megatron-LM cannot put layers of multi-token prediction."""
+    """Raise UsageError if layers of multi-token prediction are in several stages."""
     stages = [k for k, stage in enumerate(letters) if "m" in stage]
     if len(stages) < 2:
         return
     names = [layer.name for layer in layout.layers if _MTP.search(layer.name)]
     raise UsageError(
-        "Megatron-LM runs all layers of multi-token prediction in one stage, the plan in stages "
+        "Megatron-LM runs all layers of multi-token prediction in one stage, but the plan in stages "
         + ", ".join(map(str, stages)),
         hint=f"solve with `--together {names[0]},{names[-1]}`",
     )
 
 
 def _numbered(layers: Sequence[LayerProfile]) -> list[int | None]:
-    """By layer the number in its name, if the rest of the name is the commonest; empty where no name has one."""
+    """Return the number in each layer's name if the rest is the most common name; empty if there is none."""
     matches = [None if _MTP.search(layer.name) else _NUMBERED.fullmatch(layer.name) for layer in layers]
     stem = _commonest(match["stem"] for match in matches if match)
     return [int(match["number"]) if match and match["stem"] == stem else None for match in matches] if stem else []
 
 
 def _alike(layers: Sequence[LayerProfile]) -> list[int | None]:
-    """A number for each layer with the commonest digest."""
+    """Return a number for each layer with the most common digest."""
     digests = ["" if _MTP.search(layer.name) else layer.digest for layer in layers]
     commonest = _commonest(filter(None, digests))
     return [n if digest == commonest else None for n, digest in enumerate(digests)] if commonest else []
 
 
 def _commonest(texts: Iterable[str]) -> str:
-    """The text that comes most often, if one comes twice."""
+    """Return the most common text, if it occurs more than once."""
     ((text, count),) = Counter(texts).most_common(1) or [("", 0)]
     return text if count > 1 else ""
 
@@ -174,7 +173,7 @@ def _times(letter: str, count: int) -> str:
     return letter if count == 1 else f"{letter}*{count}"
 
 
-def _described(kind: Kind) -> str:
+def _described(kind: LayerGroup) -> str:
     block = "layer" if kind[0] == "m" else "block"
     return {"E": "both part of the embedding", "L": "both part of the head"}.get(
         kind[0], f"both part of {block} {kind[1]}"

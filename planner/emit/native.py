@@ -1,4 +1,4 @@
-"""`balance.yaml` and `train.py` for the bundled executor."""
+"""Emitter of `balance.yaml` and `train.py` for the bundled executor."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -20,60 +20,65 @@ from planner.emit.signature import is_edited, refuse_edited, runs_balance, signe
 from planner.files import digest_of, dump, reference_path, relocated, write_text
 
 _HEADER = """\
-Which stage runs which layers: written by `gpipe-plan emit`.
-Edit the plan and emit again rather than editing here; train.py refuses a model whose layers are not these."""
+Layers of each stage, written by `gpipe-plan emit`.
+To change it, edit the plan and emit again. train.py rejects a model with other layers."""
 
 
-AskAgain = Callable[[Inputs, Device], tuple[str, ...]]
-"""Returns the options of `solve` that ask the question of a plan again."""
+RepeatOptions = Callable[[Inputs, Device], tuple[str, ...]]
+"""Function that returns the `solve` options of a plan's request."""
 
 
 def no_options(_inputs: Inputs, _device: Device) -> tuple[str, ...]:
-    """Return no options: the emitted files name no command that plans again."""
+    """Return no options: the emitted files name no command to replan."""
     return ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Places:
-    """Where the files stand that a script is made from; `-` where one came from standard input."""
+class InputPaths:
+    """Paths of the files that a script is made from; `-` for standard input."""
 
     plan: str = "plan.yaml"
     profile: str = "profile.yaml"
     smaller: tuple[str, ...] = ()
-    """The plans for fewer processes, in the order in which they are given."""
+    """Paths of the plans for fewer processes, in the given order."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Emitted:
-    """Texts to be written: `balance.yaml`, and the script, called `name`, which reads it."""
+    """Texts to write: `balance.yaml`, and the script `name`, which reads it."""
 
     balance: str
     script: str
     name: str
     notes: tuple[str, ...] = ()
-    """What to know of them."""
+    """Remarks about the files."""
     use: str
-    """The command that runs the script."""
+    """Command that runs the script."""
     smaller: Mapping[str, str] = field(default_factory=dict)
-    """The cuts for fewer processes, which stand beside `balance.yaml`: texts by name."""
+    """Texts of the cuts for fewer processes, by name of the file next to `balance.yaml`."""
     plans: tuple[Balance, ...]
-    """What all these texts say, most processes first."""
+    """Values of all these texts, most processes first."""
     launch: EngineFile | None = None
-    """What starts the script on a cluster."""
+    """Launcher of the script on a cluster."""
 
     def paths(self, folder: str) -> tuple[Path, ...]:
-        """What `write` writes to `folder`; the script comes last."""
+        """Return the paths of the files in `folder`; the script is last."""
         launch = () if self.launch is None else (self.launch.name,)
         return tuple(Path(folder, name) for name in ("balance.yaml", *self.smaller, *launch, self.name))
 
     def write(self, folder: str, *, force: bool = False) -> bool:
-        """Writes all files, except a script that was edited after it was emitted: it runs the new `balance.yaml`.
+        """Write all files; an edited script is kept, because it reads the new `balance.yaml`.
 
-        With `force` whatever was edited is overwritten. The answer is whether the script was written.
+        Args:
+            folder: Folder of the files.
+            force: If true, overwrite edited files.
+
+        Returns:
+            True if the script was written.
 
         Raises:
-            FileError: A file of cuts or what starts the script was edited, the script is somebody's own, or a file
-                cannot be written.
+            FileError: A file of cuts or the launcher was edited, the script was not emitted, or a file cannot be
+                written.
         """
         cuts = {Path(folder, "balance.yaml"): self.balance, **{Path(folder, n): t for n, t in self.smaller.items()}}
         launch = {} if self.launch is None else {Path(folder, self.launch.name): self.launch.text}
@@ -82,8 +87,8 @@ class Emitted:
             for path in cuts:
                 refuse_edited(path, hint="edit the plan instead; `--force` overwrites this file")
             for path in launch:
-                refuse_edited(path, hint="leave `--launch` out to keep it, or pass `--force`")
-        # An edited script reads the balance anew: it is kept, unless it would run something else beside the new file.
+                refuse_edited(path, hint="to keep it, remove `--launch`; `--force` overwrites it")
+        # An edited script reads the new balance. It is kept, unless it would run something else.
         is_kept = not force and is_edited(script)
         if is_kept and not runs_balance(script):
             refuse_edited(script)
@@ -101,24 +106,34 @@ def emit_native(
     folder: str,
     profile_folder: str,
     smaller: Sequence[Plan] = (),
-    places: Places = Places(),
-    again: AskAgain = no_options,
+    input_paths: InputPaths = InputPaths(),
+    repeat_options: RepeatOptions = no_options,
 ) -> Emitted:
-    """The balance configuration and the training script of `plan`, which was made from `profile`.
+    """Return the balance configuration and the training script of a plan.
 
-    `folder` is where the files will stand, `profile_folder` where the profile stands, which the model's path in it is
-    relative to. Of the plans in `smaller` the script takes the one that is for as many processes as were started.
-    `places` and the options that `again` returns are what a run names that was not as planned.
+    Args:
+        plan: The plan.
+        profile: Its profile.
+        folder: Folder of the files.
+        profile_folder: Folder of the profile, to which the model's path is relative.
+        smaller: Plans for fewer processes; the script uses the one for the number of started processes.
+        input_paths: Paths of plans and profile, for the command to replan.
+        repeat_options: Function that returns the `solve` options of a plan's request.
+
+    Returns:
+        The texts.
 
     Raises:
-        UsageError: A plan does not cut the profile's chain, or the profile names no model to train; or one of `smaller`
-            trains something else than `plan`, or is not smaller.
+        UsageError: A plan does not match the profile, the profile names no model, or a plan in `smaller` trains
+            something else or is not smaller.
     """
     layout = Layout.of(plan, profile)
     source = relocated(profile.model.source, profile_folder, folder)
     check_source(profile)
-    planned = partial(planned_of, profile, again=again, profile_path=places.profile, folder=folder)
-    where = places.smaller or ("-",) * len(smaller)
+    planned = partial(
+        planned_of, profile, repeat_options=repeat_options, profile_path=input_paths.profile, folder=folder
+    )
+    where = input_paths.smaller or ("-",) * len(smaller)
     balances = (
         replace(_balance(Layout.of(other, profile), profile, source), planned=planned(other, path))
         for other, path in zip(smaller, where, strict=True)
@@ -134,7 +149,7 @@ def emit_native(
         notes=_skipped_devices(plan),
         use=launch_line(plan.num_devices * plan.replicas, str(script)),
         smaller=tuple(other.num_processes for other in fewer),
-        planned=planned(plan, places.plan),
+        planned=planned(plan, input_paths.plan),
     )
     plans = (*emitted.plans, *fewer)
     for larger, other in pairwise(plans):
@@ -144,17 +159,17 @@ def emit_native(
 
 
 def _check_smaller(larger: Balance, other: Balance) -> None:
-    """Raises `UsageError` unless `other` trains what `larger` trains, in fewer processes."""
+    """Raise UsageError unless `other` trains the same as `larger`, in fewer processes."""
     if other.num_processes >= larger.num_processes:
         raise UsageError(
-            f"a plan for {counted(other.num_processes, 'process', 'es')} is no smaller one beside a plan for "
+            f"a plan for {counted(other.num_processes, 'process', 'es')} is not smaller than the plan for "
             f"{larger.num_processes}",
             hint="give `--smaller` plans with fewer processes than PLAN, each with another number of them",
         )
     if other.batch != larger.batch:
         raise UsageError(
-            f"the plan for {counted(other.num_processes, 'process', 'es')} is for a batch of {other.batch}, the one "
-            f"for {larger.num_processes} for {larger.batch}: it would not train the same",
+            f"the plan for {counted(other.num_processes, 'process', 'es')} has a batch of {other.batch}, the one "
+            f"for {larger.num_processes} of {larger.batch}: training would differ",
             hint=f"solve it with `--batch {larger.batch}`",
         )
 
@@ -172,14 +187,25 @@ def emit_with(
     planned: Planned | None = None,
     **more: int,
 ) -> Emitted:
-    """The configuration, as `emit_native` makes it, and a script from a template.
+    """Return the configuration of `emit_native`, and a script from a template.
 
-    `source` is the model's file and entry, from the folder of the script; `template` is a package and a file in it;
-    `smaller` are the numbers of processes that there are other plans for; `planned` is what a run is held against;
-    `more` is what the template needs beside what every script does.
+    Args:
+        layout: The plan with its layers.
+        profile: Its profile.
+        source: File and entry of the model, relative to the script's folder.
+        template: Package and file of the template.
+        script: Path of the script.
+        notes: Remarks about the files.
+        use: Command that runs the script.
+        smaller: Numbers of processes that have other plans.
+        planned: Predictions that a run is compared with.
+        **more: Additional values of the template.
+
+    Returns:
+        The texts.
 
     Raises:
-        UsageError: The profile names no model to train.
+        UsageError: The profile names no model.
     """
     check_source(profile)
     balance = replace(_balance(layout, profile, source), smaller=smaller, planned=planned)
@@ -198,18 +224,18 @@ def _skipped_devices(plan: Plan) -> tuple[str, ...]:
     used = sorted({plan.device_of(stage) for stage in plan.stages})
     if used[-1] < len(used):
         return ()
-    places = ",".join(map(str, used))
-    return (f"the stages are planned for devices {places} (CUDA_VISIBLE_DEVICES={places})",)
+    ids = ",".join(map(str, used))
+    return (f"the stages are planned for devices {ids} (CUDA_VISIBLE_DEVICES={ids})",)
 
 
 def check_source(profile: Profile) -> None:
-    """Raises `UsageError` where the profile is not of a model's file."""
+    """Raise UsageError if the profile names no model file."""
     if not profile.model.source:
         raise UsageError("the profile names no model file, so there is nothing to train", hint="profile a model.py")
 
 
 def decisions_digest(plan: Plan) -> str:
-    """Digest of what the plan decides (schedule, micro-batches, balance, recompute) and of the profile behind it."""
+    """Return the digest of the plan's decisions (schedule, micro-batches, balance, recompute) and of its profile."""
     decided = {
         "profile": plan.inputs.profile.digest,
         "batch": plan.inputs.batch,
@@ -226,19 +252,31 @@ def planned_of(
     plan: Plan,
     path: str,
     *,
-    again: AskAgain,
+    repeat_options: RepeatOptions,
     profile_path: str,
     folder: str,
 ) -> Planned:
-    """What the plan at `path` predicts, as it stands beside its cuts in `folder`; `again` are options of `solve`."""
+    """Return the predictions of the plan at `path`, with paths relative to `folder`.
+
+    Args:
+        profile: Profile of the plan.
+        plan: The plan.
+        path: Its path.
+        repeat_options: Function that returns the `solve` options of a plan's request.
+        profile_path: Path of the profile.
+        folder: Folder of the balance configuration.
+
+    Returns:
+        The predictions, and how to replan.
+    """
     from_here = str(Path(folder, "balance.yaml"))
     where = {"plan": reference_path(path, from_here), "profile": reference_path(profile_path, from_here)}
     return Planned(
         step_us=plan.predicted.step_us,
         reserve_bytes=plan.inputs.reserve_bytes,
         device="" if training_kind(profile.device.kind) == profile.device.kind else profile.device.kind,
-        solve=again(plan.inputs, profile.device),
-        # What came from standard input may be anywhere: the usual name says what is meant.
+        solve=repeat_options(plan.inputs, profile.device),
+        # A file from standard input has no path; the default name is used.
         **{name: at for name, at in where.items() if at != "-"},
     )
 
@@ -306,7 +344,7 @@ def _script(template: tuple[str, str], path: str, layout: Layout, balance: Balan
 
 
 def _stages(plan: Plan) -> str:
-    """`4 stages`, `4 stages on 2 devices`, `4 stages on 2 devices, in 2 replicas`."""
+    """Return `4 stages`, `4 stages on 2 devices`, or `4 stages on 2 devices, in 2 replicas`."""
     text = counted(len(plan.stages), "stage")
     if plan.chunks > 1:
         text += f" on {counted(plan.num_devices, 'device')}"
@@ -314,7 +352,7 @@ def _stages(plan: Plan) -> str:
 
 
 def _several_machines(plan: Plan, balance: Balance, script: str) -> str:
-    """How to start the script on several machines; nothing where there is but one process."""
+    """Return how to start the script on several machines; empty for one process."""
     count, per_node = balance.num_processes, plan.inputs.node_devices
     if count == 1:
         return ""
@@ -322,22 +360,22 @@ def _several_machines(plan: Plan, balance: Balance, script: str) -> str:
         per_node = count // 2 if count % 2 == 0 else 1
     line = launch_line(count, script, nodes=count // per_node)
     return f"""
-On several machines, this on each; ranks run through one pipeline, then through the next replica:
+On several machines, run this on each. Ranks follow one pipeline, then the next replica:
 
     {line}
 """
 
 
 def _with_fewer(balance: Balance) -> str:
-    """Which other plans the script takes; nothing where there is none."""
+    """Return a sentence about the plans for fewer processes; empty if there are none."""
     if not balance.smaller:
         return ""
     plans = ", ".join(f"{count} ({beside(Path('balance.yaml'), count)})" for count in balance.smaller)
-    return f"\nStarted in fewer processes it takes another plan, and goes on from the same checkpoints: {plans}.\n"
+    return f"\nWith fewer processes it uses another plan and continues from the same checkpoints: {plans}.\n"
 
 
 def stage_table(plan: Plan) -> str:
-    """The stages, a line each, as a docstring shows them."""
+    """Return a line per stage, for a docstring."""
     lines = [
         f"stage {s.index}: {s.layers} layers, {in_docstring(s.first)} to {in_docstring(s.last)}, "
         f"recompute {_recomputed(s)}, {format_bytes(s.memory.total)} of {format_bytes(s.memory_bytes)}"
@@ -354,7 +392,7 @@ def _recomputed(stage: Stage) -> str:
 
 
 def in_docstring(text: str) -> str:
-    """Names come from files: whatever they hold, it must neither end the docstring nor be an escape in it."""
+    """Return `text` with characters escaped that would end a docstring or be an escape in it; names come from files."""
     return "".join(c if c.isprintable() and c not in '\\"' else _escaped(c) for c in text)
 
 

@@ -1,6 +1,6 @@
-"""Another engine's list of cuts, read back: files of ours, and those that people wrote by hand for these engines.
+"""Reading of cuts from other engines' files, written by gpipe-plan or by hand.
 
-Python files are read, not run: of each assignment only what is written down counts.
+Python files are parsed, not executed. Only literal assignments count.
 """
 
 import ast
@@ -21,21 +21,24 @@ from planner.emit.megatron import balance_of_layout
 from planner.files import read, read_plain, read_text
 
 SUFFIXES: Final = (".py", ".json", ".toml", ".yaml", ".yml", ".sh", ".txt")
-"""What the names of files with cuts in them end with."""
+"""Suffixes of files that may have cuts."""
 
 _LAYOUT = re.compile(r"""--pipeline-model-parallel-layout[\s=]+["']*([EtmL|(][^\s"']*)""")
 
 
 def read_balance_list(path: str, layers: Sequence[LayerProfile]) -> tuple[int, ...]:
-    """How many of `layers` each stage has, by the file at `path`.
+    """Return the number of layers of each stage, from a file.
 
     Args:
-        path: A plan or balance.yaml of ours, or a file that gives torchgpipe's balance, a `split_spec`, torchtitan's or
-            Automodel's `module_fqns_per_model_part`, DeepSpeed's parts, Megatron's layout string or a device map.
-        layers: The layers of the profile, in order.
+        path: A plan or balance.yaml, or a file with torchgpipe's balance, a `split_spec`, torchtitan's or Automodel's
+            `module_fqns_per_model_part`, DeepSpeed's parts, Megatron's layout string or a device map.
+        layers: Layers of the profile, in order.
+
+    Returns:
+        Numbers of layers.
 
     Raises:
-        FileError: It cannot be read, gives no such list, or one for other layers.
+        FileError: The file cannot be read, has no such list, or is for other layers.
     """
     try:
         if path.endswith((".yaml", ".yml")):
@@ -55,9 +58,9 @@ def read_balance_list(path: str, layers: Sequence[LayerProfile]) -> tuple[int, .
     except UsageError as error:
         raise FileError(error.message, path=path, hint=error.hint) from None
     except (SyntaxError, ValueError, TypeError, RecursionError) as error:
-        raise FileError(f"cannot be understood: {error}", path=path) from None
+        raise FileError(f"cannot be parsed: {error}", path=path) from None
     raise FileError(
-        "gives no cuts", path=path, hint=f"expected one of {', '.join(_READERS)}, or `--pipeline-model-parallel-layout`"
+        "has no cuts", path=path, hint=f"expected one of {', '.join(_READERS)}, or `--pipeline-model-parallel-layout`"
     )
 
 
@@ -71,7 +74,7 @@ def _balance_in(path: str, layers: Sequence[LayerProfile]) -> tuple[int, ...]:
 
 
 def _values(path: str, text: str) -> dict[str, Any]:
-    """What the file gives names to, in small letters."""
+    """Return the values that the file assigns, by lower-case name."""
     content: Any = {}
     if path.endswith(".py"):
         content = _assigned(ast.parse(text))
@@ -85,12 +88,12 @@ def _values(path: str, text: str) -> dict[str, Any]:
         raise ValueError(f"expected a list or a mapping, got `{text.strip()}`")  # noqa: TRY004 - of a file
     named = _named(content)
     if path.endswith(".json") and not named.keys() & _READERS.keys():
-        return {"device_map": content}  # as `model.hf_device_map` is saved
+        return {"device_map": content}  # `model.hf_device_map` is saved like this
     return named
 
 
 def _named(content: Mapping[str, Any]) -> dict[str, Any]:
-    """What a mapping has, in small letters, and what stands in the parts of it that engines read."""
+    """Return the values of a mapping by lower-case name, including those of nested parts that engines read."""
     named = {str(key).lower(): value for key, value in content.items()}
     distributed = named.get("distributed")
     for part in (named.get("parallelism"), distributed.get("pipeline") if isinstance(distributed, dict) else None):
@@ -106,19 +109,19 @@ def _assigned(module: ast.Module) -> dict[str, Any]:
             try:
                 values[node.targets[0].id] = ast.literal_eval(_Plain().visit(node.value))
             except ValueError:
-                continue  # computed: nothing of ours
+                continue  # computed values are ignored
     return values
 
 
 class _Plain(ast.NodeTransformer):
-    """`SplitPoint.BEGINNING` to "BEGINNING"."""
+    """Replace `SplitPoint.BEGINNING` by "BEGINNING"."""
 
     def visit_Attribute(self, node: ast.Attribute) -> ast.Constant:
         return ast.copy_location(ast.Constant(node.attr), node)
 
 
 def _from_balance(value: Any, layers: Sequence[LayerProfile]) -> tuple[int, ...]:
-    """Numbers of layers."""
+    """Return the balance from numbers of layers."""
     balance = tuple(value)
     if not balance or not all(isinstance(count, int) for count in balance):
         raise UsageError(f"expected a list of whole numbers, got `{value}`")
@@ -128,34 +131,34 @@ def _from_balance(value: Any, layers: Sequence[LayerProfile]) -> tuple[int, ...]
 
 
 def _from_boundaries(value: Any, layers: Sequence[LayerProfile]) -> tuple[int, ...]:
-    """[0, first layer of stage 1, …, number of layers]."""
+    """Return the balance from [0, first layer of stage 1, …, number of layers]."""
     return _from_balance([end - first for first, end in pairwise(value)], layers)
 
 
 def _from_split_spec(value: Any, layers: Sequence[LayerProfile]) -> tuple[int, ...]:
-    """Modules before or after which a stage begins."""
+    """Return the balance from modules before or after which a stage begins."""
     begins = {modules_of(layer)[0]: n for n, layer in enumerate(layers)}
     ends = {modules_of(layer)[-1]: n + 1 for n, layer in enumerate(layers)}
     cuts = set()
     for path, point in _mapping(value).items():
-        places = ends if point == "END" else begins
-        if path not in places:
+        boundaries = ends if point == "END" else begins
+        if path not in boundaries:
             raise _inside(path, layers)
-        cuts.add(places[path])
+        cuts.add(boundaries[path])
     return _from_boundaries([0, *sorted(cuts - {0, len(layers)}), len(layers)], layers)
 
 
 def _from_parts(value: Any, layers: Sequence[LayerProfile]) -> tuple[int, ...]:
-    """A list of modules per stage."""
+    """Return the balance from a list of modules per stage."""
     if not all(isinstance(paths, (list, tuple)) for paths in value):
         raise UsageError(f"expected a list of modules per stage, got `{value}`")
     stage_of: dict[str, int] = {}
     for stage, paths in enumerate(value):
         for path in paths:
             if str(path).rpartition(".")[2] == ON_EVERY_STAGE:
-                continue  # it says nothing of the cuts
+                continue  # such modules do not define cuts
             if stage_of.setdefault(path, stage) != stage:
-                raise UsageError(f'"{path}" stands in two stages')
+                raise UsageError(f'"{path}" is in two stages')
     stages = _placed(stage_of, layers)
     if stages != sorted(stages):
         raise UsageError("the stages are not in the order of the model's layers")
@@ -163,22 +166,22 @@ def _from_parts(value: Any, layers: Sequence[LayerProfile]) -> tuple[int, ...]:
 
 
 def _from_device_map(value: Any, layers: Sequence[LayerProfile]) -> tuple[int, ...]:
-    """Module to device; a stage is a run of layers on one device."""
+    """Return the balance from modules and their devices; a stage is a run of layers on one device."""
     return _from_runs(_placed(_mapping(value), layers))
 
 
 def _mapping(value: Any) -> dict[str, Any]:
     if not isinstance(value, dict):
-        raise UsageError(f"expected a mapping of module to place, got `{value}`")
+        raise UsageError(f"expected a mapping of modules, got `{value}`")
     return value
 
 
-def _from_runs(places: Sequence[Any]) -> tuple[int, ...]:
-    return tuple(len(list(run)) for _, run in groupby(places))
+def _from_runs(labels: Sequence[Any]) -> tuple[int, ...]:
+    return tuple(len(list(run)) for _, run in groupby(labels))
 
 
 def _placed(place_of: Mapping[str, Any], layers: Sequence[LayerProfile]) -> list[Any]:
-    """Where each layer is: its modules, what contains them, or what they contain may be named."""
+    """Return the stage or device of each layer, named by its modules, their parents or their children."""
     inside: dict[str, list[str]] = {}
     for path in place_of:
         if not isinstance(path, str):  # a Python file may have any key
@@ -192,7 +195,7 @@ def _placed(place_of: Mapping[str, Any], layers: Sequence[LayerProfile]) -> list
         for module in modules_of(layer):
             around = [path for path in (module, *paths_above(module), "") if path in place_of]
             named = inside.get(module) or around[:1]
-            # A file may name blocks where the profile has their parts, or parts where it has blocks.
+            # A file may name blocks if the profile has their parts, or parts if it has blocks.
             stages.update(place_of[path] for path in named)
             named_paths.update(around, named)
         if len(stages) != 1:
@@ -212,7 +215,7 @@ def _inside(path: str, layers: Sequence[LayerProfile]) -> UsageError:
                 f'"{path}" is inside the layer "{layer.name}" of the profile, which is not cut',
                 hint="cut before or after the whole layer",
             )
-    return UsageError(f'"{path}" is no layer of the profile', hint="was it made for another model?")
+    return UsageError(f'"{path}" is not a layer of the profile', hint="was it made for another model?")
 
 
 _READERS: Final = {

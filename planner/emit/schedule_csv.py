@@ -5,9 +5,9 @@
 
 Three engines read it: torch's `_PipelineScheduleRuntime._load_csv(path, format="compute_only")`, torchtitan
 (`pipeline_parallel_schedule_csv` of its `ParallelismConfig`) and NeMo Automodel (`pp_schedule_csv` of its
-`PipelineConfig`). Each takes stage by stage which device runs it from the rows, and adds the transfers by itself. The
-latter two build the stages before they read it, on the devices where the schedule that their other option names has
-them: it must be one with the same placement.
+`PipelineConfig`). Each derives the device of every stage from the rows, and adds the transfers. torchtitan and
+Automodel build the stages before they read the file, on the devices of the schedule that another option names. That
+schedule must have the same placement.
 """
 
 from typing import Final
@@ -21,15 +21,15 @@ _NAME: Final = "a schedule file"
 
 
 def emit_schedule_csv(layout: Layout) -> EngineFile:
-    """A row for each device, without idle slots."""
-    notes = ["which layers a stage has is not in it: `--format torch` and `torchtitan` say so"]
+    """Return a row for each device, without idle slots."""
+    notes = ["the layers of stages are not included: see `--format torch` and `torchtitan`"]
     if layout.placing_name:
         notes.append(
-            f"torchtitan and Automodel place stages by their option for schedules: name `{layout.placing_name}`"
+            f"torchtitan and Automodel place stages by their schedule option: set it to `{layout.placing_name}`"
         )
     notes += [
         *layout.halves_notes(),
-        *layout.recompute_notes("recomputation is not in it"),
+        *layout.recompute_notes("recomputation is not included"),
         *layout.replica_notes(_NAME),
         *layout.order_notes(),
     ]
@@ -43,6 +43,6 @@ def emit_schedule_csv(layout: Layout) -> EngineFile:
 
 
 def schedule_table(layout: Layout) -> str:
-    """The table's text."""
+    """Return the text of the table."""
     plan = layout.plan
     return table_of(layout.schedule.actions(plan.num_devices, plan.micro_batches, plan.chunks))

@@ -1,8 +1,8 @@
 """torch 2.13: the `split_spec` of `torch.distributed.pipelining.pipeline`.
 
-A dictionary of module path to `SplitPoint.BEGINNING`; the model is traced by `torch.export` and cut before each of them
-(docs.pytorch.org, "Pipeline Parallelism", "Option 2: splitting a model automatically"). How many micro-batches there
-are and in which order they run is said to the schedule, later; one that torch has no name for is in a file.
+A dictionary of module path to `SplitPoint.BEGINNING`. The model is traced by `torch.export` and cut before each of
+these modules (docs.pytorch.org, "Pipeline Parallelism", "Option 2: splitting a model automatically"). The schedule,
+created later, gets the number of micro-batches. A schedule unknown to torch is in a file.
 """
 
 from typing import Any, Final
@@ -25,7 +25,7 @@ Use it (micro_batch: example inputs of MICRO_BATCH_SIZE samples; K ranks):
     schedule = get_schedule_class(SCHEDULE)(stages, n_microbatches=MICRO_BATCHES, loss_fn=loss_fn)"""
 
 _USE_PLACED: Final = """\
-Use it (micro_batch: example inputs of MICRO_BATCH_SIZE samples; STAGES: per rank the stages that it runs):
+Use it (micro_batch: example inputs of MICRO_BATCH_SIZE samples; STAGES: the stages of each rank):
     pipe = pipeline(model, mb_args=micro_batch, split_spec=SPLIT_SPEC)
     stages = [pipe.build_stage(index, device) for index in STAGES[rank]]
 """
@@ -36,11 +36,11 @@ _USE_NAME: Final = """\
 _USE_TABLE: Final = f"""\
     schedule = _PipelineScheduleRuntime(stages, n_microbatches=MICRO_BATCHES, loss_fn=loss_fn)
     schedule._load_csv("{SCHEDULE_FILE}", format="compute_only")
-The runtime is in torch.distributed.pipelining.schedules, and its name is private: torchtitan rests on it, too."""
+The runtime is in torch.distributed.pipelining.schedules. Its name is private, but torchtitan uses it, too."""
 
 
 def emit_split_spec(layout: Layout) -> EngineFile:
-    """SPLIT_SPEC, and what to give the schedule.
+    """Return SPLIT_SPEC, and the arguments of the schedule.
 
     Raises:
         UsageError: A layer has no path.

@@ -1,8 +1,8 @@
 """torchgpipe 0.0.7: `GPipe(module, balance, devices=…, chunks=…, checkpoint=…)`.
 
-As its documentation (torchgpipe.readthedocs.io, "Automatic Balancing", API of `torchgpipe.GPipe`) and the source of its
-release have it: an `nn.Sequential` whose children are dealt out to partitions in order, GPipe's schedule, one choice of
-recomputation for all partitions, no parameters shared between children.
+According to its documentation (torchgpipe.readthedocs.io, "Automatic Balancing", API of `torchgpipe.GPipe`) and source,
+it takes an `nn.Sequential` whose children are assigned to partitions in order. It runs GPipe's schedule, with one
+choice of recomputation for all partitions, and does not support shared parameters.
 """
 
 from typing import Final
@@ -28,16 +28,17 @@ Use it (with the layers in one flat nn.Sequential, in this order):
 
 
 def emit_torchgpipe(layout: Layout) -> EngineFile:
-    """BALANCE, CHUNKS, CHECKPOINT, DEVICES and LAYERS.
+    """Return BALANCE, CHUNKS, CHECKPOINT, DEVICES and LAYERS.
 
     Raises:
-        UsageError: torchgpipe cannot run the plan at all: interleaved, shared parameters, or no sequence of modules.
+        UsageError: torchgpipe cannot run the plan: it is interleaved, layers share parameters, or the model is not a
+            sequence of modules.
     """
     layout.refuse_chunks(_NAME)
     paths = layout.sequential_paths(_NAME)
     for first, second in layout.ties():
         raise UsageError(
-            f'torchgpipe refuses parameters that layers share, as "{first}" and "{second}" do',
+            f'torchgpipe does not support shared parameters, as of "{first}" and "{second}"',
             hint="untie them, or use another `--format`",
         )
     choices = [stage.recompute for stage in layout.plan.stages]
@@ -46,8 +47,8 @@ def emit_torchgpipe(layout: Layout) -> EngineFile:
     if len(set(choices)) > 1 or "layers" in choices:
         policy = "always" if checkpoint == "layers" else checkpoint
         notes += layout.recompute_notes(
-            f"torchgpipe has one CHECKPOINT for all stages, here `{_CHECKPOINT[checkpoint]}`; "
-            f"solve with `--recompute {policy}` for the best plan with that"
+            f"torchgpipe has one CHECKPOINT for all stages, set to `{_CHECKPOINT[checkpoint]}`; "
+            f"solve with `--recompute {policy}` for the best such plan"
         )
     body = python_values(
         BALANCE=list(layout.plan.balance),

@@ -1,14 +1,14 @@
-"""torchtitan 0.3.0 and what came after it: `module_fqns_per_model_part` of its `ParallelismConfig`.
+"""torchtitan 0.3.0 and later: `module_fqns_per_model_part` of its `ParallelismConfig`.
 
-A list of module paths per stage; a stage is a copy of the model in which every other module is deleted
-(torchtitan/distributed/pipeline_parallel.py, `_split_module`). It looks at the model's children and, where these are a
-ModuleList or ModuleDict, at theirs, and no deeper. A schedule that torch has no name for is in a file,
-`pipeline_parallel_schedule_csv`; `pipeline_parallel_schedule` then only says which device has which stages
-(`pipeline_module_split`: a V for ZBVZeroBubble and DualPipeV, else a loop).
+A list of module paths per stage. A stage is a copy of the model in which all other modules are deleted
+(torchtitan/distributed/pipeline_parallel.py, `_split_module`). torchtitan looks at the model's children, and at members
+of ModuleLists and ModuleDicts among them, but no deeper. A schedule unknown to torch is in a file,
+`pipeline_parallel_schedule_csv`. `pipeline_parallel_schedule` then only places the stages (`pipeline_module_split`: a V
+for ZBVZeroBubble and DualPipeV, otherwise a loop).
 
-Options have changed their names behind 0.3.0: the lists are `pipeline_parallel_module_fqns_per_model_part`, M is said
-by `num_pp_microbatches` in the place of a size, and batches are counted in tokens. Which of them there are is seen
-where the file is used, by the fields of the config.
+Options were renamed after 0.3.0: the lists are `pipeline_parallel_module_fqns_per_model_part`, `num_pp_microbatches`
+sets M instead of a size, and batches are counted in tokens. The emitted file selects the options by the fields of the
+config.
 """
 
 from typing import Any, Final
@@ -27,7 +27,7 @@ Modules that are in none of the lists are deleted from every stage."""
 _FUNCTION: Final = '''
 
 def planned(config):
-    """The config with the plan in it, under the names that this torchtitan has for its options."""
+    """Return the config with the plan, under this torchtitan's names of the options."""
     names = {field.name for field in dataclasses.fields(config.parallelism)}
     options = dict(PARALLELISM)
     if "module_fqns_per_model_part" not in names:
@@ -47,10 +47,10 @@ def planned(config):
 
 
 def emit_torchtitan(layout: Layout) -> EngineFile:
-    """PARALLELISM, MICRO_BATCHES and MICRO_BATCH_SIZE, and the function that puts them into a config.
+    """Return PARALLELISM, MICRO_BATCHES and MICRO_BATCH_SIZE, and the function that puts them into a config.
 
     Raises:
-        UsageError: A layer has no path, or one that torchtitan does not look at; or it does not place stages so.
+        UsageError: A layer has no path or one too deep for torchtitan, or torchtitan cannot place the stages so.
     """
     plan, paths = layout.plan, layout.module_paths(_NAME)
     for path in (path for stage in paths for path in stage):

@@ -1,6 +1,6 @@
-"""A job as every scheduler is told of it: how many processes on how many nodes, and which cuts lie between nodes.
+"""Job description for all schedulers: processes per node, and the cuts between nodes.
 
-Ranks are numbered node by node, so that neighbours of a pipeline share a node wherever they can:
+Ranks are numbered node by node, so that neighboring stages share a node if possible:
 
     4 nodes of 2 processes, K = 8      node 0   node 1   node 2   node 3
     rank = device of the pipeline      0  1  |  2  3  |  4  5  |  6  7        three cuts cross nodes
@@ -27,67 +27,75 @@ from planner.emit.signature import signed
 
 _WIDTH: Final = 110
 _MOST_CUTS: Final = 16
-"""Cuts that are told one by one."""
+"""Largest number of cuts that are listed."""
 
 _GPU: Final = "cuda"
 
 
 class _Text(Template):
-    """Shell and Python have uses of their own for `$` and for braces."""
+    """Template with another delimiter, because shell and Python use `$` and braces themselves."""
 
     delimiter = "@"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Job:
-    """What is to be started."""
+class LaunchJob:
+    """Job to be started."""
 
     script: str
-    """The path of train.py, from where the job is submitted."""
+    """Path of train.py, relative to the folder where the job is submitted."""
     shares: tuple[Nodes, ...]
-    """How nodes share the processes of each plan that the script takes, most processes first."""
+    """Nodes and processes per node of each plan that the script supports, most processes first."""
     device: str
     threads: int
     """CPU threads of each process."""
     crossing: tuple[str, ...]
-    """The cuts of the largest plan that lie between nodes."""
+    """Cuts of the largest plan that are between nodes."""
     notes: tuple[str, ...] = ()
-    """What of the plan does not go with these nodes."""
+    """Remarks about parts of the plan that do not match these nodes."""
 
     @property
     def largest(self) -> Nodes:
-        """How nodes share the processes of the largest plan."""
+        """Nodes and processes per node of the largest plan."""
         return self.shares[0]
 
     @property
     def uses_gpus(self) -> bool:
-        """Whether every process needs a GPU."""
+        """True if every process needs a GPU."""
         return self.device == _GPU
 
     @property
     def cores(self) -> int:
-        """CPU cores of each process: for its threads, and for what moves tensors beside them where that is a GPU."""
+        """CPU cores of each process: its threads, and one to move tensors if it uses a GPU."""
         return self.threads + self.uses_gpus
 
     def path_of(self, name: str) -> str:
-        """The path of a file beside the script."""
+        """Return the path of a file in the script's folder."""
         return PurePath(self.script).with_name(name).as_posix()
 
     def file(self, template: str, *, scheduler: str, option: str, use: str, **values: object) -> str:
-        """A template of this folder, filled in and signed; below its `@header` stands what is said of every job.
+        """Return a template of this folder, filled in and signed; `@header` becomes a comment about the job.
 
-        `scheduler` is what people call it, `option` what `emit --launch` does, `use` the command that submits the file.
+        Args:
+            template: Name of the template.
+            scheduler: Name of the scheduler for people.
+            option: Name of the scheduler for `emit --launch`.
+            use: Command that submits the file.
+            **values: Other values of the template.
+
+        Returns:
+            The text of the file.
         """
         text = resources.files(__package__).joinpath(template).read_text(encoding="utf-8")
         lines = [
             f"Starts {self.script} on {scheduler}: {_described(self.largest)}, ranks node by node.",
-            f"Written by `gpipe-plan emit --launch {option}` (gpipe-plan {__version__}); yours to edit.",
+            f"Written by `gpipe-plan emit --launch {option}` (gpipe-plan {__version__}). You may edit it.",
             *self._about_nodes(),
             *self._about_plans(),
             *self.notes,
             f"Submit it with: {use}",
         ]
-        # Names come from files: whatever they hold, they must not end a comment.
+        # Names come from files and must not be able to end a comment.
         wrapped = (part for line in lines for part in textwrap.wrap(spelled_out(line), _WIDTH, break_long_words=False))
         header = "\n".join(f"# {line}" for line in wrapped)
         return signed(_Text(text).substitute(header=header, **values))
@@ -96,32 +104,35 @@ class Job:
         if self.largest.count == 1:
             return []
         if not self.crossing:
-            return ["No cut lies between nodes."]
+            return ["No cut is between nodes."]
         more = len(self.crossing) - _MOST_CUTS
         cuts = [*self.crossing[:_MOST_CUTS], *([f"and {more} more"] if more > 0 else [])]
         return [f"Cuts between nodes: {'; '.join(cuts)}."]
 
     def _about_plans(self) -> list[str]:
         fewer = [f"{_described(s)} ({_balance_of(s)})" for s in self.shares[1:]]
-        return [f"Where less is left, it goes on with {', or '.join(fewer)}."] if fewer else []
+        return [f"With fewer nodes it continues with {', or '.join(fewer)}."] if fewer else []
 
 
-def job_of(plans: Sequence[Balance], inputs: Inputs, *, script: str, nodes: Nodes | None) -> Job:
-    """The job that trains under `plans`, most processes first; by default on the nodes that the first was solved for.
+def job_of(plans: Sequence[Balance], inputs: Inputs, *, script: str, nodes: Nodes | None) -> LaunchJob:
+    """Return the job that trains under `plans`.
 
     Args:
-        plans: The cuts that the script at `script` takes.
-        inputs: What was asked of the solver for the first of them.
-        script: The path of train.py.
-        nodes: The nodes there are.
+        plans: Cuts that the script supports, most processes first.
+        inputs: Request of the first plan.
+        script: Path of train.py.
+        nodes: Available nodes; default: those that the first plan was made for.
+
+    Returns:
+        The job.
 
     Raises:
-        UsageError: The nodes do not hold so many processes, or not as many on each.
+        UsageError: The nodes have too few devices, or cannot share the processes evenly.
     """
     first = plans[0]
-    there = _planned_nodes(inputs, first) if nodes is None else nodes
-    shares = tuple(_shared(plan.num_processes, there) for plan in plans)
-    return Job(
+    available = _planned_nodes(inputs, first) if nodes is None else nodes
+    shares = tuple(_shared(plan.num_processes, available) for plan in plans)
+    return LaunchJob(
         script=script,
         shares=shares,
         device=first.device,
@@ -132,7 +143,7 @@ def job_of(plans: Sequence[Balance], inputs: Inputs, *, script: str, nodes: Node
 
 
 def shell_word(text: str) -> str:
-    """`text` as one word of bash, on one line."""
+    """Return `text` as one word of bash, on one line."""
     if text.isprintable():
         return shlex.quote(text)
     kept = (c if c.isprintable() and c not in "\\'" else f"\\U{ord(c):08x}" for c in text)
@@ -140,25 +151,25 @@ def shell_word(text: str) -> str:
 
 
 def _planned_nodes(inputs: Inputs, balance: Balance) -> Nodes:
-    """The nodes of the plan; one that holds all where it has none."""
+    """Return the nodes of the plan; a single node if it has none."""
     each = inputs.node_devices or max(inputs.devices, balance.num_processes)
     return Nodes(count=-(-inputs.devices // each), devices=each)
 
 
 def _shared(num_processes: int, nodes: Nodes) -> Nodes:
-    """The fewest of `nodes` that hold so many processes, as many on each: `torchrun` starts them alike."""
+    """Return the fewest of `nodes` that share the processes evenly, as `torchrun` needs."""
     for count in range(-(-num_processes // nodes.devices), nodes.count + 1):
         if num_processes % count == 0:
             return Nodes(count=count, devices=num_processes // count)
     raise UsageError(
         f"{counted(num_processes, 'process', 'es')} cannot be shared evenly by nodes of "
         f"{counted(nodes.devices, 'device')}, of which there {'is' if nodes.count == 1 else 'are'} {nodes.count}",
-        hint="solve for as many devices as fill nodes, or give the nodes that there are: `--nodes 4x8`",
+        hint="solve for a number of devices that fills nodes, or give the available nodes: `--nodes 4x8`",
     )
 
 
 def _crossing(balance: Balance, node_devices: int) -> tuple[str, ...]:
-    """The cuts between ranks on different nodes, with these ranks, in whichever replica."""
+    """Return the cuts between ranks on different nodes, with these ranks, in all replicas."""
     order, cuts = balance.device_order, []
     for stage in range(balance.num_stages - 1):
         pairs = [
@@ -167,7 +178,7 @@ def _crossing(balance: Balance, node_devices: int) -> tuple[str, ...]:
         ]
         ranks = ", ".join(f"{a} to {b}" for a, b in pairs if are_apart(a, b, node_devices))
         if ranks:
-            cuts.append(f"behind {balance.stages[stage].layers[-1]}, stage {stage} to {stage + 1} (rank {ranks})")
+            cuts.append(f"after {balance.stages[stage].layers[-1]}, stage {stage} to {stage + 1} (rank {ranks})")
     return tuple(cuts)
 
 
@@ -175,9 +186,9 @@ def _notes(inputs: Inputs, share: Nodes) -> tuple[str, ...]:
     if share.count == 1 or inputs.links:
         return ()
     if not inputs.node_devices:
-        return (f"the plan takes links within and between nodes for alike: `solve --nodes {share} --inter-link …`",)
+        return (f"the plan assumes equal links within and between nodes: `solve --nodes {share} --inter-link …`",)
     if inputs.node_devices != share.devices:
-        used = f"the plan is for nodes of {inputs.node_devices} devices, of which {share.devices} are used here"
+        used = f"the plan is for nodes of {inputs.node_devices} devices, but {share.devices} per node are used here"
         return (f"{used}: `solve --nodes {share}`",)
     return ()
 

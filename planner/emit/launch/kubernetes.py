@@ -1,24 +1,24 @@
-"""Kubernetes: a `TrainJob` of Kubeflow Trainer 2.2 and later (trainer.kubeflow.org/v1alpha1).
+"""Kubernetes: a `TrainJob` of Kubeflow Trainer 2.2 or later (trainer.kubeflow.org/v1alpha1).
 
-It stands on the `torch-distributed` runtime that comes with Trainer, whose plugin for torch tells `torchrun` by
-variables of the environment how many nodes there are, which of them it is on, and where the first one is. Volumes are
-patched into its pods; before 2.2 that field had another name.
+It uses Trainer's `torch-distributed` runtime, whose torch plugin sets the environment variables of `torchrun`: the
+number of nodes, the node's index, and the address of the first node. Volumes are patched into its pods; before 2.2 that
+field had another name.
 """
 
 import json
 from typing import Any, Final
 
-from planner.emit.launch.job import Job, shell_word
+from planner.emit.launch.job import LaunchJob, shell_word
 from planner.emit.layout import EngineFile
 
 _FILE: Final = "trainjob.yaml"
 _IMAGE: Final = "registry.example/train:latest"
 
 
-def kubernetes_file(job: Job) -> EngineFile:
-    """The manifest."""
+def kubernetes_file(job: LaunchJob) -> EngineFile:
+    """Return the manifest."""
     share = job.largest
-    # JSON is YAML; Kubernetes writes quantities as texts.
+    # JSON is valid YAML; Kubernetes expects quantities as text.
     requests: dict[str, Any] = {"cpu": str(share.devices * job.cores)}
     limits: dict[str, Any] = {"nvidia.com/gpu": str(share.devices)} if job.uses_gpus else dict(requests)
     use = f"kubectl create -f {shell_word(job.path_of(_FILE))}"
@@ -35,7 +35,7 @@ def kubernetes_file(job: Job) -> EngineFile:
         limits=json.dumps(limits),
     )
     fewer = [f"numNodes {s.count}, numProcPerNode {s.devices}" for s in job.shares[1:]]
-    notes = [*job.notes, f"`image` in {_FILE} is yours to set, and the claim `checkpoints` to make"]
+    notes = [*job.notes, f"set `image` in {_FILE}, and create the claim `checkpoints`"]
     if fewer:
-        notes.append(f"a TrainJob keeps its size: with less left, create it anew with {' or '.join(fewer)}")
+        notes.append(f"a TrainJob has a fixed size: with fewer nodes, create it again with {' or '.join(fewer)}")
     return EngineFile(name=_FILE, text=text, notes=tuple(notes), use=use)

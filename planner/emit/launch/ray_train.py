@@ -1,19 +1,19 @@
 """Ray: a script for Ray Train V2 (docs.ray.io, "Ray Train"), whose `TorchTrainer` starts the processes.
 
-It makes their process group, too, and numbers ranks node by node. How many processes there are is decided at every
-start: the elastic mode of Ray itself would take any number between two, for most of which there is no plan.
+Ray also creates their process group, and numbers ranks node by node. The number of processes is chosen at every start.
+Ray's own elastic mode would accept any number in a range, but most numbers have no plan.
 """
 
 from typing import Final
 
-from planner.emit.launch.job import Job, shell_word
+from planner.emit.launch.job import LaunchJob, shell_word
 from planner.emit.layout import EngineFile
 
 _FILE: Final = "train_ray.py"
 
 
-def ray_file(job: Job) -> EngineFile:
-    """The script."""
+def ray_file(job: LaunchJob) -> EngineFile:
+    """Return the script."""
     use = f"python {shell_word(job.path_of(_FILE))}"
     text = job.file(
         "ray_template.txt",

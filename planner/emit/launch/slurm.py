@@ -1,20 +1,20 @@
-"""SLURM: a batch script for `sbatch` (slurm.schedmd.com/sbatch.html), as of 22.05 and later.
+"""SLURM: a batch script for `sbatch` (slurm.schedmd.com/sbatch.html), version 22.05 or later.
 
-Its directives end with the first line that is no comment; variables in them are not replaced. `srun` has to be told how
-many cores a task has, from 22.05 on. A directive with tasks per node would make SLURM give the fewest of a range of
-nodes (22.05.8 does): `srun` is told that, too.
+Directives end at the first line that is not a comment, and variables in them are not expanded. Since 22.05, `srun`
+needs the number of cores per task. With a directive for tasks per node, SLURM allocates the fewest nodes of a range (as
+in 22.05.8), so that number is passed to `srun` as well.
 """
 
 from typing import Final
 
-from planner.emit.launch.job import Job, shell_word
+from planner.emit.launch.job import LaunchJob, shell_word
 from planner.emit.layout import EngineFile
 
 _FILE: Final = "train.sbatch"
 
 
-def slurm_file(job: Job) -> EngineFile:
-    """The batch script."""
+def slurm_file(job: LaunchJob) -> EngineFile:
+    """Return the batch script."""
     fewest = min(share.count for share in job.shares)
     resources = [f"#SBATCH --cpus-per-task={job.largest.devices * job.cores}"]
     if job.uses_gpus:
@@ -36,5 +36,5 @@ def slurm_file(job: Job) -> EngineFile:
 
 
 def _in_single_quotes(words: str) -> str:
-    """Shell words as they stand within single quotes, which a shell takes off before another reads them."""
+    """Return shell words for use within single quotes, which one shell removes before another reads them."""
     return words.replace("'", "'\\''")

@@ -171,33 +171,33 @@ def test_lists_written_by_hand_are_read(tmp_path: Path, name: str, text: str, ba
 @pytest.mark.parametrize(
     ("name", "text", "expected"),
     [
-        ("a.py", "x = 1\n", "gives no cuts"),
-        ("a.py", "balance = compute()\n", "gives no cuts"),
-        ("a.py", "balance = [1, 2\n", "cannot be understood"),
-        ("a.json", "{", "cannot be understood"),
+        ("a.py", "x = 1\n", "has no cuts"),
+        ("a.py", "balance = compute()\n", "has no cuts"),
+        ("a.py", "balance = [1, 2\n", "cannot be parsed"),
+        ("a.json", "{", "cannot be parsed"),
         ("a.json", "7", "expected a list or a mapping"),
         ("a.json", '{"split_spec": ["block_1"]}', "expected a mapping"),
-        ("a.json", '{"balance": 3}', "cannot be understood"),
+        ("a.json", '{"balance": 3}', "cannot be parsed"),
         ("a.json", '{"module_fqns_per_model_part": ["head"]}', "list of modules per stage"),
         ("a.py", "balance = [1, 2]\n", "3 layers together, the profile has 6"),
         ("a.py", "balance = [1, 'x']\n", "whole numbers"),
-        ("a.py", "split_spec = {'nowhere': 1}\n", '"nowhere" is no layer'),
+        ("a.py", "split_spec = {'nowhere': 1}\n", '"nowhere" is not a layer'),
         ("a.py", "split_spec = {'block_1.attention': 1}\n", 'inside the layer "block_1"'),
         ("a.py", "device_map = {'embedding': 0, 'head': 1}\n", 'layer "block_0" is in none'),
         ("a.py", "device_map = {'': 0, 'block_1.a': 0, 'block_1.b': 1}\n", 'layer "block_1" is on several'),
-        ("a.py", "device_map = {'': 0, 'other': 1}\n", '"other" is no layer'),
+        ("a.py", "device_map = {'': 0, 'other': 1}\n", '"other" is not a layer'),
         ("a.json", '[["head"], ["embedding", "block_0", "block_1", "block_2", "block_3"]]', "not in the order"),
         ("a.json", '[["head"], ["head"]]', "in two stages"),
-        ("a.sh", "--pipeline-model-parallel-layout Et*5|L", "EtttttL, the profile's layers are EttttL"),
+        ("a.sh", "--pipeline-model-parallel-layout Et*5|L", "EtttttL, but the profile's layers are EttttL"),
         ("a.sh", "--pipeline-model-parallel-layout Et*4m|L", "EttttmL"),
         ("a.sh", "--pipeline-model-parallel-layout E(t*999)*999|L", "repeats `t\\*999` 999 times"),
         ("a.sh", "--pipeline-model-parallel-layout Et*99999999999|L", "repeats `t` 99999999999 times"),
         ("a.py", "device_map = {('embedding', 0): 0}\n", r"expected names of modules, got `\('embedding', 0\)`"),
         ("a.py", "module_fqns_per_model_part = [[1], [2]]\n", "expected names of modules, got `1`"),
         ("a.yaml", "distributed: {pipeline: {module_fqns_per_model_part: [1, [2]]}}", "list of modules per stage"),
-        ("a.yaml", "distributed: {pipeline: {layers_per_stage: 3}}", "gives no cuts"),
+        ("a.yaml", "distributed: {pipeline: {layers_per_stage: 3}}", "has no cuts"),
         ("none.py", None, "no such file"),
-        ("deep.json", "[" * 100_000, "cannot be understood"),
+        ("deep.json", "[" * 100_000, "cannot be parsed"),
     ],
 )
 def test_what_is_no_list_of_these_layers_is_refused(tmp_path: Path, name: str, text: str | None, expected: str) -> None:
@@ -261,17 +261,17 @@ def test_layers_of_several_modules(tmp_path: Path, name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "how", "expected"),
     [
-        ("torchgpipe", {"schedule": "1f1b"}, "the plan is for 1F1B, torchgpipe runs GPipe"),
-        ("deepspeed", {}, "the plan is for GPipe, DeepSpeed runs 1F1B"),
-        ("megatron", {}, "the plan is for GPipe, Megatron-LM runs 1F1B"),
+        ("torchgpipe", {"schedule": "1f1b"}, "the plan uses 1F1B, but torchgpipe runs GPipe"),
+        ("deepspeed", {}, "the plan uses GPipe, but DeepSpeed runs 1F1B"),
+        ("megatron", {}, "the plan uses GPipe, but Megatron-LM runs 1F1B"),
         ("torch", {"recompute": "always"}, "does not recompute.*always on stages 0 to 1"),
         ("torchtitan", {"recompute": "always"}, "recomputes by layer"),
         ("automodel", {"recompute": "always"}, "recomputes by layer"),
         ("automodel", {"replicas": 2, "devices": 4}, "shards parameters"),
-        ("automodel", {}, "none is called so here"),
-        ("deepspeed", {"recompute": "except-last"}, "on every micro-batch or not at all"),
+        ("automodel", {}, "but this model has no such blocks"),
+        ("deepspeed", {"recompute": "except-last"}, "completely or not at all"),
         ("megatron", {"recompute": "always"}, "--recompute-granularity"),
-        ("device-map", {}, "without a pipeline"),
+        ("device-map", {}, "run one after the other"),
         ("torch", {"replicas": 2, "devices": 4}, "start 2 of them"),
         ("torchgpipe", {"replicas": 2, "devices": 4}, "start 2 of them"),
     ],
@@ -280,7 +280,7 @@ def test_notes(name: str, how: dict[str, Any], expected: str) -> None:
     """In the file, and for stderr."""
     file = emitted(name, **how)
     assert any(re.search(expected, note) for note in file.notes), file.notes
-    assert "# Not in here:" in file.text
+    assert "# Not included:" in file.text
 
 
 @pytest.mark.parametrize(
@@ -297,7 +297,7 @@ def test_what_a_format_holds_needs_no_note(name: str, how: dict[str, Any]) -> No
     """Said only where something is lost."""
     file = emitted(name, **how)
     assert not file.notes
-    assert "Not in here" not in file.text
+    assert "Not included" not in file.text
 
 
 def test_mixed_recomputation_for_torchgpipe() -> None:
@@ -330,22 +330,22 @@ def tied() -> Profile:
 @pytest.mark.parametrize(
     ("name", "profile", "balance", "how", "expected"),
     [
-        ("torchgpipe", tied(), (6,), {}, 'layers share, as "embedding" and "head" do'),
-        ("deepspeed", tied(), (3, 3), {}, "share parameters over stages"),
+        ("torchgpipe", tied(), (6,), {}, 'shared parameters, as of "embedding" and "head"'),
+        ("deepspeed", tied(), (3, 3), {}, "share parameters across stages"),
         ("torchgpipe", None, (2, 1, 1, 2), {"schedule": "interleaved", "chunks": 2}, "one stage on each device"),
         ("deepspeed", None, (2, 1, 1, 2), {"schedule": "interleaved", "chunks": 2}, "one stage on each device"),
         ("torchgpipe", uneven(), (2, 3), {}, "3 modules that the model's own code connects"),
-        ("torch", profile_of("a", "b#2"), (1, 1), {}, '"b#2" is none with a path'),
-        ("device-map", profile_of("a", "b\nc"), (1, 1), {}, "is none with a path"),
+        ("torch", profile_of("a", "b#2"), (1, 1), {}, '"b#2" is not a module with a path'),
+        ("device-map", profile_of("a", "b\nc"), (1, 1), {}, "is not a module with a path"),
         ("torchtitan", profile_of("a", "b.0.attention"), (1, 1), {}, "members of their lists"),
         ("automodel", profile_of("a", "model.layers.0.mlp"), (1, 1), {}, "members of lists as a whole"),
-        ("automodel", tied(), (3, 3), {}, "share parameters over stages"),
-        ("automodel", None, (3, 3), {"micro_batches": 1}, "as many micro-batches as devices, 2, and the plan has 1"),
+        ("automodel", tied(), (3, 3), {}, "share parameters across stages"),
+        ("automodel", None, (3, 3), {"micro_batches": 1}, "as many micro-batches as devices, 2, but the plan has 1"),
         ("megatron", profile_of("a", "b", "c"), (1, 2), {}, "cannot tell which layers"),
         ("megatron", profile_of("h.0", "h.1", "head"), (1, 2), {}, "begins with an embedding"),
         ("megatron", profile_of("e", "h.0.a", "h.0.b", "h.1.a", "h.1.b", "o"), (2, 4), {}, "part of block 0"),
         ("megatron", profile_of("e", "p", "h.0", "h.1", "o"), (1, 4), {}, "part of the embedding"),
-        ("megatron", predicting(), (2, 3, 2), {}, "in one stage, the plan in stages 1, 2"),
+        ("megatron", predicting(), (2, 3, 2), {}, "in one stage, but the plan in stages 1, 2"),
         ("megatron", predicting(), (2, 2, 3), {}, "which are both part of layer 0"),
         ("megatron", predicting("mtp.0"), (2, 3), {}, "ends with a head"),
     ],

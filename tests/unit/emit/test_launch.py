@@ -105,7 +105,7 @@ def test_nodes_get_as_many_processes_each(profile: Profile) -> None:
             job(nodes)
     assert "`solve --nodes 2x2 --inter-link …`" in job("2x2").notes[0]
     assert job("2x2", plan_of(profile, 4, node=2)).notes == ()
-    assert "for nodes of 3 devices, of which 2 are used" in job("2x2", plan_of(profile, 4, node=3)).notes[0]
+    assert "for nodes of 3 devices, but 2 per node are used" in job("2x2", plan_of(profile, 4, node=3)).notes[0]
     assert job("1x4").notes == ()
 
 
@@ -158,7 +158,7 @@ def test_the_batch_script_is_one_that_sbatch_reads(profile: Profile) -> None:
     for name, _, value in (option.partition("=") for option in options):
         assert re.fullmatch(SBATCH[name], value), name
     assert {"nodes=1-2", "gpus-per-node=2", "cpus-per-task=4", "requeue"} <= set(options)
-    assert "# Cuts between nodes: behind layers.3, stage 1 to 2 (rank 1 to 2)." in head
+    assert "# Cuts between nodes: after layers.3, stage 1 to 2 (rank 1 to 2)." in head
     assert "(balance-2.yaml)" in text
 
 
@@ -331,9 +331,9 @@ def test_what_does_not_go_together_is_refused(
         ({"nodes": "2x2"}, "`--nodes 2x2` needs `--launch`"),
         ({"launch": "slurm", "nodes": "2x"}, "expected nodes times devices"),
         ({"launch": "slurm", "nodes": "1x3"}, "4 processes cannot be shared evenly"),
-        ({"launch": "ray", "engine": "torch"}, "`--launch` goes with the bundled executor's train.py"),
-        ({"smaller": [plan_of(profile, 2)], "engine": "torch"}, "not with `--format torch`"),
-        ({"smaller": [plan]}, "a plan for 4 processes is no smaller one beside a plan for 4"),
+        ({"launch": "ray", "engine": "torch"}, "`--launch` needs the bundled executor's train.py"),
+        ({"smaller": [plan_of(profile, 2)], "engine": "torch"}, "not `--format torch`"),
+        ({"smaller": [plan]}, "a plan for 4 processes is not smaller than the plan for 4"),
         ({"smaller": [plan_of(profile, 2, batch=16)]}, "would not train the same"),
     ):
         with pytest.raises(UsageError, match=re.escape(message)):

@@ -14,7 +14,7 @@ from planner.core.errors import UsageError
 from planner.core.values.balance import Planned
 from planner.core.values.plan import Inputs, Plan, ProfileReference
 from planner.core.values.profile import Environment, Model, Profile
-from planner.emit import Places, decisions_digest, emit_native, is_edited
+from planner.emit import InputPaths, decisions_digest, emit_native, is_edited
 from planner.files import digest_of, read_balance
 from planner.solve import Request, solve
 from tests.support.chains import random_profile
@@ -290,9 +290,9 @@ def test_what_a_run_is_held_against_stands_beside_the_cuts() -> None:
     """What the plan predicts; where plan and profile stand, from the folder of the cuts; the same of smaller plans."""
     profile = profile_of()
     plan, smaller = plan_of(profile, (2, 4, 6)), plan_of(profile, (5, 7))
-    places = Places(plan="plans/three.yaml", profile="data/profile.yaml", smaller=("two.yaml",))
-    write = partial(emit_native, plan, profile, folder="out", again=calibrated_options)
-    emitted = write(profile_folder="data", smaller=(smaller,), places=places)
+    input_paths = InputPaths(plan="plans/three.yaml", profile="data/profile.yaml", smaller=("two.yaml",))
+    write = partial(emit_native, plan, profile, folder="out", repeat_options=calibrated_options)
+    emitted = write(profile_folder="data", smaller=(smaller,), input_paths=input_paths)
     expected = {"profile": "../data/profile.yaml", "reserve_bytes": 0}
     assert [balance.planned for balance in emitted.plans] == [
         Planned(
@@ -303,5 +303,5 @@ def test_what_a_run_is_held_against_stands_beside_the_cuts() -> None:
         )
         for each, path, count in ((plan, "plans/three.yaml", 3), (smaller, "two.yaml", 2))
     ]
-    piped = write(profile_folder=".", places=Places(plan="-", profile="-"))
+    piped = write(profile_folder=".", input_paths=InputPaths(plan="-", profile="-"))
     assert piped.plans[0].planned == replace(emitted.plans[0].planned, plan="plan.yaml", profile="profile.yaml")

@@ -116,7 +116,7 @@ def test_engines_of_one_stage_say_which_schedule_has_more(engine: str) -> None:
     with pytest.raises(UsageError, match=r"the plan's schedule has 2 \(V-Half\)") as refused:
         emitted(engine, plan_of("v-half"))
     assert "`--format torch` or `torchtitan`" in refused.value.hint
-    assert any("the plan is for ZB-H1, " in note for note in emitted(engine, plan_of("zb-h1")).notes)
+    assert any("the plan uses ZB-H1, " in note for note in emitted(engine, plan_of("zb-h1")).notes)
 
 
 def test_another_table_is_not_overwritten(tmp_path: Path) -> None:
@@ -126,7 +126,7 @@ def test_another_table_is_not_overwritten(tmp_path: Path) -> None:
         assert planner.emit(plan_of("zb-h1"), profile=PROFILE, output=tmp_path, engine="csv") == (table,)
     before = table.read_text()
     for engine in ("csv", "torch"):
-        with pytest.raises(FileError, match="is there, and says something else") as refused:
+        with pytest.raises(FileError, match="exists with other content") as refused:
             planner.emit(plan_of("zb-h2"), profile=PROFILE, output=tmp_path, engine=engine)
         assert "`--force`" in refused.value.hint
     assert [path.name for path in tmp_path.iterdir()] == ["schedule.csv"]

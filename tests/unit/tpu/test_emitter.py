@@ -15,7 +15,7 @@ def test_the_error_says_what_can_be_done_with_shared_parameters() -> None:
     *others, last = profile.layers
     nearer = replace(profile, layers=(*others, replace(last, tied=(f"{others[1].name}.weight",))))
     for shared, may_be_together in ((profile, False), (nearer, True)):
-        with pytest.raises(UsageError, match="share parameters over stages") as refused:
+        with pytest.raises(UsageError, match="share parameters across stages") as refused:
             emit(plan_of(shared, (3, 3)), shared, folder=".", profile_folder=".", say=print)
         assert "`tie_word_embeddings=False`" in refused.value.hint
         assert "the bundled executor sums them" in refused.value.hint
