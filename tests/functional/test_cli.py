@@ -523,7 +523,7 @@ def test_headroom_auto_is_a_share_that_is_told(here: Path, capsys: Capsys) -> No
     plan = Path("plan.yaml").read_bytes()
     assert call(capsys, *SOLVE, "--headroom", f"{share[1]}%").code == 0
     assert Path("plan.yaml").read_bytes() == plan
-    bounds = [line for line in solved.out.splitlines() if line.startswith(("step ", "error ranges: measured on"))]
+    bounds = [line for line in solved.out.splitlines() if line.startswith(("step ", "accuracy: measured on"))]
     assert len(bounds) == 2
     assert [line for line in call(capsys, "show").out.splitlines() if line in bounds] == bounds
     need = max(stage.memory.total for stage in files.read_plan("plan.yaml").stages)

@@ -69,9 +69,9 @@ def test_the_command_says_what_it_costs(here: Path, capsys: pytest.CaptureFixtur
 @pytest.mark.parametrize(
     ("asked", "said"),
     [
-        ({"devices": 1}, "`mine.csv` is for 2 devices, there are 1"),
-        ({"devices": 3, "replicas": 2, "batch": 8}, "`mine.csv` is for 2 devices, in 2 replicas 4, there are 3"),
-        ({"nodes": "1x1"}, "`mine.csv` is for 2 devices, there are 1"),
+        ({"devices": 1}, "`mine.csv` is for 2 devices, but there are 1"),
+        ({"devices": 3, "replicas": 2, "batch": 8}, "`mine.csv` is for 2 devices, in 2 replicas 4, but there are 3"),
+        ({"nodes": "1x1"}, "`mine.csv` is for 2 devices, but there are 1"),
         ({"batch": 6}, "`mine.csv` is for 4 micro-batches, into which a batch of 6 cannot be split"),
         ({"micro_batches": 2}, "`--micro-batches 2`: `mine.csv` has 4"),
         ({"chunks": 1}, "`--chunks 1`: each device of `mine.csv` has 2"),
@@ -150,7 +150,7 @@ def test_the_file_is_not_overwritten(here: Path) -> None:
 
 def test_sweep_needs_a_schedule_for_any_number_of_devices(here: Path) -> None:
     """And says what to ask."""
-    with pytest.raises(UsageError, match="compares numbers of devices") as refused:
+    with pytest.raises(UsageError, match="tries several numbers of devices") as refused:
         planner.sweep("profile.yaml", schedule=table("zbv"), mem="8GB")
     assert "solve --schedule mine.csv" in refused.value.hint
 

@@ -55,7 +55,7 @@ def peak_words(plan: Plan, certainty: Certainty | None) -> str:
 
 def why(certainty: Certainty, *, plus_minus: str = "±") -> str:
     """Return the source of the error ranges, in one line."""
-    words = [f"error ranges: {certainty.source}"]
+    words = [f"accuracy: {certainty.source}"]
     if certainty.step_ratio is None:
         words.append("no similar step was measured")
     else:

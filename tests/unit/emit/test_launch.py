@@ -334,7 +334,7 @@ def test_what_does_not_go_together_is_refused(
         ({"launch": "ray", "engine": "torch"}, "`--launch` needs the bundled executor's train.py"),
         ({"smaller": [plan_of(profile, 2)], "engine": "torch"}, "not `--format torch`"),
         ({"smaller": [plan]}, "a plan for 4 processes is not smaller than the plan for 4"),
-        ({"smaller": [plan_of(profile, 2, batch=16)]}, "would not train the same"),
+        ({"smaller": [plan_of(profile, 2, batch=16)]}, "training would differ"),
     ):
         with pytest.raises(UsageError, match=re.escape(message)):
             emit(plan, **options)  # type: ignore[arg-type]
@@ -342,7 +342,7 @@ def test_what_does_not_go_together_is_refused(
     paths = emit(plan, launch="slurm", smaller=[plan_of(profile, 2)])
     assert [path.name for path in paths] == ["balance.yaml", "balance-2.yaml", "train.sbatch", "train.py"]
     assert files.read_balance("balance.yaml").smaller == (2,)
-    assert "another plan, and goes on from the same checkpoints: 2 (balance-2.yaml)" in Path("train.py").read_text()
+    assert "another plan and continues from the same checkpoints: 2 (balance-2.yaml)" in Path("train.py").read_text()
     script = Path("train.sbatch")
     script.write_text(script.read_text().replace("24:00:00", "48:00:00"))
     with pytest.raises(FileError, match="was edited"):

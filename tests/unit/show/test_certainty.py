@@ -59,7 +59,7 @@ def test_the_terminal_and_the_report_say_the_same():
     text = plan_text(planned, (), style(120, wrap=False), certainty=certainty)
     page = plan_html(planned, profile(), step_of_sample(planned), None, digest="sha256:0")
     reason = why(certainty)
-    assert reason.startswith("error ranges: measured on GPUs; earlier step predictions were off by -1.4 % to +17.1 %")
+    assert reason.startswith("accuracy: measured on GPUs; earlier step predictions were off by -1.4 % to +17.1 %")
     assert reason in " ".join(text.split())
     assert reason in page
     for words in (step_words(planned, certainty), peak_words(planned, certainty)):
@@ -70,4 +70,4 @@ def test_the_terminal_and_the_report_say_the_same():
 
 def test_what_was_never_held_against_a_run_is_said():
     """Neither step nor peak has a bound then."""
-    assert why(OPEN) == "error ranges: compiled for tpu:v2; no similar step was measured; no similar peak was measured"
+    assert why(OPEN) == "accuracy: compiled for tpu:v2; no similar step was measured; no similar peak was measured"
