@@ -145,10 +145,23 @@ def test_every_command_ends_as_the_page_says(page: str, tmp_path: Path) -> None:
         assert done.returncode == wanted, f"{line}\n{done.stdout}{done.stderr}"
 
 
+@pytest.mark.slow
+@pytest.mark.nightly
+@pytest.mark.parametrize("number", range(6))
+def test_every_recipe_is_a_model_that_can_be_profiled(number: int, tmp_path: Path) -> None:
+    """Each Python block of docs/recipes.md is a complete model.py."""
+    recipe = blocks("docs/recipes.md", "python")[number]
+    for package in ("transformers", "timm"):
+        if package in recipe:
+            pytest.importorskip(package, exc_type=ImportError)
+    (tmp_path / "model.py").write_text(recipe)
+    assert run("gpipe-plan profile model.py --batch-sizes 1,2", tmp_path).returncode == 0
+
+
 def test_every_option_that_is_mentioned_exists() -> None:
     """In some command of ours, or in an emitted script."""
     others = {"--nproc-per-node", "--nnodes", "--node-rank", "--rdzv-backend", "--rdzv-endpoint", "--max-restarts"}
-    others |= {"--rdzv-conf", "--standalone", "--env", "--signal", "--requeue"}
+    others |= {"--rdzv-conf", "--standalone", "--env", "--signal", "--requeue", "--help"}
     others |= {"--pipeline-model-parallel-layout", "--mtp-num-layers"}
     group = get_command(app_for(["--help"]))
     options = {o for command in group.commands.values() for p in command.params for o in (*p.opts, *p.secondary_opts)}  # type: ignore[attr-defined]
