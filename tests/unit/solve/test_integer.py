@@ -6,6 +6,7 @@ tests/property/test_solver.py compares it with brute force.
 import subprocess
 import sys
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pulp
 import pytest
@@ -64,7 +65,7 @@ def test_out_of_time_cbc_is_not_believed_that_there_is_no_plan(monkeypatch: pyte
 
 def test_a_program_that_contradicts_the_cost_model_is_not_believed(monkeypatch: pytest.MonkeyPatch) -> None:
     """A program that was stated wrong would else be taken for a proof."""
-    monkeypatch.setattr(integer, "step_us", lambda *_: 1.0)
+    monkeypatch.setattr(integer, "Evaluation", lambda *_: SimpleNamespace(step_us=1.0))
     with pytest.raises(SolverError, match="the integer program says"):
         solved(QUESTIONS["alike"])
 
