@@ -30,7 +30,7 @@ class _Packages(NamedTuple):
 
 _EXTRAS: Final[Mapping[Extra, _Packages]] = {
     "train": _Packages(("torch", "fvcore", "networkx", "safetensors"), "measuring and training need"),
-    "milp": _Packages(("pulp", "highspy"), "integer programmes need"),
+    "milp": _Packages(("pulp", "highspy"), "integer programs need"),
     "tpu": _Packages(("jax", "libtpu", "torchax"), "TPUs need"),
 }
 

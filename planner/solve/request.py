@@ -35,7 +35,7 @@ class Request:
     lists: Listed | None = None
     """The schedule, where its lists were given: then `inputs.schedule` is `given`."""
     solver: Solver = "auto"
-    """`auto` takes the integer programme only for what the dynamic programme cannot hold: devices in any order."""
+    """`auto` and `dp` take the dynamic program, `milp` the integer program."""
 
     @classmethod
     def again(cls, plan: Plan, *, micro_batches: int | None, time_limit_s: float) -> "Request":

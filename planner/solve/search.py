@@ -18,7 +18,7 @@ from planner.core.values.profile import Profile
 from planner.core.values.units import counted
 from planner.solve.answer import Answer, Search
 from planner.solve.cases import cases_of, micro_batch_counts
-from planner.solve.chain.gpipe import DYNAMIC_PROGRAMME, search_gpipe, tie_broken
+from planner.solve.chain.gpipe import DYNAMIC_PROGRAMMING, search_gpipe, tie_broken
 from planner.solve.checks import check_request
 from planner.solve.deadline import Deadline, OutOfTimeError
 from planner.solve.request import Request
@@ -187,7 +187,7 @@ def _promise(case: Case) -> tuple[float, ...]:
 def _tie_broken(answer: Answer, deadline: Deadline) -> Answer:
     """The plan with the lowest peak of those as fast as the best, as long as there is time for it."""
     is_reordered = answer.partition is not None and bool(answer.partition.devices)
-    if answer.method != DYNAMIC_PROGRAMME or answer.case.policy == "layers" or is_reordered:
+    if answer.method != DYNAMIC_PROGRAMMING or answer.case.policy == "layers" or is_reordered:
         return answer
     case = answer.case
     try:

@@ -58,7 +58,7 @@ def test_the_same_plan_every_time(capsys: pytest.CaptureFixture[str], tmp_path: 
 
 
 def test_the_bound_is_not_that_of_the_work_alone(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    """Of a gap of 13.5 % the linear programme leaves less than 6 %."""
+    """Of a gap of 13.5 % the linear program leaves less than 6 %."""
     solver = plan_of(capsys, tmp_path, *UNEVEN, "--schedule", "interleaved").solver
     assert solver.status == "feasible"
     assert solver.gap is not None

@@ -193,13 +193,13 @@ def test_layers_recomputed_one_by_one_equal_brute_force(features: Features, coun
 @examples(40)
 @given(problems(ANY_ORDER))
 def test_devices_in_any_order_equal_brute_force(problem: Problem) -> None:
-    """All orders of devices of unequal caps and speeds, by the integer programme."""
+    """All orders of devices of unequal caps and speeds."""
     compared(problem)
 
 
 @examples(40)
 @given(problems(Features(unlike=True, rules=True)))
-def test_the_integer_programme_equals_brute_force(problem: Problem) -> None:
+def test_the_integer_program_equals_brute_force(problem: Problem) -> None:
     """A second road to the same step time."""
     best = problem.space.best()
     request = Request(inputs=problem.inputs, micro_batches=problem.micro_batches, solver="milp")

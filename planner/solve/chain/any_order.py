@@ -9,7 +9,7 @@ from planner.core.errors import UsageError
 from planner.solve.answer import Answer
 from planner.solve.chain.bottlenecks import BottleneckSearch
 from planner.solve.chain.chain_dp import ChainCuts
-from planner.solve.chain.gpipe import DYNAMIC_PROGRAMME, search_gpipe
+from planner.solve.chain.gpipe import DYNAMIC_PROGRAMMING, search_gpipe
 from planner.solve.deadline import NEVER, Deadline, OutOfTimeError
 from planner.solve.space.case import Case
 from planner.solve.space.tables import width_for
@@ -67,7 +67,7 @@ def _search(
 def _answer(case: Case, order: tuple[int, ...], cuts: ChainCuts) -> Answer:
     devices = () if order == tuple(range(len(order))) else order
     partition = case.partition(cuts.cuts, cuts.choices, devices=devices)
-    return Answer(case, partition, cuts.step_us, cuts.step_us, DYNAMIC_PROGRAMME)
+    return Answer(case, partition, cuts.step_us, cuts.step_us, DYNAMIC_PROGRAMMING)
 
 
 def _all_orders(kinds: Sequence[Kind]) -> list[tuple[int, ...]]:

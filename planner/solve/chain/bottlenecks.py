@@ -1,7 +1,7 @@
 """The fastest partition of a chain under GPipe: branch and bound over its largest forward and backward times.
 
 Most of a step is (M-1) times the largest forward and as often the largest backward time of any stage or link. Labels
-that differ in these are what keeps the label programme busy, and what its bound on the layers in front knows least of.
+that differ in these are what keeps the dynamic program busy, and what its bound on the layers in front knows least of.
 So the plane of the two is cut into boxes:
 
     backward  |_______________________
@@ -12,7 +12,7 @@ So the plane of the two is cut into boxes:
               |      |   |    |
               +-----------------------    forward
 
-Within a box the sum is a shortest path, and labels hardly differ: if they soon become few enough, the label programme
+Within a box the sum is a shortest path, and labels hardly differ: if they soon become few enough, the dynamic program
 settles the box, else it is cut in two. The box with the smallest bound comes first, and nothing is faster than that.
 
 Complexity: O(K L W) for each box, with windows of W layers; a few dozen boxes for an optimum, fewer for a small gap.

@@ -1,4 +1,4 @@
-"""Exact search over the cuts of a chain for a given M: a label dynamic programme with bounds.
+"""Exact search over the cuts of a chain for a given M: a label dynamic program with bounds.
 
 Stages are laid from the last to the first, the order in which backward visits them. A partial plan that covers layers
 i..L-1 is a label (`laws.py`), and of the labels of one first layer and stage count only those are kept that

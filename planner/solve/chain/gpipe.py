@@ -13,7 +13,7 @@ from planner.solve.deadline import NEVER, Deadline, OutOfTimeError
 from planner.solve.space.case import Case
 from planner.solve.space.tables import width_for
 
-DYNAMIC_PROGRAMME = "dynamic-programming"
+DYNAMIC_PROGRAMMING = "dynamic-programming"
 
 _EQUAL = 1e-9
 """Step times that differ by less are equal: the best of these plans is taken."""
@@ -95,9 +95,9 @@ def search_gpipe(case: Case, *, upper_us: float = np.inf, deadline: Deadline = N
         if case.alike and is_wide and search is not None:
             bound_us = max(bound_us, search.bound_us)
     if best is None:
-        return Answer(case, None, np.inf, bound_us, DYNAMIC_PROGRAMME)
+        return Answer(case, None, np.inf, bound_us, DYNAMIC_PROGRAMMING)
     return Answer(
-        case, case.partition(best.cuts, best.choices), best.step_us, min(bound_us, best.step_us), DYNAMIC_PROGRAMME
+        case, case.partition(best.cuts, best.choices), best.step_us, min(bound_us, best.step_us), DYNAMIC_PROGRAMMING
     )
 
 

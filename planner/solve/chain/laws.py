@@ -1,4 +1,4 @@
-"""How the time of a partial plan grows, stage by stage from the last to the first: the labels of the programme.
+"""How the time of a partial plan grows, stage by stage from the last to the first: the labels of the dynamic program.
 
 A partial plan that covers layers i..L-1 is a label of a few numbers, none of which is ever better when larger. A law
 says how they change when a stage is put in front, and bounds the step time of every way to complete the plan:

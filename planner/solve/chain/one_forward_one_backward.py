@@ -1,12 +1,12 @@
 """1F1B with one stage on each device: every partition whose bound is below the best one is simulated.
 
-The bound is the label programme's optimum under `OneForwardOneBackwardLaw`. A few good partitions, improved by moving
-single cuts, give a best one; the partitions whose bound lies below it are the programme's labels with nothing left out
+The bound is the dynamic program's optimum under `OneForwardOneBackwardLaw`. A few good partitions, improved by moving
+single cuts, give a best one. The partitions whose bound is below it are the program's labels, with none left out
 for being dominated:
 
          no partition is faster        all of these are simulated           these are slower
     |---------------------------------|------------------------------------|------------------->  step time
-    0                                bound of the programme                best one simulated
+    0                                bound of the program                best one simulated
 
 Complexity: as `chain_dp.py` for each stage count whose bound is below the best, and O(K M) for every block
 of partitions that are simulated at once.

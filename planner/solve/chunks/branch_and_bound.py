@@ -1,11 +1,11 @@
-"""A bound for all cuts of several chunks: what is least in the linear programme of `linear_program.py`.
+"""A bound for all cuts of several chunks: what is least in the linear program of `linear_program.py`.
 
-A cut lies at a layer's edge, and a stage is recomputed whole or not at all. Where the programme's answer shares a layer
-between two stages, or a stage between two ways, branch and bound (Land and Doig, 1960) makes one programme for each of
-the possibilities: always in the programme whose answer is least, and where most time is in doubt. No partition beats
+A cut lies at a layer's edge, and a stage is recomputed whole or not at all. Where the program's answer shares a layer
+between two stages, or a stage between two ways, branch and bound (Land and Doig, 1960) makes one program for each of
+the possibilities: always in the program whose answer is least, and where most time is in doubt. No partition beats
 the least answer that is open then, or the best plan.
 
-HiGHS solves the programmes, where it is installed: else there is no such bound.
+HiGHS solves the programs, where it is installed: else there is no such bound.
 """
 
 import importlib
@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from planner.core.extras import is_installed, without_output
-from planner.solve.chunks.linear_program import CutProgramme, Ways
+from planner.solve.chunks.linear_program import LinearProgram, Ways
 from planner.solve.space.arrays import FloatArray, IntArray
 
 _SAFE = 1e-6
@@ -55,7 +55,7 @@ class _Way(NamedTuple):
 
 
 class _Node(NamedTuple):
-    """A programme with some things decided; the least comes first."""
+    """A program with some things decided; the least comes first."""
 
     step: float
     number: int
@@ -72,12 +72,12 @@ def is_solvable() -> bool:
 
 
 class BranchAndBound:
-    """Bounds for all partitions of a programme."""
+    """Bounds for all partitions of a program."""
 
-    def __init__(self, programme: CutProgramme) -> None:
+    def __init__(self, program: LinearProgram) -> None:
         # It loads longer than all else that a short command needs.
         self._highs: Any = importlib.import_module("highspy")
-        self._programme = programme
+        self._program = program
         with without_output():
             self._solver = self._highs.Highs()
         self._solver.setOptionValue("output_flag", False)
@@ -92,7 +92,7 @@ class BranchAndBound:
         """Iterations of the simplex method so far."""
 
     def solved(self, *, most_iterations: int = _UNLIMITED, limit_s: float = inf) -> CutBound | None:
-        """What the programme itself says; None where the solver does not get so far.
+        """What the program itself says; None where the solver does not get so far.
 
         Args:
             most_iterations: Of the simplex method.
@@ -108,7 +108,7 @@ class BranchAndBound:
         """Whole cuts, shape (S+1,): of what is decided one after the other, each time that which costs least.
 
         Args:
-            most_iterations: Of the simplex method; the last programme may take some more.
+            most_iterations: Of the simplex method; the last program may take some more.
             limit_s: For all of it.
         """
         last, ends_s = self.iterations + most_iterations, self._solver.getRunTime() + limit_s
@@ -129,12 +129,12 @@ class BranchAndBound:
 
         Args:
             upper_us: A step that is reached: what cannot be faster is not looked into.
-            most_iterations: Of the simplex method; the last programme may take some more.
+            most_iterations: Of the simplex method; the last program may take some more.
             limit_s: For all of it.
         """
         if not self._made:
             return 0.0
-        upper, nodes = upper_us / self._programme.unit_us, self._nodes
+        upper, nodes = upper_us / self._program.unit_us, self._nodes
         last, ends_s = self.iterations + most_iterations, self._solver.getRunTime() + limit_s
         while nodes and nodes[0].step < upper and nodes[0].open and not self._is_over(last, ends_s):
             for child in self._children(heappop(nodes), last, ends_s):
@@ -145,7 +145,7 @@ class BranchAndBound:
         return self.iterations >= last_iteration or self._solver.getRunTime() >= ends_s
 
     def _children(self, node: _Node, last_iteration: int, ends_s: float) -> list[_Node]:
-        """The programmes in which one more thing is decided, without those in which nothing fits; else the node."""
+        """The programs in which one more thing is decided, without those in which nothing fits; else the node."""
         children = []
         for decision in node.open:
             decided = node.decided | {decision}
@@ -158,12 +158,12 @@ class BranchAndBound:
         return children
 
     def _cuts_of(self, node: _Node) -> IntArray:
-        num_layers, cuts = self._programme.many.case.costs.num_layers, len(node.shift)
+        num_layers, cuts = self._program.many.case.costs.num_layers, len(node.shift)
         inner = np.maximum.accumulate(np.array(node.shift, dtype=np.int64)) + np.arange(1, cuts + 1)
         return np.array([0, *inner.tolist(), num_layers])
 
     def _runs(self, most_iterations: int, ends_s: float) -> bool:
-        """Has the programme solved, by that time on the solver's clock; whether it was."""
+        """Has the program solved, by that time on the solver's clock; whether it was."""
         self._solver.setOptionValue("simplex_iteration_limit", most_iterations)
         self._solver.setOptionValue("time_limit", ends_s)
         self._solver.run()
@@ -172,7 +172,7 @@ class BranchAndBound:
 
     def _node(self, decided: frozenset[_Side | _Way]) -> _Node:
         """What the solver found, and what to decide next."""
-        solution, costs = self._solver.getSolution(), self._programme.many.case.costs
+        solution, costs = self._solver.getSolution(), self._program.many.case.costs
         columns, rows = np.array(solution.col_value), np.array(solution.row_value)
         layer_us = costs.forward_us + costs.backward_us
         cuts_us, sides = self._doubt_of_cuts(columns, layer_us)
@@ -211,7 +211,7 @@ class BranchAndBound:
         doubts = [(0.0, 0)]
         for s, stage in enumerate(self._stages()):
             layers, own = list(stage.rows), list(stage.rows.values())
-            kept = rows[own] - np.array(self._programme.lines.lower)[own]
+            kept = rows[own] - np.array(self._program.lines.lower)[own]
             by_way_us = np.array([kept, *(columns[list(way.values())] for way in stage.columns)]) @ forward_us[layers]
             doubts.append((float(by_way_us.sum() - by_way_us.max()), s))
         doubt_us, s = max(doubts)
@@ -228,7 +228,7 @@ class BranchAndBound:
         self._decided = decided
 
     def _bound(self, decision: _Side | _Way, *, is_decided: bool) -> None:
-        lines, upper = self._programme.lines, self._programme.upper
+        lines, upper = self._program.lines, self._program.upper
         if isinstance(decision, _Side):
             bounds = (decision.value, decision.value) if is_decided else (0.0, upper[decision.column])
             self._solver.changeColBounds(decision.column, *bounds)
@@ -244,25 +244,25 @@ class BranchAndBound:
 
     def _stages(self) -> list[Ways]:
         """Those whose ways are to be decided: layers by themselves may be recomputed or not."""
-        return [] if self._programme.many.case.policy == "layers" else self._programme.ways or []
+        return [] if self._program.many.case.policy == "layers" else self._program.ways or []
 
     def _behind(self, columns: FloatArray) -> FloatArray:
-        """The programme's y, shape (S-1, L-S)."""
-        cuts = self._programme.many.num_stages - 1
-        width = self._programme.many.case.costs.num_layers - cuts - 1
+        """The program's y, shape (S-1, L-S)."""
+        cuts = self._program.many.num_stages - 1
+        width = self._program.many.case.costs.num_layers - cuts - 1
         return columns[: cuts * width].reshape(cuts, width)
 
     def _in_us(self, step: float) -> float:
-        return step * self._programme.unit_us * (1 - _SAFE)
+        return step * self._program.unit_us * (1 - _SAFE)
 
     def _model(self) -> Any:
-        programme, lines = self._programme, self._programme.lines
+        program, lines = self._program, self._program.lines
         model = self._highs.HighsLp()
-        model.num_col_, model.num_row_ = len(programme.upper), len(lines.starts)
-        costs = np.zeros(len(programme.upper))
-        costs[programme.step] = 1.0
-        model.col_cost_, model.col_lower_ = costs, np.zeros(len(programme.upper))
-        model.col_upper_ = np.array(programme.upper)
+        model.num_col_, model.num_row_ = len(program.upper), len(lines.starts)
+        costs = np.zeros(len(program.upper))
+        costs[program.step] = 1.0
+        model.col_cost_, model.col_lower_ = costs, np.zeros(len(program.upper))
+        model.col_upper_ = np.array(program.upper)
         model.row_lower_, model.row_upper_ = np.array(lines.lower), np.array(lines.upper)
         model.a_matrix_.format_ = self._highs.MatrixFormat.kRowwise
         model.a_matrix_.start_ = np.array([*lines.starts, len(lines.columns)], dtype=np.int32)

@@ -1,4 +1,4 @@
-"""A linear programme for all cuts of several chunks, in which cuts are continuous.
+"""A linear program for all cuts of several chunks, in which cuts are continuous.
 
     S     stages;  L layers;  c_s  the cut in front of stage s, s <= c_s <= L - S + s
     y     y_{s,j} says by how much c_s - s > j: 0 or 1 for whole cuts, anything between here
@@ -33,7 +33,7 @@ from planner.solve.space.arrays import FloatArray, IntArray
 from planner.solve.space.partitions import Many
 
 _SCALED_STEP = 1000.0
-"""What a step is about in the programme's units."""
+"""What a step is about in the program's units."""
 
 _MOST_LAYERS = 160
 """In longer chains memory does not count: tables of all stages would take too much of it themselves."""
@@ -50,7 +50,7 @@ class Ways(NamedTuple):
 
 @dataclass(slots=True)
 class Lines:
-    """The rows of a programme, each of them a sum that is at least 0, or 0."""
+    """The rows of a program, each of them a sum that is at least 0, or 0."""
 
     columns: list[int] = field(default_factory=list)
     factors: list[float] = field(default_factory=list)
@@ -67,13 +67,13 @@ class Lines:
         self.upper.append(-line.constant if is_equal else np.inf)
 
 
-def programme_size(many: Many) -> int:
-    """About how many rows the programme has: what it takes to solve it grows faster than that."""
+def program_size(many: Many) -> int:
+    """About how many rows the program has: what it takes to solve it grows faster than that."""
     return 3 * many.num_stages * (many.case.costs.num_layers - many.num_stages) + 2 * many.num_actions
 
 
-class CutProgramme:
-    """The programme of all partitions.
+class LinearProgram:
+    """The program of all partitions.
 
     Args:
         many: The partitions.

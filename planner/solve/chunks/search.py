@@ -1,7 +1,7 @@
 """Schedules of several chunks: all partitions are simulated where they are few, else some are improved step by step.
 
 Chunks of a device share its memory, so stages are not judged one by one. What no partition can beat is what the work
-alone takes, or the bound of a linear programme (`linear_program.py`); the cuts near its solution are a start
+alone takes, or the bound of a linear program (`linear_program.py`); the cuts near its solution are a start
 for the search (`cut_search.py`), beside fairly even ones.
 
 Where partitions are few, cuts are simulated without recomputation first: more of it is never faster. Those that do not
@@ -26,7 +26,7 @@ from planner.solve.answer import Answer
 from planner.solve.chunks.branch_and_bound import BranchAndBound, CutBound, is_solvable
 from planner.solve.chunks.cut_search import CutSearch
 from planner.solve.chunks.fitting import Fitting
-from planner.solve.chunks.linear_program import CutProgramme, programme_size
+from planner.solve.chunks.linear_program import LinearProgram, program_size
 from planner.solve.deadline import NEVER, Deadline, OutOfTimeError
 from planner.solve.progress import BLOCK, Effort, Progress, simulated_answer
 from planner.solve.space.arrays import FloatArray, IntArray
@@ -50,7 +50,7 @@ _ITERATIONS = 20
 """Steps of the simplex method for a row, at most."""
 
 _PLUNGED = 6
-"""The same for the programmes that lead to whole cuts."""
+"""The same for the programs that lead to whole cuts."""
 
 _BRANCHED, _MOST_BRANCHED = 20, 60_000_000
 """The same for those that make the bound higher, and how many steps times rows: three seconds."""
@@ -195,7 +195,7 @@ def _improve(progress: Progress, many: Many, least_us: float) -> float:
 
 
 class Bounds(NamedTuple):
-    """The linear programme's bound, and what may make more of it."""
+    """The linear program's bound, and what may make more of it."""
 
     first: CutBound
     search: BranchAndBound
@@ -204,9 +204,9 @@ class Bounds(NamedTuple):
 
 
 def bounds_of(progress: Progress, many: Many, starts: Sequence[IntArray]) -> Bounds | None:
-    """The linear programme's bound, if it pays and can be solved here."""
+    """The linear program's bound, if it pays and can be solved here."""
     effort = progress.effort
-    size = programme_size(many)
+    size = program_size(many)
     # Its time grows about with the square of its size.
     actions = size * size // _ROWS_SQUARED
     most = min(_MOST_OF_BOUND, effort.left // _SHARE) if effort.is_bounded else _MOST_OF_ONE_ALONE
@@ -214,7 +214,7 @@ def bounds_of(progress: Progress, many: Many, starts: Sequence[IntArray]) -> Bou
         return None
     effort.spent += actions
     scale_us = progress.upper_us if progress.upper_us < inf else many.case.bound_us
-    search = BranchAndBound(CutProgramme(many, starts[0], scale_us=scale_us))
+    search = BranchAndBound(LinearProgram(many, starts[0], scale_us=scale_us))
     limit_s = _limit_s(progress)
     first = search.solved(most_iterations=_ITERATIONS * size, limit_s=limit_s)
     if first is None:
@@ -225,10 +225,10 @@ def bounds_of(progress: Progress, many: Many, starts: Sequence[IntArray]) -> Bou
 
 
 def branched_us(progress: Progress, many: Many, bounds: Bounds | None) -> float:
-    """A bound by more of these programmes, where effort is not bounded; 0 where there is none."""
+    """A bound by more of these programs, where effort is not bounded; 0 where there is none."""
     if bounds is None or progress.effort.is_bounded:
         return 0.0
-    size = programme_size(many)
+    size = program_size(many)
     most = min(_BRANCHED * size, _MOST_BRANCHED // size)
     return bounds.search.branched(progress.upper_us, most_iterations=most, limit_s=_limit_s(progress))
 

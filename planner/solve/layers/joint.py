@@ -22,7 +22,7 @@ from planner.core.cost.partition import Partition
 from planner.core.cost.stage_time import LAYERS
 from planner.solve.answer import Answer
 from planner.solve.chain.chain_dp import ChainCuts, LabelSearch
-from planner.solve.chain.gpipe import DYNAMIC_PROGRAMME, Windows, gpipe_searches
+from planner.solve.chain.gpipe import DYNAMIC_PROGRAMMING, Windows, gpipe_searches
 from planner.solve.chain.laws import OneForwardOneBackwardLaw
 from planner.solve.chunks.search import most_of_one
 from planner.solve.deadline import NEVER, Deadline, OutOfTimeError
@@ -37,7 +37,7 @@ _ROUNDS_OF_GPIPE = 400
 """Number of times that the dynamic program runs under GPipe, at most."""
 
 _ROUNDS, _FEW_ROUNDS = 40, 4
-"""Times that the programme runs for one bound: as long as it takes, or where effort is bounded."""
+"""Number of times that the dynamic program runs for one bound: as long as it takes, or where effort is bounded."""
 
 _ORDER, _CELLS = 3, 5
 """What it costs to find the order of a schedule's actions, and stages in tables that take as long as one action."""
@@ -71,7 +71,7 @@ def search_gpipe_by_layers(case: Case, *, upper_us: float = np.inf, deadline: De
     except OutOfTimeError:
         if best is None:
             raise
-    return Answer(case, best, np.inf if best is None else upper_us, min(bound_us, upper_us), DYNAMIC_PROGRAMME)
+    return Answer(case, best, np.inf if best is None else upper_us, min(bound_us, upper_us), DYNAMIC_PROGRAMMING)
 
 
 def _best_cuts(case: Case, width: int, upper_us: float, deadline: Deadline) -> ChainCuts | None:

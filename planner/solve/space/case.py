@@ -1,4 +1,4 @@
-"""One M of one pipeline: from costs and devices to the tables of the label programme."""
+"""One M of one pipeline: from costs and devices to the tables of the dynamic program."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -201,7 +201,7 @@ class Case:
         every_choice: bool = False,
         exact: bool = False,
     ) -> ChainProblem:
-        """The tables of the label programme.
+        """The tables of the dynamic program.
 
         Args:
             num_stages: At most so many stages where devices are alike, else exactly so many.

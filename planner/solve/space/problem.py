@@ -1,4 +1,4 @@
-"""One question for the label programme: where to cut a chain for M micro-batches, with everything as arrays."""
+"""One question for the dynamic program: where to cut a chain for M micro-batches, with everything as arrays."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace

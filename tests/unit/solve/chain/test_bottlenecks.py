@@ -56,7 +56,7 @@ def _cut_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("policy", ["auto", "never", "always"])
 @pytest.mark.parametrize("seed", range(6))
 def test_boxes_hold_the_fastest_partition(seed: int, policy: RecomputePolicy, micro_batches: int) -> None:
-    """The step time of the label programme alone, which knows nothing of boxes; and it ends with a proof."""
+    """The step time of the dynamic program alone, which knows nothing of boxes; and it ends with a proof."""
     case = case_of(seed, policy, micro_batches=micro_batches)
     problem = case.problem(4, width=12)
     alone = LabelSearch(problem, GPipeLaw(micro_batches)).run(upper_us=np.inf)

@@ -22,7 +22,7 @@ from planner.solve.chunks import search
 from planner.solve.chunks.branch_and_bound import BranchAndBound
 from planner.solve.chunks.descent import moves
 from planner.solve.chunks.fitting import Fitting
-from planner.solve.chunks.linear_program import CutProgramme
+from planner.solve.chunks.linear_program import LinearProgram
 from planner.solve.chunks.search import all_cuts
 from planner.solve.deadline import NEVER, Deadline
 from planner.solve.layers.cut_search import LayerSearch
@@ -83,8 +83,8 @@ def caps_of(many: Many) -> Iterator[int]:
 
 
 def bounds_of(many: Many, scale_us: float) -> BranchAndBound:
-    """By programmes for chains of seven layers."""
-    return BranchAndBound(CutProgramme(many, np.array([0, 2, 4, 6, 7]), scale_us=scale_us))
+    """By programs for chains of seven layers."""
+    return BranchAndBound(LinearProgram(many, np.array([0, 2, 4, 6, 7]), scale_us=scale_us))
 
 
 @pytest.mark.parametrize("seed", range(6))
