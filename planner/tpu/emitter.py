@@ -120,7 +120,7 @@ def _check_program(plan: Plan, layout: Layout) -> None:
         first, second = tied[0]
         together = layout.kept_together(first, second)
         raise UsageError(
-            f'"{first}" and "{second}" share parameters over stages, whose gradients the JAX program does not sum',
+            f'"{first}" and "{second}" share parameters across stages, whose gradients the JAX program does not sum',
             hint="build the model without sharing them (transformers: `tie_word_embeddings=False` in its config) "
             "and profile again; or leave out `--format jax`: the bundled executor sums them"
             + (f"; or solve with {together}: one stage from the one to the other" if together else ""),

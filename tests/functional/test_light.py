@@ -118,7 +118,7 @@ def test_what_needs_an_extra_says_how_to_install_it(ran: dict[str, Ran]) -> None
 def test_a_weaker_bound_is_told_once(ran: dict[str, Ran]) -> None:
     """Where HiGHS would have given one; not where the answer is proven. `check` makes no fault of it."""
     unproven, gpipe = ran[UNPROVEN], ran[f"{SOLVE} --schedule gpipe"]
-    assert unproven.err.count("highspy is not installed: with its bound the gap may be smaller") == 1
+    assert unproven.err.count("highspy is not installed; with it the gap may be smaller") == 1
     assert MILP in unproven.err
     assert "highspy" not in gpipe.err
     assert "GP205" not in ran["check unproven.yaml"].out

@@ -48,8 +48,8 @@ def test_a_family_is_a_plan_for_each_size(here: Path, capsys: pytest.CaptureFixt
         ("--devices 3,2 --mem 1MB -o -", 2, "2 plans cannot be written to standard output"),
         ("--devices 3,1 --mem 1MB", 1, "with 1 device: "),
         ("--devices 3,3 --mem 1MB", 2, "expected different numbers of devices, got `--devices 3,3`"),
-        ("--devices 3, --mem 1MB", 2, "`--devices 3,`: expected an integer, or several"),
-        ("--devices 3,2 --mem 1MB,1MB,2MB", 2, "names 3 caps for 2 devices"),
+        ("--devices 3, --mem 1MB", 2, "`--devices 3,`: expected one integer, or several separated by commas"),
+        ("--devices 3,2 --mem 1MB,1MB,2MB", 2, "names 3 limits for 2 devices"),
     ],
 )
 def test_a_family_is_whole_or_not_written(

@@ -59,7 +59,7 @@ class RunFolder:
             names = "\n".join(map(str, there))
         candidates = [Path(name) for name in self._exchange.of_first(names).splitlines()]
         if not candidates and resume != "auto":
-            raise FileError("there is no checkpoint in it", path=resume)
+            raise FileError("the folder has no checkpoint", path=resume)
         return candidates
 
     def begin_behind(self, source: Path, index: CheckpointIndex) -> None:
