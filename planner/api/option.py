@@ -3,9 +3,20 @@
 The records of `planner.api.options` consist of them.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 from types import NoneType
 from typing import Any, get_args, get_type_hints
+
+
+@dataclass(frozen=True, slots=True)
+class Recorded:
+    """How a plan records an option of the solver, in the field of `Inputs` that has the option's name."""
+
+    read: Callable[[str, Any], Any]
+    """Returns the value of the field, from the option's name and what was given; raises `UsageError`."""
+    write: Callable[[Any], str] = str
+    """Returns the value as it is typed; of an option that may be repeated, one of its values."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,6 +31,8 @@ class Option:
     forms: str = ""
     """Names on the command line, if they differ from the keyword's name with dashes."""
     repeatable: bool = False
+    recorded: Recorded | None = None
+    """None where nothing is recorded, or the value depends on more than what was given."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,14 +4,13 @@ from collections.abc import Collection
 from math import ceil
 from typing import Final
 
+from planner.api import texts
+from planner.api.options.solving import recorded_texts
 from planner.core.schedule import GIVEN, schedules_for
 from planner.core.values.cluster import ExecutorCost, Link
 from planner.core.values.plan import DEFAULT_SCHEDULE, Inputs
 from planner.core.values.profile import Device
 from planner.core.values.units import exact_bytes_option
-
-_UNLIMITED: Final = 10**18
-"""Bandwidth in bytes per second that represents an unlimited link."""
 
 _CALIBRATED: Final = frozenset({"--overhead", "--reserve"})
 """Options whose values `--calibration` provides, unless they are set."""
@@ -39,24 +38,18 @@ def solve_options(inputs: Inputs, device: Device, *, without: Collection[str] = 
         "--devices": str(inputs.devices) if num_nodes * inputs.node_devices != inputs.devices else None,
         "--mem": _caps(inputs.memory_bytes),
         "--batch": str(inputs.batch),
-        "--min-micro-batch": None if inputs.min_micro_batch == 1 else str(inputs.min_micro_batch),
         "--schedule": _schedule(inputs),
         "--chunks": str(inputs.chunks) if inputs.chunks and _may_choose_chunks(inputs) else None,
-        "--replicas": None if inputs.replicas == 1 else str(inputs.replicas or "auto"),
         "--recompute": None if inputs.recompute == "auto" else inputs.recompute,
         "--speed": ",".join(map(repr, inputs.speeds)) or None,
-        "--link": None if is_link_left_out else _link(inputs.link),
+        "--link": None if is_link_left_out else texts.link_text(inputs.link),
         "--links": "links.yaml" if inputs.links else None,
-        "--inter-link": None if inputs.inter_link is None else _link(inputs.inter_link),
-        "--allreduce": None if inputs.allreduce is None else _link(inputs.allreduce),
-        "--overhead": None if inputs.overhead_us == executor.overhead_us else f"{_decimal(inputs.overhead_us)}us",
+        "--overhead": None if inputs.overhead_us == executor.overhead_us else f"{texts.decimal(inputs.overhead_us)}us",
         "--reserve": None if inputs.reserve_bytes == device.reserve_bytes else f"{inputs.reserve_bytes}B",
         "--devices-any-order": "" if inputs.any_order else None,
-        "--extrapolate": "" if inputs.extrapolate else None,
     }
-    groups = [("--together", group) for group in inputs.together] + [("--apart", group) for group in inputs.apart]
     pairs = [(name, value) for name, value in options.items() if value is not None]
-    pairs += [(name, ",".join(group)) for name, group in groups]
+    pairs += recorded_texts(inputs)
     return tuple(f"{name} {value}".strip() for name, value in pairs if name not in without)
 
 
@@ -80,13 +73,3 @@ def _schedule(inputs: Inputs) -> str | None:
 
 def _may_choose_chunks(inputs: Inputs) -> bool:
     return inputs.schedule != GIVEN and any(allowed.is_chunked for allowed in schedules_for(inputs.schedule))
-
-
-def _link(link: Link) -> str:
-    words = [f"{_decimal(link.bytes_per_s or _UNLIMITED)}B/s", f"{_decimal(link.latency_us)}us"]
-    return ",".join([*words, *(["blocking"] if link.blocking else [])])
-
-
-def _decimal(value: float) -> str:
-    """Return the number without an exponent, such that reading it gives the same value."""
-    return f"{value:.15f}".rstrip("0").rstrip(".") if value < 1e15 else f"{value:.0f}"

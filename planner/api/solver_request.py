@@ -4,7 +4,7 @@ from typing import cast
 
 from planner.api import texts
 from planner.api.headroom import headroom_of
-from planner.api.options.solving import SolverOptions
+from planner.api.options.solving import SolverOptions, recorded_values
 from planner.api.reading import calibration_of, cuts_of, links_of
 from planner.api.schedule_file import check_cuts, for_lists, lists_of, lists_path
 from planner.api.texts import Numbers, Sizes
@@ -90,10 +90,8 @@ def _inputs(
         speeds=texts.speeds(options.speed, num_devices) if options.speed is not None else (),
         batch=largest if options.batch is None else texts.number_of("--batch", options.batch, "sample", MOST_BATCH),
         link=Link() if links else executor.link if options.link is None else texts.link(options.link),
-        inter_link=texts.link(options.inter_link, "--inter-link") if options.inter_link is not None else None,
         node_devices=node_devices,
         links=links[: max(1, num_devices - 1)],
-        allreduce=texts.link(options.allreduce, "--allreduce") if options.allreduce is not None else None,
         reserve_bytes=_reserve(options.reserve, calibration, profile),
         compute=calibration.compute if calibration is not None else 1.0,
         step_ratio=calibration.step_ratio if calibration is not None else None,
@@ -101,15 +99,11 @@ def _inputs(
         schedule=schedule,
         # A balance means one stage per device, unless `--chunks` says otherwise.
         chunks=1 if cuts and schedule == "auto" and options.chunks == "auto" else _chunks(options.chunks, schedule),
-        replicas=texts.count_or_auto("--replicas", options.replicas),
-        together=tuple(texts.names("--together", group) for group in options.together or ()),
-        apart=tuple(texts.names("--apart", group) for group in options.apart or ()),
         any_order=options.devices_any_order,
         recompute=recompute,
         optimizer=profile.optimizer,
         dtype=precision_of(profile.environment.dtype),
-        min_micro_batch=texts.one("--min-micro-batch", options.min_micro_batch),
-        extrapolate=options.extrapolate,
+        **recorded_values(options),
     )
 
 

@@ -7,7 +7,7 @@ import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from math import inf
-from typing import Any, get_args
+from typing import Any, Final, get_args
 
 from planner.core.errors import UsageError
 from planner.core.values.cluster import Link
@@ -26,6 +26,9 @@ Numbers = str | int | Sequence[int]
 
 Sizes = str | int | Sequence[str | int]
 """Sizes in bytes or as text such as `24GB`, or one text such as `24GB,24GB,80GB`."""
+
+_UNLIMITED_BYTES_PER_S: Final = 10**18
+"""Bandwidth that represents an unlimited link."""
 
 
 def choice(option: str, text: str, choices: object) -> str:
@@ -209,6 +212,17 @@ def link(value: str | Link, option: str = "--link") -> Link:
         latency_us=parse_us(latency) if latency else 0.0,
         blocking=mode == "blocking",
     )
+
+
+def link_text(link: Link) -> str:
+    """Return a link as text that `link` reads back."""
+    words = [f"{decimal(link.bytes_per_s or _UNLIMITED_BYTES_PER_S)}B/s", f"{decimal(link.latency_us)}us"]
+    return ",".join([*words, *(["blocking"] if link.blocking else [])])
+
+
+def decimal(value: float) -> str:
+    """Return the number without an exponent, such that reading it gives the same value."""
+    return f"{value:.15f}".rstrip("0").rstrip(".") if value < 1e15 else f"{value:.0f}"
 
 
 def flops_per_s(value: str | float) -> float:

@@ -7,36 +7,19 @@ from dataclasses import MISSING, Field, fields, is_dataclass
 from functools import cache
 from typing import Any
 
+from planner.core.values.left_out import LEFT_OUT
 from planner.core.values.profile import BoundaryTensor, MemoryDetail, ProgramMemory, SplitMemory
 from planner.core.values.proof import Proof
 
 _SPARE = frozenset({BoundaryTensor, MemoryDetail, ProgramMemory, Proof, SplitMemory})
 """Classes whose fields are all left out if they have their default: a profile has thousands of such values."""
 
-# Fields added later are left out of files that do not use them, so that these files keep their bytes and digests.
-_SPARE_FIELDS: dict[str, frozenset[str]] = {
-    "Balance": frozenset({"chunks", "placement", "replicas"}),
-    "BoundaryRun": frozenset({"replica"}),
-    "Device": frozenset({"reserve_bytes"}),
-    "FrontierPoint": frozenset({"replicas"}),
-    "Inputs": frozenset({"any_order", "chunks", "compute", "min_micro_batch", "node_devices", "replicas"}),
-    "LayerProfile": frozenset({"cast_bytes", "idle_bytes", "optimizer_boundary_peak_bytes", "rewritten_bytes"}),
-    "Model": frozenset({"batch_norm"}),
-    "Plan": frozenset({"chunks", "placement", "replicas"}),
-    "ProfileReference": frozenset({"how"}),
-    "RunReport": frozenset({"batch"}),
-    "Stage": frozenset({"backward_weight_us"}),
-    "StageMemory": frozenset({"casts"}),
-    "StageRun": frozenset({"backward_input_us", "backward_weight_us", "core_share", "outside_bytes", "replica"}),
-}
-"""Fields of other classes, by class name, that are left out if they have their default."""
-
 
 def to_plain(value: Any) -> Any:
     """Return a dataclass as plain dicts and lists.
 
-    A field with a default is left out if it is None or an empty text, list or mapping. Fields in `_SPARE` and
-    `_SPARE_FIELDS` are also left out if they have any other default.
+    A field with a default is left out if it is None or an empty text, list or mapping. Fields of `_SPARE` and
+    those marked `LEFT_OUT` are also left out if they have any other default.
     """
     kind = type(value)
     if kind in _ATOMS:
@@ -66,7 +49,7 @@ def _fields_of(kind: type) -> tuple[tuple[str, Callable[[Any], bool] | None], ..
 def _left_out(field: "Field[Any]", kind: type) -> Callable[[Any], bool] | None:
     if field.default is MISSING and field.default_factory is MISSING:
         return None
-    if kind in _SPARE or field.name in _SPARE_FIELDS.get(kind.__name__, ()):
+    if kind in _SPARE or field.metadata == LEFT_OUT:
         default = field.default
         return lambda value: bool(value == default)
     return lambda value: value is None or value in ("", (), {})

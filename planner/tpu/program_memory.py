@@ -190,5 +190,6 @@ def _program_parts(
     elif not keeps:
         backward = s.law.straight
     running = kept + forward, backward
-    sizes = (s.parameters, s.gradients, s.optimizer, s.buffers, s.data, s.input, kept, copies, batch, *running)
+    always = s.always["parameters"], s.gradients, s.always["optimizer"], s.always["buffers"], s.data
+    sizes = (*always, s.input, kept, copies, batch, *running)
     return _ProgramParts(*(float(size[0, -1]) for size in sizes))

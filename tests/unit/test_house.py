@@ -65,7 +65,7 @@ USERS_FILES = re.compile(r"(path/to/)?model\.py|train(_jax|_ray)?\.py|plan_\w+\.
 
 RECIPES = {
     "a schedule": 8,
-    "a term of memory": 4,
+    "a memory component": 4,
     "a solver option": 3,
     "a device": 3,
     "an emit format": 3,

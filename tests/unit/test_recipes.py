@@ -1,9 +1,21 @@
-"""What CONTRIBUTING tells how to add, added: here a schedule, of which no other module knows."""
+"""The recipes of CONTRIBUTING, performed: a schedule, a memory component and a solver option.
 
+The schedule is added to the package that runs. The other two are changes of source files, so they are made in a copy of
+the package, in exactly the files that the recipe names, and its commands run as a user runs them.
+"""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
+from planner import files
 from planner.core.judge.verdict import judge
 from planner.core.schedule import SCHEDULES, Action, Schedule, programs
 from planner.core.values.profile import Model
@@ -11,7 +23,12 @@ from planner.emit import emit_native
 from planner.show.terminal.plan import plan_text
 from planner.show.terminal.style import Style
 from planner.solve import Request, solve
+from tests.support.chains import random_profile
+from tests.support.house import ROOT, named_files
 from tests.support.profiles import inputs_of, profile_of
+
+Changes = Mapping[str, tuple[tuple[str, str], ...]]
+"""By file, texts and what takes their place."""
 
 
 class Reversed(Schedule):
@@ -57,3 +74,123 @@ def test_a_schedule_is_one_class_and_its_place_in_the_table(monkeypatch: pytest.
         *("receive F0", "receive F1", "run F0", "run F1"),
         *("run B1", "send B1", "run B0", "send B0"),
     ]
+
+
+def recipe(title: str) -> set[str]:
+    """Source files that the recipe names."""
+    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    (page,) = re.findall(rf"^## Adding {title}\n(.*?)(?=^## )", text, flags=re.MULTILINE | re.DOTALL)
+    return {name for name in named_files(page) if name.startswith("planner/")}
+
+
+def run(folder: Path, changes: Changes, *words: str) -> str:
+    """Output of a command of the changed package, run in `folder`."""
+    package = folder / "changed" / "planner"
+    if not package.exists():
+        shutil.copytree(ROOT / "planner", package, ignore=shutil.ignore_patterns("__pycache__"))
+        for name, replaced in changes.items():
+            path = package.parent / name
+            text = path.read_text(encoding="utf-8")
+            for old, new in replaced:
+                assert text.count(old) == 1, (name, old)
+                text = text.replace(old, new)
+            path.write_text(text, encoding="utf-8")
+    env = {**os.environ, "PYTHONPATH": str(package.parent)}
+    done = subprocess.run([sys.executable, *words], cwd=folder, env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+WORKSPACES: Changes = {
+    "planner/core/values/profile.py": (
+        (
+            "    buffer_bytes: int = 0\n",
+            "    buffer_bytes: int = 0\n    workspace_bytes: int = field(default=0, metadata=LEFT_OUT)\n",
+        ),
+    ),
+    "planner/core/values/plan.py": (
+        (
+            "    in_flight: int = 0\n",
+            "    workspaces: int = field(default=0, metadata=LEFT_OUT)\n    in_flight: int = 0\n",
+        ),
+    ),
+    "planner/core/cost/chain_costs.py": (
+        ('"buffers")\n', '"buffers", "workspaces")\n'),
+        ("    buffers: FloatArray\n", "    buffers: FloatArray\n    workspaces: FloatArray\n"),
+    ),
+}
+
+
+def test_a_memory_component_is_a_row_of_the_table(tmp_path: Path) -> None:
+    """The plan, its total, the terminal, the report and the explorer have it, with one stage per device and several."""
+    assert set(WORKSPACES) <= recipe("a memory component")
+    files.write(str(tmp_path / "profile.yaml"), random_profile(1, 8, exact=True))
+    text = (tmp_path / "profile.yaml").read_text(encoding="utf-8")
+    solve_it = ("-m", "planner", "solve", "profile.yaml", "--devices", "2", "--mem", "1GB", "--recompute", "never")
+    for schedule in ("gpipe", "interleaved"):
+        plans = []
+        for workspace_bytes in (0, 1000):
+            changed = text.replace(", parameter_bytes:", f", workspace_bytes: {workspace_bytes}, parameter_bytes:")
+            (tmp_path / "profile.yaml").write_text(changed, encoding="utf-8")
+            run(tmp_path, WORKSPACES, *solve_it, "--batch", "1", "--schedule", schedule)
+            plans.append((tmp_path / "plan.yaml").read_text(encoding="utf-8"))
+        before, after = (list(map(int, re.findall(r"total: (\d+)", plan))) for plan in plans)
+        assert sum(after) == sum(before) + 8 * 1000
+        assert sum(map(int, re.findall(r"workspaces: (\d+)", plans[1]))) == 8 * 1000
+        assert "workspaces" not in plans[0]
+    shown = run(tmp_path, WORKSPACES, "-m", "planner", "show", "plan.yaml", "--html", "plan.html")
+    assert "workspaces" in shown
+    assert "m-workspaces" in (tmp_path / "plan.html").read_text(encoding="utf-8")
+    run(tmp_path, WORKSPACES, "-m", "planner", "explore", "plan.yaml", "-o", "explore.html")
+    assert '"workspaces"' in (tmp_path / "explore.html").read_text(encoding="utf-8")
+
+
+MOST_SAMPLES: Changes = {
+    "planner/api/options/solving.py": (
+        (
+            "    schedule: Annotated[\n        str | File,",
+            """\
+    max_micro_batch: Annotated[
+        int, Option("N", "Most samples of a micro-batch.", _BATCH, recorded=Recorded(texts.one))
+    ] = 10**6
+    schedule: Annotated[
+        str | File,""",
+        ),
+    ),
+    "planner/core/values/plan.py": (
+        (
+            "    extrapolate: bool = False\n",
+            "    max_micro_batch: int = field(default=10**6, metadata=LEFT_OUT)\n    extrapolate: bool = False\n",
+        ),
+    ),
+    "planner/solve/cases.py": (
+        (
+            "batch // m >= inputs.min_micro_batch]",
+            "inputs.min_micro_batch <= batch // m <= inputs.max_micro_batch]",
+        ),
+    ),
+}
+
+
+def test_a_solver_option_is_a_row_and_what_it_does(tmp_path: Path) -> None:
+    """The command, the function, the help and the plan have it, and the command that repeats the question."""
+    assert set(MOST_SAMPLES) <= recipe("a solver option")
+    files.write(str(tmp_path / "profile.yaml"), random_profile(1, 8, sizes=(1, 2, 4)))
+    question = ("--devices", "2", "--mem", "1GB", "--batch", "4", "--overhead", "1ms")
+    run(tmp_path, MOST_SAMPLES, "-m", "planner", "solve", "profile.yaml", *question, "--max-micro-batch", "1")
+    plan = (tmp_path / "plan.yaml").read_text(encoding="utf-8")
+    assert "max_micro_batch: 1\n" in plan
+    assert "micro_batch_size: 1\n" in plan
+    assert "Most samples of a micro-batch." in run(tmp_path, MOST_SAMPLES, "-m", "planner", "solve", "--help")
+    code = """
+import planner
+from planner import files
+from planner.api.question import solve_options
+profile = files.read_profile("profile.yaml")
+for given in ({}, {"max_micro_batch": 1}):
+    plan = planner.solve(profile, devices=2, mem="1GB", batch=4, overhead="1ms", **given)
+    print(plan.micro_batch_size, *(option for option in solve_options(plan.inputs, profile.device) if "max" in option))
+"""
+    unlimited, limited = run(tmp_path, MOST_SAMPLES, "-c", code).splitlines()
+    assert limited == "1 --max-micro-batch 1"
+    assert unlimited == "4"

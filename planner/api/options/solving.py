@@ -1,21 +1,27 @@
 """Options of `solve` and `sweep`."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Annotated, Any, Final, get_args
 
-from planner.api.option import Option, ignore, keywords_of
+from planner.api import texts
+from planner.api.option import Option, Recorded, ignore, keywords_of
 from planner.api.texts import File, Numbers, Progress, Sizes
 from planner.core.schedule import SCHEDULE_CHOICES
 from planner.core.values.calibration import Calibration
 from planner.core.values.cluster import Link
-from planner.core.values.plan import DEFAULT_SCHEDULE, RecomputePolicy
+from planner.core.values.plan import DEFAULT_SCHEDULE, Inputs, RecomputePolicy
 
 _DEVICES: Final = "Devices"
 _LINKS: Final = "Links and overhead"
 _BATCH: Final = "Batch and schedule"
 _CUTS: Final = "Cuts"
 _SEARCH: Final = "Search"
+
+_FLAG: Final = Recorded(lambda _, given: given, lambda _: "")
+_REPLICAS: Final = Recorded(texts.count_or_auto, lambda count: str(count or "auto"))
+_LINK: Final = Recorded(lambda option, given: None if given is None else texts.link(given, option), texts.link_text)
+_GROUPS: Final = Recorded(lambda option, given: tuple(texts.names(option, each) for each in given or ()), ",".join)
 
 _ORDER: Final = f"Schedule: {', '.join(SCHEDULE_CHOICES)}."
 
@@ -50,10 +56,11 @@ class SolverOptions:
         File | Sequence[Link] | None, Option("FILE", "Links measured by `profile-links`, one by one.", _LINKS)
     ] = None
     inter_link: Annotated[
-        str | Link | None, Option("25GB/s,10us", "Links between nodes; `--link` then applies within a node.", _LINKS)
+        str | Link | None,
+        Option("25GB/s,10us", "Links between nodes; `--link` then applies within a node.", _LINKS, recorded=_LINK),
     ] = None
     allreduce: Annotated[
-        str | Link | None, Option("100GB/s,10us", "Link for summing gradients over replicas.", _LINKS)
+        str | Link | None, Option("100GB/s,10us", "Link for summing gradients over replicas.", _LINKS, recorded=_LINK)
     ] = None
     overhead: Annotated[str | None, Option("1ms", "Executor time per micro-batch, stage and direction.", _LINKS)] = None
     calibration: Annotated[
@@ -64,7 +71,9 @@ class SolverOptions:
         None
     )
     micro_batches: Annotated[str | int, Option("auto|M", "Number of micro-batches.", _BATCH)] = "auto"
-    min_micro_batch: Annotated[int, Option("N", "Smallest micro-batch size, for batch normalization.", _BATCH)] = 1
+    min_micro_batch: Annotated[
+        int, Option("N", "Smallest micro-batch size, for batch normalization.", _BATCH, recorded=Recorded(texts.one))
+    ] = 1
     schedule: Annotated[
         str | File,
         Option(
@@ -75,7 +84,10 @@ class SolverOptions:
     ] = DEFAULT_SCHEDULE
     chunks: Annotated[str | int, Option("auto|V", "Stages per device, for interleaved schedules.", _BATCH)] = "auto"
     replicas: Annotated[
-        str | int, Option("auto|R", "Number of data-parallel pipelines, which share batch and devices.", _BATCH)
+        str | int,
+        Option(
+            "auto|R", "Number of data-parallel pipelines, which share batch and devices.", _BATCH, recorded=_REPLICAS
+        ),
     ] = "1"
     recompute: Annotated[
         str,
@@ -85,17 +97,17 @@ class SolverOptions:
             _BATCH,
         ),
     ] = "auto"
-    extrapolate: Annotated[bool, Option("", "Allow unprofiled micro-batch sizes.", _BATCH)] = False
+    extrapolate: Annotated[bool, Option("", "Allow unprofiled micro-batch sizes.", _BATCH, recorded=_FLAG)] = False
     balance: Annotated[
         Numbers | File | None, Option("6,6,6,6|FILE", "Evaluate these cuts instead of searching.", _CUTS)
     ] = None
     together: Annotated[
         Sequence[str | Sequence[str]] | None,
-        Option("A,B", "Layers to keep in one stage (repeatable).", _CUTS, repeatable=True),
+        Option("A,B", "Layers to keep in one stage (repeatable).", _CUTS, repeatable=True, recorded=_GROUPS),
     ] = None
     apart: Annotated[
         Sequence[str | Sequence[str]] | None,
-        Option("A,B", "Layers to keep in different stages (repeatable).", _CUTS, repeatable=True),
+        Option("A,B", "Layers to keep in different stages (repeatable).", _CUTS, repeatable=True, recorded=_GROUPS),
     ] = None
     solver: Annotated[
         str, Option("auto|dp|milp", "Dynamic program, or integer program as a second opinion.", _SEARCH)
@@ -116,6 +128,29 @@ class SolveOptions(SolverOptions):
 
 
 _SOLVER_OPTIONS: Final = {keyword.name: keyword.option for keyword in keywords_of(SolverOptions)}
+_RECORDED: Final = {n: of.recorded for n, of in _SOLVER_OPTIONS.items() if of is not None and of.recorded is not None}
+"""How a plan records options, each in the field of `Inputs` of its name."""
+
+
+def recorded_values(options: SolverOptions) -> dict[str, Any]:
+    """Return the fields of `Inputs` that follow from what was given; raise `UsageError` where it is wrong."""
+    return {name: of.read(_typed(name), getattr(options, name)) for name, of in _RECORDED.items()}
+
+
+def recorded_texts(inputs: Inputs) -> tuple[tuple[str, str], ...]:
+    """Return the options that differ from their defaults, as they are typed: names and values."""
+    defaults = {field.name: field.default for field in fields(Inputs)}
+    values = {name: getattr(inputs, name) for name in _RECORDED}
+    return tuple(
+        (_typed(name), _RECORDED[name].write(each))
+        for name, value in values.items()
+        if value != defaults[name]
+        for each in (value if isinstance(value, tuple) else (value,))
+    )
+
+
+def _typed(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
 
 
 def _as_solved(name: str, **other: Any) -> Option:

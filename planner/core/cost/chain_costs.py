@@ -4,14 +4,15 @@ All arrays have shape (L,) unless they say otherwise, times are in microseconds,
 Records of arrays have no equality (`eq=False`): two arrays are not equal or unequal as a whole.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import TYPE_CHECKING, Final, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from planner.core.values.plan import Recompute
+from planner.core.values.profile import LayerProfile
 
 if TYPE_CHECKING:
     from planner.core.cost.parts import Parts
@@ -40,9 +41,13 @@ class Tie:
     """Layers in front of `first` that share the same bytes."""
 
 
+ALWAYS: Final = ("parameters", "optimizer", "buffers")
+"""Components of memory that are there at every moment: fields of `State`, and items of a plan's `StageMemory`."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class State:
-    """What a layer holds whatever the micro-batch."""
+    """What a layer holds whatever the micro-batch, from the field of `LayerProfile` that `bytes_field` names."""
 
     parameters: FloatArray
     idle: FloatArray
@@ -58,10 +63,22 @@ class State:
     casts: FloatArray
     """Copies of weights that autocast holds from the first forward of a step to its last backward."""
 
+    @classmethod
+    def of(cls, layers: Sequence[LayerProfile]) -> "State":
+        """Return the state of each layer."""
+        names = {each.name: bytes_field(each.name) for each in fields(cls)}
+        return cls(**{name: np.array([getattr(layer, of) for layer in layers], float) for name, of in names.items()})
+
     @property
     def always(self) -> FloatArray:
-        """Bytes that are there at every moment: parameters, optimizer state and buffers."""
-        return self.parameters + self.optimizer + self.buffers
+        """Bytes that are there at every moment."""
+        always: FloatArray = np.sum([getattr(self, name) for name in ALWAYS], axis=0)
+        return always
+
+
+def bytes_field(component: str) -> str:
+    """Return the field that has a component's bytes: `cast_bytes` for `casts`."""
+    return f"{component.removesuffix('s')}_bytes"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

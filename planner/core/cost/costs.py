@@ -5,7 +5,7 @@ in the micro-batch size, and errs on the safe side for peaks, which are maxima o
 """
 
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import fields
 from functools import cache, cached_property
 from operator import itemgetter
@@ -20,7 +20,7 @@ from planner.core.cost.storages import CrossingStorages
 from planner.core.cost.ties import ties_of
 from planner.core.errors import UsageError
 from planner.core.extensions import load
-from planner.core.values.profile import LayerProfile, MemoryDetail, Profile
+from planner.core.values.profile import MemoryDetail, Profile
 
 FloatArray = NDArray[np.float64]
 
@@ -112,16 +112,7 @@ class CostTable:
         return {
             "names": tuple(layer.name for layer in layers),
             "optimizer_us": np.array([layer.optimizer_us for layer in layers]),
-            "state": State(
-                parameters=_constant(layers, lambda layer: layer.parameter_bytes),
-                idle=_constant(layers, lambda layer: layer.idle_bytes),
-                optimizer=_constant(layers, lambda layer: layer.optimizer_bytes),
-                optimizer_peak=_constant(layers, lambda layer: layer.optimizer_peak_bytes),
-                optimizer_boundary_peak=_constant(layers, lambda layer: layer.optimizer_boundary_peak_bytes),
-                buffers=_constant(layers, lambda layer: layer.buffer_bytes),
-                rewritten=_constant(layers, lambda layer: layer.rewritten_bytes),
-                casts=_constant(layers, lambda layer: layer.cast_bytes),
-            ),
+            "state": State.of(layers),
             "optimizer_peaks_add": self._profile.optimizer_peak == "sum",
             "ties": ties_of(layers),
         }
@@ -209,7 +200,3 @@ def _neighbours(sizes: Sequence[int], size: int) -> list[tuple[int, float]]:
     right = min(max(bisect_left(points, size), 1), len(points) - 1)
     share = (size - points[right - 1]) / (points[right] - points[right - 1])
     return [(order[right - 1], 1 - share), (order[right], share)]
-
-
-def _constant(layers: Sequence[LayerProfile], get: Callable[[LayerProfile], int]) -> FloatArray:
-    return np.array([get(layer) for layer in layers], dtype=float)

@@ -20,10 +20,10 @@ from planner.core.cost.chain_costs import ChainCosts
 from planner.core.cost.layer_memory import ManyLevels, StageLevels, least_levels
 from planner.core.cost.memory import one_stage
 from planner.core.cost.moments import FORWARDS, PARTS, RUNNING, WITH_BACKWARDS, PartName
-from planner.core.cost.parts import ITEMS, Item, Size, shared_parts_of
+from planner.core.cost.parts import Size, shared_parts_of
 from planner.core.cost.stages import stages_in, with_layers_again
 from planner.core.values.placement import Placement, device_of
-from planner.core.values.plan import Recompute, StageMemory
+from planner.core.values.plan import ITEMS, Item, Recompute, StageMemory
 
 FloatArray = NDArray[np.float64]
 IntArray = NDArray[np.int64]

@@ -192,17 +192,18 @@ class Evaluation:
     def chunks(self) -> tuple[ChunkMemory, ...]:
         """Memory of each stage where stages share a device; parameters that they share count once."""
         partition, intervals = self.partition, self.partition.intervals()
+        costs = self.costs.of_replicas(partition.replicas)
         cuts = np.array([[0, *(end for _, end in intervals)]])
-        shared = shared_bytes(self.costs, cuts, partition.num_devices, partition.placement)
+        shared = shared_bytes(costs, cuts, partition.num_devices, partition.placement)
         return tuple(
             chunk_memory(
-                self.costs.of_replicas(partition.replicas),
+                costs,
                 *interval,
                 micro_batches=partition.micro_batches,
                 recompute=partition.recompute[k],
                 recomputed=partition.recomputed_in(k),
                 in_halves=self._splits_backward,
-            ).without(SharedBytes(*(item[:, k : k + 1] for item in shared)), exact=self.costs.exact)
+            ).without(SharedBytes(*(item[:, k : k + 1] for item in shared)), exact=costs.exact)
             for k, interval in enumerate(intervals)
         )
 

@@ -29,7 +29,6 @@ their own (`planner.core.cost.chain_costs.LayerLaw`).
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Literal, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -46,14 +45,9 @@ from planner.core.cost.moments import (
     PartName,
 )
 from planner.core.cost.stages import InHalves, Stages
-from planner.core.values.plan import Recompute
+from planner.core.values.plan import ITEMS, Item, Recompute
 
 FloatArray = NDArray[np.float64]
-
-Item = Literal["parameters", "gradients", "optimizer", "buffers", "casts", "in_flight", "transfer", "working"]
-"""The item of a plan's `StageMemory` under which bytes are shown."""
-
-ITEMS: tuple[Item, ...] = get_args(Item)
 
 
 @dataclass(frozen=True, slots=True)
@@ -276,12 +270,7 @@ def all_parts(
     running: Mapping[PartName, Size],
 ) -> Parts:
     """All parts: those that differ from law to law, and those that do not."""
-    always: dict[Item, FloatArray] = {
-        "parameters": s.parameters,
-        "optimizer": s.optimizer,
-        "buffers": s.buffers,
-        "in_flight": s.data,
-    }
+    always: dict[Item, FloatArray] = {**s.always, "in_flight": s.data}
     sizes: dict[PartName, Size] = {
         "casts": Size({"casts": s.casts}),
         "held": held,

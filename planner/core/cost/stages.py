@@ -5,18 +5,19 @@ one of some lengths (columns). What of it is there at which moment is for `plann
 `planner.core.cost.moments` to say.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any, TypeVar, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.core.cost.chain_costs import ChainCosts, StageLaw, sums_before
+from planner.core.cost.chain_costs import ALWAYS, ChainCosts, StageLaw, bytes_field, sums_before
 from planner.core.cost.layer_memory import ManyLevels, StageLevels, cast_gradient_peaks, recomputed_levels
 from planner.core.cost.passing import NothingPassing, Passing
 from planner.core.cost.waiting import Backward
 from planner.core.cost.weight_backward import weight_peaks
+from planner.core.values.plan import Item
 
 FloatArray = NDArray[np.float64]
 IntArray = NDArray[np.int64]
@@ -77,11 +78,10 @@ class Stages:
     """M."""
     exact: bool
     shape: tuple[int, int]
-    parameters: FloatArray
+    always: Mapping[Item, FloatArray]
+    """Of the components in `ALWAYS`."""
     gradients: FloatArray
-    optimizer: FloatArray
     optimizer_peak: FloatArray
-    buffers: FloatArray
     casts: FloatArray
     rewritten: FloatArray
     renewed: FloatArray
@@ -176,10 +176,14 @@ def with_arrays(record: _Record, change: Callable[[NDArray[Any]], NDArray[Any]])
     if record is None:
         return record
     whole: Any = record
-    arrays = {field.name: getattr(record, field.name) for field in fields(whole)}
-    return cast(
-        "_Record", replace(whole, **{n: change(array) for n, array in arrays.items() if isinstance(array, np.ndarray)})
-    )
+    changed: dict[str, Any] = {}
+    for field in fields(whole):
+        value = getattr(record, field.name)
+        if isinstance(value, np.ndarray):
+            changed[field.name] = change(value)
+        elif isinstance(value, Mapping):
+            changed[field.name] = {name: change(array) for name, array in value.items()}
+    return cast("_Record", replace(whole, **changed))
 
 
 class Window:
@@ -220,9 +224,9 @@ class Window:
         )
         saved = self.sums(costs.levels.saved) + unsaved - passing.unkept + copied_input
         # Replicas sum zeros for parameters without a gradient.
-        gradients = self._tied(costs.gradients, "gradient_bytes") + self.sums(
-            costs.state.idle * (costs.bucket_bytes > 0)
-        )
+        gradients = self._tied(costs.gradients, "gradients") + self.sums(costs.state.idle * (costs.bucket_bytes > 0))
+        always = {item: self._tied(getattr(state, item), item) for item in ALWAYS}
+        always["buffers"] = always["buffers"] + self.sums(costs.levels.attributes)
         peaks = self._peaks(output)
         first_message, message = self._message_peaks(peaks, gradients, output)
         batch = np.where(self.first == 0, edge.input[0], 0.0) + np.where(is_last, costs.target, 0.0)
@@ -230,12 +234,10 @@ class Window:
             micro_batches=micro_batches,
             exact=costs.exact,
             shape=shape,
-            parameters=self._tied(state.parameters, "parameter_bytes"),
+            always=always,
             gradients=gradients,
-            optimizer=self._tied(state.optimizer, "optimizer_bytes"),
             optimizer_peak=self._optimizer_peak(),
-            buffers=self.sums(state.buffers) + self.sums(costs.levels.attributes),
-            casts=self._tied(state.casts, "cast_bytes"),
+            casts=self._tied(state.casts, "casts"),
             rewritten=self.sums(state.rewritten),
             renewed=self.sums(costs.levels.renewed),
             # The first stage reads slices of the mini-batch, which its caller holds for the whole step.
@@ -311,12 +313,12 @@ class Window:
     def _highest_backward(self, level: FloatArray, end_twice: FloatArray, which: Backward | None = None) -> FloatArray:
         return self.passing.highest_backward(level[self.columns], end_twice[self.columns], which) - self.saved_before
 
-    def _tied(self, per_layer: FloatArray, name: str) -> FloatArray:
+    def _tied(self, per_layer: FloatArray, component: str) -> FloatArray:
         """Sums in which parameters that several layers of a stage share count once."""
         total = self.sums(per_layer)
         for tie in self.costs.ties:
             holds_both = (self.first <= tie.first) & (self.last >= tie.second)
-            total = total - np.where(holds_both, getattr(tie, name), 0.0)
+            total = total - np.where(holds_both, getattr(tie, bytes_field(component), 0.0), 0.0)
         return total
 
     def _optimizer_peak(self) -> FloatArray:

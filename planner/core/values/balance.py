@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import PurePath
 from typing import Final, Literal
 
+from planner.core.values.left_out import LEFT_OUT
 from planner.core.values.placement import Placement, stages_on
 from planner.core.values.plan import Recompute, ScheduleName
 from planner.core.values.precision import Precision
@@ -62,11 +63,11 @@ class Balance:
     device: str = "cpu"
     threads: int = 1
     schedule: ScheduleName
-    chunks: int = 1
+    chunks: int = field(default=1, metadata=LEFT_OUT)
     """V: stages per device."""
-    placement: Placement = "loop"
+    placement: Placement = field(default="loop", metadata=LEFT_OUT)
     """Placement of the stages on the devices."""
-    replicas: int = 1
+    replicas: int = field(default=1, metadata=LEFT_OUT)
     """R: number of pipelines that run in parallel, each with batch/R samples."""
     batch: int
     """Samples per optimizer step, over all replicas."""

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, fields
 from typing import Final, Literal
 
 from planner.core.values.cluster import Cluster, Link
+from planner.core.values.left_out import LEFT_OUT
 from planner.core.values.placement import Placement, device_of, stages_on
 from planner.core.values.precision import Precision
 from planner.core.values.profile import Generator
@@ -40,7 +41,7 @@ class ProfileReference:
 
     path: str
     digest: str
-    how: Literal["measured", "compiled", "estimated"] = "measured"
+    how: Literal["measured", "compiled", "estimated"] = field(default="measured", metadata=LEFT_OUT)
     """Source of the profile's numbers."""
 
 
@@ -56,7 +57,7 @@ class Inputs:
     """Memory limit of each device, in pipeline order."""
     speeds: tuple[float, ...] = ()
     """Speed of each device relative to the profiled device; empty if all are as fast as it."""
-    compute: float = 1.0
+    compute: float = field(default=1.0, metadata=LEFT_OUT)
     """Ratio of measured to profiled compute time, from a calibration."""
     step_ratio: float | None = None
     """Measured over predicted step time of the calibration's run; None without a calibration."""
@@ -65,7 +66,7 @@ class Inputs:
     link: Link = field(default_factory=Link)
     inter_link: Link | None = None
     """Link between nodes, if it differs from `link`, which then is the link within a node."""
-    node_devices: int = 0
+    node_devices: int = field(default=0, metadata=LEFT_OUT)
     """Devices per node; 0 if all are in one node."""
     links: tuple[Link, ...] = ()
     """Link from every device to the next, if each was measured; replaces `link` and the nodes."""
@@ -75,21 +76,21 @@ class Inputs:
     overhead_us: float = 0.0
     schedule: ScheduleName = "gpipe"
     """Schedule that the user allows."""
-    chunks: int = 1
+    chunks: int = field(default=1, metadata=LEFT_OUT)
     """Stages per device, if the schedule allows several; 0 lets the solver choose."""
-    replicas: int = 1
+    replicas: int = field(default=1, metadata=LEFT_OUT)
     """Number of pipelines that run in parallel; 0 lets the solver choose."""
     together: tuple[tuple[str, ...], ...] = ()
     """Groups of layers that must be in one stage."""
     apart: tuple[tuple[str, ...], ...] = ()
     """Groups of layers of which no two may be in one stage."""
-    any_order: bool = False
+    any_order: bool = field(default=False, metadata=LEFT_OUT)
     """True if devices may be put into any order."""
     recompute: RecomputePolicy = "auto"
     optimizer: str = ""
     dtype: Precision = ""
     """Value of `profile --dtype`; empty if the model runs as it is built."""
-    min_micro_batch: int = 1
+    min_micro_batch: int = field(default=1, metadata=LEFT_OUT)
     """Smallest allowed number of samples of a micro-batch."""
     extrapolate: bool = False
     """True if micro-batch sizes outside the profiled range are allowed."""
@@ -120,7 +121,7 @@ class StageMemory:
     gradients: int = 0
     optimizer: int = 0
     buffers: int = 0
-    casts: int = 0
+    casts: int = field(default=0, metadata=LEFT_OUT)
     """Low-precision copies of weights in autocast's weight cache, while the schedule runs."""
     in_flight: int = 0
     """Inputs, outputs and saved activations of the micro-batches in flight."""
@@ -141,6 +142,13 @@ class StageMemory:
         return tuple((f.name, getattr(self, f.name)) for f in fields(self) if f.name != "total")
 
 
+Item = str
+"""Name of a component of `StageMemory`."""
+
+ITEMS: Final[tuple[Item, ...]] = tuple(name for name, _ in StageMemory().items() if name != "reserve")
+"""Components that follow from the profile."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stage:
     """Stage with layers `first` to `last` on one device. Times are for one micro-batch."""
@@ -157,7 +165,7 @@ class Stage:
     forward_us: float
     backward_us: float
     """Backward time, including recomputation."""
-    backward_weight_us: float = 0.0
+    backward_weight_us: float = field(default=0.0, metadata=LEFT_OUT)
     """Part of `backward_us` that is the weight-gradient pass, if backwards are split."""
     memory: StageMemory
     """Peak of the stage; if it shares its device with other chunks, its part of the device's peak."""
@@ -188,7 +196,7 @@ class FrontierPoint:
 
     micro_batches: int
     micro_batch_size: int
-    replicas: int = 1
+    replicas: int = field(default=1, metadata=LEFT_OUT)
     fits: bool = True
     """True if there is a plan; if not, the figures are 0."""
     schedule: ScheduleName = "gpipe"
@@ -247,11 +255,11 @@ class Plan:
     inputs: Inputs
     solver: SolverReport
     schedule: ScheduleName
-    chunks: int = 1
+    chunks: int = field(default=1, metadata=LEFT_OUT)
     """V: stages per device."""
-    placement: Placement = "loop"
+    placement: Placement = field(default="loop", metadata=LEFT_OUT)
     """Placement of the stages on the devices."""
-    replicas: int = 1
+    replicas: int = field(default=1, metadata=LEFT_OUT)
     """R: number of pipelines that run in parallel, each with batch/R samples."""
     micro_batches: int
     """M, of each pipeline."""

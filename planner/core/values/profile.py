@@ -9,6 +9,7 @@ from typing import Final, Literal
 
 from planner import __version__
 from planner.core.values.cluster import ExecutorCost
+from planner.core.values.left_out import LEFT_OUT
 from planner.core.values.proof import Proof
 
 PROFILE_SCHEMA: Final = "gpipe-plan/profile/v1"
@@ -50,7 +51,7 @@ class Model:
     """Layers, by their original names, after which a cut gave wrong results; each is now merged with the next layer."""
     counted_labels: CountedLabels = ""
     """Labels among the inputs that weight the losses of micro-batches; empty if samples do."""
-    batch_norm: bool = False
+    batch_norm: bool = field(default=False, metadata=LEFT_OUT)
     """True if a layer normalizes by the statistics of its micro-batch."""
     digest: str = ""
     """Digest `sha256:…` of structure, names, shapes, dtypes and settings, but not of weights."""
@@ -64,7 +65,7 @@ class Device:
     kind: str
     name: str = ""
     memory_bytes: int = 0
-    reserve_bytes: int = 0
+    reserve_bytes: int = field(default=0, metadata=LEFT_OUT)
     """Memory that no tensor can use (context, libraries): the solver's default of `--reserve`."""
     how: Literal["measured", "compiled", "estimated"] = "measured"
     executor: ExecutorCost | None = None
@@ -238,14 +239,14 @@ class LayerProfile:
     parameter_bytes: int
     gradient_bytes: int | None = None
     """Gradients that backward creates; defaults to `parameter_bytes`."""
-    idle_bytes: int = 0
+    idle_bytes: int = field(default=0, metadata=LEFT_OUT)
     """Trained parameters that never get a gradient, such as those of an unused head; replicas create zeros for them."""
     optimizer_bytes: int = 0
     buffer_bytes: int = 0
     """Buffers, and the memory that collects running statistics of whole mini-batches."""
-    cast_bytes: int = 0
+    cast_bytes: int = field(default=0, metadata=LEFT_OUT)
     """Low-precision copies of parameters in autocast's weight cache."""
-    rewritten_bytes: int = 0
+    rewritten_bytes: int = field(default=0, metadata=LEFT_OUT)
     """Buffers and frozen parameters that each forward writes; a micro-batch to be recomputed keeps the old values."""
     tied: tuple[str, ...] = ()
     """Names of parameters in other layers that share storage with one of this layer."""
@@ -257,7 +258,7 @@ class LayerProfile:
     """Time of the optimizer's step over this layer's parameters, once per mini-batch."""
     optimizer_peak_bytes: int = 0
     """Transient bytes of that step."""
-    optimizer_boundary_peak_bytes: int = 0
+    optimizer_boundary_peak_bytes: int = field(default=0, metadata=LEFT_OUT)
     """Transient bytes as that step proceeds to this layer from the previous one, if a stage has both."""
     forward_us: tuple[float, ...]
     backward_us: tuple[float, ...]

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Final, Literal
 
+from planner.core.values.left_out import LEFT_OUT
 from planner.core.values.profile import Device, Environment, Generator
 
 RUN_SCHEMA: Final = "gpipe-plan/run/v1"
@@ -23,16 +24,16 @@ class StageRun:
     """
 
     index: int
-    replica: int = 0
+    replica: int = field(default=0, metadata=LEFT_OUT)
     """Index of its pipeline."""
     first: str
     last: str
     forward_us: float
     backward_us: float
     """Backward time, including recomputation."""
-    backward_input_us: float = 0.0
+    backward_input_us: float = field(default=0.0, metadata=LEFT_OUT)
     """Time of the input-gradient pass (I), including recomputation; 0 without split backwards."""
-    backward_weight_us: float = 0.0
+    backward_weight_us: float = field(default=0.0, metadata=LEFT_OUT)
     """Time of the weight-gradient pass (W); I and W need not add up to `backward_us`."""
     recompute_us: float = 0.0
     """Part of `backward_us` that was recomputation."""
@@ -43,9 +44,9 @@ class StageRun:
     parameter_bytes: int
     peak_bytes: int
     """Highest allocation during a step, by the device's allocator; equal for all stages of a device."""
-    outside_bytes: int = 0
+    outside_bytes: int = field(default=0, metadata=LEFT_OUT)
     """Memory in use on the device in addition (context, libraries, allocator slack); known on CUDA."""
-    core_share: float = 0.0
+    core_share: float = field(default=0.0, metadata=LEFT_OUT)
     """Share of the requested CPU time that its process got, as other processes used the core; 0 if unknown."""
 
 
@@ -55,7 +56,7 @@ class BoundaryRun:
 
     index: int
     """Index of the stage before the boundary."""
-    replica: int = 0
+    replica: int = field(default=0, metadata=LEFT_OUT)
     forward_us: float
     backward_us: float
 
@@ -75,7 +76,7 @@ class RunReport:
     """Mean loss over the mini-batch, one per step."""
     step_us: tuple[float, ...]
     """Time of each step, by the first stage's clock."""
-    batch: int = 0
+    batch: int = field(default=0, metadata=LEFT_OUT)
     """Planned samples per step, over all replicas; 0 if unknown."""
     samples_per_s: tuple[float, ...] = ()
     """Samples per second of each step, from its actual number of samples."""

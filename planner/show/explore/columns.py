@@ -9,11 +9,11 @@ from numpy.typing import NDArray
 from planner.core.cost.chain_costs import ChainCosts
 from planner.core.cost.device_memory import SharedBytes, held_once, itemised
 from planner.core.cost.moments import PARTS
-from planner.core.cost.parts import ITEMS, Parts, parts_of, shared_parts_of
+from planner.core.cost.parts import Parts, parts_of, shared_parts_of
 from planner.core.cost.stage_time import CHOICES, ChainSums, hidden_us
 from planner.core.cost.stages import Stages, stages_in
 from planner.core.schedule import KINDS
-from planner.core.values.plan import Recompute
+from planner.core.values.plan import ITEMS, Recompute
 from planner.show.explore.tables import ZERO, Table
 from planner.show.explore.windows import Cells, Crossings, Pipeline
 

@@ -14,10 +14,10 @@ from planner.core.cost.chain_costs import ChainCosts, Tie
 from planner.core.cost.costs import CostTable
 from planner.core.cost.moments import PARTS
 from planner.core.cost.partition import Partition
-from planner.core.cost.parts import ITEMS
 from planner.core.cost.stage_time import CHOICES
 from planner.core.schedule import KINDS, Schedule
 from planner.core.values.placement import Placement
+from planner.core.values.plan import ITEMS
 from planner.core.values.printable import printable
 from planner.show.explore.columns import (
     ALONE,

@@ -25,6 +25,8 @@ _COLORS = {
     "working": 71,
     "reserve": 242,
 }
+_NEW = 132
+"""Of a component that is in no other group."""
 
 _ENOUGH_TO_SEE = 0.25
 
@@ -96,12 +98,13 @@ def _legend(needs: Sequence[DeviceMemory], style: Style) -> Text:
 
 
 def _fill(name: str, style: Style) -> str:
-    return style.glyphs.memory[KINDS.index(name)]
+    return style.glyphs.memory[KINDS.index(name) % len(style.glyphs.memory)]
 
 
 def _look(name: str) -> str:
     # Text and background have one color: the fill is a solid block, and remains visible in copied text.
-    return f"color({_COLORS[name]}) on color({_COLORS[name]})"
+    color = _COLORS.get(name, _NEW)
+    return f"color({color}) on color({color})"
 
 
 def _rounded(value: float) -> int:

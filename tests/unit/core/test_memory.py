@@ -493,7 +493,7 @@ def test_a_longer_stage_never_holds_less_of_its_own(*, is_exact: bool) -> None:
     costs = costs_at(random_profile(23, 7, exact=is_exact), 1)
     stages = stages_in(costs, np.arange(7), slice(0, 7), micro_batches=2)
     for name in ("parameters", "optimizer", "buffers"):
-        item = getattr(stages, name)
+        item = stages.always[name]
         for first in range(7):
             assert (np.diff(item[first, first:]) >= 0).all()
             assert all(item[first, end] >= item[first + 1, end] for end in range(first + 1, 7))

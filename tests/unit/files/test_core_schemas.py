@@ -7,7 +7,7 @@ import pytest
 from pydantic import TypeAdapter
 
 from planner.core.values import balance, plan, profile, run_report
-from planner.files import canonical, core_schemas
+from planner.files import core_schemas
 from planner.files.core_schemas import core_schema_of
 from planner.files.kinds import KINDS
 
@@ -56,10 +56,7 @@ def test_a_type_that_no_file_holds_is_refused() -> None:
 
 
 def test_classes_that_are_told_by_name_have_the_fields() -> None:
-    """Those of which a field is left out of files, or takes a schedule's name."""
-    told = {name: set(left_out) for name, left_out in canonical._SPARE_FIELDS.items()}
+    """Those of which a field takes a schedule's name."""
     for name, field in core_schemas._CHOICES:
-        told.setdefault(name, set()).add(field)
-    for name, names in told.items():
         (of,) = {vars(room)[name] for room in (balance, plan, profile, run_report) if name in vars(room)}
-        assert names <= {field.name for field in fields(of)}, name
+        assert field in {each.name for each in fields(of)}, name
