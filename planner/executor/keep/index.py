@@ -1,10 +1,11 @@
 """`checkpoint.json`: the index of a checkpoint, which says what it is and which rank's file has which tensor."""
 
+import hashlib
 import json
 import os
 import platform
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Final, Literal
 
@@ -49,6 +50,8 @@ class CheckpointIndex:
     tensors: dict[str, int | str]
     """By name in the model's state dict, in its order: the rank whose file has the tensor; for a tied one, its first
     name."""
+    digest: str = ""
+    """Digest of all other fields, so that a damaged index is found."""
 
     def first_name(self, name: str) -> str:
         """Return the name under which a tensor is stored."""
@@ -84,6 +87,8 @@ def read_index(folder: Path) -> CheckpointIndex:
     with readable(folder, INDEX):
         check_file(folder / INDEX, most_bytes=_MOST_BYTES)
         index = parse_json(CheckpointIndex, (folder / INDEX).read_bytes())
+        if index.digest != _digest(index):
+            raise ValueError("its digest is that of other content")
         for name in index.tensors:
             rank = index.tensors.get(index.first_name(name))
             if not isinstance(rank, int) or not 0 <= rank < len(index.files):
@@ -94,9 +99,14 @@ def read_index(folder: Path) -> CheckpointIndex:
 def write_index(folder: Path, index: CheckpointIndex) -> None:
     """Write the index of a checkpoint, whose files are all there."""
     with (folder / INDEX).open("w") as file:
-        file.write(json.dumps(asdict(index), indent=1) + "\n")
+        file.write(json.dumps(asdict(replace(index, digest=_digest(index))), indent=1) + "\n")
         file.flush()
         os.fsync(file.fileno())
+
+
+def _digest(index: CheckpointIndex) -> str:
+    content = json.dumps(asdict(replace(index, digest="")))
+    return f"sha256:{hashlib.sha256(content.encode()).hexdigest()}"
 
 
 def check_whole(folder: Path, index: CheckpointIndex) -> None:

@@ -91,12 +91,14 @@ def test_a_checkpoint_of_another_format_is_refused_by_name(
     assert not mark.exists()
 
 
-@pytest.mark.parametrize("damage", ["truncated", "empty", "missing", "tensor", "state", "index", "a folder", "a pipe"])
+@pytest.mark.parametrize(
+    "damage", ["truncated", "empty", "missing", "tensor", "state", "index", "a name", "a folder", "a pipe"]
+)
 def test_a_damaged_checkpoint_is_one_message(
     damage: str, path: Path, step: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Exit code 2, which is no answer, and not 1, which would be "does not fit"; nothing is exported or trained."""
-    target = step / ("checkpoint.json" if damage == "index" else "rank-00000.safetensors")
+    target = step / ("checkpoint.json" if damage in ("index", "a name") else "rank-00000.safetensors")
     content = bytearray(target.read_bytes())
     if damage in ("missing", "a folder", "a pipe"):
         target.unlink()
@@ -104,6 +106,9 @@ def test_a_damaged_checkpoint_is_one_message(
         target.mkdir()
     elif damage == "a pipe":
         os.mkfifo(target)
+    elif damage == "a name":
+        content[content.index(b'"0.weight"') + 3] ^= 1
+        target.write_bytes(content)
     elif damage in ("tensor", "state"):
         weight = StoredCheckpoint(step)["0.weight"].numpy().tobytes()
         place = content.index(weight if damage == "tensor" else b"MT19937")
