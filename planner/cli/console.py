@@ -101,7 +101,7 @@ class Console:
             if not item or time.monotonic() - last_s < _NOTE_EVERY_S:
                 return
             last_s = time.monotonic()
-            self.note(f"{title}:  {item}" + (f" ({done} of {total})" if total else ""))
+            self.note(f"{title}: {item}" + (f" ({done} of {total})" if total else ""))
 
         return note
 

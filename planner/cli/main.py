@@ -164,7 +164,7 @@ def _explained(error: Exception) -> PlannerError:
         )
     elif isinstance(error, OSError) and error.errno is not None:
         place = f" ({error.filename})" if error.filename else ""
-        explained = PlannerError(f"the operating system reports:  {error.strerror}{place}")
+        explained = PlannerError(f"the operating system reports: {error.strerror}{place}")
     else:
         explained = PlannerError(
             f"this is a bug in gpipe-plan: {type(error).__name__}: {error}",

@@ -71,7 +71,7 @@ def _lead(plan: Plan, step: Step) -> str:
         lead += f" Devices start the next step when they finish: one every {every}, of which {bubble} is idle (blank)."
     else:
         lead += f" Blank is idle: {bubble} of the devices' time (equal stages: {ideal})."
-    return f"{lead} At the right:  {BUBBLE_WORDS}."
+    return f"{lead} At the right: {BUBBLE_WORDS}."
 
 
 def _looks(step: Step) -> list[tuple[str, str]]:
