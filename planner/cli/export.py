@@ -28,7 +28,7 @@ def export(
     console = Console(quiet=quiet)
     words = {"output": output, "checkpoint": str(done.checkpoint), "tensors": done.tensors}
     console.result(files.json_text(words) if as_json else output)
-    console.note(
-        f"{done.tensors} tensors of {done.checkpoint}: "
-        f"`model.load_state_dict(torch.load({output!r}))`, or `--weights {output}`"
-    )
+    load = f"model.load_state_dict(torch.load({output!r}))"
+    if output.endswith(".safetensors"):  # has a tied tensor under one of its names
+        load = f"safetensors.torch.load_model(model, {output!r})"
+    console.note(f"{done.tensors} tensors of {done.checkpoint}: `{load}`, or `--weights {output}`")

@@ -5,12 +5,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors.torch
 import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from planner.core.errors import FileError, UsageError
 from planner.executor.keep.weights import begin_with_weights, export_weights, first_names, load_weights
+from tests.support.cli import call
 from tests.support.stored import write_checkpoint
 
 
@@ -105,6 +107,20 @@ def test_files_that_are_no_weights(content: bytes | str, tmp_path: Path) -> None
     (tmp_path / "empty").mkdir()
     with pytest.raises(FileError, match="is no checkpoint"):
         load_weights(str(tmp_path / "empty"), {}, {})
+
+
+@pytest.mark.parametrize("suffix", [".pt", ".safetensors"])
+def test_the_command_says_how_to_load_an_export(
+    suffix: str, model: nn.Module, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What it prints loads the exported weights, also a tied one."""
+    state, path = dict(model.state_dict()), tmp_path / f"model{suffix}"
+    del state["head.weight"]
+    folder = write_checkpoint(tmp_path / "folder", state, tied={"head.weight": "embedding.weight"})
+    done = call(capsys, "export", folder, "-o", str(path))
+    loaded = Tied()
+    exec(done.err.split("`")[1], {"model": loaded, "torch": torch, "safetensors": safetensors})
+    assert torch.equal(loaded.head.weight, model.state_dict()["embedding.weight"])
 
 
 def test_an_export_appears_whole_or_not_at_all(
