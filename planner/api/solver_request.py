@@ -141,7 +141,7 @@ def _devices(numbers: Numbers | None, nodes: str | None) -> tuple[int, int]:
 def _schedule(schedule: str, profile: Profile, *, only_gpipe: bool) -> ScheduleName:
     """Return the requested schedule; for `auto`, return GPipe if other options allow no other schedule."""
     policy = texts.choice("--schedule", schedule, SCHEDULE_CHOICES)
-    # The JAX program, which trains on a TPU, supports only GPipe.
+    # The program that trains on TPUs supports only GPipe.
     return GPIPE.name if policy == "auto" and (only_gpipe or profile.device.kind.startswith("tpu")) else policy
 
 

@@ -35,7 +35,7 @@ ENGINES: Final[dict[str, Callable[[Layout], EngineFile]]] = {
 }
 """Other engines, by name of the format."""
 
-_FORMATS: Final = {**ENGINES, "csv": emit_schedule_csv}
+FORMATS: Final = {**ENGINES, "csv": emit_schedule_csv}
 """Formats of other engines, and the schedule alone, which several of them read."""
 
 
@@ -50,7 +50,7 @@ def check_engine(engine: str, *, launch: str | None = None, has_smaller: bool = 
     Raises:
         UsageError: The engine or the scheduler is unknown, or the engine does not support the option.
     """
-    formats = ("native", *names_of("FORMATS"), *_FORMATS)
+    formats = ("native", *names_of("FORMATS"), *FORMATS)
     if engine not in formats:
         raise UsageError(f"unknown `--format {engine}`", hint=f"one of {', '.join(formats)}")
     for option, is_set in (("--launch", launch is not None), ("--smaller", has_smaller)):
@@ -117,7 +117,7 @@ def write_emitted(
     check_engine(engine, launch=launch, has_smaller=bool(smaller))
     profile_folder = str(Path(input_paths.profile).parent)
     read = (input_paths.plan, input_paths.profile, files.model_path(profile, profile_folder), *input_paths.smaller)
-    if engine in _FORMATS:
+    if engine in FORMATS:
         file = emit_engine(engine, plan, profile)
         texts = {**file.beside, file.name: file.text}
         paths = tuple(Path(folder, name) for name in texts)
@@ -155,7 +155,7 @@ def emit_engine(name: str, plan: Plan, profile: Profile) -> EngineFile:
     Raises:
         UsageError: The format cannot express the plan, or the plan does not match the profile.
     """
-    return _FORMATS[name](Layout.of(plan, profile))
+    return FORMATS[name](Layout.of(plan, profile))
 
 
 def _write(texts: Mapping[Path, str], *, force: bool) -> None:

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from planner.core.errors import ModelError
+from planner.core.values.devices import TORCH_KINDS
 from planner.model.ghosts import SHAPE_ONLY, absent, zeros_without_memory
 from planner.model.leaves import Constant, Value
 from planner.model.nests import ABSENT, tensors_in
@@ -57,9 +58,9 @@ class StandIns:
     def __init__(self, part: StagePart, size: int, device: torch.device) -> None:
         self._part = part
         self._size = size
-        # Torchax's tensors are on a device that torch does not know, and cannot be mixed with ghosts. They get zeros,
-        # which detect no mistake here: stages are checked when the model is profiled, which runs them in torch.
-        self._with_ghosts = device.type != "jax"
+        # Tensors on a device that torch does not know cannot be mixed with ghosts. They get zeros, which detect no
+        # mistake here: stages are checked when the model is profiled, which runs them in torch.
+        self._with_ghosts = device.type in (*TORCH_KINDS, "meta")
         self._device = device if self._with_ghosts else torch.device("cpu")
 
     def received(self, value: int) -> Tensor:

@@ -22,7 +22,7 @@ from planner.core.cost.storages import CrossingStorages
 from planner.core.errors import UsageError
 from planner.core.extras import check_installed
 from planner.core.values.cluster import ExecutorCost
-from planner.core.values.devices import Accelerator, accelerator, tpu_called
+from planner.core.values.devices import Accelerator, accelerator
 from planner.core.values.profile import Device, LayerProfile, ProgramMemory
 from planner.core.values.rates import Rates, rates_of
 from planner.model.load import LoadedModel
@@ -35,7 +35,7 @@ from planner.profile.task import Task
 from planner.profile.timing import LayerTimes
 from planner.profile.units import Key
 from planner.tpu.compiler import Compiler
-from planner.tpu.extra import expect_no_tpu
+from planner.tpu.extra import expect_no_tpu, tpu_called
 from planner.tpu.optimizers import Rule, rule_of
 from planner.tpu.outcomes import CompiledLayer
 

@@ -15,7 +15,6 @@ from planner.core.cost.costs import costs_at
 from planner.core.cost.partition import Partition
 from planner.core.errors import ExitCode, InfeasibleError, UsageError
 from planner.core.extras import absent_from, command_for
-from planner.core.values.devices import tpu_called
 from planner.core.values.plan import Plan, StageMemory
 from planner.core.values.profile import Profile
 from planner.core.values.units import bytes_option, format_bytes
@@ -23,6 +22,7 @@ from planner.emit.layout import Layout
 from planner.emit.native import Emitted, emit_with
 from planner.emit.processes import environment
 from planner.files import relocated
+from planner.tpu.extra import tpu_called
 from planner.tpu.program_memory import program_memory
 
 _SCRIPT = "train_jax.py"

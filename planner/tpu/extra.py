@@ -8,6 +8,8 @@ import importlib.metadata
 import os
 from typing import Final
 
+from planner.core.values.devices import ACCELERATORS
+
 _PLANE = ("2x2", "4x4", "8x8")
 _CUBE = ("2x2x1", "2x2x2", "2x2x4", "2x4x4", "4x4x4")
 
@@ -36,6 +38,12 @@ _SETTINGS = {
     "TPU_MIN_LOG_LEVEL": "3",
     "TF_CPP_MIN_LOG_LEVEL": "3",
 }
+
+
+def tpu_called(reported: str) -> str:
+    """Return the TPU chip that reports this name, as in `--compile v2`; empty if it is unknown."""
+    chips = (known for known in ACCELERATORS if known.name.startswith("tpu:") and known.is_called(reported))
+    return next((chip.name.removeprefix("tpu:") for chip in chips), "")
 
 
 def expect_no_tpu() -> None:

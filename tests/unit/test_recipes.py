@@ -1,6 +1,6 @@
-"""The recipes of CONTRIBUTING, performed: a schedule, a memory component and a solver option.
+"""The recipes of CONTRIBUTING, performed: a schedule, a format, a memory component and a solver option.
 
-The schedule is added to the package that runs. The other two are changes of source files, so they are made in a copy of
+The first two are added to the package that runs. The others are changes of source files, so they are made in a copy of
 the package, in exactly the files that the recipe names, and its commands run as a user runs them.
 """
 
@@ -15,11 +15,15 @@ from pathlib import Path
 
 import pytest
 
+import planner
 from planner import files
+from planner.core.errors import UsageError
 from planner.core.judge.verdict import judge
 from planner.core.schedule import SCHEDULES, Action, Schedule, programs
 from planner.core.values.profile import Model
-from planner.emit import emit_native
+from planner.emit import EngineFile, emit_native
+from planner.emit.engines import FORMATS
+from planner.emit.layout import Layout
 from planner.show.terminal.plan import plan_text
 from planner.show.terminal.style import Style
 from planner.solve import Request, solve
@@ -74,6 +78,23 @@ def test_a_schedule_is_one_class_and_its_place_in_the_table(monkeypatch: pytest.
         *("receive F0", "receive F1", "run F0", "run F1"),
         *("run B1", "send B1", "run B0", "send B0"),
     ]
+
+
+def test_a_format_is_one_function_and_its_place_in_the_table(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """`emit` accepts its name, and the error for an unknown name lists it."""
+
+    def emit_lines(layout: Layout) -> EngineFile:
+        text = "\n".join(layer.name for stage in layout.stages for layer in stage)
+        return EngineFile(name="stages.txt", text=text, notes=(), use="read stages.txt")
+
+    monkeypatch.setitem(FORMATS, "lines", emit_lines)
+    profile = profile_of([10.0] * 4, [20.0] * 4, saved_bytes=100, output_bytes=10, parameter_bytes=20)
+    plan = planner.solve(profile, devices=2, mem="1MB", batch=4)
+    (path,) = planner.emit(plan, profile=profile, engine="lines", output=tmp_path)
+    assert path.read_text().split() == [layer.name for layer in profile.layers]
+    with pytest.raises(UsageError, match="unknown `--format line`") as refused:
+        planner.emit(plan, profile=profile, engine="line", output=tmp_path)
+    assert "lines" in refused.value.hint
 
 
 def recipe(title: str) -> set[str]:

@@ -73,12 +73,6 @@ ACCELERATORS: Final = (
 )
 
 
-def tpu_called(reported: str) -> str:
-    """Return the TPU chip that reports this name, as in `--compile v2`; empty if it is unknown."""
-    chips = (known for known in ACCELERATORS if known.name.startswith("tpu:") and known.is_called(reported))
-    return next((chip.name.removeprefix("tpu:") for chip in chips), "")
-
-
 def accelerator(name: str) -> Accelerator:
     """Return the accelerator called `name`, in upper or lower case.
 
@@ -101,5 +95,5 @@ def accelerators_with(need_bytes: int) -> tuple[Accelerator, ...]:
 
 
 def training_kind(profiled: str) -> str:
-    """Return the kind of device on which torch trains after such a profile; the CPU if only JAX supports it."""
+    """Return the kind of device on which torch trains after such a profile; the CPU if torch does not."""
     return profiled if profiled in TORCH_KINDS else "cpu"

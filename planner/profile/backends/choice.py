@@ -73,7 +73,8 @@ def backend_of(name: str) -> Backend:
 def _device(name: str) -> torch.device:
     kind, colon, number = name.partition(":")
     if kind not in DEVICE_KINDS or (colon and not (DEVICE_KINDS[kind].has_own_memory and number.isdecimal())):
-        hint = "use `--device cpu`, `cuda` or `tpu`, or without the device itself `estimate:h100` or `tpu:v2`"
+        kinds = ", ".join(f"`{known}`" for known in (*DEVICE_KINDS, *names_of("BACKENDS")))
+        hint = f"use one of {kinds}, or without the device itself `estimate:h100` or `tpu:v2`"
         raise UsageError(f"unknown device `{name}`", hint=hint)
     if not DEVICE_KINDS[kind].count():
         raise UsageError(

@@ -3,7 +3,7 @@
 import pytest
 
 from planner.core.errors import UsageError
-from planner.core.values.devices import ACCELERATORS, accelerator, accelerators_with, tpu_called
+from planner.core.values.devices import ACCELERATORS, accelerator, accelerators_with
 
 
 def test_names_are_unique_and_lower_case() -> None:
@@ -58,11 +58,3 @@ def test_the_smallest_that_holds_it_comes_first() -> None:
     """And nothing holds a terabyte."""
     assert accelerators_with(70 * 10**9)[0].memory_bytes == 80 * 10**9
     assert accelerators_with(10**12) == ()
-
-
-@pytest.mark.parametrize(
-    ("reported", "chip"), [("TPU v2 core", "v2"), ("TPU v5e", "v5e"), ("TPU v9", ""), ("NVIDIA A100-SXM4-40GB", "")]
-)
-def test_a_tpu_is_known_by_the_name_it_reports(reported: str, chip: str) -> None:
-    """As programs are compiled for it; other devices are none."""
-    assert tpu_called(reported) == chip

@@ -3,6 +3,10 @@
 import subprocess
 import sys
 
+import pytest
+
+from planner.tpu.extra import tpu_called
+
 
 def test_jax_is_imported_by_those_who_compile_alone() -> None:
     """Not by the profiler, nor by a script's command line: processes are forked, and settings made, before it is."""
@@ -10,3 +14,11 @@ def test_jax_is_imported_by_those_who_compile_alone() -> None:
     code = f"import sys, {modules}; sys.exit('jax' in sys.modules or 'torchax' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], check=False)
     assert done.returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("reported", "chip"), [("TPU v2 core", "v2"), ("TPU v5e", "v5e"), ("TPU v9", ""), ("NVIDIA A100-SXM4-40GB", "")]
+)
+def test_a_tpu_is_known_by_the_name_it_reports(reported: str, chip: str) -> None:
+    """As programs are compiled for it; other devices are none."""
+    assert tpu_called(reported) == chip
