@@ -20,7 +20,7 @@ from planner.show.views.plan import figures, headline, stage_table
 
 _LOOK = 'style="text-align:{};padding:2px 12px 2px 0"'
 _TEXT, _NUMBER = _LOOK.format("left"), _LOOK.format("right")
-_COLUMNS = ("stage", "layers", "recompute", "forward", "backward", "memory", "cap")
+_COLUMNS = ("stage", "layers", "recompute", "forward", "backward", "memory", "limit")
 
 
 _PLAIN = Style(width=120, unicode=True, color=False, wrap=False)

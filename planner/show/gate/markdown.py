@@ -14,7 +14,7 @@ from planner.show.views.comparison import best_words, comparison_table, differen
 from planner.show.views.plan import figures, stage_table
 from planner.show.views.table import Table
 
-_STAGES = ("stage", "layers", "recompute", "memory", "cap", "share")
+_STAGES = ("stage", "layers", "recompute", "memory", "limit", "share")
 _SPECIAL = re.compile(r"([\\`*_{}\[\]<>#|~])")
 
 

@@ -130,7 +130,7 @@ def _certificate(plan: Plan) -> str:
 
 
 def _stages(plan: Plan) -> Section:
-    columns = ("stage", "layers", "recompute", "device", "forward", "backward", "memory", "cap", "share")
+    columns = ("stage", "layers", "recompute", "device", "forward", "backward", "memory", "limit", "share")
     body = view(stage_table(plan).pick(*columns), text=3, marks={"stage": " ◀"})
     lead = "Times are for one micro-batch; backward includes recomputation."
     lead += " ◀ marks the slowest." if len(plan.stages) > 1 else ""

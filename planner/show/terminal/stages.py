@@ -28,7 +28,7 @@ def stages_drawn(plan: Plan, style: Style) -> Table:
     # With few columns, the bars below the table show the memory.
     names += ["memory"] if style.has_room_for(_MEDIUM + taken) else []
     # A limit applies to all chunks of a device together, and is shown in the bars.
-    names += ["cap", "share"] if plan.chunks == 1 and style.has_room_for(_WIDE + taken) else []
+    names += ["limit", "share"] if plan.chunks == 1 and style.has_room_for(_WIDE + taken) else []
     view = stage_table(plan).pick(*names)
     if plan.chunks > 1:
         view = view.titled(memory="part of\npeak")

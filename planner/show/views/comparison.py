@@ -27,7 +27,7 @@ def comparison_table(comparison: Comparison) -> Table:
         column("per_device", "per\ndevice", lambda row: _per_s(row) / _devices(row), "rate", goes=5),
         column("bubble", "bubble", attrgetter("plan.predicted.bubble"), "percent", goes=4),
         column("peak", "peak", lambda row: max(row.plan.device_bytes()), "bytes"),
-        column("cap", "cap", lambda row: min(stage.memory_bytes for stage in row.plan.stages), "bytes", goes=6),
+        column("limit", "limit", lambda row: min(stage.memory_bytes for stage in row.plan.stages), "bytes", goes=6),
         column("against", "", lambda row: _against(row, first), "percent"),
     )
 

@@ -86,7 +86,7 @@ def stage_table(plan: Plan, *, brief: bool = False) -> Table:
         column("forward", "forward", attrgetter("forward_us"), "us", per="micro-batch"),
         column("backward", "backward", attrgetter("backward_us"), "us", per="micro-batch"),
         column("memory", "memory", attrgetter("memory.total"), "bytes"),
-        column("cap", "cap", attrgetter("memory_bytes"), "bytes"),
+        column("limit", "limit", attrgetter("memory_bytes"), "bytes"),
         column("share", "share", lambda s: share_of_cap(s.memory.total, s.memory_bytes), "share", marked=over),
     )
 
