@@ -1,9 +1,9 @@
-"""The solver: a profile, devices and limits in, the plan with the smallest step time out, with a lower bound.
+"""Solver: find the plan with the smallest step time for a profile, devices and limits, with a lower bound.
 
-Read `search.py` first: `request.py` is the question, `cases.py` lists its combinations of schedule, replicas and M, and
-each case goes to the right search. Searches are in `chain` (one stage on each device), `chunks` (several), `orders`
-(schedules that the solver makes), `layers` (single layers recomputed) and `integer.py` (a second opinion). They work on
-the tables in `space` and have the shape in `answer.py`. `questions` asks again with one thing changed.
+Read `search.py` first. It splits a `Request` into cases (`cases.py`) and calls the search of each case. The searches
+are in `chain` (one stage per device), `chunks` (several stages per device), `orders` (schedules made by the solver),
+`layers` (recomputation of single layers) and `integer.py` (an independent integer program). All implement
+`answer.Search` and use the tables in `space`. `questions` solves variations of a request.
 """
 
 from typing import TYPE_CHECKING

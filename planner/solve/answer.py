@@ -1,4 +1,4 @@
-"""The shape of every search: a case, the step time to beat and a deadline in; an answer out."""
+"""Interface of every search: it takes a case, a step time to beat and a deadline, and returns an answer."""
 
 from typing import NamedTuple, Protocol
 
@@ -8,7 +8,7 @@ from planner.solve.space.case import Case
 
 
 class Answer(NamedTuple):
-    """The best partition found, if there is one better than asked for, and what no partition can beat."""
+    """Best partition found, or None if none beats the given step time, with a lower bound of all partitions."""
 
     case: Case
     partition: Partition | None
@@ -21,7 +21,7 @@ class Answer(NamedTuple):
 
 
 class Search(Protocol):
-    """A search for the fastest plan of one case."""
+    """Search for the fastest plan of one case."""
 
     def __call__(self, case: Case, *, upper_us: float, deadline: Deadline) -> Answer:
         """Return the best partition that is faster than `upper_us`, if one is found, and a lower bound of all.

@@ -1,4 +1,4 @@
-"""The cases of a question: every combination of schedule, chunks, replicas and M that may be tried."""
+"""Cases of a request: every allowed combination of schedule, chunks, replicas and M."""
 
 from collections.abc import Iterator, Sequence
 from math import isqrt
@@ -14,7 +14,19 @@ from planner.solve.space.case import Case, Rules, positions
 
 
 def cases_of(profile: Profile, request: Request, *, table: CostTable | None = None) -> list[Case]:
-    """Every combination of schedule, chunks, replicas and M that may be tried."""
+    """Return every allowed combination of schedule, chunks, replicas and M.
+
+    Args:
+        profile: The profile to plan for.
+        request: The request.
+        table: Costs of the profile, if they were read before.
+
+    Returns:
+        One case per combination.
+
+    Raises:
+        UsageError: The request allows no number of micro-batches, or names unknown layers.
+    """
     inputs = request.inputs
     names = [layer.name for layer in profile.layers]
     rules = Rules(
@@ -53,7 +65,7 @@ def cases_of(profile: Profile, request: Request, *, table: CostTable | None = No
 
 
 def _with_so_many_stages(cases: Sequence[Case], balance: tuple[int, ...]) -> list[Case]:
-    """The cases in which as many stages as were given can run."""
+    """Return the cases that can run as many stages as the given cuts have; raise `UsageError` if there are none."""
     able = [c for c in cases if len(balance) % c.chunks == 0 and len(balance) <= c.num_devices * c.chunks]
     if cases and not able:
         most = max(case.num_devices * case.chunks for case in cases)
@@ -69,7 +81,7 @@ def _with_so_many_stages(cases: Sequence[Case], balance: tuple[int, ...]) -> lis
 def _schedules(
     request: Request, micro_batches: int, num_layers: int, replicas: int
 ) -> Iterator[tuple[Schedule, int, int]]:
-    """Schedule, chunks, and how many devices a pipeline may have at most."""
+    """Yield schedules with their chunks per device and the largest number of devices of a pipeline."""
     devices = min(request.inputs.devices // replicas, num_layers, MOST_ACTIONS // micro_batches)
     for schedule in request.schedules:
         if isinstance(schedule, Listed) and schedule.rows:
@@ -78,7 +90,7 @@ def _schedules(
                 yield schedule, chunks, count
             continue
         if schedule.splits_backward and devices < 2:
-            continue  # one device waits for nobody
+            continue  # one device never waits, so a split backward gains nothing
         for chunks in _chunks(request, schedule, num_layers, devices):
             most = min(devices, num_layers // chunks, MOST_ACTIONS // micro_batches // chunks)
             most = int(min(most, schedule.most_devices(micro_batches)))
@@ -87,14 +99,14 @@ def _schedules(
 
 
 def _chunks(request: Request, schedule: Schedule, num_layers: int, devices: int) -> Sequence[int]:
-    """How many stages a device may run."""
+    """Return the numbers of stages per device to try."""
     asked = request.inputs.chunks
     if not schedule.is_chunked:
         return (1,)
     if schedule.exact_chunks is not None:
         return (schedule.exact_chunks,) if asked in (0, schedule.exact_chunks) else ()
-    # One chunk on each device is 1F1B that warms up longer, and runs with fewer micro-batches: no plan is the best
-    # before that was tried; but nobody who gives the cuts means it.
+    # One chunk per device is 1F1B with a longer warm-up, which also runs with fewer micro-batches. `auto` tries it,
+    # unless the cuts are given.
     if asked == 1 and request.inputs.schedule == "auto" and request.balance is not None:
         return ()
     several = (asked,) if asked else range(1 if schedule.is_to_be_made else 2, MOST_CHUNKS + 1)
@@ -111,10 +123,19 @@ def _replica_counts(inputs: Inputs) -> list[int]:
 def micro_batch_counts(
     profile: Profile, request: Request, *, replicas: int = 1, required: bool = True
 ) -> tuple[int, ...]:
-    """The M to choose among: divisors of each replica's batch whose micro-batch size the profile covers.
+    """Return the possible M: divisors of each replica's batch whose micro-batch size the profile covers.
+
+    Args:
+        profile: The profile to plan for.
+        request: The request.
+        replicas: Number of replicas.
+        required: Whether to raise an error if there are none.
+
+    Returns:
+        The numbers of micro-batches, ascending.
 
     Raises:
-        UsageError: There are none, and some are required.
+        UsageError: No M is possible, and `required` is set.
     """
     inputs = request.inputs
     batch = inputs.batch // replicas

@@ -48,7 +48,7 @@ def check_request(profile: Profile, request: Request) -> None:
 
 
 def _check_chunks(request: Request) -> None:
-    """Raises where chunks were asked for that no schedule left to choose from runs."""
+    """Raise `UsageError` if no allowed schedule runs the requested number of chunks."""
     inputs = request.inputs
     if any(schedule.runs_chunks(inputs.chunks) for schedule in request.schedules):
         return

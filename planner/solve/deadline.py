@@ -1,4 +1,4 @@
-"""When a search has to end: a value made where the question comes in, so that no search reads a clock itself."""
+"""Deadline of a search, created once per request, so that no search reads a clock itself."""
 
 import time
 from dataclasses import dataclass, replace
@@ -12,17 +12,17 @@ class OutOfTimeError(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Deadline:
-    """A point in time."""
+    """Time limit of a search, and limit on its simulated actions."""
 
     ends_s: float
-    """By the clock of `time.monotonic`; infinite where there is no limit."""
+    """End time in seconds of `time.monotonic`; infinite without a limit."""
     most_actions: int | None = None
-    """Number of actions that a search may simulate, tables counted in; None: simulation alone counts, and ends with
-    what takes some seconds."""
+    """Number of actions that a search may simulate; tables count as well. None: a limit of some seconds, in which only
+    simulation counts."""
 
     @classmethod
     def after(cls, limit_s: float | None) -> "Deadline":
-        """The deadline of a search that begins now and may take `limit_s` seconds; None for no limit."""
+        """Return the deadline `limit_s` seconds from now; None for no limit."""
         return NEVER if limit_s is None else cls(ends_s=time.monotonic() + limit_s)
 
     @property
@@ -32,15 +32,15 @@ class Deadline:
 
     @property
     def left_s(self) -> float:
-        """Seconds until then, below 0 afterwards."""
+        """Seconds left; negative after the deadline."""
         return self.ends_s - time.monotonic()
 
     def share(self, part: float) -> "Deadline":
-        """The deadline after that part of the time left; the same where there is no limit."""
+        """Return a deadline after that part of the time left; without a limit, return this one."""
         return replace(self, ends_s=time.monotonic() + part * max(0.0, self.left_s)) if self.is_limited else self
 
     def check(self) -> None:
-        """Raises `OutOfTimeError` if it is over."""
+        """Raise `OutOfTimeError` if the deadline has passed."""
         if self.left_s < 0:
             raise OutOfTimeError
 

@@ -1,10 +1,9 @@
-"""What searches that simulate partitions share: the best one so far, the effort that is left, and the deadline.
+"""State of searches that simulate partitions: the best partition so far, the effort left, and the deadline.
 
-Only GPipe's step time has a closed form. Under all other schedules, the step time of a partition is that of the
-simulator, which runs the action lists of the engine. Such a search has a lower bound for all partitions and a few good
-ones, improved step by step. Partitions between the two are simulated too, if they are few enough: then the answer is
-optimal, else it has a gap. If the effort is bounded, a search does not begin what costs more than is left; the bound of
-what it left out counts instead.
+Only GPipe's step time has a closed form. Under all other schedules, the simulator computes it from the action orders.
+Such a search has a lower bound for all partitions and improves a few good ones step by step. If few partitions lie
+between the two, all of them are simulated, and the answer is optimal; otherwise it has a gap. If the effort is bounded,
+a search skips whatever costs more than is left, and counts the lower bound of the skipped partitions instead.
 """
 
 from collections.abc import Callable
@@ -21,27 +20,26 @@ from planner.solve.space.case import Case
 from planner.solve.space.partitions import Many
 
 SAME = 1e-12
-"""Times closer than this are equal: they differ by rounding."""
+"""Relative difference below which two times are equal; rounding causes such differences."""
 
 BLOCK = 1024
-"""Partitions that are simulated at once, and count once."""
+"""Partitions simulated in one batch, which counts once as effort."""
 
 _MOST_SIMULATED = 20_000
-"""Partitions that are all simulated to prove the best of them."""
+"""Most partitions of which all are simulated to prove the best one."""
 
 _MOST_ACTIONS = 2_000_000
-"""Actions that are simulated in one search where effort is not bounded: some seconds."""
+"""Actions simulated in one search of unbounded effort: some seconds."""
 
 _FEW_BLOCKS = 8
-"""Blocks of partitions that a search of bounded effort simulates, to be sure of the best."""
+"""Most blocks of partitions that a search of bounded effort simulates to prove the best one."""
 
 
 class Effort:
-    """Actions that a search has simulated, a block of partitions counted once, and how many it still may.
+    """Actions that a search has simulated, and their limit; a block of partitions counts once.
 
     Args:
-        most_actions: All effort there is, in which tables count too; None: simulation alone counts, and ends with what
-            takes some seconds.
+        most_actions: Limit; tables count as well. None: a limit of some seconds, in which only simulation counts.
     """
 
     def __init__(self, most_actions: int | None) -> None:
@@ -51,11 +49,11 @@ class Effort:
 
     @property
     def left(self) -> int:
-        """Actions that may still be simulated; not above 0 where there are none."""
+        """Actions that may still be simulated; 0 or less if none."""
         return self._most_actions - self.spent
 
     def pays(self, actions: int, tables: int) -> bool:
-        """Whether what is left is enough for tables and for simulating so much; then the tables are paid for."""
+        """Return True if the effort left covers `tables` and `actions`; `tables` is then counted as spent."""
         if not self.is_bounded:
             return True
         if tables + actions > self.left:
@@ -64,45 +62,55 @@ class Effort:
         return True
 
     def affordable(self, many: Many) -> int:
-        """How many partitions can all be simulated, with as much left for what comes afterwards."""
+        """Return how many partitions half of the remaining effort can simulate."""
         blocks = max(0, self.left // (2 * many.num_actions))
         return min(_MOST_SIMULATED, BLOCK * (min(blocks, _FEW_BLOCKS) if self.is_bounded else blocks))
 
 
 @dataclass(slots=True, kw_only=True)
 class Progress:
-    """The state of a search over one case."""
+    """State of a search over one case."""
 
     case: Case
     effort: Effort
     deadline: Deadline
     upper_us: float
-    """The step time of the best partition, or the one to beat."""
+    """Step time of the best partition, or the one to beat."""
     best: Partition | None = None
     bound_us: float = inf
-    """No partition that was left out is faster."""
+    """Lower bound of the partitions that were left out."""
     rest_us: float = 0.0
-    """No partition that is still to be looked at is faster."""
+    """Lower bound of the partitions that are still to be searched."""
 
     def leave_out(self, bound_us: float) -> None:
-        """Notes that partitions which take `bound_us` at least were not simulated."""
+        """Record that partitions with the lower bound `bound_us` were not simulated."""
         self.bound_us = min(self.bound_us, bound_us)
 
     def simulated(
         self, many: Many, cuts: IntArray, choices: IntArray, layers_us: FloatArray | None = None
     ) -> FloatArray:
-        """Step times of partitions whose memory does not matter, shape (N,); shapes as in `Many`."""
+        """Return the step times of partitions, shape (N,), and count the effort; arguments as for `Many.step_us`."""
         self.effort.spent += -(-len(cuts) // BLOCK) * many.num_actions
         return many.step_us(cuts, choices, layers_us)
 
     def raced(self, many: Many, cuts: IntArray, choices: IntArray, fits: BoolArray) -> FloatArray:
-        """Step times, infinite for partitions that do not fit; the fastest becomes the best if it beats that."""
+        """Simulate the partitions that fit, and update the best partition.
+
+        Args:
+            many: The partitions' devices and schedule.
+            cuts: Shape (N, S+1).
+            choices: Recomputation of each stage, shape (N, S).
+            fits: Which partitions fit, shape (N,).
+
+        Returns:
+            Step times, shape (N,); infinite for partitions that do not fit.
+        """
         step_us = np.full(len(cuts), inf)
         if not fits.any():
             return step_us
         step_us[fits] = self.simulated(many, cuts[fits], choices[fits])
         at = int(np.argmin(step_us))
-        # Equal times differ by rounding: the first of equal partitions stays.
+        # Rounding makes equal times differ slightly. Keep the first of equal partitions.
         if step_us[at] < self.upper_us * (1 - SAME):
             self.upper_us = float(step_us[at])
             self.best = many.case.partition(cuts[at], choices[at])
@@ -110,7 +118,16 @@ class Progress:
 
 
 def simulated_answer(search: Callable[[Progress], None], case: Case, *, upper_us: float, deadline: Deadline) -> Answer:
-    """Return what a search finds that notes the best partition, and what it leaves out, in its `Progress`.
+    """Run a search that records its results in a `Progress`, and return them as an answer.
+
+    Args:
+        search: The search.
+        case: The case.
+        upper_us: Step time to beat.
+        deadline: Time limit and effort.
+
+    Returns:
+        The best partition found, with the lower bound of all partitions.
 
     Raises:
         OutOfTimeError: `deadline` passed before anything was found, and `upper_us` is infinite.

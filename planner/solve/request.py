@@ -1,4 +1,4 @@
-"""What is asked of the solver."""
+"""Request to the solver."""
 
 from dataclasses import dataclass, replace
 from typing import Final, Literal
@@ -7,39 +7,48 @@ from planner.core.schedule import GIVEN, Listed, Schedule, schedule_of, schedule
 from planner.core.values.plan import Inputs, Plan
 
 MOST_ACTIONS_OF_AUTO: Final = 1_200_000
-"""Some seconds for each schedule."""
+"""Actions to simulate per schedule: some seconds."""
 
 MOST_CHUNKS: Final = 4
-"""Chunks per device that are tried where the solver may choose; more of them seldom pay for their boundaries."""
+"""Most chunks per device that the solver tries; more chunks rarely pay for their transfers."""
 
 Solver = Literal["auto", "dp", "milp"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """What is asked of the solver, beside `Inputs` that the plan records."""
+    """Inputs of a plan, and options of the search that the plan does not record."""
 
     inputs: Inputs
     micro_batches: int | None = None
-    """M, if the user fixed it."""
+    """M, if it is fixed."""
     balance: tuple[int, ...] | None = None
-    """The cuts, if the user fixed them: then they are evaluated, and only M and recomputation are chosen."""
+    """Layers per stage, if the cuts are fixed; the solver then chooses only M and recomputation."""
     time_limit_s: float | None = None
-    """After which the best plan found is given, with a proven gap."""
+    """Seconds after which the search returns the best plan found, with its gap."""
     actions: int | None = MOST_ACTIONS_OF_AUTO
-    """Effort for each schedule beside GPipe's where the schedule is left open, in actions simulated; None: as much as
-    where the schedule is fixed, so that nearly every answer is proven."""
+    """Number of actions to simulate per schedule other than GPipe if the schedule is `auto`. None: as many as for a
+    fixed schedule, so that nearly every answer is proven optimal."""
     searches_on: bool = True
-    """Whether a plan of several chunks that is not proven is searched on from, for some seconds, where effort is not
-    bounded: not where so many questions are asked that only their answers together count."""
+    """True to improve a plan of several chunks for some more seconds if it is not proven optimal and effort is not
+    bounded. Callers that solve many requests switch it off."""
     lists: Listed | None = None
-    """The schedule, where its lists were given: then `inputs.schedule` is `given`."""
+    """Schedule with given action orders; then `inputs.schedule` is `given`."""
     solver: Solver = "auto"
-    """`auto` and `dp` take the dynamic program, `milp` the integer program."""
+    """Solver: `auto` and `dp` use the dynamic program, `milp` the integer program."""
 
     @classmethod
     def again(cls, plan: Plan, *, micro_batches: int | None, time_limit_s: float) -> "Request":
-        """The question that `plan` answers, with M as it is given, or left open; lists that were given stay."""
+        """Return the request that `plan` answers; given action orders are kept.
+
+        Args:
+            plan: The plan.
+            micro_batches: M; None to leave it open.
+            time_limit_s: Time limit of the search in seconds.
+
+        Returns:
+            The request.
+        """
         inputs, lists = plan.inputs, schedule_of(plan.schedule, plan.order)
         if inputs.schedule == GIVEN and isinstance(lists, Listed) and lists.rows:
             return cls(inputs=inputs, micro_batches=plan.micro_batches, time_limit_s=time_limit_s, lists=lists)
@@ -49,5 +58,5 @@ class Request:
 
     @property
     def schedules(self) -> tuple[Schedule, ...]:
-        """What there is to choose from."""
+        """Schedules to choose from."""
         return schedules_for(self.inputs.schedule) if self.lists is None else (self.lists,)

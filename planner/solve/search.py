@@ -1,4 +1,4 @@
-"""From what was asked to the plan: over schedules, replicas, micro-batch counts and cuts, with a certificate."""
+"""Search over schedules, replicas, micro-batch counts and cuts: from a request to a plan with a lower bound."""
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -25,31 +25,35 @@ from planner.solve.request import Request
 from planner.solve.space.case import Case
 
 MOST_ACTIONS_OF_SEARCH: Final = 3_000_000
-"""About ten seconds, for all cases where a schedule is to be searched."""
+"""Actions to simulate for all cases of a searched schedule: about ten seconds."""
 
 _IN_HALVES: Final = 6
-"""Each named schedule in halves has one of so many parts of the effort for others, where the schedule is left open."""
+"""Divisor of the effort of each named schedule with a split backward, if the schedule is `auto`."""
 
 MOST_WORK: Final = 20_000
-"""Layers times devices, beyond which nothing is solved beside the question itself."""
+"""Limit on layers times devices, above which no further requests are solved for hints."""
 
 
 def solve(profile: Profile, request: Request, *, table: CostTable | None = None, breaks_ties: bool = True) -> Plan:
-    """The plan with the smallest step time under the caps.
+    """Return the plan with the smallest step time under the memory limits.
 
-    Over stage counts, cuts, M, recomputation, and where they are left open schedules, chunks and replicas. Among plans
-    of equal step time the one with the lowest peak memory, then the fewest bytes moved, then the evenest stages is
-    taken, then the first found in a fixed order: the same question always gets the same answer.
+    The search covers stage counts, cuts, M and recomputation, and schedules, chunks and replicas that are left open.
+    Ties in step time are broken by the lowest peak memory, then the fewest bytes moved, then the evenest stages, then a
+    fixed order. The same request therefore always gets the same plan.
 
     Args:
-        profile: What the layers cost.
-        request: The question.
-        table: The profile's costs, if they were read before: for many questions on one profile.
-        breaks_ties: Whether equal step times are told apart: without, any of the fastest plans is the answer.
+        profile: The profile to plan for.
+        request: The request.
+        table: Costs of the profile, if they were read before; saves time for several requests on one profile.
+        breaks_ties: Whether to break ties; if False, any of the fastest plans is returned.
+
+    Returns:
+        The plan, with its lower bound.
 
     Raises:
-        UsageError: The question contradicts itself or the profile.
-        InfeasibleError: No plan fits; the hint names the nearest things that would.
+        UsageError: The request contradicts itself or the profile.
+        InfeasibleError: No plan fits; the hint names the nearest changes that would.
+        SolverError: No plan was found within the time limit.
     """
     check_request(profile, request)
     deadline = Deadline.after(request.time_limit_s)
@@ -59,7 +63,7 @@ def solve(profile: Profile, request: Request, *, table: CostTable | None = None,
         raise _out_of_time(request)
     if best is None:
         error = _infeasible(profile, request, cases)
-        # Where not everything was tried, that nothing was found proves nothing.
+        # If not everything was tried, the lack of a plan does not prove that none exists.
         raise error if bound_us == inf else SolverError(f"{error.message}, as far as was searched", hint=error.hint)
     answer = _tie_broken(best, deadline) if breaks_ties else best
     return _plan(answer, min(bound_us, best.step_us), request)
@@ -68,7 +72,20 @@ def solve(profile: Profile, request: Request, *, table: CostTable | None = None,
 def plan_under(
     schedules: Collection[ScheduleName], profile: Profile, request: Request, *, upper_us: float
 ) -> Plan | None:
-    """The best plan found under any of `schedules`, if it beats `upper_us`; raises `UsageError` as `solve`."""
+    """Return the best plan found under some schedules, or None if none beats `upper_us`.
+
+    Args:
+        schedules: Names of the schedules.
+        profile: The profile to plan for.
+        request: The request.
+        upper_us: Step time to beat, in microseconds.
+
+    Returns:
+        The plan, with its lower bound.
+
+    Raises:
+        UsageError: The request contradicts itself or the profile.
+    """
     check_request(profile, request)
     cases = [case for case in cases_of(profile, request) if case.schedule.name in schedules]
     best, bound_us, _, _ = _searched(cases, request, Deadline.after(request.time_limit_s), upper_us=upper_us)
@@ -76,7 +93,7 @@ def plan_under(
 
 
 class _Key(NamedTuple):
-    """What tells the cases of a question apart."""
+    """Key that distinguishes the cases of a request."""
 
     schedule: Schedule
     chunks: int
@@ -91,18 +108,18 @@ class _Key(NamedTuple):
 class _Searched(NamedTuple):
     best: Answer | None
     bound_us: float
-    """No plan of the cases can beat it."""
+    """Lower bound of all plans of the cases."""
     complete: bool
-    """Whether there was time for every case."""
+    """True if there was time for every case."""
     answers: Mapping[_Key, Answer]
-    """What each case that was searched came to."""
+    """Answers of the cases that were searched."""
 
 
 def _searched(cases: Sequence[Case], request: Request, deadline: Deadline, *, upper_us: float = inf) -> _Searched:
-    """The best of all cases that beats `upper_us`."""
+    """Return the best answer of all cases that beats `upper_us`."""
     if request.inputs.recompute != "layers" or all(case.schedule.has_closed_form for case in cases):
         return _one_by_one(cases, request, deadline, upper_us=upper_us)
-    # Whole stages first, as if nothing else had been asked: so no plan with single layers is slower than that.
+    # Recomputation of whole stages comes first, so that no plan with single layers is slower.
     whole = [replace(case, policy="auto") for case in cases]
     by_stage = _one_by_one(whole, request, deadline.share(0.5), upper_us=upper_us)
     upper_us = upper_us if by_stage.best is None else by_stage.best.step_us
@@ -118,15 +135,15 @@ def _one_by_one(
     upper_us: float,
     by_stage: Mapping[_Key, Answer] = MappingProxyType({}),
 ) -> _Searched:
-    """Goes through the cases; `by_stage` has answers to them where whole stages are recomputed."""
+    """Search the cases one after the other; `by_stage` has their answers with whole stages recomputed."""
     is_open = request.inputs.schedule == "auto"
     left = _budgets(request)
     unseen = Counter(case.schedule.name for case in cases)
     best: Answer | None = None
     answers: dict[_Key, Answer] = {}
     bound_us, complete = inf, True
-    # The most promising case first: its plan rules most others out by their bounds. Where the schedule is left open,
-    # GPipe comes before all others: its best plan is soon known and proven, whatever effort and time they may take.
+    # The most promising case comes first, because its plan rules out most others by their bounds. If the schedule is
+    # open, GPipe comes before all others: its best plan is found and proven quickly.
     ordered = sorted(cases, key=_promise if is_open else _bound)
     for n, case in enumerate(ordered):
         unseen[case.schedule.name] -= 1
@@ -135,13 +152,13 @@ def _one_by_one(
         whole = by_stage.get(_Key.of(case))
         is_hopeless = not case.schedule.has_closed_form and case.ideal_us >= upper_us
         if is_open and left and is_hopeless and whole is None:
-            bound_us = min(bound_us, case.bound_us)  # hardly worth the effort, but that proves nothing
+            bound_us = min(bound_us, case.bound_us)  # not worth the effort, but its bound still counts
             continue
         most_actions = left.get(case.schedule.name)
         if most_actions is not None and case.schedule.is_to_be_made:
-            # A search for lists ends when its effort does: each case has its share.
+            # A search for action orders uses all of its effort, so each case has a share.
             most_actions //= unseen[case.schedule.name] + 1
-        # What no case leaves time for counts with a bound that knows no memory: half of the time is for the others.
+        # Cases without time left count with a weak bound that ignores memory. Reserve half of the time for them.
         share = deadline.share(0.5) if any(other.bound_us < upper_us for other in ordered[n + 1 :]) else deadline
         try:
             search = _search_for(case, request, whole)
@@ -165,12 +182,12 @@ def _one_by_one(
 
 
 def _budgets(request: Request) -> dict[ScheduleName, int]:
-    """By schedule, how many actions may be simulated for all of its cases; as many as it takes for those left out."""
+    """Return the actions to simulate per schedule, for all of its cases; schedules that are left out have no limit."""
     if request.inputs.schedule == SEARCHED.name:
         return {SEARCHED.name: MOST_ACTIONS_OF_SEARCH}
     if request.inputs.schedule != "auto" or request.actions is None:
         return {}
-    # There are many named schedules in halves, which a searched one begins with, too.
+    # There are many named schedules with a split backward, and the searched schedule starts from them as well.
     named = {name: request.actions // (_IN_HALVES if rule.splits_backward else 1) for name, rule in SCHEDULES.items()}
     return {**named, SEARCHED.name: request.actions // 4}
 
@@ -185,7 +202,7 @@ def _promise(case: Case) -> tuple[float, ...]:
 
 
 def _tie_broken(answer: Answer, deadline: Deadline) -> Answer:
-    """The plan with the lowest peak of those as fast as the best, as long as there is time for it."""
+    """Return the plan with the lowest peak memory among the fastest plans, if there is time for it."""
     is_reordered = answer.partition is not None and bool(answer.partition.devices)
     if answer.method != DYNAMIC_PROGRAMMING or answer.case.policy == "layers" or is_reordered:
         return answer
@@ -199,7 +216,7 @@ def _tie_broken(answer: Answer, deadline: Deadline) -> Answer:
 
 def _search_for(case: Case, request: Request, by_stage: Answer | None) -> Search:
     """Return the search of the case; `by_stage` is its answer with whole stages recomputed, if it is known."""
-    # What a question does without is not imported: `check` asks a short one.
+    # Import only the search that is needed, so that short requests, such as those of `check`, start quickly.
     if request.solver == "milp":
         from planner.solve.integer import search_integer_program  # noqa: PLC0415
 
@@ -245,7 +262,7 @@ def _plan(answer: Answer, bound_us: float, request: Request) -> Plan:
     if request.balance is not None:
         solver = SolverReport(method="given", status="given")
     elif bound_us >= step_us * (1 - 1e-9):
-        # The same time, added up in the order in which `check` will add it up.
+        # Use the same order of summation as `check`, so that both get exactly the same time.
         solver = SolverReport(method=answer.method, status="optimal", lower_bound_us=step_us)
     else:
         gap = 1 - bound_us / step_us
@@ -261,7 +278,7 @@ def _infeasible(profile: Profile, request: Request, cases: Sequence[Case]) -> In
         try:
             return cases_of(other, replace(request, inputs=inputs, micro_batches=micro_batches))
         except UsageError:
-            return []  # the cuts or rules that were given leave it nothing to try
+            return []  # the given cuts or rules leave no case
 
     from planner.solve.explain import Asking, explain_infeasible  # noqa: PLC0415 - most questions have an answer
 
@@ -279,7 +296,7 @@ def _infeasible(profile: Profile, request: Request, cases: Sequence[Case]) -> In
 
 
 def _too_few(profile: Profile, request: Request) -> InfeasibleError:
-    """The error where there are not as many devices and layers as two devices need for their stages."""
+    """Return the error for too few devices or layers for the schedule's stages on two devices."""
     inputs, schedule = request.inputs, request.schedules[0]
     devices = counted(inputs.devices // max(1, inputs.replicas), "device")
     chunks = (schedule.exact_chunks or max(2, inputs.chunks)) if schedule.is_chunked else 1

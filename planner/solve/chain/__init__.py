@@ -1,6 +1,6 @@
-"""Searches for plans with one stage on each device: GPipe and 1F1B.
+"""Searches for plans with one stage per device: GPipe and 1F1B.
 
-Read `chain_dp.py` first: the label dynamic program, exact for any cuts. `laws.py` says what a label is under each
-schedule. `gpipe.py` and `one_forward_one_backward.py` are the searches, `bottlenecks.py` speeds up the first of them,
-and `any_order.py` runs it for every order of unlike devices.
+Read `chain_dp.py` first: the exact label dynamic program over cuts. `laws.py` defines the labels of each schedule.
+`gpipe.py` and `one_forward_one_backward.py` are the searches. `bottlenecks.py` speeds up the GPipe search, and
+`any_order.py` runs it for every order of unequal devices.
 """

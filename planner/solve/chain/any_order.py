@@ -1,4 +1,4 @@
-"""Unlike devices in the best order: GPipe's cuts for every order of their kinds, the best of all."""
+"""Search for the best order of unequal devices: GPipe's best cuts for every order of device kinds."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -15,10 +15,10 @@ from planner.solve.space.case import Case
 from planner.solve.space.tables import width_for
 
 MOST_ORDERS: Final = 20_000
-"""Orders that are tried, of any length: 7 unlike devices have 13,699, 7 of each of two kinds 12,868."""
+"""Most orders, of any length; 7 different devices have 13,699, 7 devices of each of two kinds have 12,868."""
 
 Kind = tuple[int, float]
-"""Memory and speed of a device."""
+"""Memory limit in bytes, and speed, of a device."""
 
 
 def search_any_order(case: Case, *, upper_us: float = inf, deadline: Deadline = NEVER) -> Answer:
@@ -27,13 +27,13 @@ def search_any_order(case: Case, *, upper_us: float = inf, deadline: Deadline = 
     Args:
         case: The case, under GPipe, with one link for all devices.
         upper_us: The step time to beat.
-        deadline: When the search stops; the lower bound may then be far off.
+        deadline: Time limit; the lower bound is weak if it passes.
 
     Raises:
         OutOfTimeError: `deadline` passed before anything was found, and there is nothing to beat.
         UsageError: There are too many orders.
 
-    Complexity: one dynamic program per order. Most end early, because nothing beats the best of the orders before.
+    Complexity: one dynamic program per order. Most end early, because they cannot beat the best previous order.
     """
     kinds = [(case.cluster.memory_bytes[d], case.cluster.speed(d)) for d in range(case.num_devices)]
     orders = _all_orders(kinds)
@@ -71,7 +71,7 @@ def _answer(case: Case, order: tuple[int, ...], cuts: ChainCuts) -> Answer:
 
 
 def _all_orders(kinds: Sequence[Kind]) -> list[tuple[int, ...]]:
-    """Return every order of some of the devices, those of one kind in the order of their numbers; longer orders first.
+    """Return every order of every subset of devices, equal devices by their index; longer orders first.
 
     Raises:
         UsageError: There are too many.

@@ -1,5 +1,5 @@
-"""Questions about a plan, each answered by solving again with one thing changed.
+"""Questions about a plan, each answered by solving variations of its request.
 
-`certificate.py` checks what a plan claims, `remedy.py` finds what would fit, `faster.py` and `trade_off.py` compare
-schedules, `insight.py` explains what limits a plan, and `sweep.py` plans for many cluster sizes.
+Read `insight.py` first: it explains what limits a plan. `certificate.py` checks the claims of a plan, `remedy.py` finds
+changes that would fit, `faster.py` and `trade_off.py` compare schedules, `sweep.py` plans for several cluster sizes.
 """

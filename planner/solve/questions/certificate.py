@@ -1,4 +1,4 @@
-"""Is a plan as good as it says? Answered by solving the same question again, where that takes a moment."""
+"""Check of a plan's claimed optimality and frontier, by solving its request again within seconds."""
 
 from dataclasses import replace
 
@@ -11,18 +11,21 @@ from planner.solve.request import Request
 from planner.solve.search import MOST_WORK, solve
 
 _TIME_LIMIT_S = 5.0
-"""A gate must not keep people waiting: what is not recomputed by then is said to be not."""
+"""Time limit in seconds; claims not verified by then are reported as unverified."""
 
 _HINT = "solve again, to have what is written recomputed"
 
 
 def certified(written: Plan, verdict: Verdict, profile: Profile) -> Verdict:
-    """The verdict with what is wrong with the plan's certificate; the recomputed plan then claims none.
+    """Return the verdict with findings about the plan's certificate; a wrong certificate is removed from the plan.
 
     Args:
         written: The plan as read.
-        verdict: On it.
-        profile: What it was judged against.
+        verdict: The verdict on it.
+        profile: The profile that it was judged with.
+
+    Returns:
+        The verdict with the findings.
     """
     claimed = claimed_of(written, verdict)
     if verdict.plan is None or claimed is None:
@@ -35,14 +38,14 @@ def certified(written: Plan, verdict: Verdict, profile: Profile) -> Verdict:
 
 
 def _findings(written: Plan, now: Plan, profile: Profile) -> tuple[Finding, ...]:
-    """What is wrong with the certificate and the frontier of a plan whose other figures are as recomputed.
+    """Return findings about the certificate and the frontier of a plan whose other figures are correct.
 
-    The number of micro-batches may have been asked for, which the plan does not record: the same number is solved for.
+    A plan does not record whether M was fixed, so the request is solved for the plan's own M.
 
     Args:
         written: The plan as read.
-        now: As recomputed, with the certificate that is written.
-        profile: What it was recomputed from.
+        now: The recomputed plan, with the certificate as read.
+        profile: The profile that it was recomputed from.
     """
     problems = list(certificate_problems(written, now.solver))
     open_ones = []
@@ -64,7 +67,7 @@ def _faster(_written: Plan, now: Plan, profile: Profile) -> tuple[str, bool]:
     try:
         best = solve(profile, request, breaks_ties=False)
         if _contradiction(now, best):
-            # Of plans that are as fast the one is named that `solve` answers with.
+            # Name the plan that `solve` returns among equally fast ones.
             return _contradiction(now, solve(profile, request)), False
     except (SolverError, MissingPackageError) as error:
         return "the solver took too long" if isinstance(error, SolverError) else error.message, True
@@ -74,7 +77,7 @@ def _faster(_written: Plan, now: Plan, profile: Profile) -> tuple[str, bool]:
 
 
 def _contradiction(now: Plan, best: Plan) -> str:
-    """What a plan's certificate says that the best plan proves wrong; empty where there is nothing."""
+    """Return how the best plan contradicts a plan's certificate, in words; empty if it does not."""
     step_us, best_us, bound_us = now.predicted.step_us, best.predicted.step_us, now.solver.lower_bound_us
     if now.solver.status == "optimal" and best_us < step_us and not is_same("step_us", best_us, step_us):
         return f"it is called optimal, but {list(best.balance)} takes {best_us / 1e3:.1f} ms"
@@ -87,7 +90,7 @@ def _frontier(written: Plan, now: Plan, profile: Profile) -> tuple[str, bool]:
     if not written.frontier:
         return "", False
     from planner.solve.questions.insight import frontier_of  # noqa: PLC0415 - few plans have a frontier
-    from planner.solve.search import lacks_bound  # noqa: PLC0415 - likewise
+    from planner.solve.search import lacks_bound  # noqa: PLC0415 - few plans have a frontier
 
     fixed = now.micro_batches if len(written.frontier) == 1 else None
     request = Request.again(now, micro_batches=fixed, time_limit_s=_TIME_LIMIT_S)

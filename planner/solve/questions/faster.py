@@ -1,4 +1,4 @@
-"""What another schedule than the one asked for would give, as far as that is known soon: a hint, not an answer."""
+"""Short search for a plan under another schedule than the requested one: a hint, not an answer."""
 
 from dataclasses import replace
 from typing import Final
@@ -11,29 +11,29 @@ from planner.solve.request import Request
 from planner.solve.search import MOST_WORK, plan_under
 
 MOST_HINT_S: Final = 5.0
-"""Longer nobody waits for a hint."""
+"""Most seconds to wait for a hint."""
 
 _ACTIONS = 300_000
-"""For each schedule; about a second."""
+"""Actions to simulate per schedule: about a second."""
 
 _LEAST_GAIN = 0.005
-"""A share of the step time that is worth a remark."""
+"""Smallest gain that is worth a hint, as a share of the step time."""
 
 
 def faster_schedule(
     profile: Profile, plan: Plan, *, micro_batches: int | None = None, time_limit_s: float = MOST_HINT_S
 ) -> Plan | None:
-    """A plan under another schedule than was asked for that is faster, if one is soon found.
+    """Return a faster plan under another schedule than the requested one, if a short search finds it.
 
     Args:
-        profile: What the layers cost.
-        plan: The answer under the schedule asked for.
+        profile: The profile to plan for.
+        plan: The plan under the requested schedule.
         micro_batches: M, if it was fixed.
-        time_limit_s: For the search, which is bounded besides.
+        time_limit_s: Time limit of the search in seconds; its effort is bounded as well.
 
     Returns:
-        None, too, where there is nothing to compare: cuts that were given, a schedule that was left open, what only
-        that schedule can do, a TPU, too many layers and devices.
+        The plan. None if there is none, or nothing to compare: given cuts, an open schedule, options that only the
+        requested schedule supports, a TPU, or too many layers and devices.
     """
     inputs = plan.inputs
     if inputs.schedule == "auto" or plan.solver.status == "given" or inputs.any_order:
@@ -46,4 +46,4 @@ def faster_schedule(
     try:
         return plan_under({*SCHEDULES, SEARCHED.name} - {inputs.schedule}, profile, request, upper_us=upper_us)
     except PlannerError:
-        return None  # other schedules cannot do what was asked
+        return None  # other schedules do not support the options

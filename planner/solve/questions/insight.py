@@ -1,6 +1,6 @@
-"""Why a plan is as it is: what sets the pace, what more memory, devices or bandwidth would bring, and what noise does.
+"""Insight into a plan: its bottleneck, the gain from more memory, devices or bandwidth, and the effect of noise.
 
-Every figure is the proven best plan of a question that differs in one thing.
+Every figure comes from the best plan of a request with one change.
 """
 
 from collections.abc import Iterator
@@ -25,7 +25,7 @@ _INTERVAL = 1.96
 
 
 def frontier_of(profile: Profile, request: Request) -> tuple[FrontierPoint, ...]:
-    """The best plan for every M (and number of replicas) that may be chosen, from the fewest micro-batches on."""
+    """Return the best plan of each number of replicas and micro-batches, ascending."""
     points = []
     questions = sorted({(case.replicas, case.micro_batches) for case in cases_of(profile, request)})
     for replicas, m in questions:
@@ -38,7 +38,7 @@ def frontier_of(profile: Profile, request: Request) -> tuple[FrontierPoint, ...]
 
 
 def point_of(plan: Plan) -> FrontierPoint:
-    """The figures of a plan as a point of a trade-off."""
+    """Return the figures of a plan as a point of a trade-off."""
     predicted = plan.predicted
     return FrontierPoint(
         micro_batches=plan.micro_batches,
@@ -55,7 +55,16 @@ def point_of(plan: Plan) -> FrontierPoint:
 
 
 def insight_of(profile: Profile, request: Request, plan: Plan) -> Insight:
-    """What binds `plan`, the answer to `request`, and what would change it."""
+    """Return what limits a plan, and what would improve it.
+
+    Args:
+        profile: The profile of the plan.
+        request: The request that the plan answers.
+        plan: The plan.
+
+    Returns:
+        The insight.
+    """
     request = _sharing(request, _DRAWS)
     free = [plan.stages[d].memory_bytes - need for d, need in enumerate(plan.device_bytes())]
     tightest = int(np.argmin(free))
@@ -69,14 +78,14 @@ def insight_of(profile: Profile, request: Request, plan: Plan) -> Insight:
 
 
 def _sharing(request: Request, questions: int) -> Request:
-    """The same with a share of the effort, for each of so many questions."""
+    """Return the request with its effort divided by the number of `questions`."""
     if request.actions is None:
         return request
     return replace(request, actions=request.actions // max(1, questions))
 
 
 def _pace(profile: Profile, plan: Plan) -> str:
-    """The slowest stage or link of either direction."""
+    """Describe the slowest stage or link of each direction."""
     times = Evaluation.of(plan, profile).stage_times
     forward = [(t.forward_us, f"stage {k}") for k, t in enumerate(times)]
     backward = [(t.backward_us, f"stage {k}") for k, t in enumerate(times)]
@@ -123,12 +132,12 @@ def _solved(profile: Profile, request: Request) -> Plan | None:
 
 
 def _noise(profile: Profile, request: Request, plan: Plan) -> Noise | None:
-    from statistics import fmean, median  # noqa: PLC0415 - dear to import, and here alone
+    from statistics import fmean, median  # noqa: PLC0415 - slow to import, and used only here
 
     spreads = [max(layer.spread) for layer in profile.layers if layer.spread]
     if not spreads or max(spreads) <= 0:
         return None
-    # Twenty questions: none is searched on for seconds, so what is found may be slower than the plan, which was.
+    # Each of the requests has less effort than the plan had, so its answer may be slower than the plan.
     rng, request = np.random.default_rng(0), replace(request, searches_on=False)
     regrets, same = [], 0
     for _ in range(_DRAWS):
@@ -148,7 +157,7 @@ def _noise(profile: Profile, request: Request, plan: Plan) -> Noise | None:
 
 
 def _drawn(layer: LayerProfile, rng: "np.random.Generator") -> LayerProfile:
-    # One error for a layer's forward and one for its backward, at every size: what a loaded machine does.
+    # One error for the forward of a layer and one for its backward, equal at all sizes, as on a loaded machine.
     deviation = max(layer.spread, default=0.0) / _INTERVAL
     forward, backward = np.maximum(0.0, 1 + deviation * rng.standard_normal(2))
     return replace(

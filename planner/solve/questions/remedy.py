@@ -1,4 +1,4 @@
-"""What would fit where a plan does not: computed by solving again, not guessed."""
+"""Remedies for a plan that does not fit, computed by solving again."""
 
 from typing import Any
 
@@ -12,17 +12,17 @@ from planner.solve.request import Request
 from planner.solve.search import MOST_WORK, solve
 
 _TIME_LIMIT_S = 2.0
-"""A gate must not keep people waiting: what is not found by then is not told."""
+"""Time limit in seconds; remedies not found by then are not reported."""
 
 _SMALL = 10**9
 
 
 def what_would_fit(plan: Plan, profile: Profile) -> tuple[str, ...]:
-    """The nearest things that would fit, in words, for a plan with stages over their caps.
+    """Return the nearest changes that would fit, in words, for a plan with stages over their memory limits.
 
     Args:
-        plan: As recomputed, with the caps that it does not keep.
-        profile: What it was recomputed from.
+        plan: The recomputed plan, with the limits that it exceeds.
+        profile: The profile that it was recomputed from.
     """
     return (*_more_memory(plan, profile), *_solved_again(plan, profile))
 
@@ -31,16 +31,16 @@ def _more_memory(plan: Plan, profile: Profile) -> tuple[str, ...]:
     most = max(plan.device_bytes())
     tpu = profile.device.kind.startswith("tpu")
     cards = [card for card in accelerators_with(most) if card.name.startswith("tpu:") == tpu]
-    # No card has so little memory that a plan of megabytes would tell them apart.
+    # Plans of a few megabytes fit on every card, so naming one would not help.
     card = f", which `--device {cards[0].name}` has" if cards and most > _SMALL else ""
     return (f"as it is cut, the whole plan fits with `--mem {bytes_option(most)}`{card}",)
 
 
 def _solved_again(plan: Plan, profile: Profile) -> tuple[str, ...]:
-    # Beyond that even the explanation that nothing fits takes seconds: people solve again by hand.
+    # For larger requests even the explanation that nothing fits takes seconds.
     if len(profile.layers) * plan.inputs.devices > MOST_WORK:
         return ()
-    # Cuts and micro-batches are free again; the devices, the batch and the rules stay as they are.
+    # Leave cuts and micro-batches open. Devices, batch and rules stay unchanged.
     request = Request.again(plan, micro_batches=None, time_limit_s=_TIME_LIMIT_S)
     try:
         other = solve(profile, request)
@@ -48,9 +48,9 @@ def _solved_again(plan: Plan, profile: Profile) -> tuple[str, ...]:
         hints = (error.hint,) if error.hint else ()
         return (f"other cuts do not help: {error.message}", *hints)
     except PlannerError:
-        return ()  # no answer in time, or the plan's own inputs ask for what cannot be
+        return ()  # no answer in time, or the plan's inputs contradict each other
     slower = other.predicted.step_us / plan.predicted.step_us - 1
-    # More stages than devices are refused where neither schedule nor chunks are said.
+    # Name schedule and chunks: without them, more stages than devices are refused.
     placed = f", `--schedule {other.schedule} --chunks {other.chunks}`" if other.chunks > 1 else ""
     cuts = (
         f"{list(other.balance)} with M = {other.micro_batches}{placed}, {format_us(other.predicted.step_us)} per step"
@@ -59,7 +59,7 @@ def _solved_again(plan: Plan, profile: Profile) -> tuple[str, ...]:
 
 
 def _command(inputs: Inputs, profile: Profile) -> str:
-    """What solves the same question; options beyond the usual ones as `…`."""
+    """Return the command that solves the same request, with less common options as `…`."""
     caps = inputs.memory_bytes[:1] if len(set(inputs.memory_bytes)) == 1 else inputs.memory_bytes
     words = [
         f"gpipe-plan solve {inputs.profile.path} --devices {inputs.devices}",
@@ -81,7 +81,7 @@ _SPELLED_OUT = ("profile", "devices", "memory_bytes", "batch", "schedule", "reco
 
 
 def _defaults(profile: Profile) -> dict[str, Any]:
-    """What options that are left out become."""
+    """Return the defaults of options that are left out."""
     model = {"model_digest": profile.model.digest, "optimizer": profile.optimizer}
     executor = profile.device.executor
     return model if executor is None else {**model, "link": executor.link, "overhead_us": executor.overhead_us}

@@ -1,8 +1,8 @@
-"""The best plan for many clusters of devices alike, from few searches.
+"""Best plans for several cluster sizes of equal devices, from few searches.
 
-A plan for more devices or more memory that keeps within fewer and less is the best there too: what may be chosen from
-shrinks, and it is still among it. Likewise nothing fits where nothing fitted with more. So clusters are asked from
-the largest down, and a search is spared wherever the answer is known.
+The best plan of a larger cluster is also the best plan of a smaller one if it fits there, because the smaller cluster
+allows fewer plans. If no plan fits the larger cluster, none fits the smaller one. Clusters are therefore solved from
+the largest to the smallest, and a search is skipped if the answer is known.
 """
 
 from collections.abc import Callable, Sequence
@@ -30,18 +30,21 @@ def sweep_of(
     headroom: float = 0.0,
     progress: Progress = lambda *_: None,
 ) -> Sweep:
-    """The best plan for every number of devices and every cap.
+    """Return the best plan for every number of devices and every memory limit.
 
     Args:
-        profile: What the layers cost.
-        request: Everything else that is asked; its own devices and caps do not count.
-        devices: How many devices.
-        memory_bytes: Caps of each of them.
-        headroom: Share of every cap that is kept free.
-        progress: Called with what is being solved, how many cells are done, and how many there are.
+        profile: The profile to plan for.
+        request: All other inputs; its devices and memory limits are ignored.
+        devices: Numbers of devices.
+        memory_bytes: Memory limits of each device.
+        headroom: Share of every limit that is kept free.
+        progress: Called with the cell being solved, the number of solved cells, and the number of all cells.
+
+    Returns:
+        The plans, one cell for each pair.
 
     Raises:
-        UsageError: The question contradicts itself or the profile.
+        UsageError: The request contradicts itself or the profile.
     """
     counts, caps = sorted(set(devices)), sorted(set(memory_bytes))
     table = CostTable(profile)
@@ -72,7 +75,7 @@ def _question(request: Request, devices: int, cap: int) -> Request:
 def _answer_of_larger(
     answers: dict[tuple[int, int], _Answer], asked: Request, place: tuple[int, int]
 ) -> _Answer | None:
-    """The answer, if one for as many devices or more with as much memory or more already says it."""
+    """Return the answer that follows from that of a larger cluster, or None."""
     inputs = asked.inputs
     for (devices, cap), answer in answers.items():
         if devices < place[0] or cap < place[1]:

@@ -1,4 +1,4 @@
-"""What each schedule would give for the same question: its best plan, as far as that is known soon."""
+"""Comparison of schedules: the best plan of each that a short search finds."""
 
 from math import inf
 from typing import Final
@@ -12,23 +12,23 @@ from planner.solve.request import Request
 from planner.solve.search import MOST_WORK, plan_under
 
 _ACTIONS: Final = 30_000
-"""For each schedule; some tenths of a second."""
+"""Actions to simulate per schedule: some tenths of a second."""
 
 
 def trade_off_of(profile: Profile, plan: Plan, *, micro_batches: int | None = None) -> tuple[FrontierPoint, ...]:
-    """A point per schedule that was tried, in their usual order; for that of the answer it is the answer.
+    """Return a point for each schedule; the point of the plan's own schedule is the plan.
 
-    Each is searched with little effort: a schedule may do better than is said, and `fits` is false where no plan was
-    found. Schedules in halves are tried only where the profile has measured halves.
+    Each search has little effort: a schedule may do better than its point, and `fits` is false if no plan was found.
+    Schedules with a split backward are tried only if the profile has split backward times.
 
     Args:
-        profile: What the layers cost.
-        plan: The answer to a question that left the schedule open.
+        profile: The profile to plan for.
+        plan: The answer to a request that left the schedule open.
         micro_batches: M, if it was fixed.
 
     Returns:
-        Nothing where there is nothing to compare: a schedule that was asked for, cuts that were given, a pipeline of
-        one device, too many layers and devices to search again.
+        The points, in the usual order of schedules. Empty if there is nothing to compare: a requested schedule, given
+        cuts, a pipeline of one device, or too many layers and devices.
     """
     inputs = plan.inputs
     if inputs.schedule != "auto" or plan.solver.status == "given" or plan.num_devices < 2:
@@ -41,7 +41,7 @@ def trade_off_of(profile: Profile, plan: Plan, *, micro_batches: int | None = No
     points: dict[ScheduleName, FrontierPoint] = {}
     for name in names if len(names) > 1 else ():
         point = _point(profile, request, plan, name)
-        # A search of lists that finds none better ends with those of a schedule that has a name.
+        # A search for action orders that finds nothing better returns the plan of a named schedule.
         before = points.get(point.schedule)
         if before is None or (point.fits and point.step_us < before.step_us and point.schedule != plan.schedule):
             points[point.schedule] = point

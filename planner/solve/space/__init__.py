@@ -1,5 +1,6 @@
-"""The plans to choose from in one case: its stages as tables, and partitions of it judged many at once.
+"""Search space of one case: tables of all possible stages, and evaluation of partitions in batches.
 
 Read `case.py` first. It turns the memory tables of `tables.py` into a `ChainProblem` (`problem.py`): all stages by
-their first and last layer. `partitions.py` simulates whole partitions, and adds up the memory of their devices.
+their first and last layer. `partitions.py` simulates whole partitions and computes the memory of their devices.
+`prefixes.py` has lower bounds of the first layers of a chain, and `arrays.py` the array types.
 """

@@ -1,4 +1,4 @@
-"""The types of the arrays that searches work on."""
+"""Array types of the searches."""
 
 import numpy as np
 from numpy.typing import NDArray
@@ -8,4 +8,4 @@ IntArray = NDArray[np.int64]
 BoolArray = NDArray[np.bool_]
 IndexArray = NDArray[np.intp]
 ChoiceArray = NDArray[np.int8]
-"""Recomputations, as in `tables.py`."""
+"""Recomputation choices, as in `tables.py`."""

@@ -1,4 +1,4 @@
-"""One M of one pipeline: from costs and devices to the tables of the dynamic program."""
+"""Case of a request (one schedule, M, chunks and replicas), and its tables for the dynamic program."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -23,17 +23,17 @@ from planner.solve.space.tables import NOWHERE, MemoryTable
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rules:
-    """Which stages are not wanted, whatever they cost."""
+    """Rules on which layers may form a stage."""
 
     together: tuple[tuple[int, ...], ...] = ()
     """Groups of layers that must be in one stage."""
     apart: tuple[tuple[int, ...], ...] = ()
     """Groups of layers of which no two may be in one stage."""
     balance: tuple[int, ...] | None = None
-    """The only cuts allowed."""
+    """Layers per stage of the only allowed cuts; None to allow all."""
 
     def forbids(self, first: IntArray, end: IntArray) -> BoolArray:
-        """Whether the stages of layers first..end-1 are not wanted."""
+        """Return True for stages of layers first..end-1 that a rule forbids; arguments are broadcast."""
         no = np.zeros(np.broadcast_shapes(first.shape, end.shape), dtype=bool)
         for group in filter(None, self.together):
             low, high = min(group), max(group)
@@ -50,13 +50,13 @@ class Rules:
         return no
 
     def allows(self, cuts: IntArray) -> BoolArray:
-        """Which partitions have none but wanted stages, shape (N,), for cuts of shape (N, S+1)."""
+        """Return True for partitions without forbidden stages, shape (N,); cuts have shape (N, S+1)."""
         return ~np.asarray(self.forbids(cuts[:, :-1], cuts[:, 1:]).any(axis=1))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """Where to cut a chain for M micro-batches on at most `num_devices` devices in a row."""
+    """Problem of cutting a chain for M micro-batches on at most `num_devices` devices."""
 
     costs_at_size: CostsAtSize
     cluster: Cluster
@@ -68,17 +68,20 @@ class Case:
     rules: Rules
     chunks: int = 1
     least_again_us: Callable[[int, float, Moments], FloatArray] | None = None
-    """Lower bounds of the time to recompute single layers, for a width, a limit and moments of a device: shape
-    (L+1, width). Stages recompute whole, or not at all, without it."""
+    """Function of a width, a memory limit and the moments of a device. It returns lower bounds of the time to recompute
+    single layers, shape (L+1, width). None: stages are recomputed whole or not at all."""
     _memory: dict[tuple[int, int], MemoryTable] = field(default_factory=dict, repr=False, compare=False)
 
     def partition(self, cuts: Sequence[int] | IntArray, choices: Sequence[int] | IntArray, **more: Any) -> Partition:
-        """What the cost model takes: cuts of length S+1, choices that are indices into `CHOICES` or `LAYERS`.
+        """Return a partition for the cost model.
 
         Args:
-            cuts: From 0 to L.
-            choices: By stage.
+            cuts: Cuts from 0 to L, length S+1.
+            choices: Indices into `CHOICES`, or `LAYERS`, length S.
             more: Other fields of `Partition`.
+
+        Returns:
+            The partition.
         """
         return Partition(
             schedule=self.schedule.name,
@@ -93,12 +96,12 @@ class Case:
 
     @property
     def costs(self) -> ChainCosts:
-        """What layers cost in a micro-batch; bounds do without it."""
+        """Costs of the layers at the micro-batch size; computed on first use, because bounds do not need them."""
         return self.costs_at_size.costs
 
     @cached_property
     def alike(self) -> bool:
-        """Whether it does not matter which device a stage runs on, or between which two a link lies."""
+        """Return True if all devices are equal, and all links."""
         caps = set(self.cluster.memory_bytes[: self.num_devices])
         speeds = {self.cluster.speed(d) for d in range(self.num_devices)}
         nodes = self.cluster.inter_link is None or (
@@ -108,12 +111,12 @@ class Case:
 
     @cached_property
     def sums(self) -> ChainSums:
-        """What stages cost in time."""
+        """Sums of layer times, from which stage times follow."""
         return ChainSums.of(self.costs, self.cluster, self.replicas)
 
     @cached_property
     def caps_bytes(self) -> tuple[float, ...]:
-        """What each device has for its stage, the reserve taken off."""
+        """Memory limit of each device without the reserve, in bytes."""
         return tuple(cap - self.cluster.reserve_bytes for cap in self.cluster.memory_bytes[: self.num_devices])
 
     @cached_property
@@ -123,33 +126,33 @@ class Case:
 
     @property
     def work_us(self) -> float:
-        """Forward and backward of one micro-batch through all layers on the fastest device."""
+        """Forward plus backward time of one micro-batch through all layers on the fastest device."""
         return float(self.costs_at_size.forward_us.sum() + self.least_backward_us.sum()) / self.fastest
 
     @cached_property
     def least_backward_us(self) -> FloatArray:
-        """Per layer, no schedule of this kind takes less for a backward, in one piece or in halves; shape (L,)."""
+        """Shortest backward time per layer, split or not, that the schedule allows; shape (L,)."""
         if not self.schedule.splits_backward:
             return self.costs_at_size.backward_us
         return np.minimum(self.costs.backward_us, self.costs.halves.input_us + self.costs.halves.weight_us)
 
     @property
     def is_too_large(self) -> bool:
-        """Whether some layer fits on no device by what it holds always: it never needs less, within any stage."""
+        """Return True if the permanent memory of some layer exceeds every memory limit."""
         return float((self.costs.state.always + self.costs.gradients).max()) > max(self.caps_bytes)
 
     @cached_property
     def bound_us(self) -> float:
-        """Below the step time of every partition: memory, links, overheads and recomputation cost nothing here."""
+        """Lower bound of the step time that ignores memory, links, overheads and recomputation."""
         forward_us, backward_us = self.costs_at_size.forward_us, self.least_backward_us
         bottlenecks = (self._bottleneck_us(times) for times in (forward_us, backward_us, forward_us + backward_us))
         return self.schedule.bound_us(Loads(self.work_us, *bottlenecks), self.micro_batches, self.chunks)
 
     @cached_property
     def ideal_us(self) -> float:
-        """The step time of 1F1B, plain or interleaved, in stages of equal work that fit as they are, without links.
+        """Step time of 1F1B, plain or interleaved, with stages of equal work, without recomputation and links.
 
-        Of schedules with backwards in halves, which may waste nothing at all, it is the bound.
+        For schedules with a split backward it equals `bound_us`, because these may have no bubble.
         """
         if self.schedule.splits_backward:
             return self.bound_us
@@ -161,24 +164,24 @@ class Case:
         return max(float(times.max(initial=0.0)) / self.fastest, float(times.sum()) / speeds)
 
     def longest_us(self, upper_us: float) -> float:
-        """Forward + backward on the profiled device that no stage of a plan faster than `upper_us` exceeds."""
+        """Return a limit on the forward plus backward time of stages in plans faster than `upper_us`, at speed 1."""
         if not np.isfinite(upper_us):
             return np.inf
         return self.schedule.longest_us(upper_us, self.work_us, self.micro_batches) * self.fastest
 
     def least_us(self, num_stages: int) -> float:
-        """Below every partition into so many stages, and not larger for more of them."""
+        """Return a lower bound of the step time with `num_stages` stages; it never grows with their number."""
         pair_us = self.costs.forward_us + self.least_backward_us
         speeds = sorted((self.cluster.speed(d) for d in range(self.num_devices)), reverse=True)
         share_us = max(float(pair_us.sum()) / sum(speeds[:num_stages]), float(pair_us.max()) / speeds[0])
         return self.micro_batches * share_us
 
     def moments(self, level: int) -> Moments:
-        """The moments of a device with `level` stages behind its own."""
+        """Return the moments of a device with `level` later stages."""
         return stage_moments(self.schedule, micro_batches=self.micro_batches, behind=level)
 
     def memory(self, width: int, level: int) -> MemoryTable:
-        """Peak memory of every stage in a window, if `level` stages are behind it."""
+        """Return the peak memory of every stage in a window of `width` layers, with `level` later stages."""
         moments = self.moments(level)
         key = width, moments.in_flight
         if key not in self._memory:
@@ -188,7 +191,7 @@ class Case:
                 return self._memory[key]
             table = MemoryTable.of(self.costs, moments, width=width, policy=self.policy)
             if any(width != other for other, _ in self._memory):
-                self._memory.clear()  # windows grow while a plan is looked for
+                self._memory.clear()  # windows grow during a search
             self._memory[key] = table
         return self._memory[key]
 
@@ -201,15 +204,18 @@ class Case:
         every_choice: bool = False,
         exact: bool = False,
     ) -> ChainProblem:
-        """The tables of the dynamic program.
+        """Return the input of the dynamic program.
 
         Args:
-            num_stages: At most so many stages where devices are alike, else exactly so many.
+            num_stages: Number of stages: the most if all devices are equal, else the exact number.
             width: Layers of the longest stage to consider.
-            most_bytes: A cap on every device beside its own, the reserve included.
-            every_choice: Whether each recomputation that fits is a way of its own, with its peak memory, instead of
-                only the fastest.
-            exact: Exactly so many stages in any case.
+            most_bytes: Additional memory limit of every device, with the reserve, in bytes.
+            every_choice: Whether to have a table for each recomputation that fits, with its peak memory, instead of
+                the fastest one.
+            exact: Whether `num_stages` is always the exact number.
+
+        Returns:
+            The problem.
         """
         return ChainProblem(
             num_stages=num_stages,
@@ -227,7 +233,7 @@ class Case:
         tables = []
         ends = np.arange(self.costs.num_layers + 1)[:, None]
         forbidden = self.rules.forbids(ends + np.arange(-width, 0), ends)
-        # Under 1F1B the foremost stage holds most. Where even there everything fits, one table is for all levels.
+        # Under 1F1B the first stage holds most. If every stage fits there, all levels share one table.
         hardest = self.memory(width, num_stages - 1)
         easy = self.alike and min(self.caps_bytes[0], most_bytes - self.cluster.reserve_bytes) >= hardest.most_bytes()
         for level in range(num_stages):
@@ -236,7 +242,7 @@ class Case:
             memory = hardest if easy else self.memory(width, level)
             key = (cap, self.cluster.speed(device), id(memory))
             if key not in ways:
-                # Where everything fits as it is, nothing needs to be recomputed.
+                # If every stage fits without recomputation, single layers need none either.
                 layers_us = (
                     None if easy or not self.least_again_us else self.least_again_us(width, cap, self.moments(level))
                 )
@@ -274,7 +280,7 @@ class Case:
     def _links(self, num_stages: int) -> tuple[LinkTimes, ...]:
         nothing = LinkTimes.of(None, self.sums)
         if self.alike:
-            # Cuts at either end of the chain cross nothing, whatever the link.
+            # Cuts at the ends of the chain transfer nothing, whatever the link.
             link = self.cluster.links[0] if self.cluster.links else self.cluster.link
             return (LinkTimes.of(link, self.sums),) * (num_stages + 1)
         behind = [
@@ -288,11 +294,11 @@ class Case:
 
 
 def positions(groups: Sequence[Sequence[str]], names: Sequence[str]) -> tuple[tuple[int, ...], ...]:
-    """Groups of layer names as groups of places in the chain; raises `KeyError` with a name that is not there."""
+    """Convert groups of layer names to layer indices; raise `KeyError` with an unknown name."""
     places = {name: n for n, name in enumerate(names)}
     return tuple(tuple(places[name] for name in group) for group in groups)
 
 
 def cuts_and_choices(partition: Partition) -> tuple[IntArray, IntArray]:
-    """What `Case.partition` makes one of that recomputes whole stages: shapes (S+1,) and (S,)."""
+    """Return the cuts, shape (S+1,), and choices, shape (S,), of a partition that recomputes whole stages."""
     return np.cumsum([0, *partition.balance]), np.array([CHOICES.index(choice) for choice in partition.recompute])

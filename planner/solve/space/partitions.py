@@ -1,4 +1,4 @@
-"""Many partitions of one case judged at once: simulated step time, and bytes over the caps."""
+"""Evaluation of many partitions of one case at once: simulated step times, and bytes over the memory limits."""
 
 from contextlib import suppress
 from copy import copy
@@ -33,11 +33,11 @@ from planner.solve.space.tables import allowed_choices, windowed
 _STEPS = (-4, -2, -1, 1, 2, 4)
 
 _WIDEST = 6
-"""Stages of interleaved schedules have at most so many times their even share of the layers."""
+"""Most layers of a stage of an interleaved schedule, as a multiple of the even share."""
 
 
 class Many:
-    """Partitions of a case into `num_devices` times V stages.
+    """Partitions of a case into `num_devices` times V stages, evaluated in batches.
 
     Cuts have shape (N, S+1), from 0 to L; choices have shape (N, S) and are indices into `CHOICES`.
     """
@@ -50,7 +50,7 @@ class Many:
         placement = case.schedule.placement
         devices = [device_of(s, num_devices, placement) for s in range(self.num_stages + 1)]
         self.chunks = [stages_on(d, num_devices, case.chunks, placement) for d in range(num_devices)]
-        """Per device, its stages in the order of the chain."""
+        """Stages of each device, in the order of the chain."""
         self.speeds = np.array([cluster.speed(d) for d in devices[:-1]])
         links = [
             cluster.link_between(*ends, num_devices=num_devices, replicas=case.replicas) for ends in pairwise(devices)
@@ -59,37 +59,37 @@ class Many:
         self.crossing_us = np.stack([times[link] for link in links])
         self.blocking = np.array([link.blocking for link in links])
         self.allowed = allowed_choices(case.policy, case.micro_batches)
-        """Indices into `CHOICES`, from the fastest to the one that holds least."""
+        """Indices into `CHOICES`, from the fastest to the one with the least memory."""
         share = -(-case.costs.num_layers // self.num_stages)
         self.width = width or min(case.costs.num_layers, _WIDEST * share)
-        """Layers of the longest stage whose memory is known."""
+        """Layers of the longest stage in the memory tables."""
 
     @property
     def num_actions(self) -> int:
-        """Actions of a step, the measure of what simulating costs."""
+        """Number of actions of a step, the measure of effort."""
         return (3 if self.case.schedule.splits_backward else 2) * self.case.micro_batches * self.num_stages
 
     @property
     def has_layers(self) -> bool:
-        """Whether there are as many stages as fixed cuts have, and a layer for each."""
+        """Return True if each stage has a layer, and the number of stages matches fixed cuts."""
         balance = self.case.rules.balance
         return self.case.costs.num_layers >= self.num_stages and (not balance or len(balance) == self.num_stages)
 
     @property
     def can_run(self) -> bool:
-        """Whether the schedule runs with so many devices, too."""
+        """Return True if the schedule runs with this number of devices, and each stage has a layer."""
         with suppress(UsageError):
             return self.has_layers and bool(self.actions)
         return False
 
     @cached_property
     def actions(self) -> tuple[tuple[Action, ...], ...]:
-        """What every device does; raises `UsageError` where the schedule cannot run so."""
+        """Action order of each device; raises `UsageError` if the schedule does not support the numbers."""
         case = self.case
         return case.schedule.actions(self.num_devices, case.micro_batches, case.chunks)
 
     def under(self, schedule: Schedule) -> "Many":
-        """The same under another schedule with the same stages on every device, of whose memory the parts are known."""
+        """Return these partitions under another schedule with the same placement; computed memory tables are reused."""
         other = copy(self)
         other.case = replace(self.case, schedule=schedule)
         for known in ("actions", "moments"):
@@ -98,20 +98,23 @@ class Many:
         return other
 
     def durations(self, cuts: IntArray, choices: IntArray) -> tuple[BusyTimes, HalfTimes, FloatArray, FloatArray]:
-        """What stages are busy with whole backwards and with halves, crossing behind each, and U of each device.
+        """Return busy times of stages with whole and with split backwards, transfer times, and U of each device.
 
-        All have shape (N, S), but the last (N, K); in U all that replicas sum counts.
+        Arrays have shape (N, S), the last one (N, K). U includes the whole all-reduce of replicas.
         """
         busy, crossing, own = self._times(cuts, choices)
         return busy, self._half_times(busy, cuts), crossing, own
 
     def step_us(self, cuts: IntArray, choices: IntArray, layers_us: FloatArray | None = None) -> FloatArray:
-        """Simulated step times with the optimizers' steps, shape (N,), as `planner.core.cost.evaluate.step_us`.
+        """Return simulated step times with optimizer steps, as `planner.core.cost.evaluate.step_us`.
 
         Args:
             cuts: Shape (N, S+1).
-            choices: Shape (N, S); `LAYERS`, too, where `layers_us` is there.
-            layers_us: Forward of the layers that such stages recompute, on the profiled device; shape (N, S).
+            choices: Shape (N, S); may include `LAYERS` if `layers_us` is given.
+            layers_us: Forward times of the layers that stages with `LAYERS` recompute, at speed 1; shape (N, S).
+
+        Returns:
+            Microseconds, shape (N,).
         """
         busy, crossing, own = self._times(cuts, choices, layers_us)
         simulated = partial(
@@ -127,11 +130,11 @@ class Many:
             sums = self.case.sums.replica_sums_us(cuts[:, :-1], cuts[:, 1:]) if self.case.replicas > 1 else None
             return simulated(**self._half_times(busy, cuts)._asdict(), own_us=own, sums_us=sums)
         pipeline = simulated()
-        # Drain and fill behind the first chunks hide a device's optimizer step.
+        # The drain and fill of later stages hide the optimizer step of a device.
         return pipeline + optimizer_tail_us(own, hidden_us(busy, crossing)[:, : self.num_devices])
 
     def over_bytes(self, cuts: IntArray, choices: IntArray) -> FloatArray:
-        """By how much each device is over its cap, shape (N, K); 0 where it fits, infinite beyond the window."""
+        """Return the bytes of each device over its memory limit, shape (N, K); infinite outside the window."""
         always, parts, inside = self.stage_bytes(cuts, choices)
         over = np.zeros((len(cuts), self.num_devices))
         for device, moments in enumerate(self.moments):
@@ -141,11 +144,14 @@ class Many:
         return over
 
     def over_by_way(self, cuts: IntArray, ways: IntArray) -> FloatArray:
-        """The same for each of W ways to choose for the chunks of a device, shape (N, W, K).
+        """Return the bytes over the memory limit for each of W combinations of a device's choices.
 
         Args:
             cuts: Shape (N, S+1).
-            ways: Indices into `allowed`, shape (W, V).
+            ways: Combinations of indices into `allowed`, shape (W, V).
+
+        Returns:
+            Bytes, shape (N, W, K); infinite outside the window.
         """
         every = [self.stage_bytes(cuts, np.full((len(cuts), self.num_stages), choice)) for choice in self.allowed]
         always, parts = np.stack([each[0] for each in every]), np.stack([each[1] for each in every])
@@ -158,45 +164,45 @@ class Many:
         return over
 
     def stage_bytes(self, cuts: IntArray, choices: IntArray) -> tuple[FloatArray, FloatArray, BoolArray]:
-        """What stages hold always, shape (N, S), of each of `PARTS`, and which are within the window."""
+        """Return permanent bytes, shape (N, S), bytes of each of `PARTS`, and which stages are inside the window."""
         first, end = cuts[:, :-1], cuts[:, 1:]
-        # A stage's place in the tables: its last column is a single layer, and longer ones lie further left.
+        # Column of the stage in the tables: the last column is a single layer, longer stages are further left.
         column = first - end + self.width
         inside = (column >= 0) & (choices >= 0)
         # A stage beyond the window counts as a single layer here.
         stages = self.parts[np.where(inside, choices, self.allowed[0]), end, np.where(inside, column, self.width - 1)]
         always, parts = stages[..., 0], stages[..., 1:]
         if self.case.costs.ties or self.case.schedule.placement == "v":
-            # Layers tied across chunks of one device are held once, and what the chain hands over where it turns.
+            # Parameters tied across chunks of one device are stored once, and so is the tensor passed within a device.
             shared = shared_bytes(self.case.costs, cuts, self.num_devices, self.case.schedule.placement)
             always, parts = held_once(always, parts, shared, exact=self.case.costs.exact)
         return always, parts, inside
 
     def held_bytes(self, counts: FloatArray) -> FloatArray:
-        """What every stage takes with so many of each part, shape (choices, L+1, width); infinite beyond the chain."""
+        """Return bytes of every stage with `counts` of each part, shape (choices, L+1, width); infinite if outside."""
         return _held(self.parts, counts)
 
     def least_by_layers(self, counts: FloatArray) -> tuple[FloatArray, FloatArray]:
-        """What stages that recompute single layers hold at least with so many of each part.
+        """Return lower bounds of the memory of stages that recompute single layers, with `counts` of each part.
 
         Returns:
-            Bytes of every stage as if nothing was recomputed, or below: shape (L+1, width), infinite beyond the chain;
-            and what each layer that is recomputed takes off that at most, shape (L,).
+            Lower bounds of the bytes of every stage without recomputation, shape (L+1, width), infinite outside the
+            chain; and the most bytes that recomputing each layer saves, shape (L,).
         """
         costs, every = self.case.costs, self._any_by_layers
         runs = bool((every.level[counts > 0] >= 0).any())
-        # Where layers stack up, a byte less in front of the highest level is one less there, too.
+        # If layers stack up, a byte saved before the highest level lowers that level as well.
         times = float(counts @ every.saved) + runs * costs.exact
         return _held(self._parts_by_layers, counts), times * most_savings(costs)[0]
 
     def _above(self, device: int, peaks_bytes: FloatArray, is_known: BoolArray) -> FloatArray:
-        """What is above the device's cap."""
+        """Return the bytes above the device's memory limit; infinite where the peak is unknown."""
         return np.maximum(np.where(is_known, peaks_bytes, np.inf) - self.case.caps_bytes[device], 0.0)
 
     def _times(
         self, cuts: IntArray, choices: IntArray, layers_us: FloatArray | None = None
     ) -> tuple[BusyTimes, FloatArray, FloatArray]:
-        """What stages are busy, crossing behind each, shape (N, S), and what each device does between steps, (N, K)."""
+        """Return busy and transfer times of stages, shape (N, S), and times between steps of devices, shape (N, K)."""
         sums, first, end = self.case.sums, cuts[:, :-1], cuts[:, 1:]
         again_us = 0.0 if layers_us is None else layers_us
         busy = sums.busy_times(first, end, choices, speed=self.speeds, layers_us=again_us)
@@ -205,17 +211,17 @@ class Many:
         return busy, self.crossing_us[np.arange(self.num_stages), end], per_device
 
     def _half_times(self, busy: BusyTimes, cuts: IntArray) -> HalfTimes:
-        """What stages are busy with each half of a backward, shape (N, S)."""
+        """Return times of the input-gradient and weight-gradient passes of stages, shape (N, S)."""
         return self.case.sums.half_times(busy, cuts[:, :-1], cuts[:, 1:], speed=self.speeds)
 
     @cached_property
     def moments(self) -> list[FloatArray]:
-        """Per device, how many of each part there are at its moments."""
+        """Counts of each part at the moments of each device."""
         return [moments.astype(np.float64) for moments in moments_of(self.actions)]
 
     @cached_property
     def parts(self) -> FloatArray:
-        """Bytes that are always there, and of each of `PARTS`: shape (choices, L+1, width, 1 + parts)."""
+        """Permanent bytes, then bytes of each of `PARTS`; shape (choices, L+1, width, 1 + parts)."""
         num = self.case.costs.num_layers
         count = 1 + len(PARTS)
         parts = np.zeros((len(CHOICES), num + 1, self.width, count))
@@ -237,7 +243,7 @@ class Many:
 
     @cached_property
     def _parts_by_layers(self) -> FloatArray:
-        """The same of stages that recompute single layers, as if none was, or less: shape (L+1, width, 1 + parts)."""
+        """Lower bounds of `parts` for stages that recompute single layers; shape (L+1, width, 1 + parts)."""
         case = self.case
 
         def block(firsts: IntArray, stop: int) -> list[FloatArray]:
@@ -251,7 +257,7 @@ class Many:
 
     @cached_property
     def _any_by_layers(self) -> ChunkByLayers:
-        """A stage that recomputes single layers: how parts depend on them is the same of all."""
+        """Parts of a stage that recomputes single layers; their dependence on the layers is equal in all stages."""
         case = self.case
         return chunk_by_layers(
             case.costs,
@@ -263,7 +269,7 @@ class Many:
 
 
 def _held(parts: FloatArray, counts: FloatArray) -> FloatArray:
-    """Bytes with so many of each part; infinite beyond the chain."""
+    """Return the bytes with `counts` of each part; infinite outside the chain."""
     with np.errstate(invalid="ignore"):
         held = parts[..., 0] + parts[..., 1:] @ counts
     known: FloatArray = np.where(np.isnan(held), np.inf, held)
@@ -271,7 +277,7 @@ def _held(parts: FloatArray, counts: FloatArray) -> FloatArray:
 
 
 def moved(cuts: IntArray) -> IntArray:
-    """All partitions with one cut moved, shape (partitions, S+1)."""
+    """Return all partitions with one cut moved, shape (partitions, S+1)."""
     places = [(k, cuts[k] + step) for k in range(1, len(cuts) - 1) for step in _STEPS]
     every = [(*cuts[:k], cut, *cuts[k + 1 :]) for k, cut in places if cuts[k - 1] < cut < cuts[k + 1]]
     return np.array(every, dtype=np.int64).reshape(len(every), len(cuts))

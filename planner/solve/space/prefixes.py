@@ -1,4 +1,4 @@
-"""Lower bounds of the layers before a cut: the best over all ways to cut these into stages.
+"""Lower bounds of the layers before a cut, minimal over all partitions of these layers.
 
 Complexity: O(K L W) time for K stages of at most W of L layers, and O(K L) memory.
 """
@@ -13,28 +13,28 @@ from planner.solve.space.arrays import FloatArray, IntArray
 from planner.solve.space.problem import ChainProblem, Stages
 
 MOST_CANDIDATES: Final = 1 << 20
-"""Stages that are worked out at once, to bound transient memory."""
+"""Stages computed in one batch, to bound transient memory."""
 
 _MOST_AT_ONCE = 1 << 18
-"""Stages of a chain up to which they are worked out once for all levels."""
+"""Most stages that are computed once for all levels."""
 
 
 class Least(NamedTuple):
-    """What the layers in front cost at least in some respect: the best over all ways to cut them into stages."""
+    """Kind of lower bound of earlier layers, minimal over all partitions of these layers."""
 
     join: np.ufunc
-    """How the stages' values make up the whole: their maximum or their sum."""
+    """Function that combines the values of stages: maximum or sum."""
     of: Callable[[Stages], FloatArray]
-    """A stage's value."""
+    """Function that returns the value of each stage."""
 
 
 class Prefixes:
-    """Least values of the first layers of a chain, by number of stages.
+    """Lower bounds of the first layers of a chain, by number of stages.
 
     Args:
         problem: The chain and its stages.
-        needs: The values, by name.
-        deadline: When `OutOfTimeError` is raised.
+        needs: Kinds of lower bounds, by name.
+        deadline: Time limit, after which `OutOfTimeError` is raised.
     """
 
     def __init__(self, problem: ChainProblem, needs: Mapping[str, Least], *, deadline: Deadline = NEVER) -> None:
@@ -42,14 +42,14 @@ class Prefixes:
         cells = len(problem.tables[0]) * (problem.num_layers + 1) * problem.width
         is_once = problem.is_uniform and cells <= _MOST_AT_ONCE
         self.every = self.stages(0, np.arange(problem.num_layers + 1)) if is_once else None
-        """The stages that end at each cut, if those of every level are the same."""
+        """Stages that end at each cut, if all levels have the same stages; else None."""
         self.least = self._least_of_prefixes()
-        """By name: the least of layers 0..i-1 in r stages (at most, or exactly), at [r][i]."""
+        """Lower bounds by name: at [r][i] that of layers 0..i-1 in at most (or exactly) r stages."""
 
     def min_max(self, name: str) -> tuple[int, ...] | None:
-        """The cuts into all the stages whose largest is the smallest possible in one of the needs."""
+        """Return the cuts that minimize the largest value of a stage; None if no partition fits."""
         least = self.least[name]
-        # From the back, each stage is the one that leaves the least largest to it and all in front.
+        # From the last stage to the first, choose the stage that minimizes the maximum of itself and all earlier ones.
         cuts = [self._problem.num_layers]
         if not np.isfinite(least[self._problem.num_stages][cuts[0]]):
             return None
@@ -61,24 +61,24 @@ class Prefixes:
         return tuple(cuts[::-1])
 
     def _least_of_prefixes(self) -> dict[str, list[FloatArray]]:
-        """By what the law needs: the least that layers 0..i-1 cost in r stages (at most, or exactly), at [r][i].
+        """Return the lower bounds by name: at [r][i] that of layers 0..i-1 in at most (or exactly) r stages.
 
-        Where r stages do not reach, or those that are left do not reach from the end, it is infinite.
+        A bound is infinite if r stages cannot cover these layers, or the remaining stages cannot cover the others.
         """
         num, width, most = self._problem.num_layers, self._problem.width, self._problem.num_stages
         start = np.where(np.arange(num + 1) == 0, 0.0, np.inf)
         least = {name: [start] for name in self._needs}
         columns: dict[str, FloatArray] = {}
-        # What is least in front of each stage of the tables, infinite in front of the chain: laid out once.
+        # Bounds of the layers before each stage of the tables; infinite before the chain. The buffer is reused.
         in_front = np.full(width + num, np.inf)
         windows = np.lib.stride_tricks.sliding_window_view(in_front, width).T
         for count in range(1, most + 1):
             self._deadline.check()
             if not columns or (self._problem.exact and self.every is None):
-                # With a given number of stages, the foremost of the chain are those of the highest levels; else a
-                # stage may come to lie on any level.
+                # With an exact number of stages, the first stages of the chain have the highest levels. Otherwise a
+                # stage may have any level.
                 levels = [most - count] if self._problem.exact else range(most)
-                # Minima over the first axis take a fraction of the time.
+                # Minima over the first axis are several times faster.
                 columns = {name: np.ascontiguousarray(row.T) for name, row in self._least_of_stages(levels).items()}
             ends = slice(max(0, num - (most - count) * width), min(num, count * width) + 1)
             for name, (join, _) in self._needs.items():
@@ -90,9 +90,9 @@ class Prefixes:
         return least
 
     def _least_of_stages(self, levels: Iterable[int]) -> dict[str, FloatArray]:
-        """By what the law needs: the least over the ways to run each stage on some of the levels."""
+        """Return the smallest value of each stage over the given levels and all recomputation choices, by name."""
         least: dict[str, FloatArray] = {}
-        # Devices alike share one table, which holds for all of their levels.
+        # Equal devices share one table for all of their levels.
         level_of = {id(self._problem.tables[level]): level for level in reversed(list(levels))}
         for level in level_of.values():
             for name, values in self._values_of_stages(level).items():
@@ -113,6 +113,6 @@ class Prefixes:
         return values
 
     def stages(self, level: int, ends: IntArray) -> Stages:
-        """The stages of a level that end at each of `ends`, run in each of its ways."""
+        """Return the stages of a level that end at each of `ends`, for each device table of the level."""
         ways = range(len(self._problem.tables[level]))
         return Stages.of_ways([self._problem.stages(level, way, ends) for way in ways])

@@ -1,4 +1,4 @@
-"""One question for the dynamic program: where to cut a chain for M micro-batches, with everything as arrays."""
+"""Input of the dynamic program, as arrays: where to cut a chain for M micro-batches."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -15,8 +15,8 @@ from planner.solve.space.tables import NOWHERE
 class Stages(NamedTuple):
     """Stages that end at each of n cuts: one row per cut, one column per first layer, times in microseconds.
 
-    Times are what the stage is busy for a micro-batch: the executor's overhead and receiving over blocking links
-    included. Infinite where there is no such stage.
+    Times are busy times of a micro-batch, including the executor's overhead and receiving over blocking links. They are
+    infinite where there is no such stage.
     """
 
     first: IntArray
@@ -25,29 +25,29 @@ class Stages(NamedTuple):
     choice: ChoiceArray
     forward: FloatArray
     backward: FloatArray
-    """Micro-batches 0..M-2 take so long, recomputation included."""
+    """Backward time of micro-batches 0..M-2, with recomputation."""
     last_backward: FloatArray
-    """Micro-batch M-1 takes so long."""
+    """Backward time of micro-batch M-1, with recomputation."""
     hidden_us: FloatArray
-    """What the stage and the link behind it hide of the optimizers' steps of the stages behind it."""
+    """Time of later stages' optimizer steps that this stage and its link to the next stage hide."""
     link: FloatArray
-    """Shape (n, 1): time on the link behind the stage."""
+    """Time on the link to the next stage, shape (n, 1)."""
     own_us: FloatArray
-    """U, all-reduce and optimizer's step of the stage."""
+    """U: all-reduce and optimizer step of the stage."""
     sent_bytes: FloatArray
-    """Shape (n, 1): what crosses the boundary behind the stage."""
+    """Bytes sent to the next stage, shape (n, 1)."""
     peak_bytes: FloatArray
-    """Peak memory; of shape (n, 1) and 0 where the tables do not hold it."""
+    """Peak memory in bytes; zeros of shape (n, 1) if the tables lack it."""
 
     @classmethod
     def of_ways(cls, ways: Sequence["Stages"]) -> "Stages":
-        """The ways to run the same stages, with a dimension in front; what depends on the end alone is as it was."""
+        """Stack several ways to run the same stages in a new first dimension; arrays of shape (n, 1) stay unchanged."""
         shape = ways[0].first.shape
         each: list[Any] = [np.stack(way) if way[0].shape == shape else way[0] for way in zip(*ways, strict=True)]
         return cls(*each)
 
     def at(self, way: IndexArray, row: IndexArray, column: IndexArray) -> "Stages":
-        """Single ones of `of_ways`, in arrays of shape (m,)."""
+        """Return single stages of a stack made by `of_ways`; arguments and results have shape (m,)."""
         _, rows, width = self.first.shape
         place = (way * rows + row) * width + column
         each: list[Any] = [field.reshape(-1).take(place if field.ndim > 2 else row) for field in self]
@@ -55,7 +55,7 @@ class Stages(NamedTuple):
 
 
 class Bottlenecks(NamedTuple):
-    """The largest times of a plan's stages and links, in microseconds."""
+    """Largest forward and backward times of a plan's stages and links, in microseconds."""
 
     forward_us: float
     backward_us: float
@@ -66,21 +66,21 @@ NO_LIMIT: Final = Bottlenecks(np.inf, np.inf)
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class LinkTimes:
-    """One link of the pipeline, for every cut that may lie on it; arrays of shape (L+1,), 0 at both ends."""
+    """Transfer times of one link for every possible cut, in microseconds; arrays of shape (L+1,), 0 at both ends."""
 
     on_link_us: FloatArray
-    """Where transfers overlap with compute."""
+    """Transfer time of a link whose transfers overlap with compute; else 0."""
     receive_us: FloatArray
-    """Where they keep the receiving stage busy."""
+    """Transfer time of a link whose transfers keep the receiving stage busy; else 0."""
 
     @property
     def crossing_us(self) -> FloatArray:
-        """Either way."""
+        """Transfer time, overlapping or not."""
         return self.on_link_us + self.receive_us
 
     @classmethod
     def of(cls, link: Link | None, sums: ChainSums) -> "LinkTimes":
-        """The times to move the boundary in front of each layer once; None where there is nothing to cross."""
+        """Return the times to transfer the boundary before each layer once; zeros if `link` is None."""
         nothing = np.zeros(len(sums.crossing_bytes))
         if link is None:
             return cls(on_link_us=nothing, receive_us=nothing)
@@ -91,15 +91,15 @@ class LinkTimes:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class DeviceTable:
-    """What one device can run, in windows as in `tables.py`."""
+    """Stages that one device can run, in windows as in `tables.py`."""
 
     speed: float
     choice: ChoiceArray
-    """Index into `CHOICES`, or `LAYERS`, or `NOWHERE`; shape (L+1, width)."""
+    """Recomputation: index into `CHOICES`, or `LAYERS`, or `NOWHERE`; shape (L+1, width)."""
     again_us: FloatArray | None = None
-    """Recomputation of single layers on the profiled device, where that is the choice."""
+    """Time to recompute single layers on the profiled device, if that is the choice; shape (L+1, width)."""
     bytes: FloatArray | None = None
-    """Peak memory with that choice, where it is asked for."""
+    """Peak memory with that choice, if requested; shape (L+1, width)."""
 
     @property
     def width(self) -> int:
@@ -107,7 +107,7 @@ class DeviceTable:
         return int(self.choice.shape[1])
 
     def narrowed(self, width: int) -> "DeviceTable":
-        """The table without stages of more than `width` layers."""
+        """Return the table without stages of more than `width` layers."""
         begin = self.width - width
         again_us, peaks = (None if table is None else table[:, begin:] for table in (self.again_us, self.bytes))
         return DeviceTable(speed=self.speed, choice=self.choice[:, begin:], again_us=again_us, bytes=peaks)
@@ -115,36 +115,36 @@ class DeviceTable:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ChainProblem:
-    """Where to cut a chain of L layers into at most (or exactly) `num_stages` stages.
+    """Problem of cutting a chain of L layers into at most (or exactly) `num_stages` stages.
 
     Stages are counted from the last one: level 0 holds layer L-1.
     """
 
     num_stages: int
     exact: bool
-    """Whether exactly `num_stages` stages are wanted, because devices or links differ from level to level."""
+    """True for exactly `num_stages` stages, for example because devices or links differ by level."""
     micro_batches: int
     sums: ChainSums
     tables: tuple[tuple[DeviceTable, ...], ...]
-    """Per level, the ways to run its stage."""
+    """Device tables per level, one for each way to run its stage."""
     links: tuple[LinkTimes, ...]
-    """Behind the stage of each level, and in front of the last."""
+    """Link after the stage of each level, then the link before the first stage of the chain."""
     most: Bottlenecks = NO_LIMIT
-    """What no stage, and no link behind one, may exceed."""
+    """Limit on the times of stages and links."""
 
     @property
     def num_layers(self) -> int:
-        """L."""
+        """Number of layers, L."""
         return len(self.sums.forward_us) - 1
 
     @property
     def alike(self) -> bool:
-        """Whether every level can run the same stages."""
+        """Return True if every level can run the same stages."""
         return all(ways is self.tables[0] for ways in self.tables)
 
     @property
     def is_uniform(self) -> bool:
-        """Whether the stages of every level are the same, links included."""
+        """Return True if every level has the same stages and the same links."""
         return self.alike and all(link is self.links[0] for link in self.links)
 
     @property
@@ -158,9 +158,9 @@ class ChainProblem:
         return max(table.speed for ways in self.tables for table in ways)
 
     def within(self, most: Bottlenecks) -> "ChainProblem":
-        """The same without the stages that take longer, in windows as short as they leave."""
+        """Return the problem without stages that exceed `most`, in the shortest possible windows."""
         ends = np.arange(1, self.num_layers + 1)
-        # Sums in another order differ by rounding: the window may be a layer too wide, never too narrow.
+        # Rounding depends on the order of sums: the window may be a layer too wide, never too narrow.
         limits = [limit_us * self.fastest * (1 + 1e-9) for limit_us in most]
         firsts = [
             np.searchsorted(sums, sums[1:] - limit)
@@ -171,7 +171,16 @@ class ChainProblem:
         return replace(self, most=most, tables=tuple(narrowed[id(ways)] for ways in self.tables))
 
     def stages(self, level: int, way: int, ends: IntArray) -> Stages:
-        """The stages of a level that end at each of `ends`, run in one of the ways of that level."""
+        """Return the stages of a level that end at each of `ends`.
+
+        Args:
+            level: Number of later stages.
+            way: Index into the device tables of the level.
+            ends: Cuts, shape (n,).
+
+        Returns:
+            Stages with n rows.
+        """
         table, behind, before = self.tables[level][way], self.links[level], self.links[level + 1]
         end = ends[:, None]
         first = end + np.arange(-table.width, 0)

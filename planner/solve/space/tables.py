@@ -1,11 +1,11 @@
-"""What each device can run: for every stage of the chain the recomputation that fits, in windows of limited width.
+"""Tables of the stages that each device can run: for every stage the cheapest recomputation that fits.
 
-In GPipe a stage's memory does not depend on where the other cuts are, so a memory cap only says which stages are
-allowed, and with which recomputation. The cheapest recomputation that fits is always the right one for the step time:
-it costs the least, and nothing else in the plan depends on it.
+Under GPipe a stage's memory does not depend on the other cuts. A memory limit therefore only decides which stages are
+allowed, and with which recomputation. The cheapest recomputation that fits is always optimal, because nothing else in
+the plan depends on it.
 
-A table has a row per end e = 0..L and `width` columns: column c is the stage of layers e-width+c .. e-1, so that the
-last column is a single layer and the window of a row slides with its end.
+A table has a row per end e = 0..L and `width` columns. Column c is the stage of layers e-width+c .. e-1: the last
+column is a single layer, and the window of a row moves with its end.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,21 +22,28 @@ from planner.core.values.plan import RecomputePolicy
 from planner.solve.space.arrays import ChoiceArray, FloatArray, IntArray
 
 NOWHERE = -1
-"""In place of an index into `CHOICES`: no recomputation makes the stage fit."""
+"""Mark instead of an index into `CHOICES`: no recomputation makes the stage fit."""
 
 _MOST_ENTRIES, _MOST_BY_LENGTH = 1 << 18, 1 << 15  # of a block of rows, to bound transient memory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class MemoryTable:
-    """Peak bytes of every stage in the window for each allowed recomputation, the reserve not included."""
+    """Peak memory of every stage in the window for each allowed recomputation, in bytes without the reserve."""
 
     totals: dict[int, FloatArray]
-    """By index into `CHOICES`, each of shape (L+1, width); infinite where there is no such stage."""
+    """Tables by index into `CHOICES`, of shape (L+1, width); infinite where there is no such stage."""
 
     @classmethod
     def of(cls, costs: ChainCosts, moments: Moments, *, width: int, policy: RecomputePolicy) -> "MemoryTable":
-        """The table of a chain, of stages whose devices have these moments."""
+        """Return the table of a chain.
+
+        Args:
+            costs: Costs of the chain.
+            moments: Moments of the stage's device.
+            width: Layers of the longest stage.
+            policy: Recomputation policy.
+        """
         allowed = allowed_choices(policy, moments.micro_batches)
         choices = [CHOICES[n] for n in allowed]
         by_length = is_simple(costs)
@@ -54,23 +61,23 @@ class MemoryTable:
         return int(next(iter(self.totals.values())).shape[1])
 
     def narrowed(self, width: int) -> "MemoryTable":
-        """The table without stages of more than `width` layers."""
+        """Return the table without stages of more than `width` layers."""
         return MemoryTable(totals={n: totals[:, self.width - width :] for n, totals in self.totals.items()})
 
     def smallest(self) -> FloatArray:
-        """Least bytes each stage can do with, shape (L+1, width)."""
+        """Return the least bytes of each stage over all choices, shape (L+1, width)."""
         smallest: FloatArray = np.minimum.reduce(list(self.totals.values()))
         return smallest
 
     def most_bytes(self) -> float:
-        """What the hungriest stage needs with the fastest recomputation; infinite where that is not allowed."""
+        """Return the most bytes of any stage with the fastest choice; infinite if it is not allowed."""
         if 0 not in self.totals:
             return np.inf
         fastest = self.totals[0]
         return float(fastest[np.isfinite(fastest)].max(initial=0.0))
 
     def choices(self, cap_bytes: float) -> ChoiceArray:
-        """The cheapest recomputation that fits into `cap_bytes`, shape (L+1, width)."""
+        """Return the cheapest recomputation of each stage that fits into `cap_bytes`, shape (L+1, width)."""
         table = np.full(next(iter(self.totals.values())).shape, NOWHERE, dtype=np.int8)
         for n in sorted(self.totals, reverse=True):
             table[self.totals[n] <= cap_bytes] = n
@@ -78,7 +85,7 @@ class MemoryTable:
 
 
 def allowed_choices(policy: RecomputePolicy, micro_batches: int) -> list[int]:
-    """Indices into `CHOICES` that a policy allows."""
+    """Return the indices into `CHOICES` that a policy allows, ascending."""
     allowed = [n for n, choice in enumerate(CHOICES) if policy in ("auto", "layers", choice)]
     if micro_batches == 1 and 1 in allowed:
         allowed = [n for n in (0, *allowed[1:]) if n != 1]  # the only micro-batch is the last
@@ -93,15 +100,18 @@ def windowed(
     *,
     by_length: bool = False,
 ) -> list[FloatArray]:
-    """Tables of shape (L+1, width), filled block by block; infinite where there is no such stage.
+    """Fill tables of shape (L+1, width) block by block; infinite where there is no such stage.
 
     Args:
         num_layers: L.
         width: Layers of the longest stage.
-        count: How many tables.
-        block: For ascending first layers and a last layer's end `stop`: for each table the values of the stages that
-            end in firsts[0]+1..stop, of shape (firsts, stop - firsts[0]).
-        by_length: Whether the values are those of stages of 1..width layers instead, of shape (firsts, width).
+        count: Number of tables.
+        block: Function of ascending first layers and `stop`. It returns for each table the values of the stages that
+            end at firsts[0]+1..stop, of shape (firsts, stop - firsts[0]).
+        by_length: Whether `block` returns values of stages of 1..width layers instead, of shape (firsts, width).
+
+    Returns:
+        The tables.
     """
     tables = [np.full((num_layers + 1, width), np.inf) for _ in range(count)]
     rows = max(1, _MOST_BY_LENGTH // width if by_length else min(_MOST_ENTRIES // (width + 64), 64 + width // 2))
@@ -118,25 +128,28 @@ def windowed(
 
 
 def windows_before(values: FloatArray, width: int) -> FloatArray:
-    """For each end the values at the first layers of its window, infinite in front of the chain; shape (L+1, width)."""
+    """Return for each end the values at the first layers of its window, shape (L+1, width); infinite before layer 0."""
     padded = np.concatenate([np.full(width, np.inf), values[:-1]])
     windows: FloatArray = np.lib.stride_tricks.sliding_window_view(padded, width)
     return windows
 
 
 def width_for(costs: ChainCosts, *, longest_us: float, cap_bytes: float) -> int:
-    """Layers of the longest stage that is not slower than `longest_us` and whose parameters alone fit.
+    """Return the layers of the longest stage that is not slower than `longest_us` and whose parameters fit.
 
     Args:
-        costs: The chain.
-        longest_us: Bound on a stage's forward + backward time without recomputation.
-        cap_bytes: The largest cap.
+        costs: Costs of the chain.
+        longest_us: Bound on a stage's forward plus backward time without recomputation, in microseconds.
+        cap_bytes: The largest memory limit, in bytes.
+
+    Returns:
+        The number of layers, at least 1.
     """
     ends = np.arange(1, costs.num_layers + 1)
     tied = sum(tie.parameter_bytes + tie.optimizer_bytes for tie in costs.ties)
     times = sums_before(costs.forward_us + costs.backward_us)
     fixed = sums_before(costs.state.always)
-    # Sums in another order differ by rounding: the window may be a layer too wide, never too narrow.
+    # Rounding depends on the order of sums: the window may be a layer too wide, never too narrow.
     by_time = np.searchsorted(times, times[1:] - longest_us * (1 + 1e-9) - 1e-9)
     by_memory = np.searchsorted(fixed, fixed[1:] - cap_bytes - tied)
     return int(max(1, (ends - np.maximum(by_time, by_memory)).max()))
