@@ -1,7 +1,7 @@
-"""Why nothing fits, and the nearest things that would: each computed, none guessed.
+"""Explanation of why no plan fits, with the nearest changes that would; all of them are computed.
 
-Where memory follows from the action order alone, no dynamic program finds the cuts that need least. There a short
-descent from even cuts looks for some that fit: advice, not a bound.
+For schedules whose memory follows only from the action order, no dynamic program finds the cuts that need least. A
+short descent from even cuts then searches for cuts that fit. Its result is advice, not a bound.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -21,34 +21,34 @@ from planner.solve.space.partitions import Many, moved
 from planner.solve.space.tables import allowed_choices, width_for, windows_before
 
 _MOST_DEVICES = 1024
-"""Beyond this, "more devices" is no advice."""
+"""Most devices that a hint suggests."""
 
 _MOST_ACTIONS = 20_000
-"""Of a step; beyond it nothing is looked for: advice may not take longer than the answer."""
+"""Most actions of a step for which hints are computed; hints must not take longer than the search."""
 
 _ROUNDS = 100
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Asking:
-    """What was asked and cannot be had."""
+    """Request without a plan, and its cases."""
 
     profile: Profile
     inputs: Inputs
     micro_batches: int | None
     balance: tuple[int, ...] | None
     schedules: tuple[Schedule, ...]
-    """What there was to choose from."""
+    """Schedules to choose from."""
     cases: tuple[Case, ...]
-    """What was tried."""
+    """Cases that were searched."""
     cases_for: Callable[[Profile, Inputs, int | None], Sequence[Case]]
-    """What would be tried for a profile, for other inputs, and with M fixed or free."""
+    """Function that returns the cases of another profile, other inputs, and M fixed or None."""
 
 
 def explain_infeasible(asking: Asking) -> InfeasibleError:
-    """The error that says what is in the way and what would fit."""
+    """Return the error that names the obstacle and what would fit."""
     inputs = asking.inputs
-    # Elsewhere only lists tell what a device holds: what is least there is not known, so the others are told first.
+    # For other schedules the least memory is unknown, so prefer the cases for which it is known.
     cases = _with_known_moments(asking.cases)
     if not cases:
         return _by_lists(asking)
@@ -66,9 +66,9 @@ def explain_infeasible(asking: Asking) -> InfeasibleError:
 
 
 def _by_lists(asking: Asking) -> InfeasibleError:
-    """The error where lists alone tell what devices hold: the nearest that was found, and what it would take."""
+    """Return the error for schedules whose memory follows only from action orders, with the nearest cuts found."""
     inputs = asking.inputs
-    # Smaller micro-batches need less, as a rule; what is said is computed for these.
+    # Smaller micro-batches usually need less, so compute the figures for the largest M.
     most = max(case.micro_batches for case in asking.cases)
     least = min(_over_bytes_found(case) for case in asking.cases if case.micro_batches == most)
     titles = " or ".join(dict.fromkeys(case.schedule.title for case in asking.cases))
@@ -109,11 +109,11 @@ def _hints(asking: Asking, cases: Sequence[Case], best: Case, smallest_bytes: fl
 
 
 def _fewest_devices(asking: Asking, cases: Sequence[Case]) -> tuple[int, int] | None:
-    """Fewest devices (and their M) that fit, where as many as there are do not."""
+    """Return the fewest devices that fit, with their M; None if no number does."""
     count = min(filter(None, map(_smallest_count, cases)), default=None)
     if count is None or asking.inputs.replicas:
         return count
-    # More devices also allow more replicas than were tried, whose micro-batches may be smaller.
+    # More devices also allow more replicas, whose micro-batches may be smaller.
     inputs = asking.inputs
     more = replace(inputs, devices=count[0], memory_bytes=inputs.memory_bytes[:1] * count[0], speeds=(), links=())
     cases = _with_known_moments(asking.cases_for(asking.profile, more, asking.micro_batches))
@@ -136,9 +136,9 @@ def _other_choices(asking: Asking) -> Iterator[str]:
 def _other_schedules(asking: Asking) -> Iterator[str]:
     inputs = asking.inputs
     if asking.balance is not None and any(schedule.is_chunked for schedule in asking.schedules):
-        return  # the cuts are made for several stages on a device
+        return  # the cuts are for several stages per device
     names = {schedule.name for schedule in asking.schedules}
-    # Of those whose memory is known, none needs less than 1F1B.
+    # No schedule with known memory needs less than 1F1B.
     known: tuple[Schedule, ...] = (
         (ONE_FORWARD_ONE_BACKWARD, GPIPE) if ONE_FORWARD_ONE_BACKWARD.name not in names else ()
     )
@@ -148,7 +148,7 @@ def _other_schedules(asking: Asking) -> Iterator[str]:
             yield f"`--schedule {schedule.name}` fits"
             return
     if inputs.any_order or asking.balance is not None:
-        return  # which nothing but GPipe does, or cuts for one stage on a device
+        return  # only GPipe supports any order; the cuts are for one stage per device
     for schedule in SPLITTING:
         other = replace(inputs, schedule=schedule.name, chunks=0)
         if schedule.name not in names and _measured_fits(asking.cases_for(asking.profile, other, asking.micro_batches)):
@@ -157,7 +157,7 @@ def _other_schedules(asking: Asking) -> Iterator[str]:
 
 
 def _measured_fits(cases: Sequence[Case]) -> bool:
-    """Whether one of the cases with the most micro-batches is found to fit, of layers whose halves were measured."""
+    """Return True if a case with the largest M and measured split backward times fits, as far as a descent finds."""
     most = max((case.micro_batches for case in cases), default=0)
     able = (case for case in cases if case.micro_batches == most and not case.costs.halves_assumed)
     return any(_over_bytes_found(case) <= 0 for case in able)
@@ -172,7 +172,7 @@ def _with_known_moments(cases: Sequence[Case]) -> list[Case]:
 
 
 def _other_optimizers(profile: Profile) -> Iterator[tuple[str, Profile]]:
-    """What the profile would say of optimizers with less state (findings on torch.optim: momentum keeps one copy)."""
+    """Yield optimizers with less state, and the profile with them; momentum in torch.optim has one state per value."""
     for name, copies in (("momentum", 1), ("sgd", 0)):
         layers = []
         for layer in profile.layers:
@@ -186,7 +186,7 @@ def _other_optimizers(profile: Profile) -> Iterator[tuple[str, Profile]]:
 
 
 def smallest_cap_bytes(case: Case) -> float:
-    """Smallest cap, the reserve included, under which the case has a plan on devices alike; infinite if none has."""
+    """Return the smallest memory limit, with the reserve, for which equal devices have a plan; infinite if none."""
     static = case.costs.state.always
     guess = max(1.0, float(static.sum()) / case.num_devices, float(static.max(initial=0.0)))
     while True:
@@ -199,9 +199,18 @@ def smallest_cap_bytes(case: Case) -> float:
 
 
 def _least_excess_bytes(case: Case, width: int, caps_bytes: Sequence[float]) -> float:
-    """Smallest possible largest excess of a stage over its device's cap; the chain fits if it is not above 0."""
+    """Return the smallest possible maximum of bytes over the limit; the chain fits if it is 0 or less.
+
+    Args:
+        case: The case.
+        width: Layers of the longest stage.
+        caps_bytes: Memory limits of the devices.
+
+    Returns:
+        Bytes of the stage that is most over its device's limit.
+    """
     least = np.inf
-    # A device's need depends on how many stages are behind it (1F1B), and its cap on its place from the front.
+    # Under 1F1B the memory of a stage depends on the number of later stages. Its limit depends on its own index.
     for count in range(1, case.num_devices + 1):
         if count < case.num_devices and len(set(caps_bytes)) == 1 and case.schedule.is_forwards_first:
             continue
@@ -220,7 +229,7 @@ def _fits(case: Case) -> bool:
 
 
 def _needs(case: Case, width: int, level: int) -> FloatArray:
-    """Least bytes of every stage in the window, infinite for those that are not wanted; the reserve not included."""
+    """Return the least bytes of every stage in the window, without the reserve; infinite for forbidden stages."""
     need = case.memory(width, level).smallest()
     ends = np.arange(case.costs.num_layers + 1)[:, None]
     return np.where(case.rules.forbids(ends + np.arange(-width, 0), ends), np.inf, need)
@@ -231,13 +240,13 @@ def _start(costs: ChainCosts) -> FloatArray:
 
 
 def _smallest_count(case: Case) -> tuple[int, int] | None:
-    """Fewest devices (and their M) that fit under the cap of the first one."""
+    """Return the fewest devices that fit under the limit of the first one, with their M; None if no number does."""
     cap = case.caps_bytes[0]
     width = width_for(case.costs, longest_us=np.inf, cap_bytes=cap)
     most = int(min(_MOST_DEVICES, case.costs.num_layers, case.schedule.most_devices(case.micro_batches)))
     layers = np.arange(case.costs.num_layers + 1)
     behind = layers == case.costs.num_layers
-    # From the last stage to the first, so that a stage's place from the end is known (1F1B).
+    # Go from the last stage to the first, so that the number of later stages is known (1F1B).
     for count in range(1, most + 1):
         fits = _needs(case, width, count - 1) <= cap
         ends = np.flatnonzero(behind)
@@ -250,7 +259,7 @@ def _smallest_count(case: Case) -> tuple[int, int] | None:
 
 
 def _reason(asking: Asking, case: Case) -> str:
-    """What is in the way with the M that comes closest to fitting."""
+    """Return the obstacle for the case that comes closest to fitting, in words."""
     costs, m = case.costs, case.micro_batches
     reserve = case.cluster.reserve_bytes
     caps = [cap + reserve for cap in case.caps_bytes]
@@ -289,9 +298,9 @@ def _caps(inputs: Inputs) -> str:
 
 
 def _over_bytes_found(case: Case) -> float:
-    """By how much the worst device is over its cap in the best partition found, in bytes, on any number of devices.
+    """Return the bytes over the limit on the fullest device in the best partition found, for any number of devices.
 
-    0 where one fits; infinite where none was found that keeps the rules, or there is too much to look at.
+    The value is 0 if a partition fits. It is infinite if none keeps the rules, or the search would take too long.
 
     Complexity: O(K V) partitions in each of at most 100 rounds, for every number of devices and kind of recomputation.
     """
@@ -303,7 +312,7 @@ def _over_bytes_found(case: Case) -> float:
 
 
 def _over_bytes_on(many: Many) -> float:
-    """The same on so many devices."""
+    """Return the bytes over the limit on the fullest device in the best partition found."""
     case, num_layers, num_stages = many.case, many.case.costs.num_layers, many.num_stages
     if many.num_actions > _MOST_ACTIONS or not many.can_run:
         return np.inf
@@ -314,7 +323,7 @@ def _over_bytes_on(many: Many) -> float:
 
 
 def _downhill(many: Many, cuts: IntArray, choices: IntArray, allowed: Sequence[int]) -> float:
-    """Moves a cut, or has a stage recomputed otherwise, as long as the worst device then needs less."""
+    """Move cuts and change recomputation as long as that helps; return the bytes over the limit at the end."""
     least = _over(many, cuts[None], choices[None])[0]
     for _ in range(_ROUNDS):
         if least <= 0:
@@ -337,5 +346,5 @@ def _downhill(many: Many, cuts: IntArray, choices: IntArray, allowed: Sequence[i
 
 
 def _over(many: Many, cuts: IntArray, choices: IntArray) -> FloatArray:
-    """Over the caps, infinite where a rule is broken; shape (N,)."""
+    """Return the bytes over the limit on the fullest device, shape (N,); infinite where a rule is broken."""
     return np.where(many.case.rules.allows(cuts), many.over_bytes(cuts, choices).max(axis=1), np.inf)

@@ -1,8 +1,8 @@
-"""The fastest partition of a chain under GPipe: branch and bound over its largest forward and backward times.
+"""Branch and bound over the largest forward and backward times, for the fastest partition of a chain under GPipe.
 
-Most of a step is (M-1) times the largest forward and as often the largest backward time of any stage or link. Labels
-that differ in these are what keeps the dynamic program busy, and what its bound on the layers in front knows least of.
-So the plane of the two is cut into boxes:
+Most of a step is (M-1) times the largest forward and the largest backward time of any stage or link. Labels that differ
+in these two times take most of the dynamic program's effort, and its bound is weakest for them. The plane of the two
+times is therefore divided into boxes:
 
     backward  |_______________________
               |      |        |           each box: no stage beyond its upper corner, no plan below its lower one
@@ -12,8 +12,8 @@ So the plane of the two is cut into boxes:
               |      |   |    |
               +-----------------------    forward
 
-Within a box the sum is a shortest path, and labels hardly differ: if they soon become few enough, the dynamic program
-settles the box, else it is cut in two. The box with the smallest bound comes first, and nothing is faster than that.
+Within a box the sum is a shortest path, and labels hardly differ. If there are few labels, the dynamic program solves
+the box; otherwise the box is divided in two. The box with the smallest bound comes first; that bound holds for all.
 
 Complexity: O(K L W) for each box, with windows of W layers; a few dozen boxes for an optimum, fewer for a small gap.
 """
@@ -29,52 +29,52 @@ from planner.solve.deadline import NEVER, Deadline
 from planner.solve.space.problem import NO_LIMIT, Bottlenecks, ChainProblem
 
 _SLACKS = (1.01, 1.05, 1.25, np.inf)
-"""A first plan is looked for within so much of the bound: it costs least where little is allowed."""
+"""Step times to try for a first plan, as multiples of the bound; a tight limit is the fastest to search."""
 
 _MOST_LABELS, _ENOUGH_LABELS = 400, 5000
-"""Labels of one stage count, and of all, beyond which a box is cut in two."""
+"""Labels of one stage count, and of all stage counts, above which a box is divided."""
 
 _GROWTH = 1.5
-"""A box half as large may have so many times more: where cutting does not help, labels have to."""
+"""Growth of the label limit per division, for boxes that do not become easier by division."""
 
 _SMALLEST = 1e-9
-"""A box is not cut where its sides are so much of its times."""
+"""Smallest side of a box to divide, relative to its largest time."""
 
 _ROUNDING = 1 + 1e-9
 
 
 class _Box(NamedTuple):
     bound_us: float
-    """Below the step time of every plan of the box; the least comes first."""
+    """Lower bound of the step times in the box; boxes are sorted by it."""
     number: int
     least: Bottlenecks
-    """No plan of the box has smaller ones."""
+    """Lower corner: lower bounds of the bottlenecks in the box."""
     most: Bottlenecks
     depth: int
-    """How often it was cut."""
+    """Number of divisions that led to this box."""
     passes_us: float
-    """Below what one micro-batch takes through all stages and links, there and back."""
+    """Lower bound of the time of one micro-batch through all stages and links, forward and backward."""
 
 
 class BottleneckSearch:
-    """The search over one problem.
+    """Search over one problem.
 
     Args:
-        problem: The question.
+        problem: The problem.
         micro_batches: M.
-        deadline: When `OutOfTimeError` is raised.
+        deadline: Time limit, after which `OutOfTimeError` is raised.
     """
 
     def __init__(self, problem: ChainProblem, micro_batches: int, *, deadline: Deadline = NEVER) -> None:
         self.best_so_far: ChainCuts | None = None
-        """The fastest partition, also where time has run out."""
+        """Fastest partition found so far, available after `OutOfTimeError` as well."""
         self._problem, self._M, self._deadline = problem, micro_batches, deadline
         self._whole = LabelSearch(problem, GPipeLaw(micro_batches), deadline=deadline)
         self.bound_us = self._whole.root_bound_us()
-        """Below the step time of every partition; infinite if none fits."""
+        """Lower bound of the step time of all partitions; infinite if none fits."""
 
     def first(self, *, upper_us: float = np.inf) -> ChainCuts | None:
-        """A good partition faster than `upper_us`, if one is soon met; without that limit there is one, if any fits."""
+        """Return a good partition faster than `upper_us`; without that limit, always if any partition fits."""
         for slack in _SLACKS:
             allowed_us = min(upper_us, self.bound_us * slack)
             if self.bound_us < just_below(allowed_us):
@@ -84,8 +84,8 @@ class BottleneckSearch:
         return self.best_so_far
 
     def best(self, *, upper_us: float = np.inf) -> ChainCuts | None:
-        """The fastest partition, or None if none is faster than `upper_us`."""
-        # To look once more for a plan that beats a good one is what boxes are for.
+        """Return the fastest partition, or None if none is faster than `upper_us`."""
+        # With a good plan or a limit, go to the boxes directly.
         if self.best_so_far is None and upper_us == np.inf:
             self.first()
         least = self._whole.least_of_chain()
@@ -126,13 +126,13 @@ class BottleneckSearch:
             self.best_so_far = cuts
 
     def _searched(self, box: _Box, search: LabelSearch, upper_us: float) -> list[_Box]:
-        """Searches a box for partitions faster than `upper_us`; what is left of it, if they would be too many."""
+        """Search a box for partitions faster than `upper_us`; return its halves if it has too many labels."""
         if not box.bound_us < just_below(upper_us):
             return []
         box = self._clipped(box, upper_us)
         sides = [most - least for least, most in zip(box.least, box.most, strict=True)]
         is_small = max(sides) <= _SMALLEST * max(box.most)
-        # With two micro-batches the step hardly depends on them: labels alone settle it.
+        # With two micro-batches the step hardly depends on the bottlenecks, so division does not help.
         can_split = self._M > 2 and not is_small and np.isfinite(upper_us)
         most_labels = _MOST_LABELS if can_split else np.inf
         enough = _ENOUGH_LABELS * _GROWTH**box.depth
@@ -160,7 +160,7 @@ class BottleneckSearch:
         return (self._M - 1) * least.forward_us + (self._M - 2) * least.backward_us + passes_us
 
     def _clipped(self, box: _Box, upper_us: float) -> _Box:
-        """The box without the times that no partition faster than `upper_us` has."""
+        """Return the box without the times that no partition faster than `upper_us` can have."""
         left_us = (upper_us - self._bound_us(box.least, box.passes_us)) * _ROUNDING
         if self._M <= 2 or not np.isfinite(left_us):
             return box

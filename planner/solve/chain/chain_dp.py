@@ -1,21 +1,25 @@
 """Exact search over the cuts of a chain for a given M: a label dynamic program with bounds.
 
-Stages are laid from the last to the first, the order in which backward visits them. A partial plan that covers layers
-i..L-1 is a label (`laws.py`), and of the labels of one first layer and stage count only those are kept that
-no other dominates. Three things keep them few: a label whose bound (its own times, the layers in front, and the
-smallest possible bottlenecks of the layers in front) does not beat the best complete plan is dropped; what lies below
-those smallest bottlenecks, or below that of the whole chain, is raised to it before labels are compared, since it
-cannot decide; and a stage that alone is slower than the best plan allows is not in the tables (`width_for`). The first
-complete plan comes from the same search with only the most promising label kept of each first layer.
+The search adds stages from the last to the first, as backward visits them. A partial plan of layers i..L-1 is a label
+(`laws.py`). Among labels with the same first layer and stage count, only those that no other dominates are kept.
+Three rules keep their number small:
 
-    level   labels, each drawn from its first layer on                  K = 3, L = 8
+- A label is dropped if its bound does not beat the best complete plan. The bound consists of its own times, the work of
+  the earlier layers, and their smallest possible bottlenecks.
+- Numbers below the smallest possible bottleneck of the earlier layers, or of the whole chain, are raised to it before
+  labels are compared, because they cannot decide.
+- Stages that are slower than the best plan allows are not in the tables (`width_for`).
+
+The first complete plan comes from the same search with only the most promising label of each first layer.
+
+    level   labels, drawn from their first layer                        K = 3, L = 8
       0                            [ 7 ]    [ 6 7 ]    [ 5 6 7 ]        one stage
-      1               [ 4 5 6 ][ 7 ]    [ 5 ][ 6 7 ]   …                one more in front of each label of level 0
-      2     [ 0 1 2 3 ][ 4 5 6 ][ 7 ]   …                               those that begin at layer 0 are plans
+      1               [ 4 5 6 ][ 7 ]    [ 5 ][ 6 7 ]   …                one stage before each label of level 0
+      2     [ 0 1 2 3 ][ 4 5 6 ][ 7 ]   …                               labels that begin at layer 0 are plans
 
-Complexity: with windows of W layers, O(K L W) time for the bounds and O(K L W · labels) for the search, where W is
-about L/K on long chains, and most first layers are out of reach from one side or the other; O(K L + L W) memory. Few
-labels survive on real chains. Exact for any input: no candidate is dropped but by a bound or by dominance.
+Complexity: O(K L W) time for the bounds and O(K L W · labels) for the search, with windows of W layers; memory is
+O(K L + L W). W is about L/K on long chains. Few labels survive on real chains. The search is exact for any input:
+candidates are dropped only because of a bound or dominance.
 """
 
 from collections.abc import Iterator
@@ -31,23 +35,23 @@ from planner.solve.space.prefixes import MOST_CANDIDATES, Prefixes
 from planner.solve.space.problem import ChainProblem, Stages
 
 RELATIVE = 1e-12
-"""Sums in another order differ by rounding: a plan must be better by more than this to count as better."""
+"""Relative difference that counts as better; smaller ones come from rounding, which depends on the order of sums."""
 
 _SLACKS = (1.01, 1.05, 1.25)
-"""A first plan is looked for within so much of the bound."""
+"""Step times to try for a first plan, as multiples of the bound."""
 
 _MORE_LABELS = 8
-"""So many labels of each first layer are kept in a search before the exact one."""
+"""Labels kept of each first layer in the search before the exact one."""
 
 
 class ChainCuts(NamedTuple):
-    """A partition: stage k runs layers cuts[k]..cuts[k+1]-1 with the recomputation choices[k]."""
+    """Partition: stage k runs layers cuts[k]..cuts[k+1]-1 with the recomputation choices[k]."""
 
     step_us: float
     cuts: tuple[int, ...]
     choices: tuple[int, ...]
     rank: tuple[float, ...]
-    """What the law compared it by."""
+    """Numbers by which the law ranks partitions; smaller is better."""
 
 
 class _Level(NamedTuple):
@@ -55,13 +59,13 @@ class _Level(NamedTuple):
 
     first: IntArray
     parent: IntArray
-    """Position of the label behind the foremost stage, one level up."""
+    """Index of the label without the first stage, in the previous level."""
     choice: ChoiceArray
     numbers: FloatArray
     """Shape (numbers of the law, n)."""
     bound: FloatArray
     rank: FloatArray
-    """Below the rank of every completion, shape (numbers to rank by, n)."""
+    """Lower bounds of the rank of every completion, shape (numbers to rank by, n)."""
 
     def take(self, index: IndexArray) -> "_Level":
         fields: list[Any] = [field.take(index, axis=-1) for field in self]
@@ -69,26 +73,26 @@ class _Level(NamedTuple):
 
 
 class _Wanted(NamedTuple):
-    """What a label must come to, at best, to be kept."""
+    """Limits that the bounds of a label must beat."""
 
     upper_us: float
     best_rank: tuple[float, ...] | None = None
 
 
 class LabelSearch:
-    """The search over one problem under one law.
+    """Search over one problem under one law.
 
     Args:
-        problem: The question.
-        law: What labels are and how they grow.
-        deadline: When `OutOfTimeError` is raised.
+        problem: The problem.
+        law: The definition of labels.
+        deadline: Time limit, after which `OutOfTimeError` is raised.
     """
 
     def __init__(self, problem: ChainProblem, law: Law, *, deadline: Deadline = NEVER) -> None:
         self.problem = problem
         self.law = law
         self.is_exhaustive = True
-        """Whether the last run left out nothing for its number of labels."""
+        """True if the last run dropped no label because of limits on their number."""
         self._deadline = deadline
         self._work = (problem.sums.forward_us + problem.sums.backward_us) / problem.fastest
         self._own_us = float(problem.sums.own_us(np.array([0]), np.array([1]), problem.fastest)[0])
@@ -96,20 +100,20 @@ class LabelSearch:
         self._least = self.prefixes.least
 
     def root_bound_us(self) -> float:
-        """Below the step time of every partition; infinite if none fits."""
+        """Return a lower bound of the step time of all partitions; infinite if none fits."""
         empty = self._root()
         return float(self.law.bound_us(tuple(empty.numbers), self._ahead(empty.first, self.problem.num_stages))[0])
 
     def least_of_chain(self) -> dict[str, float]:
-        """The least that all layers cost, by what the law needs."""
+        """Return the lower bounds of the whole chain that the law needs, by name."""
         return {name: float(tables[-1][self.problem.num_layers]) for name, tables in self._least.items()}
 
     def best(self, *, upper_us: float = np.inf) -> ChainCuts | None:
-        """The partition with the smallest time under the law, or None if none is faster than `upper_us`."""
+        """Return the partition with the smallest time under the law, or None if none is faster than `upper_us`."""
         root_us = self.root_bound_us()
         if not root_us < just_below(upper_us):
             return None
-        # A first plan costs least where little is allowed; that there is none then tells nothing.
+        # A first plan is found fastest under a tight limit. If there is none, the limit is raised.
         for slack in _SLACKS:
             allowed_us = min(upper_us, root_us * slack)
             first = self.run(upper_us=allowed_us, most_labels=1) if root_us < just_below(allowed_us) else None
@@ -120,7 +124,7 @@ class LabelSearch:
         return self.run(upper_us=upper_us)
 
     def _improved(self, best: ChainCuts) -> ChainCuts:
-        """The best partition, from a first one: few labels come first, since a better one rules out more others."""
+        """Return the best partition; a run with few labels first finds a better limit for the exact run."""
         best = self.run(upper_us=best.step_us, most_labels=_MORE_LABELS) or best
         return self.run(upper_us=best.step_us) or best
 
@@ -133,14 +137,17 @@ class LabelSearch:
         most_in_level: float = np.inf,
         enough_in_all: float = 0,
     ) -> ChainCuts | None:
-        """The partition that ranks first under the law, of those faster than `upper_us`; None if there is none.
+        """Return the best-ranked partition faster than `upper_us`; None if there is none.
 
         Args:
-            upper_us: Only partitions faster than this are looked for.
-            most_labels: How many labels to keep of each first layer; the answer need not be the first then.
-            best_rank: Only partitions that rank before this are looked for.
-            most_in_level: With more labels of one stage count than this, the search ends with what it has.
-            enough_in_all: It goes on nevertheless until it has so many of all stage counts.
+            upper_us: Step time to beat, in microseconds.
+            most_labels: Labels to keep of each first layer; with a limit, the result need not be the best.
+            best_rank: Rank to beat.
+            most_in_level: Labels of one stage count above which the search stops.
+            enough_in_all: Labels of all stage counts below which it does not stop.
+
+        Returns:
+            The partition.
         """
         levels = [self._root()]
         best: ChainCuts | None = None
@@ -148,7 +155,7 @@ class LabelSearch:
         in_all = 0
         for level in range(self.problem.num_stages):
             labels = self._next_level(levels[-1], level, _Wanted(upper_us, best_rank))
-            # To find the undominated ones of so many is what takes long: hopeless levels are not begun.
+            # Finding the undominated labels takes longest, so hopeless levels are skipped.
             is_hopeless = len(labels.first) > max(20 * most_in_level, enough_in_all)
             if not is_hopeless:
                 levels.append(self._reduced(labels, most_labels))
@@ -160,22 +167,22 @@ class LabelSearch:
             if rank is not None and (best_rank is None or rank < best_rank):
                 best_rank = rank
                 best = ChainCuts(float(levels[-1].bound[index]), *self._trace(levels, level + 1, index), rank)
-                # Where ranks tell plans of equal time apart, the time to beat stays what it was.
+                # If ranks break ties between equal times, the time to beat does not change.
                 if self.law.rank_is_time:
                     upper_us = best.step_us
         return best
 
     def all_below(self, upper_us: float, most: int) -> tuple[list[ChainCuts], bool]:
-        """Every partition faster than `upper_us`, and whether they are all.
+        """Return partitions whose bound is below `upper_us`, and True if these are all.
 
-        Where more than `most` partial plans lead to them, the most promising are followed.
+        If a level has more than `most` partial plans, only the most promising ones are kept.
         """
         levels = [self._root()]
         partitions: list[ChainCuts] = []
         are_all = True
         for level in range(self.problem.num_stages):
             labels = self._next_level(levels[-1], level, _Wanted(upper_us))
-            # Nothing is dropped for being dominated: that is so of bounds, and says nothing of simulated times.
+            # Dominance of bounds says nothing about simulated times, so dominated labels are kept.
             if len(labels.first) > most:
                 labels, are_all = labels.take(np.argsort(labels.bound, kind="stable")[:most]), False
             levels.append(labels)
@@ -204,7 +211,7 @@ class LabelSearch:
         )
 
     def _whole(self, ahead: Ahead) -> Ahead:
-        """`ahead`, with largest stages that are not smaller than the smallest possible of the whole chain."""
+        """Return `ahead` with bottlenecks raised to the smallest possible ones of the whole chain."""
         end = self.problem.num_layers
         largest = {
             name: np.maximum(least, self._least[name][-1][end])
@@ -216,15 +223,15 @@ class LabelSearch:
     # ---- labels
 
     def _root(self) -> _Level:
-        # A level of one empty label: no stage yet, all layers in front.
+        # A level with one empty label, which has no stage.
         nowhere, zero = np.array([-1]), np.zeros((1, 1))
         end = np.array([self.problem.num_layers])
         return _Level(end, nowhere, nowhere.astype(np.int8), np.zeros((self.law.size, 1)), zero[0], zero)
 
     def _next_level(self, labels: _Level, level: int, wanted: _Wanted) -> _Level:
-        """All labels with one more stage in front that can still rank before the best."""
+        """Return all labels with one more stage that can still rank before the best."""
         parts = [self._extended(labels, block, level, wanted) for block in self._blocks(labels)]
-        # No label has layers in front any more.
+        # All labels are complete.
         if not parts:
             return labels.take(np.empty(0, dtype=np.intp))
         if len(parts) == 1:
@@ -232,7 +239,7 @@ class LabelSearch:
         return _Level(*(np.concatenate(fields, axis=-1) for fields in zip(*parts, strict=True)))
 
     def _blocks(self, labels: _Level) -> Iterator[IndexArray]:
-        # A label that begins at layer 0 is a plan, and nothing goes in front of it.
+        # A label that begins at layer 0 is complete.
         open_ = np.flatnonzero(labels.first > 0)
         size = max(1, MOST_CANDIDATES // self.problem.width)
         for start in range(0, len(open_), size):
@@ -240,10 +247,10 @@ class LabelSearch:
             yield open_[start : start + size]
 
     def _extended(self, labels: _Level, block: IndexArray, level: int, wanted: _Wanted) -> _Level:
-        """The labels at `block` with each stage in front that a level may run, in each of its ways."""
+        """Return the labels at `block` extended by each possible previous stage of the level."""
         stages_left = self.problem.num_stages - level - 1
         stages, row = self._in_front(level, labels.first[block])
-        # What no number of stages can reach from the front is not worth a look.
+        # Skip first layers that the remaining stages cannot reach.
         some = np.isfinite(next(iter(self._least.values()))[stages_left])
         way, label, column = np.nonzero(np.isfinite(stages.forward[:, row]) & some[stages.first[:, row]])
         at, parent = stages.at(way, row[label], column), block[label]
@@ -256,16 +263,16 @@ class LabelSearch:
             is_kept &= _before(rank, wanted.best_rank)
         kept = np.flatnonzero(is_kept)
         first = at.first.take(kept)
-        # Bounds are those of the label as it is; only what goes on is raised, so that more of it is dominated.
+        # Bounds use the numbers as they are. Kept labels are raised, so that more of them are dominated.
         whole = self._whole(self._ahead(first, stages_left))
         raised = np.stack(self.law.raised(tuple(number.take(kept) for number in numbers), whole))
         return _Level(first, parent.take(kept), at.choice.take(kept), raised, bound.take(kept), rank.take(kept, axis=1))
 
     def _in_front(self, level: int, first: IntArray) -> tuple[Stages, IntArray]:
-        """The stages of a level, and in which of their rows those are that end where labels begin."""
+        """Return the stages of a level, and the rows of those that end at each of `first`."""
         if self.prefixes.every is not None:
             return self.prefixes.every, first
-        # Labels of one first layer are followed by the same stages: those are worked out once, in a row for each end.
+        # Labels with the same first layer have the same previous stages, which are computed once.
         is_end = np.zeros(self.problem.num_layers + 1, dtype=bool)
         is_end[first] = True
         return self.prefixes.stages(level, np.flatnonzero(is_end)), (np.cumsum(is_end) - 1)[first]
@@ -273,14 +280,14 @@ class LabelSearch:
     def _reduced(self, labels: _Level, most_labels: int | None) -> _Level:
         if len(labels.first) == 1:
             return labels
-        # Where only a few are kept, those that can still be fast come first.
+        # If only a few labels are kept, sort by their bounds.
         keys = (*labels.rank, *labels.numbers) if most_labels is None else (labels.bound, *labels.rank)
-        # In this order no label is dominated by one behind it, and one pass over the leaders is enough.
+        # In this order no label is dominated by a later one, so one pass over the leaders is enough.
         labels = labels.take(np.lexsort((*keys[::-1], labels.first)))
         return labels.take(undominated(labels.first, labels.numbers, most_labels))
 
     def _trace(self, levels: list[_Level], level: int, index: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        # From the foremost stage back to the empty label, whose first layer is L.
+        # Go from the first stage back to the empty label, whose first layer is L.
         cuts, choices = [], []
         while level >= 0:
             cuts.append(int(levels[level].first[index]))
@@ -292,12 +299,12 @@ class LabelSearch:
 
 
 def just_below(upper_us: float) -> float:
-    """What a step time must be below to beat `upper_us`, rounding apart."""
+    """Return the limit that a step time must be below to beat `upper_us` despite rounding."""
     return upper_us * (1 - RELATIVE) if np.isfinite(upper_us) else upper_us
 
 
 def _before(rank: FloatArray, best: tuple[float, ...]) -> BoolArray:
-    # From the last number to the first: before by this one, or equal in it and before by the rest.
+    # Compare lexicographically, from the last number to the first.
     before = np.zeros(rank[0].shape, dtype=bool)
     for number, of_best in zip(rank[::-1], best[::-1], strict=True):
         before = (number < of_best * (1 - RELATIVE)) | ((number <= of_best * (1 + RELATIVE)) & before)
@@ -305,25 +312,27 @@ def _before(rank: FloatArray, best: tuple[float, ...]) -> BoolArray:
 
 
 def undominated(group: IntArray, numbers: FloatArray, most: int | None = None) -> IndexArray:
-    """Indices of the rows that no other row of the same group dominates.
+    """Return the indices of the rows that no other row of the same group dominates.
 
     Args:
-        group: Shape (n,), ascending; rows of a group in an order in which none is dominated by a later one, equal
-            ones apart.
-        numbers: Shape (numbers, n), smaller is better.
-        most: Only the first so many of each group.
+        group: Shape (n,), ascending. Within a group, no row may be dominated by a later one, except by an equal one.
+        numbers: Shape (numbers, n); smaller is better.
+        most: Rows to return of each group; None for all.
+
+    Returns:
+        The indices, ascending.
 
     Complexity: O(n) per round, and as many rounds as the largest group has undominated rows.
     """
     left = np.arange(len(group))
     kept: list[IndexArray] = []
     while len(left) and (most is None or len(kept) < most):
-        # The first row left of each group is dominated by none; it takes out those that it dominates.
+        # The first remaining row of each group is undominated; remove the rows that it dominates.
         is_head = np.ones(len(left), dtype=bool)
         np.not_equal(group[1:], group[:-1], out=is_head[1:])
         kept.append(left[is_head])
         heads = numbers.take(np.flatnonzero(is_head), axis=1).take(np.cumsum(is_head) - 1, axis=1)
         stays = np.flatnonzero((heads > numbers * (1 + RELATIVE)).any(axis=0))
-        # What is left is copied together: in many rounds, to look it up again and again would take longest.
+        # Copy the remaining rows: indexing into the full arrays in every round would be slower.
         left, group, numbers = left[stays], group[stays], numbers.take(stays, axis=1)
     return np.sort(np.concatenate(kept)) if kept else left

@@ -1,4 +1,4 @@
-"""The best plan of one case under GPipe, proven; and of all plans as fast, the one with the lowest peak memory."""
+"""Search for the optimal plan of one case under GPipe, with ties broken by peak memory."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -16,30 +16,30 @@ from planner.solve.space.tables import width_for
 DYNAMIC_PROGRAMMING = "dynamic-programming"
 
 _EQUAL = 1e-9
-"""Step times that differ by less are equal: the best of these plans is taken."""
+"""Relative difference below which two step times count as equal."""
 
 _FEW_LABELS = 4
 
 _MOST_TO_TELL_APART = 150_000
-"""Layers times stages beyond which plans of equal step time are told apart among the most promising few only."""
+"""Layers times stages above which ties are broken only among the most promising plans."""
 
 _MOST_TIED_LABELS = 3000
-"""Labels of one stage count beyond which plans of equal step time are no longer told apart."""
+"""Labels of one stage count above which ties are not broken."""
 
 _FIRST_WINDOW = 1.5
-"""Stages up to this many times the even share are looked at first."""
+"""Longest stage in the first window, as a multiple of the even share of the work."""
 
 
 @dataclass(slots=True)
 class Windows:
-    """How long the stages are that are looked at: as few as a plan better than the best one known can have."""
+    """Width of the window of stages: the fewest layers that still cover every plan better than the best known one."""
 
     case: Case
     width: int = 0
     _longest_us: float = 0.0
 
     def widen(self, upper_us: float) -> bool:
-        """Makes the window wide enough, or at least wider; False where it was already wide enough.
+        """Widen the window; return False if it was already wide enough.
 
         Args:
             upper_us: The step time to beat. While it is infinite, the window doubles.
@@ -66,7 +66,15 @@ class Windows:
 
 
 def search_gpipe(case: Case, *, upper_us: float = np.inf, deadline: Deadline = NEVER) -> Answer:
-    """The fastest partition, if it beats `upper_us`, proven unless time runs out.
+    """Return the fastest partition, if it beats `upper_us`; it is optimal unless time runs out.
+
+    Args:
+        case: The case.
+        upper_us: Step time to beat, in microseconds.
+        deadline: Time limit.
+
+    Returns:
+        The answer.
 
     Raises:
         OutOfTimeError: `deadline` passed before anything was found, and there is nothing to beat.
@@ -76,7 +84,7 @@ def search_gpipe(case: Case, *, upper_us: float = np.inf, deadline: Deadline = N
     windows, is_wide = Windows(case), False
     search: BottleneckSearch | None = None
     try:
-        # A first plan tells how long its betters' stages can be: only then is it worth while to search for the best.
+        # A first plan limits the stages of better plans, so search for the best one only after that.
         while windows.widen(upper_us):
             for search in gpipe_searches(case, windows.width, deadline):
                 best = best or search.first(upper_us=upper_us)
@@ -91,7 +99,7 @@ def search_gpipe(case: Case, *, upper_us: float = np.inf, deadline: Deadline = N
         best = _faster(best, search.best_so_far if search is not None else None)
         if best is None and not np.isfinite(upper_us):
             raise
-        # One search for every stage count, of all stages that a faster plan can have, knows what none can beat.
+        # With equal devices, one search covers all stage counts, so its bound holds for every plan.
         if case.alike and is_wide and search is not None:
             bound_us = max(bound_us, search.bound_us)
     if best is None:
@@ -106,13 +114,13 @@ def _faster(best: ChainCuts | None, other: ChainCuts | None) -> ChainCuts | None
 
 
 def gpipe_searches(case: Case, width: int, deadline: Deadline) -> Iterator[BottleneckSearch]:
-    """The searches that together look at every stage count, for stages of at most `width` layers."""
+    """Yield searches that together cover every stage count, for stages of at most `width` layers."""
     for count in _stage_counts(case):
         yield BottleneckSearch(case.problem(count, width=width), case.micro_batches, deadline=deadline)
 
 
 def _stage_counts(case: Case) -> Iterator[int]:
-    """The stage counts to search one by one: where devices are alike, one search is for all counts at once."""
+    """Yield the stage counts to search one by one; with equal devices, one search covers all of them."""
     if case.alike:
         yield case.num_devices
     else:
@@ -120,12 +128,15 @@ def _stage_counts(case: Case) -> Iterator[int]:
 
 
 def tie_broken(case: Case, step_us: float, *, deadline: Deadline = NEVER) -> ChainCuts | None:
-    """The partition as fast as `step_us` with the lowest peak, then the fewest bytes moved, then the evenest stages.
+    """Return the partition as fast as `step_us` with the lowest peak, fewest bytes moved, and evenest stages.
 
     Args:
         case: The case.
-        step_us: The smallest step time under GPipe.
-        deadline: As for the search.
+        step_us: The smallest step time under GPipe, in microseconds.
+        deadline: Time limit.
+
+    Returns:
+        The partition; None if there are too many equal ones.
     """
     law = GPipeLaw(case.micro_batches)
     upper_us = step_us * (1 + _EQUAL) if step_us else 1e-9
@@ -146,7 +157,7 @@ def tie_broken(case: Case, step_us: float, *, deadline: Deadline = NEVER) -> Cha
 
 
 def _first_by_rank(search: LabelSearch, upper_us: float, best: ChainCuts | None) -> ChainCuts | None:
-    # A first plan that is probably good rules out most of the others by their rank.
+    # A good first plan rules out most others by their rank.
     size = search.problem.num_layers * search.problem.num_stages
     for most_labels in (_FEW_LABELS, None) if size <= _MOST_TO_TELL_APART else (_FEW_LABELS,):
         rank = best.rank if best is not None else None

@@ -1,8 +1,7 @@
-"""1F1B with one stage on each device: every partition whose bound is below the best one is simulated.
+"""Search for 1F1B with one stage per device: it simulates every partition whose bound is below the best step time.
 
-The bound is the dynamic program's optimum under `OneForwardOneBackwardLaw`. A few good partitions, improved by moving
-single cuts, give a best one. The partitions whose bound is below it are the program's labels, with none left out
-for being dominated:
+The bound is the dynamic program's optimum under `OneForwardOneBackwardLaw`. It improves a few good partitions by
+moving single cuts. The dynamic program then lists all partitions whose bound is below the best, also dominated ones:
 
          no partition is faster        all of these are simulated           these are slower
     |---------------------------------|------------------------------------|------------------->  step time
@@ -29,10 +28,10 @@ from planner.solve.space.problem import ChainProblem
 from planner.solve.space.tables import NOWHERE
 
 _ORDER, _FIRST_ORDER = 3, 10
-"""What it costs to find the order of a schedule's actions, in blocks: where effort is bounded, and else."""
+"""Effort to compute a schedule's action order, in blocks: bounded effort, and unbounded."""
 
 _CELLS = 30
-"""Stages in tables that take as long to work out as one action."""
+"""Stages in tables that take as long to compute as one simulated action."""
 
 _ROUNDS = 200
 
@@ -44,18 +43,18 @@ def search_one_forward_one_backward(case: Case, *, upper_us: float = inf, deadli
 
 def _search_all(progress: Progress) -> None:
     for num_stages in range(progress.case.num_devices, 0, -1):
-        # Fewer stages take longer still.
+        # Fewer stages take longer.
         if progress.case.least_us(num_stages) >= progress.upper_us or not _search_stages(progress, num_stages):
             return
 
 
 def _search_stages(progress: Progress, num_stages: int) -> bool:
-    """Searches one stage count; whether there was effort enough."""
+    """Search one stage count; return False if the effort did not suffice."""
     case, effort = progress.case, progress.effort
     law = OneForwardOneBackwardLaw(case.micro_batches)
     many = Many(case, num_stages)
     windows = Windows(case)
-    # The bound is that of stages within the window, which has to be as wide as the best so far allows.
+    # The bound covers stages within the window, which must include all stages of faster plans.
     while windows.widen(progress.upper_us):
         cells = num_stages * (case.costs.num_layers + 1) * windows.width
         if not effort.pays((_ORDER + 1) * many.num_actions, cells // _CELLS):
@@ -67,7 +66,7 @@ def _search_stages(progress: Progress, num_stages: int) -> bool:
         if least is None:
             continue
         effort.spent += (_ORDER if effort.is_bounded else _FIRST_ORDER) * many.num_actions
-        # Three partitions to begin with: the bound's own, and those with the evenest work and the evenest backward.
+        # Start with three partitions: that of the bound, and those with the evenest work and the evenest backward.
         for start in {least.cuts, search.prefixes.min_max("work"), search.prefixes.min_max("backward")} - {None}:
             if effort.left > 0 or progress.best is None:
                 _improve_cuts(progress, many, problem, np.array([start]))
@@ -78,7 +77,7 @@ def _search_stages(progress: Progress, num_stages: int) -> bool:
 
 
 def _simulate_below(progress: Progress, many: Many, search: LabelSearch) -> bool:
-    """Simulates every partition whose bound is below the best; False if they are too many."""
+    """Simulate every partition whose bound is below the best step time; return False if they are too many."""
     most = progress.effort.affordable(many)
     if not most:
         return False
@@ -90,7 +89,7 @@ def _simulate_below(progress: Progress, many: Many, search: LabelSearch) -> bool
 
 
 def _improve_cuts(progress: Progress, many: Many, problem: ChainProblem, cuts: IntArray) -> None:
-    """Moves single cuts as long as that helps; the fastest recomputation that fits is taken everywhere."""
+    """Move single cuts as long as that helps, always with the fastest recomputation that fits."""
     before_us = inf
     for _ in range(_ROUNDS):
         step_us = _race(progress, many, cuts, _choices(problem, cuts))
@@ -98,18 +97,18 @@ def _improve_cuts(progress: Progress, many: Many, problem: ChainProblem, cuts: I
         if not len(step_us) or not step_us[at] < before_us * (1 - SAME) or progress.effort.left <= 0:
             return
         before_us, current = float(step_us[at]), cuts[at]
-        # Simulating one more round takes long enough to be late by.
+        # A round of simulation is slow, so check the time limit before it.
         progress.deadline.check()
         cuts = moved(current)
 
 
 def _race(progress: Progress, many: Many, cuts: IntArray, choices: IntArray) -> FloatArray:
-    # What fits is settled in the problem's tables, stage by stage.
+    # The problem's tables say which stages fit.
     return progress.raced(many, cuts, choices, np.asarray((choices != NOWHERE).all(axis=1)))
 
 
 def _choices(problem: ChainProblem, cuts: IntArray) -> IntArray:
-    """The fastest recomputation that fits in every stage of every partition; `NOWHERE` also outside the window."""
+    """Return the fastest recomputation that fits for each stage, shape (N, S); `NOWHERE` outside the window."""
     column = cuts[:, :-1] - cuts[:, 1:] + problem.width
     choices = np.full(column.shape, NOWHERE)
     for stage in range(problem.num_stages):
