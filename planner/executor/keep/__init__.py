@@ -1,1 +1,1 @@
-"""What outlives a run: checkpoints and weights."""
+"""Checkpoints and weights files."""

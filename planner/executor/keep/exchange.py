@@ -1,4 +1,4 @@
-"""Values that the first rank collects from all ranks and decides on for all, over the store of the job.
+"""Exchange of values over the store of the job: the first rank collects them and decides for all ranks.
 
 A process group would open a connection between each two ranks, and would end a rank that waits longer than its limit.
 Here every rank has one connection, to the store, and waits as long as the watch sees no failure.
@@ -19,9 +19,9 @@ _JOINING = timedelta(minutes=5)
 
 
 class Exchange:
-    """Rounds in which all ranks take part, on a connection to the store that nothing else waits on.
+    """Rounds in which all ranks take part, on a separate connection to the store.
 
-    Threads may use it one after the other, in the same order on every rank.
+    Several threads may use it in turn, in the same order on every rank.
     """
 
     def __init__(self, rank: int, world: int) -> None:
@@ -35,8 +35,8 @@ class Exchange:
         """Return what the first rank decides on the values of all ranks.
 
         Args:
-            value: Of this rank.
-            decide: Is called on the first rank alone, with the values by rank. It must not raise.
+            value: Value of this rank.
+            decide: Called on the first rank only, with the values by rank; must not raise.
         """
         if self._store is None:
             return decide([value])

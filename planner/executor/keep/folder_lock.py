@@ -1,4 +1,4 @@
-"""One job per folder: a lock of the file system, which is gone with the process that holds it, however it ends."""
+"""File-system lock that allows one job per folder; it is released when its process ends, even by a crash."""
 
 import errno
 import fcntl
@@ -11,20 +11,20 @@ from pathlib import Path
 from planner.core.errors import UsageError
 
 _WAIT_S = 5.0
-"""For a job that is just ending."""
+"""Seconds to wait for a job on this machine that is ending."""
 _WAIT_OTHER_MACHINE_S = 60.0
-"""A machine that is lost holds its locks on a network file system until its lease is over."""
+"""Seconds to wait for another machine: a lost one keeps its locks until its lease on the network file system ends."""
 _HELD = (errno.EAGAIN, errno.EACCES)
 
 
 class FolderLock:
-    """Keeps other jobs from writing checkpoints into a folder.
+    """Lock that keeps other jobs from writing checkpoints into a folder.
 
-    A record lock, since these are also known to network file systems, and no child process inherits them.
+    It is a record lock: network file systems support these, and child processes do not inherit them.
 
     Raises:
-        UsageError: Another job holds it.
-        OSError: The file cannot be made.
+        UsageError: Another job holds the lock.
+        OSError: The lock file cannot be created.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -32,7 +32,7 @@ class FolderLock:
         self._file = -1
         self.warning = ""
         begin = time.monotonic()
-        while not self._taken():
+        while not self._acquire():
             holder = self._holder()
             is_here = holder.get("host") == socket.gethostname()
             if time.monotonic() - begin > (_WAIT_S if is_here else _WAIT_OTHER_MACHINE_S):
@@ -44,13 +44,14 @@ class FolderLock:
             time.sleep(0.2)
 
     def release(self) -> None:
-        """Lets others have the folder."""
+        """Release the folder for other jobs."""
         if self._file >= 0:
             self._path.unlink(missing_ok=True)
             os.close(self._file)
             self._file = -1
 
-    def _taken(self) -> bool:
+    def _acquire(self) -> bool:
+        """Try to take the lock, and return True if it is held or the file system has no locks."""
         file = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o666)
         try:
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -64,7 +65,7 @@ class FolderLock:
             )
             return True
         if not self._path.exists() or os.fstat(file).st_ino != self._path.stat().st_ino:
-            os.close(file)  # of one who has just released it
+            os.close(file)  # The previous holder has just released it.
             return False
         since = time.strftime("%Y-%m-%d %H:%M:%S")
         os.ftruncate(file, 0)

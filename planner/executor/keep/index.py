@@ -1,4 +1,4 @@
-"""`checkpoint.json`: the index of a checkpoint, which says what it is and which rank's file has which tensor."""
+"""Index of a checkpoint, `checkpoint.json`: its origin, and the rank file of each tensor."""
 
 import hashlib
 import json
@@ -18,7 +18,7 @@ INDEX: Final = "checkpoint.json"
 _OLD_INDEX: Final = ".metadata"
 """Index of `torch.distributed.checkpoint`, whose folders are refused."""
 _MOST_BYTES: Final = 2**26
-"""A model with 100,000 tensors on 1,000 ranks has an index of 8 MB."""
+"""Size limit of an index in bytes; 100,000 tensors on 1,000 ranks take 8 MB."""
 
 PYTHON: Final = ".".join(platform.python_version_tuple()[:2])
 """Version of Python: the next one may read the same code differently, so that digests of it differ."""
@@ -34,9 +34,9 @@ class CheckpointIndex:
 
     schema: Literal["gpipe-plan/checkpoint/v1"] = "gpipe-plan/checkpoint/v1"
     branches: tuple[tuple[str, int], ...]
-    """`planner.executor.keep.saved.Lineage` of the run that wrote it."""
+    """Branches of the run that wrote it, see `planner.executor.keep.saved.Lineage`."""
     step: int
-    """Steps that were done."""
+    """Number of completed steps."""
     seed: int
     plan_digest: str
     balance: tuple[int, ...]
@@ -48,10 +48,12 @@ class CheckpointIndex:
     files: tuple[FileEntry, ...]
     """Files by rank."""
     tensors: dict[str, int | str]
-    """By name in the model's state dict, in its order: the rank whose file has the tensor; for a tied one, its first
-    name."""
+    """Rank whose file has the tensor, by its name in the model's state dict, in that order.
+
+    A tied tensor has the first of its names instead of a rank.
+    """
     digest: str = ""
-    """Digest of all other fields, so that a damaged index is found."""
+    """Digest of all other fields, to detect a damaged index."""
 
     def first_name(self, name: str) -> str:
         """Return the name under which a tensor is stored."""
@@ -73,7 +75,7 @@ def read_index(folder: Path) -> CheckpointIndex:
     """Return the index of a checkpoint.
 
     Raises:
-        FileError: The folder has none, it is damaged, or it is that of another format.
+        FileError: The folder has no index, or the index is damaged or of another format.
     """
     if (folder / _OLD_INDEX).exists():
         raise FileError(
@@ -97,7 +99,7 @@ def read_index(folder: Path) -> CheckpointIndex:
 
 
 def write_index(folder: Path, index: CheckpointIndex) -> None:
-    """Write the index of a checkpoint, whose files are all there."""
+    """Write the index of a checkpoint whose rank files are all written."""
     with (folder / INDEX).open("w") as file:
         file.write(json.dumps(asdict(replace(index, digest=_digest(index))), indent=1) + "\n")
         file.flush()
@@ -121,10 +123,15 @@ def check_whole(folder: Path, index: CheckpointIndex) -> None:
 
 
 def check_same_computation(index: CheckpointIndex, computation: Mapping[str, str], source: str) -> None:
-    """Refuse to resume a run with another loss or other layers that have the same tensors.
+    """Refuse to resume if the loss or the layers compute something else with the same tensors.
+
+    Args:
+        index: Index of the checkpoint.
+        computation: Digests of the loss function and of the layers of this run.
+        source: Name of the checkpoint in the message.
 
     Raises:
-        UsageError: The model computes something else than the one that `source` is of.
+        UsageError: The loss or the layers have changed.
     """
     changed = [words for name, words in _COMPUTES.items() if index.computation.get(name) != computation[name]]
     if changed and index.python == PYTHON:

@@ -30,12 +30,15 @@ def to_json(value: Any, where: str, tensors: dict[str, Tensor]) -> Any:
     """Return `value` as JSON.
 
     Args:
-        value: Nested dicts, lists and tuples of numbers, texts, None and tensors; numbers of NumPy become Python's.
-        where: Place of the value in the state, such as "others['schedule']".
-        tensors: Takes the tensors in `value`, each under its place.
+        value: Nested dicts, lists and tuples of numbers, strings, None and tensors; NumPy numbers become Python's.
+        where: Path of the value in the state, such as "others['schedule']".
+        tensors: Receives the tensors in `value`, each under its path.
+
+    Returns:
+        Nested JSON value.
 
     Raises:
-        UsageError: It holds an object of another type.
+        UsageError: The value contains an object of another type.
     """
     if isinstance(value, np.generic):
         value = value.item()
@@ -64,11 +67,11 @@ def to_json(value: Any, where: str, tensors: dict[str, Tensor]) -> Any:
 
 
 def from_json(value: Any, tensor: Callable[[str], Tensor]) -> Any:
-    """Return what `to_json` made `value` of; raises errors of several kinds if it was made of nothing.
+    """Return the value that `to_json` converted; a damaged `value` raises errors of several types.
 
     Args:
-        value: JSON.
-        tensor: Returns the tensor with a name.
+        value: JSON value.
+        tensor: Function that returns the tensor with a name.
     """
     if isinstance(value, list):
         return [from_json(item, tensor) for item in value]

@@ -1,4 +1,4 @@
-"""The optimizer of a stage in a checkpoint: its state by the names of parameters, its options by groups of them."""
+"""Optimizer of a stage in a checkpoint: state by parameter name, and options by parameter group."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -16,7 +16,7 @@ _MEMBERS = ("params", "param_names")
 
 
 class OptimizerState:
-    """What a checkpoint keeps of the optimizer of this rank's parameters, each under the first of its names."""
+    """State and options of a rank's optimizer in a checkpoint; parameters have the first of their names."""
 
     def __init__(
         self, optimizer: torch.optim.Optimizer, parameters: Mapping[str, Tensor], first_names: Mapping[str, str]
@@ -29,7 +29,7 @@ class OptimizerState:
         return {name: dict(self._optimizer.state[p]) for name, p in self._trained() if p in self._optimizer.state}
 
     def groups(self) -> Groups:
-        """Options of every parameter group, beside the names of its parameters."""
+        """Return the parameter names and the options of every parameter group."""
         names = {id(p): name for name, p in self._trained()}
         return [
             (
@@ -40,16 +40,16 @@ class OptimizerState:
         ]
 
     def stored(self, checkpoint: StoredCheckpoint) -> dict[str, dict[str, Any]]:
-        """Return what a checkpoint has of `by_name` for this stage.
+        """Return the optimizer state of this stage's parameters in a checkpoint, by name.
 
         Raises:
-            FileError: It is damaged.
+            FileError: The checkpoint is damaged.
         """
         on_device = {id(p) for g in self._optimizer.param_groups if _steps_on_device(g) for p in g["params"]}
         found: dict[str, dict[str, Any]] = {}
         for name, parameter in self._trained():
             state = checkpoint.holder(name)[0].optimizer_state(name)
-            # As torch's optimizers keep it: the number of steps on the CPU unless the optimizer steps on the device.
+            # As in torch's optimizers, the step count is on the CPU unless the optimizer steps on the device.
             found[name] = {
                 part: held if part == "step" and id(parameter) not in on_device else _moved(held, parameter.device)
                 for part, held in state.items()
@@ -57,7 +57,7 @@ class OptimizerState:
         return {name: state for name, state in found.items() if state}
 
     def restore(self, state: Mapping[str, dict[str, Any]], groups: Sequence[tuple[list[str], dict[str, Any]]]) -> None:
-        """Goes on from the stage's `stored` state, and from the options of all ranks' groups."""
+        """Restore the optimizer from the stage's `stored` state and the groups of all ranks."""
         for name, parameter in self._trained():
             if name in state:
                 self._optimizer.state[parameter] = state[name]
@@ -66,13 +66,13 @@ class OptimizerState:
         names = {id(p): name for name, p in self._trained()}
         for number, group in enumerate(self._optimizer.param_groups):
             by_name = [options[names[id(p)]] for p in group["params"] if names.get(id(p)) in options]
-            # A group of none of these parameters (they were frozen, say) is told by its number.
+            # A group without any of these parameters (frozen ones, for example) is matched by its index.
             if by_name or number < len(by_position):
                 options_of_group = by_name[0] if by_name else by_position[number]
                 group.update({key: value for key, value in options_of_group.items() if key not in _MEMBERS})
 
     def _trained(self) -> list[tuple[str, Tensor]]:
-        """The optimizer's parameters by the first of their names."""
+        """Return the optimizer's parameters, each with the first of its names."""
         held = [p for group in self._optimizer.param_groups for p in group["params"]]
         return [(self._names[id(p)], p) for p in held if id(p) in self._names]
 

@@ -28,12 +28,12 @@ from planner.executor.keep.json_state import from_json
 from planner.executor.keep.tensor_bytes import bytes_of, type_name
 
 _MOST_HEADER_BYTES = 100_000_000
-"""The limit of the package `safetensors`."""
+"""Limit of the package `safetensors` in bytes."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FileEntry:
-    """What `checkpoint.json` says of a rank's file."""
+    """Entry of a rank's file in `checkpoint.json`."""
 
     size_bytes: int
     state_sha256: str
@@ -43,11 +43,11 @@ class RankFile:
     """A rank's file, open for reading.
 
     Args:
-        path: The file.
-        entry: What it must be.
+        path: File to open.
+        entry: Expected size and digest.
 
     Raises:
-        FileError: It is missing, damaged, or of another checkpoint.
+        FileError: The file is missing, damaged, or of another checkpoint.
     """
 
     def __init__(self, path: Path, entry: FileEntry) -> None:
@@ -67,10 +67,10 @@ class RankFile:
         return tuple(self._crc32)
 
     def tensor(self, name: str) -> Tensor:
-        """Return a tensor whose memory is the file's: copy what is kept.
+        """Return a tensor that is mapped from the file; callers copy it before they close the file.
 
         Raises:
-            FileError: There is none, or it is damaged.
+            FileError: The tensor is missing or damaged.
         """
         with readable(self._path, f'"{name}"'):
             tensor: Tensor = self._file.get_tensor(name)
@@ -82,7 +82,7 @@ class RankFile:
         """Return a part of the rank's state.
 
         Raises:
-            FileError: There is none, or it is damaged.
+            FileError: The part is missing or damaged.
         """
         with readable(self._path, f"the state of {part}"):
             return from_json(self._state[part], self._copied)
@@ -91,7 +91,7 @@ class RankFile:
         """Return the optimizer's state of a parameter; empty if there is none.
 
         Raises:
-            FileError: It is damaged.
+            FileError: The state is damaged.
         """
         with readable(self._path, f'the optimizer state of "{name}"'):
             return dict(from_json(self._state["optimizer"].get(name, {}), self._copied))
@@ -136,8 +136,8 @@ def check_size(path: Path, entry: FileEntry) -> None:
     """Compare the size of a file with its entry.
 
     Raises:
-        ValueError: It is another, or the file is not regular.
-        OSError: There is no file.
+        ValueError: The size differs, or the file is not regular.
+        OSError: The file does not exist.
     """
     size = check_file(path, most_bytes=entry.size_bytes)
     if size < entry.size_bytes:

@@ -1,4 +1,4 @@
-"""The folder that a run saves its checkpoints in, as all its ranks see it: one job's at a time, and of one run."""
+"""Checkpoint folder of a run, shared by all ranks; only one job and one run use it at a time."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -20,13 +20,19 @@ from planner.executor.keep.saved import (
 
 
 class RunFolder:
-    """Every rank makes one; the first one looks and moves things, and tells the others in an `exchange`.
+    """Checkpoint folder of a run, with one object on every rank.
 
-    Without a `path` nothing is saved. `tell` prints a line on the first rank; `True` beside it for a warning.
+    The first rank reads and changes the folder, and sends the results to the other ranks.
+
+    Args:
+        path: Folder; None to save nothing.
+        rank: Rank of this process.
+        exchange: Exchange of all ranks.
+        tell: Prints a line on the first rank; True marks a warning.
 
     Raises:
-        UsageError: Another job writes there, or a rank does not see it.
-        FileError: It cannot be made.
+        UsageError: Another job writes to the folder, or a rank cannot see it.
+        FileError: The folder cannot be created.
     """
 
     def __init__(self, path: str | None, *, rank: int, exchange: Exchange, tell: Callable[[str, bool], None]) -> None:
@@ -39,10 +45,10 @@ class RunFolder:
             self._check_shared(self.path)
 
     def candidates(self, resume: str | None) -> list[Path]:
-        """Checkpoints to resume, the newest first, the same on every rank; none for a run that begins.
+        """Return the checkpoints to resume, newest first and equal on every rank; none for a new run.
 
         Raises:
-            UsageError: A run is to begin where there is one already.
+            UsageError: A new run would begin in the folder of another run.
             FileError: There is no checkpoint to resume.
         """
         if resume == "auto" and self.path is None:
@@ -63,11 +69,11 @@ class RunFolder:
         return candidates
 
     def begin_behind(self, source: Path, index: CheckpointIndex) -> None:
-        """From here on this run is the one that wrote `source`, or a branch of it.
+        """Continue the run that wrote `source`, or begin a branch of it.
 
         Raises:
-            UsageError: The folder holds checkpoints of another run.
-            FileError: What belongs to another branch cannot be moved.
+            UsageError: The folder has checkpoints of another run.
+            FileError: Checkpoints of another branch cannot be moved.
         """
         if self.path is None:
             return
@@ -87,12 +93,12 @@ class RunFolder:
             self._set_others_aside(self.path)
 
     def release(self) -> None:
-        """Lets other jobs have it."""
+        """Release the folder for other jobs."""
         if self._lock is not None:
             self._lock.release()
 
     def _open(self, path: Path) -> None:
-        """Makes it if need be, and frees it of what an earlier job left half-written."""
+        """Create the folder if necessary, lock it, and remove incomplete checkpoints of earlier jobs."""
         problem = ""
         if self._is_first:
             try:
@@ -122,7 +128,7 @@ class RunFolder:
             mark.unlink()
 
     def _check_empty(self) -> None:
-        """Refuses to begin a run where there is one already: each would take the other's checkpoints for its own."""
+        """Raise an error if a new run would begin in a folder with checkpoints of another run."""
         there = saved_in(self.path) if self.path is not None and self._is_first else []
         names = self._exchange.of_first(" to ".join(dict.fromkeys((there[0].name, there[-1].name))) if there else "")
         if names:

@@ -1,12 +1,11 @@
-"""Checkpoints as folders: which there are, whether they are whole, and how one comes and goes at once.
+"""Folders of checkpoints: listing, atomic creation and removal, and branches of runs.
 
-What is called `step-…` is whole: it gets that name when all in it is on the disk, and loses it before anything of it is
-removed. What belongs to another branch of a run is moved aside into `abandoned-…`, where nobody removes it.
+A folder named `step-…` is complete. It gets this name after all its content is on disk, and loses it before any of it
+is removed. Checkpoints of another branch are moved to `abandoned-…` and never removed.
 
-A run gets a name when it begins, and every checkpoint says which run wrote it, so that no run takes another's for its
-own. A run that goes on from its newest checkpoint stays what it is. One that goes on from an earlier one, or in another
-folder, is a branch of it: what was written after the branching point belongs to another branch, though its steps have
-higher numbers.
+A run gets a name when it begins, and every checkpoint stores the name of its run. A run that resumes its newest
+checkpoint continues its branch. A run that resumes an earlier checkpoint, or in another folder, begins a new branch.
+Checkpoints after the branching point belong to the other branch, although their step numbers are higher.
 """
 
 import shutil
@@ -22,32 +21,32 @@ from planner.files.writing import sync_folder
 
 
 class NotWrittenError(Exception):
-    """A rank could not write its part of a checkpoint: the message is why."""
+    """Error if a rank cannot write its part of a checkpoint; the message is the reason."""
 
 
 @dataclass(frozen=True)
 class Lineage:
-    """The branches that lead to a run, the first of them the run itself as it was begun."""
+    """Branches that lead to a run; the first one is the original run."""
 
     branches: tuple[tuple[str, int], ...] = ()
-    """Name of each, and after how many steps it began."""
+    """Name of each branch, and the step after which it began."""
 
     @classmethod
     def new(cls) -> "Lineage":
-        """A run that begins."""
+        """Return the lineage of a new run."""
         return cls().branched(0)
 
     @property
     def run(self) -> str:
-        """Name of the run that it all began with."""
+        """Name of the original run."""
         return self.branches[0][0] if self.branches else ""
 
     def branched(self, step: int) -> "Lineage":
-        """A branch that goes on after `step` steps."""
+        """Return a new branch that continues after `step` steps."""
         return Lineage((*self.branches, (uuid.uuid4().hex, step)))
 
     def includes(self, other: "Lineage", step: int) -> bool:
-        """Whether a checkpoint that `other` wrote after `step` steps lies behind this run, and is its own to remove."""
+        """Return True if a checkpoint of `other` after `step` steps belongs to this run's history."""
         shared = len(other.branches)
         if self.branches[:shared] != other.branches:
             return False
@@ -55,7 +54,7 @@ class Lineage:
 
 
 def latest_checkpoint(folder: str) -> Path | None:
-    """`folder` if it is a checkpoint itself, else the latest in it; None if there is none."""
+    """Return `folder` if it is a checkpoint itself, else the latest checkpoint in it, or None."""
     path = Path(folder)
     if is_checkpoint(path):
         return path
@@ -64,18 +63,18 @@ def latest_checkpoint(folder: str) -> Path | None:
 
 
 def saved_in(folder: Path) -> list[Path]:
-    """All checkpoints in a folder, oldest first."""
+    """Return all checkpoints in a folder, oldest first."""
     there = [path for path in folder.glob("step-*") if path.name[5:].isdecimal() and path.is_dir()]
     return sorted(there, key=step_of)
 
 
 def step_of(checkpoint: Path) -> int:
-    """Steps after which it was written."""
+    """Return the number of steps before a checkpoint was written."""
     return int(checkpoint.name[5:])
 
 
 def lineage_of(checkpoint: Path) -> Lineage | None:
-    """The run that wrote it; None where it does not say."""
+    """Return the lineage of the run that wrote a checkpoint; None if its index cannot be read."""
     try:
         return Lineage(read_index(checkpoint).branches)
     except FileError:
@@ -83,12 +82,12 @@ def lineage_of(checkpoint: Path) -> Lineage | None:
 
 
 def partial_of(folder: Path, step: int) -> Path:
-    """Where a checkpoint is written until it is whole."""
+    """Return the path of a checkpoint while it is incomplete."""
     return folder / f".step-{step:08d}.partial"
 
 
 def commit(partial: Path, index: CheckpointIndex) -> None:
-    """Makes what all ranks have written a checkpoint."""
+    """Write the index, and rename the folder of the rank files to its final name."""
     write_index(partial, index)
     sync_folder(partial)
     target = partial.with_name(partial.name.removeprefix(".").removesuffix(".partial"))
@@ -99,7 +98,13 @@ def commit(partial: Path, index: CheckpointIndex) -> None:
 
 
 def prune(folder: Path, lineage: Lineage, keep: int) -> None:
-    """Removes all but the newest of a run's own checkpoints."""
+    """Remove the older checkpoints of a run.
+
+    Args:
+        folder: Checkpoint folder.
+        lineage: Run whose checkpoints are removed.
+        keep: Number of newest checkpoints to keep.
+    """
     of_run = [path for path in saved_in(folder) if _is_of(path, lineage)]
     for older in of_run[:-keep]:
         doomed = older.with_name(f".{older.name}.old")
@@ -111,12 +116,12 @@ def prune(folder: Path, lineage: Lineage, keep: int) -> None:
 
 
 def others_in(folder: Path, lineage: Lineage) -> list[Path]:
-    """Checkpoints that do not lie behind the run."""
+    """Return the checkpoints in a folder that do not belong to a run's history."""
     return [path for path in saved_in(folder) if not _is_of(path, lineage)]
 
 
 def set_aside(checkpoints: Sequence[Path]) -> Path:
-    """Moves checkpoints of one folder where they are neither resumed nor removed; where that is."""
+    """Move checkpoints of one folder to a new folder `abandoned-…`, and return its path."""
     folder = checkpoints[0].parent
     aside = next(path for n in count(1) if not (path := folder / f"abandoned-{n}").exists())
     aside.mkdir()
@@ -127,7 +132,7 @@ def set_aside(checkpoints: Sequence[Path]) -> Path:
 
 
 def remove_leftovers(folder: Path) -> None:
-    """Removes what an earlier run left half-written, or half-removed."""
+    """Remove checkpoints that an earlier run left incomplete."""
     for leftover in folder.glob(".step-*"):
         shutil.rmtree(leftover, ignore_errors=True)
 

@@ -1,4 +1,4 @@
-"""A checkpoint that is open for reading."""
+"""Checkpoint that is open for reading."""
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -10,28 +10,28 @@ from planner.executor.keep.rank_file import RankFile
 
 
 class StoredCheckpoint(Mapping[str, Tensor]):
-    """The tensors of the model in a checkpoint by name, each read when it is asked for.
+    """Tensors of the model in a checkpoint, by name; each is read on access.
 
     Args:
-        folder: The checkpoint. Each of its files is opened once, when something in it is needed.
+        folder: Checkpoint; each of its files is opened once, on first access.
 
     Raises:
-        FileError: It is none, or its index is damaged.
+        FileError: The folder is no checkpoint, or its index is damaged.
     """
 
     def __init__(self, folder: Path) -> None:
         self.folder = str(folder)
         self.index = read_index(folder)
         self.opened: dict[int, RankFile] = {}
-        """By rank."""
+        """Open files by rank."""
         self._holders: dict[str, RankFile] = {}
-        """By name in the open files: the file that was opened first. Ranks with a tied tensor store it each."""
+        """First opened file of each tensor; several ranks may store the same tied tensor."""
 
     def file(self, rank: int) -> RankFile:
         """Return a rank's file.
 
         Raises:
-            FileError: It is missing, damaged, or of another checkpoint.
+            FileError: The file is missing, damaged, or of another checkpoint.
         """
         if rank not in self.opened:
             opened = RankFile(Path(self.folder, file_name(rank)), self.index.files[rank])
@@ -51,10 +51,10 @@ class StoredCheckpoint(Mapping[str, Tensor]):
         return self._holders.get(stored) or self.file(int(self.index.tensors[first])), stored
 
     def __getitem__(self, name: str) -> Tensor:
-        """Return a tensor of the model, whose memory is the file's.
+        """Return a tensor of the model, mapped from the file.
 
         Raises:
-            FileError: It cannot be read.
+            FileError: The tensor cannot be read.
         """
         file, stored = self.holder(name)
         return file.tensor(stored)

@@ -1,4 +1,4 @@
-"""Types and bytes of tensors, as the safetensors format has them."""
+"""Types and bytes of tensors in the safetensors format."""
 
 import json
 from functools import cache
@@ -26,6 +26,6 @@ def type_name(dtype: torch.dtype) -> str:
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
-    """Return a tensor's values as bytes; a copy only if they are not contiguous, or not in the host's memory."""
+    """Return a tensor's values as bytes, without a copy if they are contiguous in host memory."""
     values: memoryview = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data
     return values

@@ -1,7 +1,6 @@
-"""Weights of the whole model, read so that a stage takes its own part only, and written for the unpipelined model.
+"""Weights files of the unpartitioned model: a stage reads only its own tensors.
 
-All names are those of the model's own state dict. A tensor that has several (tied weights) may be stored under any of
-them.
+Names are those of the model's state dict. A tied tensor has several names, and may be stored under any of them.
 """
 
 import os
@@ -23,18 +22,20 @@ from planner.files.writing import sync_folder
 from planner.model.ghosts import memory_key
 
 _FLOATS = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
-"""What is cast into each other, as `load_state_dict` does."""
+"""Types that are cast to each other, as in `load_state_dict`."""
 
 _BYTES_PER_NAME, _BYTES_BESIDE = 2**13, 2**20
-"""Limits of the description of the tensors in a file of `torch.save`. A tensor takes 130 bytes; scripts save more than
-weights."""
+"""Size limits in bytes of the tensor descriptions in a `torch.save` file.
+
+A tensor takes about 130 bytes, but scripts store other values as well.
+"""
 
 _NESTED = ("model", "state_dict", "model_state_dict")
-"""Under what scripts keep the state dict beside other things."""
+"""Keys under which training scripts store the state dict."""
 
 
 def first_names(model: nn.Module) -> dict[str, str]:
-    """Every name in the model's state dict to the first name of the same tensor."""
+    """Return a map from every name in the model's state dict to the first name of the same tensor."""
     first: dict[tuple[Any, ...], str] = {}
     names = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
@@ -46,26 +47,26 @@ def first_names(model: nn.Module) -> dict[str, str]:
 def load_weights(
     source: str | StoredCheckpoint, tensors: Mapping[str, Tensor], names: Mapping[str, str]
 ) -> tuple[str, ...]:
-    """Copy a state dict into the tensors of a stage; of a file, only what they need is read.
+    """Copy a state dict into the tensors of a stage; only these tensors are read.
 
     Args:
-        source: A file of `torch.save` or safetensors, or a checkpoint.
-        tensors: The stage's, by name in the model.
-        names: All names of the model, as `first_names` gives them.
+        source: File of `torch.save` or safetensors, or a checkpoint.
+        tensors: Tensors of the stage, by name in the model.
+        names: First name of each name in the model, from `first_names`.
 
     Returns:
         Casts between floating-point types, such as "float64 to float32", each once.
 
     Raises:
-        FileError: It cannot be read.
-        UsageError: Names are missing in it, or not of the model; shapes differ; or a dtype cannot be cast.
+        FileError: The source cannot be read.
+        UsageError: Names are missing or unexpected, shapes differ, or a type cannot be cast.
     """
     path = source if isinstance(source, str) else source.folder
     stored = _opened(source, num_names=len(names)) if isinstance(source, str) else source
     _check_names(path, stored, names)
-    # What is tied has one name here and perhaps another there: they meet under the first of them.
+    # A tied tensor may have another name in the file: both are mapped to its first name.
     name_there = {names[name]: name for name in stored}
-    # Nothing is copied before all tensors were found to fit. Until then they are only mapped into memory.
+    # All tensors are checked before any is copied. Until then they are only mapped into memory.
     wanted = {name_there[names[name]]: target.detach() for name, target in tensors.items()}
     found = {name: stored[name] for name in wanted}
     for name, target in wanted.items():
@@ -85,15 +86,23 @@ def load_weights(
 
 
 def begin_with_weights(path: str, tensors: Mapping[str, Tensor], names: Mapping[str, str]) -> tuple[str, ...]:
-    """Load weights that a run begins with, and check that they are numbers; arguments and result of `load_weights`.
+    """Load the initial weights of a run, and check that they contain no NaN.
+
+    Args:
+        path: File of `torch.save` or safetensors, or a checkpoint.
+        tensors: Tensors of the stage, by name in the model.
+        names: First name of each name in the model, from `first_names`.
+
+    Returns:
+        Casts between floating-point types, as from `load_weights`.
 
     Raises:
-        FileError: As `load_weights`.
-        UsageError: As `load_weights`; or a tensor holds NaN.
+        FileError: The file cannot be read.
+        UsageError: The weights do not fit the model, or a tensor contains NaN.
     """
     casts = load_weights(path, tensors, names)
     for name, tensor in tensors.items():
-        # Not of 8-bit numbers: torch cannot compare these.
+        # torch cannot compare 8-bit floats.
         if tensor.dtype in _FLOATS and tensor.detach().isnan().any():
             raise UsageError(
                 f'{path}: "{name}" holds NaN, so that the loss of every step would be NaN',
@@ -103,17 +112,17 @@ def begin_with_weights(path: str, tensors: Mapping[str, Tensor], names: Mapping[
 
 
 def export_weights(folder: str, path: str) -> int:
-    """Writes the weights in a checkpoint as one state dict, which the unpipelined model's `load_state_dict` takes.
+    """Write the weights in a checkpoint as one state dict of the unpartitioned model.
 
     Args:
-        folder: The checkpoint.
-        path: File to write: safetensors by its suffix, else `torch.save`. Appears only when it is whole.
+        folder: Checkpoint to read.
+        path: File to write atomically; in safetensors format for that suffix, else with `torch.save`.
 
     Returns:
         Number of tensors.
 
     Raises:
-        FileError: There is no whole checkpoint, or the file cannot be written.
+        FileError: The checkpoint is missing or incomplete, or the file cannot be written.
     """
     stored = StoredCheckpoint(Path(folder))
     check_whole(Path(folder), stored.index)
@@ -125,16 +134,16 @@ def export_weights(folder: str, path: str) -> int:
 
 
 def whole_state(model: nn.Module) -> dict[str, Tensor]:
-    """The state dict of a whole model; what is tied is one tensor under all its names."""
+    """Return the state dict of a model; a tied tensor is the same object under all its names."""
     state = model.state_dict()
     return {name: state[first].contiguous() for name, first in first_names(model).items()}
 
 
 def write_weights(state: dict[str, Tensor], path: str) -> None:
-    """Writes a state dict to a file that appears only when it is whole: safetensors by its suffix, else `torch.save`.
+    """Write a state dict to a file atomically, in safetensors format for that suffix, else with `torch.save`.
 
     Raises:
-        FileError: It cannot be written.
+        FileError: The file cannot be written.
     """
     partial = f"{path}.partial"
     try:
@@ -164,7 +173,7 @@ def _opened(path: str, *, num_names: int) -> Mapping[str, Tensor]:
 
 
 def _check_size(path: str, num_names: int) -> None:
-    """Refuse a file with far more in it than a state dict of so many names; torch reads 10,000 names per second."""
+    """Refuse a file much larger than a state dict of `num_names` tensors; torch reads 10,000 names per second."""
     try:
         with zipfile.ZipFile(path) as archive:
             size = sum(entry.file_size for entry in archive.infolist() if entry.filename.endswith("/data.pkl"))
@@ -197,7 +206,7 @@ def _opened_file(path: str) -> dict[str, Tensor]:
 
 
 def _check_castable(path: str, name: str, stored: torch.dtype, used: torch.dtype) -> None:
-    """Refuse a dtype whose numbers mean something else: quantized ones, flags, complex ones."""
+    """Raise an error for a cast from or to a quantized, boolean, integer or complex type."""
     if stored != used and not _FLOATS.issuperset((stored, used)):
         raise UsageError(
             f'{path} does not fit the model: "{name}" is {_word(stored)} there, {_word(used)} here',
@@ -206,7 +215,7 @@ def _check_castable(path: str, name: str, stored: torch.dtype, used: torch.dtype
 
 
 def _check_range(path: str, name: str, stored: torch.dtype, target: Tensor) -> None:
-    """Refuse numbers that became infinite in a dtype of smaller range."""
+    """Raise an error if values became infinite in a type of smaller range."""
     if stored == target.dtype or torch.finfo(stored).max <= torch.finfo(target.dtype).max:
         return
     if target.isinf().any():
@@ -241,5 +250,5 @@ def _write(state: dict[str, Tensor], path: str, *, as_safetensors: bool) -> None
         torch.save(state, path)
         return
     held: dict[int, str] = {}
-    # Tensors that share memory are refused; what reads the file ties them again.
+    # safetensors refuses tensors that share memory; the reader ties them again.
     save_file({name: tensor for name, tensor in state.items() if held.setdefault(id(tensor), name) == name}, path)

@@ -1,4 +1,4 @@
-"""Writing of one checkpoint: every rank writes its file, and the first rank the index of all."""
+"""Writing of one checkpoint: every rank writes its file, and the first rank writes the index."""
 
 import io
 import json
@@ -19,20 +19,20 @@ from planner.executor.keep.saved import NotWrittenError
 from planner.executor.watch.position import STORE, Position
 
 _SYNCED_BYTES = 2**28
-"""Bytes between two syncs of a file: what is in the system's memory is not written, and may take minutes more."""
+"""Bytes between two syncs of a file, since data in the page cache may take minutes to write."""
 
 
 class RankState(NamedTuple):
-    """What one rank stores."""
+    """State and tensors that one rank stores."""
 
     state: dict[str, Any]
-    """JSON."""
+    """State of the rank as JSON."""
     tensors: dict[str, Tensor]
-    """By name in the file."""
+    """Tensors by name in the file."""
 
 
 class WrittenFile(NamedTuple):
-    """What one rank has stored."""
+    """File that one rank has written."""
 
     entry: FileEntry
     names: tuple[str, ...]
@@ -40,16 +40,16 @@ class WrittenFile(NamedTuple):
 
 
 class Writing:
-    """A checkpoint that every rank writes its part of; all of them make one.
+    """Write of one checkpoint, with one object on every rank.
 
     Args:
-        stored: What this rank stores.
-        folder: A new one; it is removed where a rank cannot write its part.
-        exchange: Of all ranks.
-        in_thread: Whether to return before it is written, with a copy of the tensors in the host's memory.
-        position: Counts the bytes that this rank writes.
-        rank: Of this process.
-        publish: Makes a checkpoint of the files of all ranks; called on the first rank.
+        stored: State and tensors of this rank.
+        folder: New folder; removed if a rank cannot write its part.
+        exchange: Exchange of all ranks.
+        in_thread: True to write in a thread, from a copy of the tensors in host memory.
+        position: Counter of the bytes that this rank writes.
+        rank: Rank of this process.
+        publish: Function that completes the checkpoint; called on the first rank.
     """
 
     def __init__(
@@ -80,14 +80,14 @@ class Writing:
 
     @property
     def is_done(self) -> bool:
-        """Whether `finish` would not wait."""
+        """True if `finish` returns without waiting."""
         return self._pending.done()
 
     def finish(self) -> None:
-        """Waits until all ranks have written their parts, and the first has published the checkpoint.
+        """Wait until all ranks have written their parts and the first rank has published the checkpoint.
 
         Raises:
-            NotWrittenError: One could not; on all ranks alike.
+            NotWrittenError: A rank failed to write; raised on all ranks.
         """
         problem = self._pending.result()
         if problem:
@@ -97,7 +97,7 @@ class Writing:
         return self._decided(self._write_file(stored))
 
     def _write_file(self, stored: RankState) -> dict[str, Any]:
-        """Write this rank's file, and return what the first rank is to know of it."""
+        """Write this rank's file, and return its report for the first rank."""
         try:
             self._folder.mkdir(exist_ok=True)
             counted = _CountedFile(self._folder / file_name(self._rank), self._position)
@@ -110,7 +110,7 @@ class Writing:
         return {"entry": asdict(entry), "names": list(stored.tensors)}
 
     def _decided(self, report: dict[str, Any]) -> str:
-        """Return why a rank could not write its part; nothing where all did."""
+        """Return the reason why a rank could not write its part; empty if all ranks succeeded."""
         return self._exchange.decided(json.dumps(report), self._published)
 
     def _published(self, reports: Sequence[str]) -> str:
@@ -122,7 +122,7 @@ class Writing:
             except Exception as error:  # reported on all ranks
                 problem = str(error)
         if problem:
-            # Before the others hear of it, and perhaps write into a new folder of that name.
+            # Remove the folder before other ranks get the result and may write a new one of that name.
             shutil.rmtree(self._folder, ignore_errors=True)
         return problem
 
