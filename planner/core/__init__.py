@@ -1,4 +1,4 @@
-"""Frozen values and the laws over them: units, errors, profile, plan, memory, time, schedules, simulator.
+"""Core: frozen values, and models of memory, time and schedules.
 
-The lowest floor: standard library and numpy only, no printing, no files, no clock.
+The lowest layer of the package: only the standard library and numpy, without printing, files or clocks.
 """

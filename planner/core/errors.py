@@ -1,17 +1,17 @@
 """Errors and exit codes.
 
-    PlannerError            exit 2: no answer
+    PlannerError            exit 2: no result
     ├── UsageError          an option or argument is wrong
-    ├── MissingPackageError a package is not installed that comes with an extra
+    ├── MissingPackageError a package of an extra is not installed
     ├── FileError           a file is missing, unreadable or invalid (carries path and line)
-    │   └── StaleError      exit 1: it was made from something that has changed since
+    │   └── StaleError      exit 1: the file it was made from has changed
     ├── ModelError          the user's model could not be loaded, cut, or run
     ├── MeasurementError    a layer could not be measured
     ├── TrainingError       a stage failed while it trained
     ├── SolverError         the solver failed, or ran out of time
-    └── InfeasibleError     exit 1: the question was answered, and the answer is no plan
+    └── InfeasibleError     exit 1: no plan satisfies the limits
 
-Every error says what happened with the values, and in `hint` what to do.
+The message of an error includes the values; `hint` says what to do.
 """
 
 from enum import IntEnum
@@ -21,17 +21,17 @@ class ExitCode(IntEnum):
     """Exit codes of every `gpipe-plan` command."""
 
     OK = 0
-    """Done; for `check`: the plan fits."""
+    """Success; for `check`, the plan fits."""
     NO = 1
-    """The answer is no: over the cap, no feasible plan, plan or profile stale."""
+    """Negative result: memory limit exceeded, no feasible plan, or a stale plan or profile."""
     ERROR = 2
-    """No answer: bad usage, unreadable or invalid file, model did not import, solver failed, bug."""
+    """No result: wrong usage, invalid file, failed import of the model, failed solver, or a bug."""
     INTERRUPTED = 130
-    """Interrupted (Ctrl-C)."""
+    """Interruption (Ctrl-C)."""
 
 
 class PlannerError(Exception):
-    """Base of every error this package raises on purpose.
+    """Base class of all errors of this package.
 
     Args:
         message: What happened, with the values; lower case, no final full stop.
@@ -47,20 +47,20 @@ class PlannerError(Exception):
 
 
 class UsageError(PlannerError):
-    """An option or argument is wrong or contradicts another."""
+    """Error in an option or argument, or a contradiction between two of them."""
 
 
 class MissingPackageError(PlannerError):
-    """A package is not installed that comes with an extra (`planner.core.extras`); the hint is what to type."""
+    """Error about a missing package of an extra (`planner.core.extras`); the hint is the command to install it."""
 
 
 class FileError(PlannerError):
-    """A file is missing, unreadable, or its content is invalid.
+    """Error about a file that is missing, unreadable, or invalid.
 
     Args:
         message: What is wrong.
-        path: The file as the user named it.
-        line: Line number in it, from 1, where known.
+        path: Path as the user wrote it.
+        line: Line number, from 1; None if unknown.
         hint: What to do about it.
     """
 
@@ -72,28 +72,28 @@ class FileError(PlannerError):
 
 
 class StaleError(FileError):
-    """A file was made from another one, which has changed since: the answer is no, make it anew."""
+    """Error about a file whose source has changed since; it must be made again."""
 
     exit_code = ExitCode.NO
 
 
 class ModelError(PlannerError):
-    """The user's model could not be loaded, turned into a chain, or run."""
+    """Error about a user's model that cannot be loaded, turned into a chain, or run."""
 
 
 class MeasurementError(PlannerError):
-    """A layer could not be measured on this device."""
+    """Error about a layer that cannot be measured on this device."""
 
 
 class TrainingError(PlannerError):
-    """A stage failed while it trained: it died, hung, ran out of memory, or computed what is no number."""
+    """Failure of a stage in training: a crash, a hang, lack of memory, or a NaN."""
 
 
 class SolverError(PlannerError):
-    """The solver gave no answer: it failed, or its time ran out before it found a plan."""
+    """Failure of the solver, or its time limit before it found a plan."""
 
 
 class InfeasibleError(PlannerError):
-    """The problem was solved: no plan satisfies the limits."""
+    """Proof that no plan satisfies the limits."""
 
     exit_code = ExitCode.NO

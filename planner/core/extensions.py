@@ -1,6 +1,6 @@
-"""Packages that extend the planner; other packages load what these offer by name, and never import them.
+"""Registry of packages that extend the planner. Other packages load their functions by name, without an import.
 
-The `__init__` of such a package lists its functions as `module:function`, in a table for each seam:
+The `__init__` of such a package lists its functions as `module:function`, in a table for each extension point:
 
     BACKENDS    profile backends    `--device <name>`, up to the first colon
     FORMATS     emitters            `--format <name>`
@@ -16,12 +16,12 @@ Seam = Literal["BACKENDS", "FORMATS", "LAWS"]
 
 
 def names_of(seam: Seam) -> tuple[str, ...]:
-    """Return the names that extensions offer at a seam."""
+    """Return the names that extensions register at an extension point."""
     return tuple(_offered(seam))
 
 
 def load(seam: Seam, name: str) -> Any:
-    """Import and return what an extension offers under this name."""
+    """Import and return the function that an extension registers under this name."""
     module, _, function = _offered(seam)[name].partition(":")
     return getattr(import_module(module), function)
 

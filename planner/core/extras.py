@@ -1,12 +1,11 @@
-"""Extras: the packages that `pip install gpipe-plan` does not bring, and what to type where one of them is missing.
+"""Extras: packages that `pip install gpipe-plan` does not install, and commands to install them.
 
     without an extra    numpy, pydantic, pyyaml, rich, typer     solve, check, show, emit, compare, sweep, verify --run
     train               torch, fvcore, networkx, safetensors     profile, verify, check --model, train.py
     milp                pulp, highspy                            solve --solver milp, bounds for several chunks
     tpu                 jax, libtpu, torchax, and train          profile --device tpu:v2, train_jax.py
 
-Rooms that cannot be imported without an extra import what they hand on within `importing`; what is imported later asks
-`check_installed` first.
+Packages that need an extra import it within `importing`. Code that imports it later calls `check_installed` first.
 """
 
 import ctypes
@@ -24,7 +23,7 @@ Extra = Literal["train", "milp", "tpu"]
 
 class _Packages(NamedTuple):
     names: tuple[str, ...]
-    """Of the modules, which are those of the packages as well."""
+    """Names of the modules, which are also the names of the packages."""
     purpose: str
 
 
@@ -36,24 +35,24 @@ _EXTRAS: Final[Mapping[Extra, _Packages]] = {
 
 
 def is_installed(package: str) -> bool:
-    """Whether there is such a package; it is not imported."""
+    """Return True if a package is installed, without an import of it."""
     return find_spec(package) is not None
 
 
 def packages_of(extra: Extra) -> tuple[str, ...]:
-    """The packages of an extra; those of other extras that it brings along are left out."""
+    """Return the packages of an extra, without those of other extras that it includes."""
     return _EXTRAS[extra].names
 
 
 def absent_from(extra: Extra) -> tuple[str, ...]:
-    """The packages of an extra that are not installed."""
+    """Return the packages of an extra that are not installed."""
     return tuple(name for name in packages_of(extra) if not is_installed(name))
 
 
 def command_for(extra: Extra) -> str:
-    """What to type to have an extra's packages.
+    """Return the command that installs an extra's packages.
 
-    Where torch is installed, the rest of `train` is named: the extra would have pip replace a torch of another release.
+    If torch is installed, the command names the other packages of `train`. The extra itself could replace torch.
     """
     absent = absent_from(extra)
     if extra == "train" and absent and "torch" not in absent:
@@ -62,7 +61,7 @@ def command_for(extra: Extra) -> str:
 
 
 def check_installed(extra: Extra) -> None:
-    """Imports nothing.
+    """Check that the packages of an extra are installed, without an import of them.
 
     Raises:
         MissingPackageError: A package of the extra is not installed.
@@ -73,10 +72,10 @@ def check_installed(extra: Extra) -> None:
 
 @contextmanager
 def importing(extra: Extra) -> Iterator[None]:
-    """Says of what is imported within, where a package of an extra is missing, how to install it.
+    """Convert the import error of a missing package in the block, with a hint how to install it.
 
     Raises:
-        MissingPackageError: In place of the `ModuleNotFoundError` for such a package.
+        MissingPackageError: A package of the extra is not installed.
     """
     try:
         yield
@@ -94,14 +93,14 @@ def _missing(extra: Extra, absent: tuple[str, ...]) -> MissingPackageError:
     error = MissingPackageError(
         f"{names} {'are' if others else 'is'} not installed, which {_EXTRAS[extra].purpose}", hint=hint
     )
-    # A script ends in a traceback where a command of ours would print the hint: there it stands behind the message.
+    # Commands print the hint. The traceback of a script shows this note instead.
     error.add_note(f"hint: {hint}")
     return error
 
 
 @contextmanager
 def without_output() -> Iterator[None]:
-    """Drop what the block writes to file descriptor 1: HiGHS 1.16 prints a banner whatever its options say."""
+    """Discard what the block writes to file descriptor 1; HiGHS 1.16 always prints a banner."""
     try:
         kept = os.dup(1)
     except OSError:  # it is closed

@@ -1,1 +1,1 @@
-"""Judging: does a plan fit, did its prediction come true, what differs between two of them."""
+"""Checks of plans: memory limits, predicted against measured values, and differences between plans."""

@@ -1,4 +1,4 @@
-"""What a run of a plan says of the machine that the profile could not: measured side by side with its neighbours."""
+"""Corrections of a profile, measured by a run whose stages share the machine."""
 
 from dataclasses import replace
 
@@ -12,12 +12,15 @@ from planner.core.values.run_report import BoundaryRun, RunReport, StageRun
 
 
 def calibration_of(plan: Plan, evaluation: Evaluation, report: RunReport) -> Calibration:
-    """What a run of `plan` measured, as corrections of what it was predicted with.
+    """Return the corrections of the prediction that a run of `plan` measured.
 
     Args:
-        plan: As predicted now.
-        evaluation: Of the plan, on its profile.
-        report: Of a run under it.
+        plan: Plan with current predictions.
+        evaluation: Evaluation of the plan on its profile.
+        report: Report of a run of the plan.
+
+    Returns:
+        Calibration, with times in microseconds and sizes in bytes.
     """
     overhead_us = plan.inputs.overhead_us if report.overhead_us is None else report.overhead_us
     corrected = Calibration(
@@ -34,61 +37,70 @@ def calibration_of(plan: Plan, evaluation: Evaluation, report: RunReport) -> Cal
     return replace(corrected, step_ratio=_step_ratio(evaluation, report, corrected))
 
 
-def calibrated_executor(found: Calibration, kind: str, known: ExecutorCost | None = None) -> ExecutorCost:
-    """What the executor costs on a device of this kind; of `known` the link, where none was calibrated.
+def calibrated_executor(calibration: Calibration, kind: str, measured: ExecutorCost | None = None) -> ExecutorCost:
+    """Return the calibrated cost of the executor on a device of this kind.
+
+    Args:
+        calibration: Calibration from a run.
+        kind: Device kind of the profile.
+        measured: Executor cost in the profile; its link is used if the calibration has none.
+
+    Returns:
+        Overhead and link of the executor.
 
     Raises:
         UsageError: The calibration is of another kind of device.
     """
-    if found.device.kind != kind:
+    if calibration.device.kind != kind:
         raise UsageError(
-            f"the calibration is of {found.device.kind}, the profile of {kind}",
+            f"the calibration is of {calibration.device.kind}, the profile of {kind}",
             hint="calibrate where the plan will run: `gpipe-plan verify`",
         )
-    return ExecutorCost(overhead_us=found.overhead_us, link=found.link or (known.link if known else Link()))
+    link = calibration.link or (measured.link if measured else Link())
+    return ExecutorCost(overhead_us=calibration.overhead_us, link=link)
 
 
 def stage_runs(report: RunReport) -> tuple[StageRun, ...]:
-    """The stages of a pipeline: of several side by side the slowest times and the highest peaks."""
+    """Return the stages of a pipeline, with the slowest times and the highest peaks over all replicas."""
     runs: dict[int, StageRun] = {}
     for run in report.stages:
-        known = runs.get(run.index, run)
+        previous = runs.get(run.index, run)
         runs[run.index] = replace(
             run,
             replica=0,
-            forward_us=max(known.forward_us, run.forward_us),
-            backward_us=max(known.backward_us, run.backward_us),
-            backward_input_us=max(known.backward_input_us, run.backward_input_us),
-            backward_weight_us=max(known.backward_weight_us, run.backward_weight_us),
-            peak_bytes=max(known.peak_bytes, run.peak_bytes),
-            outside_bytes=max(known.outside_bytes, run.outside_bytes),
-            core_share=min(known.core_share, run.core_share),
+            forward_us=max(previous.forward_us, run.forward_us),
+            backward_us=max(previous.backward_us, run.backward_us),
+            backward_input_us=max(previous.backward_input_us, run.backward_input_us),
+            backward_weight_us=max(previous.backward_weight_us, run.backward_weight_us),
+            peak_bytes=max(previous.peak_bytes, run.peak_bytes),
+            outside_bytes=max(previous.outside_bytes, run.outside_bytes),
+            core_share=min(previous.core_share, run.core_share),
         )
     return tuple(runs[index] for index in sorted(runs))
 
 
 def timed_steps_us(report: RunReport) -> tuple[float, ...]:
-    """The steps that count; a run shorter than its warm-up has nothing better to offer than the warm-up."""
+    """Return the step times after the warm-up; all of them if the run was no longer than its warm-up."""
     return report.step_us[report.warmup_steps :] or report.step_us
 
 
 def peak_bytes_of(plan: Plan) -> tuple[int, ...]:
-    """Predicted peak of every device, as its allocator sees it: the reserve is for what that does not see."""
+    """Return the predicted allocator peak of every device in bytes, without the memory reserve."""
     return tuple(need - plan.inputs.reserve_bytes for need in plan.device_bytes())
 
 
 def _compute(plan: Plan, report: RunReport) -> float:
-    """Measured over profiled time of the stages' forwards and backwards."""
+    """Return the ratio of measured to profiled time of the stages' forwards and backwards."""
     measured = sum(run.forward_us + run.backward_us for run in stage_runs(report))
     overhead_us = 2 * plan.inputs.overhead_us * len(plan.stages)
     predicted = sum(stage.forward_us + stage.backward_us for stage in plan.stages) - overhead_us
-    # What the plan was predicted with already is part of the answer.
+    # The factor is relative to the one that the plan was predicted with.
     return plan.inputs.compute * measured / predicted if measured > 0 < predicted else plan.inputs.compute
 
 
 def _step_ratio(evaluation: Evaluation, report: RunReport, corrected: Calibration) -> float | None:
-    """What the corrections leave over: the step that was measured over the one that they predict."""
-    from statistics import median  # noqa: PLC0415 - dear to import, and `solve` measures nothing
+    """Return the ratio of the measured step time to the one predicted with the corrections."""
+    from statistics import median  # noqa: PLC0415 - slow to import, and `solve` does not need it
 
     steps_us = timed_steps_us(report)
     cluster = replace(
@@ -102,11 +114,11 @@ def _step_ratio(evaluation: Evaluation, report: RunReport, corrected: Calibratio
 
 
 def _link(evaluation: Evaluation, report: RunReport, overhead_us: float) -> Link | None:
-    """The link that the plan counted on, slower or faster by one factor; all sizes that were sent tell of it."""
+    """Return the link of the plan scaled by one factor, which is fitted to all transfers; None if unknown."""
     cluster = evaluation.cluster
     if not report.boundaries or cluster.links or cluster.inter_link is not None:
         return None
-    # A receiver cannot tell the engine's own time from the transfer.
+    # The receiver measures the executor's overhead together with the transfer.
     times_us = [max(0.0, time - overhead_us) for boundary in report.boundaries for time in _both(boundary)]
     if not times_us:
         return None
@@ -121,7 +133,7 @@ def _link(evaluation: Evaluation, report: RunReport, overhead_us: float) -> Link
 
 
 def _both(boundary: BoundaryRun) -> tuple[float, ...]:
-    """Times of both directions; a direction in which nothing was seen is left out."""
+    """Return the times of the directions that were measured."""
     return tuple(time for time in (boundary.forward_us, boundary.backward_us) if time > 0)
 
 
@@ -131,7 +143,7 @@ def _predicted_us(evaluation: Evaluation, boundary: int) -> float:
 
 
 def _reserve(plan: Plan, report: RunReport) -> int:
-    """The most that any device had in use beyond the peak that is predicted for its allocator."""
+    """Return the most bytes that any device used above the predicted peak of its allocator."""
     used = {run.index: run.peak_bytes + run.outside_bytes for run in stage_runs(report)}
     measured = [max(used.get(stage.index, 0) for stage in chunks) for chunks in plan.by_device()]
     return max(0, *(has - need for has, need in zip(measured, peak_bytes_of(plan), strict=True)))

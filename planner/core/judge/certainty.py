@@ -1,8 +1,8 @@
-"""How sure a prediction is: how far runs of predictions of its kind came out from what was predicted.
+"""Error ranges of predictions, taken from earlier predictions of the same kind.
 
-No bound here is a guess. Each is the largest error of rows that are committed, of several runs of one row that of the
-one in the middle: docs/cost-model.md names the pages, kind by kind, and `tests/unit/core/test_certainty.py` reads the
-rows and fails where a bound is wider or narrower than they are. What no row tells is left open.
+Each bound is the largest error of committed measurements; of several runs of one row, the median counts.
+docs/cost-model.md names the pages for each kind. `tests/unit/core/test_certainty.py` reads the rows and fails if a
+bound is wider or narrower than they are. A kind without measurements has no error range.
 """
 
 from collections import defaultdict
@@ -19,81 +19,82 @@ from planner.core.values.rates import RATES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Seen:
-    """Steps of runs beside what was predicted of them."""
+class StepErrors:
+    """Range of measured step times relative to the predicted ones."""
 
     source: str
-    """What the predictions stood on, in words."""
+    """Basis of the predictions, as a phrase."""
     least: float
-    """The smallest step, measured over predicted."""
+    """Smallest ratio of measured to predicted step time."""
     most: float
+    """Largest ratio of measured to predicted step time."""
 
 
 STEPS: Final = {
-    # One process, time.md; two processes side by side, verify.md and cpu.md.
-    "one device": Seen(source="measured on the CPU, one process", least=0.918, most=1.072),
-    "cpu": Seen(source="measured on the CPU", least=0.910, most=1.105),
-    "short": Seen(source="measured on the CPU, micro-batches shorter than 20 ms", least=0.686, most=1.222),
-    # The same plan again, beside the run that it was calibrated with: verify.md.
-    "calibrated": Seen(source="calibrated by a run", least=0.954, most=1.067),
-    # From times that others measured, beside the steps that they measured: published.md.
-    "cuda": Seen(source="measured on GPUs", least=0.986, most=1.171),
-    # Formulas at the rate of another run, and at that of the data sheet: published.md.
-    "rate": Seen(source="estimated by formula at a sustained rate", least=0.970, most=1.019),
-    "peak": Seen(source="estimated by formula at the peak rate", least=1.479, most=1.835),
+    # One process: time.md; two processes: verify.md and cpu.md.
+    "one device": StepErrors(source="measured on the CPU, one process", least=0.918, most=1.072),
+    "cpu": StepErrors(source="measured on the CPU", least=0.910, most=1.105),
+    "short": StepErrors(source="measured on the CPU, micro-batches shorter than 20 ms", least=0.686, most=1.222),
+    # Second run of a plan, predicted with the calibration of the first: verify.md.
+    "calibrated": StepErrors(source="calibrated by a run", least=0.954, most=1.067),
+    # Published layer times and step times: published.md.
+    "cuda": StepErrors(source="measured on GPUs", least=0.986, most=1.171),
+    # Formulas with the rate of another run, and with the peak rate of the data sheet: published.md.
+    "rate": StepErrors(source="estimated by formula at a sustained rate", least=0.970, most=1.019),
+    "peak": StepErrors(source="estimated by formula at the peak rate", least=1.479, most=1.835),
 }
-"""By what a prediction stands on; a kind of which no run was timed has no entry."""
+"""Step errors by the basis of a prediction; a kind without timed runs has no entry."""
 
 SHORTEST_US: Final = 20_000.0
-"""Forward and backward of a micro-batch on the slowest stage: no row of `STEPS["cpu"]` has a shorter one."""
+"""Shortest forward plus backward of the slowest stage, in microseconds, in the rows of `STEPS["cpu"]`."""
 
 PEAKS: Final = {
-    "measured": 1 / 0.99,  # what memory.md promises of 954 peaks, and holds
-    "compiled": 1 / 0.952,  # of a stage by itself: tpu-composition.md
+    "measured": 1 / 0.99,  # bound for the 954 peaks of memory.md
+    "compiled": 1 / 0.952,  # of single stages: tpu-composition.md
     "estimated": 1 / 0.960,  # published.md, whole GB
 }
-"""The highest peak over what was predicted of it, by where a profile's numbers come from."""
+"""Largest ratio of measured to predicted peak, by the origin of the profile's values."""
 
 ALLOCATOR: Final = 1.152
-"""What PyTorch's allocator had reserved on CUDA over what was allocated, at most: published.md."""
+"""Largest ratio of reserved to allocated memory of PyTorch's CUDA allocator: published.md."""
 
 SLACK_BYTES: Final = 64 * 2**10
-"""How far a peak may be off whatever its size: of a stage of some kilobytes a number or two are percents."""
+"""Absolute tolerance of a peak in bytes, for stages of a few kilobytes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Certainty:
-    """How far the step and the peaks of a plan may come out from what is predicted."""
+    """Error ranges of the predicted step time and peaks of a plan."""
 
     source: str
-    """What the prediction stands on, in words."""
+    """Basis of the prediction, as a phrase."""
     step_ratio: tuple[float, float] | None = None
-    """The smallest and the largest step of such runs, measured over predicted; None where none was timed."""
+    """Smallest and largest ratio of measured to predicted step time; None without timed runs of this kind."""
     sampling: float = 0.0
-    """How far the repeats of its layers leave the step open: a share of it, in either direction."""
+    """Sampling error of the step time, from the spread of the repeated measurements; a share of the step."""
     step_us: tuple[float, float] | None = None
-    """From where to where the step may lie by both of these."""
+    """Range of the step time in microseconds, from `step_ratio` and `sampling`."""
     peak_ratio: float | None = None
-    """The highest peak of such runs, measured over predicted; None where none was measured."""
+    """Largest ratio of measured to predicted peak; None without measured peaks of this kind."""
     allocator_ratio: float = 1.0
-    """What a device's allocator has reserved over what is allocated, at most."""
+    """Largest ratio of reserved to allocated memory of the device's allocator."""
     device_bytes: tuple[int, ...] = ()
-    """The most that each device of a pipeline may need, in pipeline order; empty where `peak_ratio` is None."""
+    """Upper bound of each device's memory in bytes, in pipeline order; empty if `peak_ratio` is None."""
 
 
 def certainty_of(plan: Plan, profile: Profile) -> Certainty:
-    """How sure the figures of a plan are.
+    """Return the error ranges of the predictions of a plan.
 
     Args:
-        plan: As predicted now.
-        profile: Its profile.
+        plan: Plan with current predictions.
+        profile: Profile of the plan.
     """
-    seen, sampling, step_us = _seen(plan, profile), sampling_error(plan, profile), plan.predicted.step_us
-    if seen is None:
+    errors, sampling, step_us = _step_errors(plan, profile), sampling_error(plan, profile), plan.predicted.step_us
+    if errors is None:
         source, step_ratio, range_us = f"{profile.device.how} for {profile.device.kind}", None, None
     else:
-        source, step_ratio = seen.source, (seen.least, seen.most)
-        range_us = (step_us * seen.least / (1 + sampling), step_us * seen.most * (1 + sampling))
+        source, step_ratio = errors.source, (errors.least, errors.most)
+        range_us = (step_us * errors.least / (1 + sampling), step_us * errors.most * (1 + sampling))
     ratio, reserved = _peak_ratios(profile)
     return Certainty(
         source=source,
@@ -107,28 +108,28 @@ def certainty_of(plan: Plan, profile: Profile) -> Certainty:
 
 
 def sampling_error(plan: Plan, profile: Profile) -> float:
-    """How far the repeats of the layers leave the step open, as a share of it.
+    """Return the sampling error of the step time, as a share of it.
 
-    A step is a largest of sums of the stages' times, so it is off by no larger share than the stage that is off most;
-    links are taken to be exact. Layers that were measured apart err independently of each other. Those of one
-    digest, which were measured once for all, err together.
+    A step is a maximum over sums of stage times. So its relative error is at most the largest one of the stages.
+    Links are assumed to be exact. Layers that were measured separately have independent errors. Layers with the same
+    digest were measured once, and have the same error.
     """
     size, sizes = plan.micro_batch_size, profile.micro_batch_sizes
     below = max((each for each in sizes if each <= size), default=min(sizes))
     above = min((each for each in sizes if each >= size), default=max(sizes))
-    places = (sizes.index(below), sizes.index(above))
-    return max((_stage_error(layers, places) for layers in _stages(plan, profile)), default=0.0)
+    indices = (sizes.index(below), sizes.index(above))
+    return max((_stage_error(layers, indices) for layers in _stages(plan, profile)), default=0.0)
 
 
 def headroom_for(profile: Profile, caps: Sequence[int]) -> float:
-    """The share of caps to keep free so that the highest peaks seen with such a profile fit, rounded up to 0.1 %.
+    """Return the share of memory to keep free so that the largest expected peaks fit, rounded up to 0.1 %.
 
     Args:
-        profile: What is planned from.
-        caps: In bytes, of each device.
+        profile: Profile that plans are made from.
+        caps: Memory limit of each device in bytes.
 
     Raises:
-        UsageError: No peak has been measured beside one that was predicted so.
+        UsageError: Predictions from such a profile have no known error.
     """
     ratio, reserved = _peak_ratios(profile)
     if ratio is None:
@@ -137,31 +138,31 @@ def headroom_for(profile: Profile, caps: Sequence[int]) -> float:
             f"{profile.device.how} on {profile.device.kind}",
             hint="say how much is to stay free: `--headroom 5%`",
         )
-    # `_most_bytes` the other way round; what it adds weighs most where there is least.
+    # This inverts `_most_bytes`; its constant term matters most for the smallest limit.
     share = max(1 - (cap - SLACK_BYTES) / (ratio * reserved) / cap if cap else 0.0 for cap in caps)
     return min(ceil(share * 1000 - 1e-9) / 1000, 0.999)
 
 
-def _seen(plan: Plan, profile: Profile) -> Seen | None:
-    """Runs of predictions of the plan's kind."""
+def _step_errors(plan: Plan, profile: Profile) -> StepErrors | None:
+    """Return the step errors of predictions of the plan's kind; None without timed runs."""
     how, kind = profile.device.how, profile.device.kind
     if how == "estimated":
-        return _seen_of_formula(profile)
+        return _formula_errors(profile)
     if how == "compiled" or kind not in TORCH_KINDS:
         return None
     if kind != "cpu":
         return STEPS["cuda"]
     if (ratio := plan.inputs.step_ratio) is not None:
-        again = STEPS["calibrated"]
-        return replace(again, least=ratio * again.least, most=ratio * again.most)
-    # Processes side by side slow each other; one by itself does not.
+        errors = STEPS["calibrated"]
+        return replace(errors, least=ratio * errors.least, most=ratio * errors.most)
+    # Several processes on one machine slow each other down.
     if plan.num_devices * plan.replicas == 1:
         return STEPS["one device"]
     slowest_us = max(stage.forward_us + stage.backward_us for stage in plan.stages)
     return STEPS["cpu" if slowest_us >= SHORTEST_US else "short"]
 
 
-def _seen_of_formula(profile: Profile) -> Seen | None:
+def _formula_errors(profile: Profile) -> StepErrors | None:
     settings = profile.model.settings
     if "formula" not in settings:
         return None
@@ -171,7 +172,7 @@ def _seen_of_formula(profile: Profile) -> Seen | None:
 
 
 def _peak_ratios(profile: Profile) -> tuple[float | None, float]:
-    """Allocated over predicted, and reserved over allocated."""
+    """Return the ratios of allocated to predicted, and of reserved to allocated memory."""
     device = profile.device
     unseen = device.how == "measured" and device.kind not in TORCH_KINDS
     return None if unseen else PEAKS[device.how], ALLOCATOR if device.kind == "cuda" else 1.0
@@ -188,12 +189,12 @@ def _stages(plan: Plan, profile: Profile) -> Iterator[tuple[LayerProfile, ...]]:
         yield profile.layers[end - count : end]
 
 
-def _stage_error(layers: Sequence[LayerProfile], places: Sequence[int]) -> float:
+def _stage_error(layers: Sequence[LayerProfile], indices: Sequence[int]) -> float:
     total_us, errors_us = 0.0, defaultdict[str, float](float)
     for n, layer in enumerate(layers):
-        time_us = layer.forward_us[places[-1]] + layer.backward_us[places[-1]]
+        time_us = layer.forward_us[indices[-1]] + layer.backward_us[indices[-1]]
         total_us += time_us
-        # The larger error of both sizes that the costs are interpolated between.
-        share = max(layer.spread[place] for place in places) if layer.spread else 0.0
+        # The larger error of both sizes between which the costs are interpolated.
+        share = max(layer.spread[n] for n in indices) if layer.spread else 0.0
         errors_us[layer.digest or str(n)] += time_us * share
     return sqrt(sum(error * error for error in errors_us.values())) / total_us if total_us else 0.0

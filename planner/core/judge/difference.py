@@ -1,4 +1,4 @@
-"""Plans side by side: by how many bytes and how much time the stages of two differ, and several in a row."""
+"""Comparison of plans: differences in memory and time of two plans, stage by stage, or a list of several."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -10,12 +10,12 @@ from planner.core.values.plan import Plan, Stage
 from planner.core.values.units import format_bytes, format_us
 
 _SAME_SHARE = 1e-4
-"""Rates that differ by a smaller share are the same."""
+"""Smallest relative difference of rates that counts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageDifference:
-    """One stage before and now; None where only one of the plans has it."""
+    """One stage of two plans; values are None if only the other plan has the stage."""
 
     index: int
     layers_before: int | None
@@ -23,23 +23,23 @@ class StageDifference:
     bytes_before: int | None
     bytes: int | None
     us_before: float | None
-    """Forward and backward of one micro-batch, with any recomputation."""
+    """Forward plus backward time of one micro-batch, including recomputation, in microseconds."""
     us: float | None
 
     @property
     def more_bytes(self) -> int:
-        """The growth in bytes; 0 where there is nothing to compare."""
+        """Growth in bytes; 0 if only one plan has the stage."""
         return self.bytes - self.bytes_before if self.bytes is not None and self.bytes_before is not None else 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Difference:
-    """What became of another plan."""
+    """Difference from another plan to this one."""
 
     against: str
-    """Which: a file, or `git:REVISION`."""
+    """Other plan: a file, or `git:REVISION`."""
     recomputed: bool
-    """Whether that plan was recomputed from its profile; else its own numbers were taken."""
+    """True if the other plan was evaluated again from its profile; else its stored values are used."""
     step_us_before: float
     step_us: float
     samples_per_s_before: float
@@ -53,27 +53,37 @@ class Difference:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ComparedPlan:
-    """One of the plans."""
+    """One of the compared plans."""
 
     path: str
     recomputed: bool
-    """Whether its numbers were recomputed from its profile; else they are those it was written with."""
+    """True if the plan was evaluated again from its profile; else its stored values are used."""
     fits: bool
     plan: Plan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """The plans in the order given; the first is what the others are compared with."""
+    """Compared plans in the given order; the first one is the reference."""
 
     schema: Literal["gpipe-plan/compare/v1"] = "gpipe-plan/compare/v1"
     plans: tuple[ComparedPlan, ...]
     difference: Difference | None = None
-    """Stage by stage, of two plans: from the first to the second."""
+    """Difference from the first to the second plan, stage by stage; only for two plans."""
 
 
 def difference_of(before: Plan, now: Plan, *, against: str, recomputed: bool) -> Difference:
-    """How `now` differs from `before`."""
+    """Return the difference from one plan to another.
+
+    Args:
+        before: Reference plan.
+        now: Other plan.
+        against: Name of the reference plan.
+        recomputed: True if the reference plan was evaluated again from its profile.
+
+    Returns:
+        Times in microseconds and sizes in bytes, of both plans.
+    """
     return Difference(
         against=against,
         recomputed=recomputed,
@@ -102,7 +112,7 @@ def _stage(index: int, before: Stage | None, now: Stage | None) -> StageDifferen
 
 
 def growth(difference: Difference) -> Iterator[Finding]:
-    """Notes on what has become larger or slower: the stage that grew most, and the step."""
+    """Yield findings on growth: the stage whose memory grew most, and a slower step."""
     against = difference.against
     grown = [(s.more_bytes, s) for s in difference.stages if s.more_bytes > 0]
     if grown:

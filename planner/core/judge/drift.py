@@ -1,4 +1,4 @@
-"""Whether a run was as planned, said in the words in which the run itself tells it at its end."""
+"""Deviation of a run from its plan, and the message that the run prints at its end."""
 
 from collections.abc import Sequence
 from statistics import median
@@ -19,18 +19,21 @@ from planner.core.values.run_report import RunReport
 from planner.core.values.units import counted, format_bytes, format_us
 
 ENOUGH_STEPS: Final = 10
-"""How many steps behind the warm-up tell of a machine rather than of a moment: as many as `verify` measures."""
+"""Least number of steps after the warm-up for a comparison; `verify` measures as many."""
 
 
 def drift_of(balance: Balance, report: RunReport, *, are_times_judged: bool) -> tuple[Compared, ...]:
-    """What of a run is farther from its plan than `verify` allows by default: the step time, peaks of devices.
+    """Return the step time and device peaks that deviate from the plan by more than `verify` allows by default.
 
-    Nothing is said of a run that is too short, on another kind of device, or with other mini-batches than planned.
+    A run that is too short, on another kind of device, or with other mini-batches than planned is not compared.
 
     Args:
-        balance: What was run.
-        report: What it took.
-        are_times_judged: Whether its times say anything, by what is known beside the report.
+        balance: Stages that were run, with their planned values.
+        report: Report of the run.
+        are_times_judged: False if times are known to be disturbed.
+
+    Returns:
+        Values outside their tolerance.
     """
     planned, steps_us = balance.planned, timed_steps_us(report)
     is_long = len(report.step_us) - report.warmup_steps >= ENOUGH_STEPS
@@ -40,14 +43,14 @@ def drift_of(balance: Balance, report: RunReport, *, are_times_judged: bool) -> 
         return ()
     step = Compared(what="step_us", predicted=planned.step_us, measured=median(steps_us))
     peaks = peaks_of(list(zip(balance.by_device(), balance.peak_bytes, strict=True)), report)
-    # Layers written by hand may take no time at all.
+    # Hand-written layers may have no times.
     are_times_judged = are_times_judged and planned.step_us > 0 and not disturbance(report)
     rows = (judged(row, DEFAULT_TOLERANCE, are_times_judged=are_times_judged) for row in (step, *peaks))
     return tuple(row for row in rows if row.agrees is False)
 
 
 def drift_text(drift: Sequence[Compared], tolerance: Tolerance = DEFAULT_TOLERANCE) -> str:
-    """One sentence: the step time, and of the peaks the one that is farthest off."""
+    """Return a sentence with the step time and the largest deviation of a peak."""
     said = []
     for row in drift:
         if row.what == "step_us":

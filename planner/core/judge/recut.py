@@ -1,4 +1,4 @@
-"""A plan with other cuts: what somebody's list would make of it."""
+"""Evaluation of a plan with other cuts, which the user gives."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -18,19 +18,22 @@ _CHEAPEST_FIRST: Final[tuple[Recompute, ...]] = ("never", "except-last", "always
 def with_cuts(
     plan: Plan, profile: Profile, balance: Sequence[int], *, memory_bytes: tuple[int, ...] | None = None
 ) -> Plan:
-    """`plan` cut otherwise: its schedule, micro-batches and devices, with the recomputation that the new stages need.
+    """Return `plan` with other cuts, and with the recomputation that the new stages need.
 
-    Of the choices that the plan's policy allows (whole stages only), each device takes the fastest that fits, or the
-    one that needs least where none does.
+    The schedule, micro-batches and devices stay. Each device gets the fastest recomputation of whole stages that fits
+    and that the plan's policy allows. If none fits, it gets the one with the least memory.
 
     Args:
-        plan: The plan.
-        profile: Its profile.
+        plan: Plan to change.
+        profile: Profile of the plan.
         balance: Layers per stage; there may be more or fewer stages than in the plan.
-        memory_bytes: Caps instead of the plan's, one per device.
+        memory_bytes: Memory limit of each device in bytes; None for those of the plan.
+
+    Returns:
+        Plan with status `given`.
 
     Raises:
-        UsageError: The layers or the devices do not add up, or the schedule cannot run so many stages.
+        UsageError: The numbers of layers or devices are wrong, or the schedule cannot run so many stages.
     """
     inputs = plan.inputs if memory_bytes is None else replace(plan.inputs, memory_bytes=memory_bytes)
     partition = Partition(
@@ -49,7 +52,7 @@ def with_cuts(
 
 
 def _devices(plan: Plan, num_stages: int) -> tuple[int, ...]:
-    """Devices that were put into an order stay in it."""
+    """Return the device of each stage if the plan has chosen an order of devices, else an empty tuple."""
     if all(stage.device is None for stage in plan.stages):
         return ()
     if num_stages != len(plan.stages):

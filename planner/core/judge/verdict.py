@@ -1,6 +1,6 @@
-"""Does a plan still hold? Everything is recomputed from the profile; the numbers in the plan are compared, not trusted.
+"""Check of a plan: its values are computed again from the profile and compared with the stored ones.
 
-What can be found, and what it means, stands in `planner.core.values.findings`.
+The possible findings are listed in `planner.core.values.findings`.
 """
 
 from collections.abc import Iterator, Sequence
@@ -25,31 +25,31 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """Findings and the plan as it is under the profile of today."""
+    """Result of a check: findings, and the plan as evaluated from the current profile."""
 
     schema: Literal["gpipe-plan/check/v1"] = "gpipe-plan/check/v1"
     fits: bool
-    """No finding of severity error, and with `strict` none of severity warning."""
+    """True if no finding is an error, nor, with `strict`, a warning."""
     findings: tuple[Finding, ...]
     plan: Plan | None
-    """Recomputed; None where the profile is not the plan's at all."""
+    """Plan with values computed from the profile; None if the profile does not match the plan."""
     strict: bool = False
-    """Whether warnings count like errors."""
+    """True if warnings count as errors."""
     would_fit: tuple[str, ...] = ()
-    """Where a stage is over its cap: the nearest things that would fit, each computed."""
+    """Smallest changes that would fit, if a stage exceeds its memory limit."""
     difference: "Difference | None" = None
-    """From another plan, where one was given."""
+    """Difference from another plan, if one was given."""
     certainty: "Certainty | None" = None
-    """How far the plan's figures may come out from what is predicted, where that was asked."""
+    """Error ranges of the predictions, if requested."""
 
     @property
     def refused(self) -> tuple[Severity, ...]:
-        """Severities that make the answer no."""
+        """Severities that make the check fail."""
         return ("error", "warning") if self.strict else ("error",)
 
     @property
     def is_over(self) -> bool:
-        """Whether a stage needs more than its cap."""
+        """True if a stage exceeds its memory limit."""
         return any(each.code == "GP101" for each in self.findings)
 
 
@@ -63,19 +63,22 @@ def judge(
     headroom: float = 0.0,
     strict: bool = False,
 ) -> Verdict:
-    """Recomputes `plan` from `profile` and says what is wrong with it.
+    """Evaluate `plan` again from `profile`, and report findings.
 
     Args:
-        plan: The plan as read.
-        profile: The profile as it is now.
-        profile_digest: Its digest.
-        memory_bytes: Caps to judge against instead of the plan's, one per device.
-        device: What to take for every device instead: its memory is the cap.
-        headroom: Share of the cap that should stay free, in [0, 1).
-        strict: Whether warnings make the answer no.
+        plan: Plan as stored.
+        profile: Current profile.
+        profile_digest: Digest of the profile.
+        memory_bytes: Memory limit of each device in bytes; None for those of the plan.
+        device: Device type to assume for every device; its memory is the limit.
+        headroom: Share of the limit that should stay free, in [0, 1).
+        strict: True to treat warnings as errors.
+
+    Returns:
+        Findings and the evaluated plan.
 
     Raises:
-        UsageError: The plan breaks an invariant (a layer lost, an empty stage, …).
+        UsageError: The plan breaks an invariant, such as a missing layer or an empty stage.
     """
     stale = profile_digest != plan.inputs.profile.digest
     findings = [_stale(plan, profile_digest)] if stale else []
@@ -95,7 +98,7 @@ def judge(
     evaluation = Evaluation(costs, partition, inputs.cluster)
     now = evaluation.plan(inputs, plan.solver)
     if not is_same("step_us", plan.predicted.step_us, now.predicted.step_us):
-        # The certificate was for other cuts, or another profile.
+        # The stored gap and bound are of other cuts, or of another profile.
         now = evaluation.plan(inputs, SolverReport(method="given", status="given"))
     for chunks in now.by_device():
         findings.extend(_memory_findings(chunks, headroom))
@@ -107,15 +110,25 @@ def judge(
 
 
 def with_findings(verdict: Verdict, findings: Sequence[Finding]) -> Verdict:
-    """`verdict` with more findings, judged anew."""
+    """Return `verdict` with more findings, and update `fits`."""
     return _verdict([*verdict.findings, *findings], verdict.plan, strict=verdict.strict)
 
 
 def compared(verdict: Verdict, before: Plan, *, against: str, recomputed: bool) -> Verdict:
-    """`verdict` with what its plan has become beside `before`; as it is where it has no plan."""
+    """Return `verdict` with the difference from another plan; unchanged if it has no plan.
+
+    Args:
+        verdict: Result of a check.
+        before: Reference plan.
+        against: Name of the reference plan.
+        recomputed: True if the reference plan was evaluated again from its profile.
+
+    Returns:
+        Verdict with the difference, and findings on growth.
+    """
     if verdict.plan is None:
         return verdict
-    from planner.core.judge.difference import difference_of, growth  # noqa: PLC0415 - seldom asked for
+    from planner.core.judge.difference import difference_of, growth  # noqa: PLC0415 - rarely needed
 
     difference = difference_of(before, verdict.plan, against=against, recomputed=recomputed)
     return replace(verdict, difference=difference, findings=(*verdict.findings, *growth(difference)))
@@ -136,7 +149,7 @@ def _elsewhere(profile: Profile, device: Accelerator) -> list[Finding]:
 
 
 def _unproven(profile: Profile, plan: Plan) -> list[Finding]:
-    """What is not known of the stages, or known to be wrong; nothing of a profile that is of no model."""
+    """Return findings on missing or failed equivalence checks; none for a profile without a model."""
     proof = profile.proof
     if not profile.model.digest or len(plan.stages) == 1:
         return []
@@ -154,7 +167,7 @@ def _unproven(profile: Profile, plan: Plan) -> list[Finding]:
 
 
 def _how_sure(plan: Plan, profile: Profile) -> list[Finding]:
-    """Where the figures come from, if not from measurements at this very size."""
+    """Return findings on values that were not measured at this micro-batch size."""
     findings = []
     if profile.device.how != "measured":
         called = profile.device.name or profile.device.kind
@@ -176,7 +189,7 @@ def _stale(plan: Plan, digest: str) -> Finding:
 
 
 def _misfit(plan: Plan, profile: Profile, *, stale: bool) -> Finding | None:
-    """Return whether the plan names or counts other layers; a wrong count of its own profile's is an error instead."""
+    """Return a finding if the plan has other layers than a changed profile; else a wrong count raises later."""
     if sum(plan.balance) == len(profile.layers) and min(plan.balance, default=0) > 0:
         return _renamed(plan, profile)
     if not stale:
@@ -199,7 +212,7 @@ def _renamed(plan: Plan, profile: Profile) -> Finding | None:
 
 
 def _memory_findings(chunks: Sequence[Stage], headroom: float) -> list[Finding]:
-    """What there is to say of a device's memory; `chunks` are its stages, one unless it runs several chunks."""
+    """Return findings on the memory of a device that runs the stages `chunks`."""
     stage, cap = chunks[0], chunks[0].memory_bytes
     need = sum(chunk.memory.total for chunk in chunks)
     if len(chunks) == 1:
@@ -232,15 +245,26 @@ def _edited(plan: Plan, now: Plan) -> list[Finding]:
 
 
 def is_same(name: str, written: float, computed: float) -> bool:
-    """Whether two figures are one, as files round them: times to 0.1 us, others to six digits behind the point."""
+    """Return True if two values are equal within the rounding of plan files.
+
+    Args:
+        name: Name of the field; times end in `_us` and are rounded to 0.1 us, others to six decimals.
+        written: Value in the file.
+        computed: Value from the cost model.
+
+    Returns:
+        True if they differ by rounding only.
+    """
     slack = 0.1 if name.endswith("_us") else 2e-6
     return abs(written - computed) <= slack + 1e-6 * abs(computed)
 
 
 def claimed_of(written: Plan, verdict: Verdict) -> SolverReport | None:
-    """The certificate of a plan that can be looked into: its own where the cuts are as they were, or None.
+    """Return the solver report whose bound and gap can be checked; None if there is none.
 
-    The verdict is that on the plan as written, against its profile.
+    Args:
+        written: Plan as stored.
+        verdict: Result of the check of that plan with its profile.
     """
     now, codes = verdict.plan, {each.code for each in verdict.findings}
     if now is None or codes & {"GP101", "GP201"} or now.inputs != written.inputs:
@@ -251,7 +275,7 @@ def claimed_of(written: Plan, verdict: Verdict) -> SolverReport | None:
 
 
 def differing(plan: Plan, now: Plan) -> tuple[str, ...]:
-    """The figures of `plan` that its profile does not give, by their places in the file; decisions are left out."""
+    """Return the paths of values in `plan` that differ from the evaluated plan `now`; decisions are not compared."""
     places = [*_differing(plan.predicted, now.predicted, "predicted")]
     for k, (written, computed) in enumerate(zip(plan.stages, now.stages, strict=True)):
         places += _differing(written, computed, f"stages[{k}]")
@@ -259,7 +283,7 @@ def differing(plan: Plan, now: Plan) -> tuple[str, ...]:
 
 
 def certificate_problems(plan: Plan, solver: SolverReport) -> tuple[str, ...]:
-    """What a solver's report says that cannot be, of a plan with such a step time."""
+    """Return contradictions between a solver report and the step time of its plan."""
     step_us, bound_us = plan.predicted.step_us, solver.lower_bound_us
     problems = []
     if solver.status == "given":

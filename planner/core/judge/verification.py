@@ -1,4 +1,4 @@
-"""A run of a plan judged against its prediction: are step time and memory what was predicted?"""
+"""Comparison of a run with the predicted step time and memory of its plan."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -23,25 +23,25 @@ Quantity = Literal[
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tolerance:
-    """How far a prediction may be off, as shares unless it says otherwise."""
+    """Tolerated errors of predictions, as shares unless stated otherwise."""
 
     step: float
-    """A share of the predicted step time, in either direction."""
+    """Error of the step time, in either direction, as a share of the prediction."""
     memory_below: float
-    """How far a predicted peak may lie below the measured one."""
+    """Share by which a predicted peak may be below the measured one."""
     memory_above: float
-    """How far above it."""
+    """Share by which a predicted peak may be above the measured one."""
     memory_slack_bytes: int = SLACK_BYTES
-    """In either direction, and beside the shares."""
+    """Bytes that are tolerated in addition, in either direction."""
 
     def allows_peak(self, *, predicted: float, measured: float) -> bool:
-        """Whether a predicted peak is near enough to the measured one."""
+        """Return True if a predicted peak is within the tolerance of the measured one, both in bytes."""
         lowest = measured * (1 - self.memory_below) - self.memory_slack_bytes
         return lowest <= predicted <= measured * (1 + self.memory_above) + self.memory_slack_bytes
 
 
 DEFAULT_TOLERANCE: Final = Tolerance(step=0.1, memory_below=0.01, memory_above=0.05)
-"""What `verify` allows where nothing else is asked, and a run that looks at itself in the end."""
+"""Default of `verify`, and tolerance of the comparison at the end of a run."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,29 +50,29 @@ class Compared:
 
     what: Quantity
     index: int | None = None
-    """The stage's number; for a peak the device's."""
+    """Index of the stage; for a peak, index of the device."""
     predicted: float
     measured: float
     agrees: bool | None = None
-    """None where it is shown without being judged."""
+    """True if the values agree; None if they are only shown."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verification:
-    """The answer."""
+    """Result of the comparison of a run with its plan."""
 
     schema: Literal["gpipe-plan/verify/v1"] = "gpipe-plan/verify/v1"
     agrees: bool
-    """Whether everything that is judged is within its tolerance."""
+    """True if every judged value is within its tolerance."""
     compared: tuple[Compared, ...]
     tolerance: Tolerance
     notes: tuple[str, ...]
     proof: Proof | None = None
-    """What the plan's stages computed, held against the model in one piece."""
+    """Equivalence check of the stages with the unpartitioned model."""
     calibration: Calibration
     run: RunReport
     again: str = ""
-    """The command that plans with the calibration; empty where that is in no file."""
+    """Command that plans with the calibration; empty if the calibration is not saved."""
 
 
 def verification_of(
@@ -85,19 +85,22 @@ def verification_of(
     proof: Proof | None = None,
     wrong: Sequence[str] = (),
 ) -> Verification:
-    """Sets a run beside what is predicted of it.
+    """Compare a run with the predictions of its plan.
 
     Args:
-        plan: As predicted now.
-        profile: Its profile.
-        report: Of a run under it.
-        tolerance: How far it may be off.
-        crowded: Why times say nothing here, if that is known beside the report: they are not judged then.
-        proof: What its stages computed, held against the model in one piece.
-        wrong: What they did not compute as the model does.
+        plan: Plan with current predictions.
+        profile: Profile of the plan.
+        report: Report of a run of the plan.
+        tolerance: Tolerated errors.
+        crowded: Reason not to judge times, if there is one besides the report.
+        proof: Equivalence check of the stages with the unpartitioned model.
+        wrong: Differences that the equivalence check found.
+
+    Returns:
+        Compared values, their verdicts, and a calibration.
 
     Raises:
-        MeasurementError: The run was over before anything was measured.
+        MeasurementError: The run was no longer than its warm-up.
     """
     if len(report.step_us) <= report.warmup_steps:
         raise MeasurementError(f"{len(report.step_us)} steps are all warm-up", hint="run more: `--steps 12`")
@@ -115,9 +118,9 @@ def verification_of(
 
 
 def compared_of(plan: Plan, report: RunReport) -> tuple[Compared, ...]:
-    """Predicted beside measured, not judged: the step, the bubble, times per stage, peak memory per device.
+    """Return predicted and measured values without verdicts: step, bubble, stage times, device peaks.
 
-    Of replicas the slowest times and the highest peaks count. A run of other stages is compared as far as it goes.
+    Over replicas, the slowest times and the highest peaks count. If a run has fewer stages, only these are compared.
     """
     stages = [[stage.index for stage in chunks] for chunks in plan.by_device()]
     peaks = peaks_of(list(zip(stages, peak_bytes_of(plan), strict=True)), report)
@@ -125,7 +128,16 @@ def compared_of(plan: Plan, report: RunReport) -> tuple[Compared, ...]:
 
 
 def crowding(processes: int, threads: int, cores: int) -> str:
-    """Why the times of CPU processes on one machine would say nothing; empty if they do."""
+    """Return why times of CPU processes on one machine are not judged; empty if they are.
+
+    Args:
+        processes: Number of processes on the machine.
+        threads: Threads per process.
+        cores: Cores of the machine.
+
+    Returns:
+        A note, or an empty string.
+    """
     wanted = processes * threads
     if wanted <= cores:
         return ""
@@ -133,13 +145,13 @@ def crowding(processes: int, threads: int, cores: int) -> str:
 
 
 def disturbance(report: RunReport) -> str:
-    """Why the times of a run say nothing, where its processes were kept waiting for a core; empty if they were not."""
+    """Return why the times of a run are not judged if its processes lacked cores; empty otherwise."""
     waited = lack_of_cores(report)
     return f"times are not judged: {waited}; end what runs beside it, and run it again" if waited else ""
 
 
 def lack_of_cores(report: RunReport) -> str:
-    """Say for how long a process of a run had a core, where that was too short for its times; else nothing."""
+    """Return a phrase with the share of time that a process had a core, if it was too small; else an empty string."""
     share = min((run.core_share for run in report.stages if run.core_share), default=1.0)
     if share >= LEAST_CORE_SHARE:
         return ""
@@ -147,21 +159,23 @@ def lack_of_cores(report: RunReport) -> str:
 
 
 def other_samples(report: RunReport) -> float | None:
-    """How many samples a step of the run had, if not about as many as planned; several mini-batches may be one."""
+    """Return the samples per step of a run if they differ from the planned number; else None."""
     rates = report.samples_per_s[report.warmup_steps :]
     if not report.batch or not rates:
         return None
     steps_s = [step_us / 1e6 for step_us in report.step_us[report.warmup_steps :]]
     # A smaller last mini-batch of an epoch does not move the median.
     samples = median(rate * step_s for rate, step_s in zip(rates, steps_s, strict=False))
-    # Rates are written to a tenth, of which a step of a minute makes samples.
+    # Rates are rounded to a tenth, which adds up to samples in steps of a minute.
     return None if isclose(samples, report.batch, rel_tol=0.02, abs_tol=0.05 * median(steps_s)) else samples
 
 
 def peaks_of(devices: Sequence[tuple[Sequence[int], int]], report: RunReport) -> Iterator[Compared]:
-    """The highest peak of every device beside the predicted one.
+    """Yield the highest measured peak and the predicted peak of every device, in bytes.
 
-    `devices` are those of a pipeline: the stages of each, and the peak in bytes that its allocator is predicted to see.
+    Args:
+        devices: Stages and predicted allocator peak of each device of a pipeline.
+        report: Report of the run.
     """
     runs = {run.index: run for run in stage_runs(report)}
     for device, (stages, need) in enumerate(devices):
@@ -172,7 +186,16 @@ def peaks_of(devices: Sequence[tuple[Sequence[int], int]], report: RunReport) ->
 
 
 def judged(row: Compared, tolerance: Tolerance, *, are_times_judged: bool) -> Compared:
-    """A figure with its verdict, where it is one that is judged."""
+    """Return a compared value with its verdict; only step time and peaks are judged.
+
+    Args:
+        row: Compared value.
+        tolerance: Tolerated errors.
+        are_times_judged: False to leave the step time without a verdict.
+
+    Returns:
+        The value with `agrees` set if it is judged.
+    """
     if row.what == "step_us" and are_times_judged:
         return replace(row, agrees=abs(row.measured - row.predicted) <= tolerance.step * row.predicted)
     if row.what == "peak_bytes":
