@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from planner.core.cost.chain_costs import ChainCosts
 from planner.core.cost.costs import costs_at, covers
-from planner.core.cost.device_memory import chunk_memory, device_peaks, held_once, shared_bytes
+from planner.core.cost.device_memory import chunk_memory, device_peaks, shared_bytes, subtract_shared
 from planner.core.cost.evaluate import Evaluation
 from planner.core.cost.memory import interval_totals, stage_memory
 from planner.core.cost.moments import PARTS, Moments, moments_of, stage_moments
@@ -197,7 +197,7 @@ class Block:
             return np.stack(peaks, axis=1) + reserve
         costs = self.tables.costs
         shared = shared_bytes(costs, self.cuts, self.num_devices)
-        always, parts = held_once(*map(self._at, self.tables.chunks), shared, exact=costs.exact)
+        always, parts = subtract_shared(*map(self._at, self.tables.chunks), shared, exact=costs.exact)
         devices = []
         for d, moments in enumerate(moments_of(self.actions)):
             of = (slice(None), slice(d, None, self.num_devices))

@@ -1,7 +1,14 @@
-"""What the layers of a chain cost at one micro-batch size: the records that the laws of time and memory compute with.
+"""Costs of the layers of a chain at one micro-batch size: input of the time and memory models.
 
-All arrays have shape (L,) unless they say otherwise, times are in microseconds, sizes in bytes of one micro-batch.
-Records of arrays have no equality (`eq=False`): two arrays are not equal or unequal as a whole.
+Arrays have shape (L,) unless stated otherwise. Times are in microseconds, sizes in bytes of one micro-batch.
+Records of arrays have no equality (`eq=False`), since arrays do not compare as a whole.
+
+    boundary i        layer i         boundary i + 1
+    ----------->  [ saved, peaks ]  ----------->
+    input[i]                         output[i]           forward
+    input_gradient[i]                output_gradient[i]  backward
+
+A level is the highest memory of a micro-batch while a layer runs. It includes what earlier layers have saved.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,12 +29,12 @@ FloatArray = NDArray[np.float64]
 IntArray = NDArray[np.int64]
 
 BUCKET_BYTES = 4 * 2**20
-"""Small gradients that replicas sum share a message of about this size; larger ones need no copy."""
+"""Approximate size in bytes of a message with small gradients to other replicas; larger gradients need no copy."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tie:
-    """Layers `first` < `second` share parameters: a stage that holds both, and all between, holds these bytes once."""
+    """Shared parameters of layers `first` < `second`; a stage that has both layers stores these bytes once."""
 
     first: int
     second: int
@@ -36,32 +43,32 @@ class Tie:
     optimizer_bytes: float
     cast_bytes: float = 0.0
     these_alone: bool = True
-    """Whether these two layers are known to share so much, whatever lies between them."""
+    """True if these two layers share these bytes regardless of the layers between them."""
     earlier: tuple[int, ...] = ()
-    """Layers in front of `first` that share the same bytes."""
+    """Layers before `first` that share the same bytes."""
 
 
 ALWAYS: Final = ("parameters", "optimizer", "buffers")
-"""Components of memory that are there at every moment: fields of `State`, and items of a plan's `StageMemory`."""
+"""Components of memory that exist during the whole step: fields of `State` and of a plan's `StageMemory`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class State:
-    """What a layer holds whatever the micro-batch, from the field of `LayerProfile` that `bytes_field` names."""
+    """State of a layer that does not depend on the micro-batch; `bytes_field` names the fields of `LayerProfile`."""
 
     parameters: FloatArray
     idle: FloatArray
-    """Trained parameters that never get a gradient."""
+    """Bytes of trained parameters that never get a gradient."""
     optimizer: FloatArray
     optimizer_peak: FloatArray
     """Transient bytes of the optimizer's step."""
     optimizer_boundary_peak: FloatArray
-    """Transient bytes as that step goes on to a layer from the one in front of it in the same stage."""
+    """Transient bytes of that step between the previous layer of the same stage and this one."""
     buffers: FloatArray
     rewritten: FloatArray
-    """What of the layer's state its forward writes: kept as it was for each micro-batch that is to be recomputed."""
+    """Bytes of state that the forward writes; recomputation needs a copy of its previous value for each micro-batch."""
     casts: FloatArray
-    """Copies of weights that autocast holds from the first forward of a step to its last backward."""
+    """Autocast weight cache, from the first forward of a step to its last backward."""
 
     @classmethod
     def of(cls, layers: Sequence[LayerProfile]) -> "State":
@@ -71,7 +78,7 @@ class State:
 
     @property
     def always(self) -> FloatArray:
-        """Bytes that are there at every moment."""
+        """Bytes that exist during the whole step."""
         always: FloatArray = np.sum([getattr(self, name) for name in ALWAYS], axis=0)
         return always
 
@@ -83,91 +90,93 @@ def bytes_field(component: str) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Boundaries:
-    """What crosses the boundaries in front of each layer and behind it."""
+    """Transfers over the boundaries before and after each layer."""
 
     input: FloatArray
-    """What crosses the boundary in front of each layer; for layer 0 the model's input."""
+    """Bytes that cross the boundary before each layer; for layer 0, the model's input."""
     output: FloatArray
     input_gradient: FloatArray
-    """Gradients of `input`, of tensors that carry one."""
+    """Gradients of those tensors in `input` that have one."""
     output_gradient: FloatArray
     unsaved_output: FloatArray
-    """The part of `output` that `Levels.saved` does not hold: what a stage that ends here holds in addition."""
+    """Part of `output` that is not in `Levels.saved`; a stage that ends here stores it in addition."""
     unkept_input: FloatArray
-    """The part of `input` that no layer keeps: it counts in `Levels.forward` while its layer runs."""
+    """Part of `input` that no layer saves; `Levels.forward` includes it."""
     input_alive: FloatArray
-    """The part of `input` that counts in `Levels.no_grad`."""
+    """Part of `input` that `Levels.no_grad` includes."""
     copied_input: FloatArray
-    """What a stage that begins here copies, because its layers write into the input they receive."""
+    """Bytes that a stage that begins here copies, since its layers write into the received input."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Levels:
-    """What a micro-batch leaves behind in each layer, and the highest that is alive while the layer runs.
+    """Memory that a micro-batch saves in each layer, and the highest memory while the layer runs.
 
-    A level is counted from what was alive when the stage began this micro-batch, if the stage began at layer 0:
-    subtract `saved[:i].sum()` for a stage that begins at layer i. Without exact records levels are transients above
-    all that is held.
+    A level is relative to the memory before this micro-batch, for a stage that begins at layer 0. Subtract
+    `saved[:i].sum()` for a stage that begins at layer i. Without exact records, levels are transients above all saved
+    memory.
     """
 
     saved: FloatArray
     internal: FloatArray
-    """The part of `saved` that never leaves the layer."""
+    """Part of `saved` that never leaves the layer."""
     forward: FloatArray
     no_grad: FloatArray
-    """Highest during a forward without gradients, layer by layer, input included unless it is the stage's own."""
+    """Highest level of a forward without gradients; it includes the input, except the stage's own."""
     first_backward: FloatArray
-    """During the first micro-batch's backward; parameter gradients that it allocates are counted."""
+    """Highest level of the first micro-batch's backward, including the parameter gradients that it allocates."""
     backward: FloatArray
-    """During a later backward; parameter gradients are not counted, those of `State.casts` behind the layer are."""
+    """Highest level of a later backward, without parameter gradients, with those of `State.casts` of later layers."""
     end_twice_first: FloatArray
-    """The part of `first_backward`, the engine's output and its gradient that is counted twice where a stage ends with
-    the layer. Tensors that the layer did not make count as far as their gradients."""
+    """Part of `first_backward` that is counted twice if a stage ends with the layer.
+
+    It is also in the executor's output or its gradient. Of tensors from earlier layers, only gradients count.
+    """
     end_twice: FloatArray
-    """The same part of `backward`."""
+    """Part of `backward` that is counted twice if a stage ends with the layer."""
     attributes: FloatArray
-    """Tensors in plain attributes, there at every moment."""
+    """Tensors in plain attributes, which exist during the whole step."""
     renewed: FloatArray
-    """The part of `attributes` of which each waiting micro-batch that keeps its activations has its own."""
+    """Part of `attributes` that exists once for each waiting micro-batch that keeps its activations."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Halves:
-    """A backward in halves: I, the gradient of the input and whatever is small, and W, the gradients put off.
+    """Split backward: I computes input gradients, W the deferred weight gradients.
 
-    Levels are as in `Levels`: of I with what the layers behind keep for W, of W with what those in front keep.
+    Levels are as in `Levels`. Those of I include what later layers keep for W, those of W what earlier layers keep.
     """
 
     input_us: FloatArray
     weight_us: FloatArray
     held: FloatArray
-    """Kept between I and W."""
+    """Bytes kept between I and W."""
     weight_gradients: FloatArray
-    """The part of `ChainCosts.gradients` that W makes."""
+    """Part of `ChainCosts.gradients` that W computes."""
     first_input: FloatArray
-    """During the first micro-batch's I; the gradients that it makes are counted."""
+    """Highest level of the first micro-batch's I, including the gradients that it computes."""
     input: FloatArray
-    """During a later I."""
+    """Highest level of a later I."""
     end_first_input: FloatArray
-    """During the first I of a stage that ends with the layer; its output, and the gradient of that, are not counted."""
+    """Highest level of the first I if a stage ends with the layer, without its output and output gradient."""
     end_input: FloatArray
-    """The same during a later I."""
+    """Highest level of a later I if a stage ends with the layer, without its output and output gradient."""
     first_weight: FloatArray
-    """During the first W; the gradients that it makes are counted."""
+    """Highest level of the first W, including the gradients that it computes."""
     weight: FloatArray
-    """During a later W; gradients of `State.casts` behind the layer are counted."""
+    """Highest level of a later W, including gradients of `State.casts` of later layers."""
 
 
 class StageLaw(Protocol):
-    """Records of stages with a memory law of their own: arrays of the shape of a window."""
+    """Records of stages with a separate memory model; arrays have the shape of a window."""
 
     def parts(self, s: "Stages", recompute: Recompute, *, in_flight: int) -> "Parts":
-        """Return what the stages hold; arguments as for `planner.core.cost.parts.parts_of`."""
+        """Return the memory components of the stages; arguments as for `planner.core.cost.parts.parts_of`."""
         ...
 
 
 class LayerLaw(Protocol):
-    """Records of layers with a memory law of their own: a frozen dataclass of arrays."""
+    """Records of layers with a separate memory model: a frozen dataclass of arrays."""
 
     def in_stages(self, window: "Window", micro_batches: int) -> StageLaw:
         """Return the records of the stages of a window."""
@@ -176,31 +185,28 @@ class LayerLaw(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Storages:
-    """The storages that cross boundaries; arrays of shape (storages,).
+    """Storages that cross boundaries; arrays of shape (storages,).
 
-    Every output tensor of a layer has an entry; it is of no bytes where the tensor lies in another's storage.
+    Every output tensor of a layer has an entry. It has 0 bytes if the tensor shares the storage of another one.
     """
 
     maker: IntArray
-    """The layer that makes the storage; -1 for the model's input."""
+    """Layer that makes the storage; -1 for the model's input."""
     until: IntArray
-    """The last layer that the storage is handed to; L for the model's output."""
+    """Last layer that receives the storage; L for the model's output."""
     kept_by_readers: FloatArray
-    """Its bytes where a layer that it is handed to keeps it, else 0."""
+    """Bytes if a receiving layer saves the storage, else 0."""
     kept_by_maker: FloatArray
-    """Its bytes where the layer that makes it keeps it, and no other, else 0."""
+    """Bytes if only the layer that makes the storage saves it, else 0."""
     kept_by_nobody: FloatArray
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Relays:
-    """Gradients of tensors that pass by some layers, one after the other, which hand them on as they are.
-
-    Arrays of shape (relays,).
-    """
+    """Gradients that consecutive layers forward unchanged; arrays of shape (relays,)."""
 
     first: IntArray
-    """The first of these layers."""
+    """First of these layers."""
     last: IntArray
     bytes: FloatArray
 
@@ -216,53 +222,53 @@ class ChainCosts:
     optimizer_us: FloatArray
     state: State
     optimizer_peaks_add: bool
-    """Whether the optimizer works on all parameters at once, so that its transients add up."""
+    """True if the optimizer updates all parameters at once, so that its transients add up."""
     ties: tuple[Tie, ...]
     gradients: FloatArray
-    """What the first micro-batch's backward leaves behind."""
+    """Parameter gradients that the first micro-batch's backward allocates."""
     boundaries: Boundaries
     target: float
-    """What the loss reads beside the output."""
+    """Bytes that the loss reads in addition to the output, such as targets."""
     levels: Levels
     composed_halves: Callable[[], Halves]
-    """Composes `halves` when they are asked for: few schedules have them."""
+    """Function that computes `halves` on first use, since few schedules need them."""
     halves_assumed: bool
-    """Whether nobody measured them: then each takes half of the backward, and everything saved is kept for W."""
+    """True if `halves` was not measured. Then I and W take half of the backward each, and W keeps all saved tensors."""
     exact: bool
-    """Whether the levels come from exact records; else they are the additive bound of the two transient peaks."""
+    """True if levels come from exact records; else they are the additive bound of the two transient peaks."""
     law: LayerLaw | None
-    """Records of layers with a memory law of their own; None where one of the two laws of this package applies."""
+    """Records of layers with a separate memory model; None for the two models of this package."""
     storages: Storages
     relays: Relays
     bucket_bytes: float = 0.0
-    """Most that gradients take in a message to other replicas, a copy of them; 0 where there are none."""
+    """Largest copy of gradients in a message to other replicas, in bytes; 0 without replicas."""
 
     def of_replicas(self, replicas: int) -> "ChainCosts":
-        """These costs in one of so many pipelines side by side."""
+        """Return the costs for one of `replicas` data-parallel pipelines."""
         return replace(self, bucket_bytes=float(BUCKET_BYTES) if replicas > 1 else 0.0)
 
     @property
     def halves(self) -> Halves:
-        """A backward in halves."""
+        """Costs of the split backward."""
         return self.composed_halves()
 
     @property
     def has_backward(self) -> NDArray[np.bool_]:
-        """Whether there is a backward behind each layer, because it or one in front is trained; shape (L,).
+        """Mask of layers with a backward, since they or earlier layers are trained; shape (L,).
 
-        A stage whose last layer has none computes nothing again, whatever the plan says, nor does such a layer by
-        itself. Where no layer has gradients, the profile says nothing of them.
+        Layers without a backward, and stages that end with one, are never recomputed. If no layer has gradients, the
+        profile has no information about training, and all layers have a backward.
         """
         trained = np.cumsum(self.gradients + self.state.idle) > 0
         return trained if trained[-1] else np.ones_like(trained)
 
     @property
     def num_layers(self) -> int:
-        """L."""
+        """Number of layers L."""
         return len(self.names)
 
 
 def sums_before(per_layer: FloatArray) -> FloatArray:
-    """Sums over the layers in front of each layer, and over all of them; shape (L+1,)."""
+    """Return the sums over the layers before each layer, and over all layers; shape (L+1,)."""
     sums: FloatArray = np.concatenate([[0.0], np.cumsum(per_layer)])
     return sums

@@ -1,7 +1,7 @@
-"""A profile at one micro-batch size, as arrays over the layers: what the cost model computes with.
+"""Costs of a profile at one micro-batch size, as arrays over the layers.
 
-Between profiled micro-batch sizes everything is interpolated linearly. That is exact for saved bytes, which are affine
-in the micro-batch size, and errs on the safe side for peaks, which are maxima of affine functions (convex).
+Costs between profiled micro-batch sizes are interpolated linearly. This is exact for saved bytes, which are affine in
+the micro-batch size. It overestimates peaks, which are maxima of affine functions and so convex.
 """
 
 from bisect import bisect_left
@@ -26,7 +26,13 @@ FloatArray = NDArray[np.float64]
 
 
 def covers(profile: Profile, micro_batch_size: int, *, extrapolate: bool) -> bool:
-    """Whether the profile says anything about this micro-batch size."""
+    """Return True if the profile covers this micro-batch size.
+
+    Args:
+        profile: Profile of a model.
+        micro_batch_size: Samples per micro-batch.
+        extrapolate: True to allow sizes outside the profiled range.
+    """
     sizes = profile.micro_batch_sizes
     if extrapolate and len(sizes) > 1:
         return micro_batch_size >= 1
@@ -34,21 +40,29 @@ def covers(profile: Profile, micro_batch_size: int, *, extrapolate: bool) -> boo
 
 
 def saved_bytes(details: Sequence[MemoryDetail]) -> list[int]:
-    """What each layer of a chain adds to what is held for backward, from the exact records of all layers."""
+    """Return the bytes that each layer saves for backward, from the exact records of all layers."""
     return [int(size) for size in CrossingStorages(details).saved()]
 
 
 def costs_at(profile: Profile, micro_batch_size: int, *, extrapolate: bool = False) -> ChainCosts:
-    """The costs of every layer at `micro_batch_size`; for several sizes `CostTable` saves most of the work.
+    """Return the costs of every layer at one size; use a `CostTable` for several sizes.
+
+    Args:
+        profile: Profile of a model.
+        micro_batch_size: Samples per micro-batch.
+        extrapolate: True to allow sizes outside the profiled range.
+
+    Returns:
+        Costs of the chain.
 
     Raises:
-        UsageError: As `CostTable.at`.
+        UsageError: The profile does not cover the size.
     """
     return CostTable(profile).at(micro_batch_size, extrapolate=extrapolate)
 
 
 class CostTable:
-    """A profile as arrays, from which the costs at any size are interpolated."""
+    """Table of a profile's costs, interpolated for any micro-batch size."""
 
     def __init__(self, profile: Profile) -> None:
         self._profile = profile
@@ -58,17 +72,16 @@ class CostTable:
             layer.backward_weight_us and (layer.split if self._exact else layer.weight_held_bytes)
             for layer in profile.layers
         )
-        """Whether what a backward in halves takes or holds is assumed for some layer, not measured."""
+        """True if time or memory of the split backward is assumed for some layer, not measured."""
         compiled = not self._exact and all(len(layer.program) == sizes for layer in profile.layers)
         self._read = exact_costs if self._exact else load("LAWS", "program") if compiled else additive_costs
         self._sizes: dict[int, SizeCosts] = {}
 
     def at(self, micro_batch_size: int, *, extrapolate: bool = False) -> ChainCosts:
-        """The costs of every layer at `micro_batch_size`.
+        """Return the costs of every layer at `micro_batch_size`.
 
         Raises:
-            UsageError: The profile does not cover that size (and `extrapolate` does not allow more, or cannot:
-                one profiled size has no slope).
+            UsageError: The profile does not cover the size, and `extrapolate` is false or there is only one size.
         """
         weighted = [(self._at(n), weight) for n, weight in self._weights(micro_batch_size, extrapolate=extrapolate)]
         blended = {
@@ -88,7 +101,7 @@ class CostTable:
         )
 
     def times_at(self, micro_batch_size: int, *, extrapolate: bool = False) -> tuple[FloatArray, FloatArray]:
-        """The forward and backward times of `at`, without composing what is held; raises as that."""
+        """Return the forward and backward times of `at` in microseconds, without the memory; raise the same errors."""
         layers, weights = self._profile.layers, self._weights(micro_batch_size, extrapolate=extrapolate)
         forward = [(np.array([layer.forward_us[n] for layer in layers]), weight) for n, weight in weights]
         backward = [(np.array([layer.backward_us[n] for layer in layers]), weight) for n, weight in weights]
@@ -103,11 +116,11 @@ class CostTable:
                 hint="profile that size too (`gpipe-plan profile --batch-sizes`)"
                 + (", or allow `--extrapolate`" if len(profile.micro_batch_sizes) > 1 else ""),
             )
-        return _neighbours(profile.micro_batch_sizes, micro_batch_size)
+        return _interpolation(profile.micro_batch_sizes, micro_batch_size)
 
     @cached_property
     def _constants(self) -> dict[str, Any]:
-        """The costs that do not depend on the size."""
+        """Costs that do not depend on the size."""
         layers = self._profile.layers
         return {
             "names": tuple(layer.name for layer in layers),
@@ -124,16 +137,16 @@ class CostTable:
 
 
 class CostsAtSize:
-    """The costs at one micro-batch size, composed when they are asked for: many sizes are ruled out by times alone.
+    """Costs at one micro-batch size; memory is computed on first use, since times rule out many sizes.
 
     Args:
-        table: The profile's costs.
-        micro_batch_size: Samples of a micro-batch.
-        extrapolate: Whether sizes outside the profiled range are allowed.
-        replicas: Pipelines side by side.
+        table: Costs of the profile.
+        micro_batch_size: Samples per micro-batch.
+        extrapolate: True to allow sizes outside the profiled range.
+        replicas: Number of data-parallel pipelines.
 
     Raises:
-        UsageError: As `CostTable.at`.
+        UsageError: The profile does not cover the size.
     """
 
     def __init__(self, table: CostTable, micro_batch_size: int, *, extrapolate: bool, replicas: int) -> None:
@@ -142,12 +155,15 @@ class CostsAtSize:
 
     @cached_property
     def costs(self) -> ChainCosts:
-        """All of them."""
+        """Times and memory of the chain."""
         return self._table.at(self._size, extrapolate=self._extrapolate).of_replicas(self._replicas)
 
 
 def _blend(weighted: Sequence[tuple[Any, float]]) -> Any:
-    """Interpolates arrays, and records of arrays field by field; nothing falls below 0. Tuples are the nearest's."""
+    """Interpolate arrays, or records of arrays field by field, with results of at least 0.
+
+    Tuples and None are taken from the nearest size.
+    """
     (record, _), *_ = weighted
     if record is None or isinstance(record, tuple):
         return max(weighted, key=itemgetter(1))[0]
@@ -162,7 +178,7 @@ def _blend(weighted: Sequence[tuple[Any, float]]) -> Any:
 
 
 def _storages(weighted: Sequence[tuple[SizeCosts, float]]) -> Storages:
-    # Whether a tensor lies in another's storage may depend on the size: then it counts as one that sometimes does not.
+    # Two tensors may share a storage at some sizes only. Then each has an entry, with 0 bytes at these sizes.
     places = sorted(set().union(*(costs.crossing for costs, _ in weighted)))
     sizes = np.zeros((len(places), 3))
     for costs, weight in weighted:
@@ -189,8 +205,8 @@ def _relays(weighted: Sequence[tuple[SizeCosts, float]]) -> Relays:
     )
 
 
-def _neighbours(sizes: Sequence[int], size: int) -> list[tuple[int, float]]:
-    """Places in `sizes` whose values are blended (or continued beyond, if that is allowed), with their weights."""
+def _interpolation(sizes: Sequence[int], size: int) -> list[tuple[int, float]]:
+    """Return the indices in `sizes` to interpolate or extrapolate from, with their weights."""
     order = sorted(range(len(sizes)), key=lambda n: sizes[n])
     if size in sizes:
         return [(sizes.index(size), 1.0)]

@@ -1,13 +1,18 @@
 """Peak memory of a device that runs several chunks of the chain in turn (interleaved schedules).
 
-Each chunk is a stage, with parts as any other has them (`planner.core.cost.parts`), and the law is that of
-`planner.core.cost.memory`, summed over the chunks of the device; their counts follow from its program, transfers
-included, instruction by instruction (`planner.core.cost.moments`). What differs:
+    peak = max over t of sum over v of (always[v] + sum over p of moments[t, v, p] * parts[v, p])
 
-- Every part is taken in whole bytes, so that what the chunks show in a plan adds up to the device's peak.
-- Parameters that two chunks share are there once, and so is what one hands over to the next on the same device
-  (`shared_bytes`, `held_once`).
-- The law of compiled programs does not hold: such a profile counts as one without exact records.
+    t    point in the step           v    chunk of the device, 0 to V-1
+    p    component of `PARTS`        N    number of devices or partitions evaluated at once
+    S    number of stages            K    number of devices
+
+Each chunk is a stage with the components of `planner.core.cost.parts`. The counts `moments` follow from the
+instruction list of the device, transfers included (`planner.core.cost.moments`). Differences to one stage per device:
+
+- Every component is rounded to whole bytes, so that the chunks in a plan add up to the device's peak.
+- Parameters that two chunks share count once, and so does a tensor that one chunk passes to the next on the same
+  device (`shared_bytes`, `subtract_shared`).
+- The memory model of compiled programs does not apply. Such a profile counts as one without exact records.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -29,11 +34,11 @@ FloatArray = NDArray[np.float64]
 IntArray = NDArray[np.int64]
 
 _MUCH: Final = 2.0**48
-"""More bytes than anything holds, and few enough to be told apart to the last one when others are added."""
+"""Bytes above any real size, yet small enough that sums with it are exact to one byte."""
 
 _PLACE: Final[Mapping[PartName, int]] = {part: place for place, part in enumerate(PARTS)}
 _WITH_INPUT: Final[tuple[PartName, ...]] = ("held", "kept", *FORWARDS, *WITH_BACKWARDS)
-"""The parts that have the received input of their micro-batch in them."""
+"""Components that include the received input of their micro-batch."""
 _RUNNING: Final = [_PLACE[part] for part in RUNNING]
 _ITEM_OF: Final[Mapping[PartName, Item]] = {
     **dict.fromkeys(("gradients", "input_backward_gradients"), "gradients"),
@@ -42,24 +47,20 @@ _ITEM_OF: Final[Mapping[PartName, Item]] = {
     **dict.fromkeys(("output_gradient", "input_gradient"), "transfer"),
     "optimizer_step": "working",
 }
-"""The item of every part that is not of an action that runs."""
+"""Item of every component except those of a running action."""
 
 
 class ChunkMemory(NamedTuple):
-    """What one chunk needs, in bytes."""
+    """Memory of one chunk in bytes."""
 
     always: StageMemory
-    """The bytes that are there whatever runs."""
+    """Bytes that exist during the whole step, by item."""
     parts: FloatArray
-    """Bytes of each of `PARTS`."""
-
-    def part(self, name: PartName) -> float:
-        """Bytes of one part."""
-        return float(self.parts[_PLACE[name]])
+    """Bytes of each of `PARTS`, shape (parts,)."""
 
     def without(self, shared: "SharedBytes", *, exact: bool) -> "ChunkMemory":
-        """The chunk without what is `shared` with a later one: arrays of shape (1, 1). See `held_once`."""
-        _, parts = held_once(np.zeros((1, 1)), self.parts[None, None], shared, exact=exact)
+        """Return the chunk without the bytes `shared` with a later one; arrays of shape (1, 1)."""
+        _, parts = subtract_shared(np.zeros((1, 1)), self.parts[None, None], shared, exact=exact)
         left = dict(self.always.items())
         for name in ("parameters", "optimizer") if exact else ("parameters", "optimizer", "gradients"):
             left[name] -= round(getattr(shared, name).item())
@@ -67,42 +68,42 @@ class ChunkMemory(NamedTuple):
 
 
 class ChunkByLayers(NamedTuple):
-    """A chunk that recomputes single layers, as it depends on which: each part is the larger of two lines.
+    """Memory of a chunk as a function of its recomputed layers: each component is a maximum of two linear functions.
 
-    bytes of a part = max(least, rest + saved * S) + level
+    bytes of a component = max(least, rest + saved * S) + level
     """
 
     always: float
-    """Bytes that are there whatever runs."""
+    """Bytes that exist during the whole step."""
     least: FloatArray
-    """Shape (parts,), as the others."""
+    """Constant bytes of each component; shape (parts,), as the other arrays."""
     rest: FloatArray
     saved: IntArray
-    """How many S are in it."""
+    """Multiple of the saved bytes S in each component."""
     level: IntArray
-    """Position in `LayerPeaks` of the level that is in it; -1 where none is."""
+    """Index in `LayerPeaks` of the level in each component; -1 for none."""
 
     def parts(self, saved: FloatArray | float, levels: FloatArray) -> FloatArray:
-        """Bytes of each of `PARTS`, shape (..., parts).
+        """Return the bytes of each of `PARTS`, shape (..., parts).
 
         Args:
-            saved: S, shape (..., 1).
-            levels: By position in `LayerPeaks`, and 0 in a last place; shape (..., 4).
+            saved: Saved bytes S, shape (..., 1).
+            levels: Levels in the order of `LayerPeaks`, then a 0; shape (..., 4).
         """
         parts: FloatArray = np.maximum(self.least, self.rest + self.saved * saved) + levels[..., self.level]
         return parts
 
     def without(self, shared: "SharedBytes", *, exact: bool) -> "ChunkByLayers":
-        """The chunk without what is `shared` with another one: arrays of shape (1, 1). See `held_once`."""
-        always, least = held_once(np.full((1, 1), self.always), self.least[None, None], shared, exact=exact)
-        _, rest = held_once(np.zeros((1, 1)), self.rest[None, None], shared, exact=exact)
+        """Return the chunk without the bytes `shared` with another one; arrays of shape (1, 1)."""
+        always, least = subtract_shared(np.full((1, 1), self.always), self.least[None, None], shared, exact=exact)
+        _, rest = subtract_shared(np.zeros((1, 1)), self.rest[None, None], shared, exact=exact)
         return self._replace(always=float(always.item()), least=least[0, 0], rest=rest[0, 0])
 
 
 class SharedBytes(NamedTuple):
-    """Bytes that a stage shares with another chunk of its device, where they count; shape (N, S).
+    """Bytes that a stage shares with another chunk of its device and that are counted there; shape (N, S).
 
-    Parameters, and what comes with them, count in the later chunk.
+    Shared parameters, with their gradients and optimizer state, count in the later chunk.
     """
 
     parameters: FloatArray
@@ -110,7 +111,7 @@ class SharedBytes(NamedTuple):
     optimizer: FloatArray
     casts: FloatArray
     received: FloatArray
-    """What the stage in front has made, and holds as its output for longer than this one, where it is on the device."""
+    """Output of the previous stage if it is on the same device, which stores it longer than this stage does."""
 
 
 def chunk_memory(
@@ -123,7 +124,20 @@ def chunk_memory(
     recomputed: Collection[int] = (),
     in_halves: bool = False,
 ) -> ChunkMemory:
-    """The chunk that runs layers `first`..`end - 1`; arguments as for `stage_memory` and `stages_in`."""
+    """Return the memory of the chunk with layers `first`..`end - 1`.
+
+    Args:
+        costs: Costs of the chain at the plan's micro-batch size.
+        first: First layer.
+        end: One past the last layer.
+        micro_batches: Number of micro-batches M.
+        recompute: Micro-batches that are recomputed.
+        recomputed: Recomputed layers, counted along the chain, if `recompute` is `layers`.
+        in_halves: True if the backward may be split.
+
+    Returns:
+        Bytes of the chunk, without the reserve.
+    """
     stages, recompute = one_stage(
         costs,
         first,
@@ -141,10 +155,20 @@ def chunk_memory(
 def chunk_by_layers(
     costs: ChainCosts, first: int, end: int, *, micro_batches: int, in_halves: bool = False
 ) -> ChunkByLayers:
-    """The chunk that runs layers `first`..`end - 1` and recomputes some; arguments as for `chunk_memory`.
+    """Return the memory of a chunk as a function of its recomputed layers.
 
-    With the levels that these make (`planner.core.cost.layer_memory.StageLayers.levels`), its parts are those of
+    With the levels of `planner.core.cost.layer_memory.StageLayers.levels`, the components equal those of
     `chunk_memory(..., recompute="layers")`.
+
+    Args:
+        costs: Costs of the chain at the plan's micro-batch size.
+        first: First layer.
+        end: One past the last layer.
+        micro_batches: Number of micro-batches M.
+        in_halves: True if the backward may be split.
+
+    Returns:
+        Coefficients of each component, in bytes.
     """
     stages = stages_in(costs, np.array([first]), slice(first, end), micro_batches=micro_batches, in_halves=in_halves)
     none, much = (
@@ -157,7 +181,7 @@ def chunk_by_layers(
     return ChunkByLayers(
         always=float(totals[0]),
         least=totals[1:],
-        # Where much is saved, that line is the larger one.
+        # For large S, the second function is the larger one.
         rest=much.totals(stages.shape)[1:, 0, -1] - saved * _MUCH,
         saved=saved,
         level=np.array([-1 if size.level is None else size.level for size in sizes]),
@@ -167,18 +191,18 @@ def chunk_by_layers(
 def chunk_totals(
     costs: ChainCosts, firsts: IntArray, stop: int, *, micro_batches: int, recompute: Recompute, in_halves: bool = False
 ) -> FloatArray:
-    """Whole bytes of what is always there, and of each of `PARTS`, of stages that may share a device.
+    """Return the constant bytes, and the bytes of each of `PARTS`, of stages that may share a device.
 
     Args:
-        costs: The chain at the plan's micro-batch size.
-        firsts: First layers; must ascend.
+        costs: Costs of the chain at the plan's micro-batch size.
+        firsts: First layers in ascending order.
         stop: One past the last layer of the longest stages.
-        micro_batches: M.
-        recompute: On which micro-batches activations are dropped; not `layers`.
-        in_halves: Whether backwards may run in halves.
+        micro_batches: Number of micro-batches M.
+        recompute: Micro-batches that are recomputed; not `layers`.
+        in_halves: True if the backward may be split.
 
     Returns:
-        Shape (1 + parts, firsts, stop - firsts[0]); values left of a row's own first layer mean nothing.
+        Whole bytes, shape (1 + parts, firsts, stop - firsts[0]); columns before a row's first layer are undefined.
     """
     columns = slice(int(firsts[0]), stop)
     stages = stages_in(costs, firsts, columns, micro_batches=micro_batches, in_halves=in_halves)
@@ -191,9 +215,20 @@ def chunk_totals(
 def least_totals_by_layers(
     costs: ChainCosts, firsts: IntArray, stop: int, *, micro_batches: int, in_halves: bool = False
 ) -> FloatArray:
-    """What stages hold that recompute single layers, as if none was recomputed, or less; as `chunk_totals` has it.
+    """Return lower bounds of `chunk_totals` for stages that recompute single layers.
 
-    If what the recomputed layers save at most is added as often as `ChunkByLayers` says, no part is smaller.
+    Add the largest savings of the recomputed layers, times `ChunkByLayers.saved`. Then no component is smaller than
+    its bound.
+
+    Args:
+        costs: Costs of the chain at the plan's micro-batch size.
+        firsts: First layers in ascending order.
+        stop: One past the last layer of the longest stages.
+        micro_batches: Number of micro-batches M.
+        in_halves: True if the backward may be split.
+
+    Returns:
+        Whole bytes, shape (1 + parts, firsts, stop - firsts[0]).
     """
     columns = slice(int(firsts[0]), stop)
     stages = stages_in(costs, firsts, columns, micro_batches=micro_batches, in_halves=in_halves)
@@ -202,15 +237,18 @@ def least_totals_by_layers(
 
 
 def shared_bytes(costs: ChainCosts, cuts: IntArray, num_devices: int, placement: Placement = "loop") -> SharedBytes:
-    """Whole bytes to take off each of S stages, in N ways to cut the chain.
+    """Return the bytes to subtract from each of S stages in N partitions, since another chunk has them.
 
-    Gradients are made by the later chunk, whose backward is the first.
+    The later chunk allocates the gradients, since its backward is first.
 
     Args:
-        costs: The chain.
+        costs: Costs of the chain.
         cuts: First layer of every stage, and the number of layers; shape (N, S+1).
-        num_devices: K.
-        placement: Which device has which stages.
+        num_devices: Number of devices K.
+        placement: Assignment of stages to devices.
+
+    Returns:
+        Whole bytes, arrays of shape (N, S).
     """
     device = np.array([device_of(stage, num_devices, placement) for stage in range(cuts.shape[1] - 1)])
     shared = np.zeros((len(SharedBytes._fields), len(cuts), cuts.shape[1] - 1))
@@ -221,7 +259,10 @@ def shared_bytes(costs: ChainCosts, cuts: IntArray, num_devices: int, placement:
         sizes = np.rint([tie.parameter_bytes, tie.gradient_bytes, tie.optimizer_bytes, tie.cast_bytes])
         second = (cuts[:, 1:-1] <= tie.second).sum(axis=1)
         is_open = np.ones(len(cuts), bool)
-        for layer in (tie.first, *reversed(tie.earlier)):  # the nearest on the same device; in one stage it is counted
+        for layer in (
+            tie.first,
+            *reversed(tie.earlier),
+        ):  # nearest on the device; `Stages` has those of a stage
             first = (cuts[:, 1:-1] <= layer).sum(axis=1)
             same_device = is_open & (device[second] == device[first])
             shares = same_device & (first != second)
@@ -234,17 +275,24 @@ def shared_bytes(costs: ChainCosts, cuts: IntArray, num_devices: int, placement:
 
 
 def most_handed_over_bytes(costs: ChainCosts, counts: IntArray | FloatArray) -> float:
-    """The most that `held_once` takes off a stage for its input, with so many of each of `PARTS`."""
+    """Return an upper bound of the input bytes that `subtract_shared` removes, for these counts of `PARTS`."""
     largest = float(np.rint(costs.boundaries.input.max())) if costs.exact else 0.0
     return largest * float(counts[[_PLACE[name] for name in _WITH_INPUT]].sum())
 
 
-def held_once(
+def subtract_shared(
     always: FloatArray, parts: FloatArray, shared: SharedBytes, *, exact: bool
 ) -> tuple[FloatArray, FloatArray]:
-    """What stages need (shape (N, S), and of each of `PARTS`: (N, S, parts)), `shared` taken off.
+    """Subtract the bytes that another chunk of the device has.
 
-    Without exact records gradients are always there.
+    Args:
+        always: Constant bytes, shape (N, S); they include gradients if records are not exact.
+        parts: Bytes of each of `PARTS`, shape (N, S, parts).
+        shared: Bytes to subtract.
+        exact: True if the costs come from exact records.
+
+    Returns:
+        `always` and `parts` after the subtraction.
     """
     parts = parts.copy()
     parts[..., _PLACE["casts"]] -= shared.casts
@@ -256,12 +304,12 @@ def held_once(
 
 
 def device_peaks(always: FloatArray, parts: FloatArray, *, moments: IntArray | FloatArray) -> FloatArray:
-    """Peak of N devices with V chunks each, in bytes; shape (N,).
+    """Return the peak of N devices with V chunks each, in bytes; shape (N,).
 
     Args:
-        always: Shape (N, V).
-        parts: Of each of `PARTS`: shape (N, V, parts).
-        moments: Of the device, as `planner.core.cost.moments.moments_of` gives them.
+        always: Constant bytes, shape (N, V).
+        parts: Bytes of each of `PARTS`, shape (N, V, parts).
+        moments: Counts of the device from `planner.core.cost.moments.moments_of`.
     """
     alive = parts.reshape(len(parts), -1) @ moments.reshape(len(moments), -1).T
     peaks: FloatArray = always.sum(axis=1) + alive.max(axis=1)
@@ -269,31 +317,34 @@ def device_peaks(always: FloatArray, parts: FloatArray, *, moments: IntArray | F
 
 
 def device_peaks_by_choice(
-    always: FloatArray, parts: FloatArray, ways: IntArray, *, moments: IntArray | FloatArray
+    always: FloatArray, parts: FloatArray, choices: IntArray, *, moments: IntArray | FloatArray
 ) -> FloatArray:
-    """Peak of N devices with V chunks each under each of W ways to choose among C for every chunk; shape (N, W).
+    """Return the peaks of N devices with V chunks each, for W combinations of choices; shape (N, W).
 
     Args:
-        always: Shape (C, N, V).
-        parts: Of each of `PARTS`: shape (C, N, V, parts).
-        ways: The choice for each chunk, shape (W, V).
-        moments: As for `device_peaks`, which returns the same for a single way.
+        always: Constant bytes by choice, shape (C, N, V).
+        parts: Bytes of each of `PARTS` by choice, shape (C, N, V, parts).
+        choices: Choice for each chunk in every combination, shape (W, V).
+        moments: Counts of the device, as for `device_peaks`.
     """
     fixed, alive = np.zeros(1), np.zeros(1)
-    for chunk, choices in enumerate(ways.T):
-        fixed = fixed + always[choices, :, chunk]
-        alive = alive + (parts[:, :, chunk] @ moments[:, chunk].T)[choices]
+    for chunk, choice in enumerate(choices.T):
+        fixed = fixed + always[choice, :, chunk]
+        alive = alive + (parts[:, :, chunk] @ moments[:, chunk].T)[choice]
     peaks: FloatArray = np.transpose(fixed + np.max(alive, axis=2))
     return peaks
 
 
 def device_memory(chunks: Sequence[ChunkMemory], moments: IntArray, reserve_bytes: int = 0) -> tuple[StageMemory, ...]:
-    """Each chunk's part of the device's peak, whose total is their sum; the reserve is counted in the first.
+    """Return the memory of each chunk at the device's peak, by item; their sum is the peak.
 
     Args:
-        chunks: Of the device.
-        moments: Of the device, as `planner.core.cost.moments.moments_of` gives them.
-        reserve_bytes: Of the device.
+        chunks: Chunks of the device.
+        moments: Counts of the device from `planner.core.cost.moments.moments_of`.
+        reserve_bytes: Memory reserve of the device, counted in the first chunk.
+
+    Returns:
+        Bytes by item, for each chunk.
     """
     parts = np.stack([chunk.parts for chunk in chunks])
     peak = moments[int((moments * parts).sum(axis=(1, 2)).argmax())]
@@ -308,7 +359,7 @@ def device_memory(chunks: Sequence[ChunkMemory], moments: IntArray, reserve_byte
 
 
 def itemised(parts: FloatArray) -> FloatArray:
-    """Return the bytes of every part by the item of `ITEMS` under which a plan shows them.
+    """Return the bytes of every component by the item of `ITEMS` in which a plan shows them.
 
     Args:
         parts: Whole bytes of each of `PARTS`; shape (..., parts).
@@ -320,7 +371,7 @@ def itemised(parts: FloatArray) -> FloatArray:
     for part, item in _ITEM_OF.items():
         items[..., _PLACE[part], ITEMS.index(item)] = parts[..., _PLACE[part]]
     running = parts[..., _RUNNING]
-    # Of the micro-batch that runs, what it would hold if it waited counts as in flight.
+    # Bytes that the running micro-batch would also hold while it waits count as in flight.
     waiting = np.minimum(parts[..., _PLACE["held"], None], running)
     received = np.minimum(parts[..., _PLACE["output_gradient"], None], running - waiting)
     received = np.where([part in WITH_BACKWARDS for part in RUNNING], received, 0.0)

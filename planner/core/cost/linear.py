@@ -1,4 +1,4 @@
-"""A clock that is no number yet: a sum of unknown times."""
+"""Symbolic clock: a linear expression in unknown times."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -7,18 +7,18 @@ from types import MappingProxyType
 
 @dataclass(frozen=True, slots=True)
 class Linear:
-    """Unknowns with factors, and a constant."""
+    """Linear expression: a sum of unknowns with factors, and a constant."""
 
     factors: Mapping[int, float] = field(default_factory=lambda: MappingProxyType({}))
-    """By the number of the unknown."""
+    """Factors by the index of the unknown."""
     constant: float = 0.0
 
     def __bool__(self) -> bool:
-        """Whether it is anything but 0."""
+        """Return True if the expression is not 0."""
         return bool(self.factors) or self.constant != 0
 
     def __add__(self, other: "Linear | float") -> "Linear":
-        """The sum."""
+        """Return the sum."""
         if not isinstance(other, Linear):
             return Linear(self.factors, self.constant + other)
         factors = dict(self.factors)
@@ -27,9 +27,9 @@ class Linear:
         return Linear(factors, self.constant + other.constant)
 
     def __sub__(self, other: "Linear") -> "Linear":
-        """The difference."""
+        """Return the difference."""
         return self + other.times(-1.0)
 
     def times(self, factor: float) -> "Linear":
-        """The product with a number."""
+        """Return the product with a number."""
         return Linear({unknown: factor * value for unknown, value in self.factors.items()}, factor * self.constant)

@@ -1,8 +1,7 @@
-"""Which storages cross the boundaries of a chain, which layer makes each of them, and whether any layer keeps it.
+"""Storages that cross the boundaries of a chain, the layers that make them, and the layers that save them.
 
-A storage may cross several boundaries (views, in-place layers, skip connections) and is kept if any layer that it
-crosses keeps it; it is counted once, at the layer that made it. That is what findings on real allocators showed to be
-exact.
+A storage may cross several boundaries (views, in-place layers, skip connections). It is saved if any layer saves a
+tensor in it. It counts once, at the layer that made it; measurements on real allocators show that this is exact.
 """
 
 from collections.abc import Sequence
@@ -12,7 +11,7 @@ from planner.core.values.profile import BoundaryTensor, LayerProfile, MemoryDeta
 
 
 class Relay(NamedTuple):
-    """A tensor that passes by some layers, one after the other, which hand its gradient on as it is."""
+    """Tensor that consecutive layers forward, with its gradient unchanged."""
 
     origin: int
     place: int
@@ -21,15 +20,15 @@ class Relay(NamedTuple):
 
 
 class Crossing(NamedTuple):
-    """A storage that crosses boundaries."""
+    """Storage that crosses boundaries."""
 
     until: int
     bytes: tuple[float, float, float]
-    """Kept by a layer that gets it, kept by its maker alone, kept by nobody: one of them is its size."""
+    """Sizes by who saves it: a receiver, only its maker, or no layer; two of them are 0."""
 
 
 def additive_crossing(layers: Sequence[LayerProfile], n: int) -> dict[tuple[int, int], Crossing]:
-    """The storages that cross boundaries, as far as the required fields tell: one output for each layer."""
+    """Return the storages that cross boundaries, from the required fields: one output per layer."""
     outputs = {}
     for index, layer in enumerate(layers):
         output, saved = float(layer.output_bytes[n]), float(layer.saved_bytes[n])
@@ -38,7 +37,7 @@ def additive_crossing(layers: Sequence[LayerProfile], n: int) -> dict[tuple[int,
 
 
 class CrossingStorages:
-    """Which storage every boundary tensor lies in, where it was made, and whether any layer keeps it."""
+    """Table of the storages of all boundary tensors, with their makers and the layers that save them."""
 
     def __init__(self, details: Sequence[MemoryDetail]) -> None:
         self.details = details
@@ -49,7 +48,7 @@ class CrossingStorages:
         self.kept: list[bool] = []
         self.kept_by_reader: list[bool] = []
         self.relaying: dict[int, dict[int, int]] = {}
-        """By storage, the layers that a tensor in it passes by, with the bytes of its gradient."""
+        """Layers that forward a tensor, by storage, with the bytes of its gradient."""
         self.behind: list[set[int]] = []
         self.received: list[list[int]] = []
         crossing = [self._new(-1, place, tensor) for place, tensor in enumerate(details[0].inputs)]
@@ -83,7 +82,7 @@ class CrossingStorages:
             self.kept[storage] |= tensor.kept
             self.kept_by_reader[storage] |= tensor.kept and self.origin[storage] < layer
             if tensor.relayed and tensor.carries:
-                # Of a view its gradient is as large as the tensor, not as the storage.
+                # The gradient of a view has the size of the tensor, not of the storage.
                 given = self.details[layer].inputs
                 size = given[tensor.alias].bytes if tensor.alias < len(given) else self.bytes[storage]
                 self.relaying.setdefault(storage, {}).setdefault(layer, size)
@@ -91,7 +90,7 @@ class CrossingStorages:
         return self._new(layer, len(before), tensor)
 
     def saved(self) -> list[float]:
-        """Bytes that each layer adds to what is held for backward."""
+        """Return the bytes that each layer saves for backward."""
         saved = [float(detail.internal_bytes) for detail in self.details]
         for size, origin, kept in zip(self.bytes, self.origin, self.kept, strict=True):
             if kept and origin >= 0:
@@ -99,7 +98,7 @@ class CrossingStorages:
         return saved
 
     def crossing(self) -> dict[tuple[int, int], Crossing]:
-        """Every storage, by its origin and its place among what that layer makes."""
+        """Return every storage by the layer that makes it and its index among that layer's storages."""
         crossing = {}
         for n, size in enumerate(self.bytes):
             own = float(size)
@@ -108,7 +107,7 @@ class CrossingStorages:
         return crossing
 
     def relays(self) -> dict[Relay, int]:
-        """The tensors that pass by, with the bytes of their gradients; layers one after the other are one relay."""
+        """Return the forwarded tensors with the bytes of their gradients; consecutive layers are one relay."""
         relays = {}
         for n, sizes in self.relaying.items():
             begins = [layer for layer in sizes if layer - 1 not in sizes]
@@ -118,20 +117,20 @@ class CrossingStorages:
         return relays
 
     def passing(self) -> list[int]:
-        """Bytes behind each layer that a layer in front of it made."""
+        """Return the bytes that cross the boundary after each layer and were made by an earlier layer."""
         return [sum([self.bytes[s] for s in behind if self.origin[s] < n]) for n, behind in enumerate(self.behind)]
 
     def bytes_behind(self) -> list[int]:
-        """Bytes behind each layer, a storage that several tensors lie in once."""
+        """Return the bytes that cross the boundary after each layer; a storage of several tensors counts once."""
         return [sum([self.bytes[storage] for storage in behind]) for behind in self.behind]
 
     def unkept_behind(self) -> list[int]:
-        """Bytes behind each layer that no layer keeps."""
+        """Return the bytes that cross the boundary after each layer and that no layer saves."""
         return [sum([self.bytes[s] for s in behind if not self.kept[s]]) for behind in self.behind]
 
 
 def writes_received(details: Sequence[MemoryDetail]) -> list[bool]:
-    """Whether a stage that begins at each layer writes into what it receives, at once or through views of it."""
+    """Return for each layer whether a stage that begins there writes into its received input or views of it."""
     writes = [False]
     for detail in reversed(details):
         writes.append(detail.writes_input or (writes[-1] and any(tensor.alias >= 0 for tensor in detail.outputs)))

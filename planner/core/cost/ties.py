@@ -1,4 +1,4 @@
-"""Which layers of a profile share parameters, and how many bytes of them must be one and the same."""
+"""Tied layers of a profile, and lower bounds of the bytes that they share."""
 
 from collections.abc import Sequence
 
@@ -7,7 +7,7 @@ from planner.core.values.profile import LayerProfile
 
 
 def ties_of(layers: Sequence[LayerProfile]) -> tuple[Tie, ...]:
-    """The pairs of layers that share parameters, with what they share for certain."""
+    """Return the pairs of layers that share parameters, with the bytes that they certainly share."""
     ties = []
     for second, layer in enumerate(layers):
         if not layer.tied:
@@ -31,18 +31,22 @@ def ties_of(layers: Sequence[LayerProfile]) -> tuple[Tie, ...]:
 
 
 def _trained_surely(layer: LayerProfile) -> float:
-    """Bytes of gradients that must be of tied parameters, which may be frozen: all others have as many as they are."""
+    """Return a lower bound of the gradient bytes of tied parameters, which may be frozen."""
     untied_bytes = layer.parameter_bytes - layer.idle_bytes - layer.tied_bytes
     return max(0.0, layer.trained_bytes - max(0, untied_bytes))
 
 
 def _casts_surely(layer: LayerProfile, tied_bytes: int) -> float:
-    """Bytes of copies that must be of tied parameters: those of all others are half as large as these at most."""
+    """Return a lower bound of the cast bytes of tied parameters; a cast takes at most half of its parameter."""
     return max(0.0, layer.cast_bytes - (layer.parameter_bytes - tied_bytes) / 2)
 
 
 def _shared(layers: Sequence[LayerProfile], second: int) -> list[tuple[int, int, bool, tuple[int, ...]]]:
-    """The earlier layers that a stage must hold to have what `second` shares once, each with the rest of a `Tie`."""
+    """Return the earlier layers that a stage must have to store the shared parameters of `second` once.
+
+    Returns:
+        First layer, shared bytes, `these_alone` and `earlier` of each `Tie`.
+    """
     layer, tied_bytes = layers[second], layers[second].tied_bytes
     if layer.tied_groups:
         places = {other.name: place for place, other in enumerate(layers)}
@@ -57,7 +61,7 @@ def _shared(layers: Sequence[LayerProfile], second: int) -> list[tuple[int, int,
         return []
     theirs = [layers[first].tied_bytes for first in owners]
     if min(theirs) >= tied_bytes:
-        return [(owners[-1], tied_bytes, True, tuple(owners[:-1]))]  # all share one and the same: the nearest will do
+        return [(owners[-1], tied_bytes, True, tuple(owners[:-1]))]  # one tensor: the nearest layer suffices
     if sum(theirs) <= tied_bytes:
-        return [(first, size, True, ()) for first, size in zip(owners, theirs, strict=True)]  # each shares another
-    return [(owners[0], tied_bytes, False, ())]  # not told apart: only a stage that holds them all is sure
+        return [(first, size, True, ()) for first, size in zip(owners, theirs, strict=True)]  # a tensor for each layer
+    return [(owners[0], tied_bytes, False, ())]  # Unknown: only a stage with all of them certainly shares it.

@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from planner.core.cost.chain_costs import ChainCosts
-from planner.core.cost.device_memory import SharedBytes, held_once, itemised
+from planner.core.cost.device_memory import SharedBytes, itemised, subtract_shared
 from planner.core.cost.moments import PARTS
 from planner.core.cost.parts import Parts, parts_of, shared_parts_of
 from planner.core.cost.stage_time import CHOICES, ChainSums, hidden_us
@@ -134,7 +134,7 @@ def _among_others(block: _Block, parts: Parts, *, is_in_place: bool) -> Componen
     if is_in_place:
         none = np.zeros(1)
         shared = SharedBytes(none, none, none, none, received=np.rint(block.received))
-        _, sizes = held_once(none, sizes, shared, exact=block.stages.exact)
+        _, sizes = subtract_shared(none, sizes, shared, exact=block.stages.exact)
     by_item = itemised(sizes)
     always = {(ALWAYS, ITEMS.index(item)): np.rint(_at(block, size)) for item, size in parts.always.items()}
     places = np.argwhere(by_item.any(axis=0)).tolist()

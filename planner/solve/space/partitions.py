@@ -14,9 +14,9 @@ from planner.core.cost.device_memory import (
     chunk_totals,
     device_peaks,
     device_peaks_by_choice,
-    held_once,
     least_totals_by_layers,
     shared_bytes,
+    subtract_shared,
 )
 from planner.core.cost.layer_memory import most_savings
 from planner.core.cost.moments import PARTS, moments_of
@@ -175,7 +175,7 @@ class Many:
         if self.case.costs.ties or self.case.schedule.placement == "v":
             # Parameters tied across chunks of one device are stored once, and so is the tensor passed within a device.
             shared = shared_bytes(self.case.costs, cuts, self.num_devices, self.case.schedule.placement)
-            always, parts = held_once(always, parts, shared, exact=self.case.costs.exact)
+            always, parts = subtract_shared(always, parts, shared, exact=self.case.costs.exact)
         return always, parts, inside
 
     def held_bytes(self, counts: FloatArray) -> FloatArray:

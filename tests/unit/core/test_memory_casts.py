@@ -8,6 +8,7 @@ from planner.core.cost.chain_costs import ChainCosts
 from planner.core.cost.costs import costs_at
 from planner.core.cost.device_memory import chunk_memory
 from planner.core.cost.memory import stage_memory
+from planner.core.cost.moments import PARTS
 from planner.core.values.plan import Recompute, StageMemory
 from tests.support.chains import chain, even_chain, layer
 from tests.support.moments import moments_with
@@ -60,7 +61,7 @@ def test_many_micro_batches_share_the_copies() -> None:
 def test_a_chunk_holds_its_copies_beside_what_is_in_flight() -> None:
     """Until its device leaves autocast."""
     chunk = chunk_memory(costs_of(), 0, 2, micro_batches=4, recompute="never")
-    assert chunk.part("casts") == 12
+    assert chunk.parts[PARTS.index("casts")] == 12
     assert chunk.always.casts == 0
 
 
@@ -71,8 +72,8 @@ def test_a_tied_copy_counts_once(shared: int) -> None:
     second = layer("b", parameter_bytes=30, cast_bytes=15, tied=("a.weight",) if shared else (), tied_bytes=shared)
     embedding = replace(first, cast_bytes=0)
     both, one = (costs_at(chain(other, second), 1) for other in (first, embedding))
-    assert chunk_memory(both, 0, 2, micro_batches=2, recompute="never").part("casts") == 26 - shared // 2
-    assert chunk_memory(one, 0, 2, micro_batches=2, recompute="never").part("casts") == 15
+    assert chunk_memory(both, 0, 2, micro_batches=2, recompute="never").parts[PARTS.index("casts")] == 26 - shared // 2
+    assert chunk_memory(one, 0, 2, micro_batches=2, recompute="never").parts[PARTS.index("casts")] == 15
 
 
 @pytest.mark.parametrize("recompute", ["except-last", "always"])
