@@ -11,7 +11,7 @@ from typing import Any, get_args, get_type_hints
 
 @dataclass(frozen=True, slots=True)
 class Recorded:
-    """How a plan records an option of the solver, in the field of `Inputs` that has the option's name."""
+    """Conversion of a solver option to and from the field of `Inputs` with the option's name."""
 
     read: Callable[[str, Any], Any]
     """Returns the value of the field, from the option's name and what was given; raises `UsageError`."""

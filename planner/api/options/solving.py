@@ -129,7 +129,7 @@ class SolveOptions(SolverOptions):
 
 _SOLVER_OPTIONS: Final = {keyword.name: keyword.option for keyword in keywords_of(SolverOptions)}
 _RECORDED: Final = {n: of.recorded for n, of in _SOLVER_OPTIONS.items() if of is not None and of.recorded is not None}
-"""How a plan records options, each in the field of `Inputs` of its name."""
+"""Recorded options, by the name of their field in `Inputs`."""
 
 
 def recorded_values(options: SolverOptions) -> dict[str, Any]:
