@@ -17,7 +17,7 @@ _CALIBRATED: Final = frozenset({"--overhead", "--reserve"})
 
 
 def solve_options(inputs: Inputs, device: Device, *, without: Collection[str] = ()) -> tuple[str, ...]:
-    """Return the options of `solve` that repeat a request, each with its value; defaults are left out.
+    """Return the options of `solve` that ask the question of a plan again; defaults are left out.
 
     Cuts, M and the time limit are not included, because a plan does not record them as requested. Files that a plan
     does not record are called `links.yaml` and `FILE.csv`.

@@ -51,7 +51,7 @@ class CoreTime(NamedTuple):
 
 
 def core_time() -> CoreTime:
-    """Return the time that this thread ran and waited since it began, from Linux's scheduler."""
+    """Return the times that this thread has run and has waited for a core, from Linux's scheduler."""
     try:
         ran, waited, _ = Path("/proc/thread-self/schedstat").read_text(encoding="utf-8").split()
         return CoreTime(int(ran), int(waited))

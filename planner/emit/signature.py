@@ -36,7 +36,7 @@ def refuse_edited(path: Path, *, hint: str = "keep it, or pass `--force`") -> No
 
 
 def refuse_other(path: Path, text: str) -> None:
-    """Raise FileError if writing `text` would lose other content of the file; tables cannot be signed."""
+    """Raise FileError if the file has content that `emit` did not write; CSV tables have no room for a signature."""
     if _SIGNATURE in text:
         refuse_edited(path)
     elif _text(path) not in (None, text):

@@ -306,7 +306,7 @@ class Pipeline:
         return self._trainer.samples[-1]
 
     def close(self) -> None:
-        """Leave the job; after a run without errors, once every rank has ended its loop and has the last step's loss.
+        """Leave the job; without an error, wait first until every rank has ended its loop and has the last loss.
 
         Raises:
             TrainingError: Another rank begins a step, an evaluation or a checkpoint.

@@ -158,7 +158,7 @@ class Trainer:
         return weighted(parts, counts, total)
 
     def _make_engine(self, part: MiniBatchPart) -> None:
-        """Make the engine on every rank before anything is sent: all detect a micro-batch too small for a layer."""
+        """Make the engine before anything is sent, so that every rank rejects a micro-batch that is too small."""
         try:
             self._assembly.engine(part.micro_batches, part.micro_batch_size)
         except ModelError as error:

@@ -49,7 +49,7 @@ def candidates_in_both(recording: Recording, other: Recording) -> dict[Join, Sha
 
 
 def shapes_in_both(recording: Recording, other: Recording, cuts: Sequence[int]) -> tuple[Shapes, list[Call]]:
-    """Return the shapes of values that the code of open calls can use, and the calls that take no fixed path.
+    """Return the shapes of values that running modules can read at a cut, and the calls whose code path varies.
 
     Integers among the leaves that grow with the batch become `SampleCount` in the calls of `recording`.
 

@@ -81,7 +81,7 @@ class LoadedModel:
         return () if self.default_loss is None or not self.default_loss.note else (self.default_loss.note,)
 
     def chain(self, model: nn.Module) -> Chain:
-        """Return the chain of `model`, an instance of this one.
+        """Return the chain of `model`, which this model file has built.
 
         Raises:
             ModelError: It cannot be run on its example batch, or not be cut, or layers share memory that is trained.

@@ -163,7 +163,7 @@ def _random(like: Tensor, seed: int) -> Tensor:
 
 
 def _gradient(like: Tensor, n: int, step: int, scale: float) -> Tensor:
-    """Draw a gradient: about the same direction in each step, another size for each parameter and step."""
+    """Return a random gradient: about the same direction in every step, a new size per parameter and step."""
     steady, noise = _random(like, 1000 + n), _random(like, 2000 + 100 * step + n)
     generator = torch.Generator().manual_seed(100 * step + n)
     size = 10 ** (2 * torch.rand((), generator=generator) - 1.5)

@@ -134,7 +134,7 @@ class _ForwardRecorder:
         self._gradient = -1  # number of the region of the call of `torch.autograd.grad` at work
 
     def output_of(self, model: nn.Module, inputs: Any) -> Any:
-        """Return the model's output; an error of torch names the module whose code caused it."""
+        """Return the model's output; raise errors of torch with the name of the module that caused them."""
         args, kwargs = arguments_of(inputs)
         try:
             with wrapped(model.modules(), self.run), OperatorWatch(after=self.note_operator):

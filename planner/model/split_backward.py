@@ -70,7 +70,7 @@ DeferredUses = list[_DeferredUse]
 
 
 def additions_of(deferred: DeferredUses) -> Counter[nn.Parameter]:
-    """Return how often W adds to the gradient of each parameter: once for every backward that reached it."""
+    """Return by parameter how often W adds to its gradient: once for every backward that reached it."""
     backwards = (together for _, together in groupby(deferred, key=lambda use: use.backward))
     return Counter(leaf for uses in backwards for leaf in {id(p): p for use in uses for p in use.leaves}.values())
 

@@ -235,7 +235,7 @@ class StageForward:
                 self._tensors[recorded_leaf.number] = leaf
 
     def _expect_constants(self, call: Call, leaves: Sequence[Any]) -> None:
-        """Check that leaves that are not tensors are as recorded: later stages use the recorded values."""
+        """Check that values that are not tensors equal the recorded ones, which later stages use."""
         for leaf, recorded in zip(leaves, call.leaves, strict=True):
             if not isinstance(recorded, Constant | SampleCount) or not isinstance(leaf, int | float | str | torch.Size):
                 continue

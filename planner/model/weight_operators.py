@@ -59,7 +59,7 @@ class Product:
     is_cast: bool = True
 
     def forward(self, of: Operands) -> Tensor:
-        """Return the product, from the function that was called."""
+        """Return the product of the matrices by the original function."""
         return self.call(of)
 
     def input_gradient(self, gradient: Tensor, of: Operands) -> Tensor:
@@ -97,7 +97,7 @@ class Convolution:
     is_cast: bool = True
 
     def forward(self, of: Operands) -> Tensor:
-        """Return the convolution, from the function that was called."""
+        """Return the convolution by the original function."""
         rest = (self.output_padding, self.groups, self.dilation) if self.is_transposed else (self.dilation, self.groups)
         return self.call(*of, self.stride, self.padding, *rest)
 

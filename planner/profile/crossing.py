@@ -74,7 +74,7 @@ def is_small(values: Iterable[Any]) -> bool:
 def entrance_of(
     received: UnitInput, before: Sequence[Any] = (), own_storages: frozenset[int] = frozenset()
 ) -> Entrance:
-    """Return the input of a layer: its traced values, in the memory of the previous layer's outputs if those are alike.
+    """Return a layer's traced input, in the memory of the previous layer's outputs if both are alike.
 
     Args:
         received: The traced input.

@@ -162,7 +162,7 @@ def _end_backward_peak(unit: Unit, received: UnitInput, meter: Meter) -> int:
 
 
 def _attribute_bytes(unit: Unit, received: UnitInput, meter: Meter) -> tuple[int, int]:
-    """Return the bytes of tensors in plain attributes, and the part that each forward makes again for its backward.
+    """Return the bytes of tensors in plain attributes, and the part that each forward creates and its backward needs.
 
     A forward that replaces a tensor releases the earlier one, unless the graph of an earlier forward holds it.
     """

@@ -56,7 +56,7 @@ class Steps:
         self._progress(text, self._done, self._total)
 
     def end(self, text: str, samples: int) -> None:
-        """Announce that one of them has ended."""
+        """Announce that one of the measurements has ended."""
         self._done += samples
         self._progress(text, self._done, self._total)
 

@@ -79,7 +79,7 @@ class Recorder:
         return result
 
     def timed_recomputation(self, work: Callable[[], Any], *, stage: int = 0) -> Any:
-        """Run `work`, which is recomputation if a backward is being timed."""
+        """Run `work`; if a backward is being timed, count the time of `work` as recomputation."""
         if self._backward_of is None:
             return work()
         return self._noted("recompute", work, stage, self._backward_of)

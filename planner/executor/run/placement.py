@@ -96,7 +96,7 @@ def place_of(balance: Balance, rank: int, num_processes: int) -> ProcessPlace:
 
 @dataclass(frozen=True)
 class Groups:
-    """Process groups of one process; None if a group is all processes, or only this one."""
+    """Process groups of one process; None where no group is needed, because it has all processes or only this one."""
 
     pipeline: dist.ProcessGroup | None
     """Processes of this replica."""

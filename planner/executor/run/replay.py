@@ -68,7 +68,7 @@ class _Entry:
 
     @property
     def is_different(self) -> bool:
-        """True if its values have changed."""
+        """Return True if the values of the tensor have changed."""
         # A request to write need not change the values. Comparing these takes time, so it comes last.
         return self.is_written and (self.clone is None or not torch.equal(self.value, self.clone))
 

@@ -212,7 +212,7 @@ class RooflineClock:
         return self._total_us
 
     def restart(self) -> None:
-        """Reset the time; called by `work`, whose earlier operators then do not count."""
+        """Restart the timer, so that earlier operators of `work`, which calls this, do not count."""
         self._total_us = 0.0
 
     def stop(self) -> None:

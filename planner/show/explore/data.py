@@ -146,7 +146,7 @@ class _Near:
         return {s: max(1, min(num_layers, (isqrt(share // s) - 1) // 2)) for s, share in shares.items()}
 
     def tables(self, widths: Mapping[int, int]) -> dict[str, Any]:
-        """Return the numbers of the stages whose cuts are at most `widths` layers from the initial cuts."""
+        """Return the costs of all stages whose cuts are at most `widths` layers from the initial cuts."""
         chain, pipeline = self.chain, self.chain.pipeline
         cells, crossings = stages_near(self.layouts.values(), self.balances, widths)
         sizes, bytes_, times = {}, Table(len(cells.first)), Table(len(cells.first))

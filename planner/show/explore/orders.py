@@ -50,7 +50,7 @@ class Orders:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Listed:
-    """Schedule with the orders that fit into the page."""
+    """Schedule of the explorer, with those action orders that fit into the page."""
 
     schedule: Schedule
     orders: Mapping[int, Mapping[int, Orders]]

@@ -43,7 +43,7 @@ def explore_html(question: Question) -> str:
 
 
 def law_script() -> str:
-    """Return the scripts without a page: figures of a state, and commands that make a plan of it."""
+    """Return the JavaScript that computes the figures and the commands of an edited plan, without the page."""
     return "\n".join(asset(name, __package__) for name in _SCRIPTS[:-2])
 
 

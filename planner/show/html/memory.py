@@ -19,7 +19,7 @@ _COLUMNS = 480
 
 
 def memory_section(plan: Plan, step: Step | None) -> Section:
-    """Return a bar per device, and with a step the memory of each device over time."""
+    """Return a memory bar per device; if there is a step, also the memory of each device over time."""
     devices = device_memory(plan.by_device())
     most, cap = max(d.total_bytes for d in devices), max(d.cap_bytes for d in devices)
     full = max(1, most, cap if most * 4 >= cap else 0)

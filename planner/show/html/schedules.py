@@ -18,7 +18,7 @@ _LINE = 13.0
 
 
 def schedules_section(plan: Plan) -> Section | None:
-    """Return the picture and the table; None if the plan has no such figures."""
+    """Return the comparison of schedules, a picture and a table; None if the plan has none."""
     points = [point for point in plan.schedules if point.fits]
     if not points:
         return None

@@ -14,7 +14,7 @@ from planner.show.views.table import Table, Value, column, table
 
 
 def comparison_table(comparison: Comparison) -> Table:
-    """Return a row per plan; the last column has the speed relative to the first plan, and exceeded limits."""
+    """Return a row per plan; the last column names exceeded limits, or gives the speed relative to the first plan."""
     first = comparison.plans[0]
     return table(
         comparison.plans,
