@@ -1,4 +1,4 @@
-"""Everything for TPUs: the compiled profile backend, the emitter of one JAX program, its memory model and its trainer.
+"""Support for TPUs: the compiled profile backend, the emitter of one JAX program, its memory model and its trainer.
 
 No other package imports this one. `planner.core.extensions` finds what it offers in the tables below, and an emitted
 `train_jax.py` imports `planner.tpu.training`. The modules that import jax or torchax are imported late: their users

@@ -1,11 +1,11 @@
-"""What layers cost on a TPU that need not be here, by what the TPU's own compiler says.
+"""Profile backend for TPUs, which need not be attached: costs of layers from the TPU's own compiler.
 
-Each distinct layer becomes four programs (`planner.tpu.layer_programs`). The compiler tells of each how many bytes
-it takes in, gives back and needs meanwhile, padding included, and how long it should take. The optimizer's step over a
-layer's parameters is a program, too (`planner.tpu.optimizers`).
+Each distinct layer becomes four executables (`planner.tpu.layer_programs`). The compiler reports the bytes of their
+arguments, results and temporaries, padding included, and an estimate of their time. The optimizer step over a layer's
+parameters is an executable, too (`planner.tpu.optimizers`).
 
-With a TPU attached the same programs are run and timed instead. Compiled layers are remembered on disk, so that an
-interrupted profile goes on where it was.
+With a TPU attached, the same executables are run and timed instead. Results are cached on disk, so that an interrupted
+profile continues.
 """
 
 import os
@@ -58,7 +58,7 @@ def backend_of(name: str) -> "CompiledBackend":
 
 
 class CompiledBackend:
-    """Compiles the layers for a kind of TPU (`v2`, say), or runs them on the attached one where `chip` is empty."""
+    """Backend that compiles layers for a TPU chip such as `v2`, or runs them on the attached TPU if `chip` is empty."""
 
     device = torch.device("cpu")
 
@@ -67,7 +67,7 @@ class CompiledBackend:
 
     @classmethod
     def of_absent(cls, absent: Accelerator) -> "CompiledBackend":
-        """The backend for a kind of TPU that is not here; its links are known, and its programs have no executor."""
+        """Return the backend for a TPU that is not attached; its links are those of the chip, its overhead is 0."""
         rates = rates_of(absent.name)
         described = Device(
             kind="tpu",
@@ -80,7 +80,7 @@ class CompiledBackend:
 
     @classmethod
     def of_attached(cls) -> "CompiledBackend":
-        """The backend for the TPU of this machine.
+        """Return the backend for the TPU of this machine.
 
         Raises:
             UsageError: There is none.
@@ -92,11 +92,11 @@ class CompiledBackend:
         return cls(Device(kind="tpu", name=name, memory_bytes=memory_bytes), rates)
 
     def described(self) -> Device:
-        """The TPU."""
+        """Return the description of the TPU."""
         return self._described
 
     def check_model(self, loaded: LoadedModel) -> None:
-        """Raises `UsageError` for autocast."""
+        """Raise `UsageError` for autocast."""
         if loaded.precision not in _PRECISIONS:
             raise UsageError(
                 f"`--dtype {loaded.precision}`: autocast is torch's own, and a TPU's programs have none",
@@ -104,10 +104,10 @@ class CompiledBackend:
             )
 
     def check_chain(self, *, lean: bool) -> None:
-        """Layers may ask for values: then the model has been built whole."""
+        """Accept every chain: layers that need real values get them, because the model is then built completely."""
 
     def measure(self, task: Task) -> BackendResult:
-        """Compiles every distinct layer at each size, and the optimizer's step over its parameters."""
+        """Compile every distinct layer at each size, and the optimizer step over its parameters."""
         folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "gpipe-plan", "tpu")
         compiler = Compiler(self._chip, self._rates, folder, task.options.repeats)
         rule = rule_of(task.loaded.build_optimizer, list(task.chain.model.parameters()))
@@ -158,7 +158,7 @@ class CompiledBackend:
 
 
 def _compile(jobs: Sequence[SizedUnit], task: Task, compiler: Compiler, layers: dict[Key, CompiledLayer]) -> None:
-    """Compiles units at one size; what comes of it goes to `layers`, and to the records."""
+    """Compile units at one size; store the results in `layers` and in the task's measurements."""
     _, size = jobs[0].key
     task.steps.begin(f"{len(jobs)} layers of {size} samples", size * len(jobs))
     for n, layer in compiler.compile([(job.unit, job.received) for job in jobs]):
@@ -177,12 +177,19 @@ def _with_programs(
     is_first: bool,
     num_targets: int,
 ) -> LayerProfile:
-    """The layer with a record of programs in place of that of an allocator.
+    """Return the layer with a memory record of compiled executables instead of that of an allocator.
 
-    Gradients are there from begin to end, and so is what a loop over micro-batches keeps, the outputs `kept` of each
-    size among it. The program leaves running statistics alone. Inputs of the first layer are the mini-batch's; the
-    last `num_targets` are targets of the loss, the others come over the boundary, of so many bytes as they are sent and
-    as they are wanted.
+    Args:
+        profile: The layer's profile.
+        buffer_bytes: Bytes of its buffers; the executable does not change running statistics.
+        compiled: The compiled layer at each size.
+        kept: Per size, outputs that loops over micro-batches keep, as from `_kept_outputs`.
+        received: Per size, bytes of each received tensor as sent, and as later layers lay it out.
+        is_first: Whether the layer's inputs are the mini-batch.
+        num_targets: Number of inputs that are targets of the loss; they come last.
+
+    Returns:
+        The layer's profile.
     """
     programs = [
         _program(layer, kept[place], received[place], is_first=is_first, num_targets=num_targets)
@@ -198,9 +205,9 @@ def _with_programs(
 
 
 def _kept_outputs(compiled: Sequence[CompiledLayer]) -> list[dict[int, bool]]:
-    """Which outputs of each layer are held for some layer's backward, each storage once.
+    """Return the outputs of each layer that are kept for some layer's backward, each storage once.
 
-    Beside it whether all that read it there do so by products alone.
+    The value of an output is True if all backwards read it only as a matmul operand.
     """
     storages = CrossingStorages([layer.detail() for layer in compiled])
     wide = {
@@ -218,7 +225,7 @@ def _kept_outputs(compiled: Sequence[CompiledLayer]) -> list[dict[int, bool]]:
 
 
 def _received(compiled: Sequence[CompiledLayer]) -> list[list[tuple[int, int]]]:
-    """What each layer receives: bytes of each tensor as it is sent, and at most as a layer behind wants it to lie."""
+    """Return bytes of each received tensor of each layer: as sent, and the most in the layouts of later layers."""
     wanted: list[Sequence[int]] = [compiled[-1].wanted]
     for layer in reversed(compiled[:-1]):
         sizes = list(layer.wanted)
@@ -251,7 +258,7 @@ def _program(
 
 
 def _optimizer_costs(records: Records, compiler: Compiler, rule: Rule) -> dict[str, OptimizerCost]:
-    """State by the rule of the optimizer, time and transients by the compiler: of every distinct layer."""
+    """Return optimizer costs of every distinct layer: state from the rule, time and transients from the compiler."""
     units = records.distinct
     trained = {digest: trained_parameters(unit.module) for digest, unit in units.items()}
     digests = [digest for digest, parameters in trained.items() if parameters]

@@ -1,4 +1,4 @@
-"""TPUs as JAX's devices: the one of this machine, or of kinds that are not here."""
+"""TPUs as JAX devices: the TPU of this machine, or chips that are not attached."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,7 +11,7 @@ from planner.tpu.extra import TOPOLOGIES
 
 
 def attached_tpu() -> tuple[str, int]:
-    """Name and memory of the TPU of this machine.
+    """Return name and memory in bytes of the TPU of this machine.
 
     Raises:
         UsageError: There is none.
@@ -27,13 +27,13 @@ def attached_tpu() -> tuple[str, int]:
 
 
 def named_chips(name: str, num: int) -> list[jax.Device]:
-    """Neighbours of a kind that need not be here, `v2` say, as the compiler knows it; one of `CHIPS`.
+    """Return `num` neighboring devices of a chip in `CHIPS`, such as `v2`, which need not be attached.
 
     Raises:
-        UsageError: More than a topology of the compiler has.
+        UsageError: No topology of the compiler has so many devices.
     """
     if not jax._src.xla_bridge._backends:
-        # There is no TPU to be found, and looking for one takes its time.
+        # No TPU is attached, and the search for one takes long.
         jax.config.update("jax_platforms", "cpu")
     shapes, options = TOPOLOGIES[name]
     for shape in shapes:
@@ -44,18 +44,18 @@ def named_chips(name: str, num: int) -> list[jax.Device]:
 
 
 def target_device(chip: str) -> jax.Device:
-    """A chip of that kind, which need not be here; the first device of JAX's if it is empty."""
+    """Return a device of that chip, which need not be attached; JAX's first device if `chip` is empty."""
     return named_chips(chip, 1)[0] if chip else jax.devices()[0]
 
 
 def devices_of(platform: str | None, num: int) -> Sequence[jax.Device]:
-    """The first devices of one of JAX's platforms; without one named of that which JAX chooses.
+    """Return the first `num` devices of a JAX platform; of JAX's default platform if it is None.
 
     Raises:
         UsageError: There are fewer.
     """
     if platform == "cpu" or (platform is None and not _may_have_accelerators()):
-        # Before JAX has begun: as many devices as stages, on one machine.
+        # Before JAX is initialized, set as many CPU devices as there are stages.
         jax.config.update("jax_platforms", "cpu")
         jax.config.update("jax_num_cpu_devices", num)
     devices = jax.devices(platform) if platform else jax.devices()
@@ -65,7 +65,7 @@ def devices_of(platform: str | None, num: int) -> Sequence[jax.Device]:
 
 
 def _may_have_accelerators() -> bool:
-    """Whether there may be any; asking JAX itself would begin it."""
+    """Return True if accelerators may be attached; does not initialize JAX."""
     if jax._src.xla_bridge._backends:
         return bool(jax.default_backend() != "cpu")
     return (

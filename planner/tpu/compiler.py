@@ -1,4 +1,4 @@
-"""Compiles layers and steps of the optimizer for a TPU, in several processes, and remembers the outcomes on disk.
+"""Compiler of layers and optimizer steps for a TPU, in several processes, with a cache on disk.
 
 This module imports neither jax nor torchax; the processes that compile do.
 """
@@ -32,48 +32,48 @@ if TYPE_CHECKING:
     from planner.tpu.programs import Program
 
 _REVISION = 7
-"""The revision of what is remembered of a layer or a step, and of how it is compiled."""
+"""Revision of the cache's content and of the way of compiling."""
 
 _WORKER_BYTES = 4 * 2**30
-"""A process that compiles needs about so much at most."""
+"""Bytes that a compiling process needs at most."""
 
 _Found = TypeVar("_Found", CompiledLayer, CompiledStep)
 _Work = Callable[[], _Found]
 
 
 class LacksOperatorError(Exception):
-    """torchax has no translation of an operator."""
+    """Operator that torchax does not translate."""
 
 
 class OutOfMemoryError(Exception):
-    """A program needs more memory than the chip has."""
+    """Executable that needs more memory than the chip has."""
 
 
 class _WorkerError(Exception):
-    """An exception of another process: in a line, and its traceback as text."""
+    """Exception of another process: a line of text, and its traceback as text."""
 
     def __str__(self) -> str:
         return f"\n{self.args[1]}"
 
 
 class Compiler:
-    """Compiles layers for one kind of chip, or for the device that is attached, and remembers what came of it.
+    """Compiler of layers for one kind of chip, or for the attached device, with a cache.
 
     Args:
-        chip: `v2`, say; empty for an attached device.
-        rates: The chip's.
-        folder: Where it is remembered; None: nowhere.
-        repeats: Timed runs of each program on an attached device.
+        chip: The chip, such as `v2`; empty for the attached device.
+        rates: Rates of the chip.
+        folder: Folder of the cache; None for no cache.
+        repeats: Number of timed runs of each executable on an attached device.
     """
 
     def __init__(self, chip: str, rates: Rates, folder: Path | None, repeats: int = 10) -> None:
         self._chip, self._rates, self._folder, self._repeats = chip, rates, folder, repeats
 
     def compile(self, jobs: Sequence[tuple[Unit, UnitInput]]) -> Iterator[tuple[int, CompiledLayer]]:
-        """Each job's place and outcome as they come, those that are remembered first.
+        """Yield the index and result of each job as they finish, cached ones first.
 
         Args:
-            jobs: Units, each with its input.
+            jobs: Units with their inputs.
 
         Raises:
             ModelError: torchax lacks an operator of a layer, or a layer cannot be compiled; all such layers are named.
@@ -86,15 +86,22 @@ class Compiler:
     def steps(
         self, names: Sequence[str], parameters: Sequence[Sequence[Tensor]], rule: Rule
     ) -> Iterator[tuple[int, CompiledStep]]:
-        """The optimizer's step over the trained parameters of several layers: place and outcome, as they come.
+        """Yield the index and compiled optimizer step of each layer as they finish.
 
-        Of tensors only shape and dtype count. Raises as `compile`.
+        Args:
+            names: Names of the layers, for errors.
+            parameters: Trained parameters of each layer; only shape and dtype matter.
+            rule: Rule of the optimizer.
+
+        Raises:
+            ModelError: A step cannot be compiled.
+            MemoryError: A step needs more memory than the chip has.
         """
         described = [["step", rule.description, [[list(p.shape), str(p.dtype)] for p in of]] for of in parameters]
         works = [partial(self._compiled_step, of_layer, rule) for of_layer in parameters]
         yield from self._outcomes(CompiledStep, names, described, works)
 
-    # Private methods; what runs in the process that compiles imports jax there, after it has been forked.
+    # These methods run in the forked processes, which import jax only then.
 
     def _compiled_unit(self, unit: Unit, received: UnitInput) -> CompiledLayer:
         from planner.tpu.chips import target_device  # noqa: PLC0415
@@ -109,20 +116,27 @@ class Compiler:
         return compile_step(parameters, rule, target_device(self._chip), self._time_us)
 
     def _time_us(self, program: "Program", shapes: Any) -> float:
-        """Measured on an attached device; else the compiler's estimate, or the roofline's where it makes none."""
+        """Return the time measured on an attached device; else the compiler's estimate, or else the roofline's."""
         if not self._chip:
             from planner.tpu.programs import measured_us  # noqa: PLC0415
 
             return measured_us(program, shapes, self._repeats)
         if program.seconds > 0:
             return 1e6 * program.seconds
-        # Products are of bfloat16 numbers unless the model asks for another precision.
+        # Matmuls use bfloat16 unless the model sets another precision.
         return 1e6 * max(program.flops / self._rates.half_flops_per_s, program.accessed_bytes / self._rates.bytes_per_s)
 
     def _outcomes(
         self, kind: type[_Found], names: Sequence[str], described: Sequence[list[Any]], works: Sequence[_Work[_Found]]
     ) -> Iterator[tuple[int, _Found]]:
-        """Each work's place and outcome as they come; works of equal descriptions are done once."""
+        """Yield the index and result of each job as they finish; jobs with equal descriptions run once.
+
+        Args:
+            kind: Class of the results.
+            names: Names of the layers, for errors.
+            described: Description of each job, the key of the cache.
+            works: Functions that compile.
+        """
         paths = list(map(self._path, described))
         missing: dict[Path | int, list[int]] = {}
         for n, path in enumerate(paths):
@@ -142,7 +156,7 @@ class Compiler:
         _raise_first(problems)
 
     def _path(self, described: list[Any]) -> Path | None:
-        """Where an outcome is remembered, by what decides it."""
+        """Return the path of a cached result by its description; None without a cache."""
         if self._folder is None or not self._chip:
             return None
         decisive = [_REVISION, self._chip, *described, versions()]
@@ -151,7 +165,7 @@ class Compiler:
 
 
 def unit_function(unit: Unit, received: UnitInput) -> "LayerFunction":
-    """A unit, its loss included where it is the last, as a function of JAX arrays: inputs, then targets."""
+    """Return a unit, with the loss if it is the last, as a function of JAX arrays: inputs, then targets."""
     from planner.tpu.halves import layer_function  # noqa: PLC0415 - jax
 
     targets, nest = tree_flatten(received.targets)
@@ -170,7 +184,7 @@ def _described(unit: Unit, received: UnitInput) -> list[Any]:
 
 
 def _raise_first(problems: Mapping[str, Exception]) -> None:
-    """Raises what is wrong with layers, if anything; see `Compiler.compile`."""
+    """Raise the error of the failed layers, if any; see `Compiler.compile`."""
     lacking = [f'"{layer}": {error}' for layer, error in problems.items() if isinstance(error, LacksOperatorError)]
     if lacking:
         raise ModelError(
@@ -192,7 +206,7 @@ def _worked_off(works: Sequence[_Work[_Found]], *, num_workers: int) -> Iterator
     if num_workers == 1:
         yield from map(_run_job, range(len(works)))
         return
-    # Forked before jax is imported, so that each has the model as it is here and a jax of its own.
+    # Fork before jax is imported, so that each process has the model and its own jax.
     with multiprocessing.get_context("fork").Pool(num_workers, initializer=_quiet) as pool:
         yield from pool.imap_unordered(_run_job, range(len(works)))
 
@@ -213,7 +227,7 @@ def _run_job(place: int) -> tuple[int, Any]:
 def _remembered(kind: type[_Found], path: Path | None) -> _Found | None:
     if path is None:
         return None
-    # Whatever is wrong with the file, it can be compiled again.
+    # A broken file is ignored: the job is compiled again.
     with suppress(OSError, ValueError, TypeError):
         kinds, values = get_type_hints(kind), json.loads(path.read_text(encoding="utf-8"))
         return kind(**{name: _restored(kinds[name], value) for name, value in values.items()})
@@ -221,7 +235,7 @@ def _remembered(kind: type[_Found], path: Path | None) -> _Found | None:
 
 
 def _restored(kind: Any, value: Any) -> Any:
-    """A number, or a tuple of numbers or of dataclasses, from what JSON has for it."""
+    """Restore a number, or a tuple of numbers or dataclasses, from JSON."""
     if not isinstance(value, list):
         return value
     make: Any = get_args(kind)[0]
@@ -239,7 +253,7 @@ def _remember(path: Path | None, outcome: Any) -> None:
 
 
 def _quiet() -> None:
-    """Ctrl-C is the parent's business, and so are messages; libtpu's last words when it is ended are many."""
+    """Ignore Ctrl-C, which the parent handles, and silence stderr, to which libtpu writes when it is ended."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
 

@@ -1,8 +1,8 @@
-"""`balance.yaml` and `train_jax.py`: a plan as one JAX program over a mesh with an axis of stages.
+"""Emitter of `balance.yaml` and `train_jax.py`: a plan as one JAX program over a mesh with an axis of stages.
 
-All devices of such a program run the same code on arrays of the same shapes, and need more than the fullest stage by
-itself (`planner.tpu.program_memory`). A plan that does not fit by the prediction is refused, unless the TPU's compiler
-can be asked and says that it fits. This module imports no torch.
+All devices of such a program run the same code on arrays of the same shapes, and need more than the fullest stage alone
+(`planner.tpu.program_memory`). A plan that does not fit by this prediction is refused, unless the TPU's compiler
+is available and reports that it fits. This module imports no torch.
 """
 
 import subprocess
@@ -38,7 +38,7 @@ def emit(
 ) -> Emitted:
     """Return the balance configuration and the training script; arguments as for `emit_native`.
 
-    `say` is called before the compiler is asked, which takes long.
+    `say` is called before the compiler runs, which takes long.
 
     Raises:
         UsageError: The plan does not cut the profile's chain, the profile names no model to train, or one program for

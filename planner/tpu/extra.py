@@ -1,7 +1,7 @@
-"""The extra `tpu`: what must be settled before any of it is imported.
+"""Settings that must be made before the packages of the extra `tpu` are imported.
 
-This module imports neither jax nor torchax. Those of this room that do import them at the top; whoever needs one calls
-`planner.core.extras.check_installed` first, `expect_no_tpu` too where there is no TPU, and imports it then.
+This module imports neither jax nor torchax. Other modules of this package import them at the top. Their users call
+`planner.core.extras.check_installed` first, and `expect_no_tpu` if no TPU is attached, and then import them.
 """
 
 import importlib.metadata
@@ -22,13 +22,13 @@ TOPOLOGIES: Final[dict[str, tuple[tuple[str, ...], dict[str, str]]]] = {
     "v5p": (_CUBE, {}),
     "v6e": (("2x2", "2x4", "4x4", "4x8", "8x8"), {}),
 }
-"""By chip: topologies, the smallest first, and options."""
+"""Topologies of each chip, the smallest first, with compiler options."""
 
 CHIPS: Final = tuple(TOPOLOGIES)
 """Kinds of TPU that programs can be compiled for."""
 
 _SETTINGS = {
-    # Without a TPU libtpu asks Google's metadata server where it is, for minutes.
+    # Without a TPU, libtpu queries Google's metadata server for minutes.
     "TPU_SKIP_MDS_QUERY": "1",
     "TPU_ACCELERATOR_TYPE": "v2-8",
     "TPU_WORKER_HOSTNAMES": "localhost",
@@ -47,11 +47,11 @@ def tpu_called(reported: str) -> str:
 
 
 def expect_no_tpu() -> None:
-    """Tells jax and libtpu, before they are imported, that no TPU is to be looked for."""
+    """Set environment variables so that jax and libtpu, imported later, do not search for a TPU."""
     for setting, value in _SETTINGS.items():
         os.environ.setdefault(setting, value)
 
 
 def versions() -> dict[str, str]:
-    """Versions of all packages that decide what a program becomes."""
+    """Return the versions of all packages that determine the compiled executables."""
     return {name: importlib.metadata.version(name) for name in ("torch", "torchax", "jax", "jaxlib", "libtpu")}

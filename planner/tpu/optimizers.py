@@ -1,4 +1,4 @@
-"""Torch's optimizers, number by number: a profile compiles their steps, and the training program runs them.
+"""Torch's optimizers as elementwise rules: a profile compiles their steps, and the training program runs them.
 
 This module imports no jax.
 """
@@ -16,16 +16,16 @@ if TYPE_CHECKING:
     from jax import Array
 
 Update = Callable[["Array", "Array", list["Array"], "Array"], tuple["Array", list["Array"]]]
-"""(parameter, gradient, states, number of the step from 1) -> (parameter, states)."""
+"""Function (parameter, gradient, states, index of the step from 1) -> (parameter, states)."""
 
 
 @dataclass(frozen=True)
 class Rule:
-    """How an optimizer updates every number of its parameters."""
+    """Elementwise update of an optimizer."""
 
     update: Update
     num_states: int
-    """States of each number."""
+    """Number of states per parameter element."""
     description: str
     """Name and options of the optimizer."""
 
@@ -34,7 +34,7 @@ def rule_of(build: Builder, parameters: Sequence[Tensor]) -> Rule:
     """Return the rule of the optimizer of a model with these parameters.
 
     Raises:
-        UsageError: It is none of those known here, or does not treat all trained parameters alike.
+        UsageError: The optimizer is not supported, or does not treat all trained parameters alike.
     """
     whole = ModelOptimizer(build, parameters)
     name, groups = whole.name, whole.groups()
@@ -62,7 +62,7 @@ def _sgd(options: Mapping[str, Any]) -> Update:
         gradient = gradient + options["weight_decay"] * parameter
         if not options["momentum"]:
             return parameter - options["lr"] * gradient, []
-        # torch begins with the first gradient as it is.
+        # In torch the first step uses the gradient without dampening.
         damped = 1.0 - options["dampening"] * (number > 1).astype(gradient.dtype)
         moving = options["momentum"] * states[0] + damped * gradient
         return parameter - options["lr"] * moving, [moving]
@@ -106,4 +106,4 @@ _RULES: Final[Mapping[str, tuple[Callable[[Mapping[str, Any]], Update], int]]] =
     "Adam": (_adam, 2),
     "AdamW": (_adam, 2),
 }
-"""By the name of torch's class: what makes the update from options, and the states of each number without momentum."""
+"""Rules by torch's class name: maker of the update, and number of states per element without momentum."""

@@ -1,4 +1,4 @@
-"""What the compiler says of layers and of steps of the optimizer, as it is remembered; no jax is needed to read it."""
+"""Cached results of the compiler for layers and optimizer steps; reading them needs no jax."""
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -9,52 +9,52 @@ from planner.core.values.profile import ArrayKind, BoundaryTensor, MemoryDetail,
 
 @dataclass(frozen=True, kw_only=True)
 class CompiledLayer:
-    """One layer at one micro-batch size; bytes of the device's memory."""
+    """Compiled layer at one micro-batch size; sizes are bytes of device memory, padding included."""
 
     inputs: tuple[int, ...]
-    """Per input tensor."""
+    """Bytes of each input tensor."""
     laid_out: tuple[int, ...]
-    """Bytes of each, as the layer wants it to lie."""
+    """Bytes of each input in the layout that the layer chooses."""
     wanted: tuple[int, ...]
-    """The same, in loops."""
+    """Bytes of each input in that layout, as loops hold it."""
     kept_inputs: tuple[bool, ...]
-    """Whether backward reads it."""
+    """True for inputs that the backward reads."""
     outputs: tuple[int, ...]
     kept_outputs: tuple[bool, ...]
     aliases: tuple[int, ...]
-    """Per output: which input it is as it came, or -1."""
+    """Index of the input that each output is, unchanged; -1 for new outputs."""
     reshaped_bytes: int
-    """What backward reads, parameters left out, of what lies in another shape in loops: as the layer has it."""
+    """Bytes of arrays that the backward reads and loops hold in another shape, in the layer's shape."""
     forward_us: float
     backward_us: float
     forward_temporary_bytes: int
     backward_temporary_bytes: int
-    """With the gradients of outputs and inputs."""
+    """Temporaries of the backward, with the gradients of outputs and inputs."""
     peak_bytes: int
-    """The temporaries of both in one program, with the same gradients."""
+    """Temporaries of forward and backward in one executable, with the same gradients."""
     carried_bytes: int
-    """From one to the other there, inputs, outputs and parameters not counted."""
+    """Bytes kept from forward to backward in that executable, without inputs, outputs and parameters."""
     narrowed_bytes: int
-    """Bytes of weights as products take them."""
+    """Bytes of 16-bit copies of weights for matmuls."""
     padding_bytes: int
-    """Bytes that the parameters that are trained take more than they have."""
+    """Bytes of padding of trained parameters."""
     flops: float
-    """Operations of the forward."""
+    """Floating-point operations of the forward."""
     narrowed_inputs_bytes: int
-    """Bytes of inputs as products take them."""
+    """Bytes of 16-bit copies of inputs for matmuls."""
     trained_kinds: tuple[ArrayKind, ...]
-    """Parameters that are trained."""
+    """Kinds of trained parameters."""
     made_kinds: tuple[ArrayKind, ...]
-    """Arrays kept for backward, neither input nor output nor parameter, as loops hold them."""
+    """Kinds of other arrays kept for backward, as loops hold them: no inputs, outputs or parameters."""
     input_kinds: tuple[ArrayKind, ...]
-    """Inputs one by one; what forward and backward read by products alone lies narrow in loops."""
+    """Kind of each input; inputs that are only matmul operands take 16 bits per element in loops."""
     output_kinds: tuple[ArrayKind, ...]
-    """Outputs one by one; what the layer's own backward reads so, or not at all, lies narrow in loops."""
+    """Kind of each output; outputs that the layer's backward reads at most as matmul operands take 16 bits in loops."""
     narrow_inputs: tuple[bool, ...]
-    """Whether its backward reads each input so."""
+    """True for inputs that the backward reads at most as matmul operands."""
 
     def detail(self) -> MemoryDetail:
-        """The record that an allocator would have given."""
+        """Return the memory record as an allocator would have measured it."""
         tensors = zip(self.output_kinds, self.kept_outputs, self.aliases, strict=True)
         outputs = tuple(BoundaryTensor(bytes=array.bytes, kept=kept, alias=alias) for array, kept, alias in tensors)
         created_bytes = sum(tensor.bytes for tensor in outputs if tensor.alias < 0)
@@ -73,11 +73,14 @@ class CompiledLayer:
         )
 
     def program(self, kept: Mapping[int, bool], received: Sequence[tuple[int, int]]) -> ProgramMemory:
-        """The record of a layer within one program.
+        """Return the memory record of the layer as part of one executable.
 
         Args:
-            kept: Which of its outputs are held for some backward, each with whether all of these read it narrow.
-            received: Bytes of its first inputs, as they come over the boundary in front of it, and as layers want them.
+            kept: Outputs kept for some backward; True if all backwards read them only as matmul operands.
+            received: Bytes of each received tensor: as sent by the previous layer, and as layers lay it out.
+
+        Returns:
+            The record.
         """
         return ProgramMemory(
             carried_bytes=self.carried_bytes + sum(self.outputs[n] for n in kept),
@@ -102,14 +105,14 @@ def _received(array: ArrayKind, sizes: tuple[int, int]) -> ArrayKind:
 
 
 def counted(arrays: Iterable[ArrayKind]) -> tuple[ArrayKind, ...]:
-    """Equal ones as one of so many."""
+    """Merge equal arrays into one entry with a count."""
     return tuple(replace(array, count=count) for array, count in Counter(arrays).items())
 
 
 @dataclass(frozen=True, kw_only=True)
 class CompiledStep:
-    """The optimizer's step over the parameters of one layer."""
+    """Compiled optimizer step over the parameters of one layer."""
 
     step_us: float
     peak_bytes: int
-    """Bytes beside parameters, gradients and state."""
+    """Temporary bytes, without parameters, gradients and state."""

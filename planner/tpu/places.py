@@ -1,7 +1,7 @@
-"""Arrays that differ from stage to stage, in places that every device of one program has (`planner.tpu.mesh_program`).
+"""Slots for arrays that differ between stages, equal on every device of one program (`planner.tpu.mesh_program`).
 
-Arrays of one shape and type take turns in one place, as long as that wastes little; else all of a type lie behind each
-other in one vector, without padding.
+Arrays of equal shape and dtype in different stages share one slot, as long as that wastes little memory. Otherwise all
+arrays of a dtype are concatenated to one vector, without padding.
 """
 
 from collections import Counter
@@ -12,13 +12,13 @@ from typing import Final, NamedTuple, TypeVar
 from planner.core.values.profile import ArrayKind
 
 MOST_ROOM: Final = 1.5
-"""What places may take over the largest stage's arrays, padding left out; beyond that there are vectors."""
+"""Most bytes of slots relative to the largest stage's arrays, without padding; above it, vectors are used."""
 
 _Kind = TypeVar("_Kind")
 
 
 def places_for(stages: Iterable[Mapping[_Kind, int]]) -> Counter[_Kind]:
-    """How many places of each kind there are for stages with so many arrays of it: the larger number of each."""
+    """Return the slots of each kind: the largest number of arrays of that kind in any stage."""
     places: Counter[_Kind] = Counter()
     for stage in stages:
         places |= Counter(stage)
@@ -26,22 +26,22 @@ def places_for(stages: Iterable[Mapping[_Kind, int]]) -> Counter[_Kind]:
 
 
 def are_vectors(places_bytes: float, largest_bytes: float) -> bool:
-    """Whether places of so many bytes, the largest stage's arrays taking so many, are given up for vectors."""
+    """Return True if slots take too many bytes compared with the largest stage's arrays, so that vectors are used."""
     return places_bytes > MOST_ROOM * largest_bytes
 
 
 class Places(NamedTuple):
-    """What every device has for arrays of all stages."""
+    """Memory of every device for the arrays of all stages."""
 
     share: float
-    """What they take over what the fullest stage's arrays do; 1 where there are none."""
+    """Bytes relative to the arrays of the fullest stage; 1 without arrays."""
     are_vectors: bool
 
 
 def shared_places(stages: Sequence[Sequence[ArrayKind]]) -> Places:
-    """What every device has for these arrays of each stage.
+    """Return the memory of every device for the arrays of each stage.
 
-    In places arrays lie as in loops; one stage's vector has the numbers of another's.
+    Slots hold arrays as loops do. Vectors hold the elements without padding.
     """
     counts = [_counted(stage) for stage in stages]
     fullest = max((sum(array.count * array.bytes for array in stage) for stage in stages), default=0)
@@ -61,7 +61,7 @@ def shared_places(stages: Sequence[Sequence[ArrayKind]]) -> Places:
 
 
 def _loop_bytes(stages: Sequence[Sequence[ArrayKind]], kind: str) -> int:
-    """Bytes of all places of a kind; the widest arrays of each stage take turns in one, and so on."""
+    """Return the bytes of all slots of a kind; the widest arrays of all stages share the first slot, and so on."""
     widths = (
         sorted((a.loop_bytes for a in stage if a.kind == kind for _ in range(a.count)), reverse=True)
         for stage in stages
