@@ -1,10 +1,9 @@
-"""A layer of a chain as a function of JAX arrays, cut into two halves.
+"""Layer of a chain as a function of JAX arrays, with separate forward and backward.
 
-The forward half returns the outputs and what the backward half reads: the residuals. Which values these are is decided
-here, alike for a profile and for a program that trains: results of products, convolutions, reductions and of all else
-that is work are kept, while what costs next to nothing to compute again from them (additions, activations, masks,
-reshapes) is computed again. That is what the TPU's compiler does anyway within one program, where it fuses such
-operators into whatever reads their results.
+The forward returns the outputs and the residuals, the values that the backward reads. This module chooses them equally
+for a profile and for a program that trains. Results of matmuls, convolutions, reductions and other expensive
+operators are kept. Cheap operators (additions, activations, masks, reshapes) are recomputed. Within one program the
+TPU's compiler does the same: it fuses such operators into the operators that read their results.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -37,43 +36,46 @@ _CHEAP = frozenset((
     "stop_gradient", "sub", "tan", "tanh", "threefry2x32", "transpose", "xor",
 ))
 # fmt: on
-"""Primitives of JAX that the compiler computes while it reads or writes for another one; and pooling, almost one."""
+"""JAX primitives that the compiler fuses into other operators, and pooling, which is nearly as cheap."""
 
 
 def random_key() -> jax.ShapeDtypeStruct:
-    """The shape of a random key."""
+    """Return the shape of a random key."""
     return jax.eval_shape(lambda: jax.random.key(0))
 
 
 @dataclass(frozen=True)
 class LayerFunction:
-    """What a module computes, as a pure function of JAX arrays: of parameters and buffers, inputs, and a random key.
+    """Module as a pure function of JAX arrays: of parameters and buffers, inputs, and a random key.
 
-    Inputs and outputs are the tensors among the flat ones. What the module writes into its buffers is dropped.
+    Inputs and outputs are the tensors among the flat values. Writes into buffers are dropped.
     """
 
     call: Callable[[Arrays, Sequence[Array], Array], list[Array]]
     trained: dict[str, jax.ShapeDtypeStruct]
-    """Shapes of the parameters that are trained, by name."""
+    """Shapes of the trained parameters, by name."""
     fixed: dict[str, jax.ShapeDtypeStruct]
-    """Shapes of the other ones, and of buffers."""
+    """Shapes of frozen parameters and of buffers, by name."""
     inputs: tuple[jax.ShapeDtypeStruct, ...]
     needed: tuple[bool, ...]
-    """The inputs of which a gradient is wanted."""
+    """True for inputs that need a gradient."""
 
 
 def layer_function(
     module: nn.Module, run: Callable[[Sequence[Any]], Sequence[Any]], values: Sequence[Any]
 ) -> LayerFunction:
-    """`run` as a function of JAX arrays.
+    """Return `run` as a function of JAX arrays.
 
     Args:
-        module: Whose parameters and buffers are arguments; tensors found elsewhere are taken as they are.
-        run: From flat inputs to flat outputs.
-        values: Inputs as they are given to `run`; of tensors only shape and dtype count.
+        module: Module whose parameters and buffers become arguments; other tensors are constants.
+        run: Function from flat inputs to flat outputs.
+        values: Inputs of `run`; of tensors only shape and dtype matter.
+
+    Returns:
+        The function.
     """
     env = environment()
-    # A stage runs the whole model's forward; its own parameters are the model's.
+    # A stage runs the whole model's forward, so the model has its parameters.
     owner = module._part.model if isinstance(module, ModelStage) else module
     places = [n for n, value in enumerate(values) if isinstance(value, Tensor)]
     tensors = [values[n] for n in places]
@@ -109,31 +111,31 @@ def layer_function(
 
 @dataclass(frozen=True)
 class Residual:
-    """Something that the backward half reads."""
+    """Value that the backward reads."""
 
     kind: str
-    """`output` or `input` for one of these, `state` for a parameter or buffer; else `made`."""
+    """Origin: `output`, `input`, `state` for a parameter or buffer, else `made`."""
     index: int | str = 0
     shape: jax.ShapeDtypeStruct = None
 
 
 @dataclass(frozen=True)
 class Halves:
-    """A function's forward, and its backward, which reads what forward kept."""
+    """Forward and backward of a function."""
 
     forward: Callable[..., tuple[list[Array], list[Array]]]
-    """(trained, fixed, inputs, key) -> (outputs, residuals made)."""
+    """Function (trained, fixed, inputs, key) -> (outputs, residuals made)."""
     backward: Callable[..., tuple[Arrays, list[Array]]]
-    """((trained, fixed, inputs, key), outputs, residuals made, gradients of outputs) -> (gradients of what is trained,
-    gradients of inputs); inputs and outputs that are no residuals may be anything."""
+    """Function ((trained, fixed, inputs, key), outputs, residuals made, gradients of outputs) -> (gradients of trained
+    parameters, gradients of inputs). It ignores the values of inputs and outputs that are no residuals."""
     outputs: list[jax.ShapeDtypeStruct]
-    """Shapes."""
+    """Shapes of the outputs."""
     differentiable: tuple[int, ...]
-    """Which outputs carry a gradient."""
+    """Indices of the outputs that have a gradient."""
     passed: tuple[int, ...]
-    """Per output: which input it is, as it came; or -1."""
+    """Index of the input that each output is, unchanged; else -1."""
     residuals: tuple[Residual, ...]
-    """What is kept, each value once."""
+    """Residuals, each value once."""
 
     @property
     def made_shapes(self) -> list[jax.ShapeDtypeStruct]:
@@ -142,7 +144,7 @@ class Halves:
 
 
 def halves_of(function: LayerFunction) -> Halves:
-    """The halves of a layer's function, whose inputs have the shapes that it was made with."""
+    """Return forward and backward of a layer's function, for the shapes of its inputs."""
     trained, fixed, inputs, needed = function.trained, function.fixed, function.inputs, function.needed
     wanted = [n for n, need in enumerate(needed) if need]
     traced: dict[str, Any] = {}
@@ -183,24 +185,31 @@ def halves_of(function: LayerFunction) -> Halves:
 
 @dataclass(frozen=True, kw_only=True)
 class _Plan:
-    """Where the values come from that a forward hands to its backward."""
+    """Origins of the values that a forward passes to its backward."""
 
     sources: tuple[tuple[str, Any], ...]
-    """Per value: which list it is in and its place there; a literal itself."""
+    """List and index of each value in it; for a literal, `literal` and its value."""
     created: tuple[int, ...]
-    """The values that are new: neither arguments nor constants nor outputs."""
+    """Indices of the new values, which are no arguments, constants or outputs."""
     passed: tuple[int, ...]
     residuals: tuple[Residual, ...]
 
     def rebuilt(self, **lists: Sequence[Array]) -> list[Array]:
-        """All values again, from the lists that `sources` names."""
+        """Return all values from the lists that `sources` names."""
         return [place if kind == "literal" else lists[kind][place] for kind, place in self.sources]
 
 
 def _plan_of(jaxpr: jax.extend.core.Jaxpr, num_outputs: int, state: Sequence[str], num_inputs: int) -> _Plan:
-    """The plan of a traced forward, from (state, inputs, key) to (outputs, values for backward).
+    """Return the plan of a traced forward, from (state, inputs, key) to (outputs, values for backward).
 
-    `state` has the names of the arrays that come first among its arguments; `num_inputs` follow these.
+    Args:
+        jaxpr: The traced forward.
+        num_outputs: Number of outputs; the values for the backward follow them.
+        state: Names of the first arguments.
+        num_inputs: Number of inputs, which follow the state.
+
+    Returns:
+        The plan.
     """
     outputs, values = jaxpr.outvars[:num_outputs], jaxpr.outvars[num_outputs:]
     sources: dict[Any, tuple[str, int]] = {var: ("argument", n) for n, var in enumerate(jaxpr.invars)}
@@ -223,7 +232,7 @@ def _plan_of(jaxpr: jax.extend.core.Jaxpr, num_outputs: int, state: Sequence[str
         )
 
     def passed(var: Any) -> int:
-        """Which input an output is; -1 for what is none."""
+        """Return the index of the input that an output is, or -1."""
         kind, place = ("literal", 0) if _is_literal(var) else sources[var]
         return place - len(state) if kind == "argument" and 0 <= place - len(state) < num_inputs else -1
 
@@ -246,9 +255,9 @@ def _is_literal(var: Any) -> bool:
 
 
 def _worth_keeping(primitive: Any, *_: Any, **parameters: Any) -> bool:
-    """Whether the result of an operator is kept for backward, rather than computed again."""
+    """Return True if the result of an operator is kept for backward instead of being recomputed."""
     called = [value for value in parameters.values() if hasattr(value, "jaxpr") and hasattr(value, "consts")]
     if called:
-        # An activation with a derivative of its own (`relu`) is as cheap as what it consists of.
+        # An activation with a custom derivative, such as `relu`, is as cheap as its operators.
         return any(_worth_keeping(eqn.primitive, **eqn.params) for body in called for eqn in body.jaxpr.eqns)
     return str(primitive) not in _CHEAP

@@ -1,16 +1,16 @@
-"""A layer as the programs that tell what it costs.
+"""Executables of a layer, from which its costs are read.
 
-    forward     returns outputs and what backward will read     saved bytes: results beyond the outputs
-    backward    reads that, adds to gradients                   transient: temporaries, gradients of outputs and inputs
-    both        one after the other                             `peak_bytes` of `ProgramMemory`, likewise
-    apart       both, and in between something so large that    `carried_bytes`: temporaries beyond that
-                the program is at its fullest there
+    forward     returns outputs and residuals                   saved bytes: results other than the outputs
+    backward    reads residuals, adds to gradients              transient: temporaries, gradients of outputs and inputs
+    both        forward, then backward                          `peak_bytes` of `ProgramMemory`: the same
+    apart       forward, a large array, then backward; its      `carried_bytes`: temporaries besides that array
+                peak is while the array exists
 
-The first two are what a loop over micro-batches does, which puts into arrays what is kept. The last two are one
-micro-batch from begin to end, of which the compiler keeps what it likes, in whatever precision the products take.
+The first two correspond to a loop over micro-batches, which stores residuals in arrays. The last two run a whole
+micro-batch: the compiler chooses what it keeps, and in which precision.
 
-A TPU's products take factors of 16 bits unless the model asks for more. What nothing else reads the compiler holds in
-16 bits from the start, in the arrays of loops, too (jax 0.10.2, libtpu 0.0.52). `readers_of` finds these arrays.
+Matmuls of a TPU take 16-bit operands unless the model sets a higher precision. The compiler stores arrays that are only
+matmul operands in 16 bits, also in loops (jax 0.10.2, libtpu 0.0.52). `readers_of` finds these arrays.
 """
 
 from collections.abc import Callable, Sequence
@@ -40,19 +40,22 @@ from planner.tpu.programs import (
 from planner.tpu.torchax_adapter import shape_of
 
 Timer = Callable[[Program, Any], float]
-"""(program, shapes of its arguments) -> microseconds."""
+"""Function (executable, shapes of its arguments) -> microseconds."""
 
 _LEAST_FILLING_BYTES = 2**24
-"""The compiler would not put this into the core's own memory."""
+"""Bytes of an array that is too large for the core's local memory."""
 
 
 def compile_layer(function: LayerFunction, device: jax.Device, time_us: Timer) -> CompiledLayer:
-    """Compiles a layer's four programs.
+    """Compile a layer's four executables.
 
     Args:
         function: The layer.
-        device: From `named_chips`, or of JAX.
-        time_us: Tells how long a program takes.
+        device: Device from `named_chips` or from JAX.
+        time_us: Function that returns the time of an executable.
+
+    Returns:
+        The compiled layer.
 
     Raises:
         LacksOperatorError: torchax cannot translate the layer.
@@ -68,7 +71,7 @@ def compile_layer(function: LayerFunction, device: jax.Device, time_us: Timer) -
 
     def both(gradients: Any, pulled: Any, *arguments: Any) -> Any:
         outputs, created = halves.forward(*arguments)
-        # Whatever reads the outputs does so before their gradients are there.
+        # Readers of the outputs run before their gradients exist.
         outputs, pulled = jax.lax.optimization_barrier((outputs, pulled))
         return backward(gradients, pulled, *arguments, outputs, created)
 
@@ -83,21 +86,31 @@ def compile_layer(function: LayerFunction, device: jax.Device, time_us: Timer) -
     programs = [forward, compile_program(backward, arguments, device, donated=(0, 1))]
     times_us = [time_us(program, shapes) for program, shapes in zip(programs, (state, arguments), strict=True)]
     programs.append(compile_program(both, arguments[:-2], device, donated=(0, 1)))
-    # More than the program could hold at any other time.
+    # The array is larger than all other temporaries together.
     filling = programs[2].temporary_bytes + _LEAST_FILLING_BYTES
-    with suppress(OutOfMemoryError):  # near the end of the chip's memory only what a loop keeps is known
+    with suppress(OutOfMemoryError):  # without memory for the array, only the residuals of a loop are known
         full = compile_program(apart, arguments[:-2], device, donated=(0, 1))
         programs.append(replace(full, temporary_bytes=max(0, full.temporary_bytes - filling)))
     return _layer_of(function, halves, programs, times_us)
 
 
 def compile_step(parameters: Sequence[Tensor], rule: Rule, device: jax.Device, time_us: Timer) -> CompiledStep:
-    """Compiles the optimizer's step over some parameters, of which only shape and dtype count."""
+    """Compile the optimizer step over some parameters.
+
+    Args:
+        parameters: Parameters; only shape and dtype matter.
+        rule: Rule of the optimizer.
+        device: Device from `named_chips` or from JAX.
+        time_us: Function that returns the time of an executable.
+
+    Returns:
+        The compiled step.
+    """
     shapes = list(map(shape_of, parameters))
 
     def step(parameters: Any, states: Any, gradients: Any, number: Any) -> Any:
         updated = [rule.update(*of_one, number) for of_one in zip(parameters, gradients, states, strict=True)]
-        # In the order of the arguments, so that each result takes the memory of what it replaces.
+        # Keep the order of the arguments, so that each result reuses the memory of the value that it replaces.
         return [parameter for parameter, _ in updated], [states for _, states in updated]
 
     states = [[shape] * rule.num_states for shape in shapes]
@@ -122,7 +135,7 @@ def _layer_of(
         *(pair for n, pair in enumerate(zip(function.inputs, laid_out, strict=True)) if ("input", n) in read),
         *(pair for n, pair in enumerate(zip(halves.outputs, outputs, strict=True)) if ("output", n) in read),
     ]
-    # Gradients lie like what they belong to.
+    # Gradients have the layout of their tensors.
     pulled = sum(outputs[n] for n in halves.differentiable)
     backward_bytes, peak_bytes = (
         (program.temporary_bytes + pulled + program.output_bytes - program.alias_bytes for program in programs[1:3])
@@ -144,7 +157,7 @@ def _layer_of(
         forward_temporary_bytes=forward.temporary_bytes,
         backward_temporary_bytes=backward_bytes,
         peak_bytes=peak_bytes,
-        # Outputs that backward reads are counted as such.
+        # Outputs that the backward reads are counted as outputs.
         carried_bytes=max(0, carried - sum(size for n, size in enumerate(outputs) if ("output", n) in read)),
         narrowed_bytes=sum(map(_narrowed_bytes, function.trained.values())),
         padding_bytes=sum(padded_bytes(shape) - num_bytes(shape) for shape in function.trained.values()),
@@ -159,34 +172,34 @@ def _layer_of(
 
 
 def _narrowed_bytes(shape: Any) -> int:
-    """Bytes of a weight as products take it: 16 bits each unless the model asks for more; vectors are no factors."""
+    """Return the bytes of a weight's 16-bit copy for matmuls; 0 for vectors, which are no operands."""
     return int(2 * shape.size) if len(shape.shape) > 1 and shape.dtype == "float32" else 0
 
 
 _PRODUCTS: Final = frozenset(("conv_general_dilated", "dot_general"))
 _MOVING: Final = frozenset(("copy", "copy_p", "expand_dims", "reshape", "rev", "squeeze", "transpose"))
-"""What hands numbers on as they are."""
+"""Primitives that only move values."""
 
 _LOOPS: Final = frozenset(("cond", "scan", "while"))
-"""What runs another function otherwise than once."""
+"""Primitives that may run a function more or less than once."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Readers:
-    """Whether nothing but products reads each of a layer's arrays; of 32 bits alone it makes a difference."""
+    """Arrays of a layer that are only matmul operands; it matters for 32-bit arrays only."""
 
     received: tuple[bool, ...]
-    """Per input, forward and backward."""
+    """True for inputs that forward and backward read only as operands."""
     inputs: tuple[bool, ...]
-    """Per input, in the backward."""
+    """True for inputs that the backward reads only as operands."""
     outputs: tuple[bool, ...]
-    """Per output, in the backward."""
+    """True for outputs that the backward reads only as operands."""
     made: tuple[bool, ...]
-    """Per residual that is made."""
+    """True for other residuals that the backward reads only as operands."""
 
 
 def readers_of(function: LayerFunction, halves: Halves) -> Readers:
-    """Who reads what in a layer."""
+    """Return which arrays of a layer are only matmul operands."""
     state = (function.trained, function.fixed, list(function.inputs), random_key())
     pulled = [halves.outputs[n] for n in halves.differentiable]
     forward = read_by_products(jax.make_jaxpr(halves.forward)(*state).jaxpr)
@@ -195,7 +208,7 @@ def readers_of(function: LayerFunction, halves: Halves) -> Readers:
     )
     first = len(function.trained) + len(function.fixed)
     inputs = slice(first, first + len(function.inputs))
-    outputs = slice(inputs.stop + 1, inputs.stop + 1 + len(halves.outputs))  # behind the random key
+    outputs = slice(inputs.stop + 1, inputs.stop + 1 + len(halves.outputs))  # after the random key
     made = slice(outputs.stop, outputs.stop + len(halves.made_shapes))
     both = zip(forward[inputs], backward[inputs], strict=True)
     return Readers(
@@ -207,17 +220,20 @@ def readers_of(function: LayerFunction, halves: Halves) -> Readers:
 
 
 def read_by_products(jaxpr: jax.extend.core.Jaxpr, results: Sequence[bool] | None = None) -> list[bool]:
-    """Whether nothing but products reads each argument.
+    """Return True for each argument that is only a matmul operand.
 
     Args:
-        jaxpr: The function.
-        results: Of each result, whether that holds for it; without them for none.
+        jaxpr: The traced function.
+        results: True for results that are only matmul operands; None if no result is.
+
+    Returns:
+        One value per argument.
     """
     narrow: dict[Any, bool] = {}
 
     def note(variables: Sequence[Any], kinds: Sequence[bool]) -> None:
         for variable, kind in zip(variables, kinds, strict=True):
-            if not hasattr(variable, "val"):  # a literal is nobody's
+            if not hasattr(variable, "val"):  # skip literals
                 narrow[variable] = narrow.get(variable, True) and kind
 
     note(jaxpr.outvars, results or [False] * len(jaxpr.outvars))
@@ -227,7 +243,7 @@ def read_by_products(jaxpr: jax.extend.core.Jaxpr, results: Sequence[bool] | Non
 
 
 def _read_in(eqn: Any, results: Sequence[bool]) -> list[bool]:
-    """Whether nothing but products reads each argument of an equation, there and behind it."""
+    """Return True for each argument of an equation that is only a matmul operand, here and through its results."""
     name, num = eqn.primitive.name, len(eqn.invars)
     if name in _PRODUCTS:
         return [_takes_16_bits(eqn)] * num

@@ -1,11 +1,11 @@
-"""Stages as one program over the devices of a mesh, micro-batch by micro-batch, as GPipe does.
+"""Stages as one JAX program over the devices of a mesh, with GPipe's schedule.
 
-    forward     for tick t in 0..M+K-2: device k runs micro-batch t - k and hands its output to device k + 1
-    backward    for tick t in 0..M+K-2: device k runs micro-batch t - (K-1-k) and hands a gradient to device k - 1
+    forward     for tick t in 0..M+K-2: device k runs micro-batch t - k and sends its output to device k + 1
+    backward    for tick t in 0..M+K-2: device k runs micro-batch t - (K-1-k) and sends a gradient to device k - 1
 
-Both are `lax.scan`s inside `shard_map`; a `lax.switch` on the place in the mesh chooses the stage, or nothing while
-there is no micro-batch for it. All devices run the same program, so what differs between stages (parameters, what
-crosses a boundary, what is kept for backward) is packed into arrays of the same shapes everywhere (`Packing`).
+Both are `lax.scan`s inside `shard_map`. A `lax.switch` on the index in the mesh selects the stage, or nothing without a
+micro-batch. All devices run the same program. Arrays that differ between stages (parameters, transferred tensors,
+residuals) are therefore packed into arrays of equal shapes (`Packing`).
 """
 
 import math
@@ -26,20 +26,20 @@ from planner.tpu.programs import in_rows, loop_shape, num_bytes
 from planner.tpu.stage import Stage, StageInput, State
 
 _Kind = tuple[tuple[int, ...], jnp.dtype]
-"""Shape and dtype."""
+"""Kind of an array: shape and dtype."""
 
 
 class Packing:
-    """Lists of arrays, one list per stage, as arrays of the same shapes on every device.
+    """Packing of one list of arrays per stage into arrays of equal shapes on every device.
 
-    Arrays of the same shape take turns in one place as long as that wastes little (`planner.tpu.places`); else
-    all of a dtype lie behind each other in one vector, which the device has to take apart into other layouts.
+    Arrays of equal shape share a slot as long as that wastes little memory (`planner.tpu.places`). Otherwise all arrays
+    of a dtype are concatenated to one vector, which the device unpacks into other layouts.
 
     Args:
-        stages: Each one's shapes.
-        in_loops: Whether loops hold the arrays, with the micro-batch in front. Those that would be half padding lie in
-            rows then (`planner.tpu.programs.loop_shape`). Otherwise it is vectors that do: alone with the stage
-            in front they would take twice as much, while in a loop rows of a vector take three times as much.
+        stages: Shapes of each stage's arrays.
+        in_loops: Whether loops hold the arrays, with the micro-batch as first dimension. Arrays that would be half
+            padding are then stored in rows (`planner.tpu.programs.loop_shape`), and vectors are not. Outside loops
+            vectors are stored in rows, because with the stage as first dimension they would take twice as much.
     """
 
     def __init__(self, stages: Sequence[Sequence[jax.ShapeDtypeStruct]], *, in_loops: bool = False) -> None:
@@ -56,7 +56,16 @@ class Packing:
             self.shapes = [jax.ShapeDtypeStruct(shaped(lengths[dtype]), dtype) for dtype in dtypes]
 
     def pack(self, stage: int, arrays: Sequence[Array], numpy: ModuleType = jnp) -> list[Array]:
-        """A stage's arrays, padded with zeros; `numpy` makes these: JAX's, or numpy itself for arrays of the host."""
+        """Pack a stage's arrays, padded with zeros.
+
+        Args:
+            stage: Index of the stage.
+            arrays: Its arrays.
+            numpy: Module that makes the arrays: JAX's numpy, or numpy itself for arrays on the host.
+
+        Returns:
+            The packed arrays.
+        """
         if not self._flat:
             filled = dict(zip(self._places(stage), arrays, strict=True))
             return [
@@ -70,7 +79,7 @@ class Packing:
         return packed
 
     def unpack(self, stage: int, packed: Sequence[Array]) -> list[Array]:
-        """A stage's arrays from packed ones."""
+        """Return a stage's arrays from packed ones."""
         if not self._flat:
             return [_taken(packed[n], shape) for n, shape in zip(self._places(stage), self._stages[stage], strict=True)]
         wholes = {shape.dtype: array.reshape(-1) for shape, array in zip(self.shapes, packed, strict=True)}
@@ -83,7 +92,7 @@ class Packing:
         return arrays
 
     def add(self, stage: int, packed: Sequence[Array], arrays: Sequence[Array]) -> list[Array]:
-        """Adds a stage's arrays to packed ones."""
+        """Add a stage's arrays to packed ones, and return the sums."""
         sums = list(packed)
         if not self._flat:
             for n, array in zip(self._places(stage), arrays, strict=True):
@@ -92,7 +101,7 @@ class Packing:
         return [whole + more for whole, more in zip(packed, self.pack(stage, arrays), strict=True)]
 
     def zeros(self, *front: int) -> list[Array]:
-        """Nothing of any stage; `front`: dimensions in front of each array's own."""
+        """Return packed zeros, with `front` as first dimensions."""
         return [jnp.zeros((*front, *s.shape), s.dtype) for s in self.shapes]
 
     def _places(self, stage: int) -> list[int]:
@@ -111,7 +120,7 @@ def _vector(length: int) -> tuple[int, ...]:
 
 
 def _filled(array: Array, whole: jax.ShapeDtypeStruct, numpy: ModuleType) -> Array:
-    """An array in a shape that has room for it, with zeros behind it."""
+    """Pad an array with zeros to a larger shape."""
     if array.shape == whole.shape:
         return array
     padding = math.prod(whole.shape) - math.prod(array.shape)
@@ -119,7 +128,7 @@ def _filled(array: Array, whole: jax.ShapeDtypeStruct, numpy: ModuleType) -> Arr
 
 
 def _taken(whole: Array, shape: jax.ShapeDtypeStruct) -> Array:
-    """The array of that shape that `_filled` put there."""
+    """Return the array of that shape that `_filled` padded."""
     if whole.shape == shape.shape:
         return whole
     return whole.reshape(-1)[: math.prod(shape.shape)].reshape(shape.shape)
@@ -128,11 +137,11 @@ def _taken(whole: Array, shape: jax.ShapeDtypeStruct) -> Array:
 Arrays = Sequence[Array]
 Shapes = Sequence[jax.ShapeDtypeStruct]
 _Forward = tuple[Arrays, Arrays, Arrays, Array]
-"""What crosses from tick to tick: this boundary's tensors, all that arrived, all that is kept, the sum of losses."""
+"""State between ticks: tensors to send, all received tensors, all residuals, and the sum of losses."""
 
 
 class MeshProgram:
-    """A mini-batch's loss and gradients, of `micro_batches` through stages on a device each."""
+    """Program for a mini-batch's loss and gradients, with one stage per device."""
 
     def __init__(self, stages: Sequence[Stage], devices: Sequence[jax.Device], micro_batches: int) -> None:
         self.stages, self.micro_batches, self.num_stages = stages, micro_batches, len(stages)
@@ -140,12 +149,12 @@ class MeshProgram:
         self.trained = Packing([list(stage.trained.values()) for stage in stages])
         self.fixed = Packing([list(stage.fixed.values()) for stage in stages])
         self.kept = Packing([stage.kept for stage in stages], in_loops=True)
-        # The first stage reads the mini-batch itself, and what the last returns is the loss.
+        # The first stage reads the mini-batch, and the last stage returns the loss.
         self.edges = Packing([[], *(stage.inputs for stage in stages[1:])], in_loops=True)
         self.gradient_edges = Packing([[], *(_floating(stage.inputs) for stage in stages[1:])], in_loops=True)
 
     def placed(self, packing: Packing, stages: Sequence[Sequence[Any]]) -> list[Array]:
-        """Every stage's numpy arrays, packed, on its device: each array with the stage in front."""
+        """Pack every stage's numpy arrays onto its device; results have the stage as first dimension."""
         packed = [packing.pack(k, arrays, np) for k, arrays in enumerate(stages)]
         return [
             jax.device_put(np.stack([arrays[n] for arrays in packed]), self._sharding("stage"))
@@ -153,16 +162,16 @@ class MeshProgram:
         ]
 
     def everywhere(self, arrays: Iterable[Any]) -> list[Array]:
-        """Numpy arrays on every device."""
+        """Copy numpy arrays to every device."""
         return [jax.device_put(array, self._sharding()) for array in arrays]
 
     def unpacked(self, packing: Packing, packed: Arrays) -> list[list[Any]]:
-        """Every stage's own arrays, back on the host."""
+        """Return every stage's arrays on the host."""
         arrays = [jax.device_get(array) for array in packed]
         return [packing.unpack(k, [array[k] for array in arrays]) for k in range(self.num_stages)]
 
     def shapes(self, inputs: Shapes, targets: Shapes) -> tuple[Shapes, Shapes, StageInput]:
-        """Shapes of the arguments of `gradients`, with where they lie; `inputs` and `targets` are a micro-batch's."""
+        """Return shapes and shardings of the arguments of `gradients` for a micro-batch's inputs and targets."""
         apart, everywhere = self._sharding("stage"), self._sharding()
 
         def packed(packing: Packing) -> list[jax.ShapeDtypeStruct]:
@@ -175,7 +184,16 @@ class MeshProgram:
         return packed(self.trained), packed(self.fixed), StageInput(data(inputs), data(targets), key)
 
     def gradients(self, trained: Arrays, fixed: Arrays, batch: StageInput) -> tuple[Array, list[Array]]:
-        """Loss of a mini-batch (mean over the micro-batches), and gradients packed as `trained` is; to be jitted."""
+        """Compute the loss of a mini-batch and the gradients; to be jitted.
+
+        Args:
+            trained: Packed trained parameters.
+            fixed: Packed frozen parameters and buffers.
+            batch: The mini-batch, each array of shape (micro-batches, ...).
+
+        Returns:
+            The mean loss of the micro-batches, and gradients packed like `trained`.
+        """
         one, apart = jax.sharding.PartitionSpec(), jax.sharding.PartitionSpec("stage")
         mapped = jax.shard_map(
             self._on_one_device,
@@ -195,7 +213,7 @@ class MeshProgram:
 
 
 class _OneDevice:
-    """The program as one device sees it, while it is traced: its own parameters, packed, and the mini-batch."""
+    """View of one device on the program while it is traced: its packed parameters, and the mini-batch."""
 
     def __init__(self, program: MeshProgram, trained: Arrays, fixed: Arrays, batch: StageInput) -> None:
         self._all, self._batch = program, batch
@@ -204,7 +222,7 @@ class _OneDevice:
         self._trained, self._fixed = ([array[0] for array in arrays] for arrays in (trained, fixed))
 
     def run(self) -> tuple[Array, list[Array]]:
-        """Sum of the losses that are computed here, and of the gradients of this device's parameters."""
+        """Return the sum of this device's losses, and the sums of the gradients of its parameters."""
         program, scan = self._all, lax.scan
         ticks = jnp.arange(self._micro + self._num - 1)
         edge, zero = program.edges.zeros(), jnp.zeros((), jnp.float32)
@@ -269,7 +287,7 @@ class _OneDevice:
         return StageInput(inputs, targets, jax.random.fold_in(self._batch.key, m))
 
     def _chosen(self, run: Any, idle: Any, m: Array, work: Any) -> Any:
-        """The stage of this device, or `idle` where there is no micro-batch."""
+        """Run the stage of this device, or `idle` without a micro-batch."""
         if self._num == 1:
             return run(0, work, m)
         branches = [*(partial(run, k) for k in range(self._num)), idle]

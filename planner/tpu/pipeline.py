@@ -1,4 +1,4 @@
-"""A plan as one JAX program (`planner.tpu.mesh_program`): a model's layers as its stages, its tensors as arrays."""
+"""Pipeline of a plan as one JAX program (`planner.tpu.mesh_program`), with a model's layers and tensors."""
 
 from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate, pairwise
@@ -24,12 +24,12 @@ from planner.tpu.torchax_adapter import shape_of, torch_like
 
 
 class JaxPipeline:
-    """A model's stages as one program over the devices of a mesh, one for each stage in order.
+    """Pipeline of a model's stages as one program over the devices of a mesh, one stage per device.
 
-    The parameters in `chain` are read when they are asked for (`parameters`).
+    The parameters in `chain` are read by `parameters`.
 
     Raises:
-        UsageError: The plan is not one for such a program.
+        UsageError: One JAX program cannot run the plan.
     """
 
     def __init__(self, loaded: LoadedModel, chain: Chain, balance: Balance, devices: Sequence[Any]) -> None:
@@ -42,7 +42,7 @@ class JaxPipeline:
         self.gradients = self.program.gradients
 
     def parameters(self) -> tuple[list[Any], list[Any]]:
-        """Trained and fixed state of all stages, each packed array with the stage in front."""
+        """Return trained and fixed state of all stages, packed with the stage as first dimension."""
         program = self.program
         return (
             program.placed(program.trained, [self._state(k, stage.trained) for k, stage in enumerate(program.stages)]),
@@ -50,10 +50,10 @@ class JaxPipeline:
         )
 
     def batch(self, inputs: Any, targets: Any) -> tuple[list[Any], list[Any]]:
-        """Return a mini-batch as the program takes it: every tensor as (micro-batch, sample, …).
+        """Return a mini-batch for the program: tensors of shape (micro-batch, sample, …).
 
         Raises:
-            UsageError: Its micro-batches have different numbers of labels, and the model's loss is the mean over these.
+            UsageError: The loss is a mean over labels, and the micro-batches have different numbers of labels.
         """
         if self._counted_labels:
             micro_batches = micro_batches_of(inputs, self.program.micro_batches)
@@ -67,11 +67,11 @@ class JaxPipeline:
         return self._split(inputs), self._split(targets)
 
     def shapes(self) -> tuple[Any, ...]:
-        """Shapes of the arguments of `gradients`, with where they lie."""
+        """Return shapes and shardings of the arguments of `gradients`."""
         return self.program.shapes(self._inputs, self._targets)
 
     def by_name(self, packed: Sequence[Any]) -> dict[str, Any]:
-        """Trained parameters, or their gradients, by the names that they have in the model, as numpy arrays."""
+        """Return packed trained parameters, or their gradients, as numpy arrays by their names in the model."""
         arrays = self.program.unpacked(self.program.trained, packed)
         stages = zip(self.program.stages, arrays, strict=True)
         return {name: array for stage, held in stages for name, array in zip(stage.trained, held, strict=True)}
@@ -125,7 +125,19 @@ def _stages(loaded: LoadedModel, chain: Chain, balance: Balance, batch: Any) -> 
 def _function(
     loaded: LoadedModel, layer: Layer, values: Sequence[Any], nest: TreeSpec, *, targets: Any, last: bool
 ) -> tuple[LayerFunction, Callable[[], tuple[TreeSpec, list[Any]]]]:
-    """A layer's function, and what tells, once it was traced, the nest of its outputs and where its tensors are."""
+    """Return a layer's function, and a function that returns the structure of its outputs after tracing.
+
+    Args:
+        loaded: The model, for its loss.
+        layer: The layer.
+        values: Flat inputs of the layer.
+        nest: Structure of the inputs.
+        targets: Targets of the loss, for the last layer.
+        last: Whether the layer is the last, so that the loss is included.
+
+    Returns:
+        Both functions. The second returns the nest of the outputs and the index of each tensor in them.
+    """
     of_loss, loss_nest = tree_flatten(targets)
     seen: dict[str, Any] = {}
 
@@ -143,7 +155,7 @@ def _function(
 
 
 def _stage_names(layer: Layer, stage: int, owners: dict[int, tuple[int, str]]) -> dict[str, str]:
-    """Own names to names in the model; what is tied within a stage has one name there."""
+    """Map names in the layer to names in the model; parameters tied within a stage share one name."""
     names = {}
     for in_layer, (name, tensor) in zip(_tensors(layer), _named(layer).items(), strict=True):
         if isinstance(tensor, torch.nn.Parameter):
@@ -160,13 +172,13 @@ def _stage_names(layer: Layer, stage: int, owners: dict[int, tuple[int, str]]) -
 
 
 def _named(layer: Layer) -> dict[str, Tensor]:
-    """Parameters and buffers by their names in the model."""
+    """Return parameters and buffers by their names in the model."""
     prefix = "" if isinstance(layer.module, ModelStage) else f"{layer.name}."
     return {f"{prefix}{name}": tensor for name, tensor in _tensors(layer).items()}
 
 
 def _tensors(layer: Layer) -> dict[str, Tensor]:
-    """Parameters and buffers by their names in the layer."""
+    """Return parameters and buffers by their names in the layer."""
     return {**dict(layer.module.named_parameters()), **dict(layer.module.named_buffers())}
 
 

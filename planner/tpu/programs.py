@@ -1,4 +1,4 @@
-"""Functions of JAX arrays, compiled: what the compiler says of them, and how arrays lie in a TPU's memory."""
+"""Compiled executables of JAX functions, and the layout of arrays in a TPU's memory."""
 
 import math
 import statistics
@@ -17,33 +17,33 @@ from planner.core.values.profile import ArrayKind
 from planner.tpu.compiler import OutOfMemoryError
 
 _ROW = 1024
-"""Columns of what fills memory."""
+"""Columns of the array that `filled_between` makes."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Program:
-    """What the compiler says of a program, in bytes of the device's memory, padding of its layouts included."""
+    """Executable and its costs by the compiler; sizes are bytes of device memory, padding included."""
 
     arguments: tuple[int, ...]
-    """Bytes of each."""
+    """Bytes of each argument."""
     output_bytes: int
     outputs: tuple[int, ...]
-    """Bytes of each."""
+    """Bytes of each output."""
     alias_bytes: int
-    """Bytes of outputs that lie where arguments were."""
+    """Bytes of outputs that reuse the memory of arguments."""
     temporary_bytes: int
     flops: float
     accessed_bytes: float
     seconds: float
-    """The compiler's own estimate; 0 where it makes none."""
+    """Time estimate of the compiler; 0 without one."""
     executable: Any = None
 
 
 def options_for(device: jax.Device) -> dict[str, str]:
-    """What the compiler is told about a whole step on devices of that kind.
+    """Return the compiler options for a whole step on such a device.
 
-    A TPU's is to try several ways of placing arrays, and to take the one that needs least: of 48 programs it saved up
-    to 14 %, and cost one 1.2 % (docs/measurements/tpu-composition.md, libtpu 0.0.52). Others do not know the option.
+    A TPU's compiler tries several placements of arrays and takes the smallest. Of 48 programs that saved up to 14 %,
+    and cost one 1.2 % (docs/measurements/tpu-composition.md, libtpu 0.0.52). Other compilers lack the option.
     """
     if device.platform != "tpu":
         return {}
@@ -51,10 +51,10 @@ def options_for(device: jax.Device) -> dict[str, str]:
 
 
 def compiled(lowered: Any) -> Any:
-    """A lowered program, compiled.
+    """Compile a lowered program.
 
     Raises:
-        OutOfMemoryError: It alone needs more than the device has.
+        OutOfMemoryError: The program alone needs more memory than the device has.
     """
     try:
         return lowered.compile()
@@ -67,13 +67,16 @@ def compiled(lowered: Any) -> Any:
 def compile_program(
     function: Callable[..., Any], shapes: Sequence[Any], device: Any, donated: Sequence[int] = ()
 ) -> Program:
-    """Compiles a function for a device, which may lay out arguments and results as it likes.
+    """Compile a function for a device; the compiler chooses the layouts of arguments and results.
 
     Args:
-        function: Of nests of JAX arrays.
-        shapes: Of its arguments.
-        device: From `named_chips`, or of JAX.
-        donated: Arguments whose memory it may use for its results.
+        function: Function of nests of JAX arrays.
+        shapes: Shapes of its arguments.
+        device: Device from `named_chips` or from JAX.
+        donated: Indices of arguments whose memory it may reuse for results.
+
+    Returns:
+        The executable.
 
     Raises:
         OutOfMemoryError: The program alone needs more than the device has.
@@ -81,7 +84,7 @@ def compile_program(
     anyhow = Format(Layout.AUTO, jax.sharding.SingleDeviceSharding(device))
     jitted = jax.jit(function, donate_argnums=tuple(donated), in_shardings=anyhow, out_shardings=anyhow)
     with warnings.catch_warnings():
-        # What is donated and cannot be used again is no loss.
+        # Donated memory that cannot be reused is harmless.
         warnings.filterwarnings("ignore", message="Some donated buffers were not usable")
         executable = compiled(jitted.lower(*shapes))
     memory, cost = executable.memory_analysis(), executable.cost_analysis() or {}
@@ -99,7 +102,7 @@ def compile_program(
 
 
 def filled_between(outputs: Sequence[Any], gradients: Sequence[Any], num_bytes: int) -> list[Any]:
-    """The gradients, known only after something of `num_bytes` was made from the outputs and read again."""
+    """Return the gradients, made to depend on an array of `num_bytes` that is computed from the outputs."""
     seed = sum((jnp.sum(output.astype(jnp.float32)) for output in outputs), jnp.zeros(()))
     rows = num_bytes // (4 * _ROW)
     filling = jax.lax.optimization_barrier(jnp.broadcast_to(seed, (rows, _ROW)))
@@ -107,11 +110,11 @@ def filled_between(outputs: Sequence[Any], gradients: Sequence[Any], num_bytes: 
 
 
 def measured_us(program: Program, shapes: Any, repeats: int) -> float:
-    """The median time of so many runs of a program on the device that it was compiled for, in microseconds."""
+    """Measure the median time of `repeats` runs of an executable on its device, in microseconds."""
     formats = program.executable.input_formats[0]
     times = []
     for _ in range(repeats + 1):
-        # What is donated is gone after each run.
+        # Donated arguments are consumed by each run.
         arguments = jax.tree.map(lambda shape, place: jax.device_put(_zeros(shape), place), tuple(shapes), formats)
         jax.block_until_ready(arguments)
         begun = time.perf_counter()
@@ -127,32 +130,32 @@ def _zeros(shape: jax.ShapeDtypeStruct) -> jax.Array:
 
 
 _TILE = (8, 128)
-"""Rows and columns that a TPU's memory comes in."""
+"""Rows and columns of a tile of a TPU's memory."""
 
 _WORTH, _WORTH_OF_32_BITS = 1.25, 2
-"""How many times its bytes in rows an array must take to lie in rows in loops. Of 32 bits only half may be kept."""
+"""Least ratio of an array's padded bytes to its bytes in rows for which loops store it in rows; 32-bit arrays last."""
 
 
 def num_bytes(shape: jax.ShapeDtypeStruct) -> int:
-    """Bytes of an array, without padding."""
+    """Return the bytes of an array without padding."""
     return int(shape.size * shape.dtype.itemsize)
 
 
 def padded_bytes(shape: jax.ShapeDtypeStruct) -> int:
-    """Bytes of an array on a TPU that lies as tightly as it can, as the arguments of a program do by default."""
+    """Return the bytes of an array in its tightest layout on a TPU, the default for arguments of an executable."""
     axes = range(len(shape.shape))
     orders = [[axis for axis in axes if axis not in pair] + list(pair) for pair in permutations(axes, 2)]
     return min((_padded_bytes(shape, order, _TILE) for order in orders), default=_padded_bytes(shape, axes, _TILE))
 
 
 def in_rows(length: int) -> tuple[int, int]:
-    """The shape of at least so many numbers in rows of a TPU's memory, no tile of which is left half empty."""
+    """Return a shape of full tiles of a TPU's memory for at least `length` elements."""
     rows, columns = _TILE
     return -(-length // (rows * columns)) * rows, columns
 
 
 def loop_shape(shape: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-    """An array as loops over micro-batches hold it: in its own shape, or in rows where that leaves much less empty.
+    """Return the shape in which loops over micro-batches hold an array: its own, or rows if that saves much padding.
 
     Images with few channels and columns take several times their bytes in any order of their axes.
     """
@@ -162,22 +165,28 @@ def loop_shape(shape: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
 
 
 def bytes_in_loops(shape: jax.ShapeDtypeStruct, size: int) -> int:
-    """Bytes of an array as loops hold it (`loop_shape`), which takes so many in its own shape."""
+    """Return the bytes of an array as loops hold it (`loop_shape`); `size` are its bytes in its own shape."""
     held = loop_shape(shape)
     return size if held is shape else num_bytes(held)
 
 
 def kinds_of_arrays(shapes: Sequence[jax.ShapeDtypeStruct], sizes: Sequence[int]) -> tuple[ArrayKind, ...]:
-    """The kinds of arrays that take so many bytes where they lie."""
+    """Return the kinds of arrays whose sizes in memory are `sizes`, in bytes."""
     return tuple(_kind_of_array(shape, size, size) for shape, size in zip(shapes, sizes, strict=True))
 
 
 def kinds_in_loops(
     shapes: Sequence[jax.ShapeDtypeStruct], sizes: Sequence[int], read_by_products: Sequence[bool]
 ) -> tuple[ArrayKind, ...]:
-    """The same of arrays that loops hold (`loop_shape`), so large in their own shapes.
+    """Return the kinds of arrays that loops hold (`loop_shape`); matmul operands of 32 bits take half.
 
-    In these, what nothing but products reads takes half.
+    Args:
+        shapes: Shapes of the arrays.
+        sizes: Bytes of the arrays in their own shapes.
+        read_by_products: True for arrays that are only matmul operands.
+
+    Returns:
+        One kind per array.
     """
     kinds = []
     for shape, size, narrow in zip(shapes, sizes, read_by_products, strict=True):
@@ -193,7 +202,7 @@ def _kind_of_array(shape: jax.ShapeDtypeStruct, size: int, loop_bytes: int) -> A
 
 
 def laid_out_sizes(shapes: Any, formats: Any) -> tuple[int, ...]:
-    """Bytes of a nest of arrays, random keys among them, that lie in the formats of a compiled program."""
+    """Return the bytes of each array of a nest, including random keys, in the formats of an executable."""
     sizes = []
     for shape, place in zip(jax.tree.leaves(shapes), jax.tree.leaves(formats), strict=True):
         tiling = place.layout.tiling if place.layout is not None else None
@@ -203,7 +212,7 @@ def laid_out_sizes(shapes: Any, formats: Any) -> tuple[int, ...]:
 
 
 def _stored(shape: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-    """What is in memory for an array: a random key of no dimensions is a vector of integers, whose layout is told."""
+    """Return the stored shape of an array: a random key is stored as a vector of integers."""
     if jax.dtypes.issubdtype(shape.dtype, jax.dtypes.prng_key):
         return jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct(shape.shape, shape.dtype))
     return shape
@@ -212,7 +221,7 @@ def _stored(shape: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
 def _padded_bytes(shape: jax.ShapeDtypeStruct, major_to_minor: Sequence[int], tile: Sequence[int]) -> int:
     lengths = [shape.shape[axis] for axis in major_to_minor]
     for place, length in zip(range(len(lengths) - 1, -1, -1), reversed(tile), strict=False):
-        # Few rows have tiles of fewer.
+        # Arrays with few rows have tiles with fewer rows.
         tile_length = length if place == len(lengths) - 1 else min(length, 1 << (lengths[place] - 1).bit_length())
         lengths[place] = -(-lengths[place] // tile_length) * tile_length
     size: int = math.prod(lengths) * shape.dtype.itemsize

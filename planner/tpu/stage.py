@@ -1,7 +1,7 @@
-"""Layers that run one after the other on one device, each in two halves (`planner.tpu.halves`).
+"""Stage of consecutive layers on one device, each with separate forward and backward (`planner.tpu.halves`).
 
-So a stage keeps what its profile says. Layers that are planned to be recomputed keep their input alone. What a layer
-writes into its buffers (running statistics) is dropped.
+A stage therefore keeps exactly the residuals in its profile. Recomputed layers keep only their input. Writes of a layer
+into its buffers (running statistics) are dropped.
 """
 
 from collections.abc import Sequence
@@ -15,33 +15,33 @@ from jax import numpy as jnp
 from planner.tpu.halves import Halves, LayerFunction
 
 State = tuple[dict[str, Array], dict[str, Array]]
-"""Trained parameters, and all else that a layer or a stage has, by name."""
+"""Trained parameters, then frozen parameters and buffers, of a layer or stage, by name."""
 
 
 class StageInput(NamedTuple):
-    """What a stage works on for one micro-batch."""
+    """Input of a stage for one micro-batch."""
 
     inputs: Sequence[Array]
     targets: Sequence[Array]
     """Targets of the loss, which the last stage computes."""
     key: Array
-    """The key that all chance in it comes from."""
+    """Random key of the micro-batch."""
 
 
 @dataclass(frozen=True)
 class LayerHalves:
-    """A layer of a stage, whose parameters have other names there."""
+    """Layer of a stage, whose parameters have other names in the stage."""
 
     number: int
-    """Along the chain."""
+    """Index in the chain."""
     names: dict[str, str]
-    """Own name of each parameter and buffer to its name in the stage."""
+    """Name in the stage by name in the layer, for parameters and buffers."""
     function: LayerFunction
     halves: Halves
     recomputed: bool
 
     def state(self, trained: dict[str, Array], fixed: dict[str, Array]) -> State:
-        """The arrays of this half, trained and fixed, out of those of the whole stage."""
+        """Return the arrays of this layer, trained and fixed, from those of the stage."""
         return (
             {name: trained[self.names[name]] for name in self.function.trained},
             {name: fixed[self.names[name]] for name in self.function.fixed},
@@ -49,12 +49,12 @@ class LayerHalves:
 
 
 class Stage:
-    """Layers that run one after the other on one device.
+    """Stage of consecutive layers on one device.
 
     Args:
         layers: The layers.
-        num_inputs: How many tensors it receives; the targets of a loss are none of them.
-        recompute: Whether none but the input is kept for backward.
+        num_inputs: Number of received tensors, without targets of the loss.
+        recompute: Whether only the input is kept for backward.
     """
 
     def __init__(self, layers: Sequence[LayerHalves], num_inputs: int, *, recompute: bool) -> None:
@@ -67,10 +67,10 @@ class Stage:
         boundaries = [self._between(boundary)[n] for boundary, n in self._needed]
         created = [s for layer in layers if not (recompute or layer.recomputed) for s in layer.halves.made_shapes]
         self.kept: list[jax.ShapeDtypeStruct] = [*boundaries, *created]
-        """Shapes of what forward keeps, beside the stage's inputs."""
+        """Shapes of the arrays that the forward keeps, without the stage's inputs."""
 
     def forward(self, state: State, received: StageInput) -> tuple[list[Array], list[Array]]:
-        """Outputs, and what backward needs beside what is given."""
+        """Return the outputs, and the arrays to keep for the backward."""
         values, created = self._run(state, received)
         between = [values[place][n] for place, n in self._needed]
         if self._recompute:
@@ -86,7 +86,17 @@ class Stage:
     def backward(
         self, state: State, received: StageInput, kept: Sequence[Array], gradients: Sequence[Array]
     ) -> tuple[dict[str, Array], list[Array]]:
-        """Gradients of what is trained, and of the inputs that carry one."""
+        """Compute the gradients.
+
+        Args:
+            state: Arrays of the stage.
+            received: Input of the micro-batch.
+            kept: Arrays that the forward kept.
+            gradients: Gradients of the outputs.
+
+        Returns:
+            Gradients of trained parameters by name, and of the inputs that have one.
+        """
         values, created = self._run(state, received) if self._recompute else self._unpacked(received.inputs, kept)
         of_trained: dict[str, Array] = {}
         flowing = list(gradients)
@@ -118,7 +128,7 @@ class Stage:
         return (*layer.state(*state), [*values, *received.targets[:more]], key)
 
     def _needed_between(self) -> list[tuple[int, int]]:
-        """Which tensors between layers some backward reads: (boundary, place), each storage once."""
+        """Return the tensors between layers that some backward reads, as (boundary, index), each storage once."""
         needed: dict[tuple[int, int], None] = {}
         for place, layer in enumerate(self._layers):
             tensors = range(len(self._between(place)))
@@ -130,7 +140,7 @@ class Stage:
         return [tensor for tensor in needed if tensor[0] > 0]
 
     def _made_at(self, boundary: int, n: int) -> tuple[int, int]:
-        """Where a tensor that layers only pass on comes from."""
+        """Return boundary and index at which a tensor that layers only pass on was made."""
         while boundary > 0 and self._layers[boundary - 1].halves.passed[n] >= 0:
             boundary, n = boundary - 1, self._layers[boundary - 1].halves.passed[n]
         return boundary, n
@@ -139,7 +149,7 @@ class Stage:
         return self.inputs if boundary == 0 else self._layers[boundary - 1].halves.outputs
 
     def _unpacked(self, inputs: Sequence[Array], kept: Sequence[Array]) -> tuple[list[list[Array]], list[list[Array]]]:
-        # What nobody reads may be anything.
+        # Values that are not read may be anything.
         nothing = jnp.zeros(())
         earlier = dict(zip(self._needed, kept, strict=False)) | {(0, n): value for n, value in enumerate(inputs)}
         values = [

@@ -1,6 +1,6 @@
-"""Torch's operators as JAX's, by torchax; the one module that imports it.
+"""Adapter of torchax, which translates torch's operators to JAX; no other module imports torchax.
 
-It mends what torchax 0.0.13 lacks for torch 2.13; a mend goes as soon as torchax has its own.
+It works around gaps of torchax 0.0.13 with torch 2.13. A workaround is removed once torchax has a fix.
 """
 
 import re
@@ -18,14 +18,14 @@ from torch import Tensor
 from torch._ops import OpOverloadPacket
 
 _GONE = re.compile("dimname|names", re.IGNORECASE)
-"""In the names of overloads for named tensors: `aten.prod.dim_Dimname`, `aten.norm.names_ScalarOpt_dim`."""
+"""Pattern of overloads for named tensors: `aten.prod.dim_Dimname`, `aten.norm.names_ScalarOpt_dim`."""
 
 
 @contextmanager
 def _without_named_tensors() -> Iterator[None]:
-    """Lets torchax be imported, which lists overloads for named tensors; torch 2.13 has none (pytorch/pytorch#173895).
+    """Make torchax importable: it lists overloads for named tensors, which torch 2.13 lacks (pytorch/pytorch#173895).
 
-    Meanwhile they resolve to placeholders, which nobody ever looks up.
+    During the import they resolve to placeholders, which are never used.
     """
     look_up = OpOverloadPacket.__getattr__
 
@@ -54,32 +54,32 @@ with _without_named_tensors():
 OperatorNotFound = torchax.tensor.OperatorNotFound
 
 
-# A state of random numbers, for which torch's `fork_rng` asks; JAX's keys are ours to hand on.
+# Random state for torch's `fork_rng`; JAX's keys are passed explicitly.
 torchax.device_module.get_rng_state = lambda *_: torch.empty(0)
-# And streams, for which torch's checkpoints ask whatever device there is, also those of other models: work is done when
-# it has been asked for, and nothing is left to wait for.
+# Streams, which torch's activation checkpointing queries for any device, also for other models. There is nothing to
+# wait for.
 _STREAM = SimpleNamespace(synchronize=lambda: None)
 torchax.device_module.current_stream = lambda *_: _STREAM
 torchax.device_module.stream = nullcontext
-# Nor is it an accelerator that torch itself drives: asked whether there is one, `torch.compile` would take its stream
-# from torch's own runtime, which knows none, and fail for every model of the process.
+# It is no accelerator of torch. Otherwise `torch.compile` would request its stream from torch's runtime, and fail for
+# every model of the process.
 torchax.device_module.is_available = lambda: False
 
 
 def shape_of(tensor: Tensor) -> jax.ShapeDtypeStruct:
-    """A tensor's shape and dtype, as JAX has it: 64-bit integers have 32 there."""
+    """Return a tensor's shape and dtype in JAX, where 64-bit integers have 32 bits."""
     return jax.ShapeDtypeStruct(tuple(tensor.shape), jax.dtypes.canonicalize_dtype(mappings.t2j_dtype(tensor.dtype)))
 
 
 def torch_like(shape: jax.ShapeDtypeStruct) -> Tensor:
-    """A tensor without values of a JAX shape and dtype; one that can carries a gradient."""
+    """Return a meta tensor of a JAX shape and dtype; it requires a gradient if its dtype is floating."""
     dtype = mappings.j2t_dtype(shape.dtype)
     return torch.empty(shape.shape, dtype=dtype, device="meta", requires_grad=dtype.is_floating_point)
 
 
 @contextmanager
 def in_32_bits() -> Iterator[None]:
-    """Torch's integers have 64 bits, and JAX says each time that its own have 32."""
+    """Suppress JAX's warnings that 64-bit integers become 32-bit integers."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Explicitly requested dtype")
         yield
@@ -87,15 +87,15 @@ def in_32_bits() -> Iterator[None]:
 
 @cache
 def environment() -> torchax.tensor.Environment:
-    """Where torch's operators are JAX's."""
+    """Return the environment that translates torch's operators to JAX."""
     return _Environment()
 
 
 class _Environment(torchax.tensor.Environment):  # type: ignore[misc]
-    """Takes tensors that are no parameters (a mask that is a plain attribute, say) as constants; knows one device."""
+    """Environment with one device, in which tensors that are no parameters, such as masks, are constants."""
 
     def _to_copy(self, the_tensor: Any, new_dtype: torch.dtype | None, new_device: Any) -> Any:
-        # A rotary embedding moves to where the words lie, which in a later stage is where a stand-in does: the host.
+        # A rotary embedding moves to the device of the token ids, which in a later stage is the host.
         if isinstance(the_tensor, torchax.tensor.Tensor | torchax.tensor.View):
             new_device = "jax"
         return super()._to_copy(the_tensor, new_dtype, new_device)
@@ -112,6 +112,6 @@ class _Environment(torchax.tensor.Environment):  # type: ignore[misc]
 
 def _constant(env: torchax.tensor.Environment, tensor: Tensor) -> jax.Array:
     if tensor.numel() and not any(tensor.stride()):
-        # Zeros that take no memory need not take any there.
+        # Expanded zeros take no memory here, and need not take any in JAX.
         return jnp.broadcast_to(env.t2j_copy(tensor.detach()[(0,) * tensor.ndim]), tuple(tensor.shape))
     return env.t2j_copy(tensor.detach())

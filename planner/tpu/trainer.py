@@ -1,8 +1,8 @@
-"""The training of an emitted `train_jax.py`: model, batches, weights, and the compiler's report on memory.
+"""Training of an emitted `train_jax.py`: model, batches, weights, and the compiler's memory report.
 
-The program leaves running statistics of batch normalisations alone. Those of weights that are saved are taken anew from
-micro-batches that run through the finished model (Wu and Johnson, "Rethinking 'Batch' in BatchNorm",
-arXiv:2105.07576, section 3), by what collects them in the bundled executor.
+The program does not update the running statistics of batch normalization. Before weights are saved, the statistics are
+estimated from micro-batches that run through the trained model (Wu and Johnson, "Rethinking 'Batch' in BatchNorm",
+arXiv:2105.07576, section 3), with the code of the bundled executor.
 """
 
 from collections.abc import Iterator
@@ -40,7 +40,7 @@ from planner.tpu.training import CompiledMemory, JaxArguments, fitting
 
 
 class TrainingState(NamedTuple):
-    """What a step changes, each array with the stage in front; and what it does not."""
+    """State of training; arrays have the stage as first dimension."""
 
     trained: list[Array]
     optimizer: list[list[Array]]
@@ -48,9 +48,9 @@ class TrainingState(NamedTuple):
 
 
 class TrainingStep:
-    """The step of a program over a mesh: gradients, then the optimizer's update.
+    """Training step of a program over a mesh: gradients, then the optimizer's update.
 
-    What a step draws comes from the seed and from the step's number.
+    Random numbers of a step depend on the seed and on the step's index only.
     """
 
     def __init__(self, program: MeshProgram, rule: Rule, seed: int) -> None:
@@ -59,7 +59,7 @@ class TrainingStep:
         self._jitted = jax.jit(self._step, donate_argnums=(0,), compiler_options=options)
 
     def begin(self, trained: list[Array], fixed: list[Array]) -> TrainingState:
-        """The state in front of the first step."""
+        """Return the state before the first step."""
         return TrainingState(
             trained, [[jnp.zeros_like(array) for array in trained] for _ in range(self._rule.num_states)], fixed
         )
@@ -72,7 +72,7 @@ class TrainingStep:
         return float(loss), state
 
     def lowered(self, shapes: tuple[Any, Any, StageInput]) -> jax.stages.Lowered:
-        """The step, ready to be compiled for arguments of such shapes, as `MeshProgram.shapes` has them."""
+        """Return the lowered step for arguments of these shapes, which come from `MeshProgram.shapes`."""
         trained, fixed, batch = shapes
         state = TrainingState(trained, [list(trained) for _ in range(self._rule.num_states)], fixed)
         return self._jitted.lower(state, batch, jax.ShapeDtypeStruct((), jnp.int32, sharding=batch.key.sharding))
@@ -89,14 +89,14 @@ class TrainingStep:
 
 
 _ESTIMATED = 32
-"""Micro-batches that running statistics are taken from."""
+"""Number of micro-batches for the estimate of running statistics."""
 
 
 class JaxTraining:
-    """A plan's program with the model file's optimizer.
+    """Training of a plan's program with the model file's optimizer.
 
     Raises:
-        PlannerError: The model or the plan cannot be run so.
+        PlannerError: One JAX program cannot run the model or the plan.
     """
 
     def __init__(self, balance_path: str | Path, how: JaxArguments) -> None:
@@ -124,11 +124,11 @@ class JaxTraining:
         self._step = TrainingStep(self.pipeline.program, rule, how.seed)
 
     def begin(self) -> TrainingState:
-        """The state in front of the first step: parameters as the model has them, nothing in the optimizer."""
+        """Return the state before the first step: the model's parameters, and zeros for the optimizer."""
         return self._step.begin(*self.pipeline.parameters())
 
     def batches(self, steps: int) -> Iterator[Batch]:
-        """`steps` mini-batches: the model's `train_batches`, else its `example_batch`."""
+        """Yield `steps` mini-batches from the model's `train_batches`, or else its `example_batch`."""
         if self.model.train_batches is not None:
             yield from starmap(Batch, islice(epochs(self.model, self.balance.batch), steps))
         else:
@@ -140,10 +140,10 @@ class JaxTraining:
         return self._step.run(state, *self.pipeline.batch(inputs, targets), number)
 
     def save(self, state: TrainingState, path: str) -> None:
-        """Writes trained parameters and buffers as one state dict: safetensors by its suffix, else `torch.save`.
+        """Write trained parameters and buffers as one state dict: safetensors by suffix, else `torch.save`.
 
         Raises:
-            FileError: It cannot be written.
+            FileError: The file cannot be written.
         """
         parameters = dict(self._built.named_parameters(remove_duplicate=False))
         with torch.no_grad():
@@ -157,21 +157,25 @@ class JaxTraining:
         print(f"wrote {path}{text}", flush=True)
 
     def compiled_memory(self) -> CompiledMemory:
-        """What the compiler says that the step needs on the chips asked for.
+        """Return the memory that the step needs on the requested chips, by the compiler.
 
         Raises:
-            OutOfMemoryError: More than they have.
+            OutOfMemoryError: The step needs more than they have.
         """
         memory = compiled(self._step.lowered(self.pipeline.shapes())).memory_analysis()
-        # TrainingState is both an argument and, in the same place, a result.
+        # The state is an argument, and a result in the same memory.
         held = memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
         return CompiledMemory(held, memory.temp_size_in_bytes)
 
     def print_memory(self, predicted_bytes: int, cap_bytes: int) -> ExitCode:
-        """Compiles the step for the chips asked for, and prints what it needs, what was predicted, and whether it fits.
+        """Compile the step for the requested chips, and print needed memory, prediction and whether it fits.
+
+        Args:
+            predicted_bytes: Predicted memory of every device.
+            cap_bytes: Memory limit of the plan.
 
         Returns:
-            `NO` where the program needs more than the plan's cap, or than a chip of this kind has for programs.
+            `NO` if the program needs more than the plan's memory limit, or than the chip has for programs.
         """
         try:
             needed = self.compiled_memory()
@@ -183,7 +187,7 @@ class JaxTraining:
         return code
 
     def _estimate_statistics(self) -> int:
-        """Takes running statistics anew; returns of how many batch normalisations."""
+        """Estimate running statistics; return the number of batch normalization layers."""
         layers = collecting_layers(self._built)
         if not layers:
             return 0
@@ -197,7 +201,7 @@ class JaxTraining:
                     self._built(*args, **named)
         momentums = [layer.momentum for layer in layers]
         for layer in layers:
-            layer.momentum = 1.0  # nothing of what was there before
+            layer.momentum = 1.0  # replace the previous statistics
         statistics.commit()
         for layer, momentum in zip(layers, momentums, strict=True):
             layer.momentum = momentum

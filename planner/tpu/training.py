@@ -1,6 +1,6 @@
-"""What every emitted `train_jax.py` begins with: its command line, its training for a block, and the words for memory.
+"""Command line, training context and memory report of every emitted `train_jax.py`.
 
-This module imports no jax: a script that only compiles for TPUs that are not here must say so before jax is imported.
+This module imports no jax: a script that only compiles for absent TPUs must configure jax before its import.
 """
 
 import argparse
@@ -27,7 +27,7 @@ __all__ = ["CompiledMemory", "JaxArguments", "fitting", "jax_arguments", "jax_tr
 
 @dataclass(frozen=True, kw_only=True)
 class JaxArguments:
-    """The command line of an emitted script."""
+    """Command-line arguments of an emitted script."""
 
     steps: int
     seed: int
@@ -38,7 +38,7 @@ class JaxArguments:
 
 
 class CompiledMemory(NamedTuple):
-    """What every device of a program needs, in bytes."""
+    """Memory that every device of a program needs, in bytes."""
 
     held: int
     """Parameters, optimizer state, and the mini-batch."""
@@ -46,7 +46,17 @@ class CompiledMemory(NamedTuple):
 
 
 def fitting(needed: CompiledMemory, predicted_bytes: int, *, cap_bytes: int, chip: Accelerator) -> tuple[str, ExitCode]:
-    """Whether a compiled program fits the plan's cap and the chip: in words, and as an exit code."""
+    """Return whether a compiled program fits the plan's memory limit and the chip, in words and as an exit code.
+
+    Args:
+        needed: Memory by the compiler.
+        predicted_bytes: Predicted memory of every device.
+        cap_bytes: Memory limit of the plan.
+        chip: The chip.
+
+    Returns:
+        The text, and `OK` or `NO`.
+    """
     total = needed.held + needed.temporary
     limit_bytes, whose = chip.memory_bytes, f"what programs can use of a {chip.name}"
     if cap_bytes <= limit_bytes:
@@ -62,7 +72,7 @@ def fitting(needed: CompiledMemory, predicted_bytes: int, *, cap_bytes: int, chi
 
 
 def jax_arguments(description: str | None, *, steps: int, seed: int) -> JaxArguments:
-    """Parses the command line; the defaults are the script's own knobs."""
+    """Parse the command line; the defaults are the script's constants."""
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
@@ -82,14 +92,14 @@ def jax_arguments(description: str | None, *, steps: int, seed: int) -> JaxArgum
 
 @contextmanager
 def jax_training(balance_path: str | Path, given: JaxArguments) -> "Iterator[JaxTraining]":
-    """A plan's program with the model file's optimizer, for the block.
+    """Provide a plan's program with the model file's optimizer inside a `with` block.
 
-    Errors of ours end the process with one message and exit code 2: the model or the plan cannot be run so, or the
-    extra `tpu` is not installed.
+    A `PlannerError` ends the process with its message and exit code 2, for example if the model or the plan cannot run
+    as one JAX program, or the extra `tpu` is not installed.
 
     Args:
         balance_path: The balance configuration, as `gpipe-plan emit --format jax` writes it.
-        given: The command line.
+        given: The command-line arguments.
     """
     try:
         check_installed("tpu")
