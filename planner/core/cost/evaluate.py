@@ -1,6 +1,6 @@
-"""A partition judged by the cost model: the one place where cuts, micro-batches and recomputation get their figures.
+"""Evaluate a partition by the cost model: the only place that computes times and memory of a plan.
 
-Solver, `check`, `show` and emitter all read an `Evaluation`, so a plan means the same to each of them.
+Solver, `check`, `show` and `emit` all read an `Evaluation`, so their predictions are equal.
 """
 
 from collections import Counter
@@ -36,9 +36,9 @@ FloatArray = NDArray[np.float64]
 
 @dataclass(frozen=True, eq=False)
 class Evaluation:
-    """Figures of a partition of a chain on a cluster; each is computed once, when it is first read.
+    """Predictions for a partition of a chain on a cluster; each is computed once, when it is first read.
 
-    Times of a stage are those of the cost model's documentation: F_k, B_k = W_k + R_k, C_k and U_k.
+    Times of stage k are named as in docs/cost-model.md: F_k, B_k = W_k + R_k, C_k and U_k.
     """
 
     costs: ChainCosts
@@ -47,7 +47,11 @@ class Evaluation:
 
     @classmethod
     def of(cls, plan: Plan, profile: Profile) -> "Evaluation":
-        """Return the evaluation of what `plan` decides, from a profile that has its layers.
+        """Return the evaluation of the partition that `plan` records.
+
+        Args:
+            plan: The plan.
+            profile: Profile that has the plan's layers.
 
         Raises:
             UsageError: The profile does not cover the plan's micro-batch size, or lacks a recomputed layer.
@@ -116,7 +120,10 @@ class Evaluation:
 
     @cached_property
     def updates_us(self) -> FloatArray:
-        """U of each device, over its chunks, as far as it follows the device's last action; shape (K,)."""
+        """U of each device, summed over its chunks, in microseconds; shape (K,).
+
+        All-reduces that end before the device's last action do not count.
+        """
         partition, own_us = self.partition, np.zeros(self.partition.num_devices)
         for k, ((first, end), sum_us) in enumerate(zip(partition.intervals(), self.replica_sums_us, strict=True)):
             speed = self.cluster.speed(partition.device_of(k))
@@ -128,7 +135,7 @@ class Evaluation:
 
     @cached_property
     def optimizer_us(self) -> float:
-        """Delay of the next step by sums over replicas and optimizers, where nothing else hides them."""
+        """Delay of the next step by all-reduces and optimizer in microseconds, if backwards are not split."""
         updates_us = self.updates_us
         # The chunk that a device runs last, and first again in the next step, is the first of its chunks.
         first = self.stage_times[: self.partition.num_devices]
@@ -136,7 +143,7 @@ class Evaluation:
 
     @cached_property
     def pipeline_us(self) -> float:
-        """Time of a step without sums over replicas and optimizers: closed form for GPipe, else simulated."""
+        """Time of a step without all-reduces and optimizer, in microseconds: closed form for GPipe, else simulated."""
         if self.partition.rule.has_closed_form:
             return gpipe_step(self.stage_times, micro_batches=self.partition.micro_batches).step_us
         if self._splits_backward:
@@ -145,7 +152,7 @@ class Evaluation:
 
     @cached_property
     def step_us(self) -> float:
-        """Time of a step, with sums over replicas and optimizers."""
+        """Time of a step in microseconds, including all-reduces and optimizer."""
         if self._splits_backward:
             # Gradients of weights fill the drain, so that what a device hides follows from its clocks alone.
             return period_us(self.actions, self.stage_times, self.updates_us.tolist())
@@ -153,7 +160,7 @@ class Evaluation:
 
     @cached_property
     def predicted(self) -> Predicted:
-        """Figures of a whole step."""
+        """Step time, throughput, bubble and other figures of a whole step."""
         partition, times = self.partition, self.stage_times
         num_devices, micro_batches, splits = partition.num_devices, partition.micro_batches, self._splits_backward
         busy, again = (sum(parts) for parts in zip(*map(self._busy_us, range(len(times))), strict=True))
@@ -173,7 +180,7 @@ class Evaluation:
         )
 
     def _backward_us(self, times: StageTimes) -> float:
-        """Return the time of a micro-batch's backward, of both parts where it is split."""
+        """Return the backward time of a micro-batch; the sum of both passes if backwards are split."""
         return times.input_backward_us + times.weight_backward_us if self._splits_backward else times.backward_us
 
     def _busy_us(self, stage: int) -> tuple[float, float]:
@@ -190,7 +197,7 @@ class Evaluation:
 
     @cached_property
     def chunks(self) -> tuple[ChunkMemory, ...]:
-        """Memory of each stage where stages share a device; parameters that they share count once."""
+        """Memory of each stage, for devices with several stages that count shared parameters once."""
         partition, intervals = self.partition, self.partition.intervals()
         costs = self.costs.of_replicas(partition.replicas)
         cuts = np.array([[0, *(end for _, end in intervals)]])
@@ -209,7 +216,7 @@ class Evaluation:
 
     @cached_property
     def memory(self) -> tuple[StageMemory, ...]:
-        """Itemized peak of each stage; where stages share a device, their parts of its peak."""
+        """Peak memory of each stage by component; with several stages per device, its share of the peak."""
         partition, num_stages = self.partition, len(self.partition.balance)
         if partition.rule.has_known_moments:
             return tuple(
@@ -256,11 +263,11 @@ class Evaluation:
         )
 
     def plan(self, inputs: Inputs, solver: SolverReport) -> Plan:
-        """Return the plan that records the partition with these figures.
+        """Return the plan that records the partition and its predictions.
 
         Args:
-            inputs: Question that the plan answers, about the same cluster.
-            solver: Report on the search; of given cuts it claims neither gap nor bound.
+            inputs: Request that the plan answers, for the same cluster.
+            solver: Report of the search; for given cuts, gap and lower bound are set to 0.
         """
         partition = self.partition
         return Plan(

@@ -1,27 +1,26 @@
-"""What a stage holds when it recomputes some of its layers, each on its own.
+"""Compute the memory of a stage that recomputes some of its layers, each on its own.
 
-A recomputed layer keeps its input for every micro-batch in flight and drops what else it saves, which is there again
-only while its own backward runs. Walk through the layers of a stage with
+A recomputed layer saves its input for every micro-batch in flight, and drops everything else that it would save. That
+exists again only while its own backward runs. The computation goes through the layers of a stage in order, with
 
-    held       what one micro-batch leaves behind in the layers so far
-    pending    storages that go into the next layer and that no layer so far keeps: they stay if one of the layers
-               that they are handed to is recomputed, and are gone soon if none is
+    held       bytes that one micro-batch has saved in the layers so far
+    pending    storages that the next layers read and that no layer has saved so far; they are saved if one of the
+               layers that read them is recomputed, else they are freed after the last of these
 
-Each layer puts its own peak on top of that, and leaves something behind. With exact records (g is the gradient of its
-output, c a copy of its input, made where that would be written into, w the state that its forward writes, as it was
-before):
+Each layer adds its own peak and then its saved bytes. With exact records (g: gradient of the layer's output; c: copy
+of its input, made if the layer would write into it; w: copy of the state that its forward changes):
 
                       not recomputed                           recomputed
     forward           held + pending + forward peak            held + pending + c + w + peak without gradients
     backward          held + backward peak                     held + pending + c + max(w + g + forward peak,
                                                                                         backward peak)
-    leaves behind     internal bytes, and of its output what   pending, c, w, and of its output what a layer
-                      it or a layer behind keeps               behind keeps
+    added to held     internal bytes, and of its output what   pending, c, w, and of its output what a later
+                      it or a later layer saves                layer saves
 
-Without exact records every peak is a transient above all that is held anywhere; a recomputed layer's has what it saves,
-or its output if that is more, on top. What a layer saves is taken to hold its output as far as it can.
+Without exact records, each peak is a transient above all saved memory. A recomputed layer's transient also includes its
+saved bytes, or its output if that is larger. Its saved bytes are assumed to include as much of its output as possible.
 
-Sizes are rounded to whole bytes before they are added: then the order of a sum decides nothing.
+Sizes are rounded to whole bytes before they are added, so sums do not depend on their order.
 """
 
 from collections.abc import Collection
@@ -38,7 +37,7 @@ from planner.core.cost.waiting import Backward, waiting_in
 FloatArray = NDArray[np.float64]
 
 KEPT, AGAIN = 0, 1
-"""The two decisions, first index of many arrays: what the layer saves is kept, or computed again."""
+"""First index of many arrays, the decision for a layer: keep its saved tensors, or recompute them."""
 
 
 FORWARD, FIRST_BACKWARD, BACKWARD = 0, 1, 2
@@ -46,10 +45,10 @@ FORWARD, FIRST_BACKWARD, BACKWARD = 0, 1, 2
 
 
 class LayerPeaks(NamedTuple):
-    """Peaks of single layers, whole bytes, as arrays whose last axis is the layer.
+    """Peaks of single layers in whole bytes; the last axis is the layer.
 
-    Without exact records they are all the same, the transient; with them they are above what is held in front of the
-    layer, and those of the first backward contain the gradients of its parameters.
+    With exact records, peaks are relative to the memory that earlier layers have saved, and those of the first backward
+    include the gradients of the layer's parameters. Without them, all three are the same transient.
     """
 
     forward: FloatArray
@@ -58,26 +57,26 @@ class LayerPeaks(NamedTuple):
 
 
 class Pending(NamedTuple):
-    """A storage that a layer makes and that no layer behind keeps by itself."""
+    """Storage that a layer creates and that no later layer saves unless it is recomputed."""
 
     until: int
-    """The last layer that it is handed to."""
+    """Index of the last layer that reads it."""
     bytes: tuple[float, float]
-    """How much of it its maker does not hold, by the maker's decision."""
+    """Bytes of it that the layer that creates it does not save: if that layer is not recomputed, and if it is."""
 
 
 class StageLevels(NamedTuple):
-    """A stage with some layers recomputed, as `planner.core.cost.memory` has it for one without; in bytes."""
+    """Saved bytes and peaks of a stage that recomputes some of its layers."""
 
     saved: float
     forward: float
     first_backward: float
     backward: float
-    """Without exact records the transient, as are the other two."""
+    """Peak of a later backward. Without exact records, all three peaks are the transient."""
 
 
 class ManyLevels(NamedTuple):
-    """`StageLevels` of many stages, in arrays of one shape."""
+    """`StageLevels` of N choices of recomputed layers, as arrays of shape (N,)."""
 
     saved: FloatArray
     forward: FloatArray
@@ -87,29 +86,30 @@ class ManyLevels(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageLayers:
-    """The layers `first`..`end - 1`, as a walk through them needs them: an entry per layer, whole bytes.
+    """Data of the layers `first`..`end - 1` for computing the memory of their stage; one entry per layer, whole bytes.
 
-    `peaks` are above what the layers in front hold (`stacked`), or above all that is held. Those of backward include
-    the stage's output, which the engine holds, and those of the first backward the gradients of the layers behind.
+    If `stacked`, `peaks` are relative to what earlier layers have saved, else to all saved memory. Peaks of backwards
+    include the stage's output, which the engine stores. Those of the first backward include gradients of later layers.
     """
 
     first: int
     end: int
     stacked: bool
     peaks: LayerPeaks
-    """Shape (2, end - first)."""
+    """Arrays of shape (2, end - first), by decision and layer."""
     held: FloatArray
-    """Shape (2, end - first): what each layer leaves behind, pending storages not counted."""
+    """Bytes that each layer saves, without pending storages; shape (2, end - first)."""
     pending: tuple[tuple[Pending, ...], ...]
-    """What each layer makes."""
+    """Pending storages that each layer creates."""
     again: NDArray[np.bool_]
-    """Which layers are computed again if they are chosen to be: those that have a backward."""
+    """True for layers that can be recomputed: those with a backward; shape (end - first,)."""
     passed: FloatArray
-    """Shape (end - first + 1,): of the stage's copy of its input, what goes into each layer, and out of the last."""
+    """Part of the stage's copy of its input that each layer reads, and that the stage sends on; shape (end - first +
+    1,)."""
 
     @classmethod
     def of(cls, costs: ChainCosts, first: int, end: int) -> "StageLayers":
-        """The layers of a stage.
+        """Return the data of a stage's layers.
 
         Complexity: O(L).
         """
@@ -136,7 +136,7 @@ class StageLayers:
         )
 
     def levels(self, recomputed: Collection[int]) -> StageLevels:
-        """The stage with the layers `recomputed` (counted along the chain) computed again.
+        """Return the stage's memory if the layers `recomputed` (indices in the chain) are recomputed.
 
         Complexity: O(end - first).
         """
@@ -145,10 +145,10 @@ class StageLayers:
         return StageLevels(*(float(each[0]) for each in self.many_levels(again)))
 
     def many_levels(self, again: NDArray[np.bool_]) -> ManyLevels:
-        """The stage with layers computed again in N ways at once.
+        """Return the stage's memory for N choices of recomputed layers at once.
 
         Args:
-            again: Which layers, shape (N, end - first); those without a backward never are.
+            again: True for recomputed layers, shape (N, end - first); ignored for layers without a backward.
 
         Complexity: O(N (end - first)).
         """
@@ -174,11 +174,12 @@ class StageLayers:
 
 
 def most_savings(costs: ChainCosts) -> tuple[FloatArray, FloatArray]:
-    """For every layer, how many bytes less a micro-batch holds at most if it is recomputed.
+    """Return, for every layer, an upper bound on the bytes that recomputing it saves per micro-batch.
 
     Returns:
-        Two arrays of shape (L,): if the layer is the first of its stage, which is given its input; and if it is not,
-        and has to keep what nobody else keeps of its input.
+        Two arrays of shape (L,). The first is for a layer at the start of its stage, whose input the stage stores
+        anyway.
+        The second is for other layers, which then save the part of their input that no other layer saves.
     """
     dropped = np.rint(costs.levels.internal) + _per_layer(costs, costs.storages.kept_by_maker)
     # What goes on to other layers, too, one of these may keep already.
@@ -189,14 +190,14 @@ def most_savings(costs: ChainCosts) -> tuple[FloatArray, FloatArray]:
 
 
 def least_levels(costs: ChainCosts, firsts: NDArray[np.int64], span: slice) -> tuple[FloatArray, LayerPeaks]:
-    """What many stages hold in the end, and their levels, with nothing recomputed, or below.
+    """Return a lower bound on the memory of stages, from which no more than `most_savings` of layers can be subtracted.
 
-    Whatever is recomputed, its `most_savings` added: what is held in the end is no less than this, and if the savings
-    of layers in front of the highest are added to it, no level is less either.
+    With any layers recomputed, saved bytes plus the `most_savings` of these layers are at least the returned ones. The
+    same holds for a peak, plus the savings of the layers before the one that reaches it.
 
     Returns:
-        Arrays of shape (firsts, span); row a, column e is the stage of layers `firsts[a]`..`span.start + e`. Values
-        left of a row's own first layer mean nothing.
+        Saved bytes and peaks, arrays of shape (firsts, span). Row a, column e is the stage of layers `firsts[a]`..
+        `span.start + e`. Values before a row's own first layer are meaningless.
     """
     kept = most_savings(costs)[0] + _per_layer(costs, costs.storages.kept_by_readers)
     unkept, into = np.rint(costs.storages.kept_by_nobody), np.zeros(costs.num_layers + 2)
@@ -277,22 +278,24 @@ def _peaks(costs: ChainCosts, first: int, end: int, copied: FloatArray, own_copy
 
 
 def cast_gradient_peaks(costs: ChainCosts) -> FloatArray:
-    """What turning the gradients of a layer's `casts` into those of its parameters takes at most, beside `casts` bytes.
+    """Return the memory for converting gradients of the autocast cache at the end of a backward, in bytes per layer.
 
-    Of exact records. Autograd runs what was recorded last first. The copies were recorded by the first micro-batch, so
-    in the backward of a later one their gradients all wait until everything else is done, stage by stage.
+    It comes on top of the `casts` bytes of these gradients, for exact records. Autograd first runs what was recorded
+    last, and the first micro-batch has recorded the cached copies. So in later backwards all their gradients wait until
+    the rest of the stage is done.
     """
     return np.maximum(_layer_peaks(costs)[0].backward - costs.state.casts, 0.0)
 
 
 def recomputed_levels(costs: ChainCosts) -> tuple[FloatArray, FloatArray]:
-    """The levels of a first backward that is recomputed, where there are copies, and what waits behind each layer.
+    """Return the levels of a recomputed first backward under autocast, and the gradients that accumulate during it.
 
-    Gradients of copies wait, and gradients of parameters without a copy exist at once.
+    Gradients of cached copies wait until the end, and gradients of parameters without a copy exist immediately.
 
     Returns:
-        Bytes, of shape (L,): levels as `Levels.backward`, all that waits to the end of the chain included; and what
-        waits of the layers up to each one.
+        Two arrays of shape (L,) in bytes. Levels are like `Levels.backward`, and include everything that waits up to
+        the
+        end of the chain. The second array sums what waits over the layers up to each one.
     """
     uncopied = np.maximum(costs.gradients - 2 * costs.state.casts, 0.0)
     level = costs.levels.backward - np.cumsum(uncopied) + uncopied + uncopied.sum()
@@ -306,7 +309,7 @@ def _transients(costs: ChainCosts, stage: slice) -> LayerPeaks:
 
 
 def _layer_peaks(costs: ChainCosts) -> tuple[LayerPeaks, FloatArray]:
-    """The peaks of layers that are not recomputed, shape (L,), and of their forward without gradients."""
+    """Return the peaks of layers that are not recomputed, and of their forward without gradients; shape (L,)."""
     if not costs.exact:
         transient = np.rint(np.maximum(costs.levels.forward, costs.levels.backward))
         return LayerPeaks(transient, transient, transient), transient
@@ -324,7 +327,7 @@ def _layer_peaks(costs: ChainCosts) -> tuple[LayerPeaks, FloatArray]:
 
 
 def _per_layer(costs: ChainCosts, sizes: FloatArray) -> FloatArray:
-    """Sizes of storages summed over the layers that make them."""
+    """Return the sizes of storages, summed by the layer that creates them; shape (L,)."""
     made = costs.storages.maker >= 0
     total = np.bincount(costs.storages.maker[made], np.rint(sizes[made]), minlength=costs.num_layers)
     return total.astype(np.float64)

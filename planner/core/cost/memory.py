@@ -1,11 +1,11 @@
-"""Peak memory of a stage that has a device to itself, over one training step.
+"""Compute the peak memory of a stage that has a device to itself, over one training step.
 
-    bytes at a moment = always + sum over parts of count * part
-    peak              = largest of these, over the moments of the device's program
+    bytes at a point in the step = always + sum over parts of count * size
+    peak                         = largest of these, over all points in the step
 
-What parts there are, and how large, is in `planner.core.cost.parts`; how many of them are there at which moment in
-`planner.core.cost.moments`. Here the two meet: for one stage, itemised; for many stages at once, as the solver asks;
-and as they depend on which layers are recomputed. Devices with several stages: `planner.core.cost.device_memory`.
+`planner.core.cost.parts` computes the sizes and `planner.core.cost.moments` the counts. This module combines them: for
+one stage by component, for many stages at once as the solver needs it, and as a function of the recomputed layers. For
+devices with several stages, see `planner.core.cost.device_memory`.
 """
 
 from collections.abc import Collection, Sequence
@@ -26,7 +26,7 @@ from planner.core.values.plan import Recompute, StageMemory
 FloatArray = NDArray[np.float64]
 
 _MOST_AT_ONCE: Final = 1 << 17
-"""Stages of a window up to which single ones are taken from it, to bound transient memory."""
+"""Number of stages in a window up to which single stages are selected from it; this bounds transient memory."""
 
 
 def stage_memory(
@@ -39,16 +39,16 @@ def stage_memory(
     recomputed: Collection[int] = (),
     reserve_bytes: int = 0,
 ) -> StageMemory:
-    """Peak memory of the stage that runs layers `first`..`end - 1`, itemised at its highest moment.
+    """Return the peak memory of the stage that runs layers `first`..`end - 1`, by component.
 
     Args:
-        costs: The chain at the plan's micro-batch size.
+        costs: Costs of the chain at the plan's micro-batch size.
         first: First layer.
         end: One past the last layer.
-        moments: Of the stage's device (see `planner.core.cost.moments.stage_moments`).
-        recompute: On which micro-batches activations are dropped.
-        recomputed: With `recompute="layers"`, the layers that are recomputed, counted along the chain.
-        reserve_bytes: Added as an item of its own.
+        moments: Points in the step of the stage's device (see `planner.core.cost.moments.stage_moments`).
+        recompute: Recompute choice of the stage.
+        recomputed: With `recompute="layers"`, the recomputed layers, as indices in the chain.
+        reserve_bytes: Memory to reserve on the device, added as a component of its own.
     """
     stages, recompute = one_stage(
         costs, first, end, micro_batches=moments.micro_batches, recompute=recompute, recomputed=recomputed
@@ -65,7 +65,10 @@ def stage_memories(
     recomputed: Sequence[Collection[int]],
     reserve_bytes: int,
 ) -> list[StageMemory]:
-    """The same for each of several stages; of a simple chain many at once."""
+    """Return the peak memory of several stages, by component; see `stage_memory`.
+
+    Stages of a simple chain are computed together. One entry per stage in all sequences.
+    """
     most = max(end - first for first, end in intervals)
     # Of stages alone it is known whether gradients go out to replicas, and which layers are recomputed.
     is_one_by_one = not is_simple(costs) or costs.bucket_bytes or "layers" in recompute
@@ -90,7 +93,7 @@ def stage_memories(
 
 
 def _single(window: Stages, rows: NDArray[np.int64], columns: NDArray[np.int64]) -> Stages:
-    """Single stages of a window, below one another in one column."""
+    """Return selected stages of a window, one per row, in one column."""
 
     def of(array: NDArray[Any]) -> NDArray[Any]:
         return np.broadcast_to(array, window.shape)[rows, columns][:, None]
@@ -100,7 +103,7 @@ def _single(window: Stages, rows: NDArray[np.int64], columns: NDArray[np.int64])
 
 
 def _itemised(stages: Stages, recompute: Recompute, moments: Moments, reserve_bytes: int) -> list[StageMemory]:
-    """Of the stages in the last column, each at its highest moment; of equally high ones at the first."""
+    """Return the peak memory by component of the stages in the last column, where it is first reached."""
     parts = parts_of(stages, recompute, in_flight=moments.in_flight)
     every = [
         {item: np.rint(np.broadcast_to(size, stages.shape)[:, -1]) for item, size in parts.at(moment).items()}
@@ -123,7 +126,10 @@ def one_stage(
     recomputed: Collection[int],
     in_halves: bool = False,
 ) -> tuple[Stages, Recompute]:
-    """The stage that runs layers `first`..`end - 1`, in the last column, and what is recomputed there in effect."""
+    """Return the stage that runs layers `first`..`end - 1` as the last column, and its effective recompute choice.
+
+    A stage without a backward recomputes nothing.
+    """
     layers = slice(first, end)
     stages = stages_in(costs, np.array([first]), layers, micro_batches=micro_batches, in_halves=in_halves)
     if recompute == "layers":
@@ -136,20 +142,21 @@ def one_stage(
 def interval_totals(
     costs: ChainCosts, firsts: NDArray[np.int64], stop: int, moments: Moments, *, choices: Sequence[Recompute]
 ) -> list[FloatArray]:
-    """Bytes at the peak of stages whose last layer is one of `firsts[0]`..`stop - 1`, for each recompute choice.
+    """Return peak bytes of stages whose last layer is one of `firsts[0]`..`stop - 1`, for each recompute choice.
 
     Args:
-        costs: The chain at the plan's micro-batch size.
+        costs: Costs of the chain at the plan's micro-batch size.
         firsts: First layers; must ascend.
         stop: One past the last layer of the longest stages.
-        moments: Of each stage's device.
-        choices: What is recomputed; not `layers`, which is known of one stage at a time.
+        moments: Points in the step of each stage's device.
+        choices: Recompute choices except `layers`, whose layers differ from stage to stage.
 
     Returns:
-        Arrays of shape (firsts, stop - firsts[0]); values left of a row's own first layer mean nothing. Otherwise
-        they are the totals of `stage_memory`.
+        Arrays of shape (firsts, stop - firsts[0]), equal to the totals of `stage_memory`. Values before a row's own
+        first
+        layer are meaningless.
 
-    Complexity: O(firsts · (stop - firsts[0])).
+    Complexity: O(firsts * (stop - firsts[0])).
     """
     return totals_of(costs, firsts, slice(int(firsts[0]), stop), moments, choices=choices)
 
@@ -162,7 +169,15 @@ def totals_of(
     *,
     choices: Sequence[Recompute],
 ) -> list[FloatArray]:
-    """The same for the last layers or the lengths that `stages_in` calls `columns`: shape (firsts, columns)."""
+    """Return peak bytes of stages for each recompute choice: arrays of shape (firsts, columns).
+
+    Args:
+        costs: Costs of the chain at the plan's micro-batch size.
+        firsts: First layers.
+        columns: Last layers, or number of lengths, as in `stages_in`.
+        moments: Points in the step of each stage's device.
+        choices: Recompute choices except `layers`.
+    """
     if "layers" in choices:
         raise ValueError("which layers is known of one stage at a time: ask `stage_memory`")
     stages = stages_in(costs, firsts, columns, micro_batches=moments.micro_batches)
@@ -189,21 +204,28 @@ def _peaks(stages: Stages, moments: Moments, recompute: Recompute) -> FloatArray
 
 
 class LinearMoment(NamedTuple):
-    """The bytes of many stages at one moment, as `fixed + weight * saved + level` of each one's `StageLevels`."""
+    """Bytes of many stages at one point in the step, as a function of their `StageLevels`.
+
+    The function is `fixed + weight * saved + level`.
+    """
 
     fixed: FloatArray
-    """Shape (firsts, stop - firsts[0]); parameters, optimizer state, buffers and the mini-batch's part included."""
+    """Bytes that do not depend on recomputed layers, such as parameters, optimizer state, buffers and the mini-batch;
+    shape (firsts, stop - firsts[0])."""
     weight: int
     level: int | None
-    """Position in `LayerPeaks` of the level that is part of it."""
+    """Position in `LayerPeaks` of the level that is added; None without one."""
 
 
 def linear_moments(
     costs: ChainCosts, firsts: NDArray[np.int64], stop: int, moments: Moments
 ) -> tuple[LinearMoment, ...]:
-    """The moments of `stage_memory(..., recompute="layers")`, as they depend on which layers are recomputed.
+    """Return the memory of stages that recompute single layers, as linear functions of saved bytes and levels.
 
-    Stages are those of `interval_totals`; values left of a row's own first layer mean nothing.
+    The stages are those of `interval_totals`. Values before a row's own first layer are meaningless.
+
+    Returns:
+        One function per point in the step at which `stage_memory` may have its peak.
     """
     stages = stages_in(costs, firsts, slice(int(firsts[0]), stop), micro_batches=moments.micro_batches)
     empty = with_layers_again(stages, StageLevels(0.0, 0.0, 0.0, 0.0))
@@ -212,7 +234,10 @@ def linear_moments(
 
 
 def _linear(parts: Parts, moment: Moment, shape: tuple[int, int]) -> LinearMoment:
-    """A moment of stages that save nothing and whose levels are 0, and how much of these comes on top."""
+    """Return the memory at one point in the step as a linear function.
+
+    `parts` belong to stages whose saved bytes and levels are 0.
+    """
     sizes = [(parts.sizes[name], count) for name, count in moment if name in parts.sizes]
     levels = [size.level for size, _ in sizes if size.level is not None]
     fixed = np.broadcast_to(np.asarray(sum(parts.at(moment).values())), shape)

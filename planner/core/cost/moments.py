@@ -1,13 +1,10 @@
-"""How many of every part of a stage's memory there are at each moment of a device's program.
+"""Count the parts of a stage's memory at each point in a device's step.
 
-The law of memory is
+    bytes at a point in the step = always + sum over parts of count * size     (summed over the stages on the device)
 
-    bytes at a moment = always + sum over parts of count * part        (one sum for each stage on the device)
+`planner.core.cost.parts` computes the sizes. Counts follow from the device's instruction list:
 
-Parts are in `planner.core.cost.parts`; counts are here. They follow from the program of the device, instruction by
-instruction:
-
-    instruction    makes                                        takes away
+    instruction    adds                                         removes
     receive F      input                                        -
     F              held; kept if it is the last micro-batch     input
     send F         -  (the output is in `held` and `kept`)      -
@@ -16,13 +13,13 @@ instruction:
     I              gradients (of I), if it is the first one     held or kept, output gradient
                    weight held                                  -
     W              gradients, if it is the first one            weight held; gradients (of I)
-    send B         input gradient                               the input gradients before it
+    send B         input gradient                               the previous input gradients
 
-While `F`, `B`, `I` or `W` runs there is one of `forward`, `last forward`, `first backward`, `backward` or `last
-backward`, or likewise of the halves, all of its micro-batch included: what it takes away is gone by then, what it makes
-is not there yet. With replicas the last backward is there a second time as `message`, with gradients on their way.
-`casts` are there from begin to end, but for the optimizer's step; twice where some backwards of a stage are whole and
-others run in halves, since autocast keeps copies for those, and the executor for these.
+While F or B runs, one of `forward`, `last forward`, `first backward`, `backward` and `last backward` exists, and
+similarly for I and W. It includes everything of its micro-batch: what the instruction removes is already removed, and
+what it adds is not yet added. With replicas, `message` is the last backward while gradients are sent. `casts` exists
+from the first forward to the last backward. It counts twice if a stage has both whole and split backwards, since
+autocast caches copies for the former and the executor for the latter.
 
     GPipe, M = 3, device 1     F0        F1        F2            B0              B1        B2             step
     runs                       forward   forward   last forward  first backward  backward  last backward  optimizer step
@@ -36,8 +33,8 @@ others run in halves, since autocast keeps copies for those, and the executor fo
     gradients                  0         0         0             1               1         1              1
     input, input gradient      1, 0      1, 0      1, 0          0, 1            0, 1      0, 1           0, 0
 
-Long programs have few moments that can be the peak. `stage_moments` has them in closed form for devices with one stage
-(K = 128 devices with M = 4096 micro-batches are a million instructions); `moments_of` takes any program.
+Only few points of a long step can have the peak. `stage_moments` lists them in closed form for devices with one stage:
+K = 128 devices with M = 4096 micro-batches have a million instructions. `moments_of` reads any action lists.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -84,9 +81,9 @@ BACKWARDS: Final[tuple[PartName, ...]] = ("first_backward", "backward", "last_ba
 INPUT_BACKWARDS: Final[tuple[PartName, ...]] = ("first_input_backward", "input_backward", "last_input_backward")
 WEIGHT_BACKWARDS: Final[tuple[PartName, ...]] = ("first_weight_backward", "weight_backward")
 WITH_BACKWARDS: Final[tuple[PartName, ...]] = (*BACKWARDS, "message", *INPUT_BACKWARDS)
-"""Parts of an action that receives the gradient of its output."""
+"""Parts of actions that receive the gradient of the stage's output."""
 RUNNING: Final[tuple[PartName, ...]] = (*FORWARDS, *WITH_BACKWARDS, *WEIGHT_BACKWARDS, "weight_message")
-"""Parts of an action that runs, of which a device has one at a time."""
+"""Parts that exist while an action runs; a device has one at a time."""
 _PLACE: Final[Mapping[PartName, int]] = {part: place for place, part in enumerate(PARTS)}
 
 
@@ -94,30 +91,30 @@ _PLACE: Final[Mapping[PartName, int]] = {part: place for place, part in enumerat
 
 
 Moment = tuple[tuple[PartName, int], ...]
-"""The parts that are there at a moment, and how many of each."""
+"""A point in the step: the parts that exist then, and their counts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Moments:
-    """The moments of a device with one stage that can be its peak; in the order of the program."""
+    """Points in the step at which a device with one stage can have its peak, in order."""
 
     micro_batches: int
-    """M."""
+    """Number of micro-batches per step (M)."""
     in_flight: int
-    """N: most micro-batches that wait for their backward or run."""
+    """Largest number of micro-batches that wait for their backward or run (N)."""
     alike: tuple[Moment, ...]
-    """If the last micro-batch is recomputed as all others are."""
+    """Points if the last micro-batch is recomputed like all others."""
     apart: tuple[Moment, ...]
-    """If it is not."""
+    """Points if the last micro-batch is not recomputed."""
 
 
 def stage_moments(schedule: Schedule, *, micro_batches: int, behind: int = 0) -> Moments:
-    """The moments of a device that runs one stage.
+    """Return the points in the step at which a device with one stage can have its peak.
 
     Args:
-        schedule: GPipe or 1F1B: all forwards come first, or a few.
+        schedule: GPipe or 1F1B.
         micro_batches: M.
-        behind: How many stages are behind this one.
+        behind: Number of later stages in the pipeline.
     """
     return _moments_with(micro_batches, schedule.in_flight(0, behind + 1, micro_batches))
 
@@ -136,9 +133,9 @@ def _moment(running: PartName, *, gradients: int = 1, **counts: int) -> Moment:
 
 
 def _fill_and_drain(m: int, _in_flight: int, *, last_differs: bool) -> Iterator[Moment]:
-    """All M forwards, then all M backwards; of these, the later the fewer micro-batches wait.
+    """Yield the points for M forwards followed by M backwards; ever fewer micro-batches wait during the backwards.
 
-    What can be the peak only if the last micro-batch has parts of its own is left out where it has none.
+    Some points can have the peak only if the last micro-batch has its own parts; they are left out otherwise.
     """
     if m > 1 and last_differs:
         yield _moment("forward", held=m - 2, input=1, gradients=0)
@@ -153,7 +150,7 @@ def _fill_and_drain(m: int, _in_flight: int, *, last_differs: bool) -> Iterator[
 
 
 def _steady(m: int, n: int, *, last_differs: bool) -> Iterator[Moment]:
-    """N < M forwards, then a backward after each further forward, then the last N - 1 backwards."""
+    """Yield the points for N < M forwards, then backwards and forwards in turn, then the last N - 1 backwards."""
     yield _moment("forward", held=n - 1, input=1, gradients=0)
     if last_differs and m > n + 1:
         yield _moment("forward", held=n - 1, input_gradient=1)
@@ -174,28 +171,28 @@ def _steady(m: int, n: int, *, last_differs: bool) -> Iterator[Moment]:
 
 
 class Counts(NamedTuple):
-    """How many of every part are on a device: arrays of shape (actions, V, parts)."""
+    """Number of parts of every kind on a device: arrays of shape (actions, V, parts)."""
 
     during: IntArray
-    """While an action runs."""
+    """Counts while an action runs."""
     message: IntArray
-    """The same, with gradients on their way in the last backward of a stage."""
+    """Counts while an action runs, if the last backward of a stage sends gradients to other replicas."""
     after: IntArray
-    """Until the next one runs."""
+    """Counts after the action, until the next one begins."""
 
 
 class Change(NamedTuple):
-    """How an action changes the counts of its device.
+    """Change of a device's counts by one action.
 
-    A count is named by chunk * len(PARTS) + the part's place in `PARTS`. Changes alternate such a name and a number.
+    Changes alternate the index of a count and the number to add. The index is chunk * len(PARTS) + position in `PARTS`.
     """
 
     before: tuple[int, ...]
-    """Changes between the previous action and this one, transfers included."""
+    """Changes between the previous action and this one, including transfers."""
     running: tuple[int, ...]
-    """Parts of which there is one while the action runs: it, and in the last backward of a stage also the message."""
+    """Indices of the parts that exist while the action runs: its own, and `message` in the last backward of a stage."""
     after: tuple[int, ...]
-    """Changes when the action ends."""
+    """Changes at the end of the action."""
 
 
 def changes_of(actions: Sequence[Sequence[Action]]) -> tuple[tuple[Change, ...], ...]:
@@ -210,7 +207,7 @@ def changes_of(actions: Sequence[Sequence[Action]]) -> tuple[tuple[Change, ...],
 
 
 def counts_of(actions: Sequence[Sequence[Action]]) -> tuple[Counts, ...]:
-    """The counts during and after every forward and backward of each device."""
+    """Return the counts during and after every action of each device."""
     chunks = len({action.stage for action in actions[0]})
     return tuple(_counts(changes[:-chunks], chunks) for changes in changes_of(actions))
 
@@ -234,11 +231,11 @@ def _dense(rows: Sequence[tuple[int, ...]], chunks: int) -> IntArray:
 
 
 _MESSAGES: Final[Mapping[Letter, PartName]] = {"B": "message", "W": "weight_message"}
-"""By what ends a micro-batch on a stage: the part of the last one with gradients on their way."""
+"""Part of the last backward while gradients are sent, by the action that ends a micro-batch on a stage."""
 
 
 class _Walk:
-    """The counts of a device as its program runs; see the module's table."""
+    """Counts of a device while its instruction list runs; see the module's table."""
 
     def __init__(self, row: Sequence[Action], last: int) -> None:
         stages = sorted({action.stage for action in row})
@@ -290,7 +287,7 @@ class _Walk:
             self._add(base, part, count - self._count(base, part))
 
     def _take(self, base: int, part: PartName) -> None:
-        """Take away one where there is any: what stays on the device is in no buffer."""
+        """Remove one if there is any: tensors that stay on the device are in no transfer buffer."""
         if self._count(base, part):
             self._add(base, part, -1)
 
@@ -306,7 +303,7 @@ class _Walk:
                     self._set(other, "input_gradient", int(other == base))
 
     def _begin(self, what: Instruction) -> PartName:
-        """Take away what the micro-batch brings along, and return the part that is there while it runs."""
+        """Remove what the micro-batch brings along, and return the part that exists while it runs."""
         base, is_last = self._bases[what.stage], what.micro_batch == self._last
         if what.kind == "F":
             self._take(base, "input")
@@ -341,9 +338,12 @@ class _Walk:
 
 @lru_cache(maxsize=1024)
 def moments_of(actions: tuple[tuple[Action, ...], ...]) -> tuple[IntArray, ...]:
-    """For each device the counts that can be its peak: shape (moments, V, parts), the optimizer's step included.
+    """Return, for each device, the counts that can be its peak, including the optimizer's step.
 
-    Those are left out in which others have as much of everything.
+    Counts are left out if others have at least as many of every part.
+
+    Returns:
+        One array of shape (points, V, parts) per device.
     """
     return tuple(
         _undominated(np.concatenate([counts.during, counts.message, optimizer_steps(counts.during.shape[1])]))
@@ -352,7 +352,11 @@ def moments_of(actions: tuple[tuple[Action, ...], ...]) -> tuple[IntArray, ...]:
 
 
 def optimizer_steps(chunks: int) -> IntArray:
-    """A moment for each chunk's part of the step, of which the largest counts; autocast is left by then."""
+    """Return the counts during the optimizer's step of each chunk, without the autocast cache.
+
+    Returns:
+        Array of shape (V, V, parts): point in the step, chunk, part. The largest chunk decides the peak.
+    """
     steps = np.zeros((chunks, chunks, len(PARTS)), np.int64)
     steps[:, :, _PLACE["gradients"]] = 1
     steps[np.arange(chunks), np.arange(chunks), _PLACE["optimizer_step"]] = 1

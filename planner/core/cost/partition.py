@@ -1,4 +1,4 @@
-"""The answer of a planner: cuts, micro-batches, schedule and recomputation, without what follows from them."""
+"""Decisions of a planner: cuts, number of micro-batches, schedule and recomputation, without predictions."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,30 +14,30 @@ from planner.core.values.units import counted
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Partition:
-    """The answer of a planner, without its consequences."""
+    """Decisions that a plan records: cuts, micro-batches, schedule, recomputation, replicas and devices."""
 
     schedule: ScheduleName
     micro_batches: int
-    """M, of each pipeline."""
+    """Number of micro-batches per step of each pipeline (M)."""
     balance: tuple[int, ...]
     recompute: tuple[Recompute, ...]
     recomputed: tuple[tuple[int, ...], ...] = ()
-    """Per stage, the layers (counted along the chain) that are recomputed where its choice is `layers`."""
+    """Recomputed layers of each stage (indices in the chain), if its recompute choice is `layers`."""
     chunks: int = 1
-    """V: stages per device."""
+    """Number of stages per device (V)."""
     order: tuple[str, ...] = ()
-    """Per device what it does, where the schedule was made for this partition; see `Plan.order`."""
+    """Action order of each device, if the schedule was computed for this partition; see `Plan.order`."""
     replicas: int = 1
     devices: tuple[int, ...] = ()
-    """Per stage, which device of the cluster runs it; empty for the usual order."""
+    """Device of the cluster that runs each stage; empty for the default order."""
 
     @classmethod
     def of(cls, plan: Plan, names: Sequence[str]) -> "Partition":
-        """What `plan` decides.
+        """Return the decisions of `plan`.
 
         Args:
             plan: The plan.
-            names: The layers of the chain, in order.
+            names: Names of the chain's layers, in order.
 
         Raises:
             UsageError: A recomputed layer does not exist.
@@ -58,15 +58,15 @@ class Partition:
 
     @property
     def num_devices(self) -> int:
-        """K: devices of one pipeline."""
+        """Number of devices of one pipeline (K)."""
         return len(self.balance) // self.chunks
 
     def intervals(self) -> tuple[tuple[int, int], ...]:
-        """First layer and end of every stage."""
+        """Return the first layer of every stage, and one past its last layer."""
         return tuple(pairwise(accumulate(self.balance, initial=0)))
 
     def device_of(self, stage: int) -> int:
-        """The device of the cluster that runs `stage`."""
+        """Return the device of the cluster that runs `stage`."""
         return self.devices[stage] if self.devices else self.place_of(stage)
 
     def place_of(self, stage: int) -> int:
@@ -75,24 +75,28 @@ class Partition:
 
     @property
     def rule(self) -> Schedule:
-        """The schedule itself."""
+        """Schedule object that belongs to the schedule's name."""
         return schedule_of(self.schedule, self.order)
 
     @property
     def placement(self) -> Placement:
-        """Which stages a device runs."""
+        """Rule that assigns stages to devices."""
         return self.rule.placement
 
     def chunks_of(self, device: int) -> tuple[int, ...]:
-        """The stages that `device` of a pipeline runs, in the order of the chain."""
+        """Return the stages that `device` of a pipeline runs, in the order of the chain."""
         return stages_on(device, self.num_devices, self.chunks, self.placement)
 
     def recomputed_in(self, stage: int) -> tuple[int, ...]:
-        """The layers that are recomputed one by one in `stage`."""
+        """Return the layers that `stage` recomputes one by one."""
         return self.recomputed[stage] if self.recomputed else ()
 
     def actions(self) -> tuple[tuple[Action, ...], ...]:
-        """What every device does, in order; raises `UsageError` where the schedule cannot run so."""
+        """Return the actions of every device, in order.
+
+        Raises:
+            UsageError: The schedule does not support these numbers of devices, micro-batches or chunks.
+        """
         return self.rule.actions(self.num_devices, self.micro_batches, self.chunks)
 
 
@@ -105,10 +109,13 @@ def _positions(stage: Stage, names: Sequence[str]) -> tuple[int, ...]:
 
 
 def check_partition(partition: Partition, *, num_layers: int, num_devices: int) -> None:
-    """Every layer exactly once, no empty stage, not more devices than there are, recomputed layers where they belong.
+    """Raise an error if a partition is not valid for a chain and a cluster.
+
+    Every layer belongs to exactly one stage, no stage is empty, there are enough devices, and recomputed layers belong
+    to their stage.
 
     Raises:
-        UsageError: An invariant does not hold.
+        UsageError: The partition is not valid.
     """
     balance, chunks, replicas = partition.balance, partition.chunks, partition.replicas
     if not balance or min(balance) < 1:

@@ -1,30 +1,30 @@
-"""The parts of what a stage holds, and how large each of them is.
+"""Compute the parts of a stage's memory: groups of bytes that are allocated and freed together.
 
-The letters are those of docs/cost-model.md, for one micro-batch unless they say otherwise:
+The letters are those of docs/cost-model.md, for one micro-batch unless noted:
 
-    I   input received                       S    saved: activations kept for backward
-    O   output                               A    I + S + R: a waiting micro-batch that kept its activations
-    J   state as it was before a forward     E    I + O + J: a waiting one that dropped them, and is recomputed
-    R   attributes that a forward renews
-    D   copy of the input                    G    gradients of the stage's parameters
-    T   autocast's copies of weights         Z    gradients in a message to other replicas
+    I   received input                        S    activations saved for the backward
+    O   output                                A    I + S + R: a micro-batch that waits with its activations
+    J   copy of state that a forward changes  E    I + O + J: one that waits without them, to be recomputed
+    R   tensors stored in module attributes
+    D   copy of the input                     G    gradients of the stage's parameters (per step)
+    T   autocast weight cache (per step)      Z    gradients in one message to other replicas (per step)
 
-A part of a stage in the middle of a pipeline, from exact records, in bytes:
+A part of a stage that is neither first nor last, from exact records, in bytes (level: highest memory of the action):
 
-                      nothing is recomputed              recomputed
+                      not recomputed                     recomputed
     held              A                                  E
     forward           I D  level                         I D J  level without gradients
-    first backward    I D  level with G, O's gradient    I O D R  the higher of forward again with J, and of that level
-    backward          I D  level, O's gradient           I O D  likewise
+    first backward    I D  level with G, O's gradient    I O D R  max(forward level + J, level), O's gradient
+    backward          I D  level, O's gradient           I O D R  the same with the level of a later backward
     message           as `backward`, and Z               `always`: I O D  as `backward`, and Z
 
-with G, T, O, I as parts of their own (`gradients`, `casts`, `output gradient`, `input gradient`). The last micro-batch
-has its own parts, since `except-last` does not recompute it. A backward in halves has the same law, with levels of its
-own for either half, and what is kept from one to the other as a part. Which parts are there when:
-`planner.core.cost.moments`.
+G, T, O's gradient and I's gradient are also parts of their own (`gradients`, `casts`, `output_gradient`,
+`input_gradient`). The last micro-batch has its own parts, since `except-last` does not recompute it. With a split
+backward, each pass has its own levels, and what is stored between the passes is a part (`weight_held`).
+`planner.core.cost.moments` counts the parts at each point in the step.
 
-Without exact records the parts are a bound that counts everything at once. Layers that were compiled bring a law of
-their own (`planner.core.cost.chain_costs.LayerLaw`).
+Without exact records, the parts are an upper bound that adds everything at once. Compiled layers have their own rule
+(`planner.core.cost.chain_costs.LayerLaw`).
 """
 
 from collections.abc import Iterator, Mapping
@@ -52,38 +52,38 @@ FloatArray = NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """How large a part is: bytes by item, for many stages at once."""
+    """Size of a part: bytes by memory component, for many stages at once."""
 
     items: Mapping[Item, FloatArray]
     saved: int = 0
-    """How many S are in it, in stages whose layers are recomputed one by one."""
+    """Number of times that S is included, in stages that recompute single layers."""
     level: int | None = None
-    """Position in `LayerPeaks` of the level that is in it, in such stages."""
+    """Position in `LayerPeaks` of the level that is included, in stages that recompute single layers."""
 
     @property
     def total(self) -> FloatArray | float:
-        """Bytes of all items."""
+        """Sum over all components, in bytes."""
         return sum(self.items.values())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parts:
-    """What stages hold, part by part."""
+    """Memory of stages, as parts."""
 
     always: Mapping[Item, FloatArray]
     sizes: Mapping[PartName, Size]
-    """Parts that are left out are of no bytes."""
+    """Size of each part; parts of 0 bytes may be missing."""
     last_differs: bool
-    """Whether the last micro-batch is recomputed otherwise than the others."""
+    """True if the last micro-batch is not recomputed like the others."""
 
     def moments(self, moments: Moments) -> Iterator[Moment]:
-        """Return those of a device's moments at which its parts differ, in the order of its program."""
+        """Return the points in a device's step at which these parts may reach the peak, in order."""
         for moment in moments.apart if self.last_differs else moments.alike:
             if "message" in self.sizes or ("message", 1) not in moment:
                 yield moment
 
     def at(self, moment: Moment) -> dict[Item, FloatArray]:
-        """Bytes at a moment, by item."""
+        """Return the bytes at a point in the step, by memory component."""
         items = dict(self.always)
         for name, count in moment:
             if name in self.sizes:
@@ -93,7 +93,11 @@ class Parts:
         return items
 
     def of_one_stage(self) -> tuple[FloatArray, FloatArray]:
-        """The bytes of the last stage, by item: what is always there, shape (items,), and (parts, items)."""
+        """Return the bytes of the stage in the last column: of components that always exist, and of parts by component.
+
+        Returns:
+            Arrays of shape (items,) and (parts, items), in the order of `ITEMS` and `PARTS`.
+        """
         always, sizes = np.zeros(len(ITEMS)), np.zeros((len(PARTS), len(ITEMS)))
         for item, size in self.always.items():
             always[ITEMS.index(item)] = size[0, -1]
@@ -103,19 +107,19 @@ class Parts:
         return always, sizes
 
     def totals(self, shape: tuple[int, int]) -> FloatArray:
-        """Whole bytes of what is always there and of every part: shape (1 + parts, *shape)."""
+        """Return the whole bytes that always exist, and those of every part: shape (1 + parts, *shape)."""
         always = sum(np.rint(size) for size in self.always.values())
         parts = [np.rint(self.sizes[name].total) if name in self.sizes else 0.0 for name in PARTS]
         return np.stack([np.broadcast_to(part, shape) for part in (always, *parts)])
 
 
 def parts_of(stages: Stages, recompute: Recompute, *, in_flight: int) -> Parts:
-    """The parts of stages that have a device each.
+    """Return the parts of stages that have a device each.
 
     Args:
         stages: The stages; with `recompute="layers"` from `with_layers_again`.
-        recompute: On which micro-batches activations are dropped.
-        in_flight: N: most micro-batches that wait for their backward or run.
+        recompute: Recompute choice of the stages.
+        in_flight: N: largest number of micro-batches that wait for their backward or run.
     """
     if stages.law is not None:
         return stages.law.parts(stages, _in_effect(stages, recompute), in_flight=in_flight)
@@ -127,7 +131,7 @@ def parts_of(stages: Stages, recompute: Recompute, *, in_flight: int) -> Parts:
 
 
 def shared_parts_of(stages: Stages, recompute: Recompute) -> Parts:
-    """The parts of stages that may share a device, by one of the two laws of this package."""
+    """Return the parts of stages that may share a device, from exact or additive records."""
     return (_exact if stages.exact else _additive)(stages, _in_effect(stages, recompute))
 
 
@@ -137,7 +141,7 @@ def _in_effect(stages: Stages, recompute: Recompute) -> Recompute:
 
 
 def _exact(s: Stages, recompute: Recompute) -> Parts:
-    """The parts from exact records."""
+    """Return the parts from exact records; see the table of the module."""
     I, O, S, D, J = s.input, s.own_output, s.saved, s.copied_input, s.rewritten
     R = s.renewed
     A, E = I + S + R, I + O + J
@@ -175,7 +179,7 @@ def _exact(s: Stages, recompute: Recompute) -> Parts:
 
 
 def _exact_halves(s: Stages, halves: InHalves, recompute: Recompute) -> dict[PartName, Size]:
-    """The parts of a backward in halves, from exact records; see the table of the module."""
+    """Return the parts of a split backward from exact records; see the table of the module."""
     I, O, D, J = s.input, s.own_output, s.copied_input, s.rewritten
     gradient = s.output_gradient
     first, every = halves.first_input, halves.input
@@ -213,7 +217,7 @@ def _making_gradients(s: Stages, held: FloatArray, level: FloatArray, most: Floa
 
 
 def _message(s: Stages, held: FloatArray) -> Size:
-    """The last backward, in which gradients go out to other replicas: those of one message are there twice."""
+    """Return the part of the last backward, which sends gradients to other replicas: one message is stored twice."""
     transfer = s.output_gradient + s.message
     if s.micro_batches > 1:
         return running_part(held, s.peaks.message, transfer, level=BACKWARD)
@@ -222,7 +226,7 @@ def _message(s: Stages, held: FloatArray) -> Size:
 
 
 def _additive(s: Stages, recompute: Recompute) -> Parts:
-    """The bound without exact records: whatever runs counts with everything that could run beside it."""
+    """Return an upper bound without exact records: an action counts with everything that may exist then."""
     A, E = s.input + s.saved, s.input + s.output + s.rewritten
     keeps = recompute in ("never", "layers")
     held = Size({"in_flight": A if keeps else E}, saved=int(keeps))
@@ -255,7 +259,7 @@ def running_part(
     saved: int = 0,
     level: int | None = None,
 ) -> Size:
-    """Return the part of a micro-batch that runs; the arguments are bytes by item, and the fields of `Size`."""
+    """Return the part of a micro-batch that runs; the arguments are bytes by component, and the fields of `Size`."""
     items: dict[Item, FloatArray] = {"in_flight": in_flight, "working": working}
     return Size(items if transfer is None else {**items, "transfer": transfer}, saved, level)
 
@@ -269,7 +273,16 @@ def all_parts(
     output_gradient: FloatArray,
     running: Mapping[PartName, Size],
 ) -> Parts:
-    """All parts: those that differ from law to law, and those that do not."""
+    """Return all parts: the given ones, and those that are the same with all kinds of records.
+
+    Args:
+        s: The stages.
+        recompute: Recompute choice of the stages.
+        held: Size of a micro-batch that waits for its backward.
+        kept: Size of the last micro-batch while it waits.
+        output_gradient: Bytes of a received gradient that waits.
+        running: Parts that exist only while an action runs.
+    """
     always: dict[Item, FloatArray] = {**s.always, "in_flight": s.data}
     sizes: dict[PartName, Size] = {
         "casts": Size({"casts": s.casts}),

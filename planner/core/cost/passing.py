@@ -1,8 +1,8 @@
-"""Tensors that pass by: what a stage receives and sends on as it is, and what its output and its layers both hold.
+"""Compute the memory of tensors that a stage receives and sends on, and of storages that are counted twice.
 
-A skip connection crosses every boundary between the layer that makes it and the last one that reads it. To a stage on
-its way it is input and output at once, in one storage; so is its gradient on the way back, unless a layer there reads
-the tensor, too, and adds to it.
+A skip connection crosses every boundary between the layer that creates it and the last layer that reads it. On a stage
+between them, it is input and output at the same time, in one storage. So is its gradient, unless a layer of the stage
+also reads the tensor and adds to the gradient.
 """
 
 import numpy as np
@@ -12,22 +12,22 @@ from planner.core.cost.chain_costs import ChainCosts
 from planner.core.cost.waiting import Backward, waiting_rows
 
 _BLOCK = 512
-"""Stages with so many different last layers are looked at together."""
+"""Number of last layers that are processed at once."""
 
 FloatArray = NDArray[np.float64]
 IntArray = NDArray[np.int64]
 
 
 class Passing:
-    """What passes by stages, for every first (rows) and every last layer (columns), in whole bytes.
+    """Whole bytes that stages receive and send on, for every first layer (rows) and last layer (columns).
 
-    Arrays are of that shape, or broadcast to it. Where a stage works on a copy of its input, the copy is what goes on,
-    and counts: nothing passes by.
+    Arrays have that shape or broadcast to it. A stage that works on a copy of its input sends the copy, which is
+    counted as a tensor of its own: such a stage sends nothing on.
 
     Args:
-        costs: The chain.
+        costs: Costs of the chain.
         firsts: First layers, in any order.
-        layers: Last layers, one after the other.
+        layers: Consecutive last layers, ascending.
     """
 
     def __init__(self, costs: ChainCosts, firsts: IntArray, layers: IntArray) -> None:
@@ -41,43 +41,47 @@ class Passing:
         received = (costs.boundaries.copied_input[firsts] == 0)[:, None]
         by_readers = spans(costs.storages.kept_by_readers)
         self.unkept = spans(costs.storages.kept_by_nobody) * received
-        """Bytes that are received and sent on, and that no layer of the chain keeps."""
+        """Bytes that are received and sent on, and that no layer of the chain saves."""
         self.all = self.unkept + (by_readers + spans(costs.storages.kept_by_maker)) * received
-        """All that is received and sent on."""
+        """All bytes that are received and sent on."""
         self._relays = costs.relays.first - 1, costs.relays.last, np.rint(costs.relays.bytes)
         self._costs, self._firsts, self._layers = costs, firsts, layers
         self.kept = _passed_by(costs)[layers] - by_readers
-        """What layers of the stage make, the last one left out, and some layer keeps that gets it, and is sent."""
+        """Bytes that layers of the stage except the last one create, that are sent, and that a layer reading them
+        saves."""
 
     def in_front(self, sizes: FloatArray, own_input: FloatArray) -> FloatArray:
-        """The part of what goes into each of `layers` that the stage received: `own_input` of its first layer.
+        """Return the part of each layer's input that the stage has received: `own_input` for its first layer.
 
         Args:
             sizes: `unkept` or `all`.
-            own_input: For each of `layers`.
+            own_input: Input of each of `layers`, in bytes.
         """
         return np.where(self._is_first, own_input, _one_layer_later(sizes))
 
     def gradients(self, ends: IntArray) -> FloatArray:
-        """Gradients that the stage receives and its layers hand on as they are, down to each of `layers`, in bytes.
+        """Return the bytes of received gradients that a stage hands on to earlier layers, down to each of `layers`.
 
-        The layer that they are handed to, which made the tensor or adds to its gradient, is the last to hold them.
+        The layer that created the tensor, or that adds to its gradient, is the last one to store such a gradient.
 
         Args:
-            ends: Last layers of stages, one after the other.
+            ends: Consecutive last layers of stages.
 
         Returns:
-            Of shape (layers, ends), or broadcast to it.
+            Shape (layers, ends), or broadcast to it.
         """
         return _spanning(*self._relays, self._layers, ends)
 
     def highest_backward(self, tops: FloatArray, end_twice: FloatArray, backward: Backward | None = None) -> FloatArray:
-        """The highest of the layers' backwards, beside the stage's output and its gradient, each held once.
+        """Return the highest level among the backwards of a stage's layers.
+
+        The stage's output and its gradient are not part of it: both are stored once per stage.
 
         Args:
-            tops: Of each of `layers`.
-            end_twice: What of the last layer's counts twice then (`ChainCosts.end_twice`), for each of `layers`.
-            backward: Which it is, if gradients that wait for those of other layers are to be counted.
+            tops: Level of each of `layers`.
+            end_twice: Bytes counted twice if the stage ends at a layer (`ChainCosts.end_twice`), for each of `layers`.
+            backward: First or later backward, to include gradients of shared parameters that wait; None to leave them
+                out.
         """
         inside = self._is_first | self._behind_first
         blocks = range(0, len(self._layers), _BLOCK)
@@ -89,11 +93,13 @@ class Passing:
         return np.where(inside, highest, 0.0)
 
     def highest_weight_backward(self, tops: FloatArray, backward: Backward) -> FloatArray:
-        """The highest of the layers' W, which has nothing that passes by; shared weights wait for one another.
+        """Return the highest level among the weight-gradient passes (W) of a stage's layers.
+
+        No received tensor is sent on in W. Gradients of shared parameters wait for each other.
 
         Args:
-            tops: Of each of `layers`.
-            backward: Which W it is.
+            tops: Level of each of `layers`.
+            backward: First or later W.
         """
         running = np.maximum.accumulate(np.where(self._is_first | self._behind_first, tops, 0.0), axis=1)
         if not self._costs.ties:
@@ -107,7 +113,7 @@ class Passing:
         return running
 
     def _waiting_at_end(self, backward: Backward | None) -> FloatArray:
-        """What waits while the backward of a stage's last layer runs, shape (firsts, layers)."""
+        """Return the waiting gradients during the backward of a stage's last layer, shape (firsts, layers)."""
         found = np.zeros((len(self._firsts), len(self._layers)))
         if backward != "later" or not self._costs.ties:
             return found
@@ -118,7 +124,7 @@ class Passing:
         return found
 
     def _highest_in_front(self, tops: FloatArray, block: slice, backward: Backward | None) -> FloatArray:
-        """The highest of the layers in front of the last one, for the last layers in `block`; -inf without any."""
+        """Return the highest level of the layers before the last one, for last layers in `block`; else -inf."""
         ends = self._layers[block]
         levels = np.where(self._layers[:, None] < ends, tops[:, None] - self.gradients(ends), -np.inf)
         rows = self._highest_from(levels)
@@ -134,7 +140,7 @@ class Passing:
 
 
 class NothingPassing:
-    """The same of a chain that `is_simple`, whatever the last layers of each row.
+    """Replacement for `Passing` in chains that `is_simple`: no stage receives tensors only to send them on.
 
     Args:
         first: First layers, shape (rows, 1).
@@ -146,29 +152,29 @@ class NothingPassing:
         self.unkept = self.all = np.zeros((1, 1))
 
     def in_front(self, _sizes: FloatArray, own_input: FloatArray) -> FloatArray:
-        """As of `Passing`."""
+        """Return the part of the input of each layer that the stage has received: `own_input` for its first layer."""
         return np.where(self._is_first, own_input, 0.0)
 
     def highest_backward(
         self, tops: FloatArray, end_twice: FloatArray, _backward: Backward | None = None
     ) -> FloatArray:
-        """As of `Passing`."""
+        """Return the highest level among the backwards of a stage's layers; see `Passing.highest_backward`."""
         highest = np.maximum.accumulate(np.where(self._inside, tops, -np.inf), axis=1)
         in_front = np.concatenate([np.full((len(highest), 1), -np.inf), highest[:, :-1]], axis=1)
         return np.where(self._inside, np.maximum(in_front, tops - end_twice), 0.0)
 
 
 def is_simple(costs: ChainCosts) -> bool:
-    """Whether nothing passes by any stage, and no layers share parameters."""
+    """Return True if no tensor skips a layer and no layers share parameters."""
     storages = costs.storages
     kept = storages.kept_by_readers + storages.kept_by_maker + storages.kept_by_nobody
     return not (costs.ties or costs.relays.bytes.any() or kept[storages.until > storages.maker + 1].any())
 
 
 def _spanning(begins: IntArray, ends: IntArray, sizes: FloatArray, firsts: IntArray, layers: IntArray) -> FloatArray:
-    """Bytes of the spans of layers `begins`..`ends` that cover a stage; of shape (1, 1) if there are none.
+    """Return the bytes of spans of layers `begins`..`ends` that cover a whole stage; shape (1, 1) without any.
 
-    Complexity: O(spans + firsts · layers).
+    Complexity: O(spans + firsts * layers).
     """
     some = (begins <= ends) & (begins <= firsts.max()) & (ends >= layers[0]) & (sizes > 0)
     if not some.any():
@@ -183,7 +189,7 @@ def _spanning(begins: IntArray, ends: IntArray, sizes: FloatArray, firsts: IntAr
 
 
 def _passed_by(costs: ChainCosts) -> FloatArray:
-    """Bytes that pass by each layer and some layer keeps that gets them, shape (L,)."""
+    """Return the bytes that skip each layer and that a later layer saves, shape (L,)."""
     sizes, begins = np.rint(costs.storages.kept_by_readers), costs.storages.maker + 1
     change = np.zeros(costs.num_layers + 2)
     np.add.at(change, begins, sizes)

@@ -1,15 +1,16 @@
-"""The time law: clocks carried through a schedule, for one partition or for many at once.
+"""Simulate the schedule of a training step: when each action and each transfer starts and ends.
 
-    start of an action  =  the latest of: its device is free; what it waits for has arrived
-    end                 =  start + its duration
-    arrival behind it   =  end, and over a link that is one after the other: when the link is free, + its transfer
+    start of an action    = latest of: its device is free; the message that it needs has arrived
+    end                   = start + duration
+    arrival of a message  = end, over a blocking link; else latest of (end, link is free) + transfer time
 
-Every device and every direction of every link does one thing at a time, devices in the order of their action lists,
-links in the order in which the sender gets done. A link that blocks lies with the receiver: the transfer keeps it busy
-ahead of its action. What happens in which order does not depend on the times: it is worked out once per schedule, and
-the same walk then carries single numbers (`simulate`, which also tells events) or arrays of them (`makespans`).
+Each device and each direction of a link does one thing at a time: devices in the order of their action lists, links in
+the order in which the senders finish. A blocking link keeps the receiver busy: its transfer precedes the receiver's
+action. The order of actions does not depend on times, so it is computed once per schedule. The same walk then carries
+clocks of any kind: numbers (`simulate`, which also returns events), arrays over partitions (`makespans`), or linear
+expressions (`clocks`).
 
-It knows nothing of the closed form in `planner.core.cost.step_time`; tests hold the two against each other.
+Tests compare the results with the closed form in `planner.core.cost.step_time`.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -36,78 +37,78 @@ FloatArray = NDArray[np.float64]
 Clock = TypeVar("Clock", float, FloatArray, Linear)
 
 _BLOCK = 1024
-"""Partitions whose clocks are carried together: as many as the processor's cache holds."""
+"""Number of partitions that are simulated at once: their clocks fit into the processor's cache."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageTimes:
-    """What one stage needs for one micro-batch, in microseconds."""
+    """Times of a stage for one micro-batch, in microseconds."""
 
     forward_us: float
     backward_us: float
-    """With recomputation, where the micro-batch is recomputed."""
+    """Backward pass, including recomputation where the stage recomputes."""
     last_backward_us: float
-    """Of the last micro-batch, which `except-last` does not recompute."""
+    """Backward pass of the last micro-batch, which `except-last` does not recompute."""
     send_us: float = 0.0
-    """Crossing the boundary behind this stage, once, in either direction; 0 for the last stage."""
+    """One transfer, in either direction, over the boundary to the next stage; 0 for the last stage."""
     blocking: bool = False
-    """Whether receiving over that boundary keeps the receiver busy."""
+    """True if a transfer over that boundary keeps the receiving device busy."""
     recompute_us: float = 0.0
-    """How much of `backward_us` is computing activations again."""
+    """Part of `backward_us` that recomputes activations."""
     last_recompute_us: float = 0.0
-    """How much of `last_backward_us` is."""
+    """Part of `last_backward_us` that recomputes activations."""
     input_backward_us: float = 0.0
-    """I, of a backward in halves: with recomputation, where the micro-batch is recomputed."""
+    """Input-gradient pass (I) of a split backward, including recomputation."""
     last_input_backward_us: float = 0.0
-    """I of the last micro-batch."""
+    """Input-gradient pass (I) of the last micro-batch."""
     weight_backward_us: float = 0.0
-    """W."""
+    """Weight-gradient pass (W) of a split backward."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Event:
-    """One action (or the transfer that follows it) with its interval. `stage` is the sender for a transfer."""
+    """Interval of one action, or of the transfer that follows it. For a transfer, `stage` is the sender."""
 
     kind: str
-    """The letter of a kind; of a transfer `send F` or `send B`, by its direction."""
+    """Letter of the action (F, B, I or W); `send F` or `send B` for a transfer, by its direction."""
     stage: int
-    """Place in the chain."""
+    """Index of the stage in the chain."""
     device: int
-    """The device that runs the stage."""
+    """Index of the device that runs the stage."""
     micro_batch: int
     start_us: float
     end_us: float
 
 
 class Times(NamedTuple, Generic[Clock]):
-    """The times of every stage: of one partition as numbers, of many as arrays, or not known yet."""
+    """Times of all stages: numbers for one partition, arrays over many partitions, or linear expressions."""
 
     durations: Mapping[str, Sequence[Clock]]
-    """By the letter of a kind."""
+    """Duration of an action, by its letter and then by stage."""
     last_durations: Mapping[str, Sequence[Clock]]
-    """Those of the last micro-batch."""
+    """Durations for the last micro-batch."""
     sends: Sequence[Clock]
     blocking: Sequence[bool]
 
 
 class Clocks(NamedTuple, Generic[Clock]):
-    """When each device begins its first action or the blocking transfer ahead of it, and ends its last action."""
+    """Begin and end of each device's step. A device begins with its first action or the blocking transfer before it."""
 
     begins: Sequence[Clock]
     ends: Sequence[Clock]
     stage_ends: Sequence[Clock]
-    """When each stage ends its last one."""
+    """End of the last action of each stage."""
 
 
 def simulate(actions: Sequence[Sequence[Action]], stages: Sequence[StageTimes]) -> tuple[Event, ...]:
-    """All events of one step, sorted by start time.
+    """Return all events of one step, sorted by start time.
 
-    What a stage computes goes to the next one in its direction, over the link between their devices; neighbours on one
-    device hand over in place. Chunks share the links: in a loop those of devices K-1 and 0 lead back to the front.
+    A stage sends its result to the next stage, or a gradient to the previous one, over the link between their devices.
+    Stages on one device need no transfer. In a loop placement, a link from device K-1 to device 0 is used as well.
 
     Args:
-        actions: Per device (K of them), its actions in order.
-        stages: Per stage (K times the chunks of a device), its times, in the order of the chain.
+        actions: Actions of each of the K devices, in order.
+        stages: Times of each stage, in the order of the chain; a multiple of K.
 
     Raises:
         ValueError: The action lists wait for each other in a circle, or the stages are not a multiple of the devices.
@@ -130,21 +131,21 @@ def simulate(actions: Sequence[Sequence[Action]], stages: Sequence[StageTimes]) 
 
 
 def last_end_us(actions: Sequence[Sequence[Action]], stages: Sequence[StageTimes]) -> float:
-    """When the last event of `simulate` ends, several times faster: nothing but the clocks is kept."""
+    """Return when the last event of `simulate` ends, in microseconds; faster, since no events are stored."""
     return max(_walk(actions, stages).ends, default=0.0)
 
 
 def period_us(actions: Sequence[Sequence[Action]], stages: Sequence[StageTimes], own_us: Sequence[float]) -> float:
-    """How long after a step the next one can begin, if no device waits for any but its neighbours.
+    """Return the time from the start of a step to the start of the next one, in microseconds.
 
-    A device begins anew when it is done with what it computed and with `own_us`, its optimizer's step: while its
-    neighbours still work on the step before, if they began later. Steps that follow each other at the longest of these
-    times, over devices, keep all that is waited for as it is.
+    A device starts its next step when it has finished its own actions and its optimizer's step, even if other devices
+    still work on the previous step. The result is the longest such time over the devices: at that period, no action
+    waits longer than in a single step.
 
     Args:
-        actions: Per device (K of them), its actions in order.
-        stages: Per stage, its times, in the order of the chain.
-        own_us: Per device, what it does between two steps.
+        actions: Actions of each of the K devices, in order.
+        stages: Times of each stage, in the order of the chain.
+        own_us: Time between the last action of a step and the next step, for each device: its optimizer's step.
     """
     begins, ends, _ = _walk(actions, stages)
     return max(end - begin + own for begin, end, own in zip(begins, ends, own_us, strict=True))
@@ -153,12 +154,12 @@ def period_us(actions: Sequence[Sequence[Action]], stages: Sequence[StageTimes],
 def summed_early_us(
     actions: Sequence[Sequence[Action]], stages: Sequence[StageTimes], sums_us: Sequence[float]
 ) -> list[float]:
-    """How much of summing gradients over replicas is done when a device's last action ends; per device.
+    """Return the part of the gradients' all-reduce that ends before a device's last action, for each device.
 
     Args:
-        actions: Per device, its actions in order.
-        stages: Per stage, its times, in the order of the chain.
-        sums_us: Per stage, what summing its gradients takes.
+        actions: Actions of each device, in order.
+        stages: Times of each stage, in the order of the chain.
+        sums_us: Time of the all-reduce of each stage's gradients over the replicas.
     """
     return _summed_early(actions, _walk(actions, stages), sums_us, max)
 
@@ -177,28 +178,29 @@ def makespans(
     own_us: FloatArray | None = None,
     sums_us: FloatArray | None = None,
 ) -> FloatArray:
-    """When the last action ends, for N partitions of a chain into the same number of stages; or their `period_us`.
+    """Return the step times of N partitions of a chain into the same number of stages.
 
-    Arrays have shape (N, S), S = K V stages in the order of the chain, and mean what the fields of `StageTimes` mean.
+    Arrays have shape (N, S) for S = K V stages in the order of the chain, unless stated otherwise. They mean the same
+    as the fields of `StageTimes`.
 
     Args:
-        actions: Per device (K of them), its actions in order.
-        forward_us: Forward of a micro-batch.
-        backward_us: Backward of a micro-batch.
-        last_backward_us: Backward of the last micro-batch.
-        send_us: Crossing the boundary behind each stage; the last column is not read.
-        blocking: Whether receiving over that boundary keeps the receiver busy: shape (S,), or one for all.
-        input_backward_us: I; needed where actions are of that kind, as the next two.
+        actions: Actions of each of the K devices, in order.
+        forward_us: Forward pass of a micro-batch.
+        backward_us: Backward pass of a micro-batch.
+        last_backward_us: Backward pass of the last micro-batch.
+        send_us: Transfer over the boundary after each stage; the last column is not read.
+        blocking: True if such a transfer keeps the receiver busy: shape (S,), or one value for all.
+        input_backward_us: Input-gradient pass (I). Required, like the next two, if the schedule splits backwards.
         last_input_backward_us: I of the last micro-batch.
-        weight_backward_us: W.
-        own_us: What each device does between two steps, shape (N, K): then periods are returned.
-        sums_us: The part of it that begins when a stage ends its last action, see `summed_early_us`; shape (N, S).
+        weight_backward_us: Weight-gradient pass (W).
+        own_us: Time of each device between two steps, shape (N, K). If given, periods are returned.
+        sums_us: Part of `own_us` that starts when a stage ends its last action, see `summed_early_us`.
 
     Returns:
-        Shape (N,), microseconds: the latest end of `simulate`, or what `period_us` returns, by the same operations.
+        Microseconds, shape (N,): the latest end of `simulate`, or `period_us` if `own_us` is given; equal to the bit.
 
     Raises:
-        ValueError: As `simulate`, or arrays whose shapes differ.
+        ValueError: As in `simulate`, or the arrays' shapes differ.
 
     Complexity: O(K V M) numpy operations per 1024 partitions.
     """
@@ -233,39 +235,40 @@ def makespans(
 def clocks(
     actions: Sequence[Sequence[Action]], times: Times[Clock], *, begin: Clock, later: Callable[[Clock, Clock], Clock]
 ) -> Clocks[Clock]:
-    """When each device begins and ends, by clocks of any kind: unknown ones make a programme of the schedule.
+    """Return when each device begins and ends, with clocks of any type; linear clocks yield a linear program.
 
     Args:
-        actions: Per device, its actions in order.
-        times: What they take.
-        begin: The clocks when the step begins.
-        later: The later of two clocks.
+        actions: Actions of each device, in order.
+        times: Times of all stages.
+        begin: Clock at the start of the step.
+        later: Function that returns the later of two clocks.
 
     Raises:
-        ValueError: As `simulate`.
+        ValueError: As in `simulate`.
     """
     steps = _known_steps(tuple(map(tuple, actions)), len(times.sends))
     return _carry(steps, len(actions), times, begin=begin, later=later)
 
 
 class _Step(NamedTuple):
-    """One action, with where everything it reads and writes is found."""
+    """Action with the messages that it receives and sends."""
 
     kind: Letter
     stage: int
     device: int
     micro_batch: int
     is_last: bool
-    """Whether its micro-batch is the last one."""
+    """True for actions of the last micro-batch."""
     flow: Flow | None
     source: tuple[Flow, int, int] | None
-    """The message that it begins with: its direction, sending stage, micro-batch."""
+    """Message that the action waits for: its direction, sending stage and micro-batch."""
     received_over: int
-    """The stage in front of the boundary over which that comes; -1 where it comes over none."""
+    """Boundary over which that message comes, as the index of the stage before it; -1 without a transfer."""
     sent_over: int
-    """The stage in front of the boundary that its output crosses; -1 where it crosses none."""
+    """Boundary over which the action's result is sent, as the index of the stage before it; -1 without a transfer."""
     link: tuple[int, int]
-    """Sending and receiving device: in a loop with K = 2 one carries forwards of a boundary, backwards of the next."""
+    """Sending and receiving device. In a loop with K = 2, one link carries activations of one boundary and gradients of
+    the next."""
 
 
 @lru_cache(maxsize=64)
@@ -312,7 +315,7 @@ def _steps_of(actions: Sequence[Sequence[Action]], num_stages: int) -> tuple[_St
 def _walk(
     actions: Sequence[Sequence[Action]], stages: Sequence[StageTimes], note: "_Note | None" = None
 ) -> "Clocks[float]":
-    """One partition's clocks."""
+    """Return the clocks of one partition; `note` is called for every action and transfer."""
     durations = {
         "F": [stage.forward_us for stage in stages],
         "B": [stage.backward_us for stage in stages],
@@ -330,7 +333,7 @@ def _walk(
 
 
 _Note = Callable[[_Step, bool, float, float], None]
-"""Is told of a step whether it is the transfer behind it, when it starts, and when it ends."""
+"""Callback with a step, True if this is the transfer after it, and its start and end in microseconds."""
 
 
 def _carry(
@@ -342,15 +345,15 @@ def _carry(
     later: Callable[[Clock, Clock], Clock],
     note: Callable[[_Step, bool, Clock, Clock], None] | None = None,
 ) -> Clocks[Clock]:
-    """When each device begins and ends.
+    """Return when each device begins and ends, by carrying clocks through the steps.
 
     Args:
-        steps: In an order in which each comes after what it waits for.
+        steps: Actions, each after those that it waits for.
         num_devices: K.
-        times: What they take.
-        begin: The clocks when the step begins.
-        later: The later of two clocks.
-        note: Is told of every action, and of every transfer that takes time.
+        times: Times of all stages.
+        begin: Clock at the start of the step.
+        later: Function that returns the later of two clocks.
+        note: Callback for every action, and for every transfer that takes time.
     """
     device_free = [begin] * num_devices
     stage_ends = [begin] * len(times.sends)
@@ -388,7 +391,10 @@ def _summed_early(
     sums: Sequence[Clock],
     later: Callable[[Clock, Clock], Clock],
 ) -> list[Clock]:
-    """Per device what is done of its sums when its last stage ends: one after another, each from its stage's end on."""
+    """Return, for each device, the time of its all-reduces that is over when its last stage ends.
+
+    Each all-reduce starts when its stage has ended and the previous one is over.
+    """
     early = []
     for stages in map(_by_last, actions):
         before = clocks.stage_ends[stages[0]]
@@ -402,7 +408,7 @@ def _summed_early(
 
 
 def _by_last(row: Sequence[Action]) -> list[int]:
-    """The stages of a device, in the order in which they end their last actions."""
+    """Return the stages of a device in the order in which they end their last actions."""
     return [*dict.fromkeys(action.stage for action in reversed(row))][::-1]
 
 

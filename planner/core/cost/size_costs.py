@@ -1,8 +1,8 @@
-"""What a profile says at one of its micro-batch sizes, as arrays over the layers.
+"""Convert a profile at one of its micro-batch sizes to arrays over the layers.
 
-There are three kinds of profiles. Exact records of every layer are composed here along the chain. The required fields
-alone are additive: everything that can be held is added up, and peaks are transients above it. An extension
-(`planner.core.extensions`) composes records that have a memory law of their own.
+There are three kinds of profiles. Exact records of every layer are composed along the chain. The required fields alone
+are additive: all bytes that may be stored are summed, and peaks are transients above the sum. Extensions
+(`planner.core.extensions`) compose records with a memory rule of their own.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,7 +22,7 @@ FloatArray = NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class SizeCosts:
-    """The costs of a chain at a profiled size, as far as they depend on it."""
+    """Costs of a chain that depend on the micro-batch size, at a profiled size."""
 
     forward_us: FloatArray
     backward_us: FloatArray
@@ -30,16 +30,17 @@ class SizeCosts:
     boundaries: Boundaries
     levels: Levels
     halves: Callable[[], Halves]
-    """Composes them when they are asked for: few schedules have halves."""
+    """Function that computes the costs of a split backward; called on first use, since few schedules split
+    backwards."""
     law: LayerLaw | None = None
     target: float = 0.0
     crossing: dict[tuple[int, int], Crossing]
     relays: dict[Relay, int]
-    """With the bytes of each gradient."""
+    """Bytes of each gradient that is handed on unchanged."""
 
 
 def additive_costs(layers: Sequence[LayerProfile], n: int) -> SizeCosts:
-    """The costs at the profile's size number `n` from the required fields alone."""
+    """Return the costs at the profile's size number `n`, from the required fields alone."""
     output = np.array([layer.output_bytes[n] for layer in layers], dtype=float)
     saved = np.array([layer.saved_bytes[n] for layer in layers], dtype=float)
     forward, backward = (
@@ -83,7 +84,7 @@ def additive_costs(layers: Sequence[LayerProfile], n: int) -> SizeCosts:
 
 
 def exact_costs(layers: Sequence[LayerProfile], n: int) -> SizeCosts:
-    """The costs at the profile's size number `n`, composed from the exact records of all layers."""
+    """Return the costs at the profile's size number `n`, composed from the exact records of all layers."""
     details = [layer.detail[n] for layer in layers]
     storages = CrossingStorages(details)
     crossing, relays, writes = storages.crossing(), storages.relays(), np.array(writes_received(details))
@@ -176,7 +177,10 @@ def _exact_levels(
 
 
 def _held_at_end(boundaries: Boundaries, passing: FloatArray) -> FloatArray:
-    """What the engine holds where a stage ends with a layer: outputs, but those of layers in front, and gradients."""
+    """Return the bytes that the engine stores if a stage ends with a layer, shape (L,).
+
+    These are the outputs that this layer creates, and the gradients that it receives.
+    """
     # What the layers in front made, the layer's own peak does not count; and of the loss no gradient is received.
     held: FloatArray = boundaries.output + boundaries.output_gradient - passing
     held[-1] -= boundaries.output_gradient[-1]
@@ -184,7 +188,10 @@ def _held_at_end(boundaries: Boundaries, passing: FloatArray) -> FloatArray:
 
 
 def _half_us(layers: Sequence[LayerProfile], n: int, gradients: FloatArray) -> tuple[FloatArray, FloatArray]:
-    """The times of I and W: those measured, else half of the backward each, where there are weights to put off."""
+    """Return the times of I and W of each layer, in microseconds.
+
+    Without measured times, a layer with gradients uses half of its backward for each; other layers have no W.
+    """
     whole_us = _per_layer(layers, lambda layer: layer.backward_us[n])
     weight_us = np.where(gradients > 0, whole_us / 2, 0.0)
     for place, layer in enumerate(layers):
@@ -264,7 +271,7 @@ def _exact_halves(
 
 
 def _assumed(layer: LayerProfile, n: int, *, held: float) -> SplitMemory:
-    """A record for a layer without one: everything saved is kept for W, which makes all gradients."""
+    """Return a record for a layer without one: W needs everything that was saved, and creates all gradients."""
     detail, gradients = layer.detail[n], layer.trained_bytes
     return SplitMemory(
         held_bytes=round(held),

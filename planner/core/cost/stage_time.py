@@ -1,13 +1,14 @@
-"""How long a stage is busy, and what follows its last backward: each law once, for one stage as for tables of stages.
+"""Compute how long a stage is busy and how the optimizer's step delays the next step.
 
     F    forward of a micro-batch
-    B    its backward with recomputation; of the last micro-batch, too
-    W    its backward without
-    C    crossing the boundary behind the stage
-    U    what follows the last backward: gradients summed over the replicas, then the optimizer's step
+    B    backward with recomputation; the last micro-batch has its own value
+    W    backward without recomputation
+    C    one transfer over the boundary to the next stage
+    U    after the last backward: all-reduce of gradients over the replicas, then the optimizer's step
 
-Arguments are numbers or arrays, which broadcast. Sums over the layers of stages come in, as measured on the profiled
-device: `planner.core.cost.evaluate` adds up those of one partition, searches take differences of `ChainSums`.
+Each rule is one function for numbers and for arrays, which broadcast. Inputs are sums over the layers of a stage, as
+measured on the profiled device. `planner.core.cost.evaluate` sums the layers of one partition; searches subtract
+entries of `ChainSums`.
 """
 
 from collections.abc import Sequence
@@ -28,16 +29,16 @@ IntArray = NDArray[np.int64]
 Numbers = FloatArray | float
 
 CHOICES: tuple[Recompute, ...] = ("never", "except-last", "always")
-"""From the cheapest in time to the cheapest in memory; tables of stages hold places in it."""
+"""Recompute choices, from the fastest to the one that uses least memory. Tables of stages store indices into it."""
 
 LAYERS = len(CHOICES)
-"""In place of an index into `CHOICES`: single layers are recomputed."""
+"""Value in place of an index into `CHOICES`: single layers are recomputed."""
 
 _EXCEPT_LAST = CHOICES.index("except-last")
 
 
 class BusyTimes(NamedTuple):
-    """What stages are busy for a micro-batch, in microseconds; the fields are those of `StageTimes`."""
+    """Times of stages for one micro-batch, in microseconds; fields as in `StageTimes`."""
 
     forward_us: FloatArray
     backward_us: FloatArray
@@ -56,16 +57,16 @@ def busy_times(
     speed: Numbers = 1.0,
     overhead_us: Numbers = 0.0,
 ) -> BusyTimes:
-    """What stages are busy for a micro-batch.
+    """Return how long stages are busy with one micro-batch.
 
     Args:
-        forward_us: Of all layers of the stage.
-        backward_us: The same, without recomputation.
-        recompute: Index into `CHOICES`, or `LAYERS`; below 0 as 0.
-        has_backward: Whether the stage has one: else nothing is computed again.
-        layers_us: Forward of the layers that are recomputed where the choice is `LAYERS`.
-        speed: How many times faster than the profiled device the stage's device is.
-        overhead_us: The executor's own time for each direction.
+        forward_us: Sum of the forward times of the stage's layers.
+        backward_us: Sum of their backward times, without recomputation.
+        recompute: Index into `CHOICES`, or `LAYERS`; negative values mean 0.
+        has_backward: False for stages without a backward, which recompute nothing.
+        layers_us: Forward times of the recomputed layers, if the choice is `LAYERS`.
+        speed: Speed of the stage's device, relative to the profiled device.
+        overhead_us: The executor's own time per action.
     """
     forward, backward, choice = forward_us / speed, backward_us / speed, np.asarray(recompute)
     whole = np.where(has_backward, forward, 0.0)
@@ -77,7 +78,7 @@ def busy_times(
 
 
 class HalfTimes(NamedTuple):
-    """What stages are busy for the halves of a backward, in microseconds; the fields are those of `StageTimes`."""
+    """Times of the two passes of a split backward for one micro-batch, in microseconds; fields as in `StageTimes`."""
 
     input_backward_us: FloatArray
     last_input_backward_us: FloatArray
@@ -92,14 +93,14 @@ def half_times(
     speed: Numbers = 1.0,
     overhead_us: Numbers = 0.0,
 ) -> HalfTimes:
-    """What stages are busy for the halves of a backward; activations are computed again in the first one.
+    """Return the times of both passes of a split backward; recomputation is part of the input-gradient pass.
 
     Args:
-        busy: The stages otherwise.
-        input_us: I of all layers of the stage.
-        weight_us: W of all layers of the stage.
-        speed: How many times faster than the profiled device the stage's device is.
-        overhead_us: The executor's own time for each of them.
+        busy: Times of the same stages without a split, which say how long recomputation takes.
+        input_us: Sum of the input-gradient times (I) of the stage's layers.
+        weight_us: Sum of their weight-gradient times (W).
+        speed: Speed of the stage's device, relative to the profiled device.
+        overhead_us: The executor's own time per action.
     """
     input_backward = input_us / speed + overhead_us
     return HalfTimes(
@@ -110,30 +111,37 @@ def half_times(
 
 
 def hidden_us(stage: BusyTimes | StageTimes, crossing_us: Numbers) -> FloatArray:
-    """What a stage hides of the optimizers' steps behind it, F + W + 2 C: its part of the drain and of the next fill.
+    """Return how much of later stages' optimizer time a stage hides: F + W + 2 C, in microseconds.
 
-    Recomputation does not count: it may not make the drain any longer, where a slower stage is behind it.
+    A later stage ends its last backward earlier and begins the next step later, by this time per stage between.
+    Recomputation does not count: if a later stage is slower, it need not delay the end of the step.
     """
     alone_us = stage.last_backward_us - stage.last_recompute_us
     return np.asarray(stage.forward_us + alone_us + 2 * crossing_us)
 
 
 def tail_in_front_us(tail_us: Numbers, own_us: Numbers, hidden_us: Numbers) -> FloatArray:
-    """By how much optimizers delay the next step with a stage in front of those that come to `tail_us`."""
+    """Return the delay of the next step by optimizers, for a pipeline that is extended by one stage at its front.
+
+    Args:
+        tail_us: Delay for the pipeline without that stage.
+        own_us: Time of the new stage's optimizer step (U).
+        hidden_us: Time that the new stage hides of later ones, see the function `hidden_us`.
+    """
     tail: FloatArray = np.maximum(own_us, np.subtract(tail_us, hidden_us))
     return tail
 
 
 def optimizer_tail_us(own_us: FloatArray, hidden_us: FloatArray) -> FloatArray:
-    """How long after the last backward the next step can begin, if steps follow each other without a break.
+    """Return the time from a step's last backward to the start of the next step.
 
     Args:
         own_us: U of each device; shape (..., K).
-        hidden_us: What each device's first stage hides; shape (..., K).
+        hidden_us: Time that each device's first stage hides, see the function `hidden_us`; shape (..., K).
 
     Returns:
-        max over k of U_k - sum_{j<k} hidden_j, shape (...): stage k ends its last backward before stage 0 does, and
-        begins the next step later. Never less than U_0.
+        Max over k of U_k - sum_{j<k} hidden_j, shape (...), at least U_0. Stage k ends its last backward before stage 0
+        and begins the next step later, so it hides that much of its own optimizer's step.
     """
     tail: FloatArray = np.zeros(own_us.shape[:-1])
     for k in reversed(range(own_us.shape[-1])):
@@ -142,7 +150,7 @@ def optimizer_tail_us(own_us: FloatArray, hidden_us: FloatArray) -> FloatArray:
 
 
 def shared_gradient_bytes(ties: Sequence[Tie], first: IntArray | int, end: IntArray | int) -> FloatArray:
-    """What the gradients of layers first..end-1 add up to beyond what a stage of them holds."""
+    """Return the bytes of gradients that layers first..end-1 share, which a sum over these layers counts twice."""
     shared = np.zeros(np.broadcast_shapes(np.shape(first), np.shape(end)))
     for tie in ties:
         shared += np.where((first <= tie.first) & (tie.second < end), tie.gradient_bytes, 0.0)
@@ -151,7 +159,7 @@ def shared_gradient_bytes(ties: Sequence[Tie], first: IntArray | int, end: IntAr
 
 @dataclass(frozen=True, kw_only=True)
 class ChainSums:
-    """Sums over the layers in front of each cut, of shape (L+1,): those of a stage are the differences of two."""
+    """Sums over the layers before each cut, shape (L+1,). The sum of a stage is the difference of two entries."""
 
     costs: ChainCosts
     forward_us: FloatArray
@@ -159,15 +167,15 @@ class ChainSums:
     optimizer_us: FloatArray
     gradient_bytes: FloatArray
     has_backward: NDArray[np.bool_]
-    """Whether a stage that ends at the cut has one."""
+    """True if a stage that ends at the cut has a backward."""
     crossing_bytes: FloatArray
-    """What crosses the cut, 0 at both ends of the chain."""
+    """Bytes sent over the cut for one micro-batch; 0 at both ends of the chain."""
     cluster: Cluster
     replicas: int
 
     @classmethod
     def of(cls, costs: ChainCosts, cluster: Cluster, replicas: int) -> "ChainSums":
-        """The sums of a chain, for pipelines of that cluster."""
+        """Return the sums of a chain, for pipelines on `cluster`."""
         return cls(
             costs=costs,
             forward_us=sums_before(costs.forward_us),
@@ -183,7 +191,7 @@ class ChainSums:
     def busy_times(
         self, first: IntArray, end: IntArray, recompute: ArrayLike, *, speed: Numbers, layers_us: Numbers = 0.0
     ) -> BusyTimes:
-        """What stages of layers first..end-1 are busy for a micro-batch, see `busy_times`."""
+        """Return how long stages of layers first..end-1 are busy with one micro-batch; see `busy_times`."""
         return busy_times(
             self.forward_us[end] - self.forward_us[first],
             self.backward_us[end] - self.backward_us[first],
@@ -195,7 +203,7 @@ class ChainSums:
         )
 
     def half_times(self, busy: BusyTimes, first: IntArray, end: IntArray, *, speed: Numbers) -> HalfTimes:
-        """What stages of layers first..end-1 are busy for the halves of a backward, see `half_times`."""
+        """Return the times of both backward passes of stages of layers first..end-1, see the function `half_times`."""
         input_us, weight_us = self._halves_us
         return half_times(
             busy,
@@ -207,16 +215,16 @@ class ChainSums:
 
     @cached_property
     def _halves_us(self) -> tuple[FloatArray, FloatArray]:
-        """I and W; composed when they are asked for, since few schedules have halves."""
+        """Sums of I and W. They are computed on first use, since few schedules split backwards."""
         return sums_before(self.costs.halves.input_us), sums_before(self.costs.halves.weight_us)
 
     def own_us(self, first: IntArray, end: IntArray, speed: Numbers) -> FloatArray:
-        """U of the stages of layers first..end-1."""
+        """Return U of stages of layers first..end-1: all-reduce and optimizer's step, in microseconds."""
         optimizer_us = (self.optimizer_us[end] - self.optimizer_us[first]) / speed
         return optimizer_us if self.replicas == 1 else optimizer_us + self.replica_sums_us(first, end)
 
     def replica_sums_us(self, first: IntArray, end: IntArray) -> FloatArray:
-        """The part of U that sums the gradients of layers first..end-1 over the replicas."""
+        """Return the all-reduce time of the gradients of layers first..end-1, in microseconds."""
         gradient_bytes = self.gradient_bytes[end] - self.gradient_bytes[first]
         unshared_bytes = gradient_bytes - shared_gradient_bytes(self.costs.ties, first, end)
         return self.cluster.allreduce_us(unshared_bytes, self.replicas)

@@ -1,8 +1,8 @@
-"""What stages have of everything: sums and highest levels over their layers, for many stages of a chain at once.
+"""Compute sums and highest levels over the layers of stages, for many stages of a chain at once.
 
-A window of stages is every stage that begins with one of some layers (rows) and ends with one of some layers, or has
-one of some lengths (columns). What of it is there at which moment is for `planner.core.cost.parts` and
-`planner.core.cost.moments` to say.
+A window holds all stages that begin with one of several first layers (rows) and end with one of several last layers, or
+have one of several lengths (columns). `planner.core.cost.parts` composes these bytes into parts of memory, and
+`planner.core.cost.moments` counts the parts at each point in the step.
 """
 
 from collections.abc import Callable, Mapping
@@ -26,107 +26,108 @@ _Record = TypeVar("_Record")
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Peaks:
-    """The highest levels of a micro-batch that runs, its received input and the engine's own buffers left out.
+    """Highest memory of a running micro-batch, in bytes, without its received input and the engine's transfer buffers.
 
-    Without exact records they are transients above all that is held.
+    Without exact records, values are transients above all saved memory.
     """
 
     forward: FloatArray
     no_grad: FloatArray
     """Highest in a forward without gradients."""
     first_backward: FloatArray
-    """Highest in the first micro-batch's backward, which makes the gradients of parameters: they are part of it. So is,
-    in all backwards, the output, which the engine holds until the backward is done."""
+    """Highest in the backward of the first micro-batch, including the parameters' gradients that it creates. All
+    backwards include the stage's output, which the engine stores until the backward ends."""
     first_again: FloatArray
-    """The same if that micro-batch is recomputed: gradients of autocast's copies wait otherwise then."""
+    """`first_backward` if that micro-batch is recomputed, which changes when gradients of the autocast cache are
+    freed."""
     backward: FloatArray
     """Highest in a later backward."""
     first_message: FloatArray
-    """Highest in a first backward while its gradients go out to other replicas."""
+    """Highest in a first backward while its gradients are sent to other replicas."""
     message: FloatArray
-    """Highest in a later backward while gradients go out."""
+    """Highest in a later backward while gradients are sent to other replicas."""
     transient: FloatArray
-    """Highest of whatever runs, without exact records."""
+    """Highest of any action, without exact records."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class InHalves:
-    """What stages have whose backward runs in halves, I and W; levels as in `Peaks`."""
+    """Bytes of stages with a split backward, passes I and W; levels as in `Peaks`."""
 
     held: FloatArray
-    """Held of a micro-batch between the halves."""
+    """Bytes that a micro-batch stores between I and W."""
     gradients: FloatArray
-    """The part of the stage's gradients that I makes."""
+    """Part of the stage's gradients that I creates."""
     first_input: FloatArray
-    """Highest in the first I, the gradients that it makes and, as in all I, the output included."""
+    """Highest in the first I, including the gradients that it creates; every I includes the stage's output."""
     input: FloatArray
     """Highest in a later I."""
     first_weight: FloatArray
-    """Highest in the first W, the gradients that it makes included."""
+    """Highest in the first W, including the gradients that it creates."""
     weight: FloatArray
     """Highest in a later W."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Stages:
-    """Bytes of the stages of a window, in arrays of shape (firsts, ends) or broadcast to it; see `stages_in`.
+    """Bytes of all stages of a window; arrays have shape (firsts, ends) or broadcast to it, see `stages_in`.
 
-    Values of stages whose end lies in front of their first layer mean nothing.
+    Values of stages whose last layer is before their first are meaningless.
     """
 
     micro_batches: int
-    """M."""
+    """Number of micro-batches per step (M)."""
     exact: bool
     shape: tuple[int, int]
     always: Mapping[Item, FloatArray]
-    """Of the components in `ALWAYS`."""
+    """Bytes of the components in `ALWAYS`, by component."""
     gradients: FloatArray
     optimizer_peak: FloatArray
     casts: FloatArray
     rewritten: FloatArray
     renewed: FloatArray
-    """Tensors in attributes that every forward makes anew: a micro-batch that keeps its activations has its own."""
+    """Tensors that each forward stores in module attributes; a micro-batch that keeps its activations keeps its own."""
     data: FloatArray
-    """The mini-batch's part."""
+    """Part of the mini-batch that the stage reads."""
     input: FloatArray
-    """Received for a micro-batch; stage 0 reads slices of the mini-batch instead."""
+    """Input received for one micro-batch; 0 for stage 0, which reads slices of the mini-batch."""
     copied_input: FloatArray
     output: FloatArray
     own_output: FloatArray
-    """The output without what passes by, which lies in the input."""
+    """Output without tensors that the stage received and sends on unchanged; `input` contains those."""
     sent_output: FloatArray
-    """The output, but of the last stage, which sends none."""
+    """Output that is sent to the next stage; 0 for the last stage."""
     output_gradient: FloatArray
-    """Received for a micro-batch; none where nothing is trained in front of the boundary."""
+    """Gradient received for one micro-batch; 0 if no earlier layer is trained."""
     input_gradient: FloatArray
-    """Sent to the stage in front."""
+    """Gradient sent to the previous stage."""
     saved: FloatArray
-    """Held of a micro-batch between its forward and its backward, the received input left out."""
+    """Bytes saved by one micro-batch between its forward and its backward, without the received input."""
     forward_only: NDArray[np.bool_]
-    """Whether there is no backward, since nothing in front of the stage's end is trained: nothing is recomputed."""
+    """True if no layer up to the stage's end is trained: the stage has no backward and recomputes nothing."""
     peaks: Peaks
     message: FloatArray
-    """Copies of gradients on their way to other replicas; 0 where there are none."""
+    """Copies of gradients while they are sent to other replicas; 0 without such copies."""
     law: StageLaw | None
-    """Records of stages with a memory law of their own."""
+    """Records of stages with a memory rule of their own."""
     halves: InHalves | None
-    """None where nobody asked for it."""
+    """Bytes with a split backward; None if not requested."""
     layers_again: bool = False
-    """Whether `saved` and the peaks are those of a stage whose layers are recomputed one by one."""
+    """True if `saved` and the peaks are those of stages that recompute single layers."""
 
 
 def stages_in(
     costs: ChainCosts, firsts: IntArray, columns: slice | int, *, micro_batches: int, in_halves: bool = False
 ) -> Stages:
-    """The stages that begin with one of the layers `firsts` and end with one of the layers `columns`.
+    """Return all stages that begin with one of the layers `firsts` and end with one of the layers `columns`.
 
     Args:
-        costs: The chain at the plan's micro-batch size.
+        costs: Costs of the chain at the plan's micro-batch size.
         firsts: First layers.
-        columns: Last layers. Of a chain that `is_simple` also the number of columns, for stages of 1 layer, 2, and so
-            on: those that reach beyond the chain mean nothing then.
+        columns: Last layers. For a chain that `is_simple`, also the number of columns for stages of 1 layer, 2 layers,
+            and so on; values of stages beyond the end of the chain are meaningless.
         micro_batches: M.
-        in_halves: Whether backwards may run in halves; of last layers only.
+        in_halves: True to include the bytes of a split backward; only with a slice of last layers.
 
     Complexity: O(columns) for each of `firsts`.
     """
@@ -136,7 +137,7 @@ def stages_in(
 
 
 def with_layers_again(stages: Stages, levels: StageLevels | ManyLevels) -> Stages:
-    """The stages as they are if they have these levels, in whole bytes, which single recomputed layers have made."""
+    """Return the stages with levels that recomputing single layers has changed, in whole bytes."""
 
     def of_all(size: FloatArray | float) -> FloatArray:
         return np.full(stages.shape, size)
@@ -187,9 +188,9 @@ def with_arrays(record: _Record, change: Callable[[NDArray[Any]], NDArray[Any]])
 
 
 class Window:
-    """Sums and running maxima over layers first..e, for every first (rows) and every last layer e (columns).
+    """Sums and running maxima over the layers of all stages of a window.
 
-    `columns` are the last layers, in one row for all first layers, or by length in a row for each of them.
+    Rows are first layers. `columns` are last layers: one row for all first layers, or one row each if given by length.
     """
 
     def __init__(self, costs: ChainCosts, firsts: IntArray, columns: slice | int) -> None:
@@ -208,7 +209,7 @@ class Window:
         self.saved_before = sums_before(costs.levels.saved)[firsts][:, None]
 
     def stages(self, micro_batches: int) -> Stages:
-        """What `stages_in` returns."""
+        """Return the stages of the window, see `stages_in`."""
         costs, passing = self.costs, self.passing
         state, edge, shape = costs.state, costs.boundaries, (len(self.firsts), self.last.shape[1])
         is_last = self.last == costs.num_layers - 1
@@ -259,7 +260,7 @@ class Window:
         )
 
     def halves(self, stages: Stages) -> InHalves:
-        """What the stages have whose backward runs in halves."""
+        """Return the bytes of the stages with a split backward."""
         costs, halves = self.costs, self.costs.halves
         by_input = np.maximum(costs.gradients - halves.weight_gradients, 0.0)
 
@@ -298,7 +299,7 @@ class Window:
         )
 
     def sums(self, per_layer: FloatArray) -> FloatArray:
-        """The sum over the layers of every stage; of shape (1, 1) if none has any."""
+        """Return the sum over the layers of every stage; shape (1, 1) if all values are 0."""
         if not per_layer.any():
             return np.zeros((1, 1))
         through = sums_before(per_layer)
@@ -306,7 +307,7 @@ class Window:
         return between
 
     def highest(self, levels: FloatArray) -> FloatArray:
-        """The highest of the layers' levels in every stage; they may depend on its first layer."""
+        """Return the highest level among the layers of every stage; levels may depend on the first layer."""
         running: FloatArray = np.maximum.accumulate(np.where(self.last >= self.first, levels, 0.0), axis=1)
         return running
 
@@ -314,7 +315,7 @@ class Window:
         return self.passing.highest_backward(level[self.columns], end_twice[self.columns], which) - self.saved_before
 
     def _tied(self, per_layer: FloatArray, component: str) -> FloatArray:
-        """Sums in which parameters that several layers of a stage share count once."""
+        """Return sums in which parameters that several layers of a stage share are counted once."""
         total = self.sums(per_layer)
         for tie in self.costs.ties:
             holds_both = (self.first <= tie.first) & (self.last >= tie.second)
@@ -371,10 +372,10 @@ class Window:
     def _with_gradients_of_casts(
         self, backward: FloatArray, first_backward: FloatArray, output: FloatArray
     ) -> tuple[FloatArray, FloatArray]:
-        """A later backward, and a first one that is recomputed, with the gradients of autocast's copies.
+        """Return the levels of a later backward and of a recomputed first one, with gradients of the autocast cache.
 
-        They wait for the end of a backward, and there turn into gradients of parameters, which are twice as large. But
-        in the backward of the micro-batch that made the copies they turn into these at once.
+        Gradients of cached copies wait for the end of a backward. There they become gradients of parameters, which are
+        twice as large. In the backward of the micro-batch that filled the cache, they become these immediately.
         """
         costs, levels, columns = self.costs, self.costs.levels, self.columns
         waiting = self.highest(cast_gradient_peaks(costs)[columns])
@@ -388,10 +389,10 @@ class Window:
         return np.maximum(backward, at_end), np.minimum(first_backward, again)
 
     def _message_peaks(self, peaks: Peaks, gradients: FloatArray, output: FloatArray) -> tuple[FloatArray, FloatArray]:
-        """The levels of the backwards, first and later, in which gradients go out to other replicas.
+        """Return the levels of the first and later backwards in which gradients are sent to other replicas.
 
-        All gradients of a small stage go out together: not before the backward of its first layer that has any. Of a
-        larger one, or under autocast, whose copies have gradients of their own, the highest level is a bound.
+        A small stage sends all gradients together, during the backward of its first layer with gradients at the
+        earliest. For a larger stage, or under autocast, the highest level of the backward is an upper bound.
         """
         costs, levels = self.costs, self.costs.levels
         if not costs.exact or not costs.bucket_bytes or costs.state.casts.any():

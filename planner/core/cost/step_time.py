@@ -1,12 +1,12 @@
-"""Step time of GPipe in closed form.
+"""Compute the step time of GPipe in closed form.
 
-Forward and backward are two flow shops in a row (all stages finish their forwards before stage K-1 starts its first
-backward): M jobs pass the machines stage 0, link 0, stage 1, …, stage K-1, and back. For M equal jobs the makespan of
-a flow shop is the sum of the machine times plus (M-1) times the largest (Johnson 1954; every critical path takes M-1
-extra jobs on one machine). Where `except-last` spares the last micro-batch its recomputation, the last job differs,
-and the critical path is found by the recursion in `flow_shop_us`.
+All stages finish their forwards before stage K-1 starts its first backward. So forward and backward are two flow shops,
+one after the other: M jobs pass the machines stage 0, link 0, stage 1, ..., stage K-1, and then the same in reverse.
+The makespan of M equal jobs is the sum of the machine times plus (M-1) times the largest of them (Johnson 1954). With
+`except-last`, the last micro-batch is not recomputed and the last job differs; `flow_shop_us` computes the critical
+path by a recursion.
 
-The optimizers' steps follow, see `planner.core.cost.stage_time`.
+For the optimizer's step, see `planner.core.cost.stage_time`.
 """
 
 from collections.abc import Sequence
@@ -17,28 +17,30 @@ from planner.core.cost.simulate import StageTimes
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepTime:
-    """Parts of one step, in microseconds, the optimizers' steps left out."""
+    """Times of the forward and backward parts of a step in microseconds, without the optimizer's step."""
 
     forward_us: float
     backward_us: float
 
     @property
     def step_us(self) -> float:
-        """From the first forward to the last backward."""
+        """Time from the first forward to the last backward."""
         return self.forward_us + self.backward_us
 
 
 def flow_shop_us(machines: Sequence[tuple[float, float]], num_jobs: int) -> float:
-    """Makespan of `num_jobs` jobs over machines in order, all alike but the last job.
+    """Return the makespan of `num_jobs` jobs over machines in order; all jobs but the last are equal.
 
     Args:
-        machines: Per machine, the time of jobs 1..n-1 and the time of job n.
+        machines: Time of jobs 1..n-1 and time of job n, for each machine.
         num_jobs: n, at least 1.
 
     Returns:
-        max over k of sum_{1..k} p + (n-2) max_{1..k} p + sum_{k..} q, with p, q a machine's two times: the last job
-        follows the others up to machine k and runs free behind it. With the letters of the label programme: a is the
-        sum of p so far, x the largest, d when the last job leaves.
+        Max over k of sum_{1..k} p + (n-2) max_{1..k} p + sum_{k..} q, with p, q the two times of a machine. Up to
+        machine
+        k the last job waits for the others; after it, the last job never waits. In the code, a is the sum of p so far,
+        x
+        the largest p, and d the time at which the last job leaves the machine.
     """
     a = x = d = 0.0
     for p, q in machines:
@@ -52,7 +54,7 @@ def flow_shop_us(machines: Sequence[tuple[float, float]], num_jobs: int) -> floa
 
 
 def gpipe_step(stages: Sequence[StageTimes], *, micro_batches: int) -> StepTime:
-    """Step time of GPipe over `stages` with M micro-batches."""
+    """Return the step time of GPipe over `stages` with M micro-batches."""
     forward: list[tuple[float, float]] = []
     backward: list[tuple[float, float]] = []  # collected from stage 0 on, run from stage K-1 on
     received_us = 0.0

@@ -1,13 +1,13 @@
-"""Gradients of parameters that layers of one stage share: in a backward they wait for one another.
+"""Compute memory of gradients of parameters that several layers of a stage share.
 
-Autograd adds up what all uses of a parameter within a micro-batch come to, and adds the sum to the gradient that is
-there from earlier ones. So from the backward of the last layer that uses it to that of the first, a copy of its
-gradient is there beside the gradient itself. In the first backward there is none yet, and what has waited becomes it:
-in front of the first of these layers it is there once, not once for each of them.
+Autograd sums the gradients of all uses of a parameter within a micro-batch, and adds the sum to the gradient of earlier
+micro-batches. So a second copy of the gradient exists from the backward of the last layer that uses the parameter to
+that of the first one. In the first backward, the sum becomes the gradient itself. It then exists once, not once for
+each of these layers.
 
-While the backward of the last of these layers runs, the gradients that it has made so far wait already. Its first
-backward, in which all gradients stay, shows by how much that raises its peak. The shared ones have as large a share of
-it as of the gradients.
+During the backward of the last of these layers, the gradients that it has created so far already wait. The difference
+between its first backward, in which all gradients stay, and a later one shows how much this raises the peak. The shared
+parameters are assigned their share of that difference, by the size of their gradients.
 """
 
 from collections.abc import Iterator
@@ -26,28 +26,29 @@ IntArray = NDArray[np.int64]
 
 
 class Waiting(NamedTuple):
-    """What waits in some stages, those of some first layers."""
+    """Bytes of gradients that wait in the stages that begin with some first layers."""
 
     rows: NDArray[np.bool_]
-    """Which, among the first layers that were asked for."""
+    """True for these stages, by index into the first layers of the request."""
     bytes: FloatArray
-    """Shape (layers, ends): while the backward of a layer runs, in the stage that ends with a layer. To be added to the
-    level, in which the gradients of all layers behind count in the first backward, and none of them in a later one."""
+    """Bytes to add to the level while a layer's backward runs, in the stage with a given last layer; shape (layers,
+    ends). Levels of the first backward already count the gradients of all later layers; levels of a later one count
+    none."""
 
 
 def waiting_rows(
     costs: ChainCosts, backward: Backward, firsts: IntArray, *, layers: IntArray, ends: IntArray
 ) -> Iterator[Waiting]:
-    """What waits, for stages that hold the same shared parameters together.
+    """Yield the gradients that wait, for groups of stages that contain the same shared parameters.
 
     Args:
-        costs: The chain.
-        backward: That of the first micro-batch, or of another.
+        costs: Costs of the chain.
+        backward: Backward of the first micro-batch, or of a later one.
         firsts: First layers of stages.
-        layers: The layers that are asked for.
+        layers: Layers whose backward runs.
         ends: Last layers of stages.
 
-    Complexity: O(ties · layers · ends).
+    Complexity: O(ties * layers * ends).
     """
     waiting, staying = np.zeros((len(layers), len(ends))), staying_gradients(costs)
     begins = sorted({tie.first for tie in costs.ties if tie.gradient_bytes > 0}, reverse=True)
@@ -76,12 +77,12 @@ def staying_gradients(costs: ChainCosts) -> FloatArray:
 
 
 def _used_again(costs: ChainCosts, layer: int) -> float:
-    """Return the next layer that uses what `layer` shares with an earlier one; infinite without one."""
+    """Return the next layer that uses the parameters that `layer` shares with an earlier one; infinite without one."""
     return min((tie.second for tie in costs.ties if tie.first == layer), default=np.inf)
 
 
 def waiting_in(costs: ChainCosts, backward: Backward, first: int, end: int) -> FloatArray:
-    """The same for the layers of one stage, `first`..`end - 1`."""
+    """Return the gradients that wait while the backward of each layer of a stage `first`..`end - 1` runs, in bytes."""
     firsts, layers = np.array([first]), np.arange(first, end)
     for waiting in waiting_rows(costs, backward, firsts, layers=layers, ends=layers[-1:]):
         return waiting.bytes[:, 0]

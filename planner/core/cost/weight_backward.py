@@ -1,14 +1,14 @@
-"""The highest of W, the half of a backward that makes gradients of weights, for many stages at once.
+"""Compute the highest memory during weight-gradient passes (W), for many stages at once.
 
-A stage's W goes from its last layer to its first. While that of a layer runs there are
+W of a stage runs from its last layer to its first. While it runs for one layer, these bytes exist:
 
-    held         what the layers in front of it have kept since I
-    peak         of the layer itself, what it has kept and, in the first W, the gradients that it makes included
-    gradients    in the first W, of the layers behind it; in a later one they are there whatever runs, and not counted
+    held         tensors that earlier layers have stored since the input-gradient pass (I)
+    peak         of the layer itself: what it has stored and, in the first W, the gradients that it creates
+    gradients    of the later layers, in the first W; later ones exist all the time, and are not counted here
 
-Under autocast the gradients of low-precision copies of weights are there for the layers behind, in every W: the copies
-were recorded long before it, so autograd turns to them when all else is done. Then each becomes a gradient of the
-parameter, twice as large.
+Under autocast, gradients of cached low-precision weights of the later layers also exist, in every W. The copies were
+recorded before everything else, so autograd processes them last. Then each becomes a gradient of the parameter, twice
+as large.
 """
 
 from typing import NamedTuple
@@ -26,16 +26,16 @@ IntArray = NDArray[np.int64]
 def weight_peaks(
     costs: ChainCosts, passing: Passing, firsts: IntArray, layers: IntArray
 ) -> tuple[FloatArray, FloatArray]:
-    """The highest in the first W, its gradients included, and in a later one; from exact records.
+    """Return the highest level in the first W, including its gradients, and in a later W, from exact records.
 
     Args:
-        costs: The chain.
-        passing: Of the same stages.
+        costs: Costs of the chain.
+        passing: Received tensors that the same stages send on.
         firsts: First layers.
-        layers: Last layers, one after the other.
+        layers: Consecutive last layers.
 
     Returns:
-        Bytes, of shape (firsts, layers).
+        Two arrays of bytes, shape (firsts, layers).
     """
     halves, casts, levels = costs.halves, costs.state.casts, weight_levels(costs)
     first = _highest(passing, levels.first, levels.waiting, layers, is_first=True)
@@ -60,18 +60,19 @@ def weight_peaks(
 
 
 class WeightLevels(NamedTuple):
-    """What the highest W is found among beside `Halves.weight`, by layer; arrays of shape (L,)."""
+    """Levels by layer that, with `Halves.weight`, decide the highest W; arrays of shape (L,) in bytes."""
 
     first: FloatArray
-    """During the first W; `waiting` of the layers behind is counted, to the end of the chain."""
+    """Level in the first W, including `waiting` of all later layers of the chain."""
     waiting: FloatArray
-    """Gradients that are there from the layer's W on."""
+    """Gradients that exist from the layer's W until the end of the pass."""
     turning: FloatArray
-    """What turning the gradients of the layer's copies into those of parameters takes, beside all copies' gradients."""
+    """Memory for converting the gradients of the layer's cached copies to those of parameters, on top of all copies'
+    gradients."""
 
 
 def weight_levels(costs: ChainCosts) -> WeightLevels:
-    """The levels of W that do not depend on where a stage begins and ends."""
+    """Return the levels of W that do not depend on where a stage begins and ends."""
     halves, casts = costs.halves, costs.state.casts
     made = halves.weight_gradients
     # Of parameters with a copy there is the gradient of the copy first.
@@ -84,7 +85,7 @@ def weight_levels(costs: ChainCosts) -> WeightLevels:
 def _highest(
     passing: Passing, levels: FloatArray, behind: FloatArray, layers: IntArray, *, is_first: bool
 ) -> FloatArray:
-    """The highest of `levels`, in which `behind` is summed to the end of the chain, where stages end sooner."""
+    """Return the highest of `levels`, minus what `behind` counts for layers after each stage's end."""
     highest = passing.highest_weight_backward(levels[layers], "first" if is_first else "later")
     return highest - _behind(behind)[None, layers]
 
