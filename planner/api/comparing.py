@@ -40,7 +40,7 @@ def compare(*plans: File | Plan) -> Comparison:
 
 
 def earlier_plan(against: File | Plan, place: str) -> tuple[Plan, bool, str]:
-    """Return the plan to compare with, whether it was recomputed, and its name."""
+    """Return the plan to compare with, True if it was evaluated again from its profile, and its name."""
     path = path_of(against)
     if path is None or not path.startswith("git:"):
         plan, stands = plan_of(against)
@@ -58,7 +58,7 @@ def earlier_plan(against: File | Plan, place: str) -> tuple[Plan, bool, str]:
 
 
 def _as_its_profile_says(plan: Plan, read: Callable[[], Profile]) -> tuple[Plan, bool]:
-    """Recompute `plan` if the profile that it was made from is available; otherwise return it unchanged."""
+    """Evaluate `plan` again if the profile that it was made from is available; otherwise return it unchanged."""
     try:
         profile = read()
     except (FileError, UsageError):

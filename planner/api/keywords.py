@@ -89,7 +89,7 @@ def _refuse_unknown(verb: str, values: Iterable[str], parameters: Sequence[str])
 
 
 def _documented(text: str, keywords: Sequence[Keyword]) -> str:
-    """Return the docstring of a command with a line for each keyword instead of `options`."""
+    """Return a command's docstring in which every keyword has its own line, in place of `options`."""
     before, after = cleandoc(text).split("    options: ", 1)
     forms = (f" (`{k.option.metavar}`)" if k.option is not None and k.option.metavar else "" for k in keywords)
     lines = (f"{keyword.name}: {keyword.help}{form}" for keyword, form in zip(keywords, forms, strict=True))

@@ -14,9 +14,9 @@ class Recorded:
     """Conversion of a solver option to and from the field of `Inputs` with the option's name."""
 
     read: Callable[[str, Any], Any]
-    """Returns the value of the field, from the option's name and what was given; raises `UsageError`."""
+    """Return the value of the field, from the option's name and its value; raise `UsageError` if that is invalid."""
     write: Callable[[Any], str] = str
-    """Returns the value as it is typed; of an option that may be repeated, one of its values."""
+    """Return the value as typed on the command line; for a repeatable option, one of its values."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +32,7 @@ class Option:
     """Names on the command line, if they differ from the keyword's name with dashes."""
     repeatable: bool = False
     recorded: Recorded | None = None
-    """None where nothing is recorded, or the value depends on more than what was given."""
+    """Conversion to the field in `Inputs`; None if no field depends on this option alone."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -77,7 +77,7 @@ class LoadedModel:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Notes for the user about defaults: on the loss, after the chain was made."""
+        """User notes about defaults, such as the loss; complete once the chain was made."""
         return () if self.default_loss is None or not self.default_loss.note else (self.default_loss.note,)
 
     def chain(self, model: nn.Module) -> Chain:

@@ -1,9 +1,9 @@
-"""Pass tensors from layer to layer while both are timed: in the memory as within a stage, but with new values.
+"""Pass tensors between layers that are timed in a row, so that they are in the same memory as within a stage.
 
 A layer finds its input where the previous layer has just written its output, for example in a cache. It finds the
-gradient of its output where the next layer has written it. These values are overwritten, with the traced input of the
-layer and with ones. After many layers of random parameters, values may become so small that a CPU takes a hundred times
-as long for them, or become NaN.
+gradient of its output where the next layer has written it. Only the values are replaced: by the layer's traced input,
+and by ones. After many layers with random parameters, values may become NaN, or so small that a CPU takes a hundred
+times as long for them.
 """
 
 from collections.abc import Iterable, Sequence
@@ -134,7 +134,7 @@ def _same_memory(tensor: Tensor) -> Tensor:
 
 
 class _EntranceFunction(torch.autograd.Function):
-    """Takes gradients to the inputs of a layer; autograd would add them up in leaves, which copies some of them."""
+    """Autograd function that passes gradients to a layer's inputs; leaves would accumulate them, which copies some."""
 
     @staticmethod
     def forward(ctx: Any, gradients: list[Tensor | None], *leaves: Tensor) -> tuple[Tensor, ...]:

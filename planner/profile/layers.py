@@ -16,7 +16,7 @@ from planner.profile.units import Key
 
 @dataclass(frozen=True, kw_only=True)
 class Costs:
-    """Measurements of every distinct unit, by its digest; times in microseconds."""
+    """Measurements of every distinct unit, by the digest of its operators; times in microseconds."""
 
     records: Records
     casts_bytes: Mapping[str, int]
@@ -33,7 +33,7 @@ class Costs:
     """Operations of a forward at the smallest size."""
     times: Mapping[Key, LayerTimes]
     half_times_us: Mapping[Key, tuple[float, float]] = field(default_factory=dict)
-    """Times of I and W in microseconds; empty if they were not timed."""
+    """Times of both passes of a split backward, I and W, in microseconds; empty if they were not timed."""
 
 
 @dataclass(frozen=True, kw_only=True)

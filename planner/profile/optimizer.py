@@ -93,7 +93,7 @@ def measure_optimizer(
 def peaks_add(module: nn.Module, whole: ModelOptimizer, *, meter: Meter) -> bool:
     """Return True if the optimizer's transients grow with the number of parameters (`foreach`), not with the largest.
 
-    One parameter alone would not show it: the step of a second one may begin with a tensor of the first.
+    Two parameters are needed to find out: the step of the second one may begin with a tensor of the first.
 
     Args:
         module: A layer.
@@ -172,7 +172,7 @@ def boundary_peaks(
 def _joins(
     front: Mapping[int, Tensor], behind: Mapping[int, Tensor], order: Mapping[int, tuple[int, int]]
 ) -> list[tuple[Tensor, Tensor]]:
-    """Return the pairs of parameters that two layers step in a row and none of them alone; `order` is the order."""
+    """Return the pairs of parameters, one of each layer, that the optimizer steps one directly after the other."""
     both = {**front, **behind}
     return [
         (both[first], both[second])
@@ -218,7 +218,7 @@ def _step_peak_bytes(
 
 
 def _add_like(optimizer: torch.optim.Optimizer, first: Tensor, more: Tensor) -> None:
-    """Add a parameter to the group of another one, with such a state."""
+    """Add a parameter to the group of another one, with the same kind of state."""
     for group in optimizer.param_groups:
         if any(p is first for p in group["params"]):
             group["params"].append(more)
@@ -232,7 +232,7 @@ def _share(parameters: Sequence[Tensor]) -> float:
 
 
 def _part(parameter: Tensor, share: float) -> Tensor:
-    """Return the first rows of a parameter."""
+    """Return the rows of a parameter that are measured."""
     return parameter[: _rows(parameter, share)] if parameter.dim() else parameter
 
 

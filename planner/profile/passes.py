@@ -28,11 +28,11 @@ from planner.profile.units import Unit, UnitInput
 
 @dataclass(frozen=True, kw_only=True)
 class WholeTimer:
-    """Times of forward, and of a whole backward.
+    """Timer of a forward and a whole backward.
 
-    Gradients exist, except for those of a large unit: autograd keeps the computed ones, and the time to accumulate as
-    many is measured afterwards. With a vocabulary of 50,000 words, two tables of gradients at once would be most of the
-    memory of profiling.
+    As from the second micro-batch on, gradients exist and are accumulated into. A large unit is the exception: autograd
+    keeps its new gradients, and the time to accumulate gradients of that size is measured afterwards. With a vocabulary
+    of 50,000 words, two tables of gradients at once would be most of the memory of profiling.
     """
 
     clock: Clock
@@ -68,9 +68,9 @@ class WholeTimer:
 
 @dataclass(frozen=True, kw_only=True)
 class SplitTimer(WholeTimer):
-    """Times of forward with I, and of W: a forward whose backward will be split takes longer.
+    """Timer of a forward with I, and of W.
 
-    Its extra work records what the split needs.
+    A forward whose backward will be split takes longer, because it records what the split needs.
     """
 
     split: SplitBackward
@@ -118,14 +118,14 @@ def forward_of(
 
 @dataclass(frozen=True)
 class Idle:
-    """Layer that does nothing: its times are the overhead of timing layers one by one."""
+    """Layer that computes nothing: its times are the overhead of timing layers one by one."""
 
     unit: Unit
     received: UnitInput
 
     @classmethod
     def matching(cls, unit: Unit) -> "Idle":
-        """Return one on the same device and in the same precision."""
+        """Return such a layer on the same device and in the same precision."""
         values, spec = tree_flatten(torch.zeros(1, device=unit.device, requires_grad=True))
         nothing = replace(unit, name="nothing", module=nn.Identity(), loss_fn=None, digest="")
         return cls(nothing, UnitInput(tuple(values), spec, None))

@@ -35,7 +35,7 @@ class SizedUnit:
 
 @dataclass(frozen=True, kw_only=True)
 class RecordingHooks:
-    """Functions of a backend for recording units."""
+    """Functions that a backend provides for recording units."""
 
     device: torch.device
     """Device of the tensors."""
@@ -69,11 +69,11 @@ class Records:
         return {digest: unit.name for digest, unit in self.distinct.items()}
 
     def of_each(self, figure: Callable[[Unit, UnitInput], int]) -> dict[str, int]:
-        """Return `figure` of every distinct unit and its input at the smallest size, by digest."""
+        """Return `figure(unit, input)` for every distinct unit at the smallest size, by digest."""
         return {digest: figure(unit, self.inputs[digest, self.sizes[0]]) for digest, unit in self.distinct.items()}
 
     def names_in(self, layer: int, names: Collection[str]) -> set[str]:
-        """Return the names in a layer of parameters that are called `names` in the first layer of its digest."""
+        """Return the names of parameters in a layer, from their names in the first layer of its digest."""
         unit = self.units[layer]
         first = self.distinct[unit.digest].module.named_parameters()
         pairs = zip(unit.module.named_parameters(), first, strict=True)

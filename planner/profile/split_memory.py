@@ -26,7 +26,7 @@ from planner.profile.memory import start_backward
 from planner.profile.units import Unit, UnitInput
 
 _HeldElsewhere = Literal["nothing", "outputs", "gradients"]
-"""Tensors that other code holds during an I; gradients are held together with their outputs."""
+"""Tensors that other layers or the engine hold during I; gradients are held together with their outputs."""
 
 
 def measure_split_memory(unit: Unit, received: UnitInput, meter: Meter) -> SplitMemory:
@@ -76,7 +76,7 @@ def measure_split_memory(unit: Unit, received: UnitInput, meter: Meter) -> Split
 
 @dataclass(frozen=True, kw_only=True)
 class _MeasuredUnit:
-    """Unit to be measured, and the objects for that."""
+    """Unit to measure, with its input and the device's meter."""
 
     unit: Unit
     received: UnitInput

@@ -31,10 +31,10 @@ _BLOCK = 5
 """Repeats between two checks of whether they suffice."""
 
 _STRETCH_BYTES = 2**28
-"""Kept bytes from which on a row of layers ends: by then its start has no effect on the next layer."""
+"""Saved bytes after which a row of layers ends: by then its first layers are no longer in a cache."""
 
 _OVERHEAD_US = 100.0
-"""Time that an executor spends at least per micro-batch and stage: far smaller times make no difference."""
+"""Smallest time of an executor per micro-batch and stage; layers that are much faster need no exact time."""
 
 Samples = dict[Key, list[tuple[float, float]]]
 """Pairs of times of every repeat, in microseconds: forward and backward; or forward with I, and W."""

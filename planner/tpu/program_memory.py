@@ -1,22 +1,25 @@
-"""Peak memory of a plan that is one program for all devices of a mesh (`planner.tpu.mesh_program`).
+"""Compute the peak memory of a plan that is one JAX program for all devices of a mesh (`planner.tpu.mesh_program`).
 
-Every device runs the same code on arrays of the same shapes: of everything it holds as much as the stage that has most
-of it, and the whole mini-batch, whichever stage reads it. Beside what is there from begin to end there is one of
+Every device runs the same code on arrays of the same shapes. So each device needs, of every component, as much as the
+stage with most of it, and the whole mini-batch. In addition to what exists all the time, the peak is the larger of
 
     forward     M * (I + S) + invariant + (I + S) + I + 1.1 * largest forward of a stage
     backward    M * (I + S) + invariant + G + (I + S) + 2 * I + 1.1 * largest backward of a stage
 
-with I what a stage receives and S what it keeps of a micro-batch, each the largest of any stage, G the gradients, and
-`invariant` what the compiler makes once before the loops, weights of all places in 16 bits among it. A stage is a
-branch of a conditional, which has arrays of its own for its results: what a forward keeps is made, is a result, and is
-put into its place among M; a backward is given it from there. What is received is there beside what is sent. Gradients
-are added to in place. Read from the compiler's assignment of buffers (jax 0.10.2, libtpu 0.0.52), but for the tenth on
-top, which stands for gaps between arrays of unlike sizes, beside those that one piece has
-(`planner.tpu.stage_memory`).
+    I            bytes that a stage receives per micro-batch, the largest of any stage
+    S            bytes that a stage keeps per micro-batch, the largest of any stage
+    G            gradients
+    invariant    arrays that the compiler creates once before the loops, such as 16-bit copies of all weights
 
-Arrays of shapes that no stage has all of take up to half more than the largest stage's, and stages with nothing in
-common lie in vectors without padding (`planner.tpu.places`).
-How near it comes: docs/measurements/tpu-composition.md.
+A stage is a branch of a conditional, which has its own arrays for results. A forward's kept arrays are created, are a
+result, and are then copied into one of M slots; a backward gets them back the same way. A received tensor exists at the
+same time as a sent one. Gradients are accumulated in place. These rules were read from the compiler's assignment of
+buffers (jax 0.10.2, libtpu 0.0.52). The factor 1.1 accounts for gaps between arrays of different sizes, in addition to
+those within a stage (`planner.tpu.stage_memory`).
+
+If stages have arrays of different shapes, slots take at most half more than the largest stage's arrays. Otherwise
+arrays are concatenated to vectors without padding (`planner.tpu.places`). Accuracy:
+docs/measurements/tpu-composition.md.
 """
 
 from collections.abc import Collection, Iterable, Sequence
@@ -37,32 +40,33 @@ from planner.tpu.places import shared_places
 from planner.tpu.stage_memory import Looped, ProgramArrays, Programs
 
 _GAPS = 1.1
-"""Memory of a forward or backward over what its layers add up to."""
+"""Memory of a forward or backward, relative to the sum of its layers."""
 
 _TAKEN_OUT = 1 / 2
-"""The part of what is kept in vectors that is there by itself at a backward's highest moment, as found on ConvNeXt."""
+"""Share of arrays kept in vectors that also exists unpacked at the backward's peak, as observed on ConvNeXt."""
 
 _RESHAPED = 1 / 2
-"""The part of what a layer has in its own shape, and loops in rows, that is there at once: found on U-Nets."""
+"""Share of arrays that loops store in rows and that also exists in the layer's shape at the same time; observed on
+U-Nets."""
 
 _WIDENED = 1 / 2
-"""A margin for what a forward makes in 16 bits, as a part of it: found on a ViT, whose program took that much more."""
+"""Margin for a forward that creates 16-bit arrays, as a share of them: a ViT's program needed that much more."""
 
 _NARROW: Final = ("bfloat16", "float16")
 
 _KEEPING: Final = ("never", "layers")
-"""Recompute choices that keep more of a micro-batch than what a stage receives."""
+"""Recompute choices that keep more of a micro-batch than the received input."""
 
 
 def program_memory(costs: ChainCosts, partition: Partition) -> StageMemory:
-    """What every device needs, itemised at the higher moment, in bytes; the reserve left out.
+    """Return the memory of every device by component, at the higher of the two peaks, in bytes, without the reserve.
 
     Args:
-        costs: The chain at the plan's micro-batch size.
-        partition: GPipe's schedule, one stage per device. `except-last` counts as `always`, as the program has it.
+        costs: Costs of the chain at the plan's micro-batch size.
+        partition: GPipe's schedule with one stage per device. `except-last` counts as `always`, as in the program.
 
     Raises:
-        UsageError: The profile does not record what layers need in one compiled program.
+        UsageError: The profile does not record the memory of layers in one compiled program.
 
     Complexity: O(L).
     """
@@ -110,26 +114,26 @@ def program_memory(costs: ChainCosts, partition: Partition) -> StageMemory:
 
 
 class _ProgramParts(NamedTuple):
-    """What a stage brings into a program that several stages share, in bytes."""
+    """Bytes of a stage in a program that several stages share."""
 
     parameters: float
     gradients: float
     optimizer: float
     buffers: float
     data: float
-    """The part of the mini-batch that this stage reads."""
+    """Part of the mini-batch that this stage reads."""
     input: float
-    """Received per micro-batch."""
+    """Input received for one micro-batch."""
     kept: float
-    """Per micro-batch, in the arrays of the loops."""
+    """Arrays kept for one micro-batch, as loops store them."""
     copies: float
-    """Made before the loops: weights as products take them, and padding."""
+    """16-bit copies of weights for matmuls, and padding; created before the loops."""
     batch: float
-    """Made before the loops: the mini-batch as products take it."""
+    """16-bit copy of the mini-batch for matmuls; created before the loops."""
     forward: float
-    """What a forward makes, and its temporaries."""
+    """Results of a forward, and its temporaries."""
     backward: float
-    """While a backward runs, a forward again included."""
+    """Results and temporaries of a backward, including a recomputed forward."""
 
 
 def _with_room(
@@ -138,7 +142,7 @@ def _with_room(
     most: _ProgramParts,
     choices: Sequence[Recompute],
 ) -> _ProgramParts:
-    """The most of everything, with room for arrays of shapes that no stage has all of."""
+    """Return the largest bytes of any stage, increased for arrays whose shapes differ between stages."""
     keeping = [interval for interval, choice in zip(intervals, choices, strict=True) if choice in _KEEPING]
     state = shared_places([_chained(layer.trained for layer in layers[first:end]) for first, end in intervals])
     kept = shared_places([_chained(layer.kept for layer in layers[first:end]) for first, end in keeping])

@@ -1,7 +1,7 @@
-"""Memory of stages whose layers were compiled for a TPU: records of layers, and the law over them.
+"""Compute the memory of stages whose layers were compiled for a TPU.
 
-`planner.core.cost.costs` loads `compiled_costs` for profiles whose layers have `program`. The records are arrays of one
-value per layer, or per stage of a window, as in `planner.core.cost.chain_costs`.
+`planner.core.cost.costs` loads `compiled_costs` for profiles whose layers have `program`. Records are arrays over the
+layers, or over the stages of a window, as in `planner.core.cost.chain_costs`.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,48 +20,48 @@ from planner.core.values.plan import Recompute
 from planner.core.values.profile import ArrayKind, LayerProfile, ProgramMemory
 
 _GAPS: Final = 1.05
-"""What forward and backward in one piece take, over what their layers add up to: gaps between arrays of unlike sizes.
-
-A margin: no layer by itself tells of them. Without it predictions were 0.92 to 1.06 of the programs in one piece that
-docs/measurements/tpu-composition.md has, whose arrays are placed as `planner.tpu.programs.options_for` asks.
-"""
+"""Factor for the memory of a forward and backward in one executable, relative to the sum of its layers.  It accounts
+for gaps between arrays of different sizes, which no single layer shows. Without it, predictions were 0.92 to 1.06 times
+the measured memory of the executables in docs/measurements/tpu-composition.md. Their arrays are placed as
+`planner.tpu.programs.options_for` requests."""
 
 
 class ProgramArrays(NamedTuple):
-    """The arrays of a layer that lie in places which stages share (`planner.tpu.places`)."""
+    """Arrays of a layer that are stored in slots shared by all stages (`planner.tpu.places`)."""
 
     trained: tuple[ArrayKind, ...]
     kept: tuple[ArrayKind, ...]
-    """For backward, in loops over micro-batches."""
+    """Arrays kept for the backward, in loops over micro-batches."""
     received: tuple[ArrayKind, ...]
-    """Over the boundary in front of it."""
+    """Arrays received over the boundary before the layer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Programs:
-    """What a layer needs within one compiled program, gaps between arrays included."""
+    """Bytes of each layer within one executable, including gaps between arrays; arrays of shape (L,)."""
 
     carried: FloatArray
-    """Held there from a layer's forward to its backward."""
+    """Bytes stored from a layer's forward to its backward."""
     level: FloatArray
-    """Highest there, in a forward and backward of one micro-batch."""
+    """Highest memory while the layer runs, for forward and backward of one micro-batch."""
     narrowed: FloatArray
-    """Weights as products take them, held by a loop over micro-batches."""
+    """16-bit copies of weights for matmuls, which a loop over micro-batches stores."""
     narrowed_input: FloatArray
-    """The first layer's input, of one micro-batch, where it is copied likewise."""
+    """16-bit copy of one micro-batch of the first layer's input."""
     padding: FloatArray
-    """Bytes by which parameters and gradients are larger there."""
+    """Padding of parameters and gradients."""
     reshaped: FloatArray
-    """What loops hold in rows, in its own shape: part of a backward's transients; gaps left out, as in these."""
+    """Arrays that loops store in rows, in the layer's own shape. They are part of a backward's transients; without
+    gaps."""
     waiting: FloatArray
-    """By how much what is kept is larger until it is put into rows; gaps left out."""
+    """Additional bytes of kept arrays before they are converted to rows; without gaps."""
     laid_out: FloatArray
-    """The first layer's input once more, of one micro-batch, as it wants it to lie."""
+    """Copy of one micro-batch of the first layer's input, in the layout that the layer needs."""
     arrays: tuple[ProgramArrays, ...]
-    """Each layer's, at the nearest profiled size; none where the profile does not say."""
+    """Arrays of each layer at the nearest profiled size; empty if the profile does not list them."""
 
     def in_stages(self, window: Window, micro_batches: int) -> "Looped":
-        """Return what stages of these layers need."""
+        """Return the bytes of the stages of a window."""
         carried_before = sums_before(self.carried)[window.firsts][:, None]
         return Looped(
             straight=window.highest(self.level[window.columns]) - carried_before,
@@ -73,23 +73,28 @@ class Programs:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Looped:
-    """What stages that are compiled as one program have beside that."""
+    """Bytes of stages that are compiled as one executable each, in addition to those in `Stages`."""
 
     straight: FloatArray
-    """Highest in a forward and backward in one piece."""
+    """Highest memory of a forward and backward in one executable."""
     narrowed: FloatArray
-    """Copies of weights, and of the mini-batch, as products take them."""
+    """16-bit copies of weights and of the mini-batch for matmuls."""
     padding: FloatArray
     waiting: FloatArray
-    """By how much what a forward keeps is larger until it is put into rows."""
+    """Additional bytes of arrays that a forward keeps, before they are converted to rows."""
 
     def parts(self, s: Stages, recompute: Recompute, *, in_flight: int) -> Parts:
-        """Return the parts of stages that are compiled as one program each.
+        """Return the parts of stages that are compiled as one executable each.
 
-        Gradients are there from begin to end. A loop over micro-batches has an array with a place for each of them for
-        everything that is kept. Its forward makes what one of them keeps before it puts that into its place, so there
-        is one more of it. A micro-batch that is alone, or is computed again, is no loop's business: forward and
-        backward are one piece, in which the compiler keeps what it likes and lets go of it as the backward goes.
+        Gradients exist during the whole step. A loop over micro-batches has one array for everything that is kept, with
+        a slot for each micro-batch. A forward first creates what it keeps and then copies it into its slot, so one more
+        copy exists. A micro-batch that is alone or recomputed does not need a loop. Forward and backward then form one
+        piece, in which the compiler decides what to keep and when to free it.
+
+        Args:
+            s: The stages.
+            recompute: Recompute choice of the stages.
+            in_flight: Largest number of micro-batches that wait for their backward or run.
         """
         kept_bytes, edges = s.input + s.saved, s.input + s.output
         keeps, loops = recompute in ("never", "layers"), in_flight > 1
@@ -109,7 +114,7 @@ class Looped:
 
 
 def compiled_costs(layers: Sequence[LayerProfile], n: int) -> SizeCosts:
-    """Return the additive costs at the profile's size number `n`, with what layers need within one program."""
+    """Return the additive costs at the profile's size number `n`, with the memory of layers in one executable."""
     plain, programs = additive_costs(layers, n), [layer.program[n] for layer in layers]
     received = np.append(programs[0].input_bytes, plain.boundaries.input[1:])
     return replace(

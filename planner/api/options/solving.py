@@ -133,12 +133,12 @@ _RECORDED: Final = {n: of.recorded for n, of in _SOLVER_OPTIONS.items() if of is
 
 
 def recorded_values(options: SolverOptions) -> dict[str, Any]:
-    """Return the fields of `Inputs` that follow from what was given; raise `UsageError` where it is wrong."""
+    """Return the fields of `Inputs` that options set; raise `UsageError` if a value is invalid."""
     return {name: of.read(_typed(name), getattr(options, name)) for name, of in _RECORDED.items()}
 
 
 def recorded_texts(inputs: Inputs) -> tuple[tuple[str, str], ...]:
-    """Return the options that differ from their defaults, as they are typed: names and values."""
+    """Return the names and typed values of options that differ from their defaults."""
     defaults = {field.name: field.default for field in fields(Inputs)}
     values = {name: getattr(inputs, name) for name in _RECORDED}
     return tuple(

@@ -1,4 +1,4 @@
-"""Corrections of a profile, measured by a run whose stages share the machine."""
+"""Compute a calibration: corrections of a profile, from a run whose stages share a machine."""
 
 from dataclasses import replace
 
@@ -133,7 +133,7 @@ def _link(evaluation: Evaluation, report: RunReport, overhead_us: float) -> Link
 
 
 def _both(boundary: BoundaryRun) -> tuple[float, ...]:
-    """Return the times of the directions that were measured."""
+    """Return the measured times of a transfer, of one direction or of both."""
     return tuple(time for time in (boundary.forward_us, boundary.backward_us) if time > 0)
 
 
@@ -143,7 +143,7 @@ def _predicted_us(evaluation: Evaluation, boundary: int) -> float:
 
 
 def _reserve(plan: Plan, report: RunReport) -> int:
-    """Return the most bytes that any device used above the predicted peak of its allocator."""
+    """Return the largest difference between a device's used memory and its predicted allocator peak, in bytes."""
     used = {run.index: run.peak_bytes + run.outside_bytes for run in stage_runs(report)}
     measured = [max(used.get(stage.index, 0) for stage in chunks) for chunks in plan.by_device()]
     return max(0, *(has - need for has, need in zip(measured, peak_bytes_of(plan), strict=True)))

@@ -1,8 +1,8 @@
 """Error ranges of predictions, taken from earlier predictions of the same kind.
 
-Each bound is the largest error of committed measurements; of several runs of one row, the median counts.
-docs/cost-model.md names the pages for each kind. `tests/unit/core/test_certainty.py` reads the rows and fails if a
-bound is wider or narrower than they are. A kind without measurements has no error range.
+Each bound is the largest error in the measurements under docs/measurements; for rows that were run several times, the
+median counts. docs/cost-model.md names the pages for each kind. `tests/unit/core/test_certainty.py` reads these rows,
+and fails if a bound is wider or narrower than they are. A kind without measurements has no error range.
 """
 
 from collections import defaultdict
@@ -46,7 +46,7 @@ STEPS: Final = {
 """Step errors by the basis of a prediction; a kind without timed runs has no entry."""
 
 SHORTEST_US: Final = 20_000.0
-"""Shortest forward plus backward of the slowest stage, in microseconds, in the rows of `STEPS["cpu"]`."""
+"""Forward plus backward time of the slowest stage, in microseconds: the shortest among the rows of `STEPS["cpu"]`."""
 
 PEAKS: Final = {
     "measured": 1 / 0.99,  # bound for the 954 peaks of memory.md

@@ -28,7 +28,7 @@ class StageDifference:
 
     @property
     def more_bytes(self) -> int:
-        """Growth in bytes; 0 if only one plan has the stage."""
+        """Growth of the stage's peak memory in bytes; 0 if only one plan has the stage."""
         return self.bytes - self.bytes_before if self.bytes is not None and self.bytes_before is not None else 0
 
 

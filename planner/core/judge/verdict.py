@@ -167,7 +167,7 @@ def _unproven(profile: Profile, plan: Plan) -> list[Finding]:
 
 
 def _how_sure(plan: Plan, profile: Profile) -> list[Finding]:
-    """Return findings on values that were not measured at this micro-batch size."""
+    """Return findings on predictions that are interpolated, extrapolated or assumed at this micro-batch size."""
     findings = []
     if profile.device.how != "measured":
         called = profile.device.name or profile.device.kind
@@ -189,7 +189,7 @@ def _stale(plan: Plan, digest: str) -> Finding:
 
 
 def _misfit(plan: Plan, profile: Profile, *, stale: bool) -> Finding | None:
-    """Return a finding if the plan has other layers than a changed profile; else a wrong count raises later."""
+    """Return a finding if a changed profile has other layers than the plan, since evaluating the plan would fail."""
     if sum(plan.balance) == len(profile.layers) and min(plan.balance, default=0) > 0:
         return _renamed(plan, profile)
     if not stale:

@@ -72,7 +72,7 @@ class Verification:
     calibration: Calibration
     run: RunReport
     again: str = ""
-    """Command that plans with the calibration; empty if the calibration is not saved."""
+    """Command that makes a new plan with the calibration; empty if the calibration is not saved."""
 
 
 def verification_of(

@@ -1,6 +1,7 @@
-"""Mark of the fields that files leave out if they have their default.
+"""Mark for fields that are omitted from files if they have their default value.
 
-Fields that were added to a file later have this mark: files that do not use them keep their bytes and digests.
+Fields that were added after the first version of a file have this mark. So files without them keep their bytes and
+digests.
 """
 
 from types import MappingProxyType

@@ -306,7 +306,8 @@ class Profile:
     environment: Environment = field(default_factory=Environment)
     optimizer: str = ""
     optimizer_peak: Literal["largest", "sum"] = "largest"
-    """How layers' `optimizer_peak_bytes` add up: parameter by parameter, or all at once (`foreach`)."""
+    """Rule for combining the layers' `optimizer_peak_bytes`: the largest one, or the sum if the optimizer updates all
+    parameters at once (`foreach`)."""
     micro_batch_sizes: tuple[int, ...]
     layers: tuple[LayerProfile, ...]
 

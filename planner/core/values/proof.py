@@ -14,9 +14,9 @@ class Proof:
     """
 
     layers: int
-    """Number of layers of the model; 0 where nothing was compared."""
+    """Number of layers of the model; 0 if nothing was compared."""
     cuts: int
-    """Number of cuts that were compared, those included that are like a compared one."""
+    """Number of cuts that were compared, including cuts that are equivalent to a compared one."""
     uncovered: int = 0
     """Number of cuts that were not compared."""
     gradients: int = 0
@@ -24,17 +24,17 @@ class Proof:
     buffers: int = 0
     """Number of buffers that were compared."""
     states: int = 0
-    """Number of tensors of optimizer state that were compared; 0 where the optimizer did not take part."""
+    """Number of tensors of optimizer state that were compared; 0 if the optimizer was not compared."""
     worst: float = 0.0
     """Largest difference of anything compared, relative to the largest number in it."""
     reason: str = ""
-    """Why cuts, or the optimizer, were not compared."""
+    """Reason why some cuts, or the optimizer, were not compared."""
     differs_recomputed: str = ""
-    """What differs where stages are recomputed; empty where nothing does."""
+    """Differences of stages that recompute; empty if there are none."""
 
     @property
     def recomputed(self) -> bool:
-        """True if stages that are recomputed train as the model does, too."""
+        """True if stages that recompute also train as the model does."""
         return self.cuts > 0 and not self.differs_recomputed
 
     def __str__(self) -> str:

@@ -52,7 +52,7 @@ class Assembly:
         self._chain = structure or build_structure(model)
         check_same_model(balance, model, self._chain)
         self.first_names = first_names(self._chain.model)
-        """First name of each tensor in the model's state dict, by each of its names."""
+        """First name of each tensor in the model's state dict, by every name of it; tied tensors have several names."""
         cuts = list(accumulate(balance.balance, initial=0))
         self._ranges = [StageRange(cuts[k], cuts[k + 1], bool(balance.stages[k].recomputed)) for k in place.stages]
         # Shapes and engine of a smaller last mini-batch are made when it occurs.
@@ -103,7 +103,7 @@ class Assembly:
         return {name: tensor for name, tensor in held if name in self.first_names}
 
     def expect(self, part: MiniBatchPart, *, training: bool) -> None:
-        """Set the shapes of the tensors that the stages receive and send for `part`."""
+        """Set the shapes of the tensors that the stages receive and send, for the micro-batches of `part`."""
         boundaries = self._shapes(part.micro_batch_size, training=training).boundaries
         for module, layers in zip(self.modules, self._ranges, strict=True):
             module.received = boundaries[layers.first]

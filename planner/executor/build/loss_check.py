@@ -44,7 +44,7 @@ _MOST_BYTES: Final = 1_350_000_000
 """Parameters and outputs of models that run for this check. Larger models are not compared."""
 
 _OUTPUT_COPIES: Final = 4
-"""Times that a loss holds its input: converted, its logarithms, and one more in passing."""
+"""Number of times that a loss stores its input: a converted copy, its logarithms, and one transient copy."""
 
 _MOST_S: Final = 3.0
 """Time of the first forward. Slower models are not compared."""
@@ -53,7 +53,7 @@ _LEAST_LOSS: Final = 1e-2
 """Smaller losses are compared as if they had this size: the mean of a normalized output is a rounding error."""
 
 _UNSEEN: Final = 1e-3
-"""Fraction of the difference between the halves' losses that is accepted as rounding."""
+"""Fraction of the difference between the halves' losses that counts as a rounding error."""
 
 _LEAST_LABELS: Final = 4
 """Labels in a row from which on each rule has different weights (`_masked`)."""
@@ -203,7 +203,7 @@ def _fresh_loss(loaded: LoadedModel) -> Any:
 
 
 def _leaves_behind(loss: Any) -> set[int]:
-    """Return the `id()` of every leaf tensor in which the backward of `loss` accumulates a gradient."""
+    """Return the `id()` of every leaf tensor into which the backward of `loss` accumulates a gradient."""
     waiting = [tensor.grad_fn for tensor in tensors_in(loss)]
     leaves = {id(tensor) for tensor in tensors_in(loss) if tensor.is_leaf}
     seen: set[Any] = set()

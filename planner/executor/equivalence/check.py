@@ -32,7 +32,7 @@ from planner.model.reference import ReferenceOptions, train_reference
 
 
 class _Attempt(NamedTuple):
-    """Way to train the model; if one fails, the next is tried."""
+    """Options of one attempt to train the model; if it fails, the next one is tried."""
 
     micro_batch_size: int
     lean: bool

@@ -39,7 +39,7 @@ class Differences:
     """True if forwards write into parameters, buffers or tensors in attributes."""
 
     def note(self, name: str, ratio: float) -> None:
-        """Record a relative difference; of several for the same name, the largest is kept."""
+        """Record the relative difference of a value; if it has several, the largest is kept."""
         self.relative[name] = max(ratio if not math.isnan(ratio) else math.inf, self.relative.get(name, 0.0))
 
     def compare_number(self, name: str, value: float, right: float) -> None:
@@ -136,7 +136,7 @@ def compare_gradients(differences: Differences, gradients: Mapping[str, Tensor |
 
 
 def shaking(precision: Precision, seed: int) -> Callable[[nn.Module], None]:
-    """Return a function that changes every number of all parameters by a rounding error, up or down at random."""
+    """Return a function that changes every number of all parameters by a rounding error, randomly up or down."""
 
     def shake(model: nn.Module) -> None:
         generator = torch.Generator().manual_seed(seed)

@@ -69,7 +69,7 @@ class RunFolder:
         return candidates
 
     def begin_behind(self, source: Path, index: CheckpointIndex) -> None:
-        """Continue the run that wrote `source`, or begin a branch of it.
+        """Continue the run that wrote the checkpoint `source`, or begin a branch of it.
 
         Raises:
             UsageError: The folder has checkpoints of another run.

@@ -56,7 +56,7 @@ class Recorder:
         gc.collect()  # existing garbage must not reduce this rank's memory later
         self._memory = self._device.peak_watch()
         self._warm = CoreTime()
-        """Core time of this thread at the end of the warm-up."""
+        """CPU time of this thread at the end of the warm-up."""
         self.core_share = 0.0
         """Share of the time since then that the thread wanted to run and did; 0 if unknown."""
 

@@ -55,7 +55,7 @@ class _Entry:
 
     @property
     def is_assigned_anew(self) -> bool:
-        """True if another value is at the location now."""
+        """True if the location now has another tensor or value."""
         return self.location.value is not self.value
 
     @property
@@ -356,7 +356,7 @@ def _explained_resizing() -> Iterator[None]:
 
 
 def _is_plain(value: Any) -> bool:
-    """Return True if a lazy clone can be made of it: torch does not check, and would crash."""
+    """Return True if a lazy clone of the tensor is safe: torch does not check, and would crash."""
     if type(value) not in (Tensor, nn.Parameter) or value.requires_grad:
         return False  # a tensor with a gradient is a computed result, not state
     return value.layout == torch.strided and not value.is_quantized
@@ -371,7 +371,7 @@ def _version(value: Any) -> int:
 
 
 def _address(tensor: Tensor) -> int:
-    """Return its address; `data_ptr` of the tensor would count as a request to write."""
+    """Return the address of the tensor's memory; torch's `data_ptr` would count as a request to write."""
     return torch._C._data_address(tensor)  # type: ignore[attr-defined,no-any-return]
 
 

@@ -114,7 +114,7 @@ def _text(data: Mapping[str, object]) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Near:
-    """Layouts of a menu, and the stages near the initial cuts."""
+    """Layouts of a menu, and the stages whose cuts are near the initial cuts."""
 
     chain: _Chain
     menu: Menu

@@ -57,7 +57,7 @@ _SCALES: tuple[tuple[Callable[[float], str], tuple[Quantity, ...]], ...] = (
     (percent, ("bubble",)),
     (format_bytes, ("peak_bytes",)),
 )
-"""Formats of quantities; quantities of one entry have bars of one scale."""
+"""Formats of quantities. Quantities in the same entry share the scale of their bars."""
 
 
 def _rows(figures: Sequence[Compared], text: Callable[[float], str], place: str) -> Iterator[list[str]]:

@@ -115,7 +115,7 @@ def _figures(plan: Plan, certainty: Certainty | None) -> list[_Figure]:
 
 
 def _marked(figures: Sequence[_Figure], how: str) -> list[_Figure]:
-    """Add the source of the numbers to each figure unless they were measured; cards may be read or copied alone."""
+    """Add the source of the numbers to each figure, unless they were measured: readers may copy a figure alone."""
     if how == "measured":
         return list(figures)
     return [(name, value, f"{how}; {remark}" if remark else how) for name, value, remark in figures]

@@ -26,7 +26,7 @@ _COLORS = {
     "reserve": 242,
 }
 _NEW = 132
-"""Of a component that is in no other group."""
+"""Color of a component that is in no other group."""
 
 _ENOUGH_TO_SEE = 0.25
 

@@ -26,10 +26,8 @@ class Glyphs:
     tick: str = "┼"
     cap: str = "│"
     boxes: tuple[str, ...] = ("░▒", "▓█", "▓█", "─═")
-    """Fills of boxes for each kind of action; the chunks of a device use them in turn.
-
-    A backward and an input-gradient pass look alike; their letters differ.
-    """
+    """Fills of boxes for each kind of action; chunks of a device use them in turn.  A backward and an input-gradient
+    pass have the same fill, and different letters."""
     shades: str = "·░▒▓█"
     """Five shades, from light to dark."""
     levels: str = "▁▂▃▄▅▆▇█"

@@ -35,10 +35,10 @@ class Column:
     unit: Unit = "text"
     """Unit; text is left-aligned, everything else right-aligned, even values in words."""
     per: str = ""
-    """Reference of times, such as micro-batch: columns with the same one share a unit; empty: each value has its own.
-    """
+    """Reference of times, such as micro-batch. Columns with the same one share a unit; if empty, each value has its own
+    unit."""
     goes: int = 0
-    """Rank for leaving the column out if space is short, the largest first; 0 is never left out."""
+    """Priority for removing the column if space is short: the largest value first; 0 is never removed."""
     marked: frozenset[int] = frozenset()
     """Rows whose value is emphasized: the slowest, the chosen, or one above its limit."""
 
