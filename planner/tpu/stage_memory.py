@@ -101,7 +101,7 @@ class Looped:
         held = Size({"in_flight": kept_bytes if keeps else edges}, saved=int(keeps))
         around = self.padding + (self.narrowed if loops else 0.0)
         transfer = s.sent_output + s.input_gradient + s.message
-        if not keeps or not (loops or s.layers_again):
+        if not keeps or not (loops or s.recomputes_layers):
             forward = backward = running_part(s.input if keeps else edges, self.straight + around, transfer)
         else:
             # Not all of it waits to be put away, so that copies of weights find room.
@@ -110,7 +110,7 @@ class Looped:
             backward = running_part(kept_bytes, s.peaks.backward + around, transfer, saved=1, level=BACKWARD)
         kept = Size({"in_flight": np.maximum(kept_bytes, edges)}) if recompute == "except-last" else held
         running = {**dict.fromkeys(FORWARDS, forward), **dict.fromkeys(BACKWARDS, backward)}
-        return all_parts(s, recompute, held=held, kept=kept, output_gradient=s.sent_output, running=running)
+        return all_parts(s, recompute, waiting=held, last_waiting=kept, output_gradient=s.sent_output, running=running)
 
 
 def compiled_costs(layers: Sequence[LayerProfile], n: int) -> SizeCosts:

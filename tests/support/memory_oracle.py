@@ -235,7 +235,7 @@ class _Stages:
             return total
 
         saved_before = np.concatenate([[0.0], np.cumsum(costs.levels.saved)])[firsts][:, None]
-        self.micro_batches, self.layers_again = micro_batches, False
+        self.micro_batches, self.recomputes_layers = micro_batches, False
         self.exact, self.compiled = costs.exact, (costs.law is not None)
         self.parameters = tied(costs.state.parameters, "parameter_bytes")
         # Replicas sum zeros for parameters without a gradient.
@@ -291,7 +291,7 @@ class _Stages:
             highest_backward(costs.levels.first_backward, costs.levels.end_twice_first, "first") - saved_before
         )
         # "again": of a micro-batch that is recomputed; what differs are gradients of autocast's copies.
-        self.first_backward = self.first_again = first_backward - gradients_behind + self.output
+        self.first_backward = self.first_recomputed = first_backward - gradients_behind + self.output
         if costs.exact and costs.state.casts.any():
             self._count_gradients_of_casts(
                 costs,
@@ -378,7 +378,9 @@ class _Stages:
         level = costs.levels.backward - np.cumsum(others) + others + others.sum()
         level = highest_backward(level, costs.levels.end_twice) - saved_before - through[-1] + through[None, columns]
         at_end = sums(costs.gradients) + waiting / 2
-        self.first_again = np.minimum(self.first_backward, np.maximum(level + self.output, at_end + self.own_output))
+        self.first_recomputed = np.minimum(
+            self.first_backward, np.maximum(level + self.output, at_end + self.own_output)
+        )
 
     def recompute_layers(self, levels: StageLevels) -> None:
         """Recomputes single layers, in whole bytes; for one stage, in the last column."""
@@ -391,7 +393,7 @@ class _Stages:
         self.saved, self.forward = np.full(shape, levels.saved), np.full(shape, levels.forward)
         self.first_backward = self.bucket_first = np.full(shape, levels.first_backward)
         self.backward = self.bucket_backward = self.transient = np.full(shape, levels.backward)
-        self.layers_again = True
+        self.recomputes_layers = True
 
     def forward_moment(self, gradients: FloatArray, in_flight: FloatArray, working: FloatArray) -> _Moment:
         return _Moment(gradients, self.casts, in_flight, np.zeros_like(working), working)
@@ -442,7 +444,7 @@ def _moments(s: _Stages, in_flight: int, recompute: Recompute) -> Iterator[_Mome
         if not gpipe:
             kept = np.maximum(kept, 0.0)  # there are as many in flight before it comes
         # The recomputed output, part of both levels, lives beside the one that was sent.
-        again_first = np.maximum(s.forward + s.rewritten, s.first_again) + s.copied_input
+        again_first = np.maximum(s.forward + s.rewritten, s.first_recomputed) + s.copied_input
         again = np.maximum(s.forward + s.rewritten, s.backward) + s.copied_input
         last_forward = s.no_grad + s.rewritten
         if recompute == "except-last":
@@ -493,7 +495,7 @@ def _chunk_parts(s: _Stages, recompute: Recompute) -> ChunkParts:
         forward, first, backward = keeping[0], own + s.first_backward + gradient, keeping[1]
     else:
         forward = own + s.no_grad + s.rewritten
-        first = running + np.maximum(s.forward + s.rewritten, s.first_again) + s.copied_input + gradient
+        first = running + np.maximum(s.forward + s.rewritten, s.first_recomputed) + s.copied_input + gradient
         backward = running + np.maximum(s.forward + s.rewritten, s.backward) + s.copied_input + gradient
     last_keeps = recompute == "except-last"
     last_backward = keeping[1] if last_keeps else backward
@@ -577,7 +579,7 @@ def _one_program(s: _Stages, in_flight: int, recompute: Recompute) -> Iterator[_
     if recompute != "never":
         kept = np.maximum(full - edges, 0.0) if recompute == "except-last" and in_flight > 1 else np.zeros_like(full)
         yield s.backward_moment(in_flight * edges + kept, s.program + looped, s.input_gradient)
-    elif in_flight == 1 and not s.layers_again:
+    elif in_flight == 1 and not s.recomputes_layers:
         yield s.backward_moment(s.input, s.program + looped, s.input_gradient)
     else:
         copied = s.saved + s.waiting if in_flight > 1 else np.zeros_like(full)

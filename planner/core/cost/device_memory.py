@@ -26,7 +26,7 @@ from planner.core.cost.layer_memory import ManyLevels, StageLevels, least_levels
 from planner.core.cost.memory import one_stage
 from planner.core.cost.moments import FORWARDS, PARTS, RUNNING, WITH_BACKWARDS, PartName
 from planner.core.cost.parts import Size, shared_parts_of
-from planner.core.cost.stages import stages_in, with_layers_again
+from planner.core.cost.stages import stages_in, with_recomputed_layers
 from planner.core.values.placement import Placement, device_of
 from planner.core.values.plan import ITEMS, Item, Recompute, StageMemory
 
@@ -172,7 +172,7 @@ def chunk_by_layers(
     """
     stages = stages_in(costs, np.array([first]), slice(first, end), micro_batches=micro_batches, in_halves=in_halves)
     none, much = (
-        shared_parts_of(with_layers_again(stages, StageLevels(saved, 0.0, 0.0, 0.0)), "layers")
+        shared_parts_of(with_recomputed_layers(stages, StageLevels(saved, 0.0, 0.0, 0.0)), "layers")
         for saved in (0.0, _MUCH)
     )
     totals = none.totals(stages.shape)[:, 0, -1]
@@ -233,7 +233,7 @@ def least_totals_by_layers(
     columns = slice(int(firsts[0]), stop)
     stages = stages_in(costs, firsts, columns, micro_batches=micro_batches, in_halves=in_halves)
     saved, levels = least_levels(costs, firsts, columns)
-    return shared_parts_of(with_layers_again(stages, ManyLevels(saved, *levels)), "layers").totals(stages.shape)
+    return shared_parts_of(with_recomputed_layers(stages, ManyLevels(saved, *levels)), "layers").totals(stages.shape)
 
 
 def shared_bytes(costs: ChainCosts, cuts: IntArray, num_devices: int, placement: Placement = "loop") -> SharedBytes:

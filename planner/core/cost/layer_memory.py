@@ -36,7 +36,7 @@ from planner.core.cost.waiting import Backward, waiting_in
 
 FloatArray = NDArray[np.float64]
 
-KEPT, AGAIN = 0, 1
+KEEP, RECOMPUTE = 0, 1
 """First index of many arrays, the decision for a layer: keep its saved tensors, or recompute them."""
 
 
@@ -101,7 +101,7 @@ class StageLayers:
     """Bytes that each layer saves, without pending storages; shape (2, end - first)."""
     pending: tuple[tuple[Pending, ...], ...]
     """Pending storages that each layer creates."""
-    again: NDArray[np.bool_]
+    can_recompute: NDArray[np.bool_]
     """True for layers that can be recomputed: those with a backward; shape (end - first,)."""
     passed: FloatArray
     """Part of the stage's copy of its input that each layer reads, and that the stage sends on; shape (end - first +
@@ -131,7 +131,7 @@ class StageLayers:
             peaks=_peaks(costs, first, end, copied, own_copy) if costs.exact else _transients(costs, stage),
             held=np.stack([own_copy + kept[stage], copied + again[stage] + np.rint(costs.state.rewritten[stage])]),
             pending=tuple(map(tuple, pending)),
-            again=costs.has_backward[stage],
+            can_recompute=costs.has_backward[stage],
             passed=_passed(costs, unkept, first, end) * (copied[0] > 0),
         )
 
@@ -140,33 +140,36 @@ class StageLayers:
 
         Complexity: O(end - first).
         """
-        again = np.zeros((1, self.end - self.first), dtype=np.bool_)
-        again[0, [n - self.first for n in recomputed]] = True
-        return StageLevels(*(float(each[0]) for each in self.many_levels(again)))
+        is_recomputed = np.zeros((1, self.end - self.first), dtype=np.bool_)
+        is_recomputed[0, [n - self.first for n in recomputed]] = True
+        return StageLevels(*(float(each[0]) for each in self.many_levels(is_recomputed)))
 
-    def many_levels(self, again: NDArray[np.bool_]) -> ManyLevels:
+    def many_levels(self, recomputed: NDArray[np.bool_]) -> ManyLevels:
         """Return the stage's memory for N choices of recomputed layers at once.
 
         Args:
-            again: True for recomputed layers, shape (N, end - first); ignored for layers without a backward.
+            recomputed: True for recomputed layers, shape (N, end - first); ignored for layers without a backward.
 
         Complexity: O(N (end - first)).
         """
-        num = len(again)
+        num = len(recomputed)
         held, highest = np.zeros(num), [np.zeros(num)] * len(LayerPeaks._fields)
         pending: list[tuple[int, FloatArray]] = []
         for n in range(self.end - self.first):
-            is_again = again[:, n] & self.again[n]
+            is_recomputed = recomputed[:, n] & self.can_recompute[n]
             waiting = np.sum([size for _, size in pending], axis=0) if pending else np.zeros(num)
-            taken = np.where(is_again, waiting, 0.0)
+            taken = np.where(is_recomputed, waiting, 0.0)
             bases = (held + waiting + self.passed[n], held + taken, held + taken)
-            peaks = (np.where(is_again, rows[AGAIN, n], rows[KEPT, n]) for rows in self.peaks)
+            peaks = (np.where(is_recomputed, rows[RECOMPUTE, n], rows[KEEP, n]) for rows in self.peaks)
             tops = [base * self.stacked + peak for base, peak in zip(bases, peaks, strict=True)]
             highest = [np.maximum(*pair) for pair in zip(highest, tops, strict=True)]
-            held = held + np.where(is_again, self.held[AGAIN, n], self.held[KEPT, n]) + taken
+            held = held + np.where(is_recomputed, self.held[RECOMPUTE, n], self.held[KEEP, n]) + taken
             pending = [
-                *((until, np.where(is_again, 0.0, size)) for until, size in pending if until > self.first + n),
-                *((made.until, np.where(is_again, made.bytes[AGAIN], made.bytes[KEPT])) for made in self.pending[n]),
+                *((until, np.where(is_recomputed, 0.0, size)) for until, size in pending if until > self.first + n),
+                *(
+                    (made.until, np.where(is_recomputed, made.bytes[RECOMPUTE], made.bytes[KEEP]))
+                    for made in self.pending[n]
+                ),
             ]
         # What goes out of the last layer is held by the engine.
         leaving = np.sum([size for _, size in pending], axis=0) if pending else np.zeros(num)
@@ -262,10 +265,10 @@ def _peaks(costs: ChainCosts, first: int, end: int, copied: FloatArray, own_copy
     later = np.stack([own_copy + backward, copied + np.maximum(again, backward)]) + casts_behind
     later += waiting_in(costs, "later", first, end)
     later += own_output - counted_twice
-    later[KEPT, -1] -= np.rint(costs.levels.end_twice[end - 1])
+    later[KEEP, -1] -= np.rint(costs.levels.end_twice[end - 1])
     sooner = np.stack([own_copy + first_backward, copied + np.maximum(again, first_backward)]) + behind
     sooner += own_output - counted_twice + waiting_in(costs, "first", first, end)
-    sooner[KEPT, -1] -= np.rint(costs.levels.end_twice_first[end - 1])
+    sooner[KEEP, -1] -= np.rint(costs.levels.end_twice_first[end - 1])
     if casts.any():
         # In front of the first layer nothing is held, as at the end of the backward (but a copy of the input).
         at_end = copied[0] + np.rint(cast_gradient_peaks(costs)[stage]).max() + casts.sum() + own_output

@@ -20,7 +20,7 @@ from planner.core.cost.layer_memory import StageLayers, StageLevels
 from planner.core.cost.moments import Moment, Moments
 from planner.core.cost.parts import Parts, parts_of
 from planner.core.cost.passing import is_simple
-from planner.core.cost.stages import Stages, stages_in, with_arrays, with_layers_again
+from planner.core.cost.stages import Stages, stages_in, with_arrays, with_recomputed_layers
 from planner.core.values.plan import Recompute, StageMemory
 
 FloatArray = NDArray[np.float64]
@@ -134,7 +134,7 @@ def one_stage(
     stages = stages_in(costs, np.array([first]), layers, micro_batches=micro_batches, in_halves=in_halves)
     if recompute == "layers":
         every = StageLayers.of(costs, first, end)
-        return with_layers_again(stages, every.levels(frozenset(recomputed))), recompute
+        return with_recomputed_layers(stages, every.levels(frozenset(recomputed))), recompute
     # Where nothing in front is trained, there is no backward, and the executor recomputes nothing.
     return stages, "never" if stages.forward_only[0, -1] else recompute
 
@@ -228,7 +228,7 @@ def linear_moments(
         One function per point in the step at which `stage_memory` may have its peak.
     """
     stages = stages_in(costs, firsts, slice(int(firsts[0]), stop), micro_batches=moments.micro_batches)
-    empty = with_layers_again(stages, StageLevels(0.0, 0.0, 0.0, 0.0))
+    empty = with_recomputed_layers(stages, StageLevels(0.0, 0.0, 0.0, 0.0))
     parts = parts_of(empty, "layers", in_flight=moments.in_flight)
     return tuple(_linear(parts, moment, stages.shape) for moment in parts.moments(moments))
 

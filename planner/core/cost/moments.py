@@ -249,18 +249,18 @@ class _Walk:
             self._set(base, "casts", max(1, sum(of == stage for of, _ in ways)))
 
     def changes(self, row: Sequence[Instruction]) -> Iterator[Change]:
-        for what in row:
-            if what.do != "run":
-                self._transfer(what)
+        for instruction in row:
+            if instruction.do != "run":
+                self._transfer(instruction)
                 continue
-            base = self._bases[what.stage]
-            running = [base + _PLACE[self._begin(what)]]
+            base = self._bases[instruction.stage]
+            running = [base + _PLACE[self._begin(instruction)]]
             before = self._noted()
-            if what.kind in _MESSAGES:
-                self._backwards_left[what.stage] -= 1
-                if not self._backwards_left[what.stage]:
-                    running.append(base + _PLACE[_MESSAGES[what.kind]])
-            self._end(what)
+            if instruction.kind in _MESSAGES:
+                self._backwards_left[instruction.stage] -= 1
+                if not self._backwards_left[instruction.stage]:
+                    running.append(base + _PLACE[_MESSAGES[instruction.kind]])
+            self._end(instruction)
             yield Change(before, tuple(running), self._noted())
         for base, counts in zip(self._bases.values(), optimizer_steps(len(self._bases)).tolist(), strict=True):
             for other, parts in zip(self._bases.values(), counts, strict=True):
@@ -291,9 +291,9 @@ class _Walk:
         if self._count(base, part):
             self._add(base, part, -1)
 
-    def _transfer(self, what: Instruction) -> None:
-        base = self._bases[what.stage]
-        match what.do, what.kind:
+    def _transfer(self, instruction: Instruction) -> None:
+        base = self._bases[instruction.stage]
+        match instruction.do, instruction.kind:
             case "receive", "F":
                 self._add(base, "input", 1)
             case "receive", "B":
@@ -302,19 +302,19 @@ class _Walk:
                 for other in self._bases.values():
                     self._set(other, "input_gradient", int(other == base))
 
-    def _begin(self, what: Instruction) -> PartName:
+    def _begin(self, instruction: Instruction) -> PartName:
         """Remove what the micro-batch brings along, and return the part that exists while it runs."""
-        base, is_last = self._bases[what.stage], what.micro_batch == self._last
-        if what.kind == "F":
+        base, is_last = self._bases[instruction.stage], instruction.micro_batch == self._last
+        if instruction.kind == "F":
             self._take(base, "input")
             return "last_forward" if is_last else "forward"
-        if what.kind == "W":
+        if instruction.kind == "W":
             self._add(base, "weight_held", -1)
             return "weight_backward" if self._count(base, "gradients") else "first_weight_backward"
         self._take(base, "output_gradient")
         self._add(base, "kept" if is_last else "held", -1)
         has_gradients = self._count(base, "gradients")
-        if what.kind == "B":
+        if instruction.kind == "B":
             if not has_gradients:
                 self._set(base, "input_backward_gradients", 0)
                 return "first_backward"
@@ -323,12 +323,12 @@ class _Walk:
             return "first_input_backward"
         return "last_input_backward" if is_last else "input_backward"
 
-    def _end(self, what: Instruction) -> None:
-        base = self._bases[what.stage]
-        if what.kind == "F":
-            self._add(base, "kept" if what.micro_batch == self._last else "held", 1)
+    def _end(self, instruction: Instruction) -> None:
+        base = self._bases[instruction.stage]
+        if instruction.kind == "F":
+            self._add(base, "kept" if instruction.micro_batch == self._last else "held", 1)
             return
-        if what.kind == "I":
+        if instruction.kind == "I":
             self._add(base, "weight_held", 1)
             self._set(base, "input_backward_gradients", 1 - self._count(base, "gradients"))
             return

@@ -117,7 +117,7 @@ def parts_of(stages: Stages, recompute: Recompute, *, in_flight: int) -> Parts:
     """Return the parts of stages that have a device each.
 
     Args:
-        stages: The stages; with `recompute="layers"` from `with_layers_again`.
+        stages: The stages; with `recompute="layers"` from `with_recomputed_layers`.
         recompute: Recompute choice of the stages.
         in_flight: N: largest number of micro-batches that wait for their backward or run.
     """
@@ -157,7 +157,7 @@ def _exact(s: Stages, recompute: Recompute) -> Parts:
         # levels, lives beside the one that was sent.
         again = s.peaks.forward + J
         # Attributes hold the last forward's tensors meanwhile, and get no others from this one.
-        first = _making_gradients(s, I + O, np.maximum(again, s.peaks.first_again) + R + D)
+        first = _making_gradients(s, I + O, np.maximum(again, s.peaks.first_recomputed) + R + D)
         backward = running_part(I + O, np.maximum(again, s.peaks.backward) + R + D, gradient)
     if recompute == "except-last":
         last_forward = running_part(I, s.peaks.forward + D)
@@ -175,7 +175,7 @@ def _exact(s: Stages, recompute: Recompute) -> Parts:
     if s.message.any():
         # The forward again is over when gradients go out: of its micro-batch, the output that was sent is left.
         running["message"] = _message(s, I + O + D if recompute == "always" else I + D)
-    return all_parts(s, recompute, held=held, kept=kept, output_gradient=gradient, running=running)
+    return all_parts(s, recompute, waiting=held, last_waiting=kept, output_gradient=gradient, running=running)
 
 
 def _exact_halves(s: Stages, halves: InHalves, recompute: Recompute) -> dict[PartName, Size]:
@@ -209,19 +209,19 @@ def _exact_halves(s: Stages, halves: InHalves, recompute: Recompute) -> dict[Par
     return parts
 
 
-def _making_gradients(s: Stages, held: FloatArray, level: FloatArray, most: FloatArray | None = None) -> Size:
+def _making_gradients(s: Stages, in_flight: FloatArray, level: FloatArray, most: FloatArray | None = None) -> Size:
     # Gradients exist in part; the items show them as far as they are part of what is alive.
     gradients = np.minimum(s.gradients if most is None else most, level)
-    size = running_part(held, level - gradients, s.output_gradient, level=FIRST_BACKWARD)
+    size = running_part(in_flight, level - gradients, s.output_gradient, level=FIRST_BACKWARD)
     return replace(size, items={**size.items, "gradients": gradients})
 
 
-def _message(s: Stages, held: FloatArray) -> Size:
+def _message(s: Stages, in_flight: FloatArray) -> Size:
     """Return the part of the last backward, which sends gradients to other replicas: one message is stored twice."""
     transfer = s.output_gradient + s.message
     if s.micro_batches > 1:
-        return running_part(held, s.peaks.message, transfer, level=BACKWARD)
-    first = _making_gradients(s, held, s.peaks.first_message)
+        return running_part(in_flight, s.peaks.message, transfer, level=BACKWARD)
+    first = _making_gradients(s, in_flight, s.peaks.first_message)
     return replace(first, items={**first.items, "transfer": transfer})
 
 
@@ -248,7 +248,7 @@ def _additive(s: Stages, recompute: Recompute) -> Parts:
         if s.message.any():
             running["weight_message"] = running_part(between, s.halves.weight + s.casts, s.message)
     kept = Size({"in_flight": np.maximum(A, E)}) if recompute == "except-last" else held
-    return all_parts(s, recompute, held=held, kept=kept, output_gradient=s.sent_output, running=running)
+    return all_parts(s, recompute, waiting=held, last_waiting=kept, output_gradient=s.sent_output, running=running)
 
 
 def running_part(
@@ -268,8 +268,8 @@ def all_parts(
     s: Stages,
     recompute: Recompute,
     *,
-    held: Size,
-    kept: Size,
+    waiting: Size,
+    last_waiting: Size,
     output_gradient: FloatArray,
     running: Mapping[PartName, Size],
 ) -> Parts:
@@ -278,16 +278,16 @@ def all_parts(
     Args:
         s: The stages.
         recompute: Recompute choice of the stages.
-        held: Size of a micro-batch that waits for its backward.
-        kept: Size of the last micro-batch while it waits.
+        waiting: Size of a micro-batch that waits for its backward.
+        last_waiting: Size of the last micro-batch while it waits.
         output_gradient: Bytes of a received gradient that waits.
         running: Parts that exist only while an action runs.
     """
     always: dict[Item, FloatArray] = {**s.always, "in_flight": s.data}
     sizes: dict[PartName, Size] = {
         "casts": Size({"casts": s.casts}),
-        "held": held,
-        "kept": kept,
+        "held": waiting,
+        "kept": last_waiting,
         "input": Size({"in_flight": s.input}),
         "output_gradient": Size({"transfer": output_gradient}),
         "input_gradient": Size({"transfer": s.input_gradient}),

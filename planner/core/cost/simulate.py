@@ -223,7 +223,7 @@ def makespans(
         durations = {kind: rows(times) for kind, times in every.items() if times is not None}
         last_durations = {kind: rows(times) for kind, times in last.items() if times is not None}
         times = Times(durations, last_durations, rows(send_us), blocks)
-        clocks = _carry(steps, len(actions), times, begin=np.zeros(block.stop - block.start), later=np.maximum)
+        clocks = _carry(steps, len(actions), times, begin=np.zeros(block.stop - block.start), later_of=np.maximum)
         if own_us is None:
             ends[block] = np.max(clocks.ends, axis=0)
         else:
@@ -233,7 +233,7 @@ def makespans(
 
 
 def clocks(
-    actions: Sequence[Sequence[Action]], times: Times[Clock], *, begin: Clock, later: Callable[[Clock, Clock], Clock]
+    actions: Sequence[Sequence[Action]], times: Times[Clock], *, begin: Clock, later_of: Callable[[Clock, Clock], Clock]
 ) -> Clocks[Clock]:
     """Return when each device begins and ends, with clocks of any type; linear clocks yield a linear program.
 
@@ -241,13 +241,13 @@ def clocks(
         actions: Actions of each device, in order.
         times: Times of all stages.
         begin: Clock at the start of the step.
-        later: Function that returns the later of two clocks.
+        later_of: Function that returns the later of two clocks.
 
     Raises:
         ValueError: As in `simulate`.
     """
     steps = _known_steps(tuple(map(tuple, actions)), len(times.sends))
-    return _carry(steps, len(actions), times, begin=begin, later=later)
+    return _carry(steps, len(actions), times, begin=begin, later_of=later_of)
 
 
 class _Step(NamedTuple):
@@ -329,7 +329,7 @@ def _walk(
     }
     times = Times(durations, last, [stage.send_us for stage in stages], [stage.blocking for stage in stages])
     steps = _steps_of(actions, len(stages))
-    return _carry(steps, len(actions), times, begin=0.0, later=max, note=note)
+    return _carry(steps, len(actions), times, begin=0.0, later_of=max, note=note)
 
 
 _Note = Callable[[_Step, bool, float, float], None]
@@ -342,7 +342,7 @@ def _carry(
     times: Times[Clock],
     *,
     begin: Clock,
-    later: Callable[[Clock, Clock], Clock],
+    later_of: Callable[[Clock, Clock], Clock],
     note: Callable[[_Step, bool, Clock, Clock], None] | None = None,
 ) -> Clocks[Clock]:
     """Return when each device begins and ends, by carrying clocks through the steps.
@@ -352,7 +352,7 @@ def _carry(
         num_devices: K.
         times: Times of all stages.
         begin: Clock at the start of the step.
-        later: Function that returns the later of two clocks.
+        later_of: Function that returns the later of two clocks.
         note: Callback for every action, and for every transfer that takes time.
     """
     device_free = [begin] * num_devices
@@ -365,7 +365,7 @@ def _carry(
     for step in steps:
         start = device_free[step.device]
         if step.source is not None:
-            start = later(start, arrived.pop(step.source))
+            start = later_of(start, arrived.pop(step.source))
         if begins[step.device] is None:
             begins[step.device] = start
         if step.source is not None and times.blocking[step.received_over]:
@@ -377,7 +377,7 @@ def _carry(
         if step.sent_over < 0 or step.flow is None:
             continue
         if takes_time and not times.blocking[step.sent_over]:
-            sent = later(end, link_free.get(step.link, begin))
+            sent = later_of(end, link_free.get(step.link, begin))
             end = link_free[step.link] = sent + times.sends[step.sent_over]
             if note is not None and _takes_time(times.sends[step.sent_over]):
                 note(step, True, sent, end)
@@ -389,7 +389,7 @@ def _summed_early(
     actions: Sequence[Sequence[Action]],
     clocks: Clocks[Clock],
     sums: Sequence[Clock],
-    later: Callable[[Clock, Clock], Clock],
+    later_of: Callable[[Clock, Clock], Clock],
 ) -> list[Clock]:
     """Return, for each device, the time of its all-reduces that is over when its last stage ends.
 
@@ -401,7 +401,7 @@ def _summed_early(
         left = nothing = total = before - before
         for stage in stages:
             end = clocks.stage_ends[stage]
-            left = later(left - (end - before), nothing) + sums[stage]
+            left = later_of(left - (end - before), nothing) + sums[stage]
             before, total = end, total + sums[stage]
         early.append(total - left)
     return early

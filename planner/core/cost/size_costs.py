@@ -227,7 +227,8 @@ def _exact_halves(
 ) -> Halves:
     input_us, weight_us = _half_us(layers, n, gradients)
     records = [
-        layer.split[n] if layer.split else _assumed(layer, n, held=float(saved[i])) for i, layer in enumerate(layers)
+        layer.split[n] if layer.split else _assumed(layer, n, held_bytes=float(saved[i]))
+        for i, layer in enumerate(layers)
     ]
 
     def of(get: Callable[[SplitMemory], int | None], otherwise: FloatArray | float = 0.0) -> FloatArray:
@@ -270,16 +271,16 @@ def _exact_halves(
     )
 
 
-def _assumed(layer: LayerProfile, n: int, *, held: float) -> SplitMemory:
+def _assumed(layer: LayerProfile, n: int, *, held_bytes: float) -> SplitMemory:
     """Return a record for a layer without one: W needs everything that was saved, and creates all gradients."""
     detail, gradients = layer.detail[n], layer.trained_bytes
     return SplitMemory(
-        held_bytes=round(held),
+        held_bytes=round(held_bytes),
         weight_gradient_bytes=gradients,
         first_input_peak_bytes=detail.backward_peak_bytes,
         input_peak_bytes=detail.backward_peak_bytes,
-        first_weight_peak_bytes=round(held) + gradients,
-        weight_peak_bytes=round(held) + gradients,
+        first_weight_peak_bytes=round(held_bytes) + gradients,
+        weight_peak_bytes=round(held_bytes) + gradients,
     )
 
 

@@ -37,7 +37,7 @@ class Peaks:
     first_backward: FloatArray
     """Highest in the backward of the first micro-batch, including the parameters' gradients that it creates. All
     backwards include the stage's output, which the engine stores until the backward ends."""
-    first_again: FloatArray
+    first_recomputed: FloatArray
     """`first_backward` if that micro-batch is recomputed, which changes when gradients of the autocast cache are
     freed."""
     backward: FloatArray
@@ -112,7 +112,7 @@ class Stages:
     """Records of stages with a memory rule of their own."""
     halves: InHalves | None
     """Bytes with a split backward; None if not requested."""
-    layers_again: bool = False
+    recomputes_layers: bool = False
     """True if `saved` and the peaks are those of stages that recompute single layers."""
 
 
@@ -136,7 +136,7 @@ def stages_in(
     return replace(stages, halves=window.halves(stages)) if in_halves else stages
 
 
-def with_layers_again(stages: Stages, levels: StageLevels | ManyLevels) -> Stages:
+def with_recomputed_layers(stages: Stages, levels: StageLevels | ManyLevels) -> Stages:
     """Return the stages with levels that recomputing single layers has changed, in whole bytes."""
 
     def of_all(size: FloatArray | float) -> FloatArray:
@@ -164,7 +164,7 @@ def with_layers_again(stages: Stages, levels: StageLevels | ManyLevels) -> Stage
         peaks=peaks,
         law=with_arrays(stages.law, _whole),
         halves=halves,
-        layers_again=True,
+        recomputes_layers=True,
     )
 
 
@@ -341,14 +341,14 @@ class Window:
         backward = self._highest_backward(levels.backward, levels.end_twice, "later") - casts_behind + output
         gradients_behind = costs.gradients.sum() - np.cumsum(costs.gradients)[self.last]
         first_backward = self._highest_backward(levels.first_backward, levels.end_twice_first, "first")
-        first_backward = first_again = first_backward - gradients_behind + output
+        first_backward = first_recomputed = first_backward - gradients_behind + output
         if casts.any():
-            backward, first_again = self._with_gradients_of_casts(backward, first_backward, output)
+            backward, first_recomputed = self._with_gradients_of_casts(backward, first_backward, output)
         return Peaks(
             forward=self.highest(levels.forward[columns] - unkept) - self.saved_before,
             no_grad=self.highest(levels.no_grad[columns] - alive),
             first_backward=first_backward,
-            first_again=first_again,
+            first_recomputed=first_recomputed,
             backward=backward,
             first_message=first_backward,
             message=backward,
@@ -362,7 +362,7 @@ class Window:
             forward=forward,
             no_grad=forward,
             first_backward=backward,
-            first_again=backward,
+            first_recomputed=backward,
             backward=backward,
             first_message=backward,
             message=backward,

@@ -59,7 +59,7 @@ def waiting_rows(
             count = twice if backward == "first" else between
             waiting = waiting + np.outer(count, ends >= tie.second) * np.rint(tie.gradient_bytes)
             if backward == "later":
-                is_last_use = (ends >= tie.second) & (ends < _used_again(costs, tie.second))
+                is_last_use = (ends >= tie.second) & (ends < _next_use(costs, tie.second))
                 share = tie.gradient_bytes / max(1.0, costs.gradients[tie.second])
                 own = np.rint(staying[tie.second] * min(1.0, share))
                 waiting = waiting + np.outer(layers == tie.second, is_last_use) * own
@@ -76,7 +76,7 @@ def staying_gradients(costs: ChainCosts) -> FloatArray:
     return staying
 
 
-def _used_again(costs: ChainCosts, layer: int) -> float:
+def _next_use(costs: ChainCosts, layer: int) -> float:
     """Return the next layer that uses the parameters that `layer` shares with an earlier one; infinite without one."""
     return min((tie.second for tie in costs.ties if tie.first == layer), default=np.inf)
 

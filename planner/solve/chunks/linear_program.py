@@ -164,7 +164,7 @@ class LinearProgram:
             last |= {"I": _added(halves[0], last_again), "W": halves[1]}
         sends = [self._send(s) for s in range(self._S)]
         times = Times(durations, last, sends, many.blocking.tolist())
-        carried = clocks(many.actions, times, begin=Linear(), later=self._later)
+        carried = clocks(many.actions, times, begin=Linear(), later_of=self._later)
         own = [
             sum((self._of_stage(s, costs.optimizer_us / (speeds[s] * unit)) for s in chunks), start=Linear())
             for chunks in many.chunks

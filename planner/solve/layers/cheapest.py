@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from planner.core.cost.chain_costs import ChainCosts
-from planner.core.cost.layer_memory import AGAIN, KEPT, Pending, StageLayers
+from planner.core.cost.layer_memory import KEEP, RECOMPUTE, Pending, StageLayers
 from planner.core.cost.memory import linear_moments
 from planner.core.cost.moments import Moments
 from planner.solve.space.arrays import BoolArray, FloatArray, IndexArray, IntArray
@@ -180,20 +180,22 @@ class _Walk:
         self.times = times
         self.num_layers = len(times)
         # What goes out of the last layer is held by the engine.
-        leaving = np.array([[_leaving(outputs, layers.end, d) for outputs in layers.pending] for d in (KEPT, AGAIN)])
+        leaving = np.array(
+            [[_leaving(outputs, layers.end, d) for outputs in layers.pending] for d in (KEEP, RECOMPUTE)]
+        )
         kept, again = layers.held + leaving
         # A recomputed layer keeps its input, if nobody else may.
         again += [0.0, *(_handed_on(outputs, layers.first + n + 1) for n, outputs in enumerate(layers.pending[:-1]))]
         # What a layer can save at most, for knapsacks: it keeps less, if it may be recomputed at all.
-        savings = np.where(layers.again, np.maximum(kept - again, 0.0), 0.0)
-        pending = sum(each.bytes[AGAIN] for outputs in layers.pending for each in outputs)
+        savings = np.where(layers.can_recompute, np.maximum(kept - again, 0.0), 0.0)
+        pending = sum(each.bytes[RECOMPUTE] for outputs in layers.pending for each in outputs)
         out = float(layers.passed[-1])
         self.kept_behind = out + _behind(kept)
         self.least_behind = out + _behind(np.minimum(kept, again))
         self.most_behind = out + pending + _behind(layers.held.max(axis=0))
         # Levels behind a layer, whatever is decided there: at least `lowest`, and `highest` if all is kept that can be.
         lowest = [rows.min(axis=0) for rows in layers.peaks]
-        self.highest = [self._highest_behind(peaks, layers.held[KEPT]) for peaks in lowest]
+        self.highest = [self._highest_behind(peaks, layers.held[KEEP]) for peaks in lowest]
         self.lowest = [self._highest_behind(peaks, layers.held.min(axis=0)) for peaks in lowest]
         self.knapsacks = [_knapsack(savings[n:], times[n:]) for n in range(self.num_layers + 1)]
 
@@ -225,7 +227,7 @@ class _Walk:
         sizes = np.cumsum([0, *(len(labels.time) for labels in groups.values())])
         for (waiting, labels), begin in zip(groups.items(), sizes, strict=False):
             places = begin + np.arange(len(labels.time))
-            for decision in (KEPT, AGAIN)[: 1 + int(self.layers.again[n])]:
+            for decision in (KEEP, RECOMPUTE)[: 1 + int(self.layers.can_recompute[n])]:
                 extended = self._extended(n, waiting, labels._replace(parent=places), decision)
                 parts.setdefault(self._waiting_behind(n, waiting, decision), []).append(extended)
         # Only labels of one group may dominate each other: what waits in front of a layer may yet have to be held.
@@ -233,7 +235,7 @@ class _Walk:
         return {waiting: labels for waiting, labels in kept.items() if len(labels.time)}
 
     def _waiting_behind(self, n: int, waiting: Waiting, decision: int) -> Waiting:
-        after = [each for each in waiting if each[0] > self.layers.first + n] if decision == KEPT else []
+        after = [each for each in waiting if each[0] > self.layers.first + n] if decision == KEEP else []
         outputs = [(each.until, each.bytes[decision]) for each in self.layers.pending[n] if each.bytes[decision] > 0]
         return (*after, *outputs)
 
@@ -254,7 +256,7 @@ class _Walk:
             room,
             labels.bound,
             labels.parent,
-            np.full(len(labels.time), decision == AGAIN),
+            np.full(len(labels.time), decision == RECOMPUTE),
         )
 
     def _promising(self, n: int, labels: _Labels, upper_us: float) -> _Labels:
@@ -315,7 +317,7 @@ def _leaving(outputs: Sequence[Pending], end: int, decision: int) -> float:
 
 def _handed_on(outputs: Sequence[Pending], layer: int) -> float:
     """What goes into `layer`, and no further, and is not held even if its maker holds what it can."""
-    return sum(each.bytes[KEPT] for each in outputs if each.until == layer)
+    return sum(each.bytes[KEEP] for each in outputs if each.until == layer)
 
 
 def _behind(per_layer: FloatArray) -> FloatArray:

@@ -166,7 +166,7 @@ class _Stage:
         self.subsets = Subsets.of(self.layers, self.times_us) if is_short else None
         as_first, behind = most_savings(costs)
         saved = np.append(as_first[first], behind[first + 1 : end])
-        self.most_saved = np.where(self.layers.again, saved, 0.0)
+        self.most_saved = np.where(self.layers.can_recompute, saved, 0.0)
         """Per layer, how many bytes less a micro-batch holds at most if it is recomputed."""
 
 

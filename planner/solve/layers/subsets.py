@@ -38,7 +38,7 @@ class Subsets(NamedTuple):
             layers: The stage.
             times_us: To compute each layer again, shape (layers,).
         """
-        trained = np.flatnonzero(layers.again)
+        trained = np.flatnonzero(layers.can_recompute)
         every = np.zeros((1 << len(trained), len(times_us)), dtype=np.bool_)
         every[:, trained] = (np.arange(len(every))[:, None] >> np.arange(len(trained))) & 1
         again_us: FloatArray = every @ times_us
