@@ -147,7 +147,7 @@ class CompiledBackend:
                     profile,
                     task.buffer_bytes[profile.name],
                     [layers[profile.digest, size] for size in records.sizes],
-                    kept=[of_size[n] for of_size in kept],
+                    kept_outputs=[of_size[n] for of_size in kept],
                     received=[of_size[n] for of_size in received],
                     is_first=n == 0,
                     num_targets=num_targets if n == len(profiles) - 1 else 0,
@@ -172,7 +172,7 @@ def _with_programs(
     buffer_bytes: int,
     compiled: Sequence[CompiledLayer],
     *,
-    kept: Sequence[Mapping[int, bool]],
+    kept_outputs: Sequence[Mapping[int, bool]],
     received: Sequence[Sequence[tuple[int, int]]],
     is_first: bool,
     num_targets: int,
@@ -183,7 +183,7 @@ def _with_programs(
         profile: The layer's profile.
         buffer_bytes: Bytes of its buffers; the executable does not change running statistics.
         compiled: The compiled layer at each size.
-        kept: Per size, outputs that loops over micro-batches keep, as from `_kept_outputs`.
+        kept_outputs: Per size, outputs that loops over micro-batches keep, as from `_kept_outputs`.
         received: Per size, bytes of each received tensor as sent, and as later layers lay it out.
         is_first: Whether the layer's inputs are the mini-batch.
         num_targets: Number of inputs that are targets of the loss; they come last.
@@ -192,7 +192,7 @@ def _with_programs(
         The layer's profile.
     """
     programs = [
-        _program(layer, kept[place], received[place], is_first=is_first, num_targets=num_targets)
+        _program(layer, kept_outputs[place], received[place], is_first=is_first, num_targets=num_targets)
         for place, layer in enumerate(compiled)
     ]
     return replace(
@@ -239,14 +239,14 @@ def _received(compiled: Sequence[CompiledLayer]) -> list[list[tuple[int, int]]]:
 
 def _program(
     layer: CompiledLayer,
-    kept: Mapping[int, bool],
+    kept_outputs: Mapping[int, bool],
     received: Sequence[tuple[int, int]],
     *,
     is_first: bool,
     num_targets: int,
 ) -> ProgramMemory:
     targets = layer.inputs[len(layer.inputs) - num_targets :]
-    program = replace(layer.program(kept, received), target_bytes=sum(targets))
+    program = replace(layer.program(kept_outputs, received), target_bytes=sum(targets))
     if not is_first:
         return program
     return replace(

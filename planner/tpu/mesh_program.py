@@ -21,7 +21,7 @@ from jax import Array, lax
 from jax import numpy as jnp
 
 from planner.tpu.halves import random_key
-from planner.tpu.places import are_vectors, places_for
+from planner.tpu.places import are_vectors, slots_for
 from planner.tpu.programs import in_rows, loop_shape, num_bytes
 from planner.tpu.stage import Stage, StageInput, State
 
@@ -45,7 +45,7 @@ class Packing:
     def __init__(self, stages: Sequence[Sequence[jax.ShapeDtypeStruct]], *, in_loops: bool = False) -> None:
         self._stages = [list(stage) for stage in stages]
         self._held = [list(map(loop_shape, stage)) if in_loops else list(stage) for stage in self._stages]
-        counts = places_for(Counter[_Kind]((tuple(s.shape), s.dtype) for s in stage) for stage in self._held)
+        counts = slots_for(Counter[_Kind]((tuple(s.shape), s.dtype) for s in stage) for stage in self._held)
         self.shapes = [jax.ShapeDtypeStruct(*kind) for kind in counts.elements()]
         most_bytes = max((sum(map(num_bytes, stage)) for stage in self._held), default=0)
         self._flat = are_vectors(sum(map(num_bytes, self.shapes)), most_bytes)
@@ -67,21 +67,23 @@ class Packing:
             The packed arrays.
         """
         if not self._flat:
-            filled = dict(zip(self._places(stage), arrays, strict=True))
+            filled = dict(zip(self._slots_of(stage), arrays, strict=True))
             return [
-                _filled(filled[n], s, numpy) if n in filled else numpy.zeros(s.shape, s.dtype)
+                _padded(filled[n], s, numpy) if n in filled else numpy.zeros(s.shape, s.dtype)
                 for n, s in enumerate(self.shapes)
             ]
         packed = []
         for whole in self.shapes:
             parts = [array.reshape(-1) for array in arrays if array.dtype == whole.dtype]
-            packed.append(_filled(numpy.concatenate(parts) if parts else numpy.zeros(0, whole.dtype), whole, numpy))
+            packed.append(_padded(numpy.concatenate(parts) if parts else numpy.zeros(0, whole.dtype), whole, numpy))
         return packed
 
     def unpack(self, stage: int, packed: Sequence[Array]) -> list[Array]:
         """Return a stage's arrays from packed ones."""
         if not self._flat:
-            return [_taken(packed[n], shape) for n, shape in zip(self._places(stage), self._stages[stage], strict=True)]
+            return [
+                _unpadded(packed[n], shape) for n, shape in zip(self._slots_of(stage), self._stages[stage], strict=True)
+            ]
         wholes = {shape.dtype: array.reshape(-1) for shape, array in zip(self.shapes, packed, strict=True)}
         begin = dict.fromkeys(wholes, 0)
         arrays = []
@@ -95,8 +97,8 @@ class Packing:
         """Add a stage's arrays to packed ones, and return the sums."""
         sums = list(packed)
         if not self._flat:
-            for n, array in zip(self._places(stage), arrays, strict=True):
-                sums[n] = sums[n] + _filled(array, self.shapes[n], jnp)
+            for n, array in zip(self._slots_of(stage), arrays, strict=True):
+                sums[n] = sums[n] + _padded(array, self.shapes[n], jnp)
             return sums
         return [whole + more for whole, more in zip(packed, self.pack(stage, arrays), strict=True)]
 
@@ -104,7 +106,7 @@ class Packing:
         """Return packed zeros, with `front` as first dimensions."""
         return [jnp.zeros((*front, *s.shape), s.dtype) for s in self.shapes]
 
-    def _places(self, stage: int) -> list[int]:
+    def _slots_of(self, stage: int) -> list[int]:
         free: dict[_Kind, list[int]] = {}
         for n, shape in enumerate(self.shapes):
             free.setdefault((tuple(shape.shape), shape.dtype), []).append(n)
@@ -119,7 +121,7 @@ def _vector(length: int) -> tuple[int, ...]:
     return (length,)
 
 
-def _filled(array: Array, whole: jax.ShapeDtypeStruct, numpy: ModuleType) -> Array:
+def _padded(array: Array, whole: jax.ShapeDtypeStruct, numpy: ModuleType) -> Array:
     """Pad an array with zeros to a larger shape."""
     if array.shape == whole.shape:
         return array
@@ -127,8 +129,8 @@ def _filled(array: Array, whole: jax.ShapeDtypeStruct, numpy: ModuleType) -> Arr
     return numpy.pad(array.reshape(-1), (0, padding)).reshape(whole.shape)
 
 
-def _taken(whole: Array, shape: jax.ShapeDtypeStruct) -> Array:
-    """Return the array of that shape that `_filled` padded."""
+def _unpadded(whole: Array, shape: jax.ShapeDtypeStruct) -> Array:
+    """Return the array of that shape that `_padded` padded."""
     if whole.shape == shape.shape:
         return whole
     return whole.reshape(-1)[: math.prod(shape.shape)].reshape(shape.shape)

@@ -72,39 +72,44 @@ class CompiledLayer:
             backward_peak_bytes=backward_bytes,
         )
 
-    def program(self, kept: Mapping[int, bool], received: Sequence[tuple[int, int]]) -> ProgramMemory:
+    def program(self, kept_outputs: Mapping[int, bool], received: Sequence[tuple[int, int]]) -> ProgramMemory:
         """Return the memory record of the layer as part of one executable.
 
         Args:
-            kept: Outputs kept for some backward; True if all backwards read them only as matmul operands.
+            kept_outputs: Outputs kept for some backward; True if all backwards read them only as matmul operands.
             received: Bytes of each received tensor: as sent by the previous layer, and as layers lay it out.
 
         Returns:
             The record.
         """
         return ProgramMemory(
-            carried_bytes=self.carried_bytes + sum(self.outputs[n] for n in kept),
+            carried_bytes=self.carried_bytes + sum(self.outputs[n] for n in kept_outputs),
             peak_bytes=self.peak_bytes,
             narrowed_bytes=self.narrowed_bytes,
             padding_bytes=self.padding_bytes,
             reshaped_bytes=self.reshaped_bytes,
-            trained=counted(self.trained_kinds),
-            kept=counted([*self.made_kinds, *(_kept(self.output_kinds[n], narrow=kept[n]) for n in sorted(kept))]),
-            received=counted(map(_received, self.input_kinds, received)),
+            trained=merge_equal(self.trained_kinds),
+            kept=merge_equal(
+                [
+                    *self.made_kinds,
+                    *(_stored_kind(self.output_kinds[n], narrow=kept_outputs[n]) for n in sorted(kept_outputs)),
+                ]
+            ),
+            received=merge_equal(map(_received_kind, self.input_kinds, received)),
         )
 
 
-def _kept(array: ArrayKind, *, narrow: bool) -> ArrayKind:
+def _stored_kind(array: ArrayKind, *, narrow: bool) -> ArrayKind:
     return array if narrow else replace(array, loop_bytes=array.bytes)
 
 
-def _received(array: ArrayKind, sizes: tuple[int, int]) -> ArrayKind:
+def _received_kind(array: ArrayKind, sizes: tuple[int, int]) -> ArrayKind:
     sent_bytes, wanted_bytes = sizes
     halves = 2 if array.loop_bytes < array.bytes else 1
     return replace(array, bytes=sent_bytes, loop_bytes=wanted_bytes // halves)
 
 
-def counted(arrays: Iterable[ArrayKind]) -> tuple[ArrayKind, ...]:
+def merge_equal(arrays: Iterable[ArrayKind]) -> tuple[ArrayKind, ...]:
     """Merge equal arrays into one entry with a count."""
     return tuple(replace(array, count=count) for array, count in Counter(arrays).items())
 

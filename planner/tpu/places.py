@@ -17,7 +17,7 @@ MOST_ROOM: Final = 1.5
 _Kind = TypeVar("_Kind")
 
 
-def places_for(stages: Iterable[Mapping[_Kind, int]]) -> Counter[_Kind]:
+def slots_for(stages: Iterable[Mapping[_Kind, int]]) -> Counter[_Kind]:
     """Return the slots of each kind: the largest number of arrays of that kind in any stage."""
     places: Counter[_Kind] = Counter()
     for stage in stages:
@@ -30,7 +30,7 @@ def are_vectors(places_bytes: float, largest_bytes: float) -> bool:
     return places_bytes > MOST_ROOM * largest_bytes
 
 
-class Places(NamedTuple):
+class SharedSlots(NamedTuple):
     """Memory of every device for the arrays of all stages."""
 
     share: float
@@ -38,26 +38,26 @@ class Places(NamedTuple):
     are_vectors: bool
 
 
-def shared_places(stages: Sequence[Sequence[ArrayKind]]) -> Places:
+def shared_slots(stages: Sequence[Sequence[ArrayKind]]) -> SharedSlots:
     """Return the memory of every device for the arrays of each stage.
 
     Slots hold arrays as loops do. Vectors hold the elements without padding.
     """
-    counts = [_counted(stage) for stage in stages]
+    counts = [_count_kinds(stage) for stage in stages]
     fullest = max((sum(array.count * array.bytes for array in stage) for stage in stages), default=0)
     if not fullest:
-        return Places(1.0, are_vectors=False)
+        return SharedSlots(1.0, are_vectors=False)
     arrays = list(chain.from_iterable(stages))
     plain_bytes = {array.kind: array.plain_bytes for array in arrays}
-    places = places_for(counts)
+    places = slots_for(counts)
     if not are_vectors(_sum(places, plain_bytes), max(_sum(count, plain_bytes) for count in counts)):
-        return Places(sum(_loop_bytes(stages, kind) for kind in places) / fullest, are_vectors=False)
+        return SharedSlots(sum(_loop_bytes(stages, kind) for kind in places) / fullest, are_vectors=False)
     longest: dict[str, int] = {}
     for count in counts:
         for dtype in {_dtype(kind) for kind in count}:
             length = _sum({kind: n for kind, n in count.items() if _dtype(kind) == dtype}, plain_bytes)
             longest[dtype] = max(longest.get(dtype, 0), length)
-    return Places(sum(longest.values()) / fullest, are_vectors=True)
+    return SharedSlots(sum(longest.values()) / fullest, are_vectors=True)
 
 
 def _loop_bytes(stages: Sequence[Sequence[ArrayKind]], kind: str) -> int:
@@ -69,15 +69,15 @@ def _loop_bytes(stages: Sequence[Sequence[ArrayKind]], kind: str) -> int:
     return sum(map(max, zip_longest(*widths, fillvalue=0)))
 
 
-def _counted(stage: Sequence[ArrayKind]) -> Counter[str]:
+def _count_kinds(stage: Sequence[ArrayKind]) -> Counter[str]:
     counted: Counter[str] = Counter()
     for array in stage:
         counted[array.kind] += array.count
     return counted
 
 
-def _sum(counted: Mapping[str, int], sizes: Mapping[str, int]) -> int:
-    return sum(number * sizes[kind] for kind, number in counted.items())
+def _sum(counts: Mapping[str, int], sizes: Mapping[str, int]) -> int:
+    return sum(number * sizes[kind] for kind, number in counts.items())
 
 
 def _dtype(kind: str) -> str:

@@ -36,7 +36,7 @@ from planner.core.errors import UsageError
 from planner.core.schedule import GPIPE
 from planner.core.values.plan import Recompute, StageMemory
 from planner.core.values.profile import ArrayKind
-from planner.tpu.places import shared_places
+from planner.tpu.places import shared_slots
 from planner.tpu.stage_memory import Looped, ProgramArrays, Programs
 
 _GAPS = 1.1
@@ -144,9 +144,9 @@ def _with_room(
 ) -> _ProgramParts:
     """Return the largest bytes of any stage, increased for arrays whose shapes differ between stages."""
     keeping = [interval for interval, choice in zip(intervals, choices, strict=True) if choice in _KEEPING]
-    state = shared_places([_chained(layer.trained for layer in layers[first:end]) for first, end in intervals])
-    kept = shared_places([_chained(layer.kept for layer in layers[first:end]) for first, end in keeping])
-    received = shared_places([layers[first].received for first, _ in intervals[1:]])
+    state = shared_slots([_chained(layer.trained for layer in layers[first:end]) for first, end in intervals])
+    kept = shared_slots([_chained(layer.kept for layer in layers[first:end]) for first, end in keeping])
+    received = shared_slots([layers[first].received for first, _ in intervals[1:]])
     is_narrow = any(array.kind.startswith(_NARROW) for layer in layers for array in layer.kept)
     # Out of vectors a stage takes its arrays, and its gradients are put together to one.
     taken_out = most.parameters if state.are_vectors else 0.0

@@ -84,20 +84,20 @@ class Stage:
         return values[-1], [*between, *kept]
 
     def backward(
-        self, state: State, received: StageInput, kept: Sequence[Array], gradients: Sequence[Array]
+        self, state: State, received: StageInput, saved: Sequence[Array], gradients: Sequence[Array]
     ) -> tuple[dict[str, Array], list[Array]]:
         """Compute the gradients.
 
         Args:
             state: Arrays of the stage.
             received: Input of the micro-batch.
-            kept: Arrays that the forward kept.
+            saved: Arrays that the forward kept.
             gradients: Gradients of the outputs.
 
         Returns:
             Gradients of trained parameters by name, and of the inputs that have one.
         """
-        values, created = self._run(state, received) if self._recompute else self._unpacked(received.inputs, kept)
+        values, created = self._run(state, received) if self._recompute else self._unpacked(received.inputs, saved)
         of_trained: dict[str, Array] = {}
         flowing = list(gradients)
         for place in reversed(range(len(self._layers))):
@@ -148,14 +148,14 @@ class Stage:
     def _between(self, boundary: int) -> list[jax.ShapeDtypeStruct]:
         return self.inputs if boundary == 0 else self._layers[boundary - 1].halves.outputs
 
-    def _unpacked(self, inputs: Sequence[Array], kept: Sequence[Array]) -> tuple[list[list[Array]], list[list[Array]]]:
+    def _unpacked(self, inputs: Sequence[Array], saved: Sequence[Array]) -> tuple[list[list[Array]], list[list[Array]]]:
         # Values that are not read may be anything.
         nothing = jnp.zeros(())
-        earlier = dict(zip(self._needed, kept, strict=False)) | {(0, n): value for n, value in enumerate(inputs)}
+        earlier = dict(zip(self._needed, saved, strict=False)) | {(0, n): value for n, value in enumerate(inputs)}
         values = [
             [earlier.get(self._made_at(b, n), nothing) for n in range(len(self._between(b)))]
             for b in range(len(self._layers) + 1)
         ]
-        rest = iter(kept[len(self._needed) :])
+        rest = iter(saved[len(self._needed) :])
         created = [[] if layer.recomputed else [next(rest) for _ in layer.halves.made_shapes] for layer in self._layers]
         return values, created

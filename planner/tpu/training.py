@@ -91,7 +91,7 @@ def jax_arguments(description: str | None, *, steps: int, seed: int) -> JaxArgum
 
 
 @contextmanager
-def jax_training(balance_path: str | Path, given: JaxArguments) -> "Iterator[JaxTraining]":
+def jax_training(balance_path: str | Path, options: JaxArguments) -> "Iterator[JaxTraining]":
     """Provide a plan's program with the model file's optimizer inside a `with` block.
 
     A `PlannerError` ends the process with its message and exit code 2, for example if the model or the plan cannot run
@@ -99,15 +99,15 @@ def jax_training(balance_path: str | Path, given: JaxArguments) -> "Iterator[Jax
 
     Args:
         balance_path: The balance configuration, as `gpipe-plan emit --format jax` writes it.
-        given: The command-line arguments.
+        options: The command-line arguments.
     """
     try:
         check_installed("tpu")
-        if given.compile:
+        if options.compile:
             expect_no_tpu()
         from planner.tpu.trainer import JaxTraining  # noqa: PLC0415 - jax
 
-        yield JaxTraining(balance_path, given)
+        yield JaxTraining(balance_path, options)
     except PlannerError as error:
         print_error(error)
         sys.exit(ExitCode.ERROR)

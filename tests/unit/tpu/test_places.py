@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from planner.core.values.profile import ArrayKind
-from planner.tpu.places import are_vectors, places_for, shared_places
+from planner.tpu.places import are_vectors, shared_slots, slots_for
 
 
 def array(kind: str, num_bytes: int, plain_bytes: int) -> ArrayKind:
@@ -19,7 +19,7 @@ LONG, NUMBERS = array("float32[15]", 60, 60), array("int32[4]", 20, 16)
 
 def test_there_are_as_many_places_of_a_kind_as_some_stage_has_arrays() -> None:
     """Of every kind the larger number."""
-    assert places_for([{"a": 2, "b": 1}, {"a": 1}, {"b": 3}]) == {"a": 2, "b": 3}
+    assert slots_for([{"a": 2, "b": 1}, {"a": 1}, {"b": 3}]) == {"a": 2, "b": 3}
 
 
 @pytest.mark.parametrize(
@@ -40,7 +40,7 @@ def test_there_are_as_many_places_of_a_kind_as_some_stage_has_arrays() -> None:
 )
 def test_what_every_device_has_for_arrays_of_all_stages(stages: list[list[ArrayKind]], share: float) -> None:
     """Over what the fullest stage's arrays take, with their padding."""
-    assert shared_places(stages).share == pytest.approx(share)
+    assert shared_slots(stages).share == pytest.approx(share)
 
 
 def test_half_more_than_the_largest_stage_is_not_too_much() -> None:
@@ -52,13 +52,13 @@ def test_half_more_than_the_largest_stage_is_not_too_much() -> None:
 def test_in_places_arrays_lie_as_in_loops() -> None:
     """What only products read takes half there; in a vector it lies with the others."""
     narrow = replace(SQUARE, loop_bytes=40)
-    assert shared_places([[narrow], [narrow]]) == (0.5, False)
-    assert shared_places([[narrow, VECTOR], [narrow]]) == (pytest.approx((40 + 20) / 100), False)
-    assert shared_places([[narrow], [LONG]]) == (pytest.approx(64 / 80), True)
+    assert shared_slots([[narrow], [narrow]]) == (0.5, False)
+    assert shared_slots([[narrow, VECTOR], [narrow]]) == (pytest.approx((40 + 20) / 100), False)
+    assert shared_slots([[narrow], [LONG]]) == (pytest.approx(64 / 80), True)
 
 
 def test_wide_arrays_of_stages_take_turns_and_narrow_ones_do() -> None:
     """Of two squares in each stage one is narrow; where a stage has one more that is wide, another place is."""
     narrow = replace(SQUARE, loop_bytes=40)
-    assert shared_places([[SQUARE, narrow], [narrow, SQUARE]]).share == (80 + 40) / 160
-    assert shared_places([[SQUARE, narrow], [replace(SQUARE, count=2)]]).share == 1.0
+    assert shared_slots([[SQUARE, narrow], [narrow, SQUARE]]).share == (80 + 40) / 160
+    assert shared_slots([[SQUARE, narrow], [replace(SQUARE, count=2)]]).share == 1.0
