@@ -18,10 +18,10 @@ _BATCH: Final = "Batch and schedule"
 _CUTS: Final = "Cuts"
 _SEARCH: Final = "Search"
 
-_FLAG: Final = Recorded(lambda _, given: given, lambda _: "")
+_FLAG: Final = Recorded(lambda _, value: value, lambda _: "")
 _REPLICAS: Final = Recorded(texts.count_or_auto, lambda count: str(count or "auto"))
-_LINK: Final = Recorded(lambda option, given: None if given is None else texts.link(given, option), texts.link_text)
-_GROUPS: Final = Recorded(lambda option, given: tuple(texts.names(option, each) for each in given or ()), ",".join)
+_LINK: Final = Recorded(lambda option, value: None if value is None else texts.link(value, option), texts.link_text)
+_GROUPS: Final = Recorded(lambda option, value: tuple(texts.names(option, each) for each in value or ()), ",".join)
 
 _ORDER: Final = f"Schedule: {', '.join(SCHEDULE_CHOICES)}."
 

@@ -9,12 +9,12 @@ from planner.core.errors import FileError, PlannerError
 
 
 @contextmanager
-def readable(path: str | Path, what: str) -> Iterator[None]:
+def readable(path: str | Path, subject: str) -> Iterator[None]:
     """Turn errors in the block, except our own, into a `FileError`: a damaged file may raise errors of many kinds.
 
     Args:
         path: File that is read.
-        what: Words before "cannot be read", such as a tensor's name; may be empty.
+        subject: Words before "cannot be read", such as a tensor's name; may be empty.
 
     Raises:
         FileError: Another error than one of ours was raised in the block.
@@ -24,7 +24,7 @@ def readable(path: str | Path, what: str) -> Iterator[None]:
     except PlannerError:
         raise
     except Exception as error:
-        message = f"{what} cannot be read: {first_line(error)}".lstrip()
+        message = f"{subject} cannot be read: {first_line(error)}".lstrip()
         raise FileError(message, path=str(path), hint="take another checkpoint or file") from error
 
 

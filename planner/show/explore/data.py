@@ -88,23 +88,23 @@ def page_data(question: Question) -> PageData:
     stages per device are left out.
     """
     chain, menu = _Chain.of(question), menu_of(question)
-    near = _Near.of(chain, menu)
-    widths = near.widths(_MOST_STAGES // len(chain.costs))
-    tables = near.tables(widths)
+    nearby = _NearbyStages.of(chain, menu)
+    widths = nearby.widths(_MOST_STAGES // len(chain.costs))
+    tables = nearby.tables(widths)
     while (size := len(_text(tables))) > MOST_BYTES:
         optional = [chunks for chunks in menu.chunks if chunks != question.plan.chunks]
         if max(widths.values()) > 1:
-            fewer = near.widths(tables["num_stages"] * MOST_BYTES // size)
+            fewer = nearby.widths(tables["num_stages"] * MOST_BYTES // size)
             # Windows overlap, so fewer stages than estimated may be left out.
             widths = {s: max(1, min(max(fewer[s], width // 2), width - 1)) for s, width in widths.items()}
         elif optional:
             menu = menu.without(optional[-1])
-            near = _Near.of(chain, menu)
-            widths = near.widths(0)
+            nearby = _NearbyStages.of(chain, menu)
+            widths = nearby.widths(0)
         else:
             break
-        tables = near.tables(widths)
-    data = {**_devices(chain), **tables, **near.layouts_data(), **_choices(near)}
+        tables = nearby.tables(widths)
+    data = {**_devices(chain), **tables, **nearby.layouts_data(), **_choices(nearby)}
     return PageData(text=_text(data).replace("<", "\\u003c"), is_complete=menu.is_complete, widths=widths)
 
 
@@ -113,7 +113,7 @@ def _text(data: Mapping[str, object]) -> str:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Near:
+class _NearbyStages:
     """Layouts of a menu, and the stages whose cuts are near the initial cuts."""
 
     chain: _Chain
@@ -124,7 +124,7 @@ class _Near:
     """Initial cuts by number of stages: the plan's, or even ones."""
 
     @classmethod
-    def of(cls, chain: _Chain, menu: Menu) -> "_Near":
+    def of(cls, chain: _Chain, menu: Menu) -> "_NearbyStages":
         """Return the layouts that the schedules of `menu` use."""
         used = sorted({(chunks, one.schedule.placement) for one in menu.schedules for chunks in one.orders})
         layouts = {key: Layout.of(chain.pipeline, *key) for key in used}
@@ -246,10 +246,10 @@ def _tie(tie: Tie, *, is_exact: bool) -> list[object]:
     return [tie.second, [tie.first, *reversed(tie.earlier)], shared]
 
 
-def _choices(near: _Near) -> dict[str, object]:
+def _choices(nearby: _NearbyStages) -> dict[str, object]:
     """Return the initial state of the controls, and the words of commands."""
-    question, plan = near.chain.question, near.chain.question.plan
-    names = [each.schedule.name for each in near.menu.schedules]
+    question, plan = nearby.chain.question, nearby.chain.question.plan
+    names = [each.schedule.name for each in nearby.menu.schedules]
     return {
         "start": {
             "schedule": names.index(plan.schedule),

@@ -38,9 +38,9 @@ class Crossings(NamedTuple):
 class Pipeline:
     """Devices of a pipeline with their distinct speeds and links."""
 
-    def __init__(self, cluster: Cluster, places: Sequence[int], replicas: int) -> None:
-        self.cluster, self.replicas, self.num_devices = cluster, replicas, len(places)
-        speeds = [cluster.speed(place) for place in places]
+    def __init__(self, cluster: Cluster, devices: Sequence[int], replicas: int) -> None:
+        self.cluster, self.replicas, self.num_devices = cluster, replicas, len(devices)
+        speeds = [cluster.speed(place) for place in devices]
         self.speeds = tuple(dict.fromkeys(speeds))
         self.speed_of = [self.speeds.index(speed) for speed in speeds]
         self._links: dict[Link, int] = {}
