@@ -44,9 +44,9 @@ def check(plan: File | Plan, options: CheckOptions) -> Verdict:
     device = accelerator(options.device) if options.device is not None else None
     read, place = plan_of(plan)
     profile = profile_for(read, place, options.profile).profile
-    memory_bytes = texts.caps(options.mem, read.inputs.devices) if options.mem is not None else None
-    caps = memory_bytes or ((device.memory_bytes,) if device is not None else read.inputs.memory_bytes)
-    headroom = headroom_of(options.headroom, profile, caps)
+    memory_bytes = texts.memory_limits(options.mem, read.inputs.devices) if options.mem is not None else None
+    limits = memory_bytes or ((device.memory_bytes,) if device is not None else read.inputs.memory_bytes)
+    headroom = headroom_of(options.headroom, profile, limits)
     if options.balance is not None:
         read = with_cuts(read, profile, cuts_of(options.balance, profile), memory_bytes=memory_bytes)
     verdict = judge(

@@ -72,7 +72,7 @@ def _as_its_profile_says(plan: Plan, read: Callable[[], Profile]) -> tuple[Plan,
 def _compared(file: File | Plan, index: int) -> ComparedPlan:
     plan, place = plan_of(file)
     now, recomputed = _as_its_profile_says(plan, lambda: profile_for(plan, place).profile)
-    caps = (now.stages[d].memory_bytes for d in range(now.num_devices))
-    fits = all(need <= cap for need, cap in zip(now.device_bytes(), caps, strict=True))
+    limits = (now.stages[d].memory_bytes for d in range(now.num_devices))
+    fits = all(need <= limit for need, limit in zip(now.device_bytes(), limits, strict=True))
     called = f"plan {index + 1}" if isinstance(file, Plan) else place
     return ComparedPlan(path=called, recomputed=recomputed, fits=fits, plan=now)

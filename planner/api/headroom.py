@@ -8,13 +8,13 @@ from planner.core.values.profile import Profile
 AUTO = "auto"
 
 
-def headroom_of(headroom: str | float, profile: Profile, caps: Sequence[int]) -> float:
+def headroom_of(headroom: str | float, profile: Profile, limits: Sequence[int]) -> float:
     """Return the headroom as a fraction, from 0 to below 1.
 
     Args:
         headroom: `5%`, 0.05, or `auto` for the error range of memory predictions from such a profile.
         profile: The profile to plan from.
-        caps: Memory limits of the devices, in bytes.
+        limits: Memory limits of the devices, in bytes.
 
     Returns:
         The fraction.
@@ -26,4 +26,4 @@ def headroom_of(headroom: str | float, profile: Profile, caps: Sequence[int]) ->
         return texts.share(headroom)
     from planner.core.judge.certainty import headroom_for  # noqa: PLC0415 - numpy, and rarely needed
 
-    return headroom_for(profile, caps)
+    return headroom_for(profile, limits)

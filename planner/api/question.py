@@ -36,7 +36,7 @@ def solve_options(inputs: Inputs, device: Device, *, without: Collection[str] = 
     options: dict[str, str | None] = {
         "--nodes": f"{num_nodes}x{inputs.node_devices}" if num_nodes else None,
         "--devices": str(inputs.devices) if num_nodes * inputs.node_devices != inputs.devices else None,
-        "--mem": _caps(inputs.memory_bytes),
+        "--mem": _memory_option(inputs.memory_bytes),
         "--batch": str(inputs.batch),
         "--schedule": _schedule(inputs),
         "--chunks": str(inputs.chunks) if inputs.chunks and _may_choose_chunks(inputs) else None,
@@ -60,9 +60,9 @@ def calibrated_options(inputs: Inputs, device: Device) -> tuple[str, ...]:
     return solve_options(inputs, device, without=without)
 
 
-def _caps(memory_bytes: tuple[int, ...]) -> str:
-    caps = memory_bytes[:1] if len(set(memory_bytes)) == 1 else memory_bytes
-    return ",".join(map(exact_bytes_option, caps))
+def _memory_option(memory_bytes: tuple[int, ...]) -> str:
+    limits = memory_bytes[:1] if len(set(memory_bytes)) == 1 else memory_bytes
+    return ",".join(map(exact_bytes_option, limits))
 
 
 def _schedule(inputs: Inputs) -> str | None:

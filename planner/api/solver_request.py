@@ -58,7 +58,7 @@ def request_of(profile: Profile, reference: ProfileReference, options: SolverOpt
 def requested_headroom(profile: Profile, options: SolverOptions) -> float:
     """Return the share of every memory limit that must stay free; raises `UsageError` like `request_of`."""
     devices, _ = _devices(options.devices, options.nodes)
-    return headroom_of(options.headroom, profile, _caps(options.mem, devices, profile))
+    return headroom_of(options.headroom, profile, _memory_limits(options.mem, devices, profile))
 
 
 def _inputs(
@@ -79,14 +79,14 @@ def _inputs(
     executor = profile.device.executor or ExecutorCost(overhead_us=0.0, link=Link())
     if calibration is not None:
         executor = calibrated_executor(calibration, profile.device.kind, executor)
-    caps = _caps(options.mem, num_devices, profile)
-    kept = 1 - headroom_of(options.headroom, profile, caps)
+    limits = _memory_limits(options.mem, num_devices, profile)
+    kept = 1 - headroom_of(options.headroom, profile, limits)
     largest = max(profile.micro_batch_sizes)
     return Inputs(
         profile=reference,
         model_digest=profile.model.digest,
         devices=num_devices,
-        memory_bytes=tuple(int(cap * kept) for cap in caps),
+        memory_bytes=tuple(int(limit * kept) for limit in limits),
         speeds=texts.speeds(options.speed, num_devices) if options.speed is not None else (),
         batch=largest if options.batch is None else texts.number_of("--batch", options.batch, "sample", MOST_BATCH),
         link=Link() if links else executor.link if options.link is None else texts.link(options.link),
@@ -113,9 +113,9 @@ def _reserve(reserve: str | int | None, calibration: Calibration | None, profile
     return texts.size(reserve)
 
 
-def _caps(mem: Sizes | None, devices: int, profile: Profile) -> tuple[int, ...]:
+def _memory_limits(mem: Sizes | None, devices: int, profile: Profile) -> tuple[int, ...]:
     if mem is not None:
-        return texts.caps(mem, devices)
+        return texts.memory_limits(mem, devices)
     if profile.device.memory_bytes == 0:
         raise UsageError(
             f"the profile does not state the memory of its device ({profile.device.kind})",

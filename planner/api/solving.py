@@ -227,10 +227,10 @@ def sweep(profile: AnyProfile, options: SweepOptions) -> Sweep:
     source, output = profile_of(profile), path_of(options.output)
     place = reference(source, NOWHERE if output is None else str(Path(output, "plan.yaml")))
     request = request_of(source.profile, place, _of_largest(options, max(counts)))
-    caps = request.inputs.memory_bytes[:1] if options.mem is None else texts.sizes(options.mem)
-    share = headroom_of(options.headroom, source.profile, caps)
+    limits = request.inputs.memory_bytes[:1] if options.mem is None else texts.sizes(options.mem)
+    share = headroom_of(options.headroom, source.profile, limits)
     answers = sweep_of(
-        source.profile, request, devices=counts, memory_bytes=caps, headroom=share, progress=options.progress
+        source.profile, request, devices=counts, memory_bytes=limits, headroom=share, progress=options.progress
     )
     if output is not None:
         plans = {str(Path(output, cell.file_name)): cell.plan for cell in answers.cells if cell.plan is not None}

@@ -137,7 +137,7 @@ def sizes(value: Sizes) -> tuple[int, ...]:
     return tuple(map(size, _parts(value)))
 
 
-def caps(value: Sizes, devices: int) -> tuple[int, ...]:
+def memory_limits(value: Sizes, devices: int) -> tuple[int, ...]:
     """Return the memory limit of each device in bytes, from `8GB` for all or `24GB,24GB,80GB` for each."""
     one_or_each = sizes(value)
     if len(one_or_each) not in (1, devices):

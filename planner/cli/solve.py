@@ -92,8 +92,8 @@ def _emit_line(plans: "Sequence[Plan]", paths: Sequence[str]) -> str:
 
 
 def _notes(console: Console, inputs: "Inputs", profile: "Profile", *, extrapolated: bool) -> None:
-    for cap in sorted(set(inputs.memory_bytes)):
-        console.note(f"note: memory limit {cap / 1e9:g} GB = {format_bytes(cap)} per device")
+    for limit in sorted(set(inputs.memory_bytes)):
+        console.note(f"note: memory limit {limit / 1e9:g} GB = {format_bytes(limit)} per device")
     if inputs.links:
         console.note(f"note: {counted(len(inputs.links), 'measured link')}")
     if inputs.link != Link():

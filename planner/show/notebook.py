@@ -54,10 +54,10 @@ def plan_html(plan: Plan) -> str:
 
 
 def _row(texts: Sequence[str], looks: Sequence[str], stage: Stage) -> str:
-    need, cap = stage.memory.total, stage.memory_bytes
-    share = need / cap if cap else 1.0
+    need, limit = stage.memory.total, stage.memory_bytes
+    share = need / limit if limit else 1.0
     # A meter turns red above `high`, and screen readers recognize it.
     meter = f'<meter min="0" max="1" high="1" value="{min(share, 1):.3f}">{percent(share, decimals=0)}</meter>'
-    over = " <strong>over</strong>" if need > cap else ""
+    over = " <strong>over</strong>" if need > limit else ""
     cells = "".join(f"<td {look}>{escape(text)}</td>" for look, text in zip(looks, texts, strict=True))
     return f"<tr>{cells}<td {_TEXT}>{meter} {percent(share, decimals=0)}{over}</td></tr>"

@@ -43,14 +43,14 @@ def emit(
     Raises:
         UsageError: The plan does not cut the profile's chain, the profile names no model to train, or one program for
             all stages cannot run the plan.
-        InfeasibleError: The program would need more than the cap, by the compiler where it can be asked, else by the
+        InfeasibleError: The program would need more than the limit, by the compiler where it can be asked, else by the
             prediction.
     """
     layout = Layout.of(plan, profile)
     _check_program(plan, layout)
     costs = costs_at(profile, plan.micro_batch_size, extrapolate=plan.inputs.extrapolate)
     memory = program_memory(costs, Partition.of(plan, [layer.name for layer in profile.layers]))
-    cap_bytes = min(stage.memory_bytes for stage in plan.stages)
+    limit_bytes = min(stage.memory_bytes for stage in plan.stages)
     chip = tpu_called(profile.device.name) or "v2"
 
     def emitted_to(folder: str, note: str) -> Emitted:
@@ -64,14 +64,14 @@ def emit(
             notes=(note,),
             use=f"python {script}",
             predicted_bytes=memory.total,
-            cap_bytes=cap_bytes,
+            limit_bytes=limit_bytes,
         )
 
-    if memory.total <= cap_bytes:
+    if memory.total <= limit_bytes:
         predicted = f"the program needs about {format_bytes(memory.total)} on every device"
-        note = f"{predicted}, the cap is {format_bytes(cap_bytes)} (`--compile {chip}` asks the compiler)"
+        note = f"{predicted}, the limit is {format_bytes(limit_bytes)} (`--compile {chip}` asks the compiler)"
         return emitted_to(folder, note)
-    refused = _too_large(plan, memory, cap_bytes)
+    refused = _too_large(plan, memory, limit_bytes)
     _check_can_ask(profile, refused)
     say("note: by the prediction the program does not fit; the TPU's compiler is asked, which takes a while")
     with tempfile.TemporaryDirectory(prefix="gpipe-plan-") as asked:
@@ -127,12 +127,12 @@ def _check_program(plan: Plan, layout: Layout) -> None:
         )
 
 
-def _too_large(plan: Plan, memory: StageMemory, cap_bytes: int) -> InfeasibleError:
+def _too_large(plan: Plan, memory: StageMemory, limit_bytes: int) -> InfeasibleError:
     fullest = max(stage.memory.total - stage.memory.reserve for stage in plan.stages)
     items = ", ".join(f"{name.replace('_', ' ')} {format_bytes(size)}" for name, size in memory.items() if size)
     return InfeasibleError(
         f"in one JAX program every device holds as much as the stage with most of it: {items}; "
-        f"that is {format_bytes(memory.total)}, the cap is {format_bytes(cap_bytes)}",
+        f"that is {format_bytes(memory.total)}, the limit is {format_bytes(limit_bytes)}",
         hint=f"leave room for what the program needs beside its fullest stage, `solve --reserve "
         f"{bytes_option(memory.total - fullest)}`, or emit for the bundled executor",
     )

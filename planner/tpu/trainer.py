@@ -167,12 +167,12 @@ class JaxTraining:
         held = memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
         return CompiledMemory(held, memory.temp_size_in_bytes)
 
-    def print_memory(self, predicted_bytes: int, cap_bytes: int) -> ExitCode:
+    def print_memory(self, predicted_bytes: int, plan_bytes: int) -> ExitCode:
         """Compile the step for the requested chips, and print needed memory, prediction and whether it fits.
 
         Args:
             predicted_bytes: Predicted memory of every device.
-            cap_bytes: Memory limit of the plan.
+            plan_bytes: Memory limit of the plan.
 
         Returns:
             `NO` if the program needs more than the plan's memory limit, or than the chip has for programs.
@@ -182,7 +182,7 @@ class JaxTraining:
         except OutOfMemoryError as error:
             print(f"predicted: {format_bytes(predicted_bytes)}\ndoes not fit: {error}", flush=True)
             return ExitCode.NO
-        text, code = fitting(needed, predicted_bytes, cap_bytes=cap_bytes, chip=accelerator(f"tpu:{self._chip}"))
+        text, code = fitting(needed, predicted_bytes, plan_bytes=plan_bytes, chip=accelerator(f"tpu:{self._chip}"))
         print(text, flush=True)
         return code
 

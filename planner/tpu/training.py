@@ -45,13 +45,15 @@ class CompiledMemory(NamedTuple):
     temporary: int
 
 
-def fitting(needed: CompiledMemory, predicted_bytes: int, *, cap_bytes: int, chip: Accelerator) -> tuple[str, ExitCode]:
+def fitting(
+    needed: CompiledMemory, predicted_bytes: int, *, plan_bytes: int, chip: Accelerator
+) -> tuple[str, ExitCode]:
     """Return whether a compiled program fits the plan's memory limit and the chip, in words and as an exit code.
 
     Args:
         needed: Memory by the compiler.
         predicted_bytes: Predicted memory of every device.
-        cap_bytes: Memory limit of the plan.
+        plan_bytes: Memory limit of the plan.
         chip: The chip.
 
     Returns:
@@ -59,8 +61,8 @@ def fitting(needed: CompiledMemory, predicted_bytes: int, *, cap_bytes: int, chi
     """
     total = needed.held + needed.temporary
     limit_bytes, whose = chip.memory_bytes, f"what programs can use of a {chip.name}"
-    if cap_bytes <= limit_bytes:
-        limit_bytes, whose = cap_bytes, "the plan's cap"
+    if plan_bytes <= limit_bytes:
+        limit_bytes, whose = plan_bytes, "the plan's limit"
     fits = total <= limit_bytes
     text = (
         f"every device: {format_bytes(total)} (parameters, optimizer and data {format_bytes(needed.held)}, "

@@ -83,7 +83,7 @@ def test_the_failing_check_names_stage_bytes_and_what_would_fit() -> None:
     """The message that the page promises."""
     shown = next(output for _, code, output in commands("docs/ci.md") if code == 1)
     assert re.search(
-        r'GP101 error: stage 1 \("2" to "4"\) needs [\d.]+ MiB, [\d.]+ MiB over its cap of 38.1 MiB', shown
+        r'GP101 error: stage 1 \("2" to "4"\) needs [\d.]+ MiB, [\d.]+ MiB over its limit of 38.1 MiB', shown
     )
     assert "the smallest `--mem` is " in shown
     assert "`--devices 3` fits" in shown

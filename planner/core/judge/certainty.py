@@ -121,12 +121,12 @@ def sampling_error(plan: Plan, profile: Profile) -> float:
     return max((_stage_error(layers, indices) for layers in _stages(plan, profile)), default=0.0)
 
 
-def headroom_for(profile: Profile, caps: Sequence[int]) -> float:
+def headroom_for(profile: Profile, limits: Sequence[int]) -> float:
     """Return the share of memory to keep free so that the largest expected peaks fit, rounded up to 0.1 %.
 
     Args:
         profile: Profile that plans are made from.
-        caps: Memory limit of each device in bytes.
+        limits: Memory limit of each device in bytes.
 
     Raises:
         UsageError: Predictions from such a profile have no known error.
@@ -139,7 +139,7 @@ def headroom_for(profile: Profile, caps: Sequence[int]) -> float:
             hint="say how much is to stay free: `--headroom 5%`",
         )
     # This inverts `_most_bytes`; its constant term matters most for the smallest limit.
-    share = max(1 - (cap - SLACK_BYTES) / (ratio * reserved) / cap if cap else 0.0 for cap in caps)
+    share = max(1 - (limit - SLACK_BYTES) / (ratio * reserved) / limit if limit else 0.0 for limit in limits)
     return min(ceil(share * 1000 - 1e-9) / 1000, 0.999)
 
 

@@ -72,9 +72,9 @@ def _fastest_fitting(costs: ChainCosts, partition: Partition, inputs: Inputs) ->
     }
     chosen: list[Recompute] = []
     for device in range(num_devices):
-        cap = cluster.memory_bytes[partition.device_of(device)]
+        limit = cluster.memory_bytes[partition.device_of(device)]
         need = {choice: sum(of[k].total for k in partition.chunks_of(device)) for choice, of in memories.items()}
-        fits = [choice for choice in allowed if need[choice] <= cap]
+        fits = [choice for choice in allowed if need[choice] <= limit]
         chosen.append(fits[0] if fits else min(need, key=lambda choice: need[choice]))
     recompute = tuple(chosen[partition.place_of(stage)] for stage in range(num_stages))
     return Evaluation(costs, replace(partition, recompute=recompute), cluster)

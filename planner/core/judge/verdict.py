@@ -90,7 +90,7 @@ def judge(
         memory_bytes = (device.memory_bytes,) * plan.inputs.devices
         findings.extend(_elsewhere(profile, device))
     if memory_bytes is not None and len(memory_bytes) != plan.inputs.devices:
-        raise UsageError(f"{len(memory_bytes)} caps for {plan.inputs.devices} devices")
+        raise UsageError(f"{len(memory_bytes)} memory limits for {plan.inputs.devices} devices")
     partition = Partition.of(plan, [layer.name for layer in profile.layers])
     check_partition(partition, num_layers=len(profile.layers), num_devices=plan.inputs.devices)
     inputs = plan.inputs if memory_bytes is None else replace(plan.inputs, memory_bytes=memory_bytes)
@@ -213,17 +213,21 @@ def _renamed(plan: Plan, profile: Profile) -> Finding | None:
 
 def _memory_findings(chunks: Sequence[Stage], headroom: float) -> list[Finding]:
     """Return findings on the memory of a device that runs the stages `chunks`."""
-    stage, cap = chunks[0], chunks[0].memory_bytes
+    stage, limit = chunks[0], chunks[0].memory_bytes
     need = sum(chunk.memory.total for chunk in chunks)
     if len(chunks) == 1:
         layers = f'stage {stage.index} ("{stage.first}" to "{stage.last}")'
     else:
         layers = f"device {stage.index} (stages {', '.join(str(chunk.index) for chunk in chunks)})"
-    if need > cap:
-        message = f"{layers} needs {format_bytes(need)}, {format_bytes(need - cap)} over its cap of {format_bytes(cap)}"
+    if need > limit:
+        message = (
+            f"{layers} needs {format_bytes(need)}, {format_bytes(need - limit)} over its limit of {format_bytes(limit)}"
+        )
         return [finding("GP101", message, hint="solve again, or give more with `--mem`", stage=stage.index)]
-    if need > cap * (1 - headroom):
-        message = f"{layers} needs {format_bytes(need)}, which leaves {1 - need / cap:.1%} of {format_bytes(cap)} free"
+    if need > limit * (1 - headroom):
+        message = (
+            f"{layers} needs {format_bytes(need)}, which leaves {1 - need / limit:.1%} of {format_bytes(limit)} free"
+        )
         hint = f"{100 * headroom:.4g}% headroom was asked for"
         return [finding("GP102", message, hint=hint, stage=stage.index)]
     return []

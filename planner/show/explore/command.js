@@ -17,7 +17,7 @@ function solveWords(data, state, { recompute }) {
   ].join(" ");
 }
 
-// `check` judges other cuts of the plan as it is, so that nothing else may have been moved but the caps.
+// `check` judges other cuts of the plan as it is, so that nothing else may have been moved but the memory limits.
 function checkWords(data, state) {
   const isSame = ["schedule", "chunks", "micro_batches"].every((name) => state[name] === data.start[name]);
   if (!isSame || state.recompute !== data.policy) return null;
@@ -29,7 +29,7 @@ function commandsOf(data, state, answer) {
   const isOwn = data.schedules[state.schedule].is_own, check = checkWords(data, state), caveats = [];
   const caps = capsOf(data, state), over = answer.memory.flatMap((items, k) => (total(items) > caps[k] ? [k] : []));
   const which = over.length > 8 ? counted(over.length, "device") : "device " + over.join(", ");
-  if (over.length) caveats.push(`Over its cap: ${which}. \`solve\` refuses that, and says what would fit.`);
+  if (over.length) caveats.push(`Over its limit: ${which}. \`solve\` refuses that, and says what would fit.`);
   if (state.isEven) caveats.push("Even by time, these cuts are a beginning: `solve` without `--balance` searches for the best.");
   if (isOwn) caveats.push("The plan's lists have no name that `solve` takes: `check` judges other cuts under them.");
   else caveats.push(...data.caveats);

@@ -48,7 +48,7 @@ function memoryRow(name, items, cap, full) {
     track.append(part);
     edge += items[kind];
   }
-  if (cap <= full) track.append(make("i", { class: "cap", title: "cap " + formatBytes(cap), style: { left: share(cap / full) } }));
+  if (cap <= full) track.append(make("i", { class: "cap", title: "limit " + formatBytes(cap), style: { left: share(cap / full) } }));
   const words = `${formatBytes(need)} of ${formatBytes(cap)}, ${percent(need / cap, 0)}${isOver ? " ! over" : ""}`;
   return make("div", { class: "bar" }, make("b", {}, name), track, make("span", isOver ? { class: "over" } : {}, words));
 }

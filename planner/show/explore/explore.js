@@ -130,7 +130,7 @@
       [formatUs(answer.step_us), against],
       [rate(answer.samples_per_s), `recompute ${percent(answer.recompute_share)}`],
       [percent(answer.bubble), `${counted(data.devices, "device")}, M = ${state.micro_batches}`],
-      [formatBytes(needs[most]), `${placeWord()} ${top}: ${percent(fullest[top], 0)} of its cap`, fullest[top] > 1],
+      [formatBytes(needs[most]), `${placeWord()} ${top}: ${percent(fullest[top], 0)} of its limit`, fullest[top] > 1],
     ];
     byId("figures").querySelectorAll("dd").forEach((card, n) => {
       const [value, remark, isWorse] = cards[n];

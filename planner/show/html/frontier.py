@@ -39,11 +39,11 @@ def frontier_section(plan: Plan) -> Section:
     names = [f"{p.micro_batches}, R {p.replicas}" if several else str(p.micro_batches) for p in points]
     numbers = frontier_table(plan)
     chosen = [row in numbers.column("micro_batches").marked for row in range(len(points))]
-    cap = max(plan.inputs.memory_bytes)
+    memory_limit = max(plan.inputs.memory_bytes)
     figures = (
         _Figure(title="step time", of=lambda p: p.step_us, text=format_us),
         _Figure(title="bubble", of=lambda p: p.bubble, text=percent),
-        _Figure(title="peak memory", of=lambda p: p.peak_bytes, text=format_bytes, limit=cap),
+        _Figure(title="peak memory", of=lambda p: p.peak_bytes, text=format_bytes, limit=memory_limit),
     )
     charts = [_chart(shown, points, names, chosen) for shown in figures]
     unfit = [name for name, point in zip(names, points, strict=True) if not point.fits]

@@ -21,15 +21,15 @@ _COLUMNS = 480
 def memory_section(plan: Plan, step: Step | None) -> Section:
     """Return a memory bar per device; if there is a step, also the memory of each device over time."""
     devices = device_memory(plan.by_device())
-    most, cap = max(d.total_bytes for d in devices), max(d.cap_bytes for d in devices)
-    full = max(1, most, cap if most * 4 >= cap else 0)
+    most, limit = max(d.total_bytes for d in devices), max(d.limit_bytes for d in devices)
+    full = max(1, most, limit if most * 4 >= limit else 0)
     rows = [_row(device, full) for device in devices]
     nearest = fullest(devices)
     lead = (
         f"Predicted peak of every {place_word(plan.chunks)} by component; the line is its memory limit. Fullest: "
-        f"{nearest.label}, {nearest.need_of_cap}."
+        f"{nearest.label}, {nearest.need_of_limit}."
     )
-    if full < cap:
+    if full < limit:
         lead += " The memory limits are beyond the right edge."
     bars = element("div", *rows, class_="bars many" if len(rows) > _MANY else "bars")
     body = scroll(bars, "memory of every device") if len(rows) > _MANY else bars
@@ -53,12 +53,12 @@ def _held_row(device: DeviceMemory, levels: Sequence[int], full: int) -> str:
     steps = "".join(f"H{n}V{number(100 - size / full * 100)}" for n, size in edges)
     area = element("path", d=f"M0 100{steps}H{len(levels)}V100Z", class_="m-in_flight")
     parts = [area]
-    if device.cap_bytes <= full:
-        y = 100 - device.cap_bytes / full * 100
+    if device.limit_bytes <= full:
+        y = 100 - device.limit_bytes / full * 100
         drawn = f"M0 {number(y)}H{len(levels)}"
         look = "over" if device.is_over else "cap"
         parts.append(element("path", d=drawn, class_=look, vector_effect="non-scaling-stroke"))
-    words = f"{device.label}: at most {device.need_of_cap}"
+    words = f"{device.label}: at most {device.need_of_limit}"
     picture = element(
         "svg", *parts, viewBox=f"0 0 {len(levels)} 100", preserveAspectRatio="none", role="img", aria_label=words
     )
@@ -72,7 +72,7 @@ def _held_row(device: DeviceMemory, levels: Sequence[int], full: int) -> str:
 
 
 def _row(device: DeviceMemory, full: int) -> str:
-    parts, edge, cap = [], 0, device.cap_bytes
+    parts, edge, limit = [], 0, device.limit_bytes
     for kind, size in device.memory.items():
         if size:
             share, words = size / full, kind_words(kind)
@@ -80,9 +80,9 @@ def _row(device: DeviceMemory, full: int) -> str:
             place = f"left:{number(edge / full * 100)}%;width:{number(share * 100)}%"
             parts.append(element("i", named, class_=f"m-{kind}", style=place, title=f"{words} {format_bytes(size)}"))
         edge += size
-    if cap <= full:
-        parts.append(bar("cap", cap / full, 0.0, f"limit {format_bytes(cap)}"))
-    words = f"{device.need_of_cap}, {device.share}{' ! over' if device.is_over else ''}"
+    if limit <= full:
+        parts.append(bar("cap", limit / full, 0.0, f"limit {format_bytes(limit)}"))
+    words = f"{device.need_of_limit}, {device.share}{' ! over' if device.is_over else ''}"
     return element(
         "div",
         element("b", device.label),

@@ -142,13 +142,13 @@ def _stages(plan: Plan) -> Section:
 def _provenance(plan: Plan, profile: Profile | None, digest: str) -> Section:
     inputs, link = plan.inputs, plan.inputs.link
     moving = f"{format_rate(link.bytes_per_s) if link.bytes_per_s else 'unlimited'}, {format_us(link.latency_us)}"
-    caps = sorted(set(inputs.memory_bytes))
+    limits = sorted(set(inputs.memory_bytes))
     written = plan.generator
     facts = [
         ("plan digest", digest),
         ("planned by", f"{written.name} {written.version}" if written else ""),
         ("certificate", f"{_certificate(plan)}; {method_name(plan.solver.method)}"),
-        ("devices", f"{inputs.devices}, memory limit {', '.join(map(format_bytes, caps))}"),
+        ("devices", f"{inputs.devices}, memory limit {', '.join(map(format_bytes, limits))}"),
         ("batch", str(inputs.batch)),
         ("requested schedule", inputs.schedule),
         ("requested recomputation", inputs.recompute),

@@ -33,9 +33,9 @@ def schedules_section(plan: Plan) -> Section | None:
 def _scatter(plan: Plan, points: Sequence[FrontierPoint]) -> str:
     """Return a picture of the bubble (right) and the peak of the fullest device (up), both from zero."""
     widest = max(point.bubble for point in points) or 1.0
-    highest, cap = max(point.peak_bytes for point in points) or 1, max(plan.inputs.memory_bytes)
+    highest, limit = max(point.peak_bytes for point in points) or 1, max(plan.inputs.memory_bytes)
     # A limit far above all points would flatten them.
-    top = max(highest, cap, 1) if cap <= 2 * highest else highest
+    top = max(highest, limit, 1) if limit <= 2 * highest else highest
 
     def x(bubble: float) -> float:
         return _LEFT + bubble / widest * (_RIGHT - _LEFT)
@@ -46,9 +46,9 @@ def _scatter(plan: Plan, points: Sequence[FrontierPoint]) -> str:
     parts = [line("axis", (_LEFT, 100), (_BOTTOM, _BOTTOM)), line("axis", (_LEFT, _LEFT), (_TOP, _BOTTOM))]
     parts += [_text(x(share), _BOTTOM + 15, percent(share), "middle") for share in (0.0, widest)]
     title = "bubble (right) and peak of the fullest device (up)"
-    if cap <= top:
-        parts.append(line("limit", (_LEFT, 100), (y(cap), y(cap))))
-        title += f"; dashed: memory limit {format_bytes(cap)}"
+    if limit <= top:
+        parts.append(line("limit", (_LEFT, 100), (y(limit), y(limit))))
+        title += f"; dashed: memory limit {format_bytes(limit)}"
     written: list[tuple[float, float]] = []
     for point in sorted(points, key=lambda point: -point.peak_bytes):
         point_at = x(point.bubble), y(point.peak_bytes)

@@ -10,7 +10,7 @@ from planner.show.terminal.rendering import heading
 from planner.show.terminal.style import Style
 from planner.show.terminal.timeline import BUBBLE_COLUMNS
 from planner.show.views.held import held_bytes
-from planner.show.views.memory import share_of_cap
+from planner.show.views.memory import share_of_limit
 from planner.show.views.numbers import place_word
 
 _ENOUGH_TO_SEE = 0.25
@@ -23,23 +23,23 @@ def held_parts(plan: Plan, step: Step, style: Style) -> list[RenderableType]:
     """
     if step.pipeline_us <= 0:
         return []
-    called, caps = place_word(plan.chunks), [chunks[0].memory_bytes for chunks in plan.by_device()]
+    called, limits = place_word(plan.chunks), [chunks[0].memory_bytes for chunks in plan.by_device()]
     margin = len(f"{called} {plan.num_devices - 1} ")
     columns = style.columns - margin - BUBBLE_COLUMNS
     needs = plan.device_bytes()
     title = heading("memory over the step")
-    if all(need < cap * _ENOUGH_TO_SEE for need, cap in zip(needs, caps, strict=True)):
+    if all(need < limit * _ENOUGH_TO_SEE for need, limit in zip(needs, limits, strict=True)):
         title.append(f", up to the largest need ({format_bytes(max(needs))})", "not bold")
-        full = [max(1, *needs)] * len(caps)
+        full = [max(1, *needs)] * len(limits)
     else:
         title.append(", up to the memory limit of each device", "not bold")
-        full = [max(1, cap) for cap in caps]
+        full = [max(1, limit) for limit in limits]
     rows: list[RenderableType] = [title]
     for device, held in enumerate(held_bytes(step, columns=columns, end_us=step.pipeline_us)):
         row = Text(f"{called} {device}".ljust(margin))
         row.append("".join(_level(size, full[device], style) for size in held), "color(172)")
-        share = share_of_cap(needs[device], caps[device]).rjust(BUBBLE_COLUMNS)
-        rows.append(row.append(share, "bold red" if needs[device] > caps[device] else ""))
+        share = share_of_limit(needs[device], limits[device]).rjust(BUBBLE_COLUMNS)
+        rows.append(row.append(share, "bold red" if needs[device] > limits[device] else ""))
     return rows
 
 

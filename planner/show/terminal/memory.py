@@ -44,14 +44,14 @@ def memory_parts(devices: Sequence[Sequence[Stage]], style: Style) -> list[Rende
         Title, bars and legend.
     """
     needs = device_memory(devices)
-    need, cap = max(n.total_bytes for n in needs), max(n.cap_bytes for n in needs)
-    to_caps = need >= cap * _ENOUGH_TO_SEE
+    need, limit = max(n.total_bytes for n in needs), max(n.limit_bytes for n in needs)
+    to_limits = need >= limit * _ENOUGH_TO_SEE
     margin = max(len(n.label) for n in needs)
     numbers = _numbers(needs, style)
     room = style.columns - margin - max(number.cell_len for number in numbers) - 4
-    scale = room / max(1, need, cap if to_caps else 0)
+    scale = room / max(1, need, limit if to_limits else 0)
     title = heading(f"memory per {place_word(len(devices[0]))}")
-    if not to_caps:
+    if not to_limits:
         title.append(f", bars scaled to the largest peak ({format_bytes(need)}), far below the limits", "not bold")
     rows = [
         Text.assemble(n.label.ljust(margin), " ", _bar(n, scale, room, style), "  ", number)
@@ -61,13 +61,13 @@ def memory_parts(devices: Sequence[Sequence[Stage]], style: Style) -> list[Rende
 
 
 def _numbers(needs: Sequence[DeviceMemory], style: Style) -> list[Text]:
-    texts = [(format_bytes(n.total_bytes), format_bytes(n.cap_bytes), n.share) for n in needs]
+    texts = [(format_bytes(n.total_bytes), format_bytes(n.limit_bytes), n.share) for n in needs]
     widths = [max(map(len, column)) for column in zip(*texts, strict=True)]
     lines = []
     for need, row in zip(needs, texts, strict=True):
-        total, cap, share = (text.rjust(width) for text, width in zip(row, widths, strict=True))
+        total, limit, share = (text.rjust(width) for text, width in zip(row, widths, strict=True))
         over = (" ! OVER", "bold red") if need.is_over else ""
-        lines.append(Text.assemble(f"{total} of {cap} {style.glyphs.dot} {share}", over))
+        lines.append(Text.assemble(f"{total} of {limit} {style.glyphs.dot} {share}", over))
     return lines
 
 
@@ -80,9 +80,9 @@ def _bar(need: DeviceMemory, scale: float, room: int, style: Style) -> Text:
         end = min(room, _rounded(edge * scale))
         bar.append(_fill(name, style) * (end - len(bar)), _look(name))
     bar.append(" " * (room + 1 - len(bar)))
-    if need.cap_bytes * scale >= room + 0.5:
+    if need.limit_bytes * scale >= room + 0.5:
         return bar
-    column = _rounded(need.cap_bytes * scale)
+    column = _rounded(need.limit_bytes * scale)
     mark = Text(style.glyphs.cap, style="bold red" if need.is_over else "bold")
     return Text.assemble(bar[:column], mark, bar[column + 1 :])
 

@@ -67,15 +67,15 @@ def _heat_map(sweep: Sweep, style: Style) -> list[Text]:
     """Return samples per second and device as a heat map; without colors, blocks show the shade."""
     values = {(c.devices, c.memory_bytes): c.samples_per_device_s for c in sweep.cells if c.plan is not None}
     least, most = min(values.values(), default=0.0), max(values.values(), default=0.0)
-    width = max(8, *(len(exact_bytes_option(cap)) for cap in sweep.memory_bytes)) + 2
+    width = max(8, *(len(exact_bytes_option(limit)) for limit in sweep.memory_bytes)) + 2
     label = max(len(str(count)) for count in sweep.devices)
     lines = [heading("samples per second and device"), Text(" " * (label + 9))]
-    for cap in sweep.memory_bytes:
-        lines[-1].append(f"{exact_bytes_option(cap):>{width}}")
+    for limit in sweep.memory_bytes:
+        lines[-1].append(f"{exact_bytes_option(limit):>{width}}")
     for count in sweep.devices:
         line = Text(f"{count:>{label}} device{'s' if count > 1 else ' '} ")
-        for cap in sweep.memory_bytes:
-            value = values.get((count, cap))
+        for limit in sweep.memory_bytes:
+            value = values.get((count, limit))
             line.append_text(_square(value, style, least=least, most=most, width=width))
         lines.append(line)
     return lines

@@ -16,7 +16,7 @@ class DeviceMemory:
 
     label: str
     memory: StageMemory
-    cap_bytes: int
+    limit_bytes: int
 
     @property
     def total_bytes(self) -> int:
@@ -24,31 +24,31 @@ class DeviceMemory:
 
     @property
     def is_over(self) -> bool:
-        return self.total_bytes > self.cap_bytes
+        return self.total_bytes > self.limit_bytes
 
     @property
     def share(self) -> str:
         """Required memory in percent of the limit."""
-        return share_of_cap(self.total_bytes, self.cap_bytes)
+        return share_of_limit(self.total_bytes, self.limit_bytes)
 
     @property
-    def need_of_cap(self) -> str:
+    def need_of_limit(self) -> str:
         """Required memory and limit with their units."""
-        return f"{format_bytes(self.total_bytes)} of {format_bytes(self.cap_bytes)}"
+        return f"{format_bytes(self.total_bytes)} of {format_bytes(self.limit_bytes)}"
 
 
 def device_memory(devices: Sequence[Sequence[Stage]]) -> tuple[DeviceMemory, ...]:
     """Return the required memory of every device, the sum over its stages."""
     called = place_word(len(devices[0]))
     return tuple(
-        DeviceMemory(label=f"{called} {device}", memory=_sum(chunks), cap_bytes=chunks[0].memory_bytes)
+        DeviceMemory(label=f"{called} {device}", memory=_sum(chunks), limit_bytes=chunks[0].memory_bytes)
         for device, chunks in enumerate(devices)
     )
 
 
 def fullest(devices: Sequence[DeviceMemory]) -> DeviceMemory:
     """Return the device that is nearest to its limit."""
-    return max(devices, key=lambda device: device.total_bytes / max(1, device.cap_bytes))
+    return max(devices, key=lambda device: device.total_bytes / max(1, device.limit_bytes))
 
 
 def kinds_there(devices: Sequence[DeviceMemory]) -> tuple[str, ...]:
@@ -61,9 +61,9 @@ def kind_words(kind: str) -> str:
     return kind.replace("_", " ")
 
 
-def share_of_cap(need_bytes: int, cap_bytes: int) -> str:
+def share_of_limit(need_bytes: int, limit_bytes: int) -> str:
     """Return the required memory in percent of the limit."""
-    return percent(need_bytes / cap_bytes, decimals=0) if cap_bytes else NOTHING
+    return percent(need_bytes / limit_bytes, decimals=0) if limit_bytes else NOTHING
 
 
 def _sum(chunks: Sequence[Stage]) -> StageMemory:

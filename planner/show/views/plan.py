@@ -8,7 +8,7 @@ from planner.core.schedule import GIVEN, SPLITTING, schedule_of
 from planner.core.values.plan import FrontierPoint, Plan, Stage
 from planner.core.values.units import counted, format_us
 from planner.show.views.certainty import rate_words, step_words
-from planner.show.views.memory import share_of_cap
+from planner.show.views.memory import share_of_limit
 from planner.show.views.numbers import layer_range, percent
 from planner.show.views.table import Table, Value, column, table
 
@@ -87,7 +87,7 @@ def stage_table(plan: Plan, *, brief: bool = False) -> Table:
         column("backward", "backward", attrgetter("backward_us"), "us", per="micro-batch"),
         column("memory", "memory", attrgetter("memory.total"), "bytes"),
         column("limit", "limit", attrgetter("memory_bytes"), "bytes"),
-        column("share", "share", lambda s: share_of_cap(s.memory.total, s.memory_bytes), "share", marked=over),
+        column("share", "share", lambda s: share_of_limit(s.memory.total, s.memory_bytes), "share", marked=over),
     )
 
 
@@ -142,7 +142,7 @@ def frontier_table(plan: Plan) -> Table:
 
 def schedules_table(plan: Plan) -> Table:
     """Return a row per schedule that was tried; the plan's schedule is marked."""
-    points, cap = plan.schedules, max(plan.inputs.memory_bytes)
+    points, limit = plan.schedules, max(plan.inputs.memory_bytes)
     marked = frozenset(n for n, point in enumerate(points) if point.schedule == plan.schedule)
     return table(
         points,
@@ -152,7 +152,7 @@ def schedules_table(plan: Plan) -> Table:
         column("step", "step", _fitting("step_us", "none found"), "us", per="step"),
         column("bubble", "bubble", _fitting("bubble"), "percent"),
         column("peak", "peak of the\nfullest device", _fitting("peak_bytes"), "bytes"),
-        column("share", "of its limit", lambda p: share_of_cap(p.peak_bytes, cap) if p.fits else None, "share"),
+        column("share", "of its limit", lambda p: share_of_limit(p.peak_bytes, limit) if p.fits else None, "share"),
         column("fits", "fits", lambda p: "yes" if p.fits else "no"),
     )
 

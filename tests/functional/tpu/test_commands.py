@@ -102,18 +102,18 @@ def test_from_a_model_to_a_jax_program(here: Path, capsys: pytest.CaptureFixture
     assert saved.keys() == model.state_dict().keys()
     assert all(torch.allclose(saved[name], value, atol=1e-3) for name, value in model.state_dict().items())
     script = (here / "train_jax.py").read_text()
-    (here / "train_jax.py").write_text(re.sub(r"CAP_BYTES = \d+", "CAP_BYTES = 1000", script))
+    (here / "train_jax.py").write_text(re.sub(r"LIMIT_BYTES = \d+", "LIMIT_BYTES = 1000", script))
     compiled, predicted, verdict = train(here, "--compile", "v2", code=1).splitlines()
     assert compiled.startswith("every device: ")
     assert predicted.startswith("predicted: ")
-    assert verdict == "does not fit: the plan's cap is 1000 B"
+    assert verdict == "does not fit: the plan's limit is 1000 B"
 
 
 @pytest.mark.parametrize(
     ("temporary", "cap", "last", "code"),
     [
-        (5 * 2**30, 6 * 2**30, "fits: the plan's cap is 6.00 GiB", 0),
-        (6 * 2**30, 6 * 2**30, "does not fit: the plan's cap is 6.00 GiB", 1),
+        (5 * 2**30, 6 * 2**30, "fits: the plan's limit is 6.00 GiB", 0),
+        (6 * 2**30, 6 * 2**30, "does not fit: the plan's limit is 6.00 GiB", 1),
         (6 * 2**30, 9 * 2**30, "fits: what programs can use of a tpu:v2 is 7.48 GiB", 0),
         (7 * 2**30, 9 * 2**30, "does not fit: what programs can use of a tpu:v2 is 7.48 GiB", 1),
     ],
@@ -121,7 +121,7 @@ def test_from_a_model_to_a_jax_program(here: Path, capsys: pytest.CaptureFixture
 def test_a_compiled_program_fits_or_does_not(temporary: int, cap: int, last: str, code: int) -> None:
     """The plan's cap and the chip's memory both count; the answer is the exit code, too."""
     found = training.CompiledMemory(held=2**30, temporary=temporary)
-    told, answer = training.fitting(found, 2**30, cap_bytes=cap, chip=accelerator("tpu:v2"))
+    told, answer = training.fitting(found, 2**30, plan_bytes=cap, chip=accelerator("tpu:v2"))
     assert told.splitlines()[-1] == last
     assert answer == code
 
@@ -287,8 +287,8 @@ def test_a_program_that_is_predicted_too_large_is_compiled(here: Path, capsys: p
         done = call(capsys, "emit", "--format", "jax", "-o", f"cap-{megabytes}")
         assert done.code == code, done.err
         assert "the TPU's compiler says: every device: " in done.err
-        assert ("; fits: the plan's cap is " in done.err) == (code == 0)
-        assert ("; does not fit: the plan's cap is " in done.err) == (code == 1)
+        assert ("; fits: the plan's limit is " in done.err) == (code == 0)
+        assert ("; does not fit: the plan's limit is " in done.err) == (code == 1)
         assert Path(f"cap-{megabytes}").exists() == (code == 0)
     write_model(here, MODEL.replace("nn.ReLU(), nn.Linear(width, 4)", "nn.Linear(width, 4)"))
     done = call(capsys, "emit", "--format", "jax")

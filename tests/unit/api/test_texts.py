@@ -33,14 +33,14 @@ def test_what_is_no_number_is_refused_by_name(asked) -> None:
 )
 def test_caps_come_in_either_form(asked, found) -> None:
     """One for all, or one each."""
-    assert texts.caps(asked, 2) == found
+    assert texts.memory_limits(asked, 2) == found
 
 
 @pytest.mark.parametrize("asked", ["8", "1GB,1GB,1GB", [1, 2, 3], -1])
 def test_wrong_caps_are_refused(asked) -> None:
     """A bare number in text, too many, or less than nothing."""
     with pytest.raises(UsageError):
-        texts.caps(asked, 2)
+        texts.memory_limits(asked, 2)
 
 
 def test_shares_links_and_speeds_come_in_either_form() -> None:

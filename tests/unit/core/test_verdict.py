@@ -64,8 +64,8 @@ def test_every_stage_over_its_cap_is_an_error() -> None:
     assert not verdict.fits
     assert codes(verdict) == [("GP101", "error", 1), ("GP101", "error", 2)]
     assert '"h.2" to "h.3"' in verdict.findings[0].message
-    assert "needs 920 B, 1 B over its cap of 919 B" in verdict.findings[0].message
-    assert "400 B over its cap of 500 B" in verdict.findings[1].message
+    assert "needs 920 B, 1 B over its limit of 919 B" in verdict.findings[0].message
+    assert "400 B over its limit of 500 B" in verdict.findings[1].message
     assert all("--mem" in finding.hint for finding in verdict.findings)
 
 
