@@ -93,7 +93,8 @@ def measure_optimizer(
 def peaks_add(module: nn.Module, whole: ModelOptimizer, *, meter: Meter) -> bool:
     """Return True if the optimizer's transients grow with the number of parameters (`foreach`), not with the largest.
 
-    Two parameters are needed to find out: the step of the second one may begin with a tensor of the first.
+    Steps over two and over three copies of the layer's parameters are compared. A single copy shows less: the step of
+    the next parameter may begin while a tensor of the previous one still exists.
 
     Args:
         module: A layer.

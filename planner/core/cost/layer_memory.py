@@ -100,7 +100,7 @@ class StageLayers:
     held: FloatArray
     """Bytes that each layer saves, without pending storages; shape (2, end - first)."""
     pending: tuple[tuple[Pending, ...], ...]
-    """Pending storages that each layer creates."""
+    """For each layer of the stage, the storages that it creates and that no later layer saves."""
     can_recompute: NDArray[np.bool_]
     """True for layers that can be recomputed: those with a backward; shape (end - first,)."""
     passed: FloatArray

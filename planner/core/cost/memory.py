@@ -67,7 +67,7 @@ def stage_memories(
 ) -> list[StageMemory]:
     """Return the peak memory of several stages, by component; see `stage_memory`.
 
-    Stages of a simple chain are computed together. One entry per stage in all sequences.
+    All sequences have one entry per stage. Stages of a simple chain are computed together, which is faster.
     """
     most = max(end - first for first, end in intervals)
     # Of stages alone it is known whether gradients go out to replicas, and which layers are recomputed.

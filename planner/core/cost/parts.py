@@ -93,7 +93,7 @@ class Parts:
         return items
 
     def of_one_stage(self) -> tuple[FloatArray, FloatArray]:
-        """Return the bytes of the stage in the last column: of components that always exist, and of parts by component.
+        """Return the bytes of the stage in the last column: of permanent components, and of each part by component.
 
         Returns:
             Arrays of shape (items,) and (parts, items), in the order of `ITEMS` and `PARTS`.
@@ -107,7 +107,11 @@ class Parts:
         return always, sizes
 
     def totals(self, shape: tuple[int, int]) -> FloatArray:
-        """Return the whole bytes that always exist, and those of every part: shape (1 + parts, *shape)."""
+        """Return the bytes of all permanent components in row 0, then those of each of `PARTS`.
+
+        Returns:
+            Whole bytes, shape (1 + parts, *shape).
+        """
         always = sum(np.rint(size) for size in self.always.values())
         parts = [np.rint(self.sizes[name].total) if name in self.sizes else 0.0 for name in PARTS]
         return np.stack([np.broadcast_to(part, shape) for part in (always, *parts)])

@@ -40,7 +40,7 @@ class SizeCosts:
 
 
 def additive_costs(layers: Sequence[LayerProfile], n: int) -> SizeCosts:
-    """Return the costs at the profile's size number `n`, from the required fields alone."""
+    """Return the costs from the required fields alone, at the micro-batch size with index `n` in the profile."""
     output = np.array([layer.output_bytes[n] for layer in layers], dtype=float)
     saved = np.array([layer.saved_bytes[n] for layer in layers], dtype=float)
     forward, backward = (
@@ -84,7 +84,7 @@ def additive_costs(layers: Sequence[LayerProfile], n: int) -> SizeCosts:
 
 
 def exact_costs(layers: Sequence[LayerProfile], n: int) -> SizeCosts:
-    """Return the costs at the profile's size number `n`, composed from the exact records of all layers."""
+    """Return the costs composed from exact records of all layers, at the profile's micro-batch size with index `n`."""
     details = [layer.detail[n] for layer in layers]
     storages = CrossingStorages(details)
     crossing, relays, writes = storages.crossing(), storages.relays(), np.array(writes_received(details))

@@ -111,10 +111,11 @@ def half_times(
 
 
 def hidden_us(stage: BusyTimes | StageTimes, crossing_us: Numbers) -> FloatArray:
-    """Return how much of later stages' optimizer time a stage hides: F + W + 2 C, in microseconds.
+    """Return how much time a stage hides of the optimizer's step of later stages: F + W + 2 C, in microseconds.
 
-    A later stage ends its last backward earlier and begins the next step later, by this time per stage between.
-    Recomputation does not count: if a later stage is slower, it need not delay the end of the step.
+    For the next stage, the last backward ends earlier by W + C, and the next forward begins later by F + C. So its
+    optimizer has F + W + 2 C more time. Recomputation does not count: if the next stage is slower, it may run while
+    that one still computes.
     """
     alone_us = stage.last_backward_us - stage.last_recompute_us
     return np.asarray(stage.forward_us + alone_us + 2 * crossing_us)

@@ -38,8 +38,8 @@ class Peaks:
     """Highest in the backward of the first micro-batch, including the parameters' gradients that it creates. All
     backwards include the stage's output, which the engine stores until the backward ends."""
     first_recomputed: FloatArray
-    """`first_backward` if that micro-batch is recomputed, which changes when gradients of the autocast cache are
-    freed."""
+    """Highest in the first micro-batch's backward if it is recomputed: gradients of autocast's copies then wait for its
+    end."""
     backward: FloatArray
     """Highest in a later backward."""
     first_message: FloatArray
@@ -88,7 +88,7 @@ class Stages:
     renewed: FloatArray
     """Tensors that each forward stores in module attributes; a micro-batch that keeps its activations keeps its own."""
     data: FloatArray
-    """Part of the mini-batch that the stage reads."""
+    """Inputs and targets of the mini-batch that the stage reads."""
     input: FloatArray
     """Input received for one micro-batch; 0 for stage 0, which reads slices of the mini-batch."""
     copied_input: FloatArray
@@ -307,7 +307,11 @@ class Window:
         return between
 
     def highest(self, levels: FloatArray) -> FloatArray:
-        """Return the highest level among the layers of every stage; levels may depend on the first layer."""
+        """Return the highest of the layers' levels in every stage of the window.
+
+        Args:
+            levels: Bytes by first layer of the stage and by layer; broadcasts to (firsts, columns).
+        """
         running: FloatArray = np.maximum.accumulate(np.where(self.last >= self.first, levels, 0.0), axis=1)
         return running
 

@@ -29,7 +29,8 @@ class Waiting(NamedTuple):
     """Bytes of gradients that wait in the stages that begin with some first layers."""
 
     rows: NDArray[np.bool_]
-    """True for these stages, by index into the first layers of the request."""
+    """True for each first layer (of those passed to `waiting_rows`) whose stages this record describes; shape
+    (firsts,)."""
     bytes: FloatArray
     """Bytes to add to the level while a layer's backward runs, in the stage with a given last layer; shape (layers,
     ends). Levels of the first backward already count the gradients of all later layers; levels of a later one count
