@@ -151,7 +151,7 @@ def _solved(source: ReadProfile, options: SolveOptions, output: str | None) -> P
         )
     if options.frontier:
         schedules = trade_off_of(read, plan, micro_batches=request.micro_batches)
-        plan = replace(plan, frontier=frontier_of(read, request), schedules=schedules)
+        plan = replace(plan, frontier=frontier_of(read, request, plan), schedules=schedules)
     if options.explain:
         plan = replace(plan, insight=insight_of(read, request, plan))
     return plan

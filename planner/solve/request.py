@@ -6,8 +6,8 @@ from typing import Final, Literal
 from planner.core.schedule import GIVEN, Listed, Schedule, schedule_of, schedules_for
 from planner.core.values.plan import Inputs, Plan
 
-MOST_ACTIONS_OF_AUTO: Final = 1_200_000
-"""Actions to simulate per schedule: some seconds."""
+MOST_ACTIONS_OF_AUTO: Final = 400_000
+"""Actions to simulate per schedule in the first pass of an open schedule: about a second."""
 
 MOST_CHUNKS: Final = 4
 """Most chunks per device that the solver tries; more chunks rarely pay for their transfers."""
@@ -27,11 +27,11 @@ class Request:
     time_limit_s: float | None = None
     """Seconds after which the search returns the best plan found, with its gap."""
     actions: int | None = MOST_ACTIONS_OF_AUTO
-    """Number of actions to simulate per schedule other than GPipe if the schedule is `auto`. None: as many as for a
-    fixed schedule, so that nearly every answer is proven optimal."""
+    """Number of actions to simulate per schedule other than GPipe, in the first pass, if the schedule is `auto`. None:
+    as many as for a fixed schedule, so that nearly every answer is proven optimal."""
     searches_on: bool = True
-    """True to improve a plan of several chunks for some more seconds if it is not proven optimal and effort is not
-    bounded. Callers that solve many requests switch it off."""
+    """True to search the nearest schedules a second time if the schedule is `auto`, and to improve the best plans of
+    several chunks for some more seconds. Callers that solve many requests switch it off."""
     lists: Listed | None = None
     """Schedule with given action orders; then `inputs.schedule` is `given`."""
     solver: Solver = "auto"

@@ -27,8 +27,14 @@ from planner.solve.space.case import Case
 MOST_ACTIONS_OF_SEARCH: Final = 3_000_000
 """Actions to simulate for all cases of a searched schedule: about ten seconds."""
 
-_IN_HALVES: Final = 6
-"""Divisor of the effort of each named schedule with a split backward, if the schedule is `auto`."""
+_IN_HALVES: Final = 2
+"""Divisor of the effort of each named schedule with a split backward, in the first pass of an open schedule."""
+
+_NEAR: Final = 1.1
+"""Ratio to the fastest step time up to which a second search may still make a case the fastest."""
+
+_SCHEDULES_AGAIN, _CASES_AGAIN = 3, 2
+"""Number of schedules in the second pass of an open schedule, and of cases of one schedule whose plan is improved."""
 
 MOST_WORK: Final = 20_000
 """Limit on layers times devices, above which no further requests are solved for hints."""
@@ -58,8 +64,9 @@ def solve(profile: Profile, request: Request, *, table: CostTable | None = None,
     check_request(profile, request)
     deadline = Deadline.after(request.time_limit_s)
     cases = cases_of(profile, request, table=table)
-    best, bound_us, complete, _ = _searched(cases, request, deadline)
-    if best is None and not complete:
+    searched = _searched(cases, request, deadline)
+    best, bound_us = searched.best, searched.bound_us
+    if best is None and not searched.complete:
         raise _out_of_time(request)
     if best is None:
         error = _infeasible(profile, request, cases)
@@ -88,8 +95,9 @@ def plan_under(
     """
     check_request(profile, request)
     cases = [case for case in cases_of(profile, request) if case.schedule.name in schedules]
-    best, bound_us, _, _ = _searched(cases, request, Deadline.after(request.time_limit_s), upper_us=upper_us)
-    return None if best is None else _plan(best, min(bound_us, best.step_us), request)
+    searched = _searched(cases, request, Deadline.after(request.time_limit_s), upper_us=upper_us)
+    best = searched.best
+    return None if best is None else _plan(best, min(searched.bound_us, best.step_us), request)
 
 
 class _Key(NamedTuple):
@@ -107,24 +115,68 @@ class _Key(NamedTuple):
 
 class _Searched(NamedTuple):
     best: Answer | None
-    bound_us: float
-    """Lower bound of all plans of the cases."""
+    bounds_us: Mapping[ScheduleName, float]
+    """Lower bounds of all plans of a schedule's cases."""
     complete: bool
     """True if there was time for every case."""
     answers: Mapping[_Key, Answer]
     """Answers of the cases that were searched."""
 
+    @property
+    def bound_us(self) -> float:
+        """Lower bound of all plans of the cases."""
+        return min(self.bounds_us.values(), default=inf)
+
 
 def _searched(cases: Sequence[Case], request: Request, deadline: Deadline, *, upper_us: float = inf) -> _Searched:
     """Return the best answer of all cases that beats `upper_us`."""
     if request.inputs.recompute != "layers" or all(case.schedule.has_closed_form for case in cases):
-        return _one_by_one(cases, request, deadline, upper_us=upper_us)
+        return _in_passes(cases, request, deadline, upper_us=upper_us)
     # Recomputation of whole stages comes first, so that no plan with single layers is slower.
     whole = [replace(case, policy="auto") for case in cases]
-    by_stage = _one_by_one(whole, request, deadline.share(0.5), upper_us=upper_us)
+    by_stage = _in_passes(whole, request, deadline.share(0.5), upper_us=upper_us)
     upper_us = upper_us if by_stage.best is None else by_stage.best.step_us
     by_layer = _one_by_one(cases, request, deadline, upper_us=upper_us, by_stage=by_stage.answers)
     return by_layer._replace(best=by_layer.best or by_stage.best)
+
+
+def _in_passes(cases: Sequence[Case], request: Request, deadline: Deadline, *, upper_us: float) -> _Searched:
+    """Search all cases; if the schedule is open, search the nearest schedules again, with the effort of a fixed one.
+
+    So the answer is rarely slower than that of a request for one schedule, without that effort for every schedule.
+    """
+    first = _one_by_one(cases, request, deadline.share(0.5), upper_us=upper_us)
+    if request.inputs.schedule != "auto" or request.actions is None or not request.searches_on:
+        return first
+    best, complete = first.best, first.complete
+    bounds_us, answers = dict(first.bounds_us), dict(first.answers)
+    upper_us = upper_us if best is None else best.step_us
+    names = _nearest_schedules(answers.values())
+    if SEARCHED.name in bounds_us and SEARCHED.name not in names:
+        names.append(SEARCHED.name)  # under tight limits only a longer search may find orders that fit
+    for name in names:
+        named = replace(request, inputs=replace(request.inputs, schedule=name))
+        own = [case for case in cases if case.schedule.name == name]
+        again = _one_by_one(own, named, deadline, upper_us=upper_us * _NEAR)
+        complete = complete and again.complete
+        # The second search skips what is not faster than its own limit, so its bound holds up to that limit only.
+        bounds_us[name] = max(bounds_us[name], min(again.bound_us, upper_us * _NEAR))
+        answers |= {
+            key: one for key, one in again.answers.items() if key not in answers or one.step_us < answers[key].step_us
+        }
+        if again.best is not None and again.best.step_us < upper_us:
+            best, upper_us = again.best, again.best.step_us
+    return _Searched(best, bounds_us, complete, answers)
+
+
+def _nearest_schedules(answers: Iterable[Answer]) -> list[ScheduleName]:
+    """Return the schedules that a longer search may improve, fastest first."""
+    found_us: dict[ScheduleName, float] = {}
+    for answer in answers:
+        if answer.partition is not None and _is_improved(answer.case.schedule):
+            name = answer.case.schedule.name
+            found_us[name] = min(answer.step_us, found_us.get(name, inf))
+    return sorted(found_us, key=found_us.__getitem__)[:_SCHEDULES_AGAIN]
 
 
 def _one_by_one(
@@ -141,7 +193,8 @@ def _one_by_one(
     unseen = Counter(case.schedule.name for case in cases)
     best: Answer | None = None
     answers: dict[_Key, Answer] = {}
-    bound_us, complete = inf, True
+    bounds_us: dict[ScheduleName, float] = {}
+    complete = True
     # The most promising case comes first, because its plan rules out most others by their bounds. If the schedule is
     # open, GPipe comes before all others: its best plan is found and proven quickly.
     ordered = sorted(cases, key=_promise if is_open else _bound)
@@ -152,7 +205,7 @@ def _one_by_one(
         whole = by_stage.get(_Key.of(case))
         is_hopeless = not case.schedule.has_closed_form and case.ideal_us >= upper_us
         if is_open and left and is_hopeless and whole is None:
-            bound_us = min(bound_us, case.bound_us)  # not worth the effort, but its bound still counts
+            _bound_by(bounds_us, case, case.bound_us)  # not worth the effort, but its bound still counts
             continue
         most_actions = left.get(case.schedule.name)
         if most_actions is not None and case.schedule.is_to_be_made:
@@ -161,24 +214,45 @@ def _one_by_one(
         # Cases without time left count with a weak bound that ignores memory. Reserve half of the time for them.
         share = deadline.share(0.5) if any(other.bound_us < upper_us for other in ordered[n + 1 :]) else deadline
         try:
-            search = _search_for(case, request, whole)
-            answer = search(case, upper_us=upper_us, deadline=replace(share, most_actions=most_actions))
+            search, near_us = _search_for(case, request, whole), _near_us(upper_us, case, request)
+            answer = search(case, upper_us=near_us, deadline=replace(share, most_actions=most_actions))
         except OutOfTimeError:
             complete = False
-            bound_us = min(bound_us, case.bound_us)
+            _bound_by(bounds_us, case, case.bound_us)
             continue
         if left:
             left[case.schedule.name] -= answer.actions
         answers[_Key.of(case)] = answer
-        bound_us = min(bound_us, answer.lower_bound_us)
+        _bound_by(bounds_us, case, answer.lower_bound_us)
         if answer.partition is not None and answer.step_us < upper_us:
             best, upper_us = answer, answer.step_us
-    is_open_ended = request.searches_on and not left and bound_us < upper_us
-    if best is not None and is_open_ended and _has_linear_program(best.case.schedule) and best.case.policy != "layers":
+    searched = _Searched(best, bounds_us, complete, answers)
+    return _searched_on(searched, deadline) if request.searches_on and not left else searched
+
+
+def _bound_by(bounds_us: dict[ScheduleName, float], case: Case, bound_us: float) -> None:
+    """Lower the bound of the case's schedule to that of the case."""
+    bounds_us[case.schedule.name] = min(bound_us, bounds_us.get(case.schedule.name, inf))
+
+
+def _near_us(upper_us: float, case: Case, request: Request) -> float:
+    """Return the step time that a case must beat; above the best one if a longer search may improve its plan."""
+    return upper_us * _NEAR if request.searches_on and _is_improved(case.schedule) else upper_us
+
+
+def _searched_on(searched: _Searched, deadline: Deadline) -> _Searched:
+    """Return the result after longer searches from the best plans, if it is not proven optimal."""
+    best, answers = searched.best, dict(searched.answers)
+    if best is None or searched.bound_us >= best.step_us:
+        return searched
+    able = [a for a in answers.values() if _has_linear_program(a.case.schedule) and a.case.policy != "layers"]
+    found = sorted((a for a in able if a.partition is not None), key=lambda answer: answer.step_us)
+    for answer in found[:_CASES_AGAIN]:
         from planner.solve.chunks.search import search_on  # noqa: PLC0415
 
-        best = answers[_Key.of(best.case)] = search_on(best, deadline=deadline)
-    return _Searched(best, bound_us, complete, answers)
+        better = answers[_Key.of(answer.case)] = search_on(answer, deadline=deadline)
+        best = better if better.step_us < best.step_us else best
+    return searched._replace(best=best, answers=answers)
 
 
 def _budgets(request: Request) -> dict[ScheduleName, int]:
@@ -249,6 +323,11 @@ def _simulated_search(schedule: Schedule) -> Search:
 def lacks_bound(schedules: Iterable[Schedule]) -> bool:
     """Return True if answers under one of the schedules would have a better bound with HiGHS installed."""
     return not is_installed("highspy") and any(map(_has_linear_program, schedules))
+
+
+def _is_improved(schedule: Schedule) -> bool:
+    """Return True if plans under the schedule are improved step by step, so that more effort may find faster ones."""
+    return schedule.is_to_be_made or _has_linear_program(schedule)
 
 
 def _has_linear_program(schedule: Schedule) -> bool:

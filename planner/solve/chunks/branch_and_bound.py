@@ -9,7 +9,7 @@ HiGHS solves the programs, where it is installed: else there is no such bound.
 """
 
 import importlib
-from heapq import heapify, heappop, heappush
+from heapq import heappop, heappush
 from math import inf
 from typing import Any, NamedTuple
 
@@ -103,26 +103,6 @@ class BranchAndBound:
         root = self._node(frozenset())
         self._nodes = [root]
         return CutBound(self._in_us(root.step), self._cuts_of(root))
-
-    def plunged(self, *, most_iterations: int, limit_s: float = inf) -> IntArray:
-        """Whole cuts, shape (S+1,): of what is decided one after the other, each time that which costs least.
-
-        Args:
-            most_iterations: Of the simplex method; the last program may take some more.
-            limit_s: For all of it.
-        """
-        last, ends_s = self.iterations + most_iterations, self._solver.getRunTime() + limit_s
-        node = self._nodes[0]
-        while node.open and not self._is_over(last, ends_s):
-            self._nodes.remove(node)
-            heapify(self._nodes)
-            children = self._children(node, last, ends_s)
-            for child in children:
-                heappush(self._nodes, child)
-            if not children:
-                break
-            node = min(children)
-        return self._cuts_of(node)
 
     def branched(self, upper_us: float, *, most_iterations: int, limit_s: float = inf) -> float:
         """What no partition can beat, in microseconds, at most `upper_us`; 0 where `solved` had no answer.

@@ -37,11 +37,14 @@ from planner.solve.space.prefixes import Least, Prefixes
 _MOST_OF_ONE, _BATCHES, _SHARE = 20_000, 60, 4
 """Where effort is bounded, one search has so many actions or batches at most, and its share of what is left."""
 
-_MOST_OF_ONE_ALONE = 500_000
-"""The same where it is not: a second or two."""
+_MOST_OF_ONE_ALONE = 100_000
+"""The same where it is not: some tenths of a second."""
 
-_MOST_ON = 2_000_000
-"""The same from the best plan of a question on."""
+_MOST_OF_BOUND_ALONE = 400_000
+"""Actions that a bound may take as long as where effort is not bounded."""
+
+_MOST_ON = 600_000
+"""Actions that a search from the best plan of a case on may simulate."""
 
 _MOST_OF_BOUND, _ROWS_SQUARED = 10_000, 50
 """Actions that a bound may take as long as where effort is bounded, and rows, squared, that take as long as one."""
@@ -49,11 +52,8 @@ _MOST_OF_BOUND, _ROWS_SQUARED = 10_000, 50
 _ITERATIONS = 20
 """Steps of the simplex method for a row, at most."""
 
-_PLUNGED = 6
-"""The same for the programs that lead to whole cuts."""
-
-_BRANCHED, _MOST_BRANCHED = 20, 60_000_000
-"""The same for those that make the bound higher, and how many steps times rows: three seconds."""
+_BRANCHED, _MOST_BRANCHED = 20, 10_000_000
+"""The same for the programs that raise the bound, and how many steps times rows: half a second."""
 
 _LEAST_S = 0.01
 """Seconds for a bound where time is short."""
@@ -81,7 +81,7 @@ def _search_all(progress: Progress) -> None:
 
 
 def search_on(answer: Answer, *, deadline: Deadline) -> Answer:
-    """Return a better answer, if a longer search from the best partition of all cases finds one."""
+    """Return a better answer, if a longer search from the best partition of its case finds one."""
     near = answer.partition
     assert near is not None
     progress = Progress(case=answer.case, effort=Effort(None), deadline=deadline, upper_us=answer.step_us)
@@ -186,7 +186,7 @@ def _improve(progress: Progress, many: Many, least_us: float) -> float:
         least_us = max(least_us, bounds.first.bound_us)
         if least_us >= progress.upper_us:
             return least_us
-        starts += (cuts for cuts in bounds.starts if many.case.rules.allows(cuts[None])[0])
+        starts += [bounds.first.cuts] if many.case.rules.allows(bounds.first.cuts[None])[0] else []
     # Were time to run out now, fewer devices would still be open.
     fewer_us = max(progress.case.least_us(many.num_devices - 1), many.case.bound_us) if many.num_devices > 1 else inf
     progress.rest_us = min(least_us, fewer_us)
@@ -199,8 +199,6 @@ class Bounds(NamedTuple):
 
     first: CutBound
     search: BranchAndBound
-    starts: list[IntArray]
-    """Cuts that may be good, of shape (S+1,)."""
 
 
 def bounds_of(progress: Progress, many: Many, starts: Sequence[IntArray]) -> Bounds | None:
@@ -209,7 +207,7 @@ def bounds_of(progress: Progress, many: Many, starts: Sequence[IntArray]) -> Bou
     size = program_size(many)
     # Its time grows about with the square of its size.
     actions = size * size // _ROWS_SQUARED
-    most = min(_MOST_OF_BOUND, effort.left // _SHARE) if effort.is_bounded else _MOST_OF_ONE_ALONE
+    most = min(_MOST_OF_BOUND, effort.left // _SHARE) if effort.is_bounded else _MOST_OF_BOUND_ALONE
     if many.case.rules.balance is not None or actions > most or not starts or not is_solvable():
         return None
     effort.spent += actions
@@ -219,9 +217,7 @@ def bounds_of(progress: Progress, many: Many, starts: Sequence[IntArray]) -> Bou
     first = search.solved(most_iterations=_ITERATIONS * size, limit_s=limit_s)
     if first is None:
         return None
-    if effort.is_bounded:
-        return Bounds(first, search, [first.cuts])
-    return Bounds(first, search, [first.cuts, search.plunged(most_iterations=_PLUNGED * size, limit_s=limit_s)])
+    return Bounds(first, search)
 
 
 def branched_us(progress: Progress, many: Many, bounds: Bounds | None) -> float:

@@ -103,7 +103,7 @@ def _search(progress: Progress, many: Many, least_us: float, near: Partition | N
     bounds = bounds_of(progress, many, starts) if least_us < progress.upper_us else None
     if bounds is not None:
         least_us = max(least_us, bounds.first.bound_us)
-        starts = [*bounds.starts, *starts]
+        starts = [bounds.first.cuts, *starts]
     if least_us >= progress.upper_us:
         return least_us
     search.search(starts, most_of_one(progress, many), near)

@@ -64,6 +64,8 @@ def _faster(_written: Plan, now: Plan, profile: Profile) -> tuple[str, bool]:
     if now.solver.status == "given":
         return "", False
     request = Request.again(now, micro_batches=now.micro_batches, time_limit_s=_TIME_LIMIT_S)
+    # Only a proof of optimality may need the whole search; a faster plan or a wrong bound may show up in less.
+    request = replace(request, searches_on=now.solver.status == "optimal")
     try:
         best = solve(profile, request, breaks_ties=False)
         if _contradiction(now, best):
@@ -97,7 +99,7 @@ def _frontier(written: Plan, now: Plan, profile: Profile) -> tuple[str, bool]:
     if lacks_bound(request.schedules):
         return "highspy is not installed, without which other plans may be found", True
     try:
-        points = {(p.replicas, p.micro_batches): p for p in frontier_of(profile, request)}
+        points = {(p.replicas, p.micro_batches): p for p in frontier_of(profile, request, now)}
     except MissingPackageError as error:
         return error.message, True
     except PlannerError as error:

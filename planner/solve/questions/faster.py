@@ -41,7 +41,13 @@ def faster_schedule(
     if profile.device.kind.startswith("tpu") or len(profile.layers) * inputs.devices > MOST_WORK:
         return None
     every = replace(inputs, schedule="auto", chunks=0)
-    request = Request(inputs=every, micro_batches=micro_batches, time_limit_s=time_limit_s, actions=_ACTIONS)
+    request = Request(
+        inputs=every,
+        micro_batches=micro_batches,
+        time_limit_s=time_limit_s,
+        actions=_ACTIONS,
+        searches_on=False,
+    )
     upper_us = plan.predicted.step_us * (1 - _LEAST_GAIN)
     try:
         return plan_under({*SCHEDULES, SEARCHED.name} - {inputs.schedule}, profile, request, upper_us=upper_us)

@@ -24,16 +24,28 @@ _INTERVAL = 1.96
 """Standard deviations in the half-width of a 95 % interval."""
 
 
-def frontier_of(profile: Profile, request: Request) -> tuple[FrontierPoint, ...]:
-    """Return the best plan of each number of replicas and micro-batches, ascending."""
-    points = []
+def frontier_of(profile: Profile, request: Request, plan: Plan) -> tuple[FrontierPoint, ...]:
+    """Return a point for each number of replicas and micro-batches, ascending, from one search pass for each.
+
+    Args:
+        profile: The profile of the plan.
+        request: The request that the plan answers.
+        plan: The plan; it is the point of its own numbers.
+
+    Returns:
+        The points.
+    """
+    request, points = replace(request, searches_on=False), []
     questions = sorted({(case.replicas, case.micro_batches) for case in cases_of(profile, request)})
     for replicas, m in questions:
+        if (replicas, m) == (plan.replicas, plan.micro_batches):
+            points.append(point_of(plan))
+            continue
         size = request.inputs.batch // (m * replicas)
         inputs = replace(request.inputs, replicas=replicas)
-        plan = _solved(profile, replace(request, inputs=inputs, micro_batches=m))
+        best = _solved(profile, replace(request, inputs=inputs, micro_batches=m))
         none = FrontierPoint(micro_batches=m, micro_batch_size=size, replicas=replicas, fits=False)
-        points.append(none if plan is None else point_of(plan))
+        points.append(none if best is None else point_of(best))
     return tuple(points)
 
 
@@ -72,7 +84,7 @@ def insight_of(profile: Profile, request: Request, plan: Plan) -> Insight:
         pace=_pace(profile, plan),
         tightest_device=tightest,
         free_bytes=max(0, free[tightest]),
-        what_if=tuple(_what_if(profile, request)),
+        what_if=tuple(_what_if(profile, request, plan)),
         noise=_noise(profile, request, plan),
     )
 
@@ -97,11 +109,12 @@ def _pace(profile: Profile, plan: Plan) -> str:
     return f"forward of {where} ({format_us(forward_us)}), backward of {there} ({format_us(backward_us)})"
 
 
-def _what_if(profile: Profile, request: Request) -> Iterator[WhatIf]:
+def _what_if(profile: Profile, request: Request, plan: Plan) -> Iterator[WhatIf]:
     for change, inputs in _changes(profile, request):
-        plan = _solved(profile, replace(request, inputs=inputs))
-        if plan is not None:
-            yield WhatIf(change=change, step_us=plan.predicted.step_us)
+        best = _solved(profile, replace(request, inputs=inputs))
+        if best is not None:
+            # Every change leaves the plan possible and no slower, but a search of less effort may miss it.
+            yield WhatIf(change=change, step_us=min(best.predicted.step_us, plan.predicted.step_us))
 
 
 def _changes(profile: Profile, request: Request) -> Iterator[tuple[str, Inputs]]:

@@ -35,7 +35,7 @@ def trade_off_of(profile: Profile, plan: Plan, *, micro_batches: int | None = No
         return ()
     if len(profile.layers) * inputs.devices > MOST_WORK:
         return ()
-    request = Request(inputs=inputs, micro_batches=micro_batches, actions=_ACTIONS)
+    request = Request(inputs=inputs, micro_batches=micro_batches, actions=_ACTIONS, searches_on=False)
     tried = {case.schedule.name for case in cases_of(profile, request)}
     names = [name for name in (*SCHEDULES, SEARCHED.name) if name in tried]
     points: dict[ScheduleName, FrontierPoint] = {}

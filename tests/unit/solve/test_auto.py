@@ -1,6 +1,8 @@
 """The schedule left open: never slower than GPipe, with bounded effort, and GPipe where only that can do the rest."""
 
 import inspect
+import random
+from contextlib import suppress
 from dataclasses import replace
 
 import pytest
@@ -10,16 +12,18 @@ from planner.api.options.solving import SolverOptions
 from planner.api.solver_request import request_of
 from planner.cli.solve import solve as solve_command
 from planner.cli.sweep import sweep as sweep_command
-from planner.core.errors import UsageError
-from planner.core.values.plan import DEFAULT_SCHEDULE, Plan, ProfileReference
+from planner.core.errors import PlannerError, UsageError
+from planner.core.schedule import SCHEDULES, SEARCHED
+from planner.core.values.plan import DEFAULT_SCHEDULE, Inputs, Plan, ProfileReference, RecomputePolicy
 from planner.core.values.profile import Device, Profile
-from planner.solve import Request, solve
+from planner.solve import Request, search, solve
 from planner.solve.cases import cases_of
+from planner.solve.questions import insight
 from planner.solve.questions.faster import faster_schedule
-from planner.solve.request import MOST_ACTIONS_OF_AUTO
+from planner.solve.request import MOST_ACTIONS_OF_AUTO, MOST_CHUNKS
 from planner.solve.space import partitions
-from tests.support.chains import random_profile
-from tests.support.profiles import inputs_of, profile_of
+from tests.support.chains import chain, layer, random_profile
+from tests.support.profiles import UNLIMITED, inputs_of, profile_of
 
 WHERE = ProfileReference(path="profile.yaml", digest="sha256:0")
 
@@ -137,3 +141,52 @@ def test_nothing_is_said_of_other_schedules_where_there_is_nothing_to_compare() 
     assert faster_schedule(tpu, answer(tpu, "gpipe")) is None
     assert faster_schedule(profile, answer(profile, "gpipe", devices_any_order=True, speed="1,2,1,1")) is None
     assert faster_schedule(replace(profile, layers=profile.layers * 1000), gpipe) is None
+
+
+def uneven(seed: int) -> Profile:
+    """Sixteen layers of uneven times and activations, with measured split backwards."""
+    rng, layers = random.Random(seed), []
+    for n in range(16):
+        forward_us, share = 100 * rng.lognormvariate(0, 0.5), rng.uniform(0.45, 0.6)
+        halves = {"backward_input_us": (2 * forward_us * share,), "backward_weight_us": (2 * forward_us * (1 - share),)}
+        held = {"saved_bytes": rng.randrange(50, 150), "weight_held_bytes": (30,)}
+        layers.append(layer(f"l{n}", forward_us=forward_us, backward_us=2 * forward_us, **halves, **held))
+    return chain(*layers)
+
+
+def narrower(inputs: Inputs) -> list[Inputs]:
+    """Every question for one schedule, number of replicas, number of chunks or recomputation policy."""
+    schedules = [replace(inputs, schedule=name) for name in (*SCHEDULES, SEARCHED.name)]
+    replicas = [replace(inputs, replicas=count) for count in range(1, inputs.devices + 1)]
+    chunks = [replace(inputs, schedule="interleaved", chunks=count) for count in range(2, MOST_CHUNKS + 1)]
+    policies: tuple[RecomputePolicy, ...] = ("never", "except-last", "always")
+    return [*schedules, *replicas, *chunks, *(replace(inputs, recompute=policy) for policy in policies)]
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("cap", [UNLIMITED, 2500])
+def test_it_is_never_slower_than_any_narrower_question(monkeypatch: pytest.MonkeyPatch, seed: int, cap: int) -> None:
+    """Chains with uneven layers; a first pass of little effort, so that the second one must find the plans."""
+    monkeypatch.setattr(search, "MOST_ACTIONS_OF_SEARCH", 300_000)
+    profile = uneven(seed)
+    inputs = replace(inputs_of(4, 8, memory_bytes=cap), schedule="auto", chunks=0, replicas=0)
+    request = Request(inputs=inputs, micro_batches=4, actions=20_000)
+    best_us = solve(profile, request).predicted.step_us
+    answered = 0
+    for asked in narrower(inputs):
+        with suppress(PlannerError):  # the schedule does not run so, or nothing fits
+            assert best_us <= solve(profile, replace(request, inputs=asked)).predicted.step_us * (1 + 1e-9), asked
+            answered += 1
+    assert answered > 8
+
+
+def test_no_change_for_the_better_makes_a_plan_slower(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A search that misses the plan itself, which stays possible, does not count as a loss."""
+    profile = tight()
+    request = Request(inputs=replace(inputs_of(4, 16, memory_bytes=2000), schedule="1f1b"), micro_batches=16)
+    plan = solve(profile, request)
+    slower = replace(plan, predicted=replace(plan.predicted, step_us=1.02 * plan.predicted.step_us))
+    monkeypatch.setattr(insight, "solve", lambda *_: slower)
+    found = insight.insight_of(profile, request, plan).what_if
+    assert len(found) == 2
+    assert all(change.step_us == plan.predicted.step_us for change in found)
