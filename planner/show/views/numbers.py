@@ -32,7 +32,8 @@ class TimeScale:
 
 def percent(share: float, *, decimals: int = 1) -> str:
     """Return a fraction of one as `17.9 %`."""
-    return f"{share * 100:.{decimals}f} %"
+    # Adding 0.0 turns -0.0, the rest of a rounding error, into 0.0.
+    return f"{round(share * 100, decimals) + 0.0:.{decimals}f} %"
 
 
 def rate(per_s: float) -> str:

@@ -8,6 +8,7 @@ from planner.show.html import run_html
 from planner.show.notebook import plan_html
 from planner.show.terminal.tables import fitted, width_of
 from planner.show.views.measured import pipeline_words, run_table
+from planner.show.views.numbers import percent
 from planner.show.views.plan import headline, stage_table
 from planner.show.views.table import column, table
 from tests.unit.show.samples import interleaved, plan, report, style
@@ -32,6 +33,12 @@ def test_a_value_has_its_unit_or_that_of_its_column():
     times = WORDS.column("time")
     assert times.texts(WORDS.scales()["word"]) == ("1.500", "3.000")
     assert replace(times, values=(None, "no plan fits")).texts() == ("-", "no plan fits")
+
+
+def test_a_rounding_error_below_zero_is_no_negative_share():
+    """A pipeline of one stage may have a bubble of -1e-17."""
+    assert percent(-1e-17) == "0.0 %"
+    assert percent(-0.0014, decimals=2) == "-0.14 %"
 
 
 @pytest.mark.parametrize(("width", "names"), [(60, "name"), (66, "name time"), (80, "name size time")])
