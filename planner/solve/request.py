@@ -56,6 +56,10 @@ class Request:
             inputs = replace(inputs, schedule=plan.schedule)
         return cls(inputs=inputs, micro_batches=micro_batches, time_limit_s=time_limit_s)
 
+    def in_one_pass(self) -> "Request":
+        """Return the request without a second search pass if its schedule is `auto`; otherwise the request."""
+        return replace(self, searches_on=False) if self.inputs.schedule == "auto" else self
+
     @property
     def schedules(self) -> tuple[Schedule, ...]:
         """Schedules to choose from."""

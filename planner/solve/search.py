@@ -31,10 +31,10 @@ _IN_HALVES: Final = 2
 """Divisor of the effort of each named schedule with a split backward, in the first pass of an open schedule."""
 
 _NEAR: Final = 1.1
-"""Ratio to the fastest step time up to which a second search may still make a case the fastest."""
+"""Largest ratio of a case's step time to the fastest one at which a longer search may still make it the fastest."""
 
-_SCHEDULES_AGAIN, _CASES_AGAIN = 3, 2
-"""Number of schedules in the second pass of an open schedule, and of cases of one schedule whose plan is improved."""
+_NEAREST_SCHEDULES, _NEAREST_CASES = 3, 2
+"""Number of schedules in the second pass of an open schedule, and number of cases that `_searched_on` improves."""
 
 MOST_WORK: Final = 20_000
 """Limit on layers times devices, above which no further requests are solved for hints."""
@@ -141,9 +141,10 @@ def _searched(cases: Sequence[Case], request: Request, deadline: Deadline, *, up
 
 
 def _in_passes(cases: Sequence[Case], request: Request, deadline: Deadline, *, upper_us: float) -> _Searched:
-    """Search all cases; if the schedule is open, search the nearest schedules again, with the effort of a fixed one.
+    """Search all cases; if the schedule is open, give the most promising schedules a second, longer search.
 
-    So the answer is rarely slower than that of a request for one schedule, without that effort for every schedule.
+    The second search of a schedule has the effort of a request for that schedule alone. So the answer is rarely slower
+    than the answer to such a request. Giving every schedule that effort would take several times as long.
     """
     first = _one_by_one(cases, request, deadline.share(0.5), upper_us=upper_us)
     if request.inputs.schedule != "auto" or request.actions is None or not request.searches_on:
@@ -155,6 +156,8 @@ def _in_passes(cases: Sequence[Case], request: Request, deadline: Deadline, *, u
     if SEARCHED.name in bounds_us and SEARCHED.name not in names:
         names.append(SEARCHED.name)  # under tight limits only a longer search may find orders that fit
     for name in names:
+        if bounds_us[name] >= upper_us:
+            continue
         named = replace(request, inputs=replace(request.inputs, schedule=name))
         own = [case for case in cases if case.schedule.name == name]
         again = _one_by_one(own, named, deadline, upper_us=upper_us * _NEAR)
@@ -176,7 +179,7 @@ def _nearest_schedules(answers: Iterable[Answer]) -> list[ScheduleName]:
         if answer.partition is not None and _is_improved(answer.case.schedule):
             name = answer.case.schedule.name
             found_us[name] = min(answer.step_us, found_us.get(name, inf))
-    return sorted(found_us, key=found_us.__getitem__)[:_SCHEDULES_AGAIN]
+    return sorted(found_us, key=found_us.__getitem__)[:_NEAREST_SCHEDULES]
 
 
 def _one_by_one(
@@ -236,20 +239,20 @@ def _bound_by(bounds_us: dict[ScheduleName, float], case: Case, bound_us: float)
 
 
 def _near_us(upper_us: float, case: Case, request: Request) -> float:
-    """Return the step time that a case must beat; above the best one if a longer search may improve its plan."""
+    """Return the step time that a case must beat: 1.1 times the fastest if a longer search may improve its plan."""
     return upper_us * _NEAR if request.searches_on and _is_improved(case.schedule) else upper_us
 
 
 def _searched_on(searched: _Searched, deadline: Deadline) -> _Searched:
-    """Return the result after longer searches from the best plans, if it is not proven optimal."""
+    """Return the result after longer searches that start from the fastest plans, unless it is proven optimal."""
     best, answers = searched.best, dict(searched.answers)
     if best is None or searched.bound_us >= best.step_us:
         return searched
+    from planner.solve.chunks.search import search_on  # noqa: PLC0415
+
     able = [a for a in answers.values() if _has_linear_program(a.case.schedule) and a.case.policy != "layers"]
     found = sorted((a for a in able if a.partition is not None), key=lambda answer: answer.step_us)
-    for answer in found[:_CASES_AGAIN]:
-        from planner.solve.chunks.search import search_on  # noqa: PLC0415
-
+    for answer in found[:_NEAREST_CASES]:
         better = answers[_Key.of(answer.case)] = search_on(answer, deadline=deadline)
         best = better if better.step_us < best.step_us else best
     return searched._replace(best=best, answers=answers)

@@ -38,13 +38,13 @@ _MOST_OF_ONE, _BATCHES, _SHARE = 20_000, 60, 4
 """Where effort is bounded, one search has so many actions or batches at most, and its share of what is left."""
 
 _MOST_OF_ONE_ALONE = 100_000
-"""The same where it is not: some tenths of a second."""
+"""Actions that one search may simulate if effort is not bounded: some tenths of a second."""
 
 _MOST_OF_BOUND_ALONE = 400_000
-"""Actions that a bound may take as long as where effort is not bounded."""
+"""Cost of a lower bound, in simulated actions that take as long, if effort is not bounded."""
 
 _MOST_ON = 600_000
-"""Actions that a search from the best plan of a case on may simulate."""
+"""Actions that a search may simulate that starts from the best plan of a case."""
 
 _MOST_OF_BOUND, _ROWS_SQUARED = 10_000, 50
 """Actions that a bound may take as long as where effort is bounded, and rows, squared, that take as long as one."""
@@ -53,7 +53,7 @@ _ITERATIONS = 20
 """Steps of the simplex method for a row, at most."""
 
 _BRANCHED, _MOST_BRANCHED = 20, 10_000_000
-"""The same for the programs that raise the bound, and how many steps times rows: half a second."""
+"""Steps for a row in the programs that raise the bound, and the most steps times rows: half a second."""
 
 _LEAST_S = 0.01
 """Seconds for a bound where time is short."""

@@ -25,7 +25,9 @@ _INTERVAL = 1.96
 
 
 def frontier_of(profile: Profile, request: Request, plan: Plan) -> tuple[FrontierPoint, ...]:
-    """Return a point for each number of replicas and micro-batches, ascending, from one search pass for each.
+    """Return a point for each number of replicas and micro-batches, ascending.
+
+    If the schedule is open, each point has one search pass, so a longer search of its numbers may find a faster plan.
 
     Args:
         profile: The profile of the plan.
@@ -35,7 +37,7 @@ def frontier_of(profile: Profile, request: Request, plan: Plan) -> tuple[Frontie
     Returns:
         The points.
     """
-    request, points = replace(request, searches_on=False), []
+    request, points = request.in_one_pass(), []
     questions = sorted({(case.replicas, case.micro_batches) for case in cases_of(profile, request)})
     for replicas, m in questions:
         if (replicas, m) == (plan.replicas, plan.micro_batches):
@@ -113,7 +115,7 @@ def _what_if(profile: Profile, request: Request, plan: Plan) -> Iterator[WhatIf]
     for change, inputs in _changes(profile, request):
         best = _solved(profile, replace(request, inputs=inputs))
         if best is not None:
-            # Every change leaves the plan possible and no slower, but a search of less effort may miss it.
+            # The plan stays possible and as fast after each change, although a heuristic search may miss it.
             yield WhatIf(change=change, step_us=min(best.predicted.step_us, plan.predicted.step_us))
 
 
