@@ -162,7 +162,7 @@ def _in_passes(cases: Sequence[Case], request: Request, deadline: Deadline, *, u
         own = [case for case in cases if case.schedule.name == name]
         again = _one_by_one(own, named, deadline, upper_us=upper_us * _NEAR)
         complete = complete and again.complete
-        # The second search skips what is not faster than its own limit, so its bound holds up to that limit only.
+        # The second search ignores plans slower than its limit, so its lower bound holds up to that limit only.
         bounds_us[name] = max(bounds_us[name], min(again.bound_us, upper_us * _NEAR))
         answers |= {
             key: one for key, one in again.answers.items() if key not in answers or one.step_us < answers[key].step_us

@@ -1,6 +1,7 @@
-"""Evaluate a partition by the cost model: the only place that computes times and memory of a plan.
+"""Evaluate a partition by the cost model: the only entry to the times and memory of a plan.
 
-Solver, `check`, `show` and `emit` all read an `Evaluation`, so their predictions are equal.
+Solver, `check`, `show` and `emit` all read an `Evaluation`, so their predictions are equal. The other modules of this
+package do the calculations.
 """
 
 from collections import Counter

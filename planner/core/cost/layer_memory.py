@@ -88,8 +88,9 @@ class ManyLevels(NamedTuple):
 class StageLayers:
     """Data of the layers `first`..`end - 1` for computing the memory of their stage; one entry per layer, whole bytes.
 
-    If `stacked`, `peaks` are relative to what earlier layers have saved, else to all saved memory. Peaks of backwards
-    include the stage's output, which the engine stores. Those of the first backward include gradients of later layers.
+    If `stacked`, peaks are on top of what earlier layers have saved; otherwise on top of everything saved. Peaks of
+    backwards include the stage's output, which the engine stores. Those of the first backward include gradients of
+    later layers.
     """
 
     first: int
@@ -193,10 +194,10 @@ def most_savings(costs: ChainCosts) -> tuple[FloatArray, FloatArray]:
 
 
 def least_levels(costs: ChainCosts, firsts: NDArray[np.int64], span: slice) -> tuple[FloatArray, LayerPeaks]:
-    """Return a lower bound on the memory of stages, from which no more than `most_savings` of layers can be subtracted.
+    """Return memory of stages that becomes a lower bound once `most_savings` of recomputed layers are subtracted.
 
-    With any layers recomputed, saved bytes plus the `most_savings` of these layers are at least the returned ones. The
-    same holds for a peak, plus the savings of the layers before the one that reaches it.
+    Saved bytes are at least the returned bytes minus the `most_savings` of all recomputed layers. A peak is at least
+    the returned peak minus the savings of the recomputed layers before the one that reaches it.
 
     Returns:
         Saved bytes and peaks, arrays of shape (firsts, span). Row a, column e is the stage of layers `firsts[a]`..

@@ -21,8 +21,8 @@ IntArray = NDArray[np.int64]
 class Passing:
     """Whole bytes that stages receive and send on, for every first layer (rows) and last layer (columns).
 
-    Arrays have that shape or broadcast to it. A stage that works on a copy of its input sends the copy, which is
-    counted as a tensor of its own: such a stage sends nothing on.
+    Arrays have that shape or broadcast to it. Tensors that a stage sends on are those that it receives and sends
+    unchanged. A stage that copies its input sends the copy, which is another tensor.
 
     Args:
         costs: Costs of the chain.
@@ -172,7 +172,9 @@ def is_simple(costs: ChainCosts) -> bool:
 
 
 def _spanning(begins: IntArray, ends: IntArray, sizes: FloatArray, firsts: IntArray, layers: IntArray) -> FloatArray:
-    """Return the bytes of spans of layers `begins`..`ends` that cover a whole stage; shape (1, 1) without any.
+    """Return the total bytes of the spans of layers `begins`..`ends` that contain a whole stage.
+
+    Shape (first layers, last layers), or (1, 1) without spans.
 
     Complexity: O(spans + firsts * layers).
     """

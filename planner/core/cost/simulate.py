@@ -4,11 +4,11 @@
     end                   = start + duration
     arrival of a message  = end, over a blocking link; else latest of (end, link is free) + transfer time
 
-Each device and each direction of a link does one thing at a time: devices in the order of their action lists, links in
-the order in which the senders finish. A blocking link keeps the receiver busy: its transfer precedes the receiver's
-action. The order of actions does not depend on times, so it is computed once per schedule. The same walk then carries
-clocks of any kind: numbers (`simulate`, which also returns events), arrays over partitions (`makespans`), or linear
-expressions (`clocks`).
+Each device and each direction of a link does one thing at a time. A device follows its action list. A direction has
+one sender, so its messages follow the sender's list. Over a blocking link, the receiver spends the transfer time before
+it starts its action. These orders do not depend on times, so they are computed once per schedule. The same walk then
+carries clocks of any kind: numbers (`simulate`, which also returns events), arrays over partitions (`makespans`), or
+linear expressions (`clocks`).
 
 Tests compare the results with the closed form in `planner.core.cost.step_time`.
 """

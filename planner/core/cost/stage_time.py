@@ -111,11 +111,10 @@ def half_times(
 
 
 def hidden_us(stage: BusyTimes | StageTimes, crossing_us: Numbers) -> FloatArray:
-    """Return how much time a stage hides of the optimizer's step of later stages: F + W + 2 C, in microseconds.
+    """Return how much more time the next stage has for its optimizer's step than this stage: F + W + 2 C, in us.
 
-    For the next stage, the last backward ends earlier by W + C, and the next forward begins later by F + C. So its
-    optimizer has F + W + 2 C more time. Recomputation does not count: if the next stage is slower, it may run while
-    that one still computes.
+    In the next stage, the last backward ends earlier by W + C, and the next forward begins later by F + C. W leaves
+    recomputation out. A stage may recompute while a slower next stage still computes, so that time does not count.
     """
     alone_us = stage.last_backward_us - stage.last_recompute_us
     return np.asarray(stage.forward_us + alone_us + 2 * crossing_us)

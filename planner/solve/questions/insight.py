@@ -32,7 +32,7 @@ def frontier_of(profile: Profile, request: Request, plan: Plan) -> tuple[Frontie
     Args:
         profile: The profile of the plan.
         request: The request that the plan answers.
-        plan: The plan; it is the point of its own numbers.
+        plan: The plan, which is the point of its own replicas and micro-batches.
 
     Returns:
         The points.
