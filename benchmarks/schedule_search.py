@@ -30,7 +30,7 @@ from planner.core.values.profile import Device, LayerProfile, Profile
 from planner.device.machine import cpu_name
 from planner.solve import Request, solve
 from planner.solve.cases import cases_of
-from planner.solve.space.partitions import Many
+from planner.solve.space.partitions import Evaluator
 
 _ROWS = 256
 
@@ -180,23 +180,25 @@ def random_search(profile: Profile, request: Request, seconds: float) -> float:
     """The fastest step that random changes find within some seconds, in microseconds; infinite where nothing fits."""
     case = cases_of(profile, request)[0]
     rng = np.random.default_rng(0)
-    many = Many(case, case.num_devices)
+    evaluator = Evaluator(case, case.num_devices)
     ends, best = time.process_time() + seconds, np.inf
-    for steps in _climbs(many, rng):
+    for steps in _climbs(evaluator, rng):
         best = min(best, steps)
         if time.process_time() > ends:
             return best
     return best
 
 
-def _climbs(many: Many, rng: np.random.Generator) -> Iterator[float]:
+def _climbs(evaluator: Evaluator, rng: np.random.Generator) -> Iterator[float]:
     """The fastest step so far of climbs that begin at random."""
-    num, stages = many.case.costs.num_layers, many.num_stages
+    num, stages = evaluator.case.costs.num_layers, evaluator.num_stages
     while True:
         share = np.cumsum(rng.uniform(0.5, 1.5, stages))
         cuts = np.array([0, *np.round(share / share[-1] * num)[:-1], num], dtype=np.int64)
         cuts = _legal(cuts, num)
-        choices = np.array(rng.choice(many.allowed, stages) if rng.random() < 0.5 else [many.allowed[0]] * stages)
+        choices = np.array(
+            rng.choice(evaluator.allowed, stages) if rng.random() < 0.5 else [evaluator.allowed[0]] * stages
+        )
         best, idle = (np.inf, np.inf), 0
         while idle < 5:
             every = np.repeat(cuts[None], _ROWS, axis=0)
@@ -207,13 +209,13 @@ def _climbs(many: Many, rng: np.random.Generator) -> Iterator[float]:
             keeps = (np.diff(every, axis=1) > 0).all(axis=1)
             some = np.repeat(choices[None], _ROWS, axis=0)
             changes = rng.random(some.shape) < 1.0 / stages
-            some = np.where(changes, rng.choice(many.allowed, some.shape), some)
+            some = np.where(changes, rng.choice(evaluator.allowed, some.shape), some)
             every, some = every[keeps], some[keeps]
             if not len(every):
                 idle += 1
                 continue
-            over = many.over_bytes(every, some).sum(axis=1)
-            step_us = many.step_us(every, some)
+            over = evaluator.over_bytes(every, some).sum(axis=1)
+            step_us = evaluator.step_us(every, some)
             at = np.lexsort((step_us, over))[0]
             now = float(over[at]), float(step_us[at])
             idle = 0 if now < best else idle + 1

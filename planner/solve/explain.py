@@ -17,7 +17,7 @@ from planner.core.values.profile import Profile
 from planner.core.values.units import bytes_option, counted, format_bytes
 from planner.solve.space.arrays import FloatArray, IntArray
 from planner.solve.space.case import Case
-from planner.solve.space.partitions import Many, moved
+from planner.solve.space.partitions import Evaluator, moved
 from planner.solve.space.tables import allowed_choices, width_for, windows_before
 
 _MOST_DEVICES = 1024
@@ -30,7 +30,7 @@ _ROUNDS = 100
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Asking:
+class InfeasibleQuery:
     """Request without a plan, and its cases."""
 
     profile: Profile
@@ -45,13 +45,13 @@ class Asking:
     """Function that returns the cases of another profile, other inputs, and M fixed or None."""
 
 
-def explain_infeasible(asking: Asking) -> InfeasibleError:
+def explain_infeasible(query: InfeasibleQuery) -> InfeasibleError:
     """Return the error that names the obstacle and what would fit."""
-    inputs = asking.inputs
+    inputs = query.inputs
     # For other schedules the least memory is unknown, so prefer the cases for which it is known.
-    cases = _with_known_moments(asking.cases)
+    cases = _with_known_moments(query.cases)
     if not cases:
-        return _by_lists(asking)
+        return _explain_by_descent(query)
     smallest = [smallest_cap_bytes(case) for case in cases]
     best = min(range(len(cases)), key=lambda n: (smallest[n], cases[n].micro_batches))
     if not np.isfinite(smallest[best]):
@@ -60,23 +60,23 @@ def explain_infeasible(asking: Asking) -> InfeasibleError:
             f"no cut for {devices} keeps layers together and apart as asked, whatever their memory",
             hint="change `--together` or `--apart`, or allow more `--devices`",
         )
-    hints = list(_hints(asking, cases, cases[best], smallest[best]))
-    reason = _reason(asking, cases[best])
+    hints = list(_hints(query, cases, cases[best], smallest[best]))
+    reason = _reason(query, cases[best])
     return InfeasibleError(f"no plan fits {_caps(inputs)}: {reason}", hint="; ".join(hints))
 
 
-def _by_lists(asking: Asking) -> InfeasibleError:
+def _explain_by_descent(query: InfeasibleQuery) -> InfeasibleError:
     """Return the error for schedules whose memory follows only from action orders, with the nearest cuts found."""
-    inputs = asking.inputs
+    inputs = query.inputs
     # Smaller micro-batches usually need less, so compute the figures for the largest M.
-    most = max(case.micro_batches for case in asking.cases)
-    least = min(_over_bytes_found(case) for case in asking.cases if case.micro_batches == most)
-    titles = " or ".join(dict.fromkeys(case.schedule.title for case in asking.cases))
-    others = tuple(_other_schedules(asking))
+    most = max(case.micro_batches for case in query.cases)
+    least = min(_least_over_bytes_found(case) for case in query.cases if case.micro_batches == most)
+    titles = " or ".join(dict.fromkeys(case.schedule.title for case in query.cases))
+    others = tuple(_other_schedules(query))
     if not 0 < least < np.inf or len(set(inputs.memory_bytes)) > 1:
         return InfeasibleError(f"no {titles} plan fits {_caps(inputs)}", hint="; ".join(others))
     cap = inputs.memory_bytes[0] + least
-    cuts = "of the given cuts" if asking.balance is not None else "in the best cuts found"
+    cuts = "of the given cuts" if query.balance is not None else "in the best cuts found"
     enough = f"with {counted(inputs.devices, 'device')} `--mem` {bytes_option(int(cap))} is enough (M = {most})"
     return InfeasibleError(
         f"no {titles} plan fits {_caps(inputs)}: {cuts} with M = {most} a device needs {format_bytes(cap)}, "
@@ -85,73 +85,73 @@ def _by_lists(asking: Asking) -> InfeasibleError:
     )
 
 
-def _hints(asking: Asking, cases: Sequence[Case], best: Case, smallest_bytes: float) -> Iterator[str]:
-    inputs = asking.inputs
+def _hints(query: InfeasibleQuery, cases: Sequence[Case], best: Case, smallest_bytes: float) -> Iterator[str]:
+    inputs = query.inputs
     devices = counted(inputs.devices, "device")
     side_by_side = f"{best.replicas} replicas, " if inputs.replicas != 1 else ""
     cap = f"{bytes_option(int(smallest_bytes))} ({side_by_side}M = {best.micro_batches})"
-    if len(cases) == len(asking.cases):
+    if len(cases) == len(query.cases):
         yield f"with {devices} the smallest `--mem` is {cap}"
     else:
         titles = " or ".join(dict.fromkeys(case.schedule.title for case in cases))
         yield f"under {titles}, {devices} need at least `--mem` {cap}"
-    counts = asking.balance is None
+    counts = query.balance is None
     if counts and len(set(inputs.memory_bytes)) == 1:
-        count = _fewest_devices(asking, cases)
+        count = _fewest_devices(query, cases)
         if count is not None:
             yield f"`--devices {count[0]}` fits in {format_bytes(inputs.memory_bytes[0])} (M = {count[1]})"
-    yield from _other_choices(asking)
-    yield from _other_schedules(asking)
-    for name, profile in _other_optimizers(asking.profile):
-        if _some_fits(asking, profile, inputs, asking.micro_batches):
+    yield from _other_choices(query)
+    yield from _other_schedules(query)
+    for name, profile in _other_optimizers(query.profile):
+        if _any_fits(query, profile, inputs, query.micro_batches):
             yield f"with {name} as optimizer it fits: profile with `--optimizer {name}`"
             break
 
 
-def _fewest_devices(asking: Asking, cases: Sequence[Case]) -> tuple[int, int] | None:
+def _fewest_devices(query: InfeasibleQuery, cases: Sequence[Case]) -> tuple[int, int] | None:
     """Return the fewest devices that fit, with their M; None if no number does."""
     count = min(filter(None, map(_smallest_count, cases)), default=None)
-    if count is None or asking.inputs.replicas:
+    if count is None or query.inputs.replicas:
         return count
     # More devices also allow more replicas, whose micro-batches may be smaller.
-    inputs = asking.inputs
+    inputs = query.inputs
     more = replace(inputs, devices=count[0], memory_bytes=inputs.memory_bytes[:1] * count[0], speeds=(), links=())
-    cases = _with_known_moments(asking.cases_for(asking.profile, more, asking.micro_batches))
+    cases = _with_known_moments(query.cases_for(query.profile, more, query.micro_batches))
     return min(filter(None, map(_smallest_count, cases)), default=None)
 
 
-def _other_choices(asking: Asking) -> Iterator[str]:
-    inputs = asking.inputs
-    if asking.micro_batches is not None:
-        cases = _with_known_moments(asking.cases_for(asking.profile, inputs, None))
+def _other_choices(query: InfeasibleQuery) -> Iterator[str]:
+    inputs = query.inputs
+    if query.micro_batches is not None:
+        cases = _with_known_moments(query.cases_for(query.profile, inputs, None))
         more = min((case.micro_batches for case in cases if _fits(case)), default=None)
         if more is not None:
             yield f"M = {more} fits: leave `--micro-batches` out"
     if inputs.recompute not in ("auto", "layers"):
         free = replace(inputs, recompute="auto")
-        if _some_fits(asking, asking.profile, free, asking.micro_batches):
+        if _any_fits(query, query.profile, free, query.micro_batches):
             yield "`--recompute auto` fits"
 
 
-def _other_schedules(asking: Asking) -> Iterator[str]:
-    inputs = asking.inputs
-    if asking.balance is not None and any(schedule.is_chunked for schedule in asking.schedules):
+def _other_schedules(query: InfeasibleQuery) -> Iterator[str]:
+    inputs = query.inputs
+    if query.balance is not None and any(schedule.is_chunked for schedule in query.schedules):
         return  # the cuts are for several stages per device
-    names = {schedule.name for schedule in asking.schedules}
+    names = {schedule.name for schedule in query.schedules}
     # No schedule with known memory needs less than 1F1B.
     known: tuple[Schedule, ...] = (
         (ONE_FORWARD_ONE_BACKWARD, GPIPE) if ONE_FORWARD_ONE_BACKWARD.name not in names else ()
     )
     for schedule in known:
         other = replace(inputs, schedule=schedule.name, chunks=1)
-        if schedule.name not in names and _some_fits(asking, asking.profile, other, asking.micro_batches):
+        if schedule.name not in names and _any_fits(query, query.profile, other, query.micro_batches):
             yield f"`--schedule {schedule.name}` fits"
             return
-    if inputs.any_order or asking.balance is not None:
+    if inputs.any_order or query.balance is not None:
         return  # only GPipe supports any order; the cuts are for one stage per device
     for schedule in SPLITTING:
         other = replace(inputs, schedule=schedule.name, chunks=0)
-        if schedule.name not in names and _measured_fits(asking.cases_for(asking.profile, other, asking.micro_batches)):
+        if schedule.name not in names and _measured_fits(query.cases_for(query.profile, other, query.micro_batches)):
             yield f"`--schedule {schedule.name}` fits"
             return
 
@@ -160,11 +160,11 @@ def _measured_fits(cases: Sequence[Case]) -> bool:
     """Return True if a case with the largest M and measured split backward times fits, as far as a descent finds."""
     most = max((case.micro_batches for case in cases), default=0)
     able = (case for case in cases if case.micro_batches == most and not case.costs.halves_assumed)
-    return any(_over_bytes_found(case) <= 0 for case in able)
+    return any(_least_over_bytes_found(case) <= 0 for case in able)
 
 
-def _some_fits(asking: Asking, profile: Profile, inputs: Inputs, micro_batches: int | None) -> bool:
-    return any(map(_fits, _with_known_moments(asking.cases_for(profile, inputs, micro_batches))))
+def _any_fits(query: InfeasibleQuery, profile: Profile, inputs: Inputs, micro_batches: int | None) -> bool:
+    return any(map(_fits, _with_known_moments(query.cases_for(profile, inputs, micro_batches))))
 
 
 def _with_known_moments(cases: Sequence[Case]) -> list[Case]:
@@ -258,17 +258,17 @@ def _smallest_count(case: Case) -> tuple[int, int] | None:
     return None
 
 
-def _reason(asking: Asking, case: Case) -> str:
+def _reason(query: InfeasibleQuery, case: Case) -> str:
     """Return the obstacle for the case that comes closest to fitting, in words."""
     costs, m = case.costs, case.micro_batches
     reserve = case.cluster.reserve_bytes
     caps = [cap + reserve for cap in case.caps_bytes]
-    width = costs.num_layers if asking.balance is not None else 1
+    width = costs.num_layers if query.balance is not None else 1
     need = _needs(case, width, 0) + reserve
-    if asking.balance is not None:
-        ends = np.cumsum(asking.balance)
+    if query.balance is not None:
+        ends = np.cumsum(query.balance)
         over = [
-            float(need[end, width - count]) - cap for end, count, cap in zip(ends, asking.balance, caps, strict=False)
+            float(need[end, width - count]) - cap for end, count, cap in zip(ends, query.balance, caps, strict=False)
         ]
         stage = int(np.argmax(over))
         total = format_bytes(over[stage] + caps[stage])
@@ -278,7 +278,7 @@ def _reason(asking: Asking, case: Case) -> str:
     if np.isfinite(single[worst]) and single[worst] > max(caps):
         over_bytes = format_bytes(single[worst] - max(caps))
         return f'layer "{costs.names[worst]}" alone needs {format_bytes(single[worst])} with M = {m}, {over_bytes} over'
-    if asking.inputs.together or asking.inputs.apart:
+    if query.inputs.together or query.inputs.apart:
         return f"no cut keeps layers together and apart as asked and fits (M = {m})"
     cannot = f"every layer fits alone, but {counted(case.num_devices, 'stage')} do not hold them all"
     if len(set(caps)) == 1:
@@ -297,7 +297,7 @@ def _caps(inputs: Inputs) -> str:
     return f"the caps {', '.join(format_bytes(cap) for cap in inputs.memory_bytes)}"
 
 
-def _over_bytes_found(case: Case) -> float:
+def _least_over_bytes_found(case: Case) -> float:
     """Return the bytes over the limit on the fullest device in the best partition found, for any number of devices.
 
     The value is 0 if a partition fits. It is infinite if none keeps the rules, or the search would take too long.
@@ -307,28 +307,28 @@ def _over_bytes_found(case: Case) -> float:
     least = np.inf
     for num_devices in range(case.num_devices, 0, -1):
         if least > 0:
-            least = min(least, _over_bytes_on(Many(case, num_devices)))
+            least = min(least, _least_over_bytes(Evaluator(case, num_devices)))
     return float(least)
 
 
-def _over_bytes_on(many: Many) -> float:
+def _least_over_bytes(evaluator: Evaluator) -> float:
     """Return the bytes over the limit on the fullest device in the best partition found."""
-    case, num_layers, num_stages = many.case, many.case.costs.num_layers, many.num_stages
-    if many.num_actions > _MOST_ACTIONS or not many.can_run:
+    case, num_layers, num_stages = evaluator.case, evaluator.case.costs.num_layers, evaluator.num_stages
+    if evaluator.num_actions > _MOST_ACTIONS or not evaluator.can_run:
         return np.inf
     balance = case.rules.balance
     cuts = np.cumsum([0, *balance]) if balance else np.linspace(0, num_layers, num_stages + 1).astype(np.int64)
     allowed = allowed_choices(case.policy, case.micro_batches)
-    return min(_downhill(many, cuts, np.full(num_stages, choice), allowed) for choice in allowed)
+    return min(_downhill(evaluator, cuts, np.full(num_stages, choice), allowed) for choice in allowed)
 
 
-def _downhill(many: Many, cuts: IntArray, choices: IntArray, allowed: Sequence[int]) -> float:
+def _downhill(evaluator: Evaluator, cuts: IntArray, choices: IntArray, allowed: Sequence[int]) -> float:
     """Move cuts and change recomputation as long as that helps; return the bytes over the limit at the end."""
-    least = _over(many, cuts[None], choices[None])[0]
+    least = _over(evaluator, cuts[None], choices[None])[0]
     for _ in range(_ROUNDS):
         if least <= 0:
             break
-        other_cuts = cuts[None][:0] if many.case.rules.balance else moved(cuts)
+        other_cuts = cuts[None][:0] if evaluator.case.rules.balance else moved(cuts)
         changed = [
             (*choices[:s], n, *choices[s + 1 :]) for s in range(len(choices)) for n in allowed if n != choices[s]
         ]
@@ -337,7 +337,7 @@ def _downhill(many: Many, cuts: IntArray, choices: IntArray, allowed: Sequence[i
         every_choice = np.concatenate([kept, np.array(changed, dtype=np.int64).reshape(-1, len(choices))])
         if not len(every_cuts):
             break
-        over = _over(many, every_cuts, every_choice)
+        over = _over(evaluator, every_cuts, every_choice)
         at = int(np.argmin(over))
         if not over[at] < least:
             break
@@ -345,6 +345,6 @@ def _downhill(many: Many, cuts: IntArray, choices: IntArray, allowed: Sequence[i
     return float(least)
 
 
-def _over(many: Many, cuts: IntArray, choices: IntArray) -> FloatArray:
+def _over(evaluator: Evaluator, cuts: IntArray, choices: IntArray) -> FloatArray:
     """Return the bytes over the limit on the fullest device, shape (N,); infinite where a rule is broken."""
-    return np.where(many.case.rules.allows(cuts), many.over_bytes(cuts, choices).max(axis=1), np.inf)
+    return np.where(evaluator.case.rules.allows(cuts), evaluator.over_bytes(cuts, choices).max(axis=1), np.inf)

@@ -17,7 +17,7 @@ from planner.solve.answer import Answer
 from planner.solve.deadline import Deadline, OutOfTimeError
 from planner.solve.space.arrays import BoolArray, FloatArray, IntArray
 from planner.solve.space.case import Case
-from planner.solve.space.partitions import Many
+from planner.solve.space.partitions import Evaluator
 
 SAME = 1e-12
 """Relative difference below which two times are equal; rounding causes such differences."""
@@ -52,7 +52,7 @@ class Effort:
         """Actions that may still be simulated; 0 or less if none."""
         return self._most_actions - self.spent
 
-    def pays(self, actions: int, tables: int) -> bool:
+    def try_reserve(self, actions: int, tables: int) -> bool:
         """Return True if the effort left covers `tables` and `actions`; `tables` is then counted as spent."""
         if not self.is_bounded:
             return True
@@ -61,9 +61,9 @@ class Effort:
         self.spent += tables
         return True
 
-    def affordable(self, many: Many) -> int:
+    def affordable(self, evaluator: Evaluator) -> int:
         """Return how many partitions half of the remaining effort can simulate."""
-        blocks = max(0, self.left // (2 * many.num_actions))
+        blocks = max(0, self.left // (2 * evaluator.num_actions))
         return min(_MOST_SIMULATED, BLOCK * (min(blocks, _FEW_BLOCKS) if self.is_bounded else blocks))
 
 
@@ -86,18 +86,18 @@ class Progress:
         """Record that partitions with the lower bound `bound_us` were not simulated."""
         self.bound_us = min(self.bound_us, bound_us)
 
-    def simulated(
-        self, many: Many, cuts: IntArray, choices: IntArray, layers_us: FloatArray | None = None
+    def simulate(
+        self, evaluator: Evaluator, cuts: IntArray, choices: IntArray, layers_us: FloatArray | None = None
     ) -> FloatArray:
-        """Return the step times of partitions, shape (N,), and count the effort; arguments as for `Many.step_us`."""
-        self.effort.spent += -(-len(cuts) // BLOCK) * many.num_actions
-        return many.step_us(cuts, choices, layers_us)
+        """Return step times of partitions, shape (N,), and count the effort; arguments as for `Evaluator.step_us`."""
+        self.effort.spent += -(-len(cuts) // BLOCK) * evaluator.num_actions
+        return evaluator.step_us(cuts, choices, layers_us)
 
-    def raced(self, many: Many, cuts: IntArray, choices: IntArray, fits: BoolArray) -> FloatArray:
+    def simulate_fitting(self, evaluator: Evaluator, cuts: IntArray, choices: IntArray, fits: BoolArray) -> FloatArray:
         """Simulate the partitions that fit, and update the best partition.
 
         Args:
-            many: The partitions' devices and schedule.
+            evaluator: The partitions' devices and schedule.
             cuts: Shape (N, S+1).
             choices: Recomputation of each stage, shape (N, S).
             fits: Which partitions fit, shape (N,).
@@ -108,12 +108,12 @@ class Progress:
         step_us = np.full(len(cuts), inf)
         if not fits.any():
             return step_us
-        step_us[fits] = self.simulated(many, cuts[fits], choices[fits])
+        step_us[fits] = self.simulate(evaluator, cuts[fits], choices[fits])
         at = int(np.argmin(step_us))
         # Rounding makes equal times differ slightly. Keep the first of equal partitions.
         if step_us[at] < self.upper_us * (1 - SAME):
             self.upper_us = float(step_us[at])
-            self.best = many.case.partition(cuts[at], choices[at])
+            self.best = evaluator.case.partition(cuts[at], choices[at])
         return step_us
 
 

@@ -38,7 +38,7 @@ class Request:
     """Solver: `auto` and `dp` use the dynamic program, `milp` the integer program."""
 
     @classmethod
-    def again(cls, plan: Plan, *, micro_batches: int | None, time_limit_s: float) -> "Request":
+    def of_plan(cls, plan: Plan, *, micro_batches: int | None, time_limit_s: float) -> "Request":
         """Return the request that `plan` answers; given action orders are kept.
 
         Args:

@@ -362,10 +362,10 @@ def _infeasible(profile: Profile, request: Request, cases: Sequence[Case]) -> In
         except UsageError:
             return []  # the given cuts or rules leave no case
 
-    from planner.solve.explain import Asking, explain_infeasible  # noqa: PLC0415 - most questions have an answer
+    from planner.solve.explain import InfeasibleQuery, explain_infeasible  # noqa: PLC0415 - most questions have an answer
 
     return explain_infeasible(
-        Asking(
+        InfeasibleQuery(
             profile=profile,
             inputs=request.inputs,
             micro_batches=request.micro_batches,

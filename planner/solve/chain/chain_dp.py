@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from planner.solve.chain.laws import Ahead, Law
+from planner.solve.chain.laws import EarlierLayers, Law
 from planner.solve.deadline import NEVER, Deadline
 from planner.solve.space.arrays import BoolArray, ChoiceArray, FloatArray, IndexArray, IntArray
 from planner.solve.space.prefixes import MOST_CANDIDATES, Prefixes
@@ -102,7 +102,9 @@ class LabelSearch:
     def root_bound_us(self) -> float:
         """Return a lower bound of the step time of all partitions; infinite if none fits."""
         empty = self._root()
-        return float(self.law.bound_us(tuple(empty.numbers), self._ahead(empty.first, self.problem.num_stages))[0])
+        return float(
+            self.law.bound_us(tuple(empty.numbers), self._earlier_layers(empty.first, self.problem.num_stages))[0]
+        )
 
     def least_of_chain(self) -> dict[str, float]:
         """Return the lower bounds of the whole chain that the law needs, by name."""
@@ -202,23 +204,23 @@ class LabelSearch:
 
     # ---- bounds
 
-    def _ahead(self, first: IntArray, stages_left: int) -> Ahead:
-        return Ahead(
+    def _earlier_layers(self, first: IntArray, stages_left: int) -> EarlierLayers:
+        return EarlierLayers(
             work_us=self._work[first],
             own_us=self._own_us,
-            some=first > 0,
+            exist=first > 0,
             least={name: tables[stages_left][first] for name, tables in self._least.items()},
         )
 
-    def _whole(self, ahead: Ahead) -> Ahead:
-        """Return `ahead` with bottlenecks raised to the smallest possible ones of the whole chain."""
+    def _whole(self, earlier: EarlierLayers) -> EarlierLayers:
+        """Return `earlier` with bottlenecks raised to the smallest possible ones of the whole chain."""
         end = self.problem.num_layers
         largest = {
             name: np.maximum(least, self._least[name][-1][end])
-            for name, least in ahead.least.items()
+            for name, least in earlier.least.items()
             if self.law.needs[name].join is np.maximum
         }
-        return replace(ahead, least={**ahead.least, **largest})
+        return replace(earlier, least={**earlier.least, **largest})
 
     # ---- labels
 
@@ -255,16 +257,16 @@ class LabelSearch:
         way, label, column = np.nonzero(np.isfinite(stages.forward[:, row]) & some[stages.first[:, row]])
         at, parent = stages.at(way, row[label], column), block[label]
         numbers = self.law.extend(tuple(labels.numbers.take(parent, axis=1)), at, level)
-        ahead = self._ahead(at.first, stages_left)
-        bound = self.law.bound_us(numbers, ahead)
-        rank = np.stack(self.law.rank_bound(numbers, ahead, bound))
+        earlier = self._earlier_layers(at.first, stages_left)
+        bound = self.law.bound_us(numbers, earlier)
+        rank = np.stack(self.law.rank_bound(numbers, earlier, bound))
         is_kept = bound < just_below(wanted.upper_us)
         if wanted.best_rank is not None:
             is_kept &= _before(rank, wanted.best_rank)
         kept = np.flatnonzero(is_kept)
         first = at.first.take(kept)
         # Bounds use the numbers as they are. Kept labels are raised, so that more of them are dominated.
-        whole = self._whole(self._ahead(first, stages_left))
+        whole = self._whole(self._earlier_layers(first, stages_left))
         raised = np.stack(self.law.raised(tuple(number.take(kept) for number in numbers), whole))
         return _Level(first, parent.take(kept), at.choice.take(kept), raised, bound.take(kept), rank.take(kept, axis=1))
 

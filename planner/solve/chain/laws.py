@@ -4,7 +4,7 @@ A partial plan that covers layers i..L-1 is a label of a few numbers; smaller is
 numbers change when a previous stage is added, and bounds the step time of every completion:
 
     layers    0 ........ h-1 | h ...... i-1 | i ................ L-1
-                 ahead       |    stage     |  label: numbers
+            earlier layers   |    stage     |  label: numbers
               lower bounds   |  F  B  q  U  |
                              |______________|  extend -> label of layers h..L-1
 
@@ -61,14 +61,14 @@ _Machine = tuple[FloatArray, FloatArray, FloatArray]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ahead:
+class EarlierLayers:
     """Lower bounds of the layers before a label; arrays have the labels' shape."""
 
     work_us: FloatArray
     """Forward plus backward time of all earlier layers, in microseconds."""
     own_us: float
     """Time of the all-reduce and optimizer of the first stage, if there are earlier layers."""
-    some: BoolArray
+    exist: BoolArray
     """True where there are earlier layers."""
     least: dict[str, FloatArray]
     """Lower bounds by the names in `Law.needs`."""
@@ -107,13 +107,13 @@ class Law(Protocol):
             Labels of the shape of `stages`.
         """
 
-    def raised(self, label: Label, ahead: Ahead) -> Label:
+    def raised(self, label: Label, earlier: EarlierLayers) -> Label:
         """Return the label with numbers below the lower bounds of earlier layers raised to these."""
 
-    def bound_us(self, label: Label, ahead: Ahead) -> FloatArray:
+    def bound_us(self, label: Label, earlier: EarlierLayers) -> FloatArray:
         """Return a lower bound of the step time of every completion; exact for complete labels."""
 
-    def rank_bound(self, label: Label, ahead: Ahead, bound_us: FloatArray) -> Label:
+    def rank_bound(self, label: Label, earlier: EarlierLayers, bound_us: FloatArray) -> Label:
         """Return lower bounds of the rank of every completion, exact for complete labels; first number first."""
 
 
@@ -140,9 +140,9 @@ class GPipeLaw:
         # The sum comes first: it is infinite where first layers cannot be reached.
         self.needs = {"passes": Least(np.add, passes), **({} if floor else _needs("forward", "backward"))}
 
-    def _largest_ahead(self, ahead: Ahead) -> tuple[FloatArray | float, FloatArray | float]:
+    def _least_bottlenecks(self, earlier: EarlierLayers) -> tuple[FloatArray | float, FloatArray | float]:
         """Return lower bounds of f and x of the completed label."""
-        return self._floor or (ahead.least["forward"], ahead.least["backward"])
+        return self._floor or (earlier.least["forward"], earlier.least["backward"])
 
     def extend(self, label: Label, stages: Stages, level: int) -> Label:  # noqa: ARG002 - GPipe's stages are all alike
         """Add the link to the next stage, then the stage, as machines of a flow shop."""
@@ -162,28 +162,28 @@ class GPipeLaw:
             d = np.maximum(d, a + (self._M - 2) * x)
         return x, a, d + q
 
-    def raised(self, label: Label, ahead: Ahead) -> Label:
+    def raised(self, label: Label, earlier: EarlierLayers) -> Label:
         """Raise f and x to the smallest possible ones of earlier layers, which every completion has."""
         f, x, a, d, u = label
-        forward, backward = self._largest_ahead(ahead)
+        forward, backward = self._least_bottlenecks(earlier)
         f, x = np.maximum(f, forward), np.maximum(x, backward)
-        return f, x, a, d, _raised_tail(u, ahead)
+        return f, x, a, d, _raised_tail(u, earlier)
 
-    def bound_us(self, label: Label, ahead: Ahead) -> FloatArray:
+    def bound_us(self, label: Label, earlier: EarlierLayers) -> FloatArray:
         """Return T with the smallest possible sums, f and x of earlier layers."""
         f, x, a, d, u = label
-        forward, backward = self._largest_ahead(ahead)
+        forward, backward = self._least_bottlenecks(earlier)
         f, x = np.maximum(f, forward), np.maximum(x, backward)
         if self._M == 1:
-            d = d + ahead.least["passes"]
+            d = d + earlier.least["passes"]
         else:
             # The last micro-batch follows the others through the slowest earlier stage.
             d = d if self._floor else np.maximum(d, a + (self._M - 1) * backward)
             # Or it waits for the recomputation of the others in all of them.
-            d = np.maximum(d + ahead.work_us, a + ahead.least["passes"] + _times(self._M - 2, x))
-        return d + _times(self._M - 1, f) + np.where(ahead.some, ahead.own_us, u)
+            d = np.maximum(d + earlier.work_us, a + earlier.least["passes"] + _times(self._M - 2, x))
+        return d + _times(self._M - 1, f) + np.where(earlier.exist, earlier.own_us, u)
 
-    def rank_bound(self, label: Label, ahead: Ahead, bound_us: FloatArray) -> Label:  # noqa: ARG002 - time is all
+    def rank_bound(self, label: Label, earlier: EarlierLayers, bound_us: FloatArray) -> Label:  # noqa: ARG002 - time is all
         return (bound_us,)
 
 
@@ -222,21 +222,21 @@ class OneForwardOneBackwardLaw:
         g = np.maximum(np.maximum(work, first_back), np.maximum(trips, g + (F + q + 2 * C)))
         return g, s, r, tail_in_front_us(u, stages.own_us, stages.hidden_us)
 
-    def raised(self, label: Label, ahead: Ahead) -> Label:
+    def raised(self, label: Label, earlier: EarlierLayers) -> Label:
         """Raise u only; g, s and r always count."""
         g, s, r, u = label
-        return g, s, r, _raised_tail(u, ahead)
+        return g, s, r, _raised_tail(u, earlier)
 
-    def bound_us(self, label: Label, ahead: Ahead) -> FloatArray:
+    def bound_us(self, label: Label, earlier: EarlierLayers) -> FloatArray:
         """Return the longest of three paths: g plus earlier work, work of an earlier stage, and a round trip."""
         g, s, _, u = label
         bound: FloatArray = np.maximum(
-            np.maximum(g + ahead.work_us, ahead.least["work"]),
-            s + ahead.work_us + _times(self._M - 1, ahead.least["backward"]),
+            np.maximum(g + earlier.work_us, earlier.least["work"]),
+            s + earlier.work_us + _times(self._M - 1, earlier.least["backward"]),
         )
-        return bound + np.where(ahead.some, ahead.own_us, u)
+        return bound + np.where(earlier.exist, earlier.own_us, u)
 
-    def rank_bound(self, label: Label, ahead: Ahead, bound_us: FloatArray) -> Label:  # noqa: ARG002 - time is all
+    def rank_bound(self, label: Label, earlier: EarlierLayers, bound_us: FloatArray) -> Label:  # noqa: ARG002 - time is all
         """Return the bound of the step time."""
         return (bound_us,)
 
@@ -246,9 +246,9 @@ def _times(count: int, time: FloatArray) -> FloatArray:
     return count * time if count else np.where(np.isinf(time), np.inf, 0.0)
 
 
-def _raised_tail(tail: FloatArray, ahead: Ahead) -> FloatArray:
+def _raised_tail(tail: FloatArray, earlier: EarlierLayers) -> FloatArray:
     # Earlier layers hide at least their own work of it, and the first stage always adds its own.
-    return np.where(ahead.some, np.maximum(tail, ahead.own_us + ahead.work_us), tail)
+    return np.where(earlier.exist, np.maximum(tail, earlier.own_us + earlier.work_us), tail)
 
 
 class TiedLaw:
@@ -277,18 +277,18 @@ class TiedLaw:
         more = [need.join(number, need.of(stages)) for _, need, number in self._ranked(label)]
         return *self._law.extend(label[: self._law.size], stages, level), *more
 
-    def raised(self, label: Label, ahead: Ahead) -> Label:
+    def raised(self, label: Label, earlier: EarlierLayers) -> Label:
         """Raise additional numbers that are maxima; sums always count."""
         more = [
-            np.maximum(number, ahead.least[name]) if need.join is np.maximum else number
+            np.maximum(number, earlier.least[name]) if need.join is np.maximum else number
             for name, need, number in self._ranked(label)
         ]
-        return *self._law.raised(label[: self._law.size], ahead), *more
+        return *self._law.raised(label[: self._law.size], earlier), *more
 
-    def bound_us(self, label: Label, ahead: Ahead) -> FloatArray:
+    def bound_us(self, label: Label, earlier: EarlierLayers) -> FloatArray:
         """Return the bound of the step time, without the additional numbers."""
-        return self._law.bound_us(label[: self._law.size], ahead)
+        return self._law.bound_us(label[: self._law.size], earlier)
 
-    def rank_bound(self, label: Label, ahead: Ahead, bound_us: FloatArray) -> Label:  # noqa: ARG002 - time is equal
+    def rank_bound(self, label: Label, earlier: EarlierLayers, bound_us: FloatArray) -> Label:  # noqa: ARG002 - time is equal
         """Return the additional numbers combined with the lower bounds of earlier layers."""
-        return tuple(need.join(number, ahead.least[name]) for name, need, number in self._ranked(label))
+        return tuple(need.join(number, earlier.least[name]) for name, need, number in self._ranked(label))

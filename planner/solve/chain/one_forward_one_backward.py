@@ -23,7 +23,7 @@ from planner.solve.deadline import NEVER, Deadline
 from planner.solve.progress import BLOCK, SAME, Progress, simulated_answer
 from planner.solve.space.arrays import FloatArray, IntArray
 from planner.solve.space.case import Case
-from planner.solve.space.partitions import Many, moved
+from planner.solve.space.partitions import Evaluator, moved
 from planner.solve.space.problem import ChainProblem
 from planner.solve.space.tables import NOWHERE
 
@@ -52,12 +52,12 @@ def _search_stages(progress: Progress, num_stages: int) -> bool:
     """Search one stage count; return False if the effort did not suffice."""
     case, effort = progress.case, progress.effort
     law = OneForwardOneBackwardLaw(case.micro_batches)
-    many = Many(case, num_stages)
+    evaluator = Evaluator(case, num_stages)
     windows = Windows(case)
     # The bound covers stages within the window, which must include all stages of faster plans.
     while windows.widen(progress.upper_us):
         cells = num_stages * (case.costs.num_layers + 1) * windows.width
-        if not effort.pays((_ORDER + 1) * many.num_actions, cells // _CELLS):
+        if not effort.try_reserve((_ORDER + 1) * evaluator.num_actions, cells // _CELLS):
             progress.leave_out(max(progress.case.least_us(num_stages), case.bound_us))
             return False
         problem = case.problem(num_stages, width=windows.width, exact=True)
@@ -65,34 +65,34 @@ def _search_stages(progress: Progress, num_stages: int) -> bool:
         least = search.best(upper_us=progress.upper_us)
         if least is None:
             continue
-        effort.spent += (_ORDER if effort.is_bounded else _FIRST_ORDER) * many.num_actions
+        effort.spent += (_ORDER if effort.is_bounded else _FIRST_ORDER) * evaluator.num_actions
         # Start with three partitions: that of the bound, and those with the evenest work and the evenest backward.
         for start in {least.cuts, search.prefixes.min_max("work"), search.prefixes.min_max("backward")} - {None}:
             if effort.left > 0 or progress.best is None:
-                _improve_cuts(progress, many, problem, np.array([start]))
+                _improve_cuts(progress, evaluator, problem, np.array([start]))
         is_open = least.step_us < progress.upper_us * (1 - 1e-9)
-        if is_open and not _simulate_below(progress, many, search):
+        if is_open and not _simulate_below(progress, evaluator, search):
             progress.leave_out(least.step_us)
     return True
 
 
-def _simulate_below(progress: Progress, many: Many, search: LabelSearch) -> bool:
+def _simulate_below(progress: Progress, evaluator: Evaluator, search: LabelSearch) -> bool:
     """Simulate every partition whose bound is below the best step time; return False if they are too many."""
-    most = progress.effort.affordable(many)
+    most = progress.effort.affordable(evaluator)
     if not most:
         return False
     partitions, are_all = search.all_below(progress.upper_us, most)
     for start in range(0, len(partitions), BLOCK):
         block = partitions[start : start + BLOCK]
-        _race(progress, many, np.array([p.cuts for p in block]), np.array([p.choices for p in block]))
+        _race(progress, evaluator, np.array([p.cuts for p in block]), np.array([p.choices for p in block]))
     return are_all
 
 
-def _improve_cuts(progress: Progress, many: Many, problem: ChainProblem, cuts: IntArray) -> None:
+def _improve_cuts(progress: Progress, evaluator: Evaluator, problem: ChainProblem, cuts: IntArray) -> None:
     """Move single cuts as long as that helps, always with the fastest recomputation that fits."""
     before_us = inf
     for _ in range(_ROUNDS):
-        step_us = _race(progress, many, cuts, _choices(problem, cuts))
+        step_us = _race(progress, evaluator, cuts, _choices(problem, cuts))
         at = int(np.argmin(step_us)) if len(step_us) else 0
         if not len(step_us) or not step_us[at] < before_us * (1 - SAME) or progress.effort.left <= 0:
             return
@@ -102,9 +102,9 @@ def _improve_cuts(progress: Progress, many: Many, problem: ChainProblem, cuts: I
         cuts = moved(current)
 
 
-def _race(progress: Progress, many: Many, cuts: IntArray, choices: IntArray) -> FloatArray:
+def _race(progress: Progress, evaluator: Evaluator, cuts: IntArray, choices: IntArray) -> FloatArray:
     # The problem's tables say which stages fit.
-    return progress.raced(many, cuts, choices, np.asarray((choices != NOWHERE).all(axis=1)))
+    return progress.simulate_fitting(evaluator, cuts, choices, np.asarray((choices != NOWHERE).all(axis=1)))
 
 
 def _choices(problem: ChainProblem, cuts: IntArray) -> IntArray:

@@ -138,7 +138,7 @@ class BranchAndBound:
         return children
 
     def _cuts_of(self, node: _Node) -> IntArray:
-        num_layers, cuts = self._program.many.case.costs.num_layers, len(node.shift)
+        num_layers, cuts = self._program.evaluator.case.costs.num_layers, len(node.shift)
         inner = np.maximum.accumulate(np.array(node.shift, dtype=np.int64)) + np.arange(1, cuts + 1)
         return np.array([0, *inner.tolist(), num_layers])
 
@@ -152,7 +152,7 @@ class BranchAndBound:
 
     def _node(self, decided: frozenset[_Side | _Way]) -> _Node:
         """What the solver found, and what to decide next."""
-        solution, costs = self._solver.getSolution(), self._program.many.case.costs
+        solution, costs = self._solver.getSolution(), self._program.evaluator.case.costs
         columns, rows = np.array(solution.col_value), np.array(solution.row_value)
         layer_us = costs.forward_us + costs.backward_us
         cuts_us, sides = self._doubt_of_cuts(columns, layer_us)
@@ -224,12 +224,12 @@ class BranchAndBound:
 
     def _stages(self) -> list[Ways]:
         """Those whose ways are to be decided: layers by themselves may be recomputed or not."""
-        return [] if self._program.many.case.policy == "layers" else self._program.ways or []
+        return [] if self._program.evaluator.case.policy == "layers" else self._program.ways or []
 
     def _behind(self, columns: FloatArray) -> FloatArray:
         """The program's y, shape (S-1, L-S)."""
-        cuts = self._program.many.num_stages - 1
-        width = self._program.many.case.costs.num_layers - cuts - 1
+        cuts = self._program.evaluator.num_stages - 1
+        width = self._program.evaluator.case.costs.num_layers - cuts - 1
         return columns[: cuts * width].reshape(cuts, width)
 
     def _in_us(self, step: float) -> float:

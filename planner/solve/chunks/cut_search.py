@@ -14,7 +14,7 @@ from planner.solve.chunks.descent import BATCH, ROWS, Descent, Place
 from planner.solve.chunks.fitting import Fitting
 from planner.solve.progress import Progress
 from planner.solve.space.arrays import BoolArray, IntArray
-from planner.solve.space.partitions import Many
+from planner.solve.space.partitions import Evaluator
 
 _PICKED = 12
 """How many moves of a batch, the fastest, have their recomputation chosen."""
@@ -32,9 +32,9 @@ _PROMISING, _PROMISING_ALONE = 1.05, 1.25
 class CutSearch(Descent[Place]):
     """A search over cuts and recomputation for one number of devices."""
 
-    def __init__(self, progress: Progress, many: Many) -> None:
-        super().__init__(progress, many)
-        self._fitting = Fitting(many)
+    def __init__(self, progress: Progress, evaluator: Evaluator) -> None:
+        super().__init__(progress, evaluator)
+        self._fitting = Fitting(evaluator)
 
     def search(self, starts: Sequence[IntArray], most_actions: int) -> None:
         """Searches from each of some cuts, shape (S+1,), and simulates so many actions at most."""
@@ -48,21 +48,21 @@ class CutSearch(Descent[Place]):
 
     def search_on(self, cuts: IntArray, choices: IntArray, most_actions: int) -> None:
         """Searches from the best partition of a question; cuts of shape (S+1,), choices of shape (S,)."""
-        is_open = np.full((1, self.many.num_devices), False)
+        is_open = np.full((1, self.evaluator.num_devices), False)
         self.descend([self._placed(cuts[None], choices[None], is_open)], most_actions, fruitless=_FRUITLESS_ON)
 
     def best_of(self, place: Place, cuts: IntArray) -> Place:
         """The best of those that are the fastest, or hold least, with the recomputation there is."""
         choices = np.repeat(place.choices[None], len(cuts), axis=0)
         if place.over_bytes == 0:
-            step_us = self.progress.simulated(self.many, cuts, choices)
+            step_us = self.progress.simulate(self.evaluator, cuts, choices)
             picked = np.argsort(step_us, kind="stable")[:_PICKED]
         else:
-            self.progress.effort.spent += self.many.num_actions
-            picked = np.argsort(self.many.over_bytes(cuts, choices).sum(axis=1), kind="stable")[:_PICKED]
+            self.progress.effort.spent += self.evaluator.num_actions
+            picked = np.argsort(self.evaluator.over_bytes(cuts, choices).sum(axis=1), kind="stable")[:_PICKED]
         cuts, choices = cuts[picked], choices[picked]
         changed = (cuts[:, :-1] != place.cuts[:-1]) | (cuts[:, 1:] != place.cuts[1:])
-        is_open = np.stack([changed[:, list(chunks)].any(axis=1) for chunks in self.many.chunks], axis=1)
+        is_open = np.stack([changed[:, list(chunks)].any(axis=1) for chunks in self.evaluator.chunks], axis=1)
         return self._placed(cuts, choices, is_open)
 
     def others(self, place: Place) -> Iterator[Place]:
@@ -78,37 +78,37 @@ class CutSearch(Descent[Place]):
     def shaken(self, place: Place) -> Place:
         """The partition after a few moves at random, or with a few choices at random where the cuts are fixed."""
         cuts, choices = place.cuts, place.choices.copy()
-        is_open = np.full((1, self.many.num_devices), True)
+        is_open = np.full((1, self.evaluator.num_devices), True)
         if len(self.moves):
             return self._placed(self.drawn(cuts)[None], choices[None], is_open)
         for _ in range(self.random.randint(2, 4)):
-            device = self.random.randrange(self.many.num_devices)
-            choices[list(self.many.chunks[device])] = self.random.choice(self._fitting.ways.tolist())
+            device = self.random.randrange(self.evaluator.num_devices)
+            choices[list(self.evaluator.chunks[device])] = self.random.choice(self._fitting.ways.tolist())
             is_open[0, device] = False
         return self._placed(cuts[None], choices[None], is_open)
 
     def _placed(self, cuts: IntArray, choices: IntArray, is_open: BoolArray | None = None) -> Place:
         """The best of some partitions, recomputation chosen on open devices."""
         if is_open is None and len(cuts) == 1:
-            is_open = np.full((1, self.many.num_devices), True)
+            is_open = np.full((1, self.evaluator.num_devices), True)
         if is_open is not None:
             choices = self._fitting.fitted(cuts, choices, is_open)
-        self.progress.effort.spent += self.many.num_actions + BATCH
-        over = self.many.over_bytes(cuts, choices).sum(axis=1)
+        self.progress.effort.spent += self.evaluator.num_actions + BATCH
+        over = self.evaluator.over_bytes(cuts, choices).sum(axis=1)
         if over.min() > 0:
             at = int(over.argmin())
             return Place(cuts=cuts[at], choices=choices[at], over_bytes=float(over[at]))
-        step_us = self.progress.raced(self.many, cuts, choices, over <= 0)
+        step_us = self.progress.simulate_fitting(self.evaluator, cuts, choices, over <= 0)
         at = int(step_us.argmin())
         return Place(cuts=cuts[at], choices=choices[at], step_us=float(step_us[at]))
 
     def _other_choices(self, place: Place) -> IntArray:
         """Every other recomputation of one device, shape (N, S); none where nothing is recomputed."""
-        allowed, ways = self.many.allowed, self._fitting.ways
+        allowed, ways = self.evaluator.allowed, self._fitting.ways
         if place.over_bytes == 0 and (place.choices == allowed[0]).all():
-            return np.empty((0, self.many.num_stages), dtype=np.int64)
-        every = np.repeat(place.choices[None], len(ways) * self.many.num_devices, axis=0)
-        for device, chunks in enumerate(self.many.chunks):
+            return np.empty((0, self.evaluator.num_stages), dtype=np.int64)
+        every = np.repeat(place.choices[None], len(ways) * self.evaluator.num_devices, axis=0)
+        for device, chunks in enumerate(self.evaluator.chunks):
             every[device * len(ways) : (device + 1) * len(ways), list(chunks)] = ways
         others: IntArray = every[(every != place.choices).any(axis=1)]
         return others

@@ -22,7 +22,7 @@ import numpy as np
 
 from planner.solve.progress import SAME, Progress
 from planner.solve.space.arrays import IntArray
-from planner.solve.space.partitions import Many
+from planner.solve.space.partitions import Evaluator
 
 ROWS = 128
 """Moves that are simulated at once."""
@@ -68,14 +68,14 @@ class Descent(ABC, Generic[Here]):
 
     Args:
         progress: Of the case.
-        many: Its partitions on so many devices.
+        evaluator: Its partitions on so many devices.
     """
 
-    def __init__(self, progress: Progress, many: Many) -> None:
-        self.progress, self.many = progress, many
+    def __init__(self, progress: Progress, evaluator: Evaluator) -> None:
+        self.progress, self.evaluator = progress, evaluator
         # Nothing but the question decides what is drawn.
         self.random = random.Random(0)  # noqa: S311
-        self.moves = moves(many.num_stages)[: None if many.case.rules.balance is None else 0]
+        self.moves = moves(evaluator.num_stages)[: None if evaluator.case.rules.balance is None else 0]
         self._ends = 0
 
     @abstractmethod
@@ -152,7 +152,7 @@ class Descent(ABC, Generic[Here]):
     def _legal(self, cuts: IntArray) -> IntArray:
         """The cuts without empty stages that keep the rules."""
         some = cuts[(np.diff(cuts, axis=1) > 0).all(axis=1)]
-        return some[self.many.case.rules.allows(some)]
+        return some[self.evaluator.case.rules.allows(some)]
 
 
 def moves(num_stages: int) -> IntArray:

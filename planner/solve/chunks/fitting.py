@@ -18,7 +18,7 @@ from itertools import product
 import numpy as np
 
 from planner.solve.space.arrays import BoolArray, FloatArray, IntArray
-from planner.solve.space.partitions import Many
+from planner.solve.space.partitions import Evaluator
 
 _MOST_WAYS = 81
 """Ways to choose for one device: with more, chunks are recomputed from the first one on."""
@@ -27,18 +27,18 @@ _MOST_WAYS = 81
 class Fitting:
     """The choices for cuts under the caps."""
 
-    def __init__(self, many: Many) -> None:
-        self._many = many
+    def __init__(self, evaluator: Evaluator) -> None:
+        self._evaluator = evaluator
 
     @property
     def is_exhaustive(self) -> bool:
         """Whether all ways to choose are looked at."""
-        return bool(len(self._many.allowed) ** self._many.case.chunks <= _MOST_WAYS)
+        return bool(len(self._evaluator.allowed) ** self._evaluator.case.chunks <= _MOST_WAYS)
 
     @cached_property
     def ways(self) -> IntArray:
         """Choices for the chunks of one device, the fastest first; shape (ways, V)."""
-        allowed, num_chunks = self._many.allowed, self._many.case.chunks
+        allowed, num_chunks = self._evaluator.allowed, self._evaluator.case.chunks
         if self.is_exhaustive:
             return np.array(list(product(allowed, repeat=num_chunks)))
         steps = range(num_chunks + 1)
@@ -47,7 +47,7 @@ class Fitting:
 
     def fastest(self, num_partitions: int) -> IntArray:
         """As little recomputation as is allowed, shape (N, S)."""
-        return np.full((num_partitions, self._many.num_stages), self._many.allowed[0])
+        return np.full((num_partitions, self._evaluator.num_stages), self._evaluator.allowed[0])
 
     def fitted(self, cuts: IntArray, choices: IntArray, is_open: BoolArray) -> IntArray:
         """The least recomputation that fits, shape (N, S); what is over by least where none does.
@@ -57,15 +57,15 @@ class Fitting:
             choices: Of devices that are not open, shape (N, S).
             is_open: Whose choices may change, shape (N, K).
         """
-        many = self._many
-        fitted = np.where(self._by_stage(is_open), many.allowed[0], choices)
-        rows = np.flatnonzero((many.over_bytes(cuts, fitted) > 0).any(axis=1))
+        evaluator = self._evaluator
+        fitted = np.where(self._by_stage(is_open), evaluator.allowed[0], choices)
+        rows = np.flatnonzero((evaluator.over_bytes(cuts, fitted) > 0).any(axis=1))
         if not len(rows) or len(self.ways) == 1:
             return fitted
         over = self.over_by_way(cuts[rows])
         ways = np.lexsort((self._again_us(cuts[rows]), over), axis=1)[:, 0]
-        best = np.empty((len(rows), many.num_stages), dtype=np.int64)
-        for device, chunks in enumerate(many.chunks):
+        best = np.empty((len(rows), evaluator.num_stages), dtype=np.int64)
+        for device, chunks in enumerate(evaluator.chunks):
             best[:, list(chunks)] = self.ways[ways[:, device]]
         fitted[rows] = np.where(self._by_stage(is_open[rows]), best, choices[rows])
         return fitted
@@ -78,25 +78,25 @@ class Fitting:
         """
         lower = (self.ways[:, None] <= self.ways[None]).all(axis=2) & ~np.eye(len(self.ways), dtype=bool)
         found = []
-        for device in range(self._many.num_devices):
+        for device in range(self._evaluator.num_devices):
             fits = over[:, device] <= 0
             found.append(np.flatnonzero(fits & ~(lower & fits[:, None]).any(axis=0)))
         return found
 
     def over_by_way(self, cuts: IntArray) -> FloatArray:
         """By how much devices are over their caps with each of `ways`, shape (N, ways, K)."""
-        return self._many.over_by_way(cuts, np.searchsorted(self._many.allowed, self.ways))
+        return self._evaluator.over_by_way(cuts, np.searchsorted(self._evaluator.allowed, self.ways))
 
     def _again_us(self, cuts: IntArray) -> FloatArray:
         """What devices compute again with each of `ways`, for a micro-batch and roughly; shape (N, ways, K)."""
-        forward_us = np.diff(self._many.case.sums.forward_us[cuts], axis=1)
+        forward_us = np.diff(self._evaluator.case.sums.forward_us[cuts], axis=1)
         # Of two that recompute the same, the last micro-batch decides.
         weights = np.where(self.ways > 0, 1 + self.ways * 1e-3, 0.0)
-        return np.stack([forward_us[:, list(chunks)] @ weights.T for chunks in self._many.chunks], axis=2)
+        return np.stack([forward_us[:, list(chunks)] @ weights.T for chunks in self._evaluator.chunks], axis=2)
 
     def _by_stage(self, by_device: BoolArray) -> BoolArray:
         """What holds for devices, for each of their stages."""
-        by_stage = np.empty((len(by_device), self._many.num_stages), dtype=bool)
-        for device, chunks in enumerate(self._many.chunks):
+        by_stage = np.empty((len(by_device), self._evaluator.num_stages), dtype=bool)
+        for device, chunks in enumerate(self._evaluator.chunks):
             by_stage[:, list(chunks)] = by_device[:, device, None]
         return by_stage

@@ -30,7 +30,7 @@ from planner.core.cost.device_memory import most_handed_over_bytes
 from planner.core.cost.linear import Linear
 from planner.core.cost.simulate import Times, clocks
 from planner.solve.space.arrays import FloatArray, IntArray
-from planner.solve.space.partitions import Many
+from planner.solve.space.partitions import Evaluator
 
 _SCALED_STEP = 1000.0
 """What a step is about in the program's units."""
@@ -67,32 +67,34 @@ class Lines:
         self.upper.append(-line.constant if is_equal else np.inf)
 
 
-def program_size(many: Many) -> int:
+def program_size(evaluator: Evaluator) -> int:
     """About how many rows the program has: what it takes to solve it grows faster than that."""
-    return 3 * many.num_stages * (many.case.costs.num_layers - many.num_stages) + 2 * many.num_actions
+    return (
+        3 * evaluator.num_stages * (evaluator.case.costs.num_layers - evaluator.num_stages) + 2 * evaluator.num_actions
+    )
 
 
 class LinearProgram:
     """The program of all partitions.
 
     Args:
-        many: The partitions.
+        evaluator: The partitions.
         near: Cuts at which memory is looked at, shape (S+1,).
         scale_us: About what a step takes.
     """
 
-    def __init__(self, many: Many, near: IntArray, *, scale_us: float) -> None:
-        self.many, self.unit_us = many, scale_us / _SCALED_STEP
-        self._L, self._S = many.case.costs.num_layers, many.num_stages
+    def __init__(self, evaluator: Evaluator, near: IntArray, *, scale_us: float) -> None:
+        self.evaluator, self.unit_us = evaluator, scale_us / _SCALED_STEP
+        self._L, self._S = evaluator.case.costs.num_layers, evaluator.num_stages
         self._W = self._L - self._S
         self.upper: list[float] = [1.0] * ((self._S - 1) * self._W)
         """What every column is at most; the first are y, shape (S-1, L-S)."""
         self.lines = Lines()
         self._cuts_in_order()
-        recomputing = many.allowed[1:]
+        recomputing = evaluator.allowed[1:]
         self._choices = [[choice] for choice in recomputing]
         """The choices that each way stands for."""
-        if many.case.policy == "layers":
+        if evaluator.case.policy == "layers":
             self._choices = [recomputing]
         self.ways = self._ways_with_memory(near)
         """Of every stage; None where memory counts for nothing."""
@@ -137,9 +139,9 @@ class LinearProgram:
     # ---- times
 
     def _times(self) -> None:
-        many = self.many
-        case, costs, unit = many.case, many.case.costs, self.unit_us
-        speeds = many.speeds
+        evaluator = self.evaluator
+        case, costs, unit = evaluator.case, evaluator.case.costs, self.unit_us
+        speeds = evaluator.speeds
         overhead = case.cluster.overhead_us / unit
         forward_us = np.where(costs.has_backward, costs.forward_us, 0.0)
 
@@ -153,9 +155,9 @@ class LinearProgram:
             in_last = [n for n, choices in enumerate(self._choices) if 1 not in choices]
             again = self._again(forward_us / unit, range(len(self._choices)))
             last_again = self._again(forward_us / unit, in_last)
-        elif 0 not in many.allowed:
+        elif 0 not in evaluator.allowed:
             again = stages(forward_us, 0.0)
-            last_again = again if 1 not in many.allowed else last_again
+            last_again = again if 1 not in evaluator.allowed else last_again
         durations = {"F": forward, "B": _added(alone, again)}
         last = {"F": forward, "B": _added(alone, last_again)}
         if case.schedule.splits_backward:
@@ -163,11 +165,11 @@ class LinearProgram:
             durations |= {"I": _added(halves[0], again), "W": halves[1]}
             last |= {"I": _added(halves[0], last_again), "W": halves[1]}
         sends = [self._send(s) for s in range(self._S)]
-        times = Times(durations, last, sends, many.blocking.tolist())
-        carried = clocks(many.actions, times, begin=Linear(), later_of=self._later)
+        times = Times(durations, last, sends, evaluator.blocking.tolist())
+        carried = clocks(evaluator.actions, times, begin=Linear(), later_of=self._later)
         own = [
             sum((self._of_stage(s, costs.optimizer_us / (speeds[s] * unit)) for s in chunks), start=Linear())
-            for chunks in many.chunks
+            for chunks in evaluator.chunks
         ]
         step = Linear({self.step: 1.0})
         if case.schedule.splits_backward:
@@ -189,14 +191,14 @@ class LinearProgram:
         columns = [[stage.columns[way] for way in ways] for stage in self.ways]
         return [
             self._defined(Linear({column: forward_us[n] / speed for way in some for n, column in way.items()}))
-            for some, speed in zip(columns, self.many.speeds, strict=True)
+            for some, speed in zip(columns, self.evaluator.speeds, strict=True)
         ]
 
     def _send(self, stage: int) -> Linear:
         """Crossing the boundary behind a stage."""
-        if stage + 1 == self._S or not self.many.crossing_us[stage].any():
+        if stage + 1 == self._S or not self.evaluator.crossing_us[stage].any():
             return Linear()
-        crossing = self.many.crossing_us[stage] / self.unit_us
+        crossing = self.evaluator.crossing_us[stage] / self.unit_us
         # What it grows by where the cut moves on by one layer.
         return self._defined(self._before(stage + 1, np.diff(crossing)) + float(crossing[0]))
 
@@ -212,21 +214,23 @@ class LinearProgram:
 
     def _ways_with_memory(self, near: IntArray) -> list[Ways] | None:
         """The ways of all stages; None where memory counts for nothing."""
-        many = self.many
-        if 0 not in many.allowed or many.case.costs.ties or self._L > _MOST_LAYERS:
+        evaluator = self.evaluator
+        if 0 not in evaluator.allowed or evaluator.case.costs.ties or self._L > _MOST_LAYERS:
             return None
-        if (many.over_bytes(near[None], np.zeros((1, self._S), dtype=np.int64)) <= 0).all():
+        if (evaluator.over_bytes(near[None], np.zeros((1, self._S), dtype=np.int64)) <= 0).all():
             return None
         ways = [self._ways_of(s) for s in range(self._S)]
-        whole = Many(many.case, many.num_devices, width=self._W + 1)
+        whole = Evaluator(evaluator.case, evaluator.num_devices, width=self._W + 1)
         for device, moments in enumerate(whole.moments):
             for moment in self._fullest(whole, device, near):
-                room = Linear({}, many.case.caps_bytes[device])
-                for chunk, s in enumerate(many.chunks[device]):
+                room = Linear({}, evaluator.case.caps_bytes[device])
+                for chunk, s in enumerate(evaluator.chunks[device]):
                     counts = moments[moment, chunk]
-                    handed_over = most_handed_over_bytes(many.case.costs, counts) * (s - 1 in many.chunks[device])
+                    handed_over = most_handed_over_bytes(evaluator.case.costs, counts) * (
+                        s - 1 in evaluator.chunks[device]
+                    )
                     room = room - self._held(whole, counts, ways[s], s) + handed_over
-                self.lines.add(room.times(1 / many.case.caps_bytes[device]))
+                self.lines.add(room.times(1 / evaluator.case.caps_bytes[device]))
         return ways
 
     def _ways_of(self, stage: int) -> Ways:
@@ -241,13 +245,13 @@ class LinearProgram:
             self.lines.add(self._of_stage(stage, only) + Linear({way[n]: -1.0 for way in columns}))
         return Ways(columns, rows)
 
-    def _fullest(self, whole: Many, device: int, near: IntArray) -> list[int]:
+    def _fullest(self, whole: Evaluator, device: int, near: IntArray) -> list[int]:
         """The moments at which a device holds most, if its stages are recomputed alike or all but one are."""
         moments, chunks = whole.moments[device], whole.chunks[device]
-        alive = np.empty((len(self.many.allowed), len(chunks), len(moments)))
+        alive = np.empty((len(self.evaluator.allowed), len(chunks), len(moments)))
         for chunk, s in enumerate(chunks):
             place = near[s + 1], max(0, near[s] - near[s + 1] + whole.width)
-            for way, choice in enumerate(self.many.allowed):
+            for way, choice in enumerate(self.evaluator.allowed):
                 alive[way, chunk] = moments[:, chunk] @ whole.parts[choice, *place][1:]
         alike = alive.sum(axis=1)
         return sorted(
@@ -258,11 +262,11 @@ class LinearProgram:
             }
         )
 
-    def _held(self, whole: Many, counts: FloatArray, ways: Ways, stage: int) -> Linear:
+    def _held(self, whole: Evaluator, counts: FloatArray, ways: Ways, stage: int) -> Linear:
         """What a stage holds at least with so many of each part."""
         tables, most_saved = whole.held_bytes(counts), np.full(self._L, -np.inf)
         kept_table = tables[0]
-        if self.many.case.policy == "layers":
+        if self.evaluator.case.policy == "layers":
             least, most_saved = whole.least_by_layers(counts)
             kept_table = np.minimum(kept_table, least)
         kept, least_bytes = _linear(kept_table)

@@ -31,7 +31,7 @@ from planner.solve.deadline import NEVER, Deadline, OutOfTimeError
 from planner.solve.progress import BLOCK, Effort, Progress, simulated_answer
 from planner.solve.space.arrays import FloatArray, IntArray
 from planner.solve.space.case import Case, cuts_and_choices
-from planner.solve.space.partitions import Many
+from planner.solve.space.partitions import Evaluator
 from planner.solve.space.prefixes import Least, Prefixes
 
 _MOST_OF_ONE, _BATCHES, _SHARE = 20_000, 60, 4
@@ -74,10 +74,10 @@ def search_chunks(case: Case, *, upper_us: float = inf, deadline: Deadline = NEV
 
 def _search_all(progress: Progress) -> None:
     effort = progress.effort
-    for many, least_us in by_devices(progress):
-        effort.spent += (_ORDER + _MOMENTS) * many.num_actions if effort.is_bounded else 0
-        if not _simulate_all(progress, many):
-            progress.leave_out(_improve(progress, many, least_us))
+    for evaluator, least_us in by_devices(progress):
+        effort.spent += (_ORDER + _MOMENTS) * evaluator.num_actions if effort.is_bounded else 0
+        if not _simulate_all(progress, evaluator):
+            progress.leave_out(_improve(progress, evaluator, least_us))
 
 
 def search_on(answer: Answer, *, deadline: Deadline) -> Answer:
@@ -86,11 +86,11 @@ def search_on(answer: Answer, *, deadline: Deadline) -> Answer:
     assert near is not None
     progress = Progress(case=answer.case, effort=Effort(None), deadline=deadline, upper_us=answer.step_us)
     with suppress(OutOfTimeError):
-        CutSearch(progress, Many(answer.case, near.num_devices)).search_on(*cuts_and_choices(near), _MOST_ON)
+        CutSearch(progress, Evaluator(answer.case, near.num_devices)).search_on(*cuts_and_choices(near), _MOST_ON)
     return answer if progress.best is None else answer._replace(partition=progress.best, step_us=progress.upper_us)
 
 
-def by_devices(progress: Progress) -> Iterator[tuple[Many, float]]:
+def by_devices(progress: Progress) -> Iterator[tuple[Evaluator, float]]:
     """The partitions on each number of devices that may bring something, and what none of them can beat.
 
     What there is no effort for is noted as left out.
@@ -103,95 +103,97 @@ def by_devices(progress: Progress) -> Iterator[tuple[Many, float]]:
         least_us = progress.rest_us = max(progress.case.least_us(num_devices), case.bound_us)
         if least_us >= progress.upper_us:
             return
-        many = Many(case, num_devices)
-        cells = (case.costs.num_layers + 1) * many.width * len(many.allowed)
-        if not progress.effort.pays((_ORDER + _MOMENTS + 1) * many.num_actions, cells // _CELLS):
+        evaluator = Evaluator(case, num_devices)
+        cells = (case.costs.num_layers + 1) * evaluator.width * len(evaluator.allowed)
+        if not progress.effort.try_reserve((_ORDER + _MOMENTS + 1) * evaluator.num_actions, cells // _CELLS):
             progress.leave_out(least_us)
             return
-        if many.can_run:
-            yield many, least_us
+        if evaluator.can_run:
+            yield evaluator, least_us
     progress.rest_us = inf
 
 
-def _simulate_all(progress: Progress, many: Many) -> bool:
+def _simulate_all(progress: Progress, evaluator: Evaluator) -> bool:
     """Simulates every partition that may be the best; False if they are too many."""
-    num_layers, num_stages = many.case.costs.num_layers, many.num_stages
-    balance = many.case.rules.balance
-    most = progress.effort.affordable(many)
+    num_layers, num_stages = evaluator.case.costs.num_layers, evaluator.num_stages
+    balance = evaluator.case.rules.balance
+    most = progress.effort.affordable(evaluator)
     num_cuts = comb(num_layers - 1, num_stages - 1) if balance is None else 1
-    fitting = Fitting(many)
+    fitting = Fitting(evaluator)
     if num_cuts > most or not fitting.is_exhaustive:
         return False
-    for block in all_cuts(many):
+    for block in all_cuts(evaluator):
         # More recomputation is never faster.
         choices = fitting.fastest(len(block))
-        cuts = block[progress.simulated(many, block, choices) < progress.upper_us]
+        cuts = block[progress.simulate(evaluator, block, choices) < progress.upper_us]
         if not len(cuts):
             continue
         choices = choices[: len(cuts)]
-        fits = np.asarray((many.over_bytes(cuts, choices) <= 0).all(axis=1))
-        progress.raced(many, cuts, choices, fits)
+        fits = np.asarray((evaluator.over_bytes(cuts, choices) <= 0).all(axis=1))
+        progress.simulate_fitting(evaluator, cuts, choices, fits)
         for start in range(0, len(cuts) - fits.sum(), _CUTS_AT_ONCE):
             some = cuts[~fits][start : start + _CUTS_AT_ONCE]
-            if not _simulate_choices(progress, many, fitting, some):
+            if not _simulate_choices(progress, evaluator, fitting, some):
                 return False
     return True
 
 
-def _simulate_choices(progress: Progress, many: Many, fitting: Fitting, cuts: IntArray) -> bool:
+def _simulate_choices(progress: Progress, evaluator: Evaluator, fitting: Fitting, cuts: IntArray) -> bool:
     """Simulates cuts with all minimal choices; False if they are too many."""
     every_cuts: list[IntArray] = []
     every_choices: list[IntArray] = []
     for one, over in zip(cuts, fitting.over_by_way(cuts), strict=True):
         ways = fitting.minimal(over)
-        if prod(map(len, ways)) + len(every_cuts) > progress.effort.affordable(many):
+        if prod(map(len, ways)) + len(every_cuts) > progress.effort.affordable(evaluator):
             return False
         for way in product(*ways):
-            choices = np.empty(many.num_stages, dtype=np.int64)
-            for device, chunks in enumerate(many.chunks):
+            choices = np.empty(evaluator.num_stages, dtype=np.int64)
+            for device, chunks in enumerate(evaluator.chunks):
                 choices[list(chunks)] = fitting.ways[way[device]]
             every_cuts.append(one)
             every_choices.append(choices)
     for start in range(0, len(every_cuts), BLOCK):
         part = slice(start, start + BLOCK)
         some = np.array(every_cuts[part])
-        progress.raced(many, some, np.array(every_choices[part]), np.full(len(some), True))
+        progress.simulate_fitting(evaluator, some, np.array(every_choices[part]), np.full(len(some), True))
     return True
 
 
-def all_cuts(many: Many) -> Iterator[IntArray]:
+def all_cuts(evaluator: Evaluator) -> Iterator[IntArray]:
     """Every partition that is wanted, some at a time: shape (N, S+1)."""
-    num_layers, num_stages, balance = many.case.costs.num_layers, many.num_stages, many.case.rules.balance
+    case, num_stages = evaluator.case, evaluator.num_stages
+    num_layers, balance = case.costs.num_layers, case.rules.balance
     inner = combinations(range(1, num_layers), num_stages - 1) if balance is None else [np.cumsum(balance[:-1])]
     rest = iter(inner)
     while block := list(islice(rest, _CUTS_AT_ONCE)):
         every = np.array([(0, *cuts, num_layers) for cuts in block])
-        wanted = every[many.case.rules.allows(every)]
+        wanted = every[case.rules.allows(every)]
         if len(wanted):
             yield wanted
 
 
-def most_of_one(progress: Progress, many: Many) -> int:
+def most_of_one(progress: Progress, evaluator: Evaluator) -> int:
     """How many actions one search downhill may simulate."""
     if not progress.effort.is_bounded:
         return _MOST_OF_ONE_ALONE
-    return min(max(_MOST_OF_ONE, _BATCHES * many.num_actions), progress.effort.left // _SHARE)
+    return min(max(_MOST_OF_ONE, _BATCHES * evaluator.num_actions), progress.effort.left // _SHARE)
 
 
-def _improve(progress: Progress, many: Many, least_us: float) -> float:
+def _improve(progress: Progress, evaluator: Evaluator, least_us: float) -> float:
     """Searches from several cuts; returns what no partition can beat, at least `least_us`."""
-    starts = starts_of(progress, many)
-    bounds = bounds_of(progress, many, starts)
+    starts = starts_of(progress, evaluator)
+    bounds = bounds_of(progress, evaluator, starts)
     if bounds is not None:
         least_us = max(least_us, bounds.first.bound_us)
         if least_us >= progress.upper_us:
             return least_us
-        starts += [bounds.first.cuts] if many.case.rules.allows(bounds.first.cuts[None])[0] else []
+        starts += [bounds.first.cuts] if evaluator.case.rules.allows(bounds.first.cuts[None])[0] else []
     # Were time to run out now, fewer devices would still be open.
-    fewer_us = max(progress.case.least_us(many.num_devices - 1), many.case.bound_us) if many.num_devices > 1 else inf
+    fewer = evaluator.num_devices - 1
+    fewer_us = max(progress.case.least_us(fewer), progress.case.bound_us) if fewer else inf
     progress.rest_us = min(least_us, fewer_us)
-    CutSearch(progress, many).search(starts, most_of_one(progress, many))
-    return max(least_us, branched_us(progress, many, bounds))
+    CutSearch(progress, evaluator).search(starts, most_of_one(progress, evaluator))
+    return max(least_us, branched_us(progress, evaluator, bounds))
 
 
 class Bounds(NamedTuple):
@@ -201,18 +203,18 @@ class Bounds(NamedTuple):
     search: BranchAndBound
 
 
-def bounds_of(progress: Progress, many: Many, starts: Sequence[IntArray]) -> Bounds | None:
+def bounds_of(progress: Progress, evaluator: Evaluator, starts: Sequence[IntArray]) -> Bounds | None:
     """The linear program's bound, if it pays and can be solved here."""
     effort = progress.effort
-    size = program_size(many)
+    size = program_size(evaluator)
     # Its time grows about with the square of its size.
     actions = size * size // _ROWS_SQUARED
     most = min(_MOST_OF_BOUND, effort.left // _SHARE) if effort.is_bounded else _MOST_OF_BOUND_ALONE
-    if many.case.rules.balance is not None or actions > most or not starts or not is_solvable():
+    if evaluator.case.rules.balance is not None or actions > most or not starts or not is_solvable():
         return None
     effort.spent += actions
-    scale_us = progress.upper_us if progress.upper_us < inf else many.case.bound_us
-    search = BranchAndBound(LinearProgram(many, starts[0], scale_us=scale_us))
+    scale_us = progress.upper_us if progress.upper_us < inf else evaluator.case.bound_us
+    search = BranchAndBound(LinearProgram(evaluator, starts[0], scale_us=scale_us))
     limit_s = _limit_s(progress)
     first = search.solved(most_iterations=_ITERATIONS * size, limit_s=limit_s)
     if first is None:
@@ -220,11 +222,11 @@ def bounds_of(progress: Progress, many: Many, starts: Sequence[IntArray]) -> Bou
     return Bounds(first, search)
 
 
-def branched_us(progress: Progress, many: Many, bounds: Bounds | None) -> float:
+def branched_us(progress: Progress, evaluator: Evaluator, bounds: Bounds | None) -> float:
     """A bound by more of these programs, where effort is not bounded; 0 where there is none."""
     if bounds is None or progress.effort.is_bounded:
         return 0.0
-    size = program_size(many)
+    size = program_size(evaluator)
     most = min(_BRANCHED * size, _MOST_BRANCHED // size)
     return bounds.search.branched(progress.upper_us, most_iterations=most, limit_s=_limit_s(progress))
 
@@ -234,9 +236,9 @@ def _limit_s(progress: Progress) -> float:
     return max(_LEAST_S, progress.deadline.left_s / 4) if progress.deadline.is_limited else inf
 
 
-def starts_of(progress: Progress, many: Many) -> list[IntArray]:
+def starts_of(progress: Progress, evaluator: Evaluator) -> list[IntArray]:
     """Fairly even cuts, and the best ones under GPipe; those that are wanted."""
-    case, num_stages = many.case, many.num_stages
+    case, num_stages = evaluator.case, evaluator.num_stages
     if case.rules.balance is not None:
         return [np.array([0, *np.cumsum(case.rules.balance)])]
     even = _even(sums_before(case.costs.forward_us + case.costs.backward_us), num_stages)
@@ -244,7 +246,7 @@ def starts_of(progress: Progress, many: Many) -> list[IntArray]:
     # As a pipeline of single stages, in which everything fits, it has the same rules and the same shares.
     roomy = Cluster(memory_bytes=(2**62,) * num_stages, link=case.cluster.link)
     single = replace(case, schedule=GPIPE, chunks=1, num_devices=num_stages, replicas=1, cluster=roomy)
-    problem = single.problem(num_stages, width=many.width, exact=True)
+    problem = single.problem(num_stages, width=evaluator.width, exact=True)
     backward = {"backward": Least(np.maximum, lambda stages: stages.backward)}
     cuts = Prefixes(problem, backward, deadline=progress.deadline).min_max("backward")
     if cuts is not None and not np.array_equal(cuts, even):

@@ -21,7 +21,7 @@ from planner.solve.layers.devices import Devices, Recomputation
 from planner.solve.progress import SAME, Progress
 from planner.solve.space.arrays import BoolArray, FloatArray, IntArray
 from planner.solve.space.case import Case, cuts_and_choices
-from planner.solve.space.partitions import Many
+from planner.solve.space.partitions import Evaluator
 
 _PICKED = 4
 """How many moves of a batch, the fastest, have their recomputation chosen."""
@@ -47,7 +47,7 @@ class LayerPlace(Place):
         return case.partition(self.cuts, self.choices, recomputed=self.recomputed if any(self.recomputed) else ())
 
 
-def raced(progress: Progress, many: Many, places: Sequence[LayerPlace]) -> list[LayerPlace]:
+def simulate_candidates(progress: Progress, evaluator: Evaluator, places: Sequence[LayerPlace]) -> list[LayerPlace]:
     """The places with their step times, as far as they fit; the fastest becomes the best if it beats that."""
     fitting = [place for place in places if place.over_bytes <= 0]
     if not fitting:
@@ -55,24 +55,24 @@ def raced(progress: Progress, many: Many, places: Sequence[LayerPlace]) -> list[
     cuts, choices, layers_us = (
         np.stack([getattr(place, name) for place in fitting]) for name in ("cuts", "choices", "layers_us")
     )
-    step_us = progress.simulated(many, cuts, choices, layers_us)
+    step_us = progress.simulate(evaluator, cuts, choices, layers_us)
     timed = [replace(place, step_us=float(time)) for place, time in zip(fitting, step_us, strict=True)]
     best = min(timed, key=attrgetter("step_us"))
     # Equal times differ by rounding: the first of equal partitions stays.
     if best.step_us < progress.upper_us * (1 - SAME):
-        partition = best.partition(many.case)
+        partition = best.partition(evaluator.case)
         # Memory was counted as far as it depends on layers: the law itself decides.
-        if _fits(many, partition):
+        if _fits(evaluator, partition):
             progress.upper_us, progress.best = best.step_us, partition
     return timed + [place for place in places if place.over_bytes > 0]
 
 
-def _fits(many: Many, partition: Partition) -> bool:
-    cluster = many.case.cluster
-    memory = Evaluation(many.case.costs, partition, cluster).memory
+def _fits(evaluator: Evaluator, partition: Partition) -> bool:
+    cluster = evaluator.case.cluster
+    memory = Evaluation(evaluator.case.costs, partition, cluster).memory
     return all(
         sum(memory[s].total for s in chunks) <= cluster.memory_bytes[device]
-        for device, chunks in enumerate(many.chunks)
+        for device, chunks in enumerate(evaluator.chunks)
     )
 
 
@@ -81,14 +81,14 @@ class LayerSearch(Descent[LayerPlace]):
 
     Args:
         progress: Of the case.
-        many: Its partitions on so many devices.
+        evaluator: Its partitions on so many devices.
         devices: What they may recompute.
     """
 
-    def __init__(self, progress: Progress, many: Many, devices: Devices) -> None:
-        super().__init__(progress, many)
+    def __init__(self, progress: Progress, evaluator: Evaluator, devices: Devices) -> None:
+        super().__init__(progress, evaluator)
         self._devices = devices
-        costs = many.case.costs
+        costs = evaluator.case.costs
         self._forward_us = np.where(costs.has_backward, costs.forward_us, 0.0)
 
     def search(self, starts: Sequence[IntArray], most_actions: int, near: Partition | None = None) -> None:
@@ -110,25 +110,25 @@ class LayerSearch(Descent[LayerPlace]):
             cuts, choices = cuts_and_choices(near)
             devices = [
                 self._devices.near(device, cuts, [choices[s] for s in chunks])
-                for device, chunks in enumerate(self.many.chunks)
+                for device, chunks in enumerate(self.evaluator.chunks)
             ]
             least = [ways[0] for ways in self._ways(cuts)]
             yield min(self._raced([self._place(cuts, devices), self._place(cuts, least)]), key=attrgetter("rank"))
         for cuts in starts:
-            if self.many.case.rules.allows(cuts[None])[0]:
+            if self.evaluator.case.rules.allows(cuts[None])[0]:
                 yield self.placed([cuts])[0]
 
     def best_of(self, place: LayerPlace, cuts: IntArray) -> LayerPlace:
         """The best of those that are the fastest, or hold least, if every layer stays what it is."""
         if place.over_bytes > 0:
-            self.progress.effort.spent += self.many.num_actions
-            least = np.full((len(cuts), self.many.num_stages), self.many.allowed[-1])
-            order = np.argsort(self.many.over_bytes(cuts, least).sum(axis=1), kind="stable")
+            self.progress.effort.spent += self.evaluator.num_actions
+            least = np.full((len(cuts), self.evaluator.num_stages), self.evaluator.allowed[-1])
+            order = np.argsort(self.evaluator.over_bytes(cuts, least).sum(axis=1), kind="stable")
         else:
             before = np.cumsum([0.0, *np.where(self._is_recomputed(place), self._forward_us, 0.0)])
             layers_us: FloatArray = before[cuts[:, 1:]] - before[cuts[:, :-1]]
             choices = np.full(layers_us.shape, LAYERS)
-            order = np.argsort(self.progress.simulated(self.many, cuts, choices, layers_us), kind="stable")
+            order = np.argsort(self.progress.simulate(self.evaluator, cuts, choices, layers_us), kind="stable")
         return min(self.placed(list(cuts[order[:_PICKED]])), key=attrgetter("rank"))
 
     def others(self, place: LayerPlace) -> Iterator[LayerPlace]:
@@ -153,7 +153,7 @@ class LayerSearch(Descent[LayerPlace]):
         every = list(self._ways(place.cuts))
         places = []
         for device, ways in enumerate(every):
-            chunks = list(self.many.chunks[device])
+            chunks = list(self.evaluator.chunks[device])
             for way in ways:
                 changed = self._changed(place, chunks, way)
                 if changed.recomputed != place.recomputed or (changed.choices != place.choices).any():
@@ -168,7 +168,7 @@ class LayerSearch(Descent[LayerPlace]):
         return replace(place, choices=choices, layers_us=layers_us, recomputed=tuple(recomputed))
 
     def _place(self, cuts: IntArray, devices: Sequence[Recomputation]) -> LayerPlace:
-        num = self.many.num_stages
+        num = self.evaluator.num_stages
         place = LayerPlace(
             cuts=cuts,
             choices=np.zeros(num, dtype=np.int64),
@@ -176,13 +176,13 @@ class LayerSearch(Descent[LayerPlace]):
             layers_us=np.zeros(num),
             over_bytes=sum(device.over_bytes for device in devices),
         )
-        for chunks, device in zip(self.many.chunks, devices, strict=True):
+        for chunks, device in zip(self.evaluator.chunks, devices, strict=True):
             place = self._changed(place, list(chunks), device)
         return place
 
     def _ways(self, cuts: IntArray) -> Iterator[tuple[Recomputation, ...]]:
         """What each device may recompute."""
-        for device in range(self.many.num_devices):
+        for device in range(self.evaluator.num_devices):
             # To choose layers may take long.
             self.progress.deadline.check()
             before = self._devices.num_solved
@@ -191,4 +191,4 @@ class LayerSearch(Descent[LayerPlace]):
 
     def _raced(self, places: Sequence[LayerPlace]) -> list[LayerPlace]:
         self.progress.effort.spent += BATCH
-        return raced(self.progress, self.many, places)
+        return simulate_candidates(self.progress, self.evaluator, places)

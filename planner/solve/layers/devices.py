@@ -30,7 +30,7 @@ from planner.core.cost.stage_time import LAYERS
 from planner.solve.layers.cheapest import Limit, cheapest_within
 from planner.solve.layers.subsets import MOST_LAYERS, Subsets
 from planner.solve.space.arrays import FloatArray, IntArray
-from planner.solve.space.partitions import Many
+from planner.solve.space.partitions import Evaluator
 
 _MOST_TOGETHER = 20_000
 """Ways of all chunks of a device that are looked at together."""
@@ -71,11 +71,11 @@ class Devices:
     """What each device of a pipeline may recompute.
 
     Args:
-        many: The partitions.
+        evaluator: The partitions.
     """
 
-    def __init__(self, many: Many) -> None:
-        self._many = many
+    def __init__(self, evaluator: Evaluator) -> None:
+        self._evaluator = evaluator
         self._answers: dict[tuple[int, ...], tuple[Recomputation, ...]] = {}
         self._stages: dict[tuple[int, int], _Stage] = {}
         self.num_solved = 0
@@ -83,20 +83,20 @@ class Devices:
 
     def ways(self, device: int, cuts: IntArray) -> tuple[Recomputation, ...]:
         """Every way that is worth a try, or is over by least."""
-        key = device, *(int(cuts[s + more]) for s in self._many.chunks[device] for more in (0, 1))
+        key = device, *(int(cuts[s + more]) for s in self._evaluator.chunks[device] for more in (0, 1))
         if key not in self._answers:
             self._answers[key] = self._ways(device, cuts)
         return self._answers[key]
 
     def near(self, device: int, cuts: IntArray, choices: Sequence[int]) -> Recomputation:
         """What the device recomputes, one chunk solved after the other from `choices` on."""
-        chunks, cap = self._chunks(device, cuts), self._many.case.caps_bytes[device]
+        chunks, cap = self._chunks(device, cuts), self._evaluator.case.caps_bytes[device]
         start = [chunk.whole[choice] for chunk, choice in zip(chunks, choices, strict=True)]
         return _recomputation(self._improved(chunks, start, cap, range(len(chunks))), cap)
 
     def _ways(self, device: int, cuts: IntArray) -> tuple[Recomputation, ...]:
-        chunks, cap = self._chunks(device, cuts), self._many.case.caps_bytes[device]
-        fastest = [chunk.whole[self._many.allowed[0]] for chunk in chunks]
+        chunks, cap = self._chunks(device, cuts), self._evaluator.case.caps_bytes[device]
+        fastest = [chunk.whole[self._evaluator.allowed[0]] for chunk in chunks]
         if _over_bytes(fastest, cap) <= 0:
             return (_recomputation(fastest, cap),)
         self.num_solved += 1
@@ -127,13 +127,13 @@ class Devices:
         return options
 
     def _chunks(self, device: int, cuts: IntArray) -> "list[_Chunk]":
-        many, costs = self._many, self._many.case.costs
-        stages = many.chunks[device]
-        shared = shared_bytes(costs, cuts[None], many.num_devices, many.case.schedule.placement)
-        whole = {n: many.stage_bytes(cuts[None], np.full((1, many.num_stages), n)) for n in many.allowed}
+        evaluator, costs = self._evaluator, self._evaluator.case.costs
+        stages = evaluator.chunks[device]
+        shared = shared_bytes(costs, cuts[None], evaluator.num_devices, evaluator.case.schedule.placement)
+        whole = {n: evaluator.stage_bytes(cuts[None], np.full((1, evaluator.num_stages), n)) for n in evaluator.allowed}
         chunks = []
         for place, s in enumerate(stages):
-            counts = many.moments[device][:, place]
+            counts = evaluator.moments[device][:, place]
             shared_here = SharedBytes(*(item[:, s : s + 1] for item in shared))
             stage = self._stage(int(cuts[s]), int(cuts[s + 1]))
             chunk = _Chunk(stage, stage.by_layers.without(shared_here, exact=costs.exact), counts)
@@ -146,7 +146,7 @@ class Devices:
 
     def _stage(self, first: int, end: int) -> "_Stage":
         if (first, end) not in self._stages:
-            case = self._many.case
+            case = self._evaluator.case
             self._stages[first, end] = _Stage(
                 case.costs, first, end, case.micro_batches, in_halves=case.schedule.splits_backward
             )

@@ -26,12 +26,12 @@ from planner.solve.chain.gpipe import DYNAMIC_PROGRAMMING, Windows, gpipe_search
 from planner.solve.chain.laws import OneForwardOneBackwardLaw
 from planner.solve.chunks.search import most_of_one
 from planner.solve.deadline import NEVER, Deadline, OutOfTimeError
-from planner.solve.layers.cut_search import LayerPlace, LayerSearch, raced
+from planner.solve.layers.cut_search import LayerPlace, LayerSearch, simulate_candidates
 from planner.solve.layers.devices import Devices
 from planner.solve.layers.stage_times import LayerTimes
 from planner.solve.progress import BLOCK, Progress
 from planner.solve.space.case import Case
-from planner.solve.space.partitions import Many
+from planner.solve.space.partitions import Evaluator
 
 _ROUNDS_OF_GPIPE = 400
 """Number of times that the dynamic program runs under GPipe, at most."""
@@ -95,18 +95,18 @@ def search_one_chunk_by_layers(progress: Progress, near: Partition | None) -> No
         if progress.case.least_us(num_stages) >= progress.upper_us:
             return
         near_here = near if near is not None and len(near.balance) == num_stages else None
-        if not _Search(progress, Many(case, num_stages), layers).run(near_here):
+        if not _Search(progress, Evaluator(case, num_stages), layers).run(near_here):
             return
 
 
 class _Search:
     """The search for one stage count."""
 
-    def __init__(self, progress: Progress, many: Many, layers: LayerTimes) -> None:
-        self._progress, self._many, self._layers = progress, many, layers
-        self._case = many.case
+    def __init__(self, progress: Progress, evaluator: Evaluator, layers: LayerTimes) -> None:
+        self._progress, self._evaluator, self._layers = progress, evaluator, layers
+        self._case = evaluator.case
         self._law = OneForwardOneBackwardLaw(self._case.micro_batches)
-        self._cuts = LayerSearch(progress, many, Devices(many))
+        self._cuts = LayerSearch(progress, evaluator, Devices(evaluator))
 
     def run(self, near: Partition | None) -> bool:
         """Searches; whether there was effort enough."""
@@ -114,10 +114,10 @@ class _Search:
         windows = Windows(case)
         # The bound is that of stages within the window, which has to be as wide as the best so far allows.
         while windows.widen(progress.upper_us):
-            cells = self._many.num_stages * (case.costs.num_layers + 1) * windows.width
-            if not effort.pays((_ORDER + 1) * self._many.num_actions, cells // _CELLS):
-                self._cuts.search([], most_of_one(progress, self._many), near)
-                progress.leave_out(max(progress.case.least_us(self._many.num_stages), case.bound_us))
+            cells = self._evaluator.num_stages * (case.costs.num_layers + 1) * windows.width
+            if not effort.try_reserve((_ORDER + 1) * self._evaluator.num_actions, cells // _CELLS):
+                self._cuts.search([], most_of_one(progress, self._evaluator), near)
+                progress.leave_out(max(progress.case.least_us(self._evaluator.num_stages), case.bound_us))
                 return False
             least, search = self._least(windows.width)
             if least is None:
@@ -126,7 +126,7 @@ class _Search:
             if is_open and not self._simulate_below(search):
                 starts = {least.cuts, search.prefixes.min_max("work"), search.prefixes.min_max("backward")}
                 some = [np.array(start) for start in sorted(filter(None, starts)) if min(np.diff(start)) > 0]
-                self._cuts.search(some, most_of_one(progress, self._many), near)
+                self._cuts.search(some, most_of_one(progress, self._evaluator), near)
                 progress.leave_out(least.step_us)
         return True
 
@@ -134,14 +134,14 @@ class _Search:
         """Return the optimum with its own stages solved exactly, and the search that knows as much of all stages."""
         least: ChainCuts | None = None
         for _ in range(_FEW_ROUNDS if self._progress.effort.is_bounded else _ROUNDS):
-            problem = self._case.problem(self._many.num_stages, width=width, exact=True)
+            problem = self._case.problem(self._evaluator.num_stages, width=width, exact=True)
             search = LabelSearch(problem, self._law, deadline=self._progress.deadline)
             least = search.best(upper_us=self._progress.upper_us)
             solved = self._layers.num_exact
             if least is None:
                 break
             place = _with_layers(self._case, self._layers, least, self._progress.deadline)
-            raced(self._progress, self._many, [place] if place else [])
+            simulate_candidates(self._progress, self._evaluator, [place] if place else [])
             if self._layers.num_exact == solved:
                 break
         return least, search
@@ -149,7 +149,7 @@ class _Search:
     def _simulate_below(self, search: LabelSearch) -> bool:
         """Simulates every partition whose bound is below the best; False if they are too many."""
         progress = self._progress
-        most = progress.effort.affordable(self._many)
+        most = progress.effort.affordable(self._evaluator)
         if not most:
             return False
         partitions, are_all = search.all_below(progress.upper_us, most)
@@ -160,7 +160,7 @@ class _Search:
                 _with_layers(self._case, self._layers, cuts, progress.deadline)
                 for cuts in partitions[start : start + BLOCK]
             ]
-            raced(progress, self._many, [place for place in places if place is not None])
+            simulate_candidates(progress, self._evaluator, [place for place in places if place is not None])
         return are_all
 
     def _num_unsolved(self, partitions: Sequence[ChainCuts]) -> int:

@@ -21,7 +21,7 @@ from planner.solve.layers.joint import search_gpipe_by_layers, search_one_chunk_
 from planner.solve.progress import Progress, simulated_answer
 from planner.solve.space.arrays import FloatArray, IntArray
 from planner.solve.space.case import Case
-from planner.solve.space.partitions import Many
+from planner.solve.space.partitions import Evaluator
 from planner.solve.space.tables import width_for
 
 _SHARE = 4
@@ -55,9 +55,9 @@ def search_layers(case: Case, by_stage: Answer | None, *, upper_us: float = inf,
 
 def _search_devices(progress: Progress, near: Partition | None) -> None:
     """Search every number of devices; `near` is the best partition that recomputes whole stages, if it is known."""
-    for many, least_us in by_devices(progress):
-        near_here = near if near is not None and near.num_devices == many.num_devices else None
-        progress.leave_out(_search(progress, many, least_us, near_here))
+    for evaluator, least_us in by_devices(progress):
+        near_here = near if near is not None and near.num_devices == evaluator.num_devices else None
+        progress.leave_out(_search(progress, evaluator, least_us, near_here))
 
 
 def _fits_without(case: Case, upper_us: float) -> bool:
@@ -71,17 +71,17 @@ def _fits_without(case: Case, upper_us: float) -> bool:
     if case.schedule.has_known_moments:
         return case.memory(width, case.num_devices - 1).most_bytes() <= min(case.caps_bytes)
     counts = [n for n in range(1, case.num_devices + 1) if case.least_us(n) < upper_us]
-    return all(_holds_all(Many(case, num_devices), width) for num_devices in counts)
+    return all(_holds_all(Evaluator(case, num_devices), width) for num_devices in counts)
 
 
-def _holds_all(many: Many, width: int) -> bool:
-    if not many.can_run:
+def _holds_all(evaluator: Evaluator, width: int) -> bool:
+    if not evaluator.can_run:
         return True
-    if width > many.width:
+    if width > evaluator.width:
         return False
-    parts = np.where(np.isfinite(many.parts[0]), many.parts[0], 0.0).max(axis=(0, 1))
-    held = [float((parts[0] + counts @ parts[1:]).sum(axis=1).max()) for counts in many.moments]
-    return all(most <= cap for most, cap in zip(held, many.case.caps_bytes, strict=False))
+    parts = np.where(np.isfinite(evaluator.parts[0]), evaluator.parts[0], 0.0).max(axis=(0, 1))
+    held = [float((parts[0] + counts @ parts[1:]).sum(axis=1).max()) for counts in evaluator.moments]
+    return all(most <= cap for most, cap in zip(held, evaluator.case.caps_bytes, strict=False))
 
 
 def _search_under_lists(progress: Progress, near: Partition | None) -> None:
@@ -90,38 +90,38 @@ def _search_under_lists(progress: Progress, near: Partition | None) -> None:
     progress.leave_out(progress.case.bound_us)
     if near is None:
         return
-    many = Many(progress.case, near.num_devices).under(near.rule)
-    LayerSearch(progress, many, Devices(many)).search([], most_of_one(progress, many), near)
+    evaluator = Evaluator(progress.case, near.num_devices).under(near.rule)
+    LayerSearch(progress, evaluator, Devices(evaluator)).search([], most_of_one(progress, evaluator), near)
 
 
-def _search(progress: Progress, many: Many, least_us: float, near: Partition | None) -> float:
+def _search(progress: Progress, evaluator: Evaluator, least_us: float, near: Partition | None) -> float:
     """Searches one number of devices; returns what no partition of it can beat, at least `least_us`."""
-    search = LayerSearch(progress, many, Devices(many))
-    starts = starts_of(progress, many)
-    one_by_one_us = _look_at_all(progress, many, search)
+    search = LayerSearch(progress, evaluator, Devices(evaluator))
+    starts = starts_of(progress, evaluator)
+    one_by_one_us = _look_at_all(progress, evaluator, search)
     least_us = max(least_us, one_by_one_us)
-    bounds = bounds_of(progress, many, starts) if least_us < progress.upper_us else None
+    bounds = bounds_of(progress, evaluator, starts) if least_us < progress.upper_us else None
     if bounds is not None:
         least_us = max(least_us, bounds.first.bound_us)
         starts = [bounds.first.cuts, *starts]
     if least_us >= progress.upper_us:
         return least_us
-    search.search(starts, most_of_one(progress, many), near)
-    return max(least_us, branched_us(progress, many, bounds))
+    search.search(starts, most_of_one(progress, evaluator), near)
+    return max(least_us, branched_us(progress, evaluator, bounds))
 
 
-def _look_at_all(progress: Progress, many: Many, search: LayerSearch) -> float:
+def _look_at_all(progress: Progress, evaluator: Evaluator, search: LayerSearch) -> float:
     """Looks at every partition, fastest first, where they are few.
 
     Returns:
         What none can beat whose stages do not all fit as they are; 0 where partitions are too many.
     """
-    effort, num = progress.effort, many.case.costs.num_layers
-    num_cuts = comb(num - 1, many.num_stages - 1) if many.case.rules.balance is None else 1
-    if num_cuts > effort.affordable(many):
+    effort, num = progress.effort, evaluator.case.costs.num_layers
+    num_cuts = comb(num - 1, evaluator.num_stages - 1) if evaluator.case.rules.balance is None else 1
+    if num_cuts > effort.affordable(evaluator):
         return 0.0
     ends = effort.spent + max(0, effort.left) // _SHARE
-    step_us, cuts = _fastest_first(progress, many)
+    step_us, cuts = _fastest_first(progress, evaluator)
     for at in range(len(cuts)):
         if step_us[at] >= progress.upper_us or effort.spent >= ends:
             break
@@ -129,19 +129,19 @@ def _look_at_all(progress: Progress, many: Many, search: LayerSearch) -> float:
     return float(step_us[0]) if len(cuts) else inf
 
 
-def _fastest_first(progress: Progress, many: Many) -> tuple[FloatArray, IntArray]:
+def _fastest_first(progress: Progress, evaluator: Evaluator) -> tuple[FloatArray, IntArray]:
     """The partitions whose stages do not all fit as they are, and what they take without recomputation at least."""
     times: list[FloatArray] = []
     partitions: list[IntArray] = []
-    for cuts in all_cuts(many):
-        choices = np.full((len(cuts), many.num_stages), many.allowed[0])
-        step_us = progress.simulated(many, cuts, choices)
-        fits = np.asarray((many.over_bytes(cuts, choices) <= 0).all(axis=1))
-        progress.raced(many, cuts, choices, fits & (step_us < progress.upper_us))
+    for cuts in all_cuts(evaluator):
+        choices = np.full((len(cuts), evaluator.num_stages), evaluator.allowed[0])
+        step_us = progress.simulate(evaluator, cuts, choices)
+        fits = np.asarray((evaluator.over_bytes(cuts, choices) <= 0).all(axis=1))
+        progress.simulate_fitting(evaluator, cuts, choices, fits & (step_us < progress.upper_us))
         is_open = ~fits & (step_us < progress.upper_us)
         times.append(step_us[is_open])
         partitions.append(cuts[is_open])
     if not times:
-        return np.zeros(0), np.zeros((0, many.num_stages + 1), dtype=np.int64)
+        return np.zeros(0), np.zeros((0, evaluator.num_stages + 1), dtype=np.int64)
     order = np.argsort(np.concatenate(times), kind="stable")
     return np.concatenate(times)[order], np.concatenate(partitions)[order]

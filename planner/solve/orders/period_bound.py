@@ -37,7 +37,7 @@ from planner.core.cost.stage_time import BusyTimes, HalfTimes
 from planner.solve.chunks.search import all_cuts
 from planner.solve.space.arrays import FloatArray, IntArray
 from planner.solve.space.case import Case
-from planner.solve.space.partitions import Many
+from planner.solve.space.partitions import Evaluator
 
 _MOST_CUTS = 100_000
 """Partitions of which each is bounded by itself: some tenths of a second."""
@@ -138,41 +138,41 @@ def least_trip_us(case: Case) -> float:
     return float((case.costs.forward_us + gradient_us).sum()) / case.fastest
 
 
-def least_of_all_cuts_us(many: Many, upper_us: float, most_actions: int) -> float:
+def least_of_all_cuts_us(evaluator: Evaluator, upper_us: float, most_actions: int) -> float:
     """Below the step time of every partition, with any lists.
 
     Args:
-        many: The partitions.
+        evaluator: The partitions.
         upper_us: A step time that is there already: a bound above it is of no use.
         most_actions: It may take as long as simulating so many actions.
 
     Returns:
         Microseconds, `upper_us` at most; 0 where it would take too long to look at every partition.
     """
-    case = many.case
-    num_cuts = comb(case.costs.num_layers - 1, many.num_stages - 1) if case.rules.balance is None else 1
-    if num_cuts > _MOST_CUTS or num_cuts * many.num_stages > _CELLS * most_actions:
+    case = evaluator.case
+    num_cuts = comb(case.costs.num_layers - 1, evaluator.num_stages - 1) if case.rules.balance is None else 1
+    if num_cuts > _MOST_CUTS or num_cuts * evaluator.num_stages > _CELLS * most_actions:
         return 0.0
     least_us = upper_us
-    for cuts in all_cuts(many):
-        least_us = _least_us(many, cuts, least_us)
+    for cuts in all_cuts(evaluator):
+        least_us = _least_us(evaluator, cuts, least_us)
     return least_us
 
 
-def _least_us(many: Many, cuts: IntArray, upper_us: float) -> float:
+def _least_us(evaluator: Evaluator, cuts: IntArray, upper_us: float) -> float:
     """The least bound of the partitions, or `upper_us`; cuts have shape (N, S+1)."""
-    fastest, own_us = _times(many, cuts, many.allowed[0])
-    work_us = np.stack([fastest.work_us[:, list(stages)].sum(axis=1) for stages in many.chunks], axis=1) + own_us
+    fastest, own_us = _times(evaluator, cuts, evaluator.allowed[0])
+    work_us = np.stack([fastest.work_us[:, list(stages)].sum(axis=1) for stages in evaluator.chunks], axis=1) + own_us
     # Most cuts are so uneven that nothing else need be looked at.
     cuts = cuts[work_us.max(axis=1) < upper_us]
     if not len(cuts):
         return upper_us
-    stages = [_Stages.of(many, cuts, choice) for choice in many.allowed]
+    stages = [_Stages.of(evaluator, cuts, choice) for choice in evaluator.allowed]
     passed_us = stages[0].times.gradient_us
-    windows = np.full((len(cuts), many.num_devices), inf)
-    for way in _ways(many, stages):
-        at_once = way.at_once(many)
-        chunks, num = many.chunks, many.case.micro_batches
+    windows = np.full((len(cuts), evaluator.num_devices), inf)
+    for way in _ways(evaluator, stages):
+        at_once = way.at_once(evaluator)
+        chunks, num = evaluator.chunks, evaluator.case.micro_batches
         least = least_windows_us(way.times, chunks, num, np.maximum(at_once, 1.0), passed_us=passed_us)
         windows = np.minimum(windows, np.where(at_once > 0, least, inf))
     return min(upper_us, float((windows + stages[0].own_us).max(axis=1).min()))
@@ -194,15 +194,15 @@ class _Stages:
     """1 where memory is in the tables, else 0."""
 
     @classmethod
-    def of(cls, many: Many, cuts: IntArray, choice: int) -> "_Stages":
+    def of(cls, evaluator: Evaluator, cuts: IntArray, choice: int) -> "_Stages":
         """The stages with one kind of recomputation everywhere."""
-        always, parts, inside = many.stage_bytes(cuts, np.full((len(cuts), many.num_stages), choice))
+        always, parts, inside = evaluator.stage_bytes(cuts, np.full((len(cuts), evaluator.num_stages), choice))
         part = {name: parts[..., place] for place, name in enumerate(PARTS)}
         held, forward, backward = (
             np.min([part[name] for name in names], axis=0)
             for names in (("held", "kept"), FORWARDS, (*BACKWARDS, *INPUT_BACKWARDS))
         )
-        times, own_us = _times(many, cuts, choice)
+        times, own_us = _times(evaluator, cuts, choice)
         return cls(
             times=times,
             own_us=own_us,
@@ -212,14 +212,14 @@ class _Stages:
             inside=inside.astype(float),
         )
 
-    def at_once(self, many: Many) -> FloatArray:
+    def at_once(self, evaluator: Evaluator) -> FloatArray:
         """How many micro-batches wait on each device's first stage, n: shape (N, K); 0 where not even one gets on."""
-        num = float(many.case.micro_batches)
-        most = np.full((len(self.always), many.num_devices), num)
-        for device, stages in enumerate(many.chunks):
+        num = float(evaluator.case.micro_batches)
+        most = np.full((len(self.always), evaluator.num_devices), num)
+        for device, stages in enumerate(evaluator.chunks):
             columns = list(stages)
             # Gradients and what is put off may be there as well, but need not.
-            room = many.case.caps_bytes[device] + _ROUNDED_BYTES - self.always[:, columns].sum(axis=1)
+            room = evaluator.case.caps_bytes[device] + _ROUNDED_BYTES - self.always[:, columns].sum(axis=1)
             # On a later chunk a micro-batch runs while the earlier ones hold it.
             in_front = _before(self.held[:, columns])[:, :-1]
             fits = (in_front + self.running[:, columns] <= room[:, None]).all(axis=1)
@@ -229,13 +229,13 @@ class _Stages:
         return most
 
 
-def _ways(many: Many, stages: Sequence[_Stages]) -> Iterator[_Stages]:
+def _ways(evaluator: Evaluator, stages: Sequence[_Stages]) -> Iterator[_Stages]:
     """The stages with every way to recompute the chunks of a device; of many chunks those behind the first for free."""
-    num_chunks = many.case.chunks
-    place = {stage: chunk for chunks in many.chunks for chunk, stage in enumerate(chunks)}
+    num_chunks = evaluator.case.chunks
+    place = {stage: chunk for chunks in evaluator.chunks for chunk, stage in enumerate(chunks)}
 
     def by_chunk(each: Sequence[FloatArray]) -> FloatArray:
-        return np.stack([each[place[s]][:, s] for s in range(many.num_stages)], axis=1)
+        return np.stack([each[place[s]][:, s] for s in range(evaluator.num_stages)], axis=1)
 
     if len(stages) ** num_chunks <= _MOST_WAYS:
         ways = product(stages, repeat=num_chunks)
@@ -253,15 +253,15 @@ def _joined(stages: Sequence[_Stages], join: Callable[[Sequence[FloatArray]], Fl
     return _Stages(times=LeastTimes(**times), own_us=stages[0].own_us, **sizes)
 
 
-def _times(many: Many, cuts: IntArray, choice: int) -> tuple[LeastTimes, FloatArray]:
+def _times(evaluator: Evaluator, cuts: IntArray, choice: int) -> tuple[LeastTimes, FloatArray]:
     """What stages take with that recomputation, and what follows each device's last action at least, (N, K)."""
-    choices = np.full((len(cuts), many.num_stages), choice)
-    busy, halves, crossing, own_us = many.durations(cuts, choices)
-    times = LeastTimes.of(busy, halves, crossing, many.case.micro_batches)
-    if many.case.replicas > 1:
+    choices = np.full((len(cuts), evaluator.num_stages), choice)
+    busy, halves, crossing, own_us = evaluator.durations(cuts, choices)
+    times = LeastTimes.of(busy, halves, crossing, evaluator.case.micro_batches)
+    if evaluator.case.replicas > 1:
         # Of several chunks all but the last one's gradients may have been summed by then.
-        sums = many.case.sums.replica_sums_us(cuts[:, :-1], cuts[:, 1:])
-        each = [sums[:, list(stages)] for stages in many.chunks]
+        sums = evaluator.case.sums.replica_sums_us(cuts[:, :-1], cuts[:, 1:])
+        each = [sums[:, list(stages)] for stages in evaluator.chunks]
         own_us = own_us - np.stack([us.sum(axis=1) - us.min(axis=1) for us in each], axis=1)
     return times, own_us
 

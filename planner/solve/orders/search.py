@@ -26,7 +26,7 @@ from planner.solve.orders.period_bound import least_of_all_cuts_us, least_trip_u
 from planner.solve.progress import SAME, Progress, simulated_answer
 from planner.solve.space.arrays import IntArray
 from planner.solve.space.case import Case, cuts_and_choices
-from planner.solve.space.partitions import Many
+from planner.solve.space.partitions import Evaluator
 
 Rows = tuple[tuple[Action, ...], ...]
 Cut = tuple[IntArray, IntArray]
@@ -57,30 +57,32 @@ def _search_all(progress: Progress) -> None:
         if least_us >= progress.upper_us or progress.effort.left <= 0:
             progress.leave_out(least_us)
             return
-        many = Many(case, num_devices)
-        if many.has_layers:
-            _Joint(progress, many).search()
-            of_all_us = least_of_all_cuts_us(many, progress.upper_us, progress.effort.spent // _OF_BOUND)
+        evaluator = Evaluator(case, num_devices)
+        if evaluator.has_layers:
+            _Joint(progress, evaluator).search()
+            of_all_us = least_of_all_cuts_us(evaluator, progress.upper_us, progress.effort.spent // _OF_BOUND)
             progress.leave_out(max(least_us, of_all_us))
 
 
 class _Joint:
     """The search for one number of devices."""
 
-    def __init__(self, progress: Progress, many: Many) -> None:
-        self._progress, self._many = progress, many
-        self._models = _named(many)
+    def __init__(self, progress: Progress, evaluator: Evaluator) -> None:
+        self._progress, self._evaluator = progress, evaluator
+        self._models = _named(evaluator)
 
     def search(self) -> None:
         """From every start in turn."""
-        even = starts_of(self._progress, self._many)
+        even = starts_of(self._progress, self._evaluator)
         for named in self._models:
             best = self._cut(named, even)
             if best is not None:
                 self._in_turn(best)
         for cuts in even[:1]:
             # The more is recomputed to begin with, the slower: the first that leads to what fits is enough.
-            any(self._in_turn((cuts, np.full(self._many.num_stages, choice))) for choice in self._many.allowed)
+            any(
+                self._in_turn((cuts, np.full(self._evaluator.num_stages, choice))) for choice in self._evaluator.allowed
+            )
 
     def _in_turn(self, place: Cut) -> bool:
         """Makes lists for the partition and improves it under them, until that brings nothing; whether lists fit."""
@@ -90,9 +92,9 @@ class _Joint:
             found = self._lists_for(place)
             if found is None:
                 break
-            made = self._many.under(Listed(found.rows))
+            made = self._evaluator.under(Listed(found.rows))
             cuts, choices = place
-            self._progress.raced(made, cuts[None], choices[None], np.array([True]))
+            self._progress.simulate_fitting(made, cuts[None], choices[None], np.array([True]))
             is_better, before_us = found.period_us < before_us * (1 - 1e-9), found.period_us
             better = self._cut(made, [place[0]]) if is_better and self._progress.effort.left > 0 else None
             if better is None:
@@ -100,11 +102,11 @@ class _Joint:
             place = better
         return before_us < inf
 
-    def _cut(self, many: Many, starts: Sequence[IntArray]) -> Cut | None:
+    def _cut(self, evaluator: Evaluator, starts: Sequence[IntArray]) -> Cut | None:
         """The best partition that is found under lists; None if nothing fits. The best of all is noted."""
         progress = self._progress
-        own = Progress(case=many.case, effort=progress.effort, deadline=progress.deadline, upper_us=inf)
-        CutSearch(own, many).search(starts, max(0, progress.effort.left) // _SHARE)
+        own = Progress(case=evaluator.case, effort=progress.effort, deadline=progress.deadline, upper_us=inf)
+        CutSearch(own, evaluator).search(starts, max(0, progress.effort.left) // _SHARE)
         if own.best is None:
             return None
         if own.upper_us < progress.upper_us * (1 - SAME):
@@ -116,15 +118,15 @@ class _Joint:
 
         Backwards in one piece hold nothing between halves, and may take less than both together.
         """
-        many, effort = self._many, self._progress.effort
+        evaluator, effort = self._evaluator, self._progress.effort
         cuts, choices = place[0][None], place[1][None]
 
         def fits(rows: Rows) -> bool:
-            return bool((many.under(Listed(rows)).over_bytes(cuts, choices) <= 0).all())
+            return bool((evaluator.under(Listed(rows)).over_bytes(cuts, choices) <= 0).all())
 
         best: FoundOrder | None = None
         for is_whole in (False, True):
-            problem = _order_problem(many, place[0], place[1], is_whole=is_whole)
+            problem = _order_problem(evaluator, place[0], place[1], is_whole=is_whole)
             if is_whole and best is not None and _halves_cost_nothing(problem):
                 break
             orders = Orders(problem, fits, [named.actions for named in self._models])
@@ -135,39 +137,39 @@ class _Joint:
         return best
 
 
-def _named(many: Many) -> list[Many]:
+def _named(evaluator: Evaluator) -> list[Evaluator]:
     """The named schedules that run with these stages in these places; GPipe's lists are good for no memory."""
     able = []
     for schedule in SCHEDULES.values():
-        if not schedule.has_closed_form and schedule.placement == many.case.schedule.placement:
-            named = many.under(schedule)
+        if not schedule.has_closed_form and schedule.placement == evaluator.case.schedule.placement:
+            named = evaluator.under(schedule)
             with suppress(UsageError):
                 able += [named] if named.actions else []
     return able
 
 
-def _order_problem(many: Many, cuts: IntArray, choices: IntArray, *, is_whole: bool) -> OrderProblem:
+def _order_problem(evaluator: Evaluator, cuts: IntArray, choices: IntArray, *, is_whole: bool) -> OrderProblem:
     """Return what lists are made for: one partition, with cuts of shape (S+1,) and choices of shape (S,)."""
     cuts, choices = cuts[None], choices[None]
-    busy, halves, crossing, own = many.durations(cuts, choices)
-    always, parts, _ = many.stage_bytes(cuts, choices)
+    busy, halves, crossing, own = evaluator.durations(cuts, choices)
+    always, parts, _ = evaluator.stage_bytes(cuts, choices)
     durations = {
         name: np.broadcast_to(us, choices.shape)[0] for name, us in {**busy._asdict(), **halves._asdict()}.items()
     }
     return OrderProblem(
-        chunks=tuple(many.chunks),
-        micro_batches=many.case.micro_batches,
+        chunks=tuple(evaluator.chunks),
+        micro_batches=evaluator.case.micro_batches,
         times=tuple(
             StageTimes(
                 **{name: float(us[s]) for name, us in durations.items()},
                 send_us=float(crossing[0, s]),
-                blocking=bool(many.blocking[s]),
+                blocking=bool(evaluator.blocking[s]),
             )
-            for s in range(many.num_stages)
+            for s in range(evaluator.num_stages)
         ),
-        rooms=tuple(room_of(float(always[0, s]), parts[0, s], is_whole=is_whole) for s in range(many.num_stages)),
-        is_whole=(is_whole,) * many.num_stages,
-        caps_bytes=many.case.caps_bytes[: many.num_devices],
+        rooms=tuple(room_of(float(always[0, s]), parts[0, s], is_whole=is_whole) for s in range(evaluator.num_stages)),
+        is_whole=(is_whole,) * evaluator.num_stages,
+        caps_bytes=evaluator.case.caps_bytes[: evaluator.num_devices],
         own_us=tuple(own[0].tolist()),
     )
 

@@ -63,7 +63,7 @@ def _findings(written: Plan, now: Plan, profile: Profile) -> tuple[Finding, ...]
 def _faster(_written: Plan, now: Plan, profile: Profile) -> tuple[str, bool]:
     if now.solver.status == "given":
         return "", False
-    request = Request.again(now, micro_batches=now.micro_batches, time_limit_s=_TIME_LIMIT_S)
+    request = Request.of_plan(now, micro_batches=now.micro_batches, time_limit_s=_TIME_LIMIT_S)
     if now.solver.status != "optimal":
         request = request.in_one_pass()  # only a proof of optimality may need the second pass
     try:
@@ -95,7 +95,7 @@ def _frontier(written: Plan, now: Plan, profile: Profile) -> tuple[str, bool]:
     from planner.solve.search import lacks_bound  # noqa: PLC0415 - few plans have a frontier
 
     fixed = now.micro_batches if len(written.frontier) == 1 else None
-    request = Request.again(now, micro_batches=fixed, time_limit_s=_TIME_LIMIT_S)
+    request = Request.of_plan(now, micro_batches=fixed, time_limit_s=_TIME_LIMIT_S)
     if lacks_bound(request.schedules):
         return "highspy is not installed, without which other plans may be found", True
     try:

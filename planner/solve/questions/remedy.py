@@ -41,7 +41,7 @@ def _solved_again(plan: Plan, profile: Profile) -> tuple[str, ...]:
     if len(profile.layers) * plan.inputs.devices > MOST_WORK:
         return ()
     # Leave cuts and micro-batches open. Devices, batch and rules stay unchanged.
-    request = Request.again(plan, micro_batches=None, time_limit_s=_TIME_LIMIT_S)
+    request = Request.of_plan(plan, micro_batches=None, time_limit_s=_TIME_LIMIT_S)
     try:
         other = solve(profile, request)
     except InfeasibleError as error:

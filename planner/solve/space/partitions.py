@@ -36,7 +36,7 @@ _WIDEST = 6
 """Most layers of a stage of an interleaved schedule, as a multiple of the even share."""
 
 
-class Many:
+class Evaluator:
     """Partitions of a case into `num_devices` times V stages, evaluated in batches.
 
     Cuts have shape (N, S+1), from 0 to L; choices have shape (N, S) and are indices into `CHOICES`.
@@ -88,7 +88,7 @@ class Many:
         case = self.case
         return case.schedule.actions(self.num_devices, case.micro_batches, case.chunks)
 
-    def under(self, schedule: Schedule) -> "Many":
+    def under(self, schedule: Schedule) -> "Evaluator":
         """Return these partitions under another schedule with the same placement; computed memory tables are reused."""
         other = copy(self)
         other.case = replace(self.case, schedule=schedule)
@@ -117,7 +117,7 @@ class Many:
             Microseconds, shape (N,).
         """
         busy, crossing, own = self._times(cuts, choices, layers_us)
-        simulated = partial(
+        simulate = partial(
             makespans,
             self.actions,
             forward_us=busy.forward_us,
@@ -128,8 +128,8 @@ class Many:
         )
         if self.case.schedule.splits_backward:
             sums = self.case.sums.replica_sums_us(cuts[:, :-1], cuts[:, 1:]) if self.case.replicas > 1 else None
-            return simulated(**self._half_times(busy, cuts)._asdict(), own_us=own, sums_us=sums)
-        pipeline = simulated()
+            return simulate(**self._half_times(busy, cuts)._asdict(), own_us=own, sums_us=sums)
+        pipeline = simulate()
         # The drain and fill of later stages hide the optimizer step of a device.
         return pipeline + optimizer_tail_us(own, hidden_us(busy, crossing)[:, : self.num_devices])
 

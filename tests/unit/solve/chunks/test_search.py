@@ -29,7 +29,7 @@ from planner.solve.layers.cut_search import LayerSearch
 from planner.solve.layers.devices import Devices
 from planner.solve.progress import Effort, Progress
 from planner.solve.questions import insight
-from planner.solve.space.partitions import Many
+from planner.solve.space.partitions import Evaluator
 from tests.support.chains import chain, heavy_chain, layer, random_profile
 from tests.support.profiles import UNLIMITED, inputs_of
 
@@ -52,56 +52,62 @@ def inputs_for(schedule: ScheduleName, seed: int, memory_bytes: int) -> Inputs:
     return replace(inputs, schedule=schedule, chunks=2, speeds=(1.0, 1.5) if seed % 2 else ())
 
 
-def every_partition(many: Many) -> tuple[np.ndarray, np.ndarray]:
+def every_partition(evaluator: Evaluator) -> tuple[np.ndarray, np.ndarray]:
     """All cuts with all choices."""
-    num = many.case.costs.num_layers
-    inner = combinations(range(1, num), many.num_stages - 1)
-    every = [((0, *cuts, num), choices) for cuts in inner for choices in product(many.allowed, repeat=many.num_stages)]
+    num = evaluator.case.costs.num_layers
+    inner = combinations(range(1, num), evaluator.num_stages - 1)
+    every = [
+        ((0, *cuts, num), choices)
+        for cuts in inner
+        for choices in product(evaluator.allowed, repeat=evaluator.num_stages)
+    ]
     return np.array([cuts for cuts, _ in every]), np.array([choices for _, choices in every])
 
 
-def many_of(schedule: ScheduleName, seed: int, memory_bytes: int = UNLIMITED, **changes: object) -> Many | None:
+def evaluator_of(
+    schedule: ScheduleName, seed: int, memory_bytes: int = UNLIMITED, **changes: object
+) -> Evaluator | None:
     """Partitions of a random chain of seven layers; None where the schedule does not run so."""
     profile = profile_for(seed)
     inputs = replace(inputs_for(schedule, seed, memory_bytes), **changes)
-    many = Many(cases_of(profile, Request(inputs=inputs, micro_batches=4))[0], 2)
+    evaluator = Evaluator(cases_of(profile, Request(inputs=inputs, micro_batches=4))[0], 2)
     try:
-        many.actions  # noqa: B018 - raises where it does not
+        evaluator.actions  # noqa: B018 - raises where it does not
     except UsageError:
         return None
-    return many
+    return evaluator
 
 
-def caps_of(many: Many) -> Iterator[int]:
+def caps_of(evaluator: Evaluator) -> Iterator[int]:
     """From just enough for one plan to enough for all."""
-    cuts, choices = every_partition(many)
+    cuts, choices = every_partition(evaluator)
     # Under these caps, by how much plans are over is what they hold.
-    tiny = replace(many.case, cluster=replace(many.case.cluster, memory_bytes=(0, 0)))
-    held = Many(tiny, 2).over_bytes(cuts, choices).max(axis=1)
+    tiny = replace(evaluator.case, cluster=replace(evaluator.case.cluster, memory_bytes=(0, 0)))
+    held = Evaluator(tiny, 2).over_bytes(cuts, choices).max(axis=1)
     for share in (0.0, 0.05, 0.3, 1.0):
         yield int(np.quantile(held, share)) + 1
 
 
-def bounds_of(many: Many, scale_us: float) -> BranchAndBound:
+def bounds_of(evaluator: Evaluator, scale_us: float) -> BranchAndBound:
     """By programs for chains of seven layers."""
-    return BranchAndBound(LinearProgram(many, np.array([0, 2, 4, 6, 7]), scale_us=scale_us))
+    return BranchAndBound(LinearProgram(evaluator, np.array([0, 2, 4, 6, 7]), scale_us=scale_us))
 
 
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize("schedule", SEVERAL)
 def test_the_bound_is_below_every_plan(schedule: ScheduleName, seed: int) -> None:
     """On links that block or not, unlike devices, under caps from hardly enough on; and not far below the best one."""
-    loose = many_of(schedule, seed)
+    loose = evaluator_of(schedule, seed)
     assert loose is not None
     cuts, choices = every_partition(loose)
     step_us = loose.step_us(cuts, choices)
     for cap in caps_of(loose):
-        many = many_of(schedule, seed, cap)
-        assert many is not None
-        fits = (many.over_bytes(cuts, choices) <= 0).all(axis=1)
+        evaluator = evaluator_of(schedule, seed, cap)
+        assert evaluator is not None
+        fits = (evaluator.over_bytes(cuts, choices) <= 0).all(axis=1)
         assert fits.any()
         best_us = float(step_us[fits].min())
-        search = bounds_of(many, best_us)
+        search = bounds_of(evaluator, best_us)
         bound = search.solved()
         assert bound is not None
         assert 0.4 * best_us < bound.bound_us <= best_us
@@ -114,10 +120,12 @@ def test_the_bound_is_below_every_plan(schedule: ScheduleName, seed: int) -> Non
 @pytest.mark.parametrize("schedule", SEVERAL)
 def test_the_bound_of_all_branches_is_the_best_plan(schedule: ScheduleName, seed: int) -> None:
     """Where memory does not count, for times are what the clocks say: no plan need be known to find it."""
-    many = many_of(schedule, seed)
-    assert many is not None
-    best_us = min(many.step_us(cuts, np.zeros((len(cuts), 4), dtype=np.int64)).min() for cuts in all_cuts(many))
-    search = bounds_of(many, best_us)
+    evaluator = evaluator_of(schedule, seed)
+    assert evaluator is not None
+    best_us = min(
+        evaluator.step_us(cuts, np.zeros((len(cuts), 4), dtype=np.int64)).min() for cuts in all_cuts(evaluator)
+    )
+    search = bounds_of(evaluator, best_us)
     assert search.solved() is not None
     assert search.branched(10 * best_us, most_iterations=10**6) == pytest.approx(best_us, rel=1e-5)
     assert search.branched(0.9 * best_us, most_iterations=10**6) == pytest.approx(0.9 * best_us)
@@ -127,11 +135,11 @@ def test_the_bound_of_all_branches_is_the_best_plan(schedule: ScheduleName, seed
 @pytest.mark.parametrize("schedule", ["interleaved", "zbv"])
 def test_the_bound_counts_memory(schedule: ScheduleName, seed: int) -> None:
     """Under a cap that only recomputation keeps, it is higher than without one."""
-    loose = many_of(schedule, seed)
+    loose = evaluator_of(schedule, seed)
     assert loose is not None
-    tight = many_of(schedule, seed, next(caps_of(loose)))
+    tight = evaluator_of(schedule, seed, next(caps_of(loose)))
     assert tight is not None
-    bounds = [bounds_of(many, 1000.0).solved() for many in (loose, tight)]
+    bounds = [bounds_of(evaluator, 1000.0).solved() for evaluator in (loose, tight)]
     assert bounds[0] is not None
     assert bounds[1] is not None
     assert bounds[1].bound_us > bounds[0].bound_us * 1.02
@@ -141,7 +149,7 @@ def test_the_bound_counts_memory(schedule: ScheduleName, seed: int) -> None:
 @pytest.mark.parametrize("schedule", SEVERAL)
 def test_the_plan_is_the_best_there_is_and_proven(schedule: ScheduleName, seed: int) -> None:
     """All cuts with all choices on two devices and on one, though only the minimal choices are simulated."""
-    loose = many_of(schedule, seed)
+    loose = evaluator_of(schedule, seed)
     assert loose is not None
     profile = profile_for(seed)
     for cap in caps_of(loose):
@@ -149,13 +157,13 @@ def test_the_plan_is_the_best_there_is_and_proven(schedule: ScheduleName, seed: 
         inputs = inputs_for(schedule, seed, cap)
         case = cases_of(profile, Request(inputs=inputs, micro_batches=4))[0]
         for num_devices in (1, 2):
-            many = Many(case, num_devices)
+            evaluator = Evaluator(case, num_devices)
             try:
-                cuts, choices = every_partition(many)
-                fits = (many.over_bytes(cuts, choices) <= 0).all(axis=1)
+                cuts, choices = every_partition(evaluator)
+                fits = (evaluator.over_bytes(cuts, choices) <= 0).all(axis=1)
             except UsageError:
                 continue
-            steps += many.step_us(cuts[fits], choices[fits]).tolist()
+            steps += evaluator.step_us(cuts[fits], choices[fits]).tolist()
         plan = solve(profile, Request(inputs=inputs, micro_batches=4))
         assert plan.predicted.step_us == pytest.approx(min(steps), rel=1e-9)
         assert plan.solver.status == "optimal"
@@ -164,23 +172,23 @@ def test_the_plan_is_the_best_there_is_and_proven(schedule: ScheduleName, seed: 
 @pytest.mark.parametrize("seed", range(4))
 def test_memory_of_all_ways_is_that_of_each(seed: int) -> None:
     """Added up chunk by chunk for all ways at once, to the byte; ties between chunks included."""
-    many = many_of("interleaved", seed, 1)
-    assert many is not None
-    fitting = Fitting(many)
-    cuts = every_partition(many)[0][::81]
+    evaluator = evaluator_of("interleaved", seed, 1)
+    assert evaluator is not None
+    fitting = Fitting(evaluator)
+    cuts = every_partition(evaluator)[0][::81]
     over = fitting.over_by_way(cuts)
     for n, way in enumerate(fitting.ways):
         choices = np.empty((len(cuts), 4), dtype=np.int64)
-        for chunks in many.chunks:
+        for chunks in evaluator.chunks:
             choices[:, list(chunks)] = way
-        assert np.array_equal(over[:, n], many.over_bytes(cuts, choices))
+        assert np.array_equal(over[:, n], evaluator.over_bytes(cuts, choices))
 
 
 def test_minimal_choices_fit_and_none_below_them_does() -> None:
     """Of nine ways for two chunks, those that fit and recompute no more than they must."""
-    many = many_of("interleaved", 2)
-    assert many is not None
-    fitting = Fitting(many)
+    evaluator = evaluator_of("interleaved", 2)
+    assert evaluator is not None
+    fitting = Fitting(evaluator)
     over = np.ones((9, 2))
     ways = fitting.ways.tolist()
     for way in ([0, 2], [1, 0], [1, 1], [2, 2]):
@@ -212,22 +220,22 @@ def test_sums_of_unknown_times() -> None:
 
 def test_fixed_cuts_get_the_best_recomputation() -> None:
     """Three cuts and all choices for their stages: what the plan takes is the best that fits."""
-    loose = many_of("interleaved", 4)
+    loose = evaluator_of("interleaved", 4)
     assert loose is not None
     profile = profile_for(4)
     cuts, choices = every_partition(loose)
     for balance in ((2, 2, 2, 1), (1, 2, 3, 1), (3, 1, 1, 2)):
         is_one = (np.diff(cuts, axis=1) == balance).all(axis=1)
         for cap in caps_of(loose):
-            many = many_of("interleaved", 4, cap)
-            assert many is not None
-            fits = is_one & (many.over_bytes(cuts, choices) <= 0).all(axis=1)
+            evaluator = evaluator_of("interleaved", 4, cap)
+            assert evaluator is not None
+            fits = is_one & (evaluator.over_bytes(cuts, choices) <= 0).all(axis=1)
             request = Request(inputs=inputs_for("interleaved", 4, cap), micro_batches=4, balance=balance)
             if not fits.any():
                 with pytest.raises(InfeasibleError):
                     solve(profile, request)
                 continue
-            best_us = many.step_us(cuts[fits], choices[fits]).min()
+            best_us = evaluator.step_us(cuts[fits], choices[fits]).min()
             assert solve(profile, request).predicted.step_us == pytest.approx(best_us, rel=1e-9)
 
 
@@ -235,36 +243,36 @@ def test_fixed_cuts_get_the_best_recomputation() -> None:
 @pytest.mark.parametrize("schedule", ["interleaved", "zbv"])
 def test_what_stages_hold_at_least_by_single_layers(schedule: ScheduleName, seed: int) -> None:
     """At every moment and with any layers recomputed, no less than without any, each taken off at most what it says."""
-    many = many_of(schedule, seed, recompute="layers")
-    assert many is not None
-    rng, costs = random.Random(seed), many.case.costs
-    for counts in many.moments[0][:, 0]:
+    evaluator = evaluator_of(schedule, seed, recompute="layers")
+    assert evaluator is not None
+    rng, costs = random.Random(seed), evaluator.case.costs
+    for counts in evaluator.moments[0][:, 0]:
         first = rng.randrange(6)
         end = rng.randrange(first + 1, 8)
-        least, saved = many.least_by_layers(counts)
+        least, saved = evaluator.least_by_layers(counts)
         some = rng.sample(range(first, end), rng.randint(0, end - first))
-        in_halves = many.case.schedule.splits_backward
+        in_halves = evaluator.case.schedule.splits_backward
         chunk = chunk_memory(
             costs, first, end, micro_batches=4, recompute="layers", recomputed=some, in_halves=in_halves
         )
         held = chunk.always.total + chunk.parts @ counts
-        assert held >= least[end, first - end + many.width] - saved[some].sum()
+        assert held >= least[end, first - end + evaluator.width] - saved[some].sum()
 
 
 @pytest.mark.parametrize("seed", [0, 1])
 @pytest.mark.parametrize("schedule", ["interleaved", "zbv"])
 def test_the_bound_is_below_every_plan_with_single_layers(schedule: ScheduleName, seed: int) -> None:
     """Under caps from hardly enough on, in all cuts, with what takes the least time on each device."""
-    loose = many_of(schedule, seed)
+    loose = evaluator_of(schedule, seed)
     assert loose is not None
     for cap in list(caps_of(loose))[:2]:
-        many = many_of(schedule, seed, cap, recompute="layers")
-        assert many is not None
-        progress = Progress(case=many.case, effort=Effort(None), deadline=NEVER, upper_us=np.inf)
-        search = LayerSearch(progress, many, Devices(many))
-        places = search.placed([cuts for block in all_cuts(many) for cuts in block])
+        evaluator = evaluator_of(schedule, seed, cap, recompute="layers")
+        assert evaluator is not None
+        progress = Progress(case=evaluator.case, effort=Effort(None), deadline=NEVER, upper_us=np.inf)
+        search = LayerSearch(progress, evaluator, Devices(evaluator))
+        places = search.placed([cuts for block in all_cuts(evaluator) for cuts in block])
         best_us = min(place.step_us for place in places)
-        search = bounds_of(many, 1000.0)
+        search = bounds_of(evaluator, 1000.0)
         bound = search.solved()
         assert bound is not None
         assert 0.3 * best_us < bound.bound_us <= best_us

@@ -16,7 +16,7 @@ from planner.core.values.profile import Profile
 from planner.solve import Request, solve
 from planner.solve.cases import cases_of
 from planner.solve.layers.devices import Devices
-from planner.solve.space.partitions import Many
+from planner.solve.space.partitions import Evaluator
 from tests.support.chains import heavy_chain, random_profile
 from tests.support.profiles import inputs_of
 
@@ -90,15 +90,15 @@ def test_what_a_device_recomputes(schedule: ScheduleName, *, exact: bool) -> Non
         profile = random_profile(seed, 8, exact=exact)
         inputs = replace(inputs_of(2, 4), schedule=schedule, chunks=chunks, recompute="layers")
         case = cases_of(profile, Request(inputs=inputs, micro_batches=4))[0]
-        many = Many(case, 2)
+        evaluator = Evaluator(case, 2)
         cuts = np.array([0, 4, 8] if chunks == 1 else [0, 2, 4, 6, 8])
-        layers = [n for s in many.chunks[0] for n in range(cuts[s], cuts[s + 1])]
+        layers = [n for s in evaluator.chunks[0] for n in range(cuts[s], cuts[s + 1])]
         subsets = [some for count in range(len(layers) + 1) for some in combinations(layers, count)]
-        held = {some: bytes_with(many, cuts, some) for some in subsets}
+        held = {some: bytes_with(evaluator, cuts, some) for some in subsets}
         for share in (0.0, 0.3, 0.7):
             cap = int(min(held.values()) + share * (held[()] - min(held.values())))
             caps = replace(case.cluster, memory_bytes=(cap, cap))
-            way = Devices(Many(replace(case, cluster=caps), 2)).ways(0, cuts)[0]
+            way = Devices(Evaluator(replace(case, cluster=caps), 2)).ways(0, cuts)[0]
             best = min(4 * case.costs.forward_us[list(some)].sum() for some in subsets if held[some] <= cap)
             if chunks == 1:
                 assert way.over_bytes == 0
@@ -109,19 +109,19 @@ def test_what_a_device_recomputes(schedule: ScheduleName, *, exact: bool) -> Non
     assert spent <= 1.02 * least
 
 
-def bytes_with(many: Many, cuts: np.ndarray, recomputed: tuple[int, ...]) -> int:
+def bytes_with(evaluator: Evaluator, cuts: np.ndarray, recomputed: tuple[int, ...]) -> int:
     """The peak of the first device with these layers recomputed, by the law itself."""
     some = tuple(tuple(n for n in recomputed if first <= n < end) for first, end in pairwise(cuts.tolist()))
     partition = Partition(
-        schedule=many.case.schedule.name,
+        schedule=evaluator.case.schedule.name,
         micro_batches=4,
         balance=tuple(np.diff(cuts).tolist()),
         recompute=tuple("layers" if layers else "never" for layers in some),
         recomputed=some if any(some) else (),
-        chunks=many.case.chunks,
+        chunks=evaluator.case.chunks,
     )
-    stages = Evaluation(many.case.costs, partition, many.case.cluster).stages
-    return sum(stages[s].memory.total for s in many.chunks[0])
+    stages = Evaluation(evaluator.case.costs, partition, evaluator.case.cluster).stages
+    return sum(stages[s].memory.total for s in evaluator.chunks[0])
 
 
 def test_lists_are_made_for_given_cuts_of_one_chunk() -> None:
