@@ -1,6 +1,6 @@
 """`profile --from-formula`: profile of a transformer that does not exist yet, for an estimated device.
 
-torch is not imported. The formulas are in `planner.profile.transformer`.
+torch is not imported. The formulas are in `planner.profile.formula`.
 """
 
 from dataclasses import fields
@@ -15,7 +15,9 @@ from planner.core.values.limits import LARGEST
 from planner.core.values.precision import Precision
 from planner.core.values.profile import Device, Profile
 from planner.core.values.rates import Rates, rates_of
-from planner.profile.transformer import Pace, Transformer, Widths, transformer_profile
+from planner.profile.formula.costs import Pace, transformer_profile
+from planner.profile.formula.layers import Execution, Widths
+from planner.profile.formula.shapes import Transformer, gpt_shape
 
 FORMULAS: Final = ("transformer",)
 
@@ -57,6 +59,7 @@ def profile_by_formula(options: ProfileOptions) -> Profile:
     pace, device = _pace(options, half=half)
     profile = transformer_profile(
         _shape(options),
+        _execution(options),
         _widths(options, precision, half=half),
         pace,
         device=device,
@@ -104,13 +107,15 @@ def _shape(options: ProfileOptions) -> Transformer:
             f"`--hidden {hidden} --heads {heads} --tensor-parallel {split}` do not divide evenly",
             hint="`--hidden` must be a multiple of `--heads`, and `--heads` of `--tensor-parallel`",
         )
-    return Transformer(
-        **sizes,
-        feed_forward=wide,
-        tensor_parallel=split,
+    return gpt_shape(**sizes, feed_forward=wide, tied=options.tied)
+
+
+def _execution(options: ProfileOptions) -> Execution:
+    return Execution(
+        tensor_parallel=options.tensor_parallel,
         sequence_parallel=options.sequence_parallel,
         keep_scores=options.keep_scores,
-        tied=options.tied,
+        fused=True,
     )
 
 

@@ -1,6 +1,6 @@
 """Profile a chain of layers: measure, estimate or compile the time and memory of each.
 
-Names are imported on first use, because all but the formulas (`planner.profile.transformer`) need torch.
+Names are imported on first use, because all but the formulas (`planner.profile.formula`) need torch.
 """
 
 from typing import TYPE_CHECKING, Any

@@ -1,0 +1,1 @@
+"""Profiles of transformers by published formulas, from a shape or a Hugging Face configuration, without torch."""

@@ -1,0 +1,159 @@
+"""Compute the profile of a transformer by published formulas, to plan before there is code or a device.
+
+    s   tokens of a sample           h   width                   V   words
+    b   samples of a micro-batch     f   width of the            t   devices that share each layer
+    a   heads                            feed-forward layers     e   bytes of an activation
+
+FLOP of one micro-batch, on all t devices together (Narayanan et al., "Efficient Large-Scale Language Model Training on
+GPU Clusters Using Megatron-LM", arXiv:2104.04473; split backward as in Qi et al., "Zero Bubble Pipeline Parallelism",
+arXiv:2401.10241, table 1; both have f = 4h):
+
+                  F                           I                           W
+    block         8bsh^2 + 4bshf + 4bs^2h     8bsh^2 + 4bshf + 8bs^2h     8bsh^2 + 4bshf
+    head          2bshV                       2bshV                       2bshV
+
+Bytes that each device keeps of one micro-batch for its backward (Korthikanti et al., "Reducing Activation Recomputation
+in Large Transformer Models", arXiv:2205.05198, equations 1 to 4, where f = 4h and e = 2). Each of the t devices has its
+part of split tensors, and all of whole tensors, unless sequence parallelism splits these as well:
+
+                  whole                split
+    embedding     bsh (e + 1)          -
+    block         bsh (4e + 2)         e (4bsh + 2bsf) / t, and with kept scores abs^2 (2e + 1) / t
+    head          bsh e                4bsV / t: logits in float32
+
+From I to W a block keeps the inputs of its products and the gradients of their results: 4bsh e whole, and split e (4bsh
++ 2bsf) / t, which is 32bsh in the papers' case. The formulas include no transients of a layer. This module adds the
+gradient of a layer's largest weight, which exists before it is added to that of earlier micro-batches, and a second
+copy of the head's logits.
+
+Not counted: transfers between the t devices, operators that are bound by memory rather than by FLOP, workspaces of
+kernels. A measured rate of a device includes the effect of the first two.
+"""
+
+from dataclasses import dataclass, fields, replace
+from hashlib import sha256
+
+from planner.core.values.profile import GENERATOR, Device, Environment, LayerProfile, Model, Profile, Setting
+from planner.profile.formula.layers import Execution, LayerCosts, Widths, layer_costs
+from planner.profile.formula.shapes import Transformer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pace:
+    """Rates of a device."""
+
+    flops_per_s: float
+    bytes_per_s: float = 0.0
+    """Bandwidth between its memory and its cores, which bounds the optimizer's step; 0 if unknown: then the step takes
+    no time."""
+
+
+def transformer_profile(
+    shape: Transformer,
+    execution: Execution,
+    widths: Widths,
+    pace: Pace,
+    *,
+    device: Device,
+    dtype: str,
+    optimizer: str,
+    micro_batch_sizes: tuple[int, ...],
+    steps_at_once: bool,
+) -> Profile:
+    """Return the profile of a transformer: embedding, blocks, head with the loss.
+
+    Args:
+        shape: The model.
+        execution: Its division among devices, and its kernels.
+        widths: Bytes of its numbers.
+        pace: Rates of the device.
+        device: The device, as named in the profile.
+        dtype: The precision, as named in the profile.
+        optimizer: Name of the optimizer.
+        micro_batch_sizes: Sizes, in samples.
+        steps_at_once: True if the optimizer steps all parameters at once, with a copy of them as transient.
+
+    Returns:
+        A profile with `how: estimated` in its device, including split backwards.
+    """
+    layers = [
+        _costs(
+            layer,
+            tied=shape.tied,
+            widths=widths,
+            pace=pace,
+            sizes=micro_batch_sizes,
+            steps_at_once=steps_at_once,
+        )
+        for layer in layer_costs(shape, execution, widths)
+    ]
+    return Profile(
+        generator=GENERATOR,
+        model=Model(settings=_settings(shape, execution, pace), parameters=shape.parameters),
+        device=device,
+        environment=Environment(dtype=dtype),
+        optimizer=optimizer,
+        optimizer_peak="sum" if steps_at_once else "largest",
+        micro_batch_sizes=micro_batch_sizes,
+        layers=tuple(layers),
+    )
+
+
+def _settings(shape: Transformer, execution: Execution, pace: Pace) -> dict[str, Setting]:
+    """Return the settings of the profile: sizes, options that differ from the default, and the rate."""
+    block = shape.blocks[-1]
+    # Formulas of models with layer norms have no eager variant.
+    names = [of.name for of in fields(execution) if of.name != "fused" or not shape.layer_norms]
+    options: dict[str, Setting] = {
+        name: getattr(execution, name) for name in names if getattr(execution, name) != getattr(Execution(), name)
+    }
+    return {
+        "formula": shape.family,
+        "layers": len(shape.blocks),
+        "hidden": shape.hidden,
+        "heads": block.attention.heads,
+        "sequence": shape.sequence,
+        "vocabulary": shape.vocabulary,
+        "feed_forward": block.feed_forward.width,
+        **options,
+        **({"tied": True} if shape.tied else {}),
+        "rate": f"{pace.flops_per_s / 1e12:g} TFLOP/s",
+    }
+
+
+def _costs(
+    layer: LayerCosts, *, tied: bool, widths: Widths, pace: Pace, sizes: tuple[int, ...], steps_at_once: bool
+) -> LayerProfile:
+    """Return the layer's profile at every size."""
+
+    def times_us(flops: float) -> tuple[float, ...]:
+        return tuple(b * flops / pace.flops_per_s * 1e6 for b in sizes)
+
+    def each(bytes_of_one: float, more: int = 0) -> tuple[int, ...]:
+        return tuple(round(b * bytes_of_one) + more for b in sizes)
+
+    other = {"embedding": "head", "head": "embedding"}.get(layer.name) if tied else None
+    # Every number of the state is read and written once, gradients are read.
+    touched = 2 * widths.parameter + widths.gradient + 2 * widths.optimizer
+    return LayerProfile(
+        name=layer.name,
+        digest=sha256(repr((replace(layer, name=""), widths, pace, sizes)).encode()).hexdigest()[:16],
+        parameter_bytes=widths.parameter * layer.parameters,
+        gradient_bytes=widths.gradient * layer.parameters,
+        optimizer_bytes=widths.optimizer * layer.parameters,
+        cast_bytes=widths.cast * layer.parameters,
+        tied=(f"{other}.weight",) if other else (),
+        tied_bytes=widths.parameter * layer.largest_weight if other else 0,
+        optimizer_us=layer.parameters * touched / pace.bytes_per_s * 1e6 if pace.bytes_per_s else 0.0,
+        optimizer_peak_bytes=widths.parameter * layer.parameters if steps_at_once else 0,
+        forward_us=times_us(layer.forward_flops),
+        backward_us=times_us(layer.input_flops + layer.weight_flops),
+        backward_input_us=times_us(layer.input_flops),
+        backward_weight_us=times_us(layer.weight_flops),
+        output_bytes=each(layer.output_bytes),
+        saved_bytes=each(layer.saved_bytes),
+        weight_held_bytes=each(layer.weight_held_bytes),
+        forward_peak_bytes=each(layer.transient_bytes),
+        backward_peak_bytes=each(layer.transient_bytes, widths.parameter * layer.largest_weight),
+        forward_flops=each(layer.forward_flops),
+    )

@@ -1,0 +1,279 @@
+"""Shapes of the models of Hugging Face transformers, from their config.json.
+
+Defaults are those of the configuration classes of transformers 5. `tests/unit/profile/test_families.py` compares the
+parameters with the models that transformers builds.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Final, Literal
+
+from planner.core.errors import UsageError
+from planner.profile.formula.fields import Fields
+from planner.profile.formula.shapes import Attention, Block, Experts, FeedForward, Latent, Transformer
+
+Shape = Callable[[Fields, int], Transformer]
+"""Function from a configuration and the number of tokens of a sample to the shape."""
+
+
+def shape_of(content: Mapping[str, Any], sequence: int, *, source: str) -> Transformer:
+    """Return the shape of the model that a configuration describes.
+
+    Args:
+        content: Content of config.json.
+        sequence: Tokens of a sample.
+        source: Name of the file, for messages.
+
+    Raises:
+        UsageError: The family is not known, or keys are missing or wrong.
+    """
+    name = str(content.get("model_type") or "")
+    if name not in FAMILIES:
+        raise UsageError(
+            f"{source}: there is no formula for "
+            + (f"`model_type: {name}`" if name else "a file without `model_type`"),
+            hint=f"formulas exist for {', '.join(FAMILIES)}",
+        )
+    fields = Fields(content)
+    shape = FAMILIES[name](fields, sequence)
+    fields.check(source)
+    return replace(shape, family=name)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Llama:
+    """Llama, and families that differ from it in a few choices."""
+
+    head_dim: int | None = None
+    """Default width of a head; None: the model's width divided by the number of heads."""
+    key_value_heads: int | None = None
+    """Default of `num_key_value_heads`; None: the number of heads."""
+    qkv_bias: Literal["attention_bias", "qkv_bias"] | bool = False
+    """Key that decides on biases of queries, keys and values, or the decision."""
+    out_bias: bool = False
+    """True if `attention_bias` also adds a bias to the result of attention."""
+    mlp_bias: bool = False
+    """True if `mlp_bias` adds biases to the feed-forward layer."""
+    normalized_keys: bool = False
+    post_norms: int = 0
+    tied: bool = False
+    capped: float = 0.0
+    """Default of `final_logit_softcapping`."""
+    full_every: int = 1
+    """Every n-th block attends to all tokens, the others to a window; 0: all to a window if there is one."""
+    experts: Literal["mixtral", "qwen2", "qwen3"] | None = None
+
+    def __call__(self, fields: Fields, sequence: int) -> Transformer:
+        """Return the shape."""
+        layers, hidden = fields.integer("num_hidden_layers"), fields.integer("hidden_size")
+        attention = self._attention(fields, hidden)
+        blocks = tuple(
+            Block(
+                attention=replace(attention, window=window),
+                feed_forward=self._feed_forward(fields, n),
+                post_norms=self.post_norms,
+            )
+            for n, window in enumerate(self._windows(fields, layers))
+        )
+        return Transformer(
+            hidden=hidden,
+            sequence=sequence,
+            vocabulary=fields.integer("vocab_size"),
+            blocks=blocks,
+            tied=fields.flag("tie_word_embeddings", default=self.tied),
+            capped=fields.number("final_logit_softcapping", self.capped) > 0,
+        )
+
+    def _attention(self, fields: Fields, hidden: int) -> Attention:
+        heads = fields.integer("num_attention_heads")
+        dim = fields.integer("head_dim", default=self.head_dim or max(1, hidden // heads))
+        biased = fields.flag("attention_bias")
+        return Attention(
+            heads=heads,
+            key_value_heads=fields.integer("num_key_value_heads", default=self.key_value_heads or heads),
+            key_dim=dim,
+            value_dim=dim,
+            qkv_bias=(
+                self.qkv_bias
+                if isinstance(self.qkv_bias, bool)
+                else fields.flag(self.qkv_bias, default=self.qkv_bias == "qkv_bias")
+            ),
+            out_bias=self.out_bias and biased,
+            rotary=True,
+            normalized_keys=self.normalized_keys,
+        )
+
+    def _windows(self, fields: Fields, layers: int) -> list[int]:
+        """Return the window of each block; 0 if it attends to all tokens."""
+        window = fields.integer("sliding_window", default=0, least=0)
+        kinds = fields.texts("layer_types", layers)
+        if not fields.flag("use_sliding_window", default=self.full_every != 1):
+            return [0] * layers
+        if kinds:
+            return [window if kind == "sliding_attention" else 0 for kind in kinds]
+        every = fields.integer("sliding_window_pattern", default=self.full_every, least=0)
+        if every > 1:
+            return [0 if (n + 1) % every == 0 else window for n in range(layers)]
+        first = fields.integer("max_window_layers", default=0, least=0)
+        return [window if n >= first else 0 for n in range(layers)]
+
+    def _feed_forward(self, fields: Fields, n: int) -> FeedForward | Experts:
+        if self.experts == "mixtral":
+            return Experts(
+                count=fields.integer("num_local_experts", "num_experts"),
+                top_k=fields.integer("num_experts_per_tok"),
+                width=fields.integer("intermediate_size"),
+            )
+        step = fields.integer("decoder_sparse_step", default=1)
+        if self.experts and n not in fields.integers("mlp_only_layers") and (n + 1) % step == 0:
+            shared = fields.integer("shared_expert_intermediate_size") if self.experts == "qwen2" else 0
+            return Experts(
+                count=fields.integer("num_experts", "num_local_experts"),
+                top_k=fields.integer("num_experts_per_tok"),
+                width=fields.integer("moe_intermediate_size"),
+                shared_width=shared,
+                shared_gate=bool(shared),
+            )
+        return FeedForward(width=fields.integer("intermediate_size"), bias=self.mlp_bias and fields.flag("mlp_bias"))
+
+
+def _gpt2(fields: Fields, sequence: int) -> Transformer:
+    """Return the shape of GPT-2: learned positions, biases, dropout."""
+    layers, hidden = fields.integer("n_layer", "num_hidden_layers"), fields.integer("n_embd", "hidden_size")
+    heads = fields.integer("n_head", "num_attention_heads")
+    dim = max(1, hidden // heads)
+    attention = Attention(heads=heads, key_value_heads=heads, key_dim=dim, value_dim=dim, qkv_bias=True, out_bias=True)
+    width = fields.integer("n_inner", default=4 * hidden)
+    block = Block(attention=attention, feed_forward=FeedForward(width=width, gated=False, bias=True))
+    return Transformer(
+        hidden=hidden,
+        sequence=sequence,
+        vocabulary=fields.integer("vocab_size"),
+        blocks=(block,) * layers,
+        positions=fields.integer("n_positions", "max_position_embeddings", default=1024),
+        layer_norms=True,
+        dropout=fields.number("resid_pdrop", 0.1) > 0,
+        tied=fields.flag("tie_word_embeddings", default=True),
+    )
+
+
+def _phi(fields: Fields, sequence: int) -> Transformer:
+    """Return the shape of Phi-1 and Phi-2: attention and feed-forward layer read the same normalized input."""
+    layers, hidden = fields.integer("num_hidden_layers"), fields.integer("hidden_size")
+    heads = fields.integer("num_attention_heads")
+    dim = fields.integer("head_dim", default=max(1, hidden // heads))
+    attention = Attention(
+        heads=heads,
+        key_value_heads=fields.integer("num_key_value_heads", default=heads),
+        key_dim=dim,
+        value_dim=dim,
+        qkv_bias=True,
+        out_bias=True,
+        rotary=True,
+        normalized_keys=fields.flag("qk_layernorm"),
+    )
+    width = fields.integer("intermediate_size")
+    block = Block(attention=attention, feed_forward=FeedForward(width=width, gated=False, bias=True), norms=1)
+    return Transformer(
+        hidden=hidden,
+        sequence=sequence,
+        vocabulary=fields.integer("vocab_size"),
+        blocks=(block,) * layers,
+        layer_norms=True,
+        dropout=fields.number("resid_pdrop") > 0,
+        tied=fields.flag("tie_word_embeddings"),
+        head_bias=True,
+    )
+
+
+def _deepseek(fields: Fields, sequence: int) -> Transformer:
+    """Return the shape of DeepSeek-V2 and V3: latent attention; the first blocks have no experts."""
+    layers, hidden = fields.integer("num_hidden_layers"), fields.integer("hidden_size")
+    heads, bias = fields.integer("num_attention_heads"), fields.flag("attention_bias")
+    rotary = fields.integer("qk_rope_head_dim")
+    attention = Attention(
+        heads=heads,
+        key_value_heads=heads,
+        key_dim=fields.integer("qk_nope_head_dim") + rotary,
+        value_dim=fields.integer("v_head_dim"),
+        qkv_bias=bias,
+        out_bias=bias,
+        rotary=True,
+        latent=Latent(
+            query_rank=fields.integer("q_lora_rank", default=0),
+            key_value_rank=fields.integer("kv_lora_rank"),
+            rotary_dim=rotary,
+        ),
+    )
+    width = fields.integer("moe_intermediate_size")
+    experts = Experts(
+        count=fields.integer("n_routed_experts", "num_local_experts"),
+        top_k=fields.integer("num_experts_per_tok"),
+        width=width,
+        shared_width=width * fields.integer("n_shared_experts", default=0, least=0),
+        shared_bias=fields.flag("mlp_bias"),
+    )
+    dense = FeedForward(width=fields.integer("intermediate_size"), bias=fields.flag("mlp_bias"))
+    first = fields.integer("first_k_dense_replace", default=0, least=0)
+    return Transformer(
+        hidden=hidden,
+        sequence=sequence,
+        vocabulary=fields.integer("vocab_size"),
+        blocks=tuple(Block(attention=attention, feed_forward=dense if n < first else experts) for n in range(layers)),
+        tied=fields.flag("tie_word_embeddings"),
+    )
+
+
+def _t5(fields: Fields, sequence: int) -> Transformer:
+    """Return the shape of T5: encoder and decoder with relative positions; samples of both have the same length."""
+    layers, hidden = fields.integer("num_layers"), fields.integer("d_model")
+    heads, dim = fields.integer("num_heads"), fields.integer("d_kv")
+    attention = Attention(heads=heads, key_value_heads=heads, key_dim=dim, value_dim=dim)
+    gated = fields.text("feed_forward_proj", "relu").startswith("gated")
+    feed_forward = FeedForward(width=fields.integer("d_ff"), gated=gated)
+    encoder = Block(attention=attention, feed_forward=feed_forward, kind="encoder")
+    decoder = Block(attention=attention, cross_attention=attention, feed_forward=feed_forward, norms=3, kind="decoder")
+    # The first block of each stack has the table of relative positions; the last one of the encoder a normalization.
+    table = heads * fields.integer("relative_attention_num_buckets", default=32)
+    last = layers - 1
+    blocks = [
+        *(replace(encoder, more_parameters=table * (n == 0) + hidden * (n == last)) for n in range(layers)),
+        *(
+            replace(decoder, more_parameters=table * (n == 0))
+            for n in range(fields.integer("num_decoder_layers", default=layers))
+        ),
+    ]
+    return Transformer(
+        hidden=hidden,
+        sequence=sequence,
+        vocabulary=fields.integer("vocab_size"),
+        blocks=tuple(blocks),
+        dropout=fields.number("dropout_rate", 0.1) > 0,
+        # transformers ties the words of encoder, decoder and head, whatever the file says.
+        tied=True,
+    )
+
+
+_BIASED: Final = _Llama(qkv_bias="attention_bias", out_bias=True)
+
+FAMILIES: Final[Mapping[str, Shape]] = {
+    "gpt2": _gpt2,
+    "llama": replace(_BIASED, mlp_bias=True),
+    "mistral": _Llama(key_value_heads=8, full_every=0),
+    "qwen2": _Llama(qkv_bias=True),
+    "qwen3": replace(_BIASED, head_dim=128, normalized_keys=True),
+    "gemma": replace(_BIASED, head_dim=256, key_value_heads=16, tied=True),
+    "gemma2": replace(_BIASED, head_dim=256, key_value_heads=4, tied=True, post_norms=2, capped=30.0, full_every=2),
+    "gemma3_text": replace(
+        _BIASED, head_dim=256, key_value_heads=4, tied=True, post_norms=2, normalized_keys=True, full_every=6
+    ),
+    "phi": _phi,
+    "phi3": _Llama(full_every=0),
+    "mixtral": _Llama(key_value_heads=8, full_every=0, experts="mixtral"),
+    "qwen2_moe": _Llama(qkv_bias="qkv_bias", experts="qwen2"),
+    "qwen3_moe": replace(_BIASED, key_value_heads=4, normalized_keys=True, experts="qwen3"),
+    "deepseek_v2": _deepseek,
+    "deepseek_v3": _deepseek,
+    "t5": _t5,
+}
+"""Formulas by `model_type`."""

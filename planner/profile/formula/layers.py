@@ -1,0 +1,226 @@
+"""FLOP, parameters and bytes of each layer of a transformer, for one sample, on one of the devices that share it.
+
+The docstring of `planner.profile.formula.costs` has the formulas and their sources.
+"""
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from planner.profile.formula.shapes import Attention, Block, Experts, FeedForward, Linear, Transformer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Execution:
+    """Division of a model's layers among devices, and kernels that run them."""
+
+    tensor_parallel: int = 1
+    """Devices that share each layer (t)."""
+    expert_parallel: int = 1
+    """Groups of devices that share the experts of each block."""
+    capacity: float = 1.0
+    """Tokens that the experts of a device compute, relative to an even distribution."""
+    sequence_parallel: bool = False
+    """True if tensors that tensor parallelism leaves whole are split along the sequence."""
+    keep_scores: bool = False
+    """True if attention keeps its scores for backward, as without a fused kernel."""
+    recompute_attention: bool = False
+    """True if backward computes attention's scores and products again (selective recomputation)."""
+    fused: bool = False
+    """True if kernels fuse RMS normalizations, rotations and gated activations."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Widths:
+    """Bytes of one activation, and bytes per parameter."""
+
+    activation: int
+    """Bytes of an activation (e)."""
+    parameter: int
+    gradient: int
+    optimizer: int
+    """Bytes of the optimizer's state; master copies of parameters are part of it."""
+    cast: int = 0
+    """Bytes of autocast's copy."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerCosts:
+    """Layer on one of the t devices, for one sample; FLOP and bytes of a micro-batch are b times as large."""
+
+    name: str
+    parameters: int
+    largest_weight: int
+    """Number of parameters in the largest weight."""
+    forward_flops: float
+    input_flops: float
+    weight_flops: float
+    output_bytes: float
+    saved_bytes: float
+    weight_held_bytes: float
+    transient_bytes: float = 0.0
+    """Transient bytes in forward, and in backward in addition to the gradient of the largest weight."""
+
+
+def layer_costs(shape: Transformer, execution: Execution, widths: Widths) -> Iterator[LayerCosts]:
+    """Yield the costs of embedding, blocks and head."""
+    layers = _Layers(shape, execution, widths)
+    yield layers.embedding()
+    known: dict[Block, LayerCosts] = {}
+    counted: Counter[str] = Counter()
+    for block in shape.blocks:
+        if block not in known:
+            known[block] = layers.block(block)
+        yield replace(known[block], name=f"{block.kind}_{counted[block.kind]}")
+        counted[block.kind] += 1
+    yield layers.head()
+
+
+class _Layers:
+    """Formulas for one shape, execution and precision."""
+
+    def __init__(self, shape: Transformer, execution: Execution, widths: Widths) -> None:
+        self.shape, self.execution, self.widths = shape, execution, widths
+        self.e, self.t = widths.activation, execution.tensor_parallel
+        # Elements of sh that each device has of a tensor that tensor parallelism leaves whole.
+        self.whole = shape.sequence * shape.hidden / (self.t if execution.sequence_parallel else 1)
+        # Encoder and decoder each pass a hidden state from block to block.
+        self.streams = 2 if any(block.kind == "decoder" for block in shape.blocks) else 1
+        self.eager_norms = not (shape.layer_norms or execution.fused)
+
+    def embedding(self) -> LayerCosts:
+        """Return the costs of the embedding."""
+        words = self.shape.vocabulary * self.shape.hidden // self.t
+        output = self.e * self.whole * self.streams
+        return LayerCosts(
+            name="embedding",
+            parameters=words + self.shape.positions * self.shape.hidden,
+            largest_weight=words,
+            # Looking rows up takes no FLOP.
+            forward_flops=0.0,
+            input_flops=0.0,
+            weight_flops=0.0,
+            output_bytes=output,
+            saved_bytes=output + (self.whole * self.streams if self.shape.dropout else 0),
+            weight_held_bytes=output,
+        )
+
+    def block(self, block: Block) -> LayerCosts:
+        """Return the costs of a block."""
+        shape, s, e, t = self.shape, self.shape.sequence, self.e, self.t
+        linears = list(block.linears(shape.hidden, t, self.execution.capacity))
+        local = [replace(each, copies=max(1, each.copies // self.execution.expert_parallel)) for each in linears]
+        products = sum(2 * s * each.uses * each.inputs * sum(each.outputs) for each in linears) / t
+        # Products without weights: two in forward, of which the backward makes four, all in I.
+        attention = sum(
+            2 * each.heads * s * self._span(each) * (each.key_dim + each.value_dim) / t for each in block.attentions
+        )
+        # The softmax, the mask of its dropout, and the result of the dropout.
+        scores = sum(each.heads * s * self._span(each) * (2 * e + 1) / t for each in block.attentions)
+        keeps, again = self.execution.keep_scores, self.execution.recompute_attention
+        split = sum(map(self._attention_elements, block.attentions)) + self._feed_forward_elements(block.feed_forward)
+        latent = sum(map(self._latent_elements, block.attentions))
+        masks = block.norms if shape.dropout else 0
+        return LayerCosts(
+            name=block.kind,
+            # Biases after a split sum, and normalizations, are whole on each device.
+            parameters=sum(each.parameters(t) for each in local)
+            + block.whole_parameters(shape.hidden, shape.norm_width),
+            largest_weight=max(map(self._weight, local)) // t,
+            forward_flops=products + attention,
+            input_flops=products + (3 if again else 2) * attention,
+            weight_flops=products,
+            output_bytes=e * self.whole * max(self.streams, 2 if block.kind == "mtp" else 1),
+            saved_bytes=self.whole * (self._norm_bytes(block) + masks)
+            + e * s * (split / t + latent)
+            + (scores if keeps and not again else 0),
+            weight_held_bytes=self._held_bytes(linears),
+            transient_bytes=scores if keeps and again else 0.0,
+        )
+
+    def head(self) -> LayerCosts:
+        """Return the costs of the head with the loss."""
+        shape, e = self.shape, self.e
+        words = shape.vocabulary * shape.hidden // self.t
+        # Each block that predicts a further token uses the head once more.
+        uses = 1 + sum(block.kind == "mtp" for block in shape.blocks)
+        logits = uses * shape.sequence * shape.vocabulary / self.t
+        flops = 2 * shape.hidden * logits
+        normalized = max(e, 4) if self.eager_norms else 0
+        return LayerCosts(
+            name="head",
+            parameters=words + shape.norm_width * shape.hidden + (shape.vocabulary if shape.head_bias else 0),
+            largest_weight=words,
+            forward_flops=flops,
+            input_flops=flops,
+            weight_flops=flops,
+            output_bytes=0.0,  # the loss: a number
+            saved_bytes=(e + normalized) * self.whole + (4 + (e if shape.capped else 0)) * logits,
+            weight_held_bytes=e * self.whole + e * logits,
+            transient_bytes=e * logits,
+        )
+
+    def _weight(self, linear: Linear) -> int:
+        """Return the number of elements of the largest weight."""
+        outputs = sum(linear.outputs) if self.execution.fused else max(linear.outputs)
+        return linear.copies * linear.inputs * outputs
+
+    def _span(self, attention: Attention) -> int:
+        """Return the number of tokens that each token attends to.
+
+        A causal mask saves nothing, as the papers count. Only fused kernels skip tokens outside of a window.
+        """
+        window = attention.window if self.execution.fused else 0
+        return min(window or self.shape.sequence, self.shape.sequence)
+
+    def _norm_bytes(self, block: Block) -> float:
+        """Return the bytes per channel that normalizations keep.
+
+        Inputs and outputs; the previous layer counts the first input as its output, and this layer counts its own
+        output instead. An RMS norm of several kernels also keeps its normalized input, and in half precision a float32
+        copy in place of the input.
+        """
+        e, norms, after = self.e, block.norms, block.post_norms
+        if not self.eager_norms:
+            return e * (2 * norms + after)
+        if e < 4:
+            return norms * (4 + 2 * e) + after * (4 + e) + e
+        return e * (3 * norms + 2 * after)
+
+    def _attention_elements(self, attention: Attention) -> float:
+        """Return the elements per token that attention keeps: queries, keys, values, result, normalized inputs."""
+        keys = attention.heads if attention.latent else attention.groups(self.t)
+        rotated = (attention.heads + keys) * attention.key_dim
+        elements = rotated + (keys + attention.heads) * attention.value_dim
+        if attention.normalized_keys:
+            elements += (1 if self.execution.fused else 2) * rotated
+        return elements
+
+    def _latent_elements(self, attention: Attention) -> int:
+        """Return the elements per token of latent vectors, whole on each device: inputs and outputs of their norms."""
+        if attention.latent is None:
+            return 0
+        return (2 if self.execution.fused else 3) * (attention.latent.query_rank + attention.latent.key_value_rank)
+
+    def _feed_forward_elements(self, layer: FeedForward | Experts) -> float:
+        """Return the elements per token that a feed-forward layer or experts keep."""
+        gated = 3 if self.execution.fused else 4
+        if isinstance(layer, FeedForward):
+            # Input and output of the activation function.
+            return layer.width * (gated if layer.gated else 2)
+        # Experts also keep the tokens that they got and their results, which the router's weights multiply.
+        uses = layer.top_k * self.execution.capacity
+        return uses * (gated * layer.width + 2 * self.shape.hidden) + gated * layer.shared_width
+
+    def _held_bytes(self, linears: list[Linear]) -> float:
+        """Return what W needs of I: the inputs of the products and the gradients of their results."""
+        whole = split = 0.0
+        for linear in linears:
+            ends = {"inputs": linear.inputs * linear.uses, "outputs": sum(linear.outputs) * linear.uses}
+            for end, elements in ends.items():
+                if linear.split == end:
+                    split += elements
+                else:
+                    whole += elements
+        whole /= self.t if self.execution.sequence_parallel else 1
+        return self.e * self.shape.sequence * (whole + split / self.t)

@@ -1,0 +1,125 @@
+"""Parameters by formula, compared with the models that transformers builds from the same configurations."""
+
+import random
+from typing import Any
+
+import pytest
+import torch
+
+from planner.core.errors import UsageError
+from planner.profile.formula.families import FAMILIES, shape_of
+
+transformers = pytest.importorskip("transformers")
+
+STACKS = {"gpt2": ("transformer.h",), "t5": ("encoder.block", "decoder.block")}
+"""Lists of blocks, where they are not in `model.layers`."""
+
+
+def random_configuration(name: str, seed: int) -> Any:
+    """Return a small configuration with random sizes and choices."""
+    draw = random.Random(f"{name} {seed}")
+    heads = draw.choice((2, 4))
+    hidden = 16 * heads
+    known = vars(transformers.AutoConfig.for_model(name))
+    common = {
+        "num_hidden_layers": draw.randint(2, 5),
+        "hidden_size": hidden,
+        "num_attention_heads": heads,
+        "num_key_value_heads": draw.choice((1, 2, heads)),
+        "head_dim": draw.choice((8, 16)),
+        "intermediate_size": draw.choice((48, 80)),
+        "moe_intermediate_size": draw.choice((24, 40)),
+        "shared_expert_intermediate_size": 56,
+        "vocab_size": draw.randint(50, 200),
+        "num_experts_per_tok": 2,
+        "num_experts": draw.choice((4, 6)),
+        "num_local_experts": 4,
+        "n_routed_experts": 8,
+        "n_shared_experts": draw.choice((1, 2)),
+        "n_group": 2,
+        "topk_group": 1,
+        "first_k_dense_replace": draw.randint(0, 2),
+        "decoder_sparse_step": draw.choice((1, 2)),
+        "q_lora_rank": draw.choice((None, 12)),
+        "kv_lora_rank": 20,
+        "qk_nope_head_dim": 8,
+        "qk_rope_head_dim": 4,
+        "v_head_dim": 12,
+        "attention_bias": draw.random() < 0.5,
+        "mlp_bias": draw.random() < 0.5,
+        "qkv_bias": draw.random() < 0.5,
+        "qk_layernorm": draw.random() < 0.5,
+        "tie_word_embeddings": draw.random() < 0.5,
+        "pad_token_id": 0,
+        "n_layer": draw.randint(1, 4),
+        "n_embd": hidden,
+        "n_head": heads,
+        "n_positions": draw.randint(10, 90),
+        "n_inner": draw.choice((None, 100)),
+        "num_layers": draw.randint(1, 3),
+        "num_decoder_layers": draw.randint(1, 3),
+        "d_model": hidden,
+        "num_heads": heads,
+        "d_kv": 12,
+        "d_ff": 72,
+        "feed_forward_proj": draw.choice(("relu", "gated-gelu")),
+    }
+    if name in ("phi", "phi3", "deepseek_v2", "deepseek_v3"):
+        del common["head_dim"]
+    return transformers.AutoConfig.for_model(name, **{key: common[key] for key in common if key in known})
+
+
+def built(configuration: Any) -> torch.nn.Module:
+    """Return the model on the meta device."""
+    seq2seq = configuration.model_type == "t5"
+    kind = transformers.AutoModelForSeq2SeqLM if seq2seq else transformers.AutoModelForCausalLM
+    with torch.device("meta"):
+        model: torch.nn.Module = kind.from_config(configuration)
+    return model
+
+
+def count(module: torch.nn.Module) -> int:
+    """Return the number of parameters; shared ones count once."""
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("name", FAMILIES)
+def test_parameters_are_those_of_the_model_in_every_block(name: str, seed: int) -> None:
+    """The whole model, and block by block; T5's last encoder block has the encoder's normalization as well."""
+    configuration = random_configuration(name, seed)
+    shape = shape_of(configuration.to_dict(), 32, source="config.json")
+    model = built(configuration)
+    assert shape.parameters == count(model), configuration
+    blocks = [block for path in STACKS.get(name, ("model.layers",)) for block in model.get_submodule(path)]
+    counted = [count(block) for block in blocks]
+    if name == "t5":
+        counted[configuration.num_layers - 1] += configuration.d_model
+    assert [shape.block_parameters(block) for block in shape.blocks] == counted
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_keys_that_a_file_leaves_out_have_the_defaults_of_transformers(name: str) -> None:
+    """A configuration with only its required keys is that of the class."""
+    default = transformers.AutoConfig.for_model(name, num_experts_per_tok=2)
+    optional = ("head_dim", "tie_word_embeddings", "num_key_value_heads", "attention_bias", "layer_types", "mlp_bias")
+    full = default.to_dict()
+    short = {key: value for key, value in full.items() if key not in optional}
+    assert shape_of(short, 32, source="config.json") == shape_of(full, 32, source="config.json")
+
+
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [
+        ({}, "without `model_type`"),
+        ({"model_type": "mamba"}, "`model_type: mamba`"),
+        ({"model_type": "llama"}, "`num_hidden_layers` is missing, `hidden_size` is missing"),
+        ({"model_type": "t5", "num_layers": -1}, "`num_layers` is -1"),
+        ({"model_type": "gpt2", "n_layer": "many"}, "`n_layer` is 'many'"),
+    ],
+)
+def test_wrong_files_are_refused_with_all_reasons(content: dict[str, object], told: str) -> None:
+    """Unknown families, and every missing or wrong key at once."""
+    with pytest.raises(UsageError) as refused:
+        shape_of(content, 32, source="config.json")
+    assert told in refused.value.message
