@@ -52,34 +52,53 @@ def _profile_problems(profile: Profile) -> Iterator[Problem]:
         yield ("micro_batch_sizes",), f"at most {MOST_BATCH} samples are supported", ""
     if not profile.layers:
         yield ("layers",), "a profile needs at least one layer", ""
+    yield from _layers_problems(profile.layers, len(sizes), ())
+    yield from _widths_problems(profile)
+
+
+def _layers_problems(layers: Sequence[LayerProfile], num_sizes: int, at: KeyPath) -> Iterator[Problem]:
+    """Yield the problems of the layers in the mapping at `at`."""
     numbers: dict[str, int] = {}
-    for n, layer in enumerate(profile.layers):
+    for n, layer in enumerate(layers):
+        here = (*at, "layers", n)
         if layer.name in numbers:
-            yield (
-                ("layers", n, "name"),
-                f'"{layer.name}" is already layer {numbers[layer.name]}',
-                "layer names are unique",
-            )
+            text = f'"{layer.name}" is already layer {numbers[layer.name]}'
+            yield (*here, "name"), text, "layer names are unique"
         numbers[layer.name] = n
-        yield from _tie_problems(layer, n, numbers)
+        yield from _tie_problems(layer, here, n, numbers)
         for field in fields(layer):
             values = getattr(layer, field.name)
             if not isinstance(values, tuple) or field.name in ("tied", "tied_groups", "modules"):
                 continue
-            if len(values) != len(sizes) and (len(values) or field.default is MISSING):
-                text = f"expected {len(sizes)} values, one per micro-batch size, got {len(values)}"
-                yield ("layers", n, field.name), text, ""
+            if len(values) != num_sizes and (len(values) or field.default is MISSING):
+                text = f"expected {num_sizes} values, one per micro-batch size, got {len(values)}"
+                yield (*here, field.name), text, ""
 
 
-def _tie_problems(layer: LayerProfile, n: int, numbers: Mapping[str, int]) -> Iterator[Problem]:
+def _widths_problems(profile: Profile) -> Iterator[Problem]:
+    """Yield the problems of the profile's widths."""
+    seen, names = {profile.tensor_parallel}, [layer.name for layer in profile.layers]
+    if profile.tensor_parallel < 1:
+        yield ("tensor_parallel",), "must be at least 1", ""
+    for n, width in enumerate(profile.widths):
+        at = "widths", n
+        if width.tensor_parallel < 1 or width.tensor_parallel in seen:
+            yield (*at, "tensor_parallel"), f"expected another width, at least 1, got {width.tensor_parallel}", ""
+        seen.add(width.tensor_parallel)
+        if [layer.name for layer in width.layers] != names:
+            yield (*at, "layers"), "expected the layers of the profile, by name and in order", ""
+        yield from _layers_problems(width.layers, len(profile.micro_batch_sizes), at)
+
+
+def _tie_problems(layer: LayerProfile, at: KeyPath, n: int, numbers: Mapping[str, int]) -> Iterator[Problem]:
     """Yield the problems of the tied parameters of layer `n`; `numbers` has the indices of the layers up to it."""
     if layer.tied_bytes > layer.parameter_bytes:
         text = f"{layer.tied_bytes} bytes cannot be shared, the layer has {layer.parameter_bytes}"
-        yield ("layers", n, "tied_bytes"), text, ""
+        yield (*at, "tied_bytes"), text, ""
     if sum(group.bytes for group in layer.tied_groups) > layer.tied_bytes:
-        yield ("layers", n, "tied_groups"), f"more than {layer.tied_bytes} bytes (`tied_bytes`) are in groups", ""
+        yield (*at, "tied_groups"), f"more than {layer.tied_bytes} bytes (`tied_bytes`) are in groups", ""
     if any(numbers.get(name, n) == n for group in layer.tied_groups for name in group.layers or [layer.name]):
-        yield ("layers", n, "tied_groups"), "expected names of earlier layers", ""
+        yield (*at, "tied_groups"), "expected names of earlier layers", ""
 
 
 def _plan_problems(plan: Plan) -> Iterator[Problem]:

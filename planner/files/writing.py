@@ -84,13 +84,21 @@ def dump(value: Any, *, as_json: bool = False, header: str = "") -> str:
         elif isinstance(item, dict) and not any(isinstance(v, dict) for v in item.values()):
             plain[key] = _Line(item)
         elif isinstance(item, list) and any(isinstance(entry, dict) for entry in item):
-            plain[key] = [_Line(entry) for entry in item]
+            plain[key] = [_with_lines(entry) for entry in item]
         elif isinstance(item, dict):
             plain[key] = {k: _Line(v) if isinstance(v, dict) else v for k, v in item.items()}
     text = _yaml(plain, allow_unicode=True)
     if not text.replace("\n", "").isprintable():
         text = _yaml(plain, allow_unicode=False)
     return "".join(f"# {spelled_out(line)}\n" for line in header.splitlines()) + text
+
+
+def _with_lines(entry: dict[str, Any]) -> dict[str, Any]:
+    """Return a list's entry to write on one line; a profile's width has a line per layer instead."""
+    layers = entry.get("layers")
+    if isinstance(layers, list) and any(isinstance(layer, dict) for layer in layers):
+        return {**entry, "layers": [_Line(layer) for layer in layers]}
+    return _Line(entry)
 
 
 def _yaml(plain: dict[str, Any], *, allow_unicode: bool) -> str:

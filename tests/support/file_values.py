@@ -19,6 +19,7 @@ from planner.core.values.profile import (
     ProgramMemory,
     SplitMemory,
     TiedGroup,
+    Width,
 )
 from planner.core.values.proof import Proof
 from planner.core.values.run_report import BoundaryRun, RunReport, StageRun
@@ -74,6 +75,8 @@ def full_layer(n: int) -> LayerProfile:
         forward_peak_bytes=(50, 200),
         backward_peak_bytes=(90, 360),
         forward_flops=(10**12, 4 * 10**12),
+        collective_bytes=(48, 192),
+        collectives=2,
         detail=details,
         split=tuple(
             SplitMemory(
@@ -153,6 +156,12 @@ def full_profile() -> Profile:
         micro_batch_sizes=(1, 4),
         layers=tuple(full_layer(n) for n in range(3)),
     )
+
+
+def fullest_profile() -> Profile:
+    """The same layers shared by two GPUs, and by four."""
+    profile = full_profile()
+    return replace(profile, tensor_parallel=2, widths=(Width(tensor_parallel=4, layers=profile.layers),))
 
 
 def full_plan() -> Plan:

@@ -281,6 +281,13 @@ class LayerProfile:
     forward_peak_bytes: tuple[int, ...] = ()
     backward_peak_bytes: tuple[int, ...] = ()
     forward_flops: tuple[int, ...] = ()
+    collective_bytes: tuple[int, ...] = ()
+    """Bytes that the GPUs of a group sum in a forward, over all of its all-reduces; the backward sums as many.
+
+    Empty if there are none, or if the times include them, as measured times do.
+    """
+    collectives: int = field(default=0, metadata=LEFT_OUT)
+    """Number of these all-reduces in a forward, and again in the backward."""
     detail: tuple[MemoryDetail, ...] = ()
     split: tuple[SplitMemory, ...] = ()
     """Memory records of the split backward, in addition to `detail`."""
@@ -291,6 +298,15 @@ class LayerProfile:
     def trained_bytes(self) -> int:
         """Bytes of the gradients; as many as of the parameters where the profile does not say."""
         return self.parameter_bytes if self.gradient_bytes is None else self.gradient_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Width:
+    """Costs of the same layers if each is shared by another number of GPUs."""
+
+    tensor_parallel: int
+    """GPUs that share each layer; every figure of `layers` is for one of them."""
+    layers: tuple[LayerProfile, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
@@ -309,7 +325,11 @@ class Profile:
     """Rule for combining the layers' `optimizer_peak_bytes`: the largest one, or the sum if the optimizer updates all
     parameters at once (`foreach`)."""
     micro_batch_sizes: tuple[int, ...]
+    tensor_parallel: int = field(default=1, metadata=LEFT_OUT)
+    """GPUs that share each layer; every figure of `layers` is for one of them."""
     layers: tuple[LayerProfile, ...]
+    widths: tuple[Width, ...] = ()
+    """The same layers, shared by other numbers of GPUs."""
 
     def __repr__(self) -> str:
         """Return a line that names what was profiled."""

@@ -13,13 +13,13 @@ from tests.support.file_values import (
     full_calibration,
     full_links,
     full_partial,
-    full_profile,
     full_run,
     fullest_plan,
+    fullest_profile,
 )
 
 KINDS: dict[str, Callable[[], Any]] = {
-    "profile": full_profile,
+    "profile": fullest_profile,
     "plan": fullest_plan,
     "run": full_run,
     "balance": full_balance,
@@ -128,7 +128,7 @@ def test_an_editor_asks_for_the_schema_key(kind: str) -> None:
 def test_a_wrong_value_does_not_conform(key: str, value: Any) -> None:
     """The little validator above does refuse, so that the first test can fail."""
     schema = json_schema("profile")
-    plain = json.loads(json.dumps(to_plain(full_profile())))
+    plain = json.loads(json.dumps(to_plain(fullest_profile())))
     plain["layers"][1][key] = value
     assert conforms(plain, schema, schema) != []
 

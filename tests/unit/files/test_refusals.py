@@ -20,6 +20,7 @@ from tests.support.file_values import (
     full_plan,
     full_profile,
     full_run,
+    fullest_profile,
 )
 
 PROFILE = """\
@@ -404,6 +405,22 @@ def test_more_bytes_cannot_be_tied_than_there_are(tmp_path: Path) -> None:
     """Otherwise a stage that holds both layers would hold less than nothing."""
     error = refused(PROFILE.replace("name: b,", "name: b, tied: [a.weight], tied_bytes: 21,"), tmp_path)
     assert "`layers[1].tied_bytes`" in error.message
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [
+        ("tensor_parallel: 4", "tensor_parallel: 2", "`widths[0].tensor_parallel`: expected another width, at least 1"),
+        ("tensor_parallel: 4", "tensor_parallel: 0", "`widths[0].tensor_parallel`: expected another width, at least 1"),
+        ("tensor_parallel: 2", "tensor_parallel: 0", "`tensor_parallel`: must be at least 1"),
+        ("name: h.1", "name: k.1", "`widths[0].layers`: expected the layers of the profile, by name and in order"),
+        ("forward_us: [10.1, 40.2]", "forward_us: [10.1]", "`widths[0].layers[0].forward_us`: expected 2 values"),
+    ],
+)
+def test_widths_are_of_the_same_layers(old: str, new: str, said: str, tmp_path: Path) -> None:
+    """Each with its own number of GPUs; the change is made where the file says it last."""
+    head, tail = dump(fullest_profile()).rsplit(old, 1)
+    assert said in refused(head + new + tail, tmp_path).message
 
 
 @pytest.mark.parametrize("group", ["{layers: [b], bytes: 5}", "{layers: [a], bytes: 9}", "{layers: [], bytes: 5}"])

@@ -36,11 +36,12 @@ from tests.support.file_values import (
     full_profile,
     full_run,
     fullest_plan,
+    fullest_profile,
 )
 from tests.support.profiles import inputs_of, profile_of
 
 KINDS: list[tuple[Callable[[], Any], Callable[[str], Any]]] = [
-    (full_profile, read_profile),
+    (fullest_profile, read_profile),
     (fullest_plan, read_plan),
     (full_run, read_run),
     (full_balance, read_balance),
@@ -193,6 +194,13 @@ def test_a_profile_has_one_line_per_layer() -> None:
         full_profile(), layers=(*full_profile().layers, dataclasses.replace(full_profile().layers[0], name="last"))
     )
     assert len(dump(longer).splitlines()) == len(lines) + 1
+
+
+def test_a_width_has_one_line_per_layer() -> None:
+    """As the profile itself."""
+    profile = fullest_profile()
+    more = len(dump(profile).splitlines()) - len(dump(dataclasses.replace(profile, widths=())).splitlines())
+    assert more == 1 + 2 + len(profile.layers)  # its heading, `tensor_parallel`, `layers`
 
 
 def test_a_changed_layer_is_a_one_line_diff() -> None:
