@@ -18,7 +18,7 @@ loads. For a CPU torch: $(BIN)/python -m pip install --no-deps --constraint cons
 --index-url https://download.pytorch.org/whl/cpu torchvision
 endef
 
-.PHONY: demo test nightly light newest lowest matrix lint types contracts check docs pictures clean
+.PHONY: demo test quick nightly light newest lowest matrix lint types contracts check docs pictures clean
 
 demo: $(READY)
 	PATH="$(CURDIR)/$(BIN):$$PATH" scripts/demo
@@ -26,9 +26,13 @@ demo: $(READY)
 test: $(READY)
 	$(BIN)/python -m pytest -n auto
 
-# What is too slow for every change.
+# What starts no processes and trains little, without compared times: at most 300 CPU seconds.
+quick: $(READY)
+	$(BIN)/python -m pytest -n auto -m "not slow and not nightly"
+
+# What is too slow for every change, and all that compares real times.
 nightly: $(READY)
-	$(BIN)/python -m pytest -n auto -m nightly
+	TIMED=1 $(BIN)/python -m pytest -n auto -m "nightly or timed"
 
 # The wheel in an empty environment, without torch.
 light:

@@ -6,10 +6,11 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.clocks import is_within
 from tests.support.ranks import EndedRanks, end_ranks
 from tests.support.training import ROOT, Case, write_balance
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timed]
 
 THREE = Case(model=ROOT / "tests/zoo/models/mischief.py", balance=(1, 2, 2), micro_batches=2)
 REPLICAS = replace(THREE, balance=(2, 3), replicas=2)
@@ -62,7 +63,7 @@ def ended(folder: Path, case: Case, *arguments: object, script: str = TRAIN) -> 
 def the_error(done: EndedRanks) -> str:
     """Return the one message of ranks that all have failed soon."""
     assert set(done.codes) == {2}, done
-    assert done.seconds < 8, done
+    assert is_within(done.seconds, 8), done
     (error,) = [line for line in done.output.splitlines() if line.startswith("error: ")]
     return error
 

@@ -1,6 +1,5 @@
 """A model cut into stages that run one after the other in this process, compared with the model in one piece."""
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
@@ -22,8 +21,6 @@ class Compared:
     """What differs between the two."""
 
     chain: Chain
-    seconds: float
-    """CPU time that it took to find the layers."""
     loss_error: float
     """Relative."""
     gradient_error: float
@@ -57,9 +54,7 @@ def compare(
         sizes: Samples of each micro-batch; all are in flight at once.
         recompute: Whether the stages are computed again in backward.
     """
-    begin = time.process_time()
     chain = chain_of(model, example_inputs, granularity, loss_of=lambda _size: loss_fn)
-    seconds = time.process_time() - begin
     num_layers = len(chain.layers)
     cuts = sorted({round(num_layers * k / num_stages) for k in range(num_stages + 1)})
     micro_batches = [example_inputs(size) for size in sizes]
@@ -76,7 +71,6 @@ def compare(
     cut_loss = sum(float(flight.loss.detach()) for flight in flights)
     return Compared(
         chain=chain,
-        seconds=seconds,
         loss_error=abs(cut_loss - loss) / max(abs(loss), 1e-30),
         # A gradient that is nothing but rounding errors is compared with the largest of all.
         gradient_error=max(

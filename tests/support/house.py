@@ -12,6 +12,7 @@ __all__ = [
     "ROOT",
     "Function",
     "Module",
+    "clock_readers",
     "compared_words",
     "docstrings",
     "functions",
@@ -28,6 +29,9 @@ ROOT = Path(__file__).parents[2]
 _DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 _SCOPES = (*_DEFINITIONS, ast.ClassDef)
 _NESTING = (ast.If, ast.For, ast.AsyncFor, ast.While, ast.With, ast.AsyncWith, ast.Try, ast.TryStar, ast.Match)
+_CLOCKS = frozenset(
+    f"{clock}{unit}" for clock in ("time", "monotonic", "perf_counter", "process_time") for unit in ("", "_ns")
+)
 _VAGUE = frozenset({"given", "found", "known", "told", "own", "made", "others", "alone", "mine", "theirs"})
 _SUBJECTLESS = frozenset({"Of", "Likewise", "As", "Those", "They", "Same", "And", "Beside"})
 
@@ -125,6 +129,17 @@ def _inside(statement: ast.stmt) -> int:
     if isinstance(statement, ast.If) and len(other) == 1 and isinstance(other[0], ast.If):
         return max(_inside(other[0]), *map(_nesting, bodies))
     return max(map(_nesting, [*bodies, other]))
+
+
+def clock_readers(path: str) -> Iterator[str]:
+    """Yield functions of a test file that call a clock of `time` and are not marked for `make nightly`."""
+    tree = ast.parse((ROOT / path).read_text(encoding="utf-8"))
+    for name, node in _definitions(tree):
+        calls = (n.func for n in ast.walk(node) if isinstance(n, ast.Call))
+        clocks = [f.attr for f in calls if isinstance(f, ast.Attribute) and ast.unparse(f.value) == "time"]
+        is_nightly = any("nightly" in ast.unparse(decorator) for decorator in node.decorator_list)
+        if set(clocks) & _CLOCKS and not is_nightly:
+            yield f"{path}:{name}"
 
 
 def docstrings(module: Module) -> Iterator[str]:

@@ -16,6 +16,7 @@ from tests.support.house import (
     ROOT,
     Function,
     Module,
+    clock_readers,
     compared_words,
     docstrings,
     functions,
@@ -186,6 +187,13 @@ def test_recipes_are_short() -> None:
     assert set(RECIPES) - set(ours) == UNWRITTEN_RECIPES
     long = {recipe for recipe in set(RECIPES) & set(ours) if len(ours[recipe]) > RECIPES[recipe]}
     assert long == LONG_RECIPES
+
+
+def test_only_tests_of_make_nightly_read_a_clock() -> None:
+    """What the others compare is the same on a busy machine."""
+    tests = {path.relative_to(ROOT).as_posix() for path in (ROOT / "tests").rglob("test_*.py")}
+    readers = {name for path in tests if not path.startswith("tests/gpu/") for name in clock_readers(path)}
+    assert readers == set()
 
 
 def test_contracts_of_layers_leave_nothing_out() -> None:

@@ -1,18 +1,47 @@
 """What a run took: warm-up left out, memory from the second step, peaks of the allocator."""
 
-import time
-from itertools import count
+from collections.abc import Callable
 from typing import Literal
 
 import pytest
 import torch
 from torch import Tensor
 
-from planner.device.machine import CoreTime, core_time
+from planner.device.machine import CoreTime
 from planner.device.meter import CpuMeter
 from planner.executor.measure.recorder import WARM_UP_STEPS, Recorder
 
 CPU = torch.device("cpu")
+
+_MS = 1_000_000
+
+
+class Clock:
+    """Clock of the recorder that goes on when a test says so, and 1 us at each reading."""
+
+    def __init__(self) -> None:
+        self._now_ns = 0
+
+    def read_ns(self) -> int:
+        """Return the time."""
+        self._now_ns += 1000
+        return self._now_ns
+
+    def later(self, milliseconds: int) -> Callable[[], None]:
+        """Return work that takes so long."""
+
+        def work() -> None:
+            self._now_ns += milliseconds * _MS
+
+        return work
+
+
+@pytest.fixture(autouse=True)
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    """The host's clock."""
+    host = Clock()
+    monkeypatch.setattr("time.perf_counter_ns", host.read_ns)
+    return host
 
 
 @pytest.fixture
@@ -21,11 +50,11 @@ def recorder() -> "Recorder":
     return Recorder(CPU)
 
 
-def step(recorder: Recorder, kept: list[Tensor] | None = None, *, size: int = 0) -> None:
-    """One step: forward, backward, and `size` bytes that come and go."""
+def step(recorder: Recorder, clock: Clock, kept: list[Tensor] | None = None, *, size: int = 0) -> None:
+    """One step: a forward of 1 ms, a backward of 20 ms, and `size` bytes that come and go."""
     with recorder.step():
-        recorder.timed("forward", lambda: time.sleep(0.001))
-        recorder.timed("backward", lambda: time.sleep(0.02))
+        recorder.timed("forward", clock.later(1))
+        recorder.timed("backward", clock.later(20))
         if size:
             temporary = torch.empty(size, dtype=torch.uint8)
             del temporary
@@ -39,53 +68,49 @@ def test_results_are_handed_on(recorder: Recorder) -> None:
     recorder.close()
 
 
-def test_warm_up_steps_are_left_out_of_times(recorder: Recorder) -> None:
+def test_warm_up_steps_are_left_out_of_times(recorder: Recorder, clock: Clock) -> None:
     """Of the times per stage, not of the list of step times."""
     for _ in range(WARM_UP_STEPS):
-        step(recorder)
+        step(recorder, clock)
     assert recorder.typical_us("forward") == 0.0
     for _ in range(3):
-        step(recorder)
+        step(recorder, clock)
     assert len(recorder.step_us) == WARM_UP_STEPS + 3
-    assert 1000 <= recorder.typical_us("forward") <= recorder.typical_us("backward")
-    assert all(time_us >= 3000 for time_us in recorder.step_us)
+    assert [recorder.typical_us("forward"), recorder.typical_us("backward")] == [1001.0, 20_001.0]
+    assert recorder.step_us == [21_005.0] * (WARM_UP_STEPS + 3)
 
 
-def test_spans_lie_where_the_clock_says(recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Even if the process is kept from running between any two readings: processes are compared by this clock."""
-    readings_ns = count(step=10**6)
-    monkeypatch.setattr(time, "perf_counter_ns", lambda: next(readings_ns))
+def test_spans_lie_where_the_clock_says(recorder: Recorder, clock: Clock) -> None:
+    """Processes are compared by this clock."""
     with recorder.step():
-        within_ns = recorder.timed("forward", time.perf_counter_ns)
+        within_ns = recorder.timed("forward", clock.read_ns)
     (span,) = recorder.steps[0].spans
     assert span.start_ns < within_ns < span.end_ns
     recorder.close()
 
 
-def test_the_typical_time_is_the_median(recorder: Recorder) -> None:
+def test_the_typical_time_is_the_median(recorder: Recorder, clock: Clock) -> None:
     """One slow micro-batch does not count."""
     for _ in range(WARM_UP_STEPS):
-        step(recorder)
+        step(recorder, clock)
     with recorder.step():
-        for n, seconds in enumerate((0.001, 0.001, 0.2)):
-            recorder.timed("forward", lambda s=seconds: time.sleep(s), micro_batch=n)  # type: ignore[misc]
-    assert 1000 <= recorder.typical_us("forward") < 200_000
+        for n, milliseconds in enumerate((1, 1, 200)):
+            recorder.timed("forward", clock.later(milliseconds), micro_batch=n)
+    assert recorder.typical_us("forward") == 1001.0
 
 
-@pytest.mark.skipif(not core_time().ran_ns, reason="the system does not tell how long a thread waits for a core")
-def test_the_share_of_a_core_is_told_behind_the_warm_up(recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_share_of_a_core_is_told_behind_the_warm_up(
+    recorder: Recorder, monkeypatch: pytest.MonkeyPatch, clock: Clock
+) -> None:
     """Of the time that the thread wanted to run: sleeping does not count."""
-    for _ in range(WARM_UP_STEPS):
-        step(recorder)
-    assert recorder.core_share == 0.0
-    step(recorder)
-    assert 0.0 < recorder.core_share <= 1.0
-    monkeypatch.setattr("planner.executor.measure.recorder.core_time", lambda: CoreTime(10**18, 10**18))
-    step(recorder)
-    assert recorder.core_share == pytest.approx(0.5)
+    times = iter([CoreTime(7, 5), CoreTime(10, 6), CoreTime(11, 9)])
+    monkeypatch.setattr("planner.executor.measure.recorder.core_time", lambda: next(times))
+    for share in (*[0.0] * WARM_UP_STEPS, 3 / 4, 4 / 8):
+        step(recorder, clock)
+        assert recorder.core_share == share
 
 
-def test_memory_counts_from_the_beginning() -> None:
+def test_memory_counts_from_the_beginning(clock: Clock) -> None:
     """What was made before the first step and lives on is part of the peak; what went is not."""
     recorder = Recorder(CPU)
     gone = torch.empty(50_000, dtype=torch.uint8)
@@ -93,46 +118,46 @@ def test_memory_counts_from_the_beginning() -> None:
     del gone
     kept: list[Tensor] = []
     for size in (700_000, 5000, 900_000, 900_000):
-        step(recorder, kept, size=size)
+        step(recorder, clock, kept, size=size)
     # Second step: 10,000 + 1000 from the first step + 5000.
     assert recorder.peak.tensor_bytes == 16_000
     del model
 
 
-def test_the_first_step_does_not_count_for_memory() -> None:
+def test_the_first_step_does_not_count_for_memory(clock: Clock) -> None:
     """Before it the optimizer has no state."""
     recorder = Recorder(CPU)
-    step(recorder, size=1_000_000)
-    step(recorder, size=100)
+    step(recorder, clock, size=1_000_000)
+    step(recorder, clock, size=100)
     assert recorder.peak.tensor_bytes == 100
 
 
-def test_recording_ends_with_the_warm_up() -> None:
+def test_recording_ends_with_the_warm_up(clock: Clock) -> None:
     """Then the allocator is free for others, and steps are not slowed down."""
     recorder = Recorder(CPU)
     for _ in range(WARM_UP_STEPS):
-        step(recorder)
+        step(recorder, clock)
     assert CpuMeter().measure(lambda: None).peak_bytes == 0
-    step(recorder)
+    step(recorder, clock)
     recorder.close()
 
 
 @pytest.mark.parametrize("steps", [0, 1, 2, 3])
-def test_closing_early_is_fine(steps: int) -> None:
+def test_closing_early_is_fine(steps: int, clock: Clock) -> None:
     """A run may be shorter than the warm-up; closing twice changes nothing."""
     recorder = Recorder(CPU)
     for _ in range(steps):
-        step(recorder)
+        step(recorder, clock)
     recorder.close()
     recorder.close()
     assert CpuMeter().measure(lambda: None).peak_bytes == 0
     assert len(recorder.step_us) == steps
 
 
-def test_a_run_of_one_step_has_a_peak_too() -> None:
+def test_a_run_of_one_step_has_a_peak_too(clock: Clock) -> None:
     """Not zero, which would read as "needs nothing"."""
     recorder = Recorder(CPU)
-    step(recorder, size=5000)
+    step(recorder, clock, size=5000)
     recorder.close()
     assert recorder.peak.tensor_bytes >= 5000
 
@@ -159,10 +184,10 @@ def test_recomputation_lies_in_its_backward(recorder: Recorder, kind: Literal["b
     assert backward.start_ns <= again.start_ns <= again.end_ns <= backward.end_ns <= optimizer.start_ns
 
 
-def test_a_long_run_takes_no_more_memory() -> None:
+def test_a_long_run_takes_no_more_memory(clock: Clock) -> None:
     """The last twenty steps are kept, by number."""
     recorder = Recorder(CPU)
     for _ in range(30):
-        step(recorder)
+        step(recorder, clock)
     assert [kept.number for kept in recorder.steps] == list(range(10, 30))
     assert len(recorder.step_us) == 30

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.clocks import is_within
 from tests.support.processes import Job
 from tests.support.training import ROOT, Case, write_balance
 
@@ -89,6 +90,7 @@ with Watch(60.0) as watch:
 """
 
 
+@pytest.mark.timed
 def test_a_rank_that_is_killed_while_it_writes_is_found_before_the_time_limit(tmp_path: Path) -> None:
     """Other ranks wait over the store then, where no connection to the killed one breaks."""
     write_balance(TWO, tmp_path / "balance.yaml")
@@ -96,6 +98,6 @@ def test_a_rank_that_is_killed_while_it_writes_is_found_before_the_time_limit(tm
     with Job(2, ["worker.py"], tmp_path) as job:
         done = job.ended()
     assert done.codes == (2, -9), done.err
-    assert done.seconds < 20
+    assert is_within(done.seconds, 20)
     (error,) = done.errors
     assert "stage 1 (layers 2 to 4) gives no sign of life while stage 0 (layers 0 to 1) waited in a checkpoint" in error

@@ -114,6 +114,7 @@ def test_a_profile_has_both_halves_of_every_layer(profiled: Any) -> None:
     assert all(us > 0 for layer in (profiled.layers[0], profiled.layers[2]) for us in layer.backward_weight_us)
 
 
+@pytest.mark.nightly
 def test_halves_add_up_to_about_the_whole(profiled: Any) -> None:
     """Within half of it, on a machine that others use: the same products, of which W's has half of the operations."""
     layer = profiled.layers[2]

@@ -326,6 +326,7 @@ def test_measurements_of_something_else_are_not_used(change: Callable[[Partial],
 # How true
 
 
+@pytest.mark.nightly
 def test_the_layers_take_as_long_as_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
     """Within 5 %: forward, backward and optimizer of all layers, beside a step of the whole model.
 
@@ -364,6 +365,7 @@ def times(profile: Profile) -> Sequence[float]:
     return [layer.forward_us[0] + layer.backward_us[0] for layer in profile.layers]
 
 
+@pytest.mark.nightly
 def test_two_profiles_lead_to_plans_as_good_as_each_other() -> None:
     """The plan of one is slower by less than 1 % than the best under the other; the best of a few tries."""
     from planner.solve import Request, solve

@@ -5,7 +5,6 @@ import os
 import random
 import subprocess
 import sys
-import time
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,7 @@ from planner.files import dump
 from planner.solve import Request, solve
 from tests.support.brute_force import best_step_us, partitions
 from tests.support.chains import chain, layer, random_profile
+from tests.support.clocks import cpu_seconds
 from tests.support.profiles import inputs_of, profile_of
 
 
@@ -312,28 +312,21 @@ def test_renaming_layers_does_not_change_the_cuts() -> None:
     assert solve(profile, request).balance == solve(renamed, request).balance
 
 
-def _cpu_s(work: Any) -> float:
-    times = []
-    for _ in range(3):
-        begin = time.process_time()
-        work()
-        times.append(time.process_time() - begin)
-    return min(times)
-
-
+@pytest.mark.nightly
 def test_an_exact_plan_is_cheaper_than_judging_a_few_thousand_cuts() -> None:
     """40 layers on 8 devices have 18 million cuts; the plan takes less time than judging 3,000 of them one by one."""
     profile = random_profile(5, 40)
     inputs = inputs_of(8, 32)
     costs, cluster = costs_at(profile, 1), inputs.cluster
     partition = never_recomputed((5,) * 8, 32)
-    one_by_one = _cpu_s(lambda: [Evaluation(costs, partition, cluster).step_us for _ in range(3000)])
-    assert _cpu_s(lambda: solve(profile, Request(inputs=inputs))) < one_by_one
+    one_by_one = cpu_seconds(lambda: [Evaluation(costs, partition, cluster).step_us for _ in range(3000)])
+    assert cpu_seconds(lambda: solve(profile, Request(inputs=inputs))) < one_by_one
 
 
+@pytest.mark.nightly
 def test_twice_the_layers_cost_a_bounded_factor() -> None:
     """From 60 to 120 layers at most 16 times the work: nothing exponential."""
     small, large = (random_profile(5, n) for n in (60, 120))
     inputs = inputs_of(8, 32)
-    base = _cpu_s(lambda: solve(small, Request(inputs=inputs)))
-    assert _cpu_s(lambda: solve(large, Request(inputs=inputs))) < 16 * base
+    base = cpu_seconds(lambda: solve(small, Request(inputs=inputs)))
+    assert cpu_seconds(lambda: solve(large, Request(inputs=inputs))) < 16 * base
