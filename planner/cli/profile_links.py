@@ -16,7 +16,8 @@ _START = "torchrun --nproc-per-node 4 -m planner profile-links"
 def profile_links(
     output: Output = "links.yaml",
     device: Annotated[
-        str, typer.Option(metavar="auto|cpu|cuda", help="Device; auto: CUDA if each process has a GPU.")
+        str,
+        typer.Option(metavar="|".join(("auto", *TORCH_KINDS)), help="Device; auto: CUDA if each process has a GPU."),
     ] = "auto",
     format_: Format = "text",
     *,

@@ -1,4 +1,4 @@
-"""The recipes of CONTRIBUTING, performed: a schedule, a format, a memory component and a solver option.
+"""The recipes of CONTRIBUTING, performed: schedule, format, memory component, solver option, device and finding.
 
 The first two are added to the package that runs. The others are changes of source files, so they are made in a copy of
 the package, in exactly the files that the recipe names, and its commands run as a user runs them.
@@ -20,7 +20,7 @@ from planner import files
 from planner.core.errors import UsageError
 from planner.core.judge.verdict import judge
 from planner.core.schedule import SCHEDULES, Action, Schedule, programs
-from planner.core.values.profile import Model
+from planner.core.values.profile import Device, Model
 from planner.emit import EngineFile, emit_native
 from planner.emit.engines import FORMATS
 from planner.emit.layout import Layout
@@ -32,7 +32,7 @@ from tests.support.house import ROOT, named_files
 from tests.support.profiles import inputs_of, profile_of
 
 Changes = Mapping[str, tuple[tuple[str, str], ...]]
-"""By file, texts and what takes their place."""
+"""By file, texts and what takes their place; in a new file the text is empty."""
 
 
 class Reversed(Schedule):
@@ -108,10 +108,12 @@ def run(folder: Path, changes: Changes, *words: str) -> str:
     """Output of a command of the changed package, run in `folder`."""
     package = folder / "changed" / "planner"
     if not package.exists():
-        shutil.copytree(ROOT / "planner", package, ignore=shutil.ignore_patterns("__pycache__"))
+        for name in ("planner", "gpipe_plan"):
+            ignored = shutil.ignore_patterns("__pycache__")
+            shutil.copytree(ROOT / name, package.parent / name, ignore=ignored)
         for name, replaced in changes.items():
             path = package.parent / name
-            text = path.read_text(encoding="utf-8")
+            text = path.read_text(encoding="utf-8") if path.exists() else ""
             for old, new in replaced:
                 assert text.count(old) == 1, (name, old)
                 text = text.replace(old, new)
@@ -215,3 +217,101 @@ for given in ({}, {"max_micro_batch": 1}):
     unlimited, limited = run(tmp_path, MOST_SAMPLES, "-c", code).splitlines()
     assert limited == "1 --max-micro-batch 1"
     assert unlimited == "4"
+
+
+XPU: Changes = {
+    "planner/device/xpu.py": (
+        (
+            "",
+            '''"""Intel GPU."""
+
+import torch
+
+from planner.device.cuda import Cuda
+
+
+class Xpu(Cuda):
+    """GPU that torch uses through `torch.xpu`."""
+
+    name, title, communication = "xpu", "XPU", "xccl"
+
+    @classmethod
+    def count(cls):
+        return torch.xpu.device_count()
+''',
+        ),
+    ),
+    "planner/device/kinds.py": (
+        ("from planner.device.kind import", "from planner.device.xpu import Xpu\nfrom planner.device.kind import"),
+        ("(Cpu, Cuda)", "(Cpu, Cuda, Xpu)"),
+    ),
+    "planner/core/values/devices.py": (('("cpu", "cuda")', '("cpu", "cuda", "xpu")'),),
+}
+
+
+def test_a_device_is_one_class_and_its_place_in_two_tables(tmp_path: Path) -> None:
+    """Commands and the script accept its name, its plans are for training on it, and its absence is one message."""
+    assert set(XPU) - {"planner/device/xpu.py"} <= recipe("a device")
+    profile = replace(random_profile(1, 8), device=Device(kind="xpu", name="Max 1550", memory_bytes=48 * 10**9))
+    files.write(str(tmp_path / "profile.yaml"), replace(profile, model=Model(source="model.py:build_model")))
+    run(tmp_path, XPU, "-m", "planner", "solve", "profile.yaml", "--devices", "2", "--batch", "1")
+    run(tmp_path, XPU, "-m", "planner", "emit", "plan.yaml")
+    assert "device: xpu\n" in (tmp_path / "balance.yaml").read_text(encoding="utf-8")
+    assert "--device {cpu,cuda,xpu}" in run(tmp_path, XPU, "train.py", "--help")
+    assert "auto|cpu|cuda|xpu" in run(tmp_path, XPU, "-m", "planner", "profile-links", "--help")
+    code = """
+import torch, planner
+from planner.device.kinds import kind_of
+print(kind_of(torch.device("xpu", 1)).communication)
+try:
+    planner.profile("model.py", device="xpu")
+except planner.PlannerError as error:
+    print(error.message)
+"""
+    source = "def build_model(): ...\ndef example_batch(size): ...\n"
+    (tmp_path / "model.py").write_text(source, encoding="utf-8")
+    assert run(tmp_path, XPU, "-c", code).splitlines() == ["xccl", "no XPU device here for `--device xpu`"]
+
+
+FEW_MICRO_BATCHES: Changes = {
+    "planner/core/values/findings.py": (
+        (
+            '    Rule(\n        code="GP301",',
+            """\
+    Rule(
+        code="GP209",
+        severity="note",
+        title="there are fewer micro-batches than stages",
+        meaning="M is below K.",
+        why="Most stages wait most of the time.",
+        remedy="Use smaller micro-batches.",
+    ),
+    Rule(
+        code="GP301",""",
+        ),
+    ),
+    "planner/core/judge/verdict.py": (
+        (
+            "    findings.extend(_how_sure(now, profile))\n",
+            """\
+    findings.extend(_how_sure(now, profile))
+    if now.micro_batches < len(now.stages):
+        findings.append(finding("GP209", f"{now.micro_batches} micro-batches for {len(now.stages)} stages"))
+""",
+        ),
+    ),
+}
+
+
+def test_a_finding_is_a_row_and_what_reports_it(tmp_path: Path) -> None:
+    """`check` reports it in every format, and `explain` has its texts."""
+    assert set(FEW_MICRO_BATCHES) <= recipe("a finding")
+    files.write(str(tmp_path / "profile.yaml"), random_profile(1, 8))
+    for batch, reported in ((1, True), (4, False)):
+        request = ("--devices", "2", "--mem", "1GB", "--batch", str(batch), "--micro-batches", str(batch))
+        run(tmp_path, FEW_MICRO_BATCHES, "-m", "planner", "solve", "profile.yaml", *request, "--balance", "4,4")
+        for format_ in ("text", "json", "github", "junit", "markdown"):
+            text = run(tmp_path, FEW_MICRO_BATCHES, "-m", "planner", "check", "plan.yaml", "--format", format_)
+            assert ("GP209" in text) is reported, format_
+    for words in (("explain", "GP209"), ("check", "plan.yaml", "--format", "sarif")):
+        assert "Use smaller micro-batches." in run(tmp_path, FEW_MICRO_BATCHES, "-m", "planner", *words)
