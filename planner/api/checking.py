@@ -12,7 +12,6 @@ from planner.api.options.checking import CheckOptions
 from planner.api.reading import cuts_of, plan_of, profile_for
 from planner.api.texts import File
 from planner.core.errors import UsageError
-from planner.core.judge.certainty import certainty_of
 from planner.core.judge.recut import with_cuts
 from planner.core.judge.verdict import Verdict, claimed_of, compared, judge, with_findings
 from planner.core.values.devices import accelerator
@@ -64,8 +63,6 @@ def check(plan: File | Plan, options: CheckOptions) -> Verdict:
         verdict = certified(read, verdict, profile)
     if options.model is not None:
         verdict = with_findings(verdict, _changes(os.fspath(options.model), profile))
-    if verdict.plan is not None:
-        verdict = replace(verdict, certainty=certainty_of(verdict.plan, profile))
     if verdict.is_over and verdict.plan is not None:
         from planner.solve.questions.remedy import what_would_fit  # noqa: PLC0415 - a plan that fits needs no solver
 

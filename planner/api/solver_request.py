@@ -80,19 +80,20 @@ def _inputs(
     if calibration is not None:
         executor = calibrated_executor(calibration, profile.device.kind, executor)
     limits = _memory_limits(options.mem, num_devices, profile)
-    kept = 1 - headroom_of(options.headroom, profile, limits)
+    headroom = headroom_of(options.headroom, profile, limits)
     largest = max(profile.micro_batch_sizes)
     return Inputs(
         profile=reference,
         model_digest=profile.model.digest,
         devices=num_devices,
-        memory_bytes=tuple(int(limit * kept) for limit in limits),
+        memory_bytes=tuple(int(limit * (1 - headroom)) for limit in limits),
         speeds=texts.speeds(options.speed, num_devices) if options.speed is not None else (),
         batch=largest if options.batch is None else texts.number_of("--batch", options.batch, "sample", MOST_BATCH),
         link=Link() if links else executor.link if options.link is None else texts.link(options.link),
         node_devices=node_devices,
         links=links[: max(1, num_devices - 1)],
         reserve_bytes=_reserve(options.reserve, calibration, profile),
+        headroom=headroom,
         compute=calibration.compute if calibration is not None else 1.0,
         step_ratio=calibration.step_ratio if calibration is not None else None,
         overhead_us=executor.overhead_us if options.overhead is None else parse_us(options.overhead),

@@ -38,6 +38,7 @@ def solve(
     from planner.api.texts import device_counts
     from planner.core.cost.evaluate import Evaluation
     from planner.core.judge.certainty import certainty_of
+    from planner.core.judge.verdict import tight_findings
     from planner.show.terminal.plan import plan_text
     from planner.show.terminal.rendering import plain
 
@@ -61,6 +62,8 @@ def solve(
         shown = plan if quiet else with_schedules(read, plan, options)
         certainty = certainty_of(plan, read)
         console.result(plan_text(shown, Evaluation.of(plan, read).events, style_for_stdout(), certainty=certainty))
+        for finding in tight_findings(plan, certainty):
+            console.warning(f"{finding.message}: {finding.hint}")
         for smaller in plans[1:]:
             console.result(plain(_in_a_line(smaller, certainty_of(smaller, read)), style_for_stdout()))
     _notes(console, plan.inputs, read, extrapolated=options.extrapolate)

@@ -172,6 +172,7 @@ def full_plan() -> Plan:
         memory_bytes=(10**6, 2 * 10**6),
         link=Link(latency_us=5.0, bytes_per_s=25e9, blocking=True),
         reserve_bytes=77,
+        headroom=0.05,
         overhead_us=0.5,
     )
     return solve(full_profile(), Request(inputs=inputs))

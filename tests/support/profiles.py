@@ -42,6 +42,7 @@ def inputs_of(
     link: Link | None = None,
     recompute: RecomputePolicy = "auto",
     reserve_bytes: int = 0,
+    headroom: float = 0.0,
     overhead_us: float = 0.0,
     extrapolate: bool = False,
 ) -> Inputs:
@@ -55,6 +56,7 @@ def inputs_of(
         link=link or Link(),
         recompute=recompute,
         reserve_bytes=reserve_bytes,
+        headroom=headroom,
         overhead_us=overhead_us,
         extrapolate=extrapolate,
     )

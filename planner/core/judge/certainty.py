@@ -9,7 +9,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import ceil, sqrt
-from typing import Final
+from typing import Final, Literal
 
 from planner.core.errors import UsageError
 from planner.core.values.devices import TORCH_KINDS
@@ -62,6 +62,10 @@ SLACK_BYTES: Final = 64 * 2**10
 """Absolute tolerance of a peak in bytes, for stages of a few kilobytes."""
 
 
+MemoryFit = Literal["fits", "tight", "does not fit"]
+"""Result for memory limits; `tight`: predicted peaks fit, but a limit lies within the error range."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Certainty:
     """Error ranges of the predicted step time and peaks of a plan."""
@@ -105,6 +109,29 @@ def certainty_of(plan: Plan, profile: Profile) -> Certainty:
         allocator_ratio=reserved,
         device_bytes=() if ratio is None else tuple(_most_bytes(n, ratio * reserved) for n in plan.device_bytes()),
     )
+
+
+def memory_fit(plan: Plan, certainty: Certainty | None = None) -> MemoryFit:
+    """Return whether the peaks of a plan fit the memory limits; without `certainty` as predicted."""
+    limits = [chunks[0].memory_bytes for chunks in plan.by_device()]
+    if any(need > limit for need, limit in zip(plan.device_bytes(), limits, strict=True)):
+        return "does not fit"
+    return "tight" if certainty is not None and tight_devices(plan, certainty) else "fits"
+
+
+def tight_devices(plan: Plan, certainty: Certainty) -> tuple[int, ...]:
+    """Return the devices whose predicted peak fits, although the largest expected one exceeds the device's memory."""
+    devices = zip(plan.by_device(), plan.device_bytes(), certainty.device_bytes, strict=False)
+    return tuple(
+        device
+        for device, (chunks, need, most) in enumerate(devices)
+        if need <= chunks[0].memory_bytes and most > memory_of(plan, chunks[0].memory_bytes)
+    )
+
+
+def memory_of(plan: Plan, limit_bytes: int) -> int:
+    """Return the memory of a device with this limit: the limit and the headroom of the plan."""
+    return ceil((limit_bytes + 1) / (1 - plan.inputs.headroom)) if plan.inputs.headroom else limit_bytes
 
 
 def sampling_error(plan: Plan, profile: Profile) -> float:

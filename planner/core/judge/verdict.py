@@ -12,6 +12,7 @@ from planner.core.cost.costs import costs_at, covers
 from planner.core.cost.evaluate import Evaluation
 from planner.core.cost.partition import Partition, check_partition
 from planner.core.errors import UsageError
+from planner.core.judge.certainty import Certainty, MemoryFit, certainty_of, memory_fit, memory_of, tight_devices
 from planner.core.values.devices import Accelerator
 from planner.core.values.findings import Finding, Severity, finding
 from planner.core.values.plan import Plan, SolverReport, Stage
@@ -19,7 +20,6 @@ from planner.core.values.profile import Profile
 from planner.core.values.units import counted, format_bytes
 
 if TYPE_CHECKING:
-    from planner.core.judge.certainty import Certainty
     from planner.core.judge.difference import Difference
 
 
@@ -39,8 +39,10 @@ class Verdict:
     """Smallest changes that would fit, if a stage exceeds its memory limit."""
     difference: "Difference | None" = None
     """Difference from another plan, if one was given."""
-    certainty: "Certainty | None" = None
-    """Error ranges of the predictions, if requested."""
+    certainty: Certainty | None = None
+    """Error ranges of the predictions; None without a plan."""
+    memory: MemoryFit | None = None
+    """Result for the memory limits; None without a plan."""
 
     @property
     def refused(self) -> tuple[Severity, ...]:
@@ -93,7 +95,7 @@ def judge(
         raise UsageError(f"{len(memory_bytes)} memory limits for {plan.inputs.devices} devices")
     partition = Partition.of(plan, [layer.name for layer in profile.layers])
     check_partition(partition, num_layers=len(profile.layers), num_devices=plan.inputs.devices)
-    inputs = plan.inputs if memory_bytes is None else replace(plan.inputs, memory_bytes=memory_bytes)
+    inputs = plan.inputs if memory_bytes is None else replace(plan.inputs, memory_bytes=memory_bytes, headroom=0.0)
     costs = costs_at(profile, plan.micro_batch_size, extrapolate=inputs.extrapolate)
     evaluation = Evaluation(costs, partition, inputs.cluster)
     now = evaluation.plan(inputs, plan.solver)
@@ -102,16 +104,20 @@ def judge(
         now = evaluation.plan(inputs, SolverReport(method="given", status="given"))
     for chunks in now.by_device():
         findings.extend(_memory_findings(chunks, headroom))
+    certainty = certainty_of(now, profile)
+    findings.extend(tight_findings(now, certainty))
     findings.extend(_unproven(profile, now))
     if not stale and memory_bytes is None:
         findings.extend(_edited(plan, now))
     findings.extend(_how_sure(now, profile))
-    return _verdict(findings, now, strict=strict)
+    verdict = _verdict(findings, now, strict=strict)
+    return replace(verdict, certainty=certainty, memory=memory_fit(now, certainty))
 
 
 def with_findings(verdict: Verdict, findings: Sequence[Finding]) -> Verdict:
     """Return `verdict` with more findings, and update `fits`."""
-    return _verdict([*verdict.findings, *findings], verdict.plan, strict=verdict.strict)
+    findings = (*verdict.findings, *findings)
+    return replace(verdict, findings=findings, fits=all(each.severity not in verdict.refused for each in findings))
 
 
 def compared(verdict: Verdict, before: Plan, *, against: str, recomputed: bool) -> Verdict:
@@ -135,8 +141,7 @@ def compared(verdict: Verdict, before: Plan, *, against: str, recomputed: bool) 
 
 
 def _verdict(findings: list[Finding], plan: Plan | None, *, strict: bool) -> Verdict:
-    verdict = Verdict(fits=True, findings=tuple(findings), plan=plan, strict=strict)
-    return replace(verdict, fits=all(each.severity not in verdict.refused for each in findings))
+    return with_findings(Verdict(fits=True, findings=(), plan=plan, strict=strict), findings)
 
 
 def _elsewhere(profile: Profile, device: Accelerator) -> list[Finding]:
@@ -231,6 +236,19 @@ def _memory_findings(chunks: Sequence[Stage], headroom: float) -> list[Finding]:
         hint = f"{100 * headroom:.4g}% headroom was asked for"
         return [finding("GP102", message, hint=hint, stage=stage.index)]
     return []
+
+
+def tight_findings(plan: Plan, certainty: Certainty) -> Iterator[Finding]:
+    """Yield a finding for each device whose largest expected peak exceeds its memory."""
+    chunks = plan.by_device()
+    for device in tight_devices(plan, certainty):
+        most, limit = certainty.device_bytes[device], memory_of(plan, chunks[device][0].memory_bytes)
+        message = (
+            f"device {device} may need {format_bytes(most)}, {format_bytes(most - limit)} over its "
+            f"{format_bytes(limit)}, if the prediction is as far off as earlier ones were"
+        )
+        hint = "solve with `--headroom auto`, which keeps the error range free"
+        yield finding("GP103", message, hint=hint, stage=chunks[device][0].index)
 
 
 def _edited(plan: Plan, now: Plan) -> list[Finding]:

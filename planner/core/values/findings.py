@@ -61,6 +61,15 @@ RULES: Final = (
         "free. Warnings change the exit code only with `check --strict`.",
     ),
     Rule(
+        code="GP103",
+        severity="note",
+        title="the largest expected peak of a device is above its memory",
+        meaning="The predicted peak fits, but predictions of this kind were off by more than what is free, or PyTorch "
+        "may reserve more than tensors need. The verdict is `tight`.",
+        why="Training may stop with an out-of-memory error on that device.",
+        remedy="Solve with `--headroom auto`, or compare a short run with the plan: `gpipe-plan verify`.",
+    ),
+    Rule(
         code="GP201",
         severity="error",
         title="the plan was made from another profile",

@@ -73,6 +73,8 @@ class Inputs:
     allreduce: Link | None = None
     """Link over which replicas sum their gradients; None if that costs nothing."""
     reserve_bytes: int = 0
+    headroom: float = field(default=0.0, metadata=LEFT_OUT)
+    """Share of each device's memory that `memory_bytes` leaves out, to stay free."""
     overhead_us: float = 0.0
     schedule: ScheduleName = "gpipe"
     """Schedule that the user allows."""

@@ -19,7 +19,7 @@ from planner.show.html.schedules import schedules_section
 from planner.show.html.timeline import timeline_data, timeline_section
 from planner.show.markup import element, safe
 from planner.show.step import Step
-from planner.show.views.certainty import peak_words, rate_words, step_words, why
+from planner.show.views.certainty import fit_words, peak_words, rate_words, step_words, why
 from planner.show.views.measured import pipeline_words
 from planner.show.views.memory import device_memory, fullest
 from planner.show.views.numbers import method_name, not_measured, percent
@@ -109,7 +109,7 @@ def _figures(plan: Plan, certainty: Certainty | None) -> list[_Figure]:
         ("step", step_words(plan, certainty), _certificate(plan)),
         ("samples/s", rate_words(plan, certainty), f"batch {plan.inputs.batch}"),
         ("bubble", percent(predicted.bubble), ideal_bubble(plan)),
-        ("peak memory", peak_words(plan, certainty), f"{nearest.share} of its limit"),
+        ("peak memory", peak_words(plan, certainty), f"{fit_words(plan, certainty)}; {nearest.share} of its limit"),
         ("recompute", percent(predicted.recompute_share), f"imbalance {predicted.imbalance:.2f}"),
     ]
 

@@ -19,7 +19,7 @@ from planner.show.terminal.rendering import BLANK, flow, heading, plain, render
 from planner.show.terminal.stages import recomputed_layers, stages_drawn
 from planner.show.terminal.style import Style
 from planner.show.terminal.timeline import timeline_parts
-from planner.show.views.certainty import peak_words, why
+from planner.show.views.certainty import fit_words, peak_words, why
 from planner.show.views.numbers import method_name, not_measured, percent, place_word
 from planner.show.views.plan import claim, figures, has_unlike_devices, headline, ideal_bubble
 
@@ -83,7 +83,8 @@ def _figures(plan: Plan, certainty: Certainty | None, style: Style) -> list[Text
     gap = f" {style.glyphs.dot} "
     if certainty is None:
         return [flow([step, speed, *shares], style, gap=gap)]
-    return [flow([step, speed, f"peak {peak_words(plan, certainty)}"], style, gap=gap), flow(shares, style, gap=gap)]
+    peak = f"peak {peak_words(plan, certainty)}"
+    return [flow([step, speed, peak, fit_words(plan, certainty)], style, gap=gap), flow(shares, style, gap=gap)]
 
 
 def _status(plan: Plan, style: Style) -> str:

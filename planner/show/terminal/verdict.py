@@ -14,6 +14,8 @@ from planner.show.terminal.memory import memory_parts
 from planner.show.terminal.rendering import BLANK, heading, plain, render
 from planner.show.terminal.style import Style
 
+_COLOR_OF_ANSWER = {"fits": "bold green", "tight": "bold yellow"}
+
 _COLORS = {"error": "bold red", "warning": "bold yellow", "note": "bold"}
 
 
@@ -45,7 +47,7 @@ def answer(verdict: Verdict) -> str:
     """Return a line that says if the plan fits, with the number of findings."""
     severities = [finding.severity for finding in verdict.findings]
     counts = [counted(severities.count(name), name) for name in ("error", "warning", "note") if name in severities]
-    words = "fits" if verdict.fits else _refusal(verdict)
+    words = (verdict.memory or "fits") if verdict.fits else _refusal(verdict)
     return f"{words} ({', '.join(counts)})" if counts else words
 
 
@@ -62,7 +64,7 @@ def _refusal(verdict: Verdict) -> str:
 
 def _answer(verdict: Verdict) -> Text:
     words, _, counts = answer(verdict).partition(" (")
-    return Text.assemble((words, "bold green" if verdict.fits else "bold red"), f" ({counts}" if counts else "")
+    return Text.assemble((words, _COLOR_OF_ANSWER.get(words, "bold red")), f" ({counts}" if counts else "")
 
 
 def rules_text(rules: Sequence[Rule], style: Style) -> str:

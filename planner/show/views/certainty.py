@@ -6,7 +6,7 @@ Without a `Certainty` (if the profile is missing), figures are printed as predic
 from collections.abc import Callable
 from math import ceil, floor, log10
 
-from planner.core.judge.certainty import Certainty
+from planner.core.judge.certainty import Certainty, memory_fit
 from planner.core.values.plan import Plan
 from planner.core.values.units import format_bytes, format_us, three_digits_end, unit_of_bytes, unit_of_us
 from planner.show.views.memory import device_memory, fullest
@@ -14,7 +14,10 @@ from planner.show.views.numbers import percent, rate
 
 
 def step_words(plan: Plan, certainty: Certainty | None) -> str:
-    """Return the step time with its range, `530 ms (500 to 590)`; `about 530 ms` if no similar run was measured."""
+    """Return the step time with its range, `530 ms (500 to 590)`; `about 530 ms` if no similar run was measured.
+
+    If the prediction lies outside the range, the range comes first: `570 to 710 ms (390 predicted)`.
+    """
     step_us = plan.predicted.step_us
     if certainty is None or not step_us:
         return format_us(step_us)
@@ -24,7 +27,7 @@ def step_words(plan: Plan, certainty: Certainty | None) -> str:
     step, low, high = (time_us / unit_us for time_us in (step_us, *certainty.step_us))
     # If the range is wider than the step, one digit of the step is kept.
     end = max(_digits_end(step, 1), min(three_digits_end(step), certain_end(low, high)))
-    return f"{_ending(step, end)} {unit} ({_ending(low, end, floor)} to {_ending(high, end, ceil)})"
+    return _with_range(step, (low, high), end, f" {unit}")
 
 
 def rate_words(plan: Plan, certainty: Certainty | None) -> str:
@@ -37,7 +40,24 @@ def rate_words(plan: Plan, certainty: Certainty | None) -> str:
         return _ending(per_s, min(1, _digits_end(per_s, 2)))
     high, low = (per_s * predicted.step_us / time_us for time_us in certainty.step_us)
     end = max(_digits_end(per_s, 1), min(1 if per_s < 1000 else 0, certain_end(low, high)))
-    return f"{_ending(per_s, end)} ({_ending(low, end, floor)} to {_ending(high, end, ceil)})"
+    return _with_range(per_s, (low, high), end, "")
+
+
+def _with_range(value: float, ends: tuple[float, float], end: int, unit: str) -> str:
+    """Return a predicted value and its range in words, first the range if the value lies outside."""
+    words = f"{_ending(ends[0], end, floor)} to {_ending(ends[1], end, ceil)}"
+    # The errors of a biased prediction are known, so the value alone would mislead.
+    is_outside = not ends[0] <= value <= ends[1]
+    return (
+        f"{words}{unit} ({_ending(value, end)} predicted)" if is_outside else f"{_ending(value, end)}{unit} ({words})"
+    )
+
+
+def fit_words(plan: Plan, certainty: Certainty | None) -> str:
+    """Return the result for the memory limits; `fits as predicted` if no similar peak was measured."""
+    fit = memory_fit(plan, certainty)
+    unknown = certainty is not None and not certainty.device_bytes
+    return "fits as predicted" if unknown and fit == "fits" else fit
 
 
 def peak_words(plan: Plan, certainty: Certainty | None) -> str:

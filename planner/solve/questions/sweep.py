@@ -52,9 +52,8 @@ def sweep_of(
     for count in reversed(counts):
         for cap in reversed(caps):
             progress(f"{count} x {cap / 1e9:g} GB", len(answers), len(counts) * len(caps))
-            usable = int(cap * (1 - headroom))
             # A plan has no use for more devices than layers.
-            asked = _question(request, min(count, len(profile.layers)), usable)
+            asked = _question(request, min(count, len(profile.layers)), cap, headroom)
             larger = _answer_of_larger(answers, asked, (count, cap))
             answers[count, cap] = _solved(profile, asked, table) if larger is None else larger
     cells = tuple(_cell(count, cap, answers[count, cap]) for count in counts for cap in caps)
@@ -68,8 +67,9 @@ def sweep_of(
     )
 
 
-def _question(request: Request, devices: int, cap: int) -> Request:
-    return replace(request, inputs=replace(request.inputs, devices=devices, memory_bytes=(cap,) * devices))
+def _question(request: Request, devices: int, cap: int, headroom: float) -> Request:
+    usable = (int(cap * (1 - headroom)),) * devices
+    return replace(request, inputs=replace(request.inputs, devices=devices, memory_bytes=usable, headroom=headroom))
 
 
 def _answer_of_larger(

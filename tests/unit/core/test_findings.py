@@ -81,6 +81,7 @@ def _extrapolated() -> Verdict:
 PROVOKED = {
     "GP101": lambda: api.check(gate.plan(), profile=gate.profile(), mem="900kB"),
     "GP102": lambda: api.check(gate.plan(), profile=gate.profile(), headroom="9%"),
+    "GP103": lambda: api.check(gate.plan(), profile=gate.profile(), mem="920kB"),
     "GP201": lambda: api.check(gate.plan(), profile=gate.profile(widened=1)),
     "GP202": _renamed,
     "GP203": _edited,
