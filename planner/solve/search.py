@@ -248,12 +248,12 @@ def _searched_on(searched: _Searched, deadline: Deadline) -> _Searched:
     best, answers = searched.best, dict(searched.answers)
     if best is None or searched.bound_us >= best.step_us:
         return searched
-    from planner.solve.chunks.search import search_on  # noqa: PLC0415
+    from planner.solve.chunks.search import improve_answer  # noqa: PLC0415
 
     able = [a for a in answers.values() if _has_linear_program(a.case.schedule) and a.case.policy != "layers"]
     found = sorted((a for a in able if a.partition is not None), key=lambda answer: answer.step_us)
     for answer in found[:_NEAREST_CASES]:
-        better = answers[_Key.of(answer.case)] = search_on(answer, deadline=deadline)
+        better = answers[_Key.of(answer.case)] = improve_answer(answer, deadline=deadline)
         best = better if better.step_us < best.step_us else best
     return searched._replace(best=best, answers=answers)
 

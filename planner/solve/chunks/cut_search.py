@@ -10,26 +10,26 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from planner.solve.chunks.descent import BATCH, ROWS, Descent, Place
+from planner.solve.chunks.descent import BATCH, ROWS, Candidate, Descent
 from planner.solve.chunks.fitting import Fitting
 from planner.solve.progress import Progress
 from planner.solve.space.arrays import BoolArray, IntArray
 from planner.solve.space.partitions import Evaluator
 
-_PICKED = 12
+_MOST_PICKED = 12
 """How many moves of a batch, the fastest, have their recomputation chosen."""
 
 _FRUITLESS, _FRUITLESS_ALONE = 4, 12
 """Restarts in a row without a better plan, after which there are no more: bounded effort, or not."""
 
-_FRUITLESS_ON = 100
+_FRUITLESS_FROM_BEST = 100
 """The same of the best plan of a question."""
 
 _PROMISING, _PROMISING_ALONE = 1.05, 1.25
 """A partition is not begun with anew if it is slower than the best by more than this: bounded effort, or not."""
 
 
-class CutSearch(Descent[Place]):
+class CutSearch(Descent[Candidate]):
     """A search over cuts and recomputation for one number of devices."""
 
     def __init__(self, progress: Progress, evaluator: Evaluator) -> None:
@@ -40,75 +40,75 @@ class CutSearch(Descent[Place]):
         """Searches from each of some cuts, shape (S+1,), and simulates so many actions at most."""
         is_bounded = self.progress.effort.is_bounded
         self.descend(
-            (self._placed(cuts[None], self._fitting.fastest(1)) for cuts in starts),
+            (self._evaluate(cuts[None], self._fitting.fastest(1)) for cuts in starts),
             most_actions,
             fruitless=_FRUITLESS if is_bounded else _FRUITLESS_ALONE,
             promising=_PROMISING if is_bounded else _PROMISING_ALONE,
         )
 
-    def search_on(self, cuts: IntArray, choices: IntArray, most_actions: int) -> None:
+    def search_from(self, cuts: IntArray, choices: IntArray, most_actions: int) -> None:
         """Searches from the best partition of a question; cuts of shape (S+1,), choices of shape (S,)."""
         is_open = np.full((1, self.evaluator.num_devices), False)
-        self.descend([self._placed(cuts[None], choices[None], is_open)], most_actions, fruitless=_FRUITLESS_ON)
+        self.descend([self._evaluate(cuts[None], choices[None], is_open)], most_actions, fruitless=_FRUITLESS_FROM_BEST)
 
-    def best_of(self, place: Place, cuts: IntArray) -> Place:
+    def pick_best(self, candidate: Candidate, cuts: IntArray) -> Candidate:
         """The best of those that are the fastest, or hold least, with the recomputation there is."""
-        choices = np.repeat(place.choices[None], len(cuts), axis=0)
-        if place.over_bytes == 0:
+        choices = np.repeat(candidate.choices[None], len(cuts), axis=0)
+        if candidate.over_bytes == 0:
             step_us = self.progress.simulate(self.evaluator, cuts, choices)
-            picked = np.argsort(step_us, kind="stable")[:_PICKED]
+            picked = np.argsort(step_us, kind="stable")[:_MOST_PICKED]
         else:
             self.progress.effort.spent += self.evaluator.num_actions
-            picked = np.argsort(self.evaluator.over_bytes(cuts, choices).sum(axis=1), kind="stable")[:_PICKED]
+            picked = np.argsort(self.evaluator.over_bytes(cuts, choices).sum(axis=1), kind="stable")[:_MOST_PICKED]
         cuts, choices = cuts[picked], choices[picked]
-        changed = (cuts[:, :-1] != place.cuts[:-1]) | (cuts[:, 1:] != place.cuts[1:])
+        changed = (cuts[:, :-1] != candidate.cuts[:-1]) | (cuts[:, 1:] != candidate.cuts[1:])
         is_open = np.stack([changed[:, list(chunks)].any(axis=1) for chunks in self.evaluator.chunks], axis=1)
-        return self._placed(cuts, choices, is_open)
+        return self._evaluate(cuts, choices, is_open)
 
-    def others(self, place: Place) -> Iterator[Place]:
+    def other_recomputations(self, candidate: Candidate) -> Iterator[Candidate]:
         """Other recomputations of one device; none where nothing is recomputed."""
-        choices = self._other_choices(place)
+        choices = self._other_choices(candidate)
         for first in range(0, len(choices), ROWS):
             self.progress.deadline.check()
             some = choices[first : first + ROWS]
-            yield self._placed(np.repeat(place.cuts[None], len(some), axis=0), some)
+            yield self._evaluate(np.repeat(candidate.cuts[None], len(some), axis=0), some)
             if self.is_over:
                 return
 
-    def shaken(self, place: Place) -> Place:
+    def perturb(self, candidate: Candidate) -> Candidate:
         """The partition after a few moves at random, or with a few choices at random where the cuts are fixed."""
-        cuts, choices = place.cuts, place.choices.copy()
+        cuts, choices = candidate.cuts, candidate.choices.copy()
         is_open = np.full((1, self.evaluator.num_devices), True)
         if len(self.moves):
-            return self._placed(self.drawn(cuts)[None], choices[None], is_open)
+            return self._evaluate(self.random_cuts(cuts)[None], choices[None], is_open)
         for _ in range(self.random.randint(2, 4)):
             device = self.random.randrange(self.evaluator.num_devices)
-            choices[list(self.evaluator.chunks[device])] = self.random.choice(self._fitting.ways.tolist())
+            choices[list(self.evaluator.chunks[device])] = self.random.choice(self._fitting.combinations.tolist())
             is_open[0, device] = False
-        return self._placed(cuts[None], choices[None], is_open)
+        return self._evaluate(cuts[None], choices[None], is_open)
 
-    def _placed(self, cuts: IntArray, choices: IntArray, is_open: BoolArray | None = None) -> Place:
+    def _evaluate(self, cuts: IntArray, choices: IntArray, is_open: BoolArray | None = None) -> Candidate:
         """The best of some partitions, recomputation chosen on open devices."""
         if is_open is None and len(cuts) == 1:
             is_open = np.full((1, self.evaluator.num_devices), True)
         if is_open is not None:
-            choices = self._fitting.fitted(cuts, choices, is_open)
+            choices = self._fitting.fit(cuts, choices, is_open)
         self.progress.effort.spent += self.evaluator.num_actions + BATCH
         over = self.evaluator.over_bytes(cuts, choices).sum(axis=1)
         if over.min() > 0:
             at = int(over.argmin())
-            return Place(cuts=cuts[at], choices=choices[at], over_bytes=float(over[at]))
+            return Candidate(cuts=cuts[at], choices=choices[at], over_bytes=float(over[at]))
         step_us = self.progress.simulate_fitting(self.evaluator, cuts, choices, over <= 0)
         at = int(step_us.argmin())
-        return Place(cuts=cuts[at], choices=choices[at], step_us=float(step_us[at]))
+        return Candidate(cuts=cuts[at], choices=choices[at], step_us=float(step_us[at]))
 
-    def _other_choices(self, place: Place) -> IntArray:
+    def _other_choices(self, candidate: Candidate) -> IntArray:
         """Every other recomputation of one device, shape (N, S); none where nothing is recomputed."""
-        allowed, ways = self.evaluator.allowed, self._fitting.ways
-        if place.over_bytes == 0 and (place.choices == allowed[0]).all():
+        allowed, combinations = self.evaluator.allowed, self._fitting.combinations
+        if candidate.over_bytes == 0 and (candidate.choices == allowed[0]).all():
             return np.empty((0, self.evaluator.num_stages), dtype=np.int64)
-        every = np.repeat(place.choices[None], len(ways) * self.evaluator.num_devices, axis=0)
+        every = np.repeat(candidate.choices[None], len(combinations) * self.evaluator.num_devices, axis=0)
         for device, chunks in enumerate(self.evaluator.chunks):
-            every[device * len(ways) : (device + 1) * len(ways), list(chunks)] = ways
-        others: IntArray = every[(every != place.choices).any(axis=1)]
-        return others
+            every[device * len(combinations) : (device + 1) * len(combinations), list(chunks)] = combinations
+        other_recomputations: IntArray = every[(every != candidate.choices).any(axis=1)]
+        return other_recomputations

@@ -35,12 +35,12 @@ _SINGLE_STEPS, _STEPS = (-4, -2, -1, 1, 2, 4), (-2, -1, 1, 2)
 _ALL_LENGTHS = 8
 """Blocks of up to so many cuts are moved, and of every other length that is half as long again."""
 
-_SHAKEN = 2, 8
+_PERTURBATIONS = 2, 8
 """So many moves at random, from the one to the other, lead away from where a search stands."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class Candidate:
     """A partition: where a search stands."""
 
     cuts: IntArray
@@ -55,15 +55,15 @@ class Place:
         """By how much it is over, then what it takes."""
         return self.over_bytes, self.step_us
 
-    def beats(self, other: "Place") -> bool:
+    def beats(self, other: "Candidate") -> bool:
         """Whether it is over by fewer bytes, or else faster."""
         return self.rank < (other.over_bytes, other.step_us * (1 - SAME))
 
 
-Here = TypeVar("Here", bound=Place)
+CandidateT = TypeVar("CandidateT", bound=Candidate)
 
 
-class Descent(ABC, Generic[Here]):
+class Descent(ABC, Generic[CandidateT]):
     """A search over cuts, and what to recompute in them, for one number of devices.
 
     Args:
@@ -79,15 +79,15 @@ class Descent(ABC, Generic[Here]):
         self._ends = 0
 
     @abstractmethod
-    def best_of(self, place: Here, cuts: IntArray) -> Here:
-        """The best partition with some of `cuts`, each a move away from `place`; shape (N, S+1)."""
+    def pick_best(self, candidate: CandidateT, cuts: IntArray) -> CandidateT:
+        """The best partition with some of `cuts`, each a move away from `candidate`; shape (N, S+1)."""
 
     @abstractmethod
-    def others(self, place: Here) -> Iterator[Here]:
+    def other_recomputations(self, candidate: CandidateT) -> Iterator[CandidateT]:
         """The best of each batch of partitions with the same cuts that recompute otherwise."""
 
     @abstractmethod
-    def shaken(self, place: Here) -> Here:
+    def perturb(self, candidate: CandidateT) -> CandidateT:
         """The partition after a few changes at random."""
 
     @property
@@ -95,59 +95,61 @@ class Descent(ABC, Generic[Here]):
         """Whether no effort is left."""
         return self.progress.effort.spent >= self._ends or self.progress.effort.left <= 0
 
-    def descend(self, starts: Iterable[Here], most_actions: int, *, fruitless: int, promising: float = inf) -> None:
+    def descend(
+        self, starts: Iterable[CandidateT], most_actions: int, *, fruitless: int, promising: float = inf
+    ) -> None:
         """Goes downhill from each start, and then from the best place anew.
 
         Args:
             starts: Where to begin.
             most_actions: How many actions it may simulate.
             fruitless: Restarts in a row without a better plan, after which there are no more.
-            promising: A place is not begun with anew if it is slower than the best plan by more than this.
+            promising: A candidate is not begun with anew if it is slower than the best plan by more than this.
         """
         self._ends = self.progress.effort.spent + most_actions
-        best: Here | None = None
+        best: CandidateT | None = None
         for start in starts:
-            place = self._downhill(start)
-            best = place if best is None or place.beats(best) else best
+            candidate = self._downhill(start)
+            best = candidate if best is None or candidate.beats(best) else best
             if self.is_over:
                 break
         left = fruitless
         while best is not None and left and not self.is_over:
             if best.over_bytes == 0 and best.step_us > self.progress.upper_us * promising:
                 break
-            place = self._downhill(self.shaken(best))
-            left = fruitless if place.beats(best) else left - 1
-            best = place if not best.beats(place) else best
+            candidate = self._downhill(self.perturb(best))
+            left = fruitless if candidate.beats(best) else left - 1
+            best = candidate if not best.beats(candidate) else best
 
-    def drawn(self, cuts: IntArray) -> IntArray:
+    def random_cuts(self, cuts: IntArray) -> IntArray:
         """Cuts after a few moves at random, as far as these may be."""
-        for _ in range(self.random.randint(*_SHAKEN)):
+        for _ in range(self.random.randint(*_PERTURBATIONS)):
             other = cuts + self.moves[self.random.randrange(len(self.moves))]
             if len(self._legal(other[None])):
                 cuts = other
         return cuts
 
-    def _downhill(self, place: Here) -> Here:
+    def _downhill(self, candidate: CandidateT) -> CandidateT:
         """The nearest partition of which no neighbour is better."""
         while not self.is_over:
-            better = next((n for n in self._neighbours(place) if n.beats(place)), None)
+            better = next((n for n in self._neighbors(candidate) if n.beats(candidate)), None)
             if better is None:
                 break
-            place = better
-        return place
+            candidate = better
+        return candidate
 
-    def _neighbours(self, place: Here) -> Iterator[Here]:
+    def _neighbors(self, candidate: CandidateT) -> Iterator[CandidateT]:
         """The best of each batch of moves, as long as the effort lasts."""
         order = list(range(len(self.moves)))
         self.random.shuffle(order)
         for first in range(0, len(order), ROWS):
             self.progress.deadline.check()
-            cuts = self._legal(place.cuts + self.moves[order[first : first + ROWS]])
+            cuts = self._legal(candidate.cuts + self.moves[order[first : first + ROWS]])
             if len(cuts):
-                yield self.best_of(place, cuts)
+                yield self.pick_best(candidate, cuts)
             if self.is_over:
                 return
-        yield from self.others(place)
+        yield from self.other_recomputations(candidate)
 
     def _legal(self, cuts: IntArray) -> IntArray:
         """The cuts without empty stages that keep the rules."""

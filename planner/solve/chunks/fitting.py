@@ -20,7 +20,7 @@ import numpy as np
 from planner.solve.space.arrays import BoolArray, FloatArray, IntArray
 from planner.solve.space.partitions import Evaluator
 
-_MOST_WAYS = 81
+_MOST_COMBINATIONS = 81
 """Ways to choose for one device: with more, chunks are recomputed from the first one on."""
 
 
@@ -33,10 +33,10 @@ class Fitting:
     @property
     def is_exhaustive(self) -> bool:
         """Whether all ways to choose are looked at."""
-        return bool(len(self._evaluator.allowed) ** self._evaluator.case.chunks <= _MOST_WAYS)
+        return bool(len(self._evaluator.allowed) ** self._evaluator.case.chunks <= _MOST_COMBINATIONS)
 
     @cached_property
-    def ways(self) -> IntArray:
+    def combinations(self) -> IntArray:
         """Choices for the chunks of one device, the fastest first; shape (ways, V)."""
         allowed, num_chunks = self._evaluator.allowed, self._evaluator.case.chunks
         if self.is_exhaustive:
@@ -49,7 +49,7 @@ class Fitting:
         """As little recomputation as is allowed, shape (N, S)."""
         return np.full((num_partitions, self._evaluator.num_stages), self._evaluator.allowed[0])
 
-    def fitted(self, cuts: IntArray, choices: IntArray, is_open: BoolArray) -> IntArray:
+    def fit(self, cuts: IntArray, choices: IntArray, is_open: BoolArray) -> IntArray:
         """The least recomputation that fits, shape (N, S); what is over by least where none does.
 
         Args:
@@ -58,43 +58,45 @@ class Fitting:
             is_open: Whose choices may change, shape (N, K).
         """
         evaluator = self._evaluator
-        fitted = np.where(self._by_stage(is_open), evaluator.allowed[0], choices)
+        fitted = np.where(self._for_stages(is_open), evaluator.allowed[0], choices)
         rows = np.flatnonzero((evaluator.over_bytes(cuts, fitted) > 0).any(axis=1))
-        if not len(rows) or len(self.ways) == 1:
+        if not len(rows) or len(self.combinations) == 1:
             return fitted
-        over = self.over_by_way(cuts[rows])
-        ways = np.lexsort((self._again_us(cuts[rows]), over), axis=1)[:, 0]
+        over = self.over_by_combination(cuts[rows])
+        combinations = np.lexsort((self._recompute_us(cuts[rows]), over), axis=1)[:, 0]
         best = np.empty((len(rows), evaluator.num_stages), dtype=np.int64)
         for device, chunks in enumerate(evaluator.chunks):
-            best[:, list(chunks)] = self.ways[ways[:, device]]
-        fitted[rows] = np.where(self._by_stage(is_open[rows]), best, choices[rows])
+            best[:, list(chunks)] = self.combinations[combinations[:, device]]
+        fitted[rows] = np.where(self._for_stages(is_open[rows]), best, choices[rows])
         return fitted
 
     def minimal(self, over: FloatArray) -> list[IntArray]:
         """For each device the ways that fit and are minimal.
 
         Args:
-            over: Of one partition, as `over_by_way` gives it: shape (ways, K).
+            over: Of one partition, as `over_by_combination` gives it: shape (ways, K).
         """
-        lower = (self.ways[:, None] <= self.ways[None]).all(axis=2) & ~np.eye(len(self.ways), dtype=bool)
+        lower = (self.combinations[:, None] <= self.combinations[None]).all(axis=2) & ~np.eye(
+            len(self.combinations), dtype=bool
+        )
         found = []
         for device in range(self._evaluator.num_devices):
             fits = over[:, device] <= 0
             found.append(np.flatnonzero(fits & ~(lower & fits[:, None]).any(axis=0)))
         return found
 
-    def over_by_way(self, cuts: IntArray) -> FloatArray:
-        """By how much devices are over their caps with each of `ways`, shape (N, ways, K)."""
-        return self._evaluator.over_by_way(cuts, np.searchsorted(self._evaluator.allowed, self.ways))
+    def over_by_combination(self, cuts: IntArray) -> FloatArray:
+        """By how much devices are over their caps with each of `combinations`, shape (N, ways, K)."""
+        return self._evaluator.over_by_combination(cuts, np.searchsorted(self._evaluator.allowed, self.combinations))
 
-    def _again_us(self, cuts: IntArray) -> FloatArray:
-        """What devices compute again with each of `ways`, for a micro-batch and roughly; shape (N, ways, K)."""
+    def _recompute_us(self, cuts: IntArray) -> FloatArray:
+        """What devices compute again with each of `combinations`, for a micro-batch and roughly; shape (N, ways, K)."""
         forward_us = np.diff(self._evaluator.case.sums.forward_us[cuts], axis=1)
         # Of two that recompute the same, the last micro-batch decides.
-        weights = np.where(self.ways > 0, 1 + self.ways * 1e-3, 0.0)
+        weights = np.where(self.combinations > 0, 1 + self.combinations * 1e-3, 0.0)
         return np.stack([forward_us[:, list(chunks)] @ weights.T for chunks in self._evaluator.chunks], axis=2)
 
-    def _by_stage(self, by_device: BoolArray) -> BoolArray:
+    def _for_stages(self, by_device: BoolArray) -> BoolArray:
         """What holds for devices, for each of their stages."""
         by_stage = np.empty((len(by_device), self._evaluator.num_stages), dtype=bool)
         for device, chunks in enumerate(self._evaluator.chunks):

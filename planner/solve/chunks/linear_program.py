@@ -39,7 +39,7 @@ _MOST_LAYERS = 160
 """In longer chains memory does not count: tables of all stages would take too much of it themselves."""
 
 
-class Ways(NamedTuple):
+class RecomputeColumns(NamedTuple):
     """How a stage may be recomputed."""
 
     columns: list[dict[int, int]]
@@ -49,7 +49,7 @@ class Ways(NamedTuple):
 
 
 @dataclass(slots=True)
-class Lines:
+class Constraints:
     """The rows of a program, each of them a sum that is at least 0, or 0."""
 
     columns: list[int] = field(default_factory=list)
@@ -79,28 +79,28 @@ class LinearProgram:
 
     Args:
         evaluator: The partitions.
-        near: Cuts at which memory is looked at, shape (S+1,).
+        reference_cuts: Cuts at which memory is looked at, shape (S+1,).
         scale_us: About what a step takes.
     """
 
-    def __init__(self, evaluator: Evaluator, near: IntArray, *, scale_us: float) -> None:
+    def __init__(self, evaluator: Evaluator, reference_cuts: IntArray, *, scale_us: float) -> None:
         self.evaluator, self.unit_us = evaluator, scale_us / _SCALED_STEP
         self._L, self._S = evaluator.case.costs.num_layers, evaluator.num_stages
         self._W = self._L - self._S
         self.upper: list[float] = [1.0] * ((self._S - 1) * self._W)
         """What every column is at most; the first are y, shape (S-1, L-S)."""
-        self.lines = Lines()
-        self._cuts_in_order()
+        self.constraints = Constraints()
+        self._add_cut_constraints()
         recomputing = evaluator.allowed[1:]
         self._choices = [[choice] for choice in recomputing]
         """The choices that each way stands for."""
         if evaluator.case.policy == "layers":
             self._choices = [recomputing]
-        self.ways = self._ways_with_memory(near)
+        self.recomputation = self._add_memory_constraints(reference_cuts)
         """Of every stage; None where memory counts for nothing."""
         self.step = self._column()
         """The column that is to be least."""
-        self._times()
+        self._add_time_constraints()
 
     def _column(self, upper: float = np.inf) -> int:
         self.upper.append(upper)
@@ -111,21 +111,21 @@ class LinearProgram:
         if not value.factors:
             return value
         column = self._column()
-        self.lines.add(Linear({column: 1.0}) - value, is_equal=True)
+        self.constraints.add(Linear({column: 1.0}) - value, is_equal=True)
         return Linear({column: 1.0})
 
     # ---- cuts
 
-    def _cuts_in_order(self) -> None:
+    def _add_cut_constraints(self) -> None:
         for s in range(1, self._S):
             for j in range(self._W):
                 column = (s - 1) * self._W + j
                 if j + 1 < self._W:
-                    self.lines.add(Linear({column: 1.0, column + 1: -1.0}))
+                    self.constraints.add(Linear({column: 1.0, column + 1: -1.0}))
                 if s + 1 < self._S:
-                    self.lines.add(Linear({column + self._W: 1.0, column: -1.0}))
+                    self.constraints.add(Linear({column + self._W: 1.0, column: -1.0}))
 
-    def _before(self, cut: int, weights: FloatArray) -> Linear:
+    def _sum_before(self, cut: int, weights: FloatArray) -> Linear:
         """The weights of all layers in front of a cut."""
         if cut in (0, self._S):
             return Linear({}, float(weights.sum()) if cut else 0.0)
@@ -133,12 +133,12 @@ class LinearProgram:
         factors = {first + j: float(w) for j, w in enumerate(weights[cut : cut + self._W].tolist()) if w}
         return Linear(factors, float(weights[:cut].sum()))
 
-    def _of_stage(self, stage: int, weights: FloatArray) -> Linear:
-        return self._before(stage + 1, weights) - self._before(stage, weights)
+    def _stage_sum(self, stage: int, weights: FloatArray) -> Linear:
+        return self._sum_before(stage + 1, weights) - self._sum_before(stage, weights)
 
     # ---- times
 
-    def _times(self) -> None:
+    def _add_time_constraints(self) -> None:
         evaluator = self.evaluator
         case, costs, unit = evaluator.case, evaluator.case.costs, self.unit_us
         speeds = evaluator.speeds
@@ -146,51 +146,51 @@ class LinearProgram:
         forward_us = np.where(costs.has_backward, costs.forward_us, 0.0)
 
         def stages(layer_us: FloatArray, more: float) -> list[Linear]:
-            return [self._defined(self._of_stage(s, layer_us / (speeds[s] * unit)) + more) for s in range(self._S)]
+            return [self._defined(self._stage_sum(s, layer_us / (speeds[s] * unit)) + more) for s in range(self._S)]
 
         forward = stages(costs.forward_us, overhead)
         alone = stages(costs.backward_us, overhead)
         again = last_again = [Linear()] * self._S
-        if self.ways is not None:
+        if self.recomputation is not None:
             in_last = [n for n, choices in enumerate(self._choices) if 1 not in choices]
-            again = self._again(forward_us / unit, range(len(self._choices)))
-            last_again = self._again(forward_us / unit, in_last)
+            again = self._recompute_times(forward_us / unit, range(len(self._choices)))
+            last_again = self._recompute_times(forward_us / unit, in_last)
         elif 0 not in evaluator.allowed:
             again = stages(forward_us, 0.0)
             last_again = again if 1 not in evaluator.allowed else last_again
-        durations = {"F": forward, "B": _added(alone, again)}
-        last = {"F": forward, "B": _added(alone, last_again)}
+        durations = {"F": forward, "B": _pairwise_sums(alone, again)}
+        last = {"F": forward, "B": _pairwise_sums(alone, last_again)}
         if case.schedule.splits_backward:
             halves = stages(costs.halves.input_us, overhead), stages(costs.halves.weight_us, overhead)
-            durations |= {"I": _added(halves[0], again), "W": halves[1]}
-            last |= {"I": _added(halves[0], last_again), "W": halves[1]}
+            durations |= {"I": _pairwise_sums(halves[0], again), "W": halves[1]}
+            last |= {"I": _pairwise_sums(halves[0], last_again), "W": halves[1]}
         sends = [self._send(s) for s in range(self._S)]
         times = Times(durations, last, sends, evaluator.blocking.tolist())
-        carried = clocks(evaluator.actions, times, begin=Linear(), later_of=self._later)
+        carried = clocks(evaluator.actions, times, begin=Linear(), later_of=self._maximum)
         own = [
-            sum((self._of_stage(s, costs.optimizer_us / (speeds[s] * unit)) for s in chunks), start=Linear())
+            sum((self._stage_sum(s, costs.optimizer_us / (speeds[s] * unit)) for s in chunks), start=Linear())
             for chunks in evaluator.chunks
         ]
         step = Linear({self.step: 1.0})
         if case.schedule.splits_backward:
             for begin, end, more in zip(carried.begins, carried.ends, own, strict=True):
-                self.lines.add(step - (end + more - begin))
+                self.constraints.add(step - (end + more - begin))
             return
         pipeline = Linear({self._column(): 1.0})
         for end in carried.ends:
-            self.lines.add(pipeline - end)
+            self.constraints.add(pipeline - end)
         hidden = Linear()
         for device, more in enumerate(own):
-            self.lines.add(step - (pipeline + more) + hidden)
+            self.constraints.add(step - (pipeline + more) + hidden)
             hidden = hidden + forward[device] + alone[device]
             hidden = hidden + sends[device] + sends[device]
 
-    def _again(self, forward_us: FloatArray, ways: Iterable[int]) -> list[Linear]:
+    def _recompute_times(self, forward_us: FloatArray, options: Iterable[int]) -> list[Linear]:
         """What each stage computes again in some of the ways."""
-        assert self.ways is not None
-        columns = [[stage.columns[way] for way in ways] for stage in self.ways]
+        assert self.recomputation is not None
+        columns = [[stage.columns[option] for option in options] for stage in self.recomputation]
         return [
-            self._defined(Linear({column: forward_us[n] / speed for way in some for n, column in way.items()}))
+            self._defined(Linear({column: forward_us[n] / speed for option in some for n, column in option.items()}))
             for some, speed in zip(columns, self.evaluator.speeds, strict=True)
         ]
 
@@ -200,40 +200,40 @@ class LinearProgram:
             return Linear()
         crossing = self.evaluator.crossing_us[stage] / self.unit_us
         # What it grows by where the cut moves on by one layer.
-        return self._defined(self._before(stage + 1, np.diff(crossing)) + float(crossing[0]))
+        return self._defined(self._sum_before(stage + 1, np.diff(crossing)) + float(crossing[0]))
 
-    def _later(self, one: Linear, other: Linear) -> Linear:
+    def _maximum(self, one: Linear, other: Linear) -> Linear:
         if not one or not other:
             return one or other
         column = self._column()
         for clock in (one, other):
-            self.lines.add(Linear({column: 1.0}) - clock)
+            self.constraints.add(Linear({column: 1.0}) - clock)
         return Linear({column: 1.0})
 
     # ---- memory
 
-    def _ways_with_memory(self, near: IntArray) -> list[Ways] | None:
+    def _add_memory_constraints(self, reference_cuts: IntArray) -> list[RecomputeColumns] | None:
         """The ways of all stages; None where memory counts for nothing."""
         evaluator = self.evaluator
         if 0 not in evaluator.allowed or evaluator.case.costs.ties or self._L > _MOST_LAYERS:
             return None
-        if (evaluator.over_bytes(near[None], np.zeros((1, self._S), dtype=np.int64)) <= 0).all():
+        if (evaluator.over_bytes(reference_cuts[None], np.zeros((1, self._S), dtype=np.int64)) <= 0).all():
             return None
-        ways = [self._ways_of(s) for s in range(self._S)]
+        recomputation = [self._recompute_columns(s) for s in range(self._S)]
         whole = Evaluator(evaluator.case, evaluator.num_devices, width=self._W + 1)
         for device, moments in enumerate(whole.moments):
-            for moment in self._fullest(whole, device, near):
+            for moment in self._fullest(whole, device, reference_cuts):
                 room = Linear({}, evaluator.case.caps_bytes[device])
                 for chunk, s in enumerate(evaluator.chunks[device]):
                     counts = moments[moment, chunk]
                     handed_over = most_handed_over_bytes(evaluator.case.costs, counts) * (
                         s - 1 in evaluator.chunks[device]
                     )
-                    room = room - self._held(whole, counts, ways[s], s) + handed_over
-                self.lines.add(room.times(1 / evaluator.case.caps_bytes[device]))
-        return ways
+                    room = room - self._least_bytes(whole, counts, recomputation[s], s) + handed_over
+                self.constraints.add(room.times(1 / evaluator.case.caps_bytes[device]))
+        return recomputation
 
-    def _ways_of(self, stage: int) -> Ways:
+    def _recompute_columns(self, stage: int) -> RecomputeColumns:
         """New columns, and the rows that hold them to the layers of the stage."""
         layers = range(stage, stage + self._W + 1)
         columns = [{n: self._column(1.0) for n in layers} for _ in self._choices]
@@ -241,28 +241,28 @@ class LinearProgram:
         for n in layers:
             only = np.zeros(self._L)
             only[n] = 1.0
-            rows[n] = len(self.lines.starts)
-            self.lines.add(self._of_stage(stage, only) + Linear({way[n]: -1.0 for way in columns}))
-        return Ways(columns, rows)
+            rows[n] = len(self.constraints.starts)
+            self.constraints.add(self._stage_sum(stage, only) + Linear({option[n]: -1.0 for option in columns}))
+        return RecomputeColumns(columns, rows)
 
-    def _fullest(self, whole: Evaluator, device: int, near: IntArray) -> list[int]:
+    def _fullest(self, whole: Evaluator, device: int, reference_cuts: IntArray) -> list[int]:
         """The moments at which a device holds most, if its stages are recomputed alike or all but one are."""
         moments, chunks = whole.moments[device], whole.chunks[device]
         alive = np.empty((len(self.evaluator.allowed), len(chunks), len(moments)))
         for chunk, s in enumerate(chunks):
-            place = near[s + 1], max(0, near[s] - near[s + 1] + whole.width)
-            for way, choice in enumerate(self.evaluator.allowed):
-                alive[way, chunk] = moments[:, chunk] @ whole.parts[choice, *place][1:]
+            place = reference_cuts[s + 1], max(0, reference_cuts[s] - reference_cuts[s + 1] + whole.width)
+            for option, choice in enumerate(self.evaluator.allowed):
+                alive[option, chunk] = moments[:, chunk] @ whole.parts[choice, *place][1:]
         alike = alive.sum(axis=1)
         return sorted(
             {
-                int((alike[way] + alive[other, chunk] - alive[way, chunk]).argmax())
-                for way, other in product(range(len(alive)), repeat=2)
+                int((alike[option] + alive[other, chunk] - alive[option, chunk]).argmax())
+                for option, other in product(range(len(alive)), repeat=2)
                 for chunk in range(len(chunks))
             }
         )
 
-    def _held(self, whole: Evaluator, counts: FloatArray, ways: Ways, stage: int) -> Linear:
+    def _least_bytes(self, whole: Evaluator, counts: FloatArray, recompute: RecomputeColumns, stage: int) -> Linear:
         """What a stage holds at least with so many of each part."""
         tables, most_saved = whole.held_bytes(counts), np.full(self._L, -np.inf)
         kept_table = tables[0]
@@ -271,17 +271,17 @@ class LinearProgram:
             kept_table = np.minimum(kept_table, least)
         kept, least_bytes = _linear(kept_table)
         changed: dict[int, float] = {}
-        for columns, choices in zip(ways.columns, self._choices, strict=True):
+        for columns, choices in zip(recompute.columns, self._choices, strict=True):
             dropped, dropped_least_bytes = _linear(np.min(tables[choices], axis=0))
             # With its stage or by itself, whichever takes off more.
             saved = np.maximum(kept - dropped, most_saved)
             changed |= {column: -float(saved[n]) for n, column in columns.items()}
             least_bytes = min(least_bytes, dropped_least_bytes)
-        return self._of_stage(stage, kept) + Linear(changed) + least_bytes
+        return self._stage_sum(stage, kept) + Linear(changed) + least_bytes
 
 
-def _added(some: list[Linear], others: list[Linear]) -> list[Linear]:
-    return [one + other for one, other in zip(some, others, strict=True)]
+def _pairwise_sums(first: list[Linear], second: list[Linear]) -> list[Linear]:
+    return [one + other for one, other in zip(first, second, strict=True)]
 
 
 def _linear(table: FloatArray) -> tuple[FloatArray, float]:

@@ -34,16 +34,16 @@ from planner.solve.space.case import Case, cuts_and_choices
 from planner.solve.space.partitions import Evaluator
 from planner.solve.space.prefixes import Least, Prefixes
 
-_MOST_OF_ONE, _BATCHES, _SHARE = 20_000, 60, 4
+_MOST_OF_SEARCH, _BATCHES, _SHARE = 20_000, 60, 4
 """Where effort is bounded, one search has so many actions or batches at most, and its share of what is left."""
 
-_MOST_OF_ONE_ALONE = 100_000
+_MOST_OF_SEARCH_ALONE = 100_000
 """Actions that one search may simulate if effort is not bounded: some tenths of a second."""
 
 _MOST_OF_BOUND_ALONE = 400_000
 """Cost of a lower bound, in simulated actions that take as long, if effort is not bounded."""
 
-_MOST_ON = 600_000
+_MOST_FROM_BEST = 600_000
 """Actions that a search may simulate that starts from the best plan of a case."""
 
 _MOST_OF_BOUND, _ROWS_SQUARED = 10_000, 50
@@ -74,23 +74,25 @@ def search_chunks(case: Case, *, upper_us: float = inf, deadline: Deadline = NEV
 
 def _search_all(progress: Progress) -> None:
     effort = progress.effort
-    for evaluator, least_us in by_devices(progress):
+    for evaluator, least_us in evaluators(progress):
         effort.spent += (_ORDER + _MOMENTS) * evaluator.num_actions if effort.is_bounded else 0
         if not _simulate_all(progress, evaluator):
             progress.leave_out(_improve(progress, evaluator, least_us))
 
 
-def search_on(answer: Answer, *, deadline: Deadline) -> Answer:
+def improve_answer(answer: Answer, *, deadline: Deadline) -> Answer:
     """Return a better answer, if a longer search from the best partition of its case finds one."""
     near = answer.partition
     assert near is not None
     progress = Progress(case=answer.case, effort=Effort(None), deadline=deadline, upper_us=answer.step_us)
     with suppress(OutOfTimeError):
-        CutSearch(progress, Evaluator(answer.case, near.num_devices)).search_on(*cuts_and_choices(near), _MOST_ON)
+        CutSearch(progress, Evaluator(answer.case, near.num_devices)).search_from(
+            *cuts_and_choices(near), _MOST_FROM_BEST
+        )
     return answer if progress.best is None else answer._replace(partition=progress.best, step_us=progress.upper_us)
 
 
-def by_devices(progress: Progress) -> Iterator[tuple[Evaluator, float]]:
+def evaluators(progress: Progress) -> Iterator[tuple[Evaluator, float]]:
     """The partitions on each number of devices that may bring something, and what none of them can beat.
 
     What there is no effort for is noted as left out.
@@ -142,14 +144,14 @@ def _simulate_choices(progress: Progress, evaluator: Evaluator, fitting: Fitting
     """Simulates cuts with all minimal choices; False if they are too many."""
     every_cuts: list[IntArray] = []
     every_choices: list[IntArray] = []
-    for one, over in zip(cuts, fitting.over_by_way(cuts), strict=True):
-        ways = fitting.minimal(over)
-        if prod(map(len, ways)) + len(every_cuts) > progress.effort.affordable(evaluator):
+    for one, over in zip(cuts, fitting.over_by_combination(cuts), strict=True):
+        combinations = fitting.minimal(over)
+        if prod(map(len, combinations)) + len(every_cuts) > progress.effort.affordable(evaluator):
             return False
-        for way in product(*ways):
+        for combination in product(*combinations):
             choices = np.empty(evaluator.num_stages, dtype=np.int64)
             for device, chunks in enumerate(evaluator.chunks):
-                choices[list(chunks)] = fitting.ways[way[device]]
+                choices[list(chunks)] = fitting.combinations[combination[device]]
             every_cuts.append(one)
             every_choices.append(choices)
     for start in range(0, len(every_cuts), BLOCK):
@@ -172,17 +174,17 @@ def all_cuts(evaluator: Evaluator) -> Iterator[IntArray]:
             yield wanted
 
 
-def most_of_one(progress: Progress, evaluator: Evaluator) -> int:
+def search_effort(progress: Progress, evaluator: Evaluator) -> int:
     """How many actions one search downhill may simulate."""
     if not progress.effort.is_bounded:
-        return _MOST_OF_ONE_ALONE
-    return min(max(_MOST_OF_ONE, _BATCHES * evaluator.num_actions), progress.effort.left // _SHARE)
+        return _MOST_OF_SEARCH_ALONE
+    return min(max(_MOST_OF_SEARCH, _BATCHES * evaluator.num_actions), progress.effort.left // _SHARE)
 
 
 def _improve(progress: Progress, evaluator: Evaluator, least_us: float) -> float:
     """Searches from several cuts; returns what no partition can beat, at least `least_us`."""
-    starts = starts_of(progress, evaluator)
-    bounds = bounds_of(progress, evaluator, starts)
+    starts = start_cuts(progress, evaluator)
+    bounds = solve_bounds(progress, evaluator, starts)
     if bounds is not None:
         least_us = max(least_us, bounds.first.bound_us)
         if least_us >= progress.upper_us:
@@ -192,8 +194,8 @@ def _improve(progress: Progress, evaluator: Evaluator, least_us: float) -> float
     fewer = evaluator.num_devices - 1
     fewer_us = max(progress.case.least_us(fewer), progress.case.bound_us) if fewer else inf
     progress.rest_us = min(least_us, fewer_us)
-    CutSearch(progress, evaluator).search(starts, most_of_one(progress, evaluator))
-    return max(least_us, branched_us(progress, evaluator, bounds))
+    CutSearch(progress, evaluator).search(starts, search_effort(progress, evaluator))
+    return max(least_us, raised_bound_us(progress, evaluator, bounds))
 
 
 class Bounds(NamedTuple):
@@ -203,7 +205,7 @@ class Bounds(NamedTuple):
     search: BranchAndBound
 
 
-def bounds_of(progress: Progress, evaluator: Evaluator, starts: Sequence[IntArray]) -> Bounds | None:
+def solve_bounds(progress: Progress, evaluator: Evaluator, starts: Sequence[IntArray]) -> Bounds | None:
     """The linear program's bound, if it pays and can be solved here."""
     effort = progress.effort
     size = program_size(evaluator)
@@ -216,19 +218,19 @@ def bounds_of(progress: Progress, evaluator: Evaluator, starts: Sequence[IntArra
     scale_us = progress.upper_us if progress.upper_us < inf else evaluator.case.bound_us
     search = BranchAndBound(LinearProgram(evaluator, starts[0], scale_us=scale_us))
     limit_s = _limit_s(progress)
-    first = search.solved(most_iterations=_ITERATIONS * size, limit_s=limit_s)
+    first = search.solve(most_iterations=_ITERATIONS * size, limit_s=limit_s)
     if first is None:
         return None
     return Bounds(first, search)
 
 
-def branched_us(progress: Progress, evaluator: Evaluator, bounds: Bounds | None) -> float:
+def raised_bound_us(progress: Progress, evaluator: Evaluator, bounds: Bounds | None) -> float:
     """A bound by more of these programs, where effort is not bounded; 0 where there is none."""
     if bounds is None or progress.effort.is_bounded:
         return 0.0
     size = program_size(evaluator)
     most = min(_BRANCHED * size, _MOST_BRANCHED // size)
-    return bounds.search.branched(progress.upper_us, most_iterations=most, limit_s=_limit_s(progress))
+    return bounds.search.branch(progress.upper_us, most_iterations=most, limit_s=_limit_s(progress))
 
 
 def _limit_s(progress: Progress) -> float:
@@ -236,7 +238,7 @@ def _limit_s(progress: Progress) -> float:
     return max(_LEAST_S, progress.deadline.left_s / 4) if progress.deadline.is_limited else inf
 
 
-def starts_of(progress: Progress, evaluator: Evaluator) -> list[IntArray]:
+def start_cuts(progress: Progress, evaluator: Evaluator) -> list[IntArray]:
     """Fairly even cuts, and the best ones under GPipe; those that are wanted."""
     case, num_stages = evaluator.case, evaluator.num_stages
     if case.rules.balance is not None:

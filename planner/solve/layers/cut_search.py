@@ -16,14 +16,14 @@ import numpy as np
 from planner.core.cost.evaluate import Evaluation
 from planner.core.cost.partition import Partition
 from planner.core.cost.stage_time import LAYERS
-from planner.solve.chunks.descent import BATCH, Descent, Place
+from planner.solve.chunks.descent import BATCH, Candidate, Descent
 from planner.solve.layers.devices import Devices, Recomputation
 from planner.solve.progress import SAME, Progress
 from planner.solve.space.arrays import BoolArray, FloatArray, IntArray
 from planner.solve.space.case import Case, cuts_and_choices
 from planner.solve.space.partitions import Evaluator
 
-_PICKED = 4
+_MOST_PICKED = 4
 """How many moves of a batch, the fastest, have their recomputation chosen."""
 
 _FRUITLESS = 8
@@ -34,7 +34,7 @@ _SOLVED = 600
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LayerPlace(Place):
+class LayerCandidate(Candidate):
     """A partition with single layers recomputed."""
 
     recomputed: tuple[tuple[int, ...], ...]
@@ -47,16 +47,18 @@ class LayerPlace(Place):
         return case.partition(self.cuts, self.choices, recomputed=self.recomputed if any(self.recomputed) else ())
 
 
-def simulate_candidates(progress: Progress, evaluator: Evaluator, places: Sequence[LayerPlace]) -> list[LayerPlace]:
+def simulate_candidates(
+    progress: Progress, evaluator: Evaluator, candidates: Sequence[LayerCandidate]
+) -> list[LayerCandidate]:
     """The places with their step times, as far as they fit; the fastest becomes the best if it beats that."""
-    fitting = [place for place in places if place.over_bytes <= 0]
+    fitting = [candidate for candidate in candidates if candidate.over_bytes <= 0]
     if not fitting:
-        return list(places)
+        return list(candidates)
     cuts, choices, layers_us = (
-        np.stack([getattr(place, name) for place in fitting]) for name in ("cuts", "choices", "layers_us")
+        np.stack([getattr(candidate, name) for candidate in fitting]) for name in ("cuts", "choices", "layers_us")
     )
     step_us = progress.simulate(evaluator, cuts, choices, layers_us)
-    timed = [replace(place, step_us=float(time)) for place, time in zip(fitting, step_us, strict=True)]
+    timed = [replace(candidate, step_us=float(time)) for candidate, time in zip(fitting, step_us, strict=True)]
     best = min(timed, key=attrgetter("step_us"))
     # Equal times differ by rounding: the first of equal partitions stays.
     if best.step_us < progress.upper_us * (1 - SAME):
@@ -64,7 +66,7 @@ def simulate_candidates(progress: Progress, evaluator: Evaluator, places: Sequen
         # Memory was counted as far as it depends on layers: the law itself decides.
         if _fits(evaluator, partition):
             progress.upper_us, progress.best = best.step_us, partition
-    return timed + [place for place in places if place.over_bytes > 0]
+    return timed + [candidate for candidate in candidates if candidate.over_bytes > 0]
 
 
 def _fits(evaluator: Evaluator, partition: Partition) -> bool:
@@ -76,7 +78,7 @@ def _fits(evaluator: Evaluator, partition: Partition) -> bool:
     )
 
 
-class LayerSearch(Descent[LayerPlace]):
+class LayerSearch(Descent[LayerCandidate]):
     """A search over cuts, and what to recompute in them, for one number of devices.
 
     Args:
@@ -101,11 +103,11 @@ class LayerSearch(Descent[LayerPlace]):
         """
         self.descend(self._begun(starts, near), most_actions, fruitless=_FRUITLESS if len(self.moves) else 0)
 
-    def placed(self, every_cuts: Sequence[IntArray]) -> list[LayerPlace]:
+    def evaluate(self, every_cuts: Sequence[IntArray]) -> list[LayerCandidate]:
         """Partitions with what takes their devices the least time to compute again; shape (S+1,) each."""
-        return self._raced([self._place(cuts, [ways[0] for ways in self._ways(cuts)]) for cuts in every_cuts])
+        return self._raced([self._candidate_with(cuts, [ways[0] for ways in self._ways(cuts)]) for cuts in every_cuts])
 
-    def _begun(self, starts: Sequence[IntArray], near: Partition | None) -> Iterator[LayerPlace]:
+    def _begun(self, starts: Sequence[IntArray], near: Partition | None) -> Iterator[LayerCandidate]:
         if near is not None:
             cuts, choices = cuts_and_choices(near)
             devices = [
@@ -113,63 +115,70 @@ class LayerSearch(Descent[LayerPlace]):
                 for device, chunks in enumerate(self.evaluator.chunks)
             ]
             least = [ways[0] for ways in self._ways(cuts)]
-            yield min(self._raced([self._place(cuts, devices), self._place(cuts, least)]), key=attrgetter("rank"))
+            yield min(
+                self._raced([self._candidate_with(cuts, devices), self._candidate_with(cuts, least)]),
+                key=attrgetter("rank"),
+            )
         for cuts in starts:
             if self.evaluator.case.rules.allows(cuts[None])[0]:
-                yield self.placed([cuts])[0]
+                yield self.evaluate([cuts])[0]
 
-    def best_of(self, place: LayerPlace, cuts: IntArray) -> LayerPlace:
+    def pick_best(self, candidate: LayerCandidate, cuts: IntArray) -> LayerCandidate:
         """The best of those that are the fastest, or hold least, if every layer stays what it is."""
-        if place.over_bytes > 0:
+        if candidate.over_bytes > 0:
             self.progress.effort.spent += self.evaluator.num_actions
             least = np.full((len(cuts), self.evaluator.num_stages), self.evaluator.allowed[-1])
             order = np.argsort(self.evaluator.over_bytes(cuts, least).sum(axis=1), kind="stable")
         else:
-            before = np.cumsum([0.0, *np.where(self._is_recomputed(place), self._forward_us, 0.0)])
+            before = np.cumsum([0.0, *np.where(self._is_recomputed(candidate), self._forward_us, 0.0)])
             layers_us: FloatArray = before[cuts[:, 1:]] - before[cuts[:, :-1]]
             choices = np.full(layers_us.shape, LAYERS)
             order = np.argsort(self.progress.simulate(self.evaluator, cuts, choices, layers_us), kind="stable")
-        return min(self.placed(list(cuts[order[:_PICKED]])), key=attrgetter("rank"))
+        return min(self.evaluate(list(cuts[order[:_MOST_PICKED]])), key=attrgetter("rank"))
 
-    def others(self, place: LayerPlace) -> Iterator[LayerPlace]:
+    def other_recomputations(self, candidate: LayerCandidate) -> Iterator[LayerCandidate]:
         """The best of the other ways to keep the cap on one device."""
-        other_ways = self._other_ways(place)
+        other_ways = self._other_candidates(candidate)
         if other_ways:
             yield min(self._raced(other_ways), key=attrgetter("rank"))
 
-    def shaken(self, place: LayerPlace) -> LayerPlace:
+    def perturb(self, candidate: LayerCandidate) -> LayerCandidate:
         """The partition after a few moves at random."""
-        return self.placed([self.drawn(place.cuts)])[0]
+        return self.evaluate([self.random_cuts(candidate.cuts)])[0]
 
-    def _is_recomputed(self, place: LayerPlace) -> BoolArray:
+    def _is_recomputed(self, candidate: LayerCandidate) -> BoolArray:
         """Whether each layer is, shape (L,)."""
-        whole = (place.choices > 0) & (place.choices != LAYERS)
-        is_recomputed = np.repeat(whole, np.diff(place.cuts))
-        is_recomputed[[layer for layers in place.recomputed for layer in layers]] = True
+        whole = (candidate.choices > 0) & (candidate.choices != LAYERS)
+        is_recomputed = np.repeat(whole, np.diff(candidate.cuts))
+        is_recomputed[[layer for layers in candidate.recomputed for layer in layers]] = True
         return is_recomputed
 
-    def _other_ways(self, place: LayerPlace) -> list[LayerPlace]:
+    def _other_candidates(self, candidate: LayerCandidate) -> list[LayerCandidate]:
         """The same cuts with another way to keep the cap on one device."""
-        every = list(self._ways(place.cuts))
-        places = []
+        every = list(self._ways(candidate.cuts))
+        candidates = []
         for device, ways in enumerate(every):
             chunks = list(self.evaluator.chunks[device])
             for way in ways:
-                changed = self._changed(place, chunks, way)
-                if changed.recomputed != place.recomputed or (changed.choices != place.choices).any():
-                    places.append(changed)
-        return places
+                changed = self._changed(candidate, chunks, way)
+                if changed.recomputed != candidate.recomputed or (changed.choices != candidate.choices).any():
+                    candidates.append(changed)
+        return candidates
 
-    def _changed(self, place: LayerPlace, chunks: list[int], way: Recomputation) -> LayerPlace:
-        choices, layers_us, recomputed = place.choices.copy(), place.layers_us.copy(), list(place.recomputed)
+    def _changed(self, candidate: LayerCandidate, chunks: list[int], way: Recomputation) -> LayerCandidate:
+        choices, layers_us, recomputed = (
+            candidate.choices.copy(),
+            candidate.layers_us.copy(),
+            list(candidate.recomputed),
+        )
         choices[chunks], layers_us[chunks] = way.choices, way.layers_us
         for s, layers in zip(chunks, way.recomputed, strict=True):
             recomputed[s] = layers
-        return replace(place, choices=choices, layers_us=layers_us, recomputed=tuple(recomputed))
+        return replace(candidate, choices=choices, layers_us=layers_us, recomputed=tuple(recomputed))
 
-    def _place(self, cuts: IntArray, devices: Sequence[Recomputation]) -> LayerPlace:
+    def _candidate_with(self, cuts: IntArray, devices: Sequence[Recomputation]) -> LayerCandidate:
         num = self.evaluator.num_stages
-        place = LayerPlace(
+        candidate = LayerCandidate(
             cuts=cuts,
             choices=np.zeros(num, dtype=np.int64),
             recomputed=((),) * num,
@@ -177,8 +186,8 @@ class LayerSearch(Descent[LayerPlace]):
             over_bytes=sum(device.over_bytes for device in devices),
         )
         for chunks, device in zip(self.evaluator.chunks, devices, strict=True):
-            place = self._changed(place, list(chunks), device)
-        return place
+            candidate = self._changed(candidate, list(chunks), device)
+        return candidate
 
     def _ways(self, cuts: IntArray) -> Iterator[tuple[Recomputation, ...]]:
         """What each device may recompute."""
@@ -189,6 +198,6 @@ class LayerSearch(Descent[LayerPlace]):
             yield self._devices.ways(device, cuts)
             self.progress.effort.spent += _SOLVED * (self._devices.num_solved - before)
 
-    def _raced(self, places: Sequence[LayerPlace]) -> list[LayerPlace]:
+    def _raced(self, candidates: Sequence[LayerCandidate]) -> list[LayerCandidate]:
         self.progress.effort.spent += BATCH
-        return simulate_candidates(self.progress, self.evaluator, places)
+        return simulate_candidates(self.progress, self.evaluator, candidates)

@@ -24,9 +24,9 @@ from planner.solve.answer import Answer
 from planner.solve.chain.chain_dp import ChainCuts, LabelSearch
 from planner.solve.chain.gpipe import DYNAMIC_PROGRAMMING, Windows, gpipe_searches
 from planner.solve.chain.laws import OneForwardOneBackwardLaw
-from planner.solve.chunks.search import most_of_one
+from planner.solve.chunks.search import search_effort
 from planner.solve.deadline import NEVER, Deadline, OutOfTimeError
-from planner.solve.layers.cut_search import LayerPlace, LayerSearch, simulate_candidates
+from planner.solve.layers.cut_search import LayerCandidate, LayerSearch, simulate_candidates
 from planner.solve.layers.devices import Devices
 from planner.solve.layers.stage_times import LayerTimes
 from planner.solve.progress import BLOCK, Progress
@@ -57,8 +57,8 @@ def search_gpipe_by_layers(case: Case, *, upper_us: float = np.inf, deadline: De
     try:
         for _ in range(_ROUNDS_OF_GPIPE):
             cuts = _best_cuts(case, windows.width, upper_us, deadline)
-            place = None if cuts is None else _with_layers(case, layers, cuts, deadline)
-            partition = None if place is None else place.partition(case)
+            candidate = None if cuts is None else _with_layers(case, layers, cuts, deadline)
+            partition = None if candidate is None else candidate.partition(case)
             time_us = np.inf if partition is None else Evaluation(case.costs, partition, case.cluster).step_us
             if time_us < upper_us:
                 best, upper_us = partition, time_us
@@ -116,7 +116,7 @@ class _Search:
         while windows.widen(progress.upper_us):
             cells = self._evaluator.num_stages * (case.costs.num_layers + 1) * windows.width
             if not effort.try_reserve((_ORDER + 1) * self._evaluator.num_actions, cells // _CELLS):
-                self._cuts.search([], most_of_one(progress, self._evaluator), near)
+                self._cuts.search([], search_effort(progress, self._evaluator), near)
                 progress.leave_out(max(progress.case.least_us(self._evaluator.num_stages), case.bound_us))
                 return False
             least, search = self._least(windows.width)
@@ -126,7 +126,7 @@ class _Search:
             if is_open and not self._simulate_below(search):
                 starts = {least.cuts, search.prefixes.min_max("work"), search.prefixes.min_max("backward")}
                 some = [np.array(start) for start in sorted(filter(None, starts)) if min(np.diff(start)) > 0]
-                self._cuts.search(some, most_of_one(progress, self._evaluator), near)
+                self._cuts.search(some, search_effort(progress, self._evaluator), near)
                 progress.leave_out(least.step_us)
         return True
 
@@ -140,8 +140,8 @@ class _Search:
             solved = self._layers.num_exact
             if least is None:
                 break
-            place = _with_layers(self._case, self._layers, least, self._progress.deadline)
-            simulate_candidates(self._progress, self._evaluator, [place] if place else [])
+            candidate = _with_layers(self._case, self._layers, least, self._progress.deadline)
+            simulate_candidates(self._progress, self._evaluator, [candidate] if candidate else [])
             if self._layers.num_exact == solved:
                 break
         return least, search
@@ -156,11 +156,13 @@ class _Search:
         if self._num_unsolved(partitions) > (_FEW_SOLVED if progress.effort.is_bounded else _MOST_SOLVED):
             return False
         for start in range(0, len(partitions), BLOCK):
-            places = [
+            candidates = [
                 _with_layers(self._case, self._layers, cuts, progress.deadline)
                 for cuts in partitions[start : start + BLOCK]
             ]
-            simulate_candidates(progress, self._evaluator, [place for place in places if place is not None])
+            simulate_candidates(
+                progress, self._evaluator, [candidate for candidate in candidates if candidate is not None]
+            )
         return are_all
 
     def _num_unsolved(self, partitions: Sequence[ChainCuts]) -> int:
@@ -175,7 +177,7 @@ class _Search:
         )
 
 
-def _with_layers(case: Case, layers: LayerTimes, cuts: ChainCuts, deadline: Deadline) -> LayerPlace | None:
+def _with_layers(case: Case, layers: LayerTimes, cuts: ChainCuts, deadline: Deadline) -> LayerCandidate | None:
     """Return the partition with the cheapest layers of its stages; None if one does not fit after all."""
     choices = np.array(cuts.choices)
     recomputed: list[tuple[int, ...]] = [()] * len(choices)
@@ -188,4 +190,4 @@ def _with_layers(case: Case, layers: LayerTimes, cuts: ChainCuts, deadline: Dead
             return None
         recomputed[k], layers_us[k] = exact.recomputed, exact.again_us
         choices[k] = LAYERS if exact.recomputed else 0
-    return LayerPlace(cuts=np.array(cuts.cuts), choices=choices, recomputed=tuple(recomputed), layers_us=layers_us)
+    return LayerCandidate(cuts=np.array(cuts.cuts), choices=choices, recomputed=tuple(recomputed), layers_us=layers_us)

@@ -13,7 +13,7 @@ import numpy as np
 
 from planner.core.cost.partition import Partition
 from planner.solve.answer import Answer
-from planner.solve.chunks.search import all_cuts, bounds_of, branched_us, by_devices, most_of_one, starts_of
+from planner.solve.chunks.search import all_cuts, evaluators, raised_bound_us, search_effort, solve_bounds, start_cuts
 from planner.solve.deadline import NEVER, Deadline
 from planner.solve.layers.cut_search import LayerSearch
 from planner.solve.layers.devices import Devices
@@ -55,7 +55,7 @@ def search_layers(case: Case, by_stage: Answer | None, *, upper_us: float = inf,
 
 def _search_devices(progress: Progress, near: Partition | None) -> None:
     """Search every number of devices; `near` is the best partition that recomputes whole stages, if it is known."""
-    for evaluator, least_us in by_devices(progress):
+    for evaluator, least_us in evaluators(progress):
         near_here = near if near is not None and near.num_devices == evaluator.num_devices else None
         progress.leave_out(_search(progress, evaluator, least_us, near_here))
 
@@ -91,23 +91,23 @@ def _search_under_lists(progress: Progress, near: Partition | None) -> None:
     if near is None:
         return
     evaluator = Evaluator(progress.case, near.num_devices).under(near.rule)
-    LayerSearch(progress, evaluator, Devices(evaluator)).search([], most_of_one(progress, evaluator), near)
+    LayerSearch(progress, evaluator, Devices(evaluator)).search([], search_effort(progress, evaluator), near)
 
 
 def _search(progress: Progress, evaluator: Evaluator, least_us: float, near: Partition | None) -> float:
     """Searches one number of devices; returns what no partition of it can beat, at least `least_us`."""
     search = LayerSearch(progress, evaluator, Devices(evaluator))
-    starts = starts_of(progress, evaluator)
+    starts = start_cuts(progress, evaluator)
     one_by_one_us = _look_at_all(progress, evaluator, search)
     least_us = max(least_us, one_by_one_us)
-    bounds = bounds_of(progress, evaluator, starts) if least_us < progress.upper_us else None
+    bounds = solve_bounds(progress, evaluator, starts) if least_us < progress.upper_us else None
     if bounds is not None:
         least_us = max(least_us, bounds.first.bound_us)
         starts = [bounds.first.cuts, *starts]
     if least_us >= progress.upper_us:
         return least_us
-    search.search(starts, most_of_one(progress, evaluator), near)
-    return max(least_us, branched_us(progress, evaluator, bounds))
+    search.search(starts, search_effort(progress, evaluator), near)
+    return max(least_us, raised_bound_us(progress, evaluator, bounds))
 
 
 def _look_at_all(progress: Progress, evaluator: Evaluator, search: LayerSearch) -> float:
@@ -125,7 +125,7 @@ def _look_at_all(progress: Progress, evaluator: Evaluator, search: LayerSearch) 
     for at in range(len(cuts)):
         if step_us[at] >= progress.upper_us or effort.spent >= ends:
             break
-        search.placed([cuts[at]])
+        search.evaluate([cuts[at]])
     return float(step_us[0]) if len(cuts) else inf
 
 

@@ -18,7 +18,7 @@ from planner.core.errors import UsageError
 from planner.core.schedule import SCHEDULES, Action, Listed
 from planner.solve.answer import Answer
 from planner.solve.chunks.cut_search import CutSearch
-from planner.solve.chunks.search import starts_of
+from planner.solve.chunks.search import start_cuts
 from planner.solve.deadline import NEVER, Deadline
 from planner.solve.orders.list_scheduling import OrderProblem, room_of
 from planner.solve.orders.order_search import FoundOrder, Orders
@@ -73,7 +73,7 @@ class _Joint:
 
     def search(self) -> None:
         """From every start in turn."""
-        even = starts_of(self._progress, self._evaluator)
+        even = start_cuts(self._progress, self._evaluator)
         for named in self._models:
             best = self._cut(named, even)
             if best is not None:

@@ -143,12 +143,12 @@ class Evaluator:
             over[:, device] = self._above(device, peaks, np.asarray(inside[:, chunks].all(axis=1)))
         return over
 
-    def over_by_way(self, cuts: IntArray, ways: IntArray) -> FloatArray:
+    def over_by_combination(self, cuts: IntArray, combinations: IntArray) -> FloatArray:
         """Return the bytes over the memory limit for each of W combinations of a device's choices.
 
         Args:
             cuts: Shape (N, S+1).
-            ways: Combinations of indices into `allowed`, shape (W, V).
+            combinations: Indices into `allowed`, shape (W, V).
 
         Returns:
             Bytes, shape (N, W, K); infinite outside the window.
@@ -156,10 +156,10 @@ class Evaluator:
         every = [self.stage_bytes(cuts, np.full((len(cuts), self.num_stages), choice)) for choice in self.allowed]
         always, parts = np.stack([each[0] for each in every]), np.stack([each[1] for each in every])
         inside = every[0][2]
-        over = np.zeros((len(cuts), len(ways), self.num_devices))
+        over = np.zeros((len(cuts), len(combinations), self.num_devices))
         for device, moments in enumerate(self.moments):
             chunks = list(self.chunks[device])
-            peaks = device_peaks_by_choice(always[:, :, chunks], parts[:, :, chunks], ways, moments=moments)
+            peaks = device_peaks_by_choice(always[:, :, chunks], parts[:, :, chunks], combinations, moments=moments)
             over[:, :, device] = self._above(device, peaks, np.asarray(inside[:, chunks].all(axis=1))[:, None])
         return over
 

@@ -11,7 +11,7 @@ from planner.core.extras import without_output
 from planner.solve import Request, solve
 from tests.support.chains import random_profile
 from tests.support.profiles import inputs_of
-from tests.unit.solve.chunks.test_search import bounds_of, many_of
+from tests.unit.solve.chunks.test_search import bounds_of, evaluator_of
 
 
 def test_a_solvers_banner_is_dropped(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
@@ -28,9 +28,9 @@ def test_a_solvers_banner_is_dropped(monkeypatch: pytest.MonkeyPatch, capfd: pyt
 
     monkeypatch.setattr(highspy, "Highs", loud)
     solve(random_profile(1, 6), Request(inputs=inputs_of(2, 4), solver="milp"))
-    many = many_of("interleaved", 0)
-    assert many is not None
-    bounds_of(many, 1.0)
+    evaluator = evaluator_of("interleaved", 0)
+    assert evaluator is not None
+    bounds_of(evaluator, 1.0)
     assert made >= 2
     assert capfd.readouterr() == ("", "")
 

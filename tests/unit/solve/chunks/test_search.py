@@ -108,12 +108,12 @@ def test_the_bound_is_below_every_plan(schedule: ScheduleName, seed: int) -> Non
         assert fits.any()
         best_us = float(step_us[fits].min())
         search = bounds_of(evaluator, best_us)
-        bound = search.solved()
+        bound = search.solve()
         assert bound is not None
         assert 0.4 * best_us < bound.bound_us <= best_us
         assert (np.diff(bound.cuts) > 0).all()
         assert (bound.cuts[0], bound.cuts[-1]) == (0, 7)
-        assert bound.bound_us <= search.branched(2 * best_us, most_iterations=5000) <= best_us
+        assert bound.bound_us <= search.branch(2 * best_us, most_iterations=5000) <= best_us
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -126,9 +126,9 @@ def test_the_bound_of_all_branches_is_the_best_plan(schedule: ScheduleName, seed
         evaluator.step_us(cuts, np.zeros((len(cuts), 4), dtype=np.int64)).min() for cuts in all_cuts(evaluator)
     )
     search = bounds_of(evaluator, best_us)
-    assert search.solved() is not None
-    assert search.branched(10 * best_us, most_iterations=10**6) == pytest.approx(best_us, rel=1e-5)
-    assert search.branched(0.9 * best_us, most_iterations=10**6) == pytest.approx(0.9 * best_us)
+    assert search.solve() is not None
+    assert search.branch(10 * best_us, most_iterations=10**6) == pytest.approx(best_us, rel=1e-5)
+    assert search.branch(0.9 * best_us, most_iterations=10**6) == pytest.approx(0.9 * best_us)
 
 
 @pytest.mark.parametrize("seed", [0, 3, 6])
@@ -139,7 +139,7 @@ def test_the_bound_counts_memory(schedule: ScheduleName, seed: int) -> None:
     assert loose is not None
     tight = evaluator_of(schedule, seed, next(caps_of(loose)))
     assert tight is not None
-    bounds = [bounds_of(evaluator, 1000.0).solved() for evaluator in (loose, tight)]
+    bounds = [bounds_of(evaluator, 1000.0).solve() for evaluator in (loose, tight)]
     assert bounds[0] is not None
     assert bounds[1] is not None
     assert bounds[1].bound_us > bounds[0].bound_us * 1.02
@@ -176,11 +176,11 @@ def test_memory_of_all_ways_is_that_of_each(seed: int) -> None:
     assert evaluator is not None
     fitting = Fitting(evaluator)
     cuts = every_partition(evaluator)[0][::81]
-    over = fitting.over_by_way(cuts)
-    for n, way in enumerate(fitting.ways):
+    over = fitting.over_by_combination(cuts)
+    for n, combination in enumerate(fitting.combinations):
         choices = np.empty((len(cuts), 4), dtype=np.int64)
         for chunks in evaluator.chunks:
-            choices[:, list(chunks)] = way
+            choices[:, list(chunks)] = combination
         assert np.array_equal(over[:, n], evaluator.over_bytes(cuts, choices))
 
 
@@ -190,13 +190,13 @@ def test_minimal_choices_fit_and_none_below_them_does() -> None:
     assert evaluator is not None
     fitting = Fitting(evaluator)
     over = np.ones((9, 2))
-    ways = fitting.ways.tolist()
-    for way in ([0, 2], [1, 0], [1, 1], [2, 2]):
-        over[ways.index(way), 0] = 0
+    combinations = fitting.combinations.tolist()
+    for combination in ([0, 2], [1, 0], [1, 1], [2, 2]):
+        over[combinations.index(combination), 0] = 0
     over[:, 1] = 0
     first, second = fitting.minimal(over)
-    assert [ways[n] for n in first] == [[0, 2], [1, 0]]
-    assert [ways[n] for n in second] == [[0, 0]]
+    assert [combinations[n] for n in first] == [[0, 2], [1, 0]]
+    assert [combinations[n] for n in second] == [[0, 0]]
 
 
 def test_moves_shift_blocks_of_cuts() -> None:
@@ -270,10 +270,10 @@ def test_the_bound_is_below_every_plan_with_single_layers(schedule: ScheduleName
         assert evaluator is not None
         progress = Progress(case=evaluator.case, effort=Effort(None), deadline=NEVER, upper_us=np.inf)
         search = LayerSearch(progress, evaluator, Devices(evaluator))
-        places = search.placed([cuts for block in all_cuts(evaluator) for cuts in block])
+        places = search.evaluate([cuts for block in all_cuts(evaluator) for cuts in block])
         best_us = min(place.step_us for place in places)
         search = bounds_of(evaluator, 1000.0)
-        bound = search.solved()
+        bound = search.solve()
         assert bound is not None
         assert 0.3 * best_us < bound.bound_us <= best_us
 
@@ -286,7 +286,7 @@ def test_the_best_of_all_cases_is_searched_on(monkeypatch: pytest.MonkeyPatch) -
     request = Request(inputs=replace(inputs_of(4, 8), schedule="interleaved", chunks=3), micro_batches=8)
     longer = solve(profile, request)
     asked: list[Answer] = []
-    monkeypatch.setattr(search, "search_on", lambda answer, **_: asked.append(answer) or answer)
+    monkeypatch.setattr(search, "improve_answer", lambda answer, **_: asked.append(answer) or answer)
     once = solve(profile, request)
     assert longer.predicted.step_us < once.predicted.step_us * 0.995
     assert longer.solver.lower_bound_us == once.solver.lower_bound_us
@@ -297,7 +297,7 @@ def test_the_best_of_all_cases_is_searched_on(monkeypatch: pytest.MonkeyPatch) -
     assert solve(few, request).solver.status == "optimal"
     assert len(asked) == 1
     monkeypatch.undo()
-    assert search.search_on(answer, deadline=Deadline.after(0.0)) == answer
+    assert search.improve_answer(answer, deadline=Deadline.after(0.0)) == answer
 
 
 def test_what_noise_does_to_a_plan_is_not_searched_on(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -310,7 +310,7 @@ def test_what_noise_does_to_a_plan_is_not_searched_on(monkeypatch: pytest.Monkey
     plan = solve(profile, request)
     assert plan.solver.status == "feasible"
     asked: list[Answer] = []
-    monkeypatch.setattr(search, "search_on", lambda answer, **_: asked.append(answer) or answer)
+    monkeypatch.setattr(search, "improve_answer", lambda answer, **_: asked.append(answer) or answer)
     monkeypatch.setattr(insight, "_DRAWS", 3)
     found = insight.insight_of(profile, request, plan)
     assert len(asked) == len(found.what_if) == 2
