@@ -87,8 +87,8 @@ class Tables:
         self.counts = {interval: len(ways) for interval, ways in self.ways.items()}
         self.forward = self._filled(lambda first, end, _: float(costs.forward_us[first:end].sum()))
         self.backward = self._filled(lambda first, end, _: float(costs.backward_us[first:end].sum()))
-        self.again = self._filled(lambda first, end, way: self._again_us(first, end, way, last=False))
-        self.last_again = self._filled(lambda first, end, way: self._again_us(first, end, way, last=True))
+        self.again = self._filled(lambda first, end, way: self._recompute_us(first, end, way, last=False))
+        self.last_again = self._filled(lambda first, end, way: self._recompute_us(first, end, way, last=True))
         self._totals: dict[Moments, FloatArray] = {}
 
     def _filled(self, value: Callable[[int, int, Way], float]) -> FloatArray:
@@ -97,7 +97,7 @@ class Tables:
             table[first, end, : len(ways)] = [value(first, end, way) for way in ways]
         return table
 
-    def _again_us(self, first: int, end: int, way: Way, *, last: bool) -> float:
+    def _recompute_us(self, first: int, end: int, way: Way, *, last: bool) -> float:
         if way.recompute == "layers":
             return float(sum(self.costs.forward_us[n] for n in way.recomputed if self._is_trained(n + 1)))
         if not self._is_trained(end):

@@ -159,9 +159,9 @@ class BranchAndBound:
         columns, rows = np.array(solution.col_value), np.array(solution.row_value)
         layer_us = costs.forward_us + costs.backward_us
         cuts_us, sides = self._undecided_cut(columns, layer_us)
-        again_us, options = self._undecided_recomputation(columns, rows, costs.forward_us)
-        decisions: tuple[_Decision, ...] = sides if cuts_us >= again_us else options
-        is_open = max(cuts_us, again_us) > _DOUBT * layer_us.sum()
+        recompute_us, options = self._undecided_recomputation(columns, rows, costs.forward_us)
+        decisions: tuple[_Decision, ...] = sides if cuts_us >= recompute_us else options
+        is_open = max(cuts_us, recompute_us) > _DOUBT * layer_us.sum()
         shift = np.rint(self._cut_variables(columns).sum(axis=1)).astype(np.int64)
         return _Node(
             self._solver.getInfo().objective_function_value,

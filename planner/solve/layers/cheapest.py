@@ -47,15 +47,15 @@ class LayerChoice:
 
     recomputed: tuple[int, ...]
     """Layers, counted along the chain; empty if all fits as it is."""
-    again_us: float
+    recompute_us: float
     """Their forward times, which every micro-batch pays in backward."""
     lower_bound_us: float
     """No choice that fits costs less."""
 
     @property
-    def exact(self) -> bool:
+    def is_exact(self) -> bool:
         """Whether no choice that fits costs less than this one."""
-        return self.lower_bound_us >= self.again_us * (1 - RELATIVE)
+        return self.lower_bound_us >= self.recompute_us * (1 - RELATIVE)
 
 
 def cheapest_layers(
@@ -120,12 +120,12 @@ def cheapest_within(
         times_us: What it takes to compute each layer again, shape (layers,).
         most_labels: As for `cheapest_layers`.
     """
-    levelled = [limit for limit in limits if limit.level >= 0]
+    with_level = [limit for limit in limits if limit.level >= 0]
     # Where nothing of the stage runs, only what it holds in the end counts.
     room = min((float(limit.room(0.0)) for limit in limits if limit.level < 0), default=np.inf)
     if room < 0:
         return None
-    walk = _Walk(layers, levelled, times_us, room)
+    walk = _LayerDynamicProgram(layers, with_level, times_us, room)
     # A narrow walk first. If labels were let go in it that may lead to less, a wide one, with less that is promising.
     best, bound_us = walk.run(np.inf, min(_FEW_LABELS, most_labels))
     if bound_us < (best.time if best else np.inf):
@@ -133,12 +133,12 @@ def cheapest_within(
         best = better or best
     if best is None and bound_us < np.inf:
         # The labels that would have fitted were let go for faster ones. Without times, few labels remain.
-        best, _ = _Walk(layers, levelled, np.zeros_like(times_us), room).run(np.inf, _MANY_LABELS)
+        best, _ = _LayerDynamicProgram(layers, with_level, np.zeros_like(times_us), room).run(np.inf, _MANY_LABELS)
     if best is None:
         return None
     recomputed = walk.without_idle(best.recomputed)
-    again_us = float(times_us[np.array(recomputed, dtype=np.int64) - layers.first].sum())
-    return LayerChoice(recomputed=recomputed, again_us=again_us, lower_bound_us=min(bound_us, again_us))
+    recompute_us = float(times_us[np.array(recomputed, dtype=np.int64) - layers.first].sum())
+    return LayerChoice(recomputed=recomputed, recompute_us=recompute_us, lower_bound_us=min(bound_us, recompute_us))
 
 
 class _Choice(NamedTuple):
@@ -154,7 +154,7 @@ class _Labels(NamedTuple):
     """Time at least, in the end."""
     parent: IntArray
     """Among all labels in front of the layer."""
-    again: BoolArray
+    is_recomputed: BoolArray
     """Whether the layer is recomputed."""
 
     def take(self, chosen: IndexArray | BoolArray) -> "_Labels":
@@ -162,15 +162,15 @@ class _Labels(NamedTuple):
         return _Labels(*fields)
 
 
-def _joined(parts: Iterable[_Labels]) -> _Labels:
+def _concatenate(parts: Iterable[_Labels]) -> _Labels:
     return _Labels(*map(np.concatenate, zip(*parts, strict=True)))
 
 
-Waiting = tuple[tuple[int, float], ...]
+PendingStorages = tuple[tuple[int, float], ...]
 """Storages that nobody holds yet: the last layer that each is handed to, and its bytes."""
 
 
-class _Walk:
+class _LayerDynamicProgram:
     """The layers of one stage, with what is known of the layers behind each, whatever is decided there."""
 
     def __init__(self, layers: StageLayers, limits: Sequence[Limit], times: FloatArray, room: float) -> None:
@@ -181,68 +181,71 @@ class _Walk:
         self.num_layers = len(times)
         # What goes out of the last layer is held by the engine.
         leaving = np.array(
-            [[_leaving(outputs, layers.end, d) for outputs in layers.pending] for d in (KEEP, RECOMPUTE)]
+            [[_leaving_bytes(outputs, layers.end, d) for outputs in layers.pending] for d in (KEEP, RECOMPUTE)]
         )
-        kept, again = layers.held + leaving
+        kept, recomputed = layers.held + leaving
         # A recomputed layer keeps its input, if nobody else may.
-        again += [0.0, *(_handed_on(outputs, layers.first + n + 1) for n, outputs in enumerate(layers.pending[:-1]))]
+        recomputed += [
+            0.0,
+            *(_passed_bytes(outputs, layers.first + n + 1) for n, outputs in enumerate(layers.pending[:-1])),
+        ]
         # What a layer can save at most, for knapsacks: it keeps less, if it may be recomputed at all.
-        savings = np.where(layers.can_recompute, np.maximum(kept - again, 0.0), 0.0)
+        savings = np.where(layers.can_recompute, np.maximum(kept - recomputed, 0.0), 0.0)
         pending = sum(each.bytes[RECOMPUTE] for outputs in layers.pending for each in outputs)
         out = float(layers.passed[-1])
-        self.kept_behind = out + _behind(kept)
-        self.least_behind = out + _behind(np.minimum(kept, again))
-        self.most_behind = out + pending + _behind(layers.held.max(axis=0))
+        self.kept_after = out + _suffix_sums(kept)
+        self.least_after = out + _suffix_sums(np.minimum(kept, recomputed))
+        self.most_after = out + pending + _suffix_sums(layers.held.max(axis=0))
         # Levels behind a layer, whatever is decided there: at least `lowest`, and `highest` if all is kept that can be.
         lowest = [rows.min(axis=0) for rows in layers.peaks]
-        self.highest = [self._highest_behind(peaks, layers.held[KEEP]) for peaks in lowest]
-        self.lowest = [self._highest_behind(peaks, layers.held.min(axis=0)) for peaks in lowest]
+        self.highest = [self._highest_after(peaks, layers.held[KEEP]) for peaks in lowest]
+        self.lowest = [self._highest_after(peaks, layers.held.min(axis=0)) for peaks in lowest]
         self.knapsacks = [_knapsack(savings[n:], times[n:]) for n in range(self.num_layers + 1)]
 
-    def _highest_behind(self, peaks: FloatArray, held: FloatArray) -> FloatArray:
+    def _highest_after(self, peaks: FloatArray, held_bytes: FloatArray) -> FloatArray:
         """Above what is held in front of each layer, the highest level from there on."""
         highest = np.full(self.num_layers + 1, -np.inf)
         for n in reversed(range(self.num_layers)):
-            highest[n] = max(peaks[n], held[n] * self.layers.stacked + highest[n + 1])
+            highest[n] = max(peaks[n], held_bytes[n] * self.layers.stacked + highest[n + 1])
         return highest
 
     def run(self, upper_us: float, width: int) -> tuple[_Choice | None, float]:
         """The best choice if it is below `upper_us`, and a bound on all choices that were let go for lack of width."""
         zero, none = np.zeros(1), np.zeros(1, dtype=np.int64)
-        groups: dict[Waiting, _Labels] = {(): _Labels(zero, zero, zero + self.room, zero, none, none > 0)}
+        groups: dict[PendingStorages, _Labels] = {(): _Labels(zero, zero, zero + self.room, zero, none, none > 0)}
         history: list[tuple[IntArray, BoolArray]] = []
-        let_go = np.inf
+        dropped_us = np.inf
         for n in range(self.num_layers):
-            groups, bound = _narrowed(self._next(n, groups, upper_us), width)
-            let_go = min(let_go, bound)
+            groups, bound = _limit_width(self._next(n, groups, upper_us), width)
+            dropped_us = min(dropped_us, bound)
             if not groups:
-                return None, let_go
-            labels = _joined(groups.values())
-            history.append((labels.parent, labels.again))
-        return self._best(groups, history), let_go
+                return None, dropped_us
+            labels = _concatenate(groups.values())
+            history.append((labels.parent, labels.is_recomputed))
+        return self._best(groups, history), dropped_us
 
-    def _next(self, n: int, groups: dict[Waiting, _Labels], upper_us: float) -> dict[Waiting, _Labels]:
+    def _next(self, n: int, groups: dict[PendingStorages, _Labels], upper_us: float) -> dict[PendingStorages, _Labels]:
         """All labels behind layer `n` that may still become something."""
-        parts: dict[Waiting, list[_Labels]] = {}
+        parts: dict[PendingStorages, list[_Labels]] = {}
         sizes = np.cumsum([0, *(len(labels.time) for labels in groups.values())])
-        for (waiting, labels), begin in zip(groups.items(), sizes, strict=False):
+        for (pending, labels), begin in zip(groups.items(), sizes, strict=False):
             places = begin + np.arange(len(labels.time))
             for decision in (KEEP, RECOMPUTE)[: 1 + int(self.layers.can_recompute[n])]:
-                extended = self._extended(n, waiting, labels._replace(parent=places), decision)
-                parts.setdefault(self._waiting_behind(n, waiting, decision), []).append(extended)
+                extended = self._extend(n, pending, labels._replace(parent=places), decision)
+                parts.setdefault(self._pending_after(n, pending, decision), []).append(extended)
         # Only labels of one group may dominate each other: what waits in front of a layer may yet have to be held.
-        kept = {key: _undominated(self._promising(n + 1, _joined(some), upper_us)) for key, some in parts.items()}
-        return {waiting: labels for waiting, labels in kept.items() if len(labels.time)}
+        kept = {key: _remove_dominated(self._prune(n + 1, _concatenate(some), upper_us)) for key, some in parts.items()}
+        return {pending: labels for pending, labels in kept.items() if len(labels.time)}
 
-    def _waiting_behind(self, n: int, waiting: Waiting, decision: int) -> Waiting:
-        after = [each for each in waiting if each[0] > self.layers.first + n] if decision == KEEP else []
+    def _pending_after(self, n: int, pending: PendingStorages, decision: int) -> PendingStorages:
+        after = [each for each in pending if each[0] > self.layers.first + n] if decision == KEEP else []
         outputs = [(each.until, each.bytes[decision]) for each in self.layers.pending[n] if each.bytes[decision] > 0]
         return (*after, *outputs)
 
-    def _extended(self, n: int, waiting: Waiting, labels: _Labels, decision: int) -> _Labels:
+    def _extend(self, n: int, pending: PendingStorages, labels: _Labels, decision: int) -> _Labels:
         """The labels of one group behind layer `n`; their own places become those of their parents."""
         layers = self.layers
-        size = sum(each[1] for each in waiting)
+        size = sum(each[1] for each in pending)
         # A recomputed layer holds its input itself, if nobody in front does: from then on it waits no more.
         taken = size * decision
         entering = (size + layers.passed[n], taken, taken)
@@ -259,10 +262,10 @@ class _Walk:
             np.full(len(labels.time), decision == RECOMPUTE),
         )
 
-    def _promising(self, n: int, labels: _Labels, upper_us: float) -> _Labels:
+    def _prune(self, n: int, labels: _Labels, upper_us: float) -> _Labels:
         """The labels that can be completed to something that fits and is below `upper_us`."""
         held, room, stacked = labels.held, labels.room, self.layers.stacked
-        at_end = held + self.kept_behind[n]
+        at_end = held + self.kept_after[n]
         must_go = np.full_like(held, -np.inf)
         for limit in self.limits:
             # What the layers behind leave at most: labels that differ beyond that are not different.
@@ -274,16 +277,18 @@ class _Walk:
                 must_go = np.maximum(must_go, over)
         must_go = np.maximum(must_go, at_end - room)
         # To make so many bytes go takes the layers behind that much time at least.
-        saved, again_us = self.knapsacks[n]
-        bound = labels.time + np.interp(must_go, saved, again_us, right=np.inf)
-        fits = (held + self.least_behind[n] <= room) & (bound < upper_us * (1 - RELATIVE))
+        saved, recompute_us = self.knapsacks[n]
+        bound = labels.time + np.interp(must_go, saved, recompute_us, right=np.inf)
+        fits = (held + self.least_after[n] <= room) & (bound < upper_us * (1 - RELATIVE))
         # Room that can never be filled is as good as any: so labels become equal, and dominate each other.
-        room = np.where(room >= held + self.most_behind[n], np.inf, room)
+        room = np.where(room >= held + self.most_after[n], np.inf, room)
         return labels._replace(room=room, bound=bound).take(fits)
 
-    def _best(self, groups: dict[Waiting, _Labels], history: Sequence[tuple[IntArray, BoolArray]]) -> _Choice | None:
-        held = np.concatenate([g.held + sum(each[1] for each in waiting) for waiting, g in groups.items()])
-        labels = _joined(groups.values())
+    def _best(
+        self, groups: dict[PendingStorages, _Labels], history: Sequence[tuple[IntArray, BoolArray]]
+    ) -> _Choice | None:
+        held = np.concatenate([g.held + sum(each[1] for each in pending) for pending, g in groups.items()])
+        labels = _concatenate(groups.values())
         fitting = np.flatnonzero(held + self.layers.passed[-1] <= labels.room)
         if not len(fitting):
             return None
@@ -291,8 +296,8 @@ class _Walk:
         index = int(fitting[np.lexsort((held[fitting], labels.time[fitting]))[0]])
         best_us, recomputed = float(labels.time[index]), []
         for n in reversed(range(self.num_layers)):
-            parent, again = history[n]
-            if again[index]:
+            parent, recompute = history[n]
+            if recompute[index]:
                 recomputed.append(self.layers.first + n)
             index = int(parent[index])
         return _Choice(best_us, tuple(reversed(recomputed)))
@@ -311,16 +316,16 @@ class _Walk:
         return saved <= self.room and all(fits)
 
 
-def _leaving(outputs: Sequence[Pending], end: int, decision: int) -> float:
+def _leaving_bytes(outputs: Sequence[Pending], end: int, decision: int) -> float:
     return sum(each.bytes[decision] for each in outputs if each.until >= end)
 
 
-def _handed_on(outputs: Sequence[Pending], layer: int) -> float:
+def _passed_bytes(outputs: Sequence[Pending], layer: int) -> float:
     """What goes into `layer`, and no further, and is not held even if its maker holds what it can."""
     return sum(each.bytes[KEEP] for each in outputs if each.until == layer)
 
 
-def _behind(per_layer: FloatArray) -> FloatArray:
+def _suffix_sums(per_layer: FloatArray) -> FloatArray:
     """Sums from each layer to the last."""
     sums: FloatArray = np.append(np.cumsum(per_layer[::-1])[::-1], 0.0)
     return sums
@@ -334,7 +339,7 @@ def _knapsack(savings: FloatArray, times: FloatArray) -> tuple[FloatArray, Float
     return np.append(0.0, np.cumsum(savings[order])), np.append(0.0, np.cumsum(times[order]))
 
 
-def _undominated(labels: _Labels) -> _Labels:
+def _remove_dominated(labels: _Labels) -> _Labels:
     """The labels of a group without those that another is no worse than in all respects."""
     order = np.lexsort((-labels.room, labels.held, labels.time))
     held, room = labels.held[order], labels.room[order]
@@ -345,12 +350,12 @@ def _undominated(labels: _Labels) -> _Labels:
     return labels.take(order[_staircase(held.tolist(), room.tolist())])
 
 
-def _staircase(held: Sequence[float], room: Sequence[float]) -> list[int]:
+def _staircase(held_bytes: Sequence[float], room: Sequence[float]) -> list[int]:
     """The places at which less is held, or more may be, than at each place before."""
     kept = []
     steps: list[float] = []  # what is held on each step, ascending
     rooms: list[float] = []  # and what may be: on a higher step more, or the step would be of no use
-    for place, (low, high) in enumerate(zip(held, room, strict=True)):
+    for place, (low, high) in enumerate(zip(held_bytes, room, strict=True)):
         # The highest step that is not above `low` has the most room of all that hold as little.
         step = bisect_right(steps, low) - 1
         if step >= 0 and rooms[step] >= high:
@@ -364,7 +369,7 @@ def _staircase(held: Sequence[float], room: Sequence[float]) -> list[int]:
     return kept
 
 
-def _narrowed(groups: dict[Waiting, _Labels], width: int) -> tuple[dict[Waiting, _Labels], float]:
+def _limit_width(groups: dict[PendingStorages, _Labels], width: int) -> tuple[dict[PendingStorages, _Labels], float]:
     """At most `width` labels, half by their bounds and half spread over what is held; and the others' least bound."""
     sizes = [len(labels.time) for labels in groups.values()]
     if sum(sizes) <= width:

@@ -17,7 +17,7 @@ from planner.core.cost.evaluate import Evaluation
 from planner.core.cost.partition import Partition
 from planner.core.cost.stage_time import LAYERS
 from planner.solve.chunks.descent import BATCH, Candidate, Descent
-from planner.solve.layers.devices import Devices, Recomputation
+from planner.solve.layers.devices import DeviceSearch, Recomputation
 from planner.solve.progress import SAME, Progress
 from planner.solve.space.arrays import BoolArray, FloatArray, IntArray
 from planner.solve.space.case import Case, cuts_and_choices
@@ -87,36 +87,41 @@ class LayerSearch(Descent[LayerCandidate]):
         devices: What they may recompute.
     """
 
-    def __init__(self, progress: Progress, evaluator: Evaluator, devices: Devices) -> None:
+    def __init__(self, progress: Progress, evaluator: Evaluator, devices: DeviceSearch) -> None:
         super().__init__(progress, evaluator)
         self._devices = devices
         costs = evaluator.case.costs
         self._forward_us = np.where(costs.has_backward, costs.forward_us, 0.0)
 
-    def search(self, starts: Sequence[IntArray], most_actions: int, near: Partition | None = None) -> None:
+    def search(self, starts: Sequence[IntArray], most_actions: int, initial: Partition | None = None) -> None:
         """Searches from each of some cuts, of shape (S+1,), and then from the best of them anew.
 
         Args:
             starts: The cuts.
             most_actions: How many actions it may simulate.
-            near: A partition that recomputes whole stages: the search begins with its cuts, and what it recomputes.
+            initial: A partition that recomputes whole stages: the search begins with its cuts, and what it recomputes.
         """
-        self.descend(self._begun(starts, near), most_actions, fruitless=_FRUITLESS if len(self.moves) else 0)
+        self.descend(self._starts(starts, initial), most_actions, fruitless=_FRUITLESS if len(self.moves) else 0)
 
     def evaluate(self, every_cuts: Sequence[IntArray]) -> list[LayerCandidate]:
         """Partitions with what takes their devices the least time to compute again; shape (S+1,) each."""
-        return self._raced([self._candidate_with(cuts, [ways[0] for ways in self._ways(cuts)]) for cuts in every_cuts])
+        return self._simulate(
+            [
+                self._candidate_with(cuts, [recomputations[0] for recomputations in self._recomputations(cuts)])
+                for cuts in every_cuts
+            ]
+        )
 
-    def _begun(self, starts: Sequence[IntArray], near: Partition | None) -> Iterator[LayerCandidate]:
-        if near is not None:
-            cuts, choices = cuts_and_choices(near)
+    def _starts(self, starts: Sequence[IntArray], initial: Partition | None) -> Iterator[LayerCandidate]:
+        if initial is not None:
+            cuts, choices = cuts_and_choices(initial)
             devices = [
-                self._devices.near(device, cuts, [choices[s] for s in chunks])
+                self._devices.improve_from(device, cuts, [choices[s] for s in chunks])
                 for device, chunks in enumerate(self.evaluator.chunks)
             ]
-            least = [ways[0] for ways in self._ways(cuts)]
+            least = [recomputations[0] for recomputations in self._recomputations(cuts)]
             yield min(
-                self._raced([self._candidate_with(cuts, devices), self._candidate_with(cuts, least)]),
+                self._simulate([self._candidate_with(cuts, devices), self._candidate_with(cuts, least)]),
                 key=attrgetter("rank"),
             )
         for cuts in starts:
@@ -140,7 +145,7 @@ class LayerSearch(Descent[LayerCandidate]):
         """The best of the other ways to keep the cap on one device."""
         other_ways = self._other_candidates(candidate)
         if other_ways:
-            yield min(self._raced(other_ways), key=attrgetter("rank"))
+            yield min(self._simulate(other_ways), key=attrgetter("rank"))
 
     def perturb(self, candidate: LayerCandidate) -> LayerCandidate:
         """The partition after a few moves at random."""
@@ -155,24 +160,26 @@ class LayerSearch(Descent[LayerCandidate]):
 
     def _other_candidates(self, candidate: LayerCandidate) -> list[LayerCandidate]:
         """The same cuts with another way to keep the cap on one device."""
-        every = list(self._ways(candidate.cuts))
+        every = list(self._recomputations(candidate.cuts))
         candidates = []
-        for device, ways in enumerate(every):
+        for device, recomputations in enumerate(every):
             chunks = list(self.evaluator.chunks[device])
-            for way in ways:
-                changed = self._changed(candidate, chunks, way)
+            for recomputation in recomputations:
+                changed = self._with_recomputation(candidate, chunks, recomputation)
                 if changed.recomputed != candidate.recomputed or (changed.choices != candidate.choices).any():
                     candidates.append(changed)
         return candidates
 
-    def _changed(self, candidate: LayerCandidate, chunks: list[int], way: Recomputation) -> LayerCandidate:
+    def _with_recomputation(
+        self, candidate: LayerCandidate, chunks: list[int], recomputation: Recomputation
+    ) -> LayerCandidate:
         choices, layers_us, recomputed = (
             candidate.choices.copy(),
             candidate.layers_us.copy(),
             list(candidate.recomputed),
         )
-        choices[chunks], layers_us[chunks] = way.choices, way.layers_us
-        for s, layers in zip(chunks, way.recomputed, strict=True):
+        choices[chunks], layers_us[chunks] = recomputation.choices, recomputation.layers_us
+        for s, layers in zip(chunks, recomputation.recomputed, strict=True):
             recomputed[s] = layers
         return replace(candidate, choices=choices, layers_us=layers_us, recomputed=tuple(recomputed))
 
@@ -186,18 +193,18 @@ class LayerSearch(Descent[LayerCandidate]):
             over_bytes=sum(device.over_bytes for device in devices),
         )
         for chunks, device in zip(self.evaluator.chunks, devices, strict=True):
-            candidate = self._changed(candidate, list(chunks), device)
+            candidate = self._with_recomputation(candidate, list(chunks), device)
         return candidate
 
-    def _ways(self, cuts: IntArray) -> Iterator[tuple[Recomputation, ...]]:
+    def _recomputations(self, cuts: IntArray) -> Iterator[tuple[Recomputation, ...]]:
         """What each device may recompute."""
         for device in range(self.evaluator.num_devices):
             # To choose layers may take long.
             self.progress.deadline.check()
             before = self._devices.num_solved
-            yield self._devices.ways(device, cuts)
+            yield self._devices.recomputations(device, cuts)
             self.progress.effort.spent += _SOLVED * (self._devices.num_solved - before)
 
-    def _raced(self, candidates: Sequence[LayerCandidate]) -> list[LayerCandidate]:
+    def _simulate(self, candidates: Sequence[LayerCandidate]) -> list[LayerCandidate]:
         self.progress.effort.spent += BATCH
         return simulate_candidates(self.progress, self.evaluator, candidates)

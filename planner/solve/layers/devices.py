@@ -32,10 +32,10 @@ from planner.solve.layers.subsets import MOST_LAYERS, Subsets
 from planner.solve.space.arrays import FloatArray, IntArray
 from planner.solve.space.partitions import Evaluator
 
-_MOST_TOGETHER = 20_000
+_MOST_JOINTLY = 20_000
 """Ways of all chunks of a device that are looked at together."""
 
-_HARDLY_DEARER = 1.25
+_NEARLY_CHEAPEST = 1.25
 """A way that takes the device so many times the least may be better where the schedule has slack."""
 
 
@@ -49,7 +49,7 @@ class Recomputation:
     """Per chunk the single layers, counted along the chain."""
     layers_us: tuple[float, ...]
     """Per chunk their forward on the profiled device."""
-    again_us: float
+    recompute_us: float
     """What the device computes again in a step, on the profiled device."""
     over_bytes: float
     """By how much it is over its cap; 0 where it fits."""
@@ -61,13 +61,13 @@ class _Option(NamedTuple):
     choice: int
     recomputed: tuple[int, ...]
     layers_us: float
-    again_us: float
+    recompute_us: float
     """In a step."""
     bytes: FloatArray
     """At each moment of the device, shape (moments,)."""
 
 
-class Devices:
+class DeviceSearch:
     """What each device of a pipeline may recompute.
 
     Args:
@@ -77,43 +77,41 @@ class Devices:
     def __init__(self, evaluator: Evaluator) -> None:
         self._evaluator = evaluator
         self._answers: dict[tuple[int, ...], tuple[Recomputation, ...]] = {}
-        self._stages: dict[tuple[int, int], _Stage] = {}
+        self._stages: dict[tuple[int, int], _StageTables] = {}
         self.num_solved = 0
         """Number of walks through the layers of a stage so far, which take long."""
 
-    def ways(self, device: int, cuts: IntArray) -> tuple[Recomputation, ...]:
+    def recomputations(self, device: int, cuts: IntArray) -> tuple[Recomputation, ...]:
         """Every way that is worth a try, or is over by least."""
         key = device, *(int(cuts[s + more]) for s in self._evaluator.chunks[device] for more in (0, 1))
         if key not in self._answers:
-            self._answers[key] = self._ways(device, cuts)
+            self._answers[key] = self._solve(device, cuts)
         return self._answers[key]
 
-    def near(self, device: int, cuts: IntArray, choices: Sequence[int]) -> Recomputation:
+    def improve_from(self, device: int, cuts: IntArray, choices: Sequence[int]) -> Recomputation:
         """What the device recomputes, one chunk solved after the other from `choices` on."""
         chunks, cap = self._chunks(device, cuts), self._evaluator.case.caps_bytes[device]
         start = [chunk.whole[choice] for chunk, choice in zip(chunks, choices, strict=True)]
-        return _recomputation(self._improved(chunks, start, cap, range(len(chunks))), cap)
+        return _recomputation(self._improve(chunks, start, cap, range(len(chunks))), cap)
 
-    def _ways(self, device: int, cuts: IntArray) -> tuple[Recomputation, ...]:
+    def _solve(self, device: int, cuts: IntArray) -> tuple[Recomputation, ...]:
         chunks, cap = self._chunks(device, cuts), self._evaluator.case.caps_bytes[device]
         fastest = [chunk.whole[self._evaluator.allowed[0]] for chunk in chunks]
         if _over_bytes(fastest, cap) <= 0:
             return (_recomputation(fastest, cap),)
         self.num_solved += 1
-        together = _together(chunks, cap)
+        together = _solve_jointly(chunks, cap)
         if together:
             return tuple(_recomputation(options, cap) for options in together)
         orders = [range(len(chunks)), range(len(chunks) - 1, -1, -1)][: len(chunks)]
-        ways = [
-            _recomputation(self._improved(chunks, start, cap, order), cap)
-            for start in (_by_stage(chunks, cap), _by_layer(chunks, cap))
+        recomputations = [
+            _recomputation(self._improve(chunks, start, cap, order), cap)
+            for start in (_start_by_stage(chunks, cap), _start_by_layer(chunks, cap))
             for order in orders
         ]
-        return _best_first(dict.fromkeys(ways))
+        return _best_first(dict.fromkeys(recomputations))
 
-    def _improved(
-        self, chunks: "list[_Chunk]", start: list[_Option], cap: float, order: Iterable[int]
-    ) -> list[_Option]:
+    def _improve(self, chunks: "list[_Chunk]", start: list[_Option], cap: float, order: Iterable[int]) -> list[_Option]:
         """One chunk after the other has the cheapest recomputation that the others leave room for."""
         options = list(start)
         for at in order:
@@ -122,7 +120,7 @@ class Devices:
                 taken = taken + option.bytes
             better = chunks[at].cheapest(cap - taken)
             self.num_solved += 1
-            if better is not None and (better.again_us < options[at].again_us or _over_bytes(options, cap) > 0):
+            if better is not None and (better.recompute_us < options[at].recompute_us or _over_bytes(options, cap) > 0):
                 options[at] = better
         return options
 
@@ -139,28 +137,28 @@ class Devices:
             chunk = _Chunk(stage, stage.by_layers.without(shared_here, exact=costs.exact), counts)
             for n, (always, parts, inside) in whole.items():
                 # Longer stages than tables have are recomputed by single layers alone.
-                held = always[0, s] + counts @ parts[0, s] if inside[0, s] else np.full(len(counts), inf)
-                chunk.whole[n] = _Option(n, (), 0.0, stage.whole_again_us[n], held)
+                held_bytes = always[0, s] + counts @ parts[0, s] if inside[0, s] else np.full(len(counts), inf)
+                chunk.whole[n] = _Option(n, (), 0.0, stage.whole_us[n], held_bytes)
             chunks.append(chunk)
         return chunks
 
-    def _stage(self, first: int, end: int) -> "_Stage":
+    def _stage(self, first: int, end: int) -> "_StageTables":
         if (first, end) not in self._stages:
             case = self._evaluator.case
-            self._stages[first, end] = _Stage(
+            self._stages[first, end] = _StageTables(
                 case.costs, first, end, case.micro_batches, in_halves=case.schedule.splits_backward
             )
         return self._stages[first, end]
 
 
-class _Stage:
+class _StageTables:
     """The layers `first`..`end - 1`, whatever device runs them."""
 
     def __init__(self, costs: ChainCosts, first: int, end: int, micro_batches: int, *, in_halves: bool) -> None:
         self.by_layers = chunk_by_layers(costs, first, end, micro_batches=micro_batches, in_halves=in_halves)
         self.layers = StageLayers.of(costs, first, end)
         self.times_us = costs.forward_us[first:end]
-        self.whole_again_us = _whole_again_us(costs, first, end, micro_batches)
+        self.whole_us = _whole_recompute_us(costs, first, end, micro_batches)
         self.micro_batches = micro_batches
         is_short = end - first <= MOST_LAYERS
         self.subsets = Subsets.of(self.layers, self.times_us) if is_short else None
@@ -173,7 +171,7 @@ class _Stage:
 class _Chunk:
     """A stage on its device: what it holds at the device's moments, as it depends on what is recomputed."""
 
-    def __init__(self, stage: _Stage, by_layers: ChunkByLayers, counts: FloatArray) -> None:
+    def __init__(self, stage: _StageTables, by_layers: ChunkByLayers, counts: FloatArray) -> None:
         self.stage = stage
         self.whole: dict[int, _Option] = {}
         """By index into `CHOICES`."""
@@ -194,42 +192,42 @@ class _Chunk:
         if subsets is None:
             return []
         parts = self._by_layers.parts(subsets.saved[:, None], subsets.levels)
-        held = self._by_layers.always + parts @ self._counts.T
+        held_bytes = self._by_layers.always + parts @ self._counts.T
         return [
             *self.whole.values(),
             *(
-                self._option(tuple((stage.layers.first + np.flatnonzero(again)).tolist()), float(layers_us), bytes_held)
-                for again, layers_us, bytes_held in zip(subsets.again, subsets.times_us, held, strict=True)
-                if again.any()
+                self._option(tuple((stage.layers.first + np.flatnonzero(recomputed)).tolist()), float(layers_us), held)
+                for recomputed, layers_us, held in zip(subsets.recomputed, subsets.times_us, held_bytes, strict=True)
+                if recomputed.any()
             ),
         ]
 
-    def again(self, recomputed: tuple[int, ...]) -> _Option:
+    def with_layers(self, recomputed: tuple[int, ...]) -> _Option:
         """Some layers are recomputed, each on its own."""
         saved, *levels = self.stage.layers.levels(recomputed)
         layers_us = float(self.stage.times_us[np.array(recomputed, dtype=np.int64) - self.stage.layers.first].sum())
-        held = self._by_layers.always + self._counts @ self._by_layers.parts(saved, np.array([*levels, 0.0]))
-        return self._option(recomputed, layers_us, held)
+        held_bytes = self._by_layers.always + self._counts @ self._by_layers.parts(saved, np.array([*levels, 0.0]))
+        return self._option(recomputed, layers_us, held_bytes)
 
-    def _option(self, recomputed: tuple[int, ...], layers_us: float, held: FloatArray) -> _Option:
+    def _option(self, recomputed: tuple[int, ...], layers_us: float, held_bytes: FloatArray) -> _Option:
         choice = LAYERS if recomputed else 0
-        return _Option(choice, recomputed, layers_us, self.stage.micro_batches * layers_us, held)
+        return _Option(choice, recomputed, layers_us, self.stage.micro_batches * layers_us, held_bytes)
 
     def cheapest(self, room: FloatArray) -> _Option | None:
         """What takes the least time of all that keeps within `room` at each moment; None where nothing does."""
         if self.options:
             able = (option for option in self.options if (option.bytes <= room).all())
-            return min(able, key=lambda option: option.again_us, default=None)
+            return min(able, key=lambda option: option.recompute_us, default=None)
         fitting = [option for option in self.whole.values() if (option.bytes <= room).all()]
-        best = min(fitting, key=lambda option: option.again_us, default=None)
-        if best is not None and best.again_us == 0:
+        best = min(fitting, key=lambda option: option.recompute_us, default=None)
+        if best is not None and best.recompute_us == 0:
             return best
         choice = cheapest_within(self.stage.layers, self._limits(room), self.stage.times_us)
         if choice is None or not choice.recomputed:
             return best
-        option = self.again(choice.recomputed)
+        option = self.with_layers(choice.recomputed)
         # What the limits say is held against the law itself.
-        if (option.bytes > room).any() or (best is not None and best.again_us <= option.again_us):
+        if (option.bytes > room).any() or (best is not None and best.recompute_us <= option.recompute_us):
             return best
         return option
 
@@ -244,8 +242,8 @@ class _Chunk:
 
 
 def _over_bytes(options: Iterable[_Option], cap: float) -> float:
-    held: FloatArray = np.sum([option.bytes for option in options], axis=0)
-    return max(0.0, float(held.max()) - cap)
+    held_bytes: FloatArray = np.sum([option.bytes for option in options], axis=0)
+    return max(0.0, float(held_bytes.max()) - cap)
 
 
 def _recomputation(options: Sequence[_Option], cap: float) -> Recomputation:
@@ -253,51 +251,55 @@ def _recomputation(options: Sequence[_Option], cap: float) -> Recomputation:
         choices=tuple(option.choice for option in options),
         recomputed=tuple(option.recomputed for option in options),
         layers_us=tuple(option.layers_us for option in options),
-        again_us=sum(option.again_us for option in options),
+        recompute_us=sum(option.recompute_us for option in options),
         over_bytes=_over_bytes(options, cap),
     )
 
 
-def _together(chunks: Sequence[_Chunk], cap: float) -> list[list[_Option]]:
+def _solve_jointly(chunks: Sequence[_Chunk], cap: float) -> list[list[_Option]]:
     """The cheapest way of all there are, first; then, for each chunk, one that is hardly dearer and spares it most.
 
     Nothing where ways are too many, or none fits.
     """
     tables = [chunk.options for chunk in chunks]
-    again_us, places = np.zeros(1), np.zeros((1, 0), dtype=np.int64)
-    held: FloatArray = np.zeros((1, len(chunks[0].level)))
+    recompute_us, places = np.zeros(1), np.zeros((1, 0), dtype=np.int64)
+    held_bytes: FloatArray = np.zeros((1, len(chunks[0].level)))
     # What the chunks hold at least that are still to come.
-    least = [np.min([option.bytes for option in table], axis=0) if table else held[0] for table in tables]
+    least = [np.min([option.bytes for option in table], axis=0) if table else held_bytes[0] for table in tables]
     for n, table in enumerate(tables):
-        if not table or len(held) * len(table) > _MOST_TOGETHER:
+        if not table or len(held_bytes) * len(table) > _MOST_JOINTLY:
             return []
-        held = (held[:, None] + np.array([option.bytes for option in table])).reshape(-1, held.shape[1])
-        again_us = (again_us[:, None] + np.array([option.again_us for option in table])).ravel()
+        added_bytes = np.array([option.bytes for option in table])
+        held_bytes = (held_bytes[:, None] + added_bytes).reshape(-1, held_bytes.shape[1])
+        recompute_us = (recompute_us[:, None] + np.array([option.recompute_us for option in table])).ravel()
         places = np.column_stack([np.repeat(places, len(table), axis=0), np.tile(np.arange(len(table)), len(places))])
-        fits = (held + np.sum(least[n + 1 :], axis=0) <= cap).all(axis=1)
-        held, again_us, places = held[fits], again_us[fits], places[fits]
-    if not len(held):
+        fits = (held_bytes + np.sum(least[n + 1 :], axis=0) <= cap).all(axis=1)
+        held_bytes, recompute_us, places = held_bytes[fits], recompute_us[fits], places[fits]
+    if not len(held_bytes):
         return []
-    order = np.argsort(again_us, kind="stable")
-    near = places[order[again_us[order] <= again_us[order[0]] * _HARDLY_DEARER]]
-    spared = [near[np.argmin([tables[n][place].again_us for place in near[:, n].tolist()])] for n in range(len(chunks))]
-    ways = dict.fromkeys(tuple(way.tolist()) for way in (near[0], *spared))
-    return [[table[place] for table, place in zip(tables, way, strict=True)] for way in ways]
+    order = np.argsort(recompute_us, kind="stable")
+    cheap = places[order[recompute_us[order] <= recompute_us[order[0]] * _NEARLY_CHEAPEST]]
+    spared = [
+        cheap[np.argmin([table[place].recompute_us for place in cheap[:, n].tolist()])]
+        for n, table in enumerate(tables)
+    ]
+    rows = dict.fromkeys(tuple(row.tolist()) for row in (cheap[0], *spared))
+    return [[table[place] for table, place in zip(tables, row, strict=True)] for row in rows]
 
 
-def _by_stage(chunks: Sequence[_Chunk], cap: float) -> list[_Option]:
+def _start_by_stage(chunks: Sequence[_Chunk], cap: float) -> list[_Option]:
     """Whole stages that fit with the least time, or are over by least."""
-    ways = [list(way) for way in product(*(chunk.whole.values() for chunk in chunks))]
-    return min(ways, key=lambda way: (_over_bytes(way, cap), sum(option.again_us for option in way)))
+    combinations = [list(options) for options in product(*(chunk.whole.values() for chunk in chunks))]
+    return min(combinations, key=lambda each: (_over_bytes(each, cap), sum(option.recompute_us for option in each)))
 
 
-def _by_layer(chunks: Sequence[_Chunk], cap: float) -> list[_Option]:
+def _start_by_layer(chunks: Sequence[_Chunk], cap: float) -> list[_Option]:
     """Layers that save most for their time where the device holds most, one by one until it fits."""
-    options = [chunk.again(()) for chunk in chunks]
+    options = [chunk.with_layers(()) for chunk in chunks]
     while True:
-        held: FloatArray = np.sum([option.bytes for option in options], axis=0)
-        moment = int(held.argmax())
-        if held[moment] <= cap:
+        held_bytes: FloatArray = np.sum([option.bytes for option in options], axis=0)
+        moment = int(held_bytes.argmax())
+        if held_bytes[moment] <= cap:
             return options
         best: tuple[float, int, int] | None = None
         for place, (chunk, option) in enumerate(zip(chunks, options, strict=True)):
@@ -314,16 +316,16 @@ def _by_layer(chunks: Sequence[_Chunk], cap: float) -> list[_Option]:
         if best is None:
             return options
         _, place, layer = best
-        options[place] = chunks[place].again((*options[place].recomputed, layer))
+        options[place] = chunks[place].with_layers((*options[place].recomputed, layer))
 
 
-def _best_first(ways: Iterable[Recomputation]) -> tuple[Recomputation, ...]:
+def _best_first(recomputations: Iterable[Recomputation]) -> tuple[Recomputation, ...]:
     """The ways that fit, what takes the least time first; or those that are over by least."""
-    ordered = sorted(ways, key=lambda way: (way.over_bytes, way.again_us))
-    return tuple(way for way in ordered if way.over_bytes == ordered[0].over_bytes)
+    ordered = sorted(recomputations, key=lambda recomputation: (recomputation.over_bytes, recomputation.recompute_us))
+    return tuple(recomputation for recomputation in ordered if recomputation.over_bytes == ordered[0].over_bytes)
 
 
-def _whole_again_us(costs: ChainCosts, first: int, end: int, micro_batches: int) -> tuple[float, ...]:
+def _whole_recompute_us(costs: ChainCosts, first: int, end: int, micro_batches: int) -> tuple[float, ...]:
     """What computing the whole stage again takes in a step, for each of `CHOICES`."""
     forward_us = float(costs.forward_us[first:end].sum()) if costs.has_backward[end - 1] else 0.0
     return 0.0, (micro_batches - 1) * forward_us, micro_batches * forward_us

@@ -27,8 +27,8 @@ from planner.solve.chain.laws import OneForwardOneBackwardLaw
 from planner.solve.chunks.search import search_effort
 from planner.solve.deadline import NEVER, Deadline, OutOfTimeError
 from planner.solve.layers.cut_search import LayerCandidate, LayerSearch, simulate_candidates
-from planner.solve.layers.devices import Devices
-from planner.solve.layers.stage_times import LayerTimes
+from planner.solve.layers.devices import DeviceSearch
+from planner.solve.layers.stage_times import RecomputeTimes
 from planner.solve.progress import BLOCK, Progress
 from planner.solve.space.case import Case
 from planner.solve.space.partitions import Evaluator
@@ -48,8 +48,8 @@ _MOST_SOLVED, _FEW_SOLVED = 400, 40
 
 def search_gpipe_by_layers(case: Case, *, upper_us: float = np.inf, deadline: Deadline = NEVER) -> Answer:
     """The fastest partition that beats `upper_us`, and what none can beat; raises as `planner.solve.answer.Search`."""
-    layers = LayerTimes(case.costs)
-    case = replace(case, least_again_us=layers.table)
+    layers = RecomputeTimes(case.costs)
+    case = replace(case, least_recompute_us=layers.table)
     best: Partition | None = None
     bound_us = case.bound_us
     windows = Windows(case)
@@ -57,7 +57,7 @@ def search_gpipe_by_layers(case: Case, *, upper_us: float = np.inf, deadline: De
     try:
         for _ in range(_ROUNDS_OF_GPIPE):
             cuts = _best_cuts(case, windows.width, upper_us, deadline)
-            candidate = None if cuts is None else _with_layers(case, layers, cuts, deadline)
+            candidate = None if cuts is None else _solve_layers(case, layers, cuts, deadline)
             partition = None if candidate is None else candidate.partition(case)
             time_us = np.inf if partition is None else Evaluation(case.costs, partition, case.cluster).step_us
             if time_us < upper_us:
@@ -81,34 +81,34 @@ def _best_cuts(case: Case, width: int, upper_us: float, deadline: Deadline) -> C
     return best
 
 
-def search_one_chunk_by_layers(progress: Progress, near: Partition | None) -> None:
+def search_one_chunk_by_layers(progress: Progress, initial: Partition | None) -> None:
     """Searches all stage counts, until the deadline (`OutOfTimeError`) or for as long as the effort lasts.
 
     Args:
         progress: Of the case.
-        near: Its best partition that recomputes whole stages, if one is known.
+        initial: Its best partition that recomputes whole stages, if one is known.
     """
-    layers = LayerTimes(progress.case.costs)
-    case = replace(progress.case, least_again_us=layers.table)
+    layers = RecomputeTimes(progress.case.costs)
+    case = replace(progress.case, least_recompute_us=layers.table)
     for num_stages in range(case.num_devices, 0, -1):
         # Fewer stages take longer still.
         if progress.case.least_us(num_stages) >= progress.upper_us:
             return
-        near_here = near if near is not None and len(near.balance) == num_stages else None
-        if not _Search(progress, Evaluator(case, num_stages), layers).run(near_here):
+        initial_here = initial if initial is not None and len(initial.balance) == num_stages else None
+        if not _StageCountSearch(progress, Evaluator(case, num_stages), layers).run(initial_here):
             return
 
 
-class _Search:
+class _StageCountSearch:
     """The search for one stage count."""
 
-    def __init__(self, progress: Progress, evaluator: Evaluator, layers: LayerTimes) -> None:
+    def __init__(self, progress: Progress, evaluator: Evaluator, layers: RecomputeTimes) -> None:
         self._progress, self._evaluator, self._layers = progress, evaluator, layers
         self._case = evaluator.case
         self._law = OneForwardOneBackwardLaw(self._case.micro_batches)
-        self._cuts = LayerSearch(progress, evaluator, Devices(evaluator))
+        self._cuts = LayerSearch(progress, evaluator, DeviceSearch(evaluator))
 
-    def run(self, near: Partition | None) -> bool:
+    def run(self, initial: Partition | None) -> bool:
         """Searches; whether there was effort enough."""
         progress, effort, case = self._progress, self._progress.effort, self._case
         windows = Windows(case)
@@ -116,7 +116,7 @@ class _Search:
         while windows.widen(progress.upper_us):
             cells = self._evaluator.num_stages * (case.costs.num_layers + 1) * windows.width
             if not effort.try_reserve((_ORDER + 1) * self._evaluator.num_actions, cells // _CELLS):
-                self._cuts.search([], search_effort(progress, self._evaluator), near)
+                self._cuts.search([], search_effort(progress, self._evaluator), initial)
                 progress.leave_out(max(progress.case.least_us(self._evaluator.num_stages), case.bound_us))
                 return False
             least, search = self._least(windows.width)
@@ -126,7 +126,7 @@ class _Search:
             if is_open and not self._simulate_below(search):
                 starts = {least.cuts, search.prefixes.min_max("work"), search.prefixes.min_max("backward")}
                 some = [np.array(start) for start in sorted(filter(None, starts)) if min(np.diff(start)) > 0]
-                self._cuts.search(some, search_effort(progress, self._evaluator), near)
+                self._cuts.search(some, search_effort(progress, self._evaluator), initial)
                 progress.leave_out(least.step_us)
         return True
 
@@ -140,7 +140,7 @@ class _Search:
             solved = self._layers.num_exact
             if least is None:
                 break
-            candidate = _with_layers(self._case, self._layers, least, self._progress.deadline)
+            candidate = _solve_layers(self._case, self._layers, least, self._progress.deadline)
             simulate_candidates(self._progress, self._evaluator, [candidate] if candidate else [])
             if self._layers.num_exact == solved:
                 break
@@ -157,7 +157,7 @@ class _Search:
             return False
         for start in range(0, len(partitions), BLOCK):
             candidates = [
-                _with_layers(self._case, self._layers, cuts, progress.deadline)
+                _solve_layers(self._case, self._layers, cuts, progress.deadline)
                 for cuts in partitions[start : start + BLOCK]
             ]
             simulate_candidates(
@@ -177,7 +177,7 @@ class _Search:
         )
 
 
-def _with_layers(case: Case, layers: LayerTimes, cuts: ChainCuts, deadline: Deadline) -> LayerCandidate | None:
+def _solve_layers(case: Case, layers: RecomputeTimes, cuts: ChainCuts, deadline: Deadline) -> LayerCandidate | None:
     """Return the partition with the cheapest layers of its stages; None if one does not fit after all."""
     choices = np.array(cuts.choices)
     recomputed: list[tuple[int, ...]] = [()] * len(choices)
@@ -185,9 +185,9 @@ def _with_layers(case: Case, layers: LayerTimes, cuts: ChainCuts, deadline: Dead
     for k in np.flatnonzero(choices == LAYERS).tolist():
         deadline.check()
         moments = case.moments(len(choices) - 1 - k)
-        exact = layers.exact(cuts.cuts[k], cuts.cuts[k + 1], case.caps_bytes[k], moments)
-        if exact is None:
+        solved = layers.solve_stage(cuts.cuts[k], cuts.cuts[k + 1], case.caps_bytes[k], moments)
+        if solved is None:
             return None
-        recomputed[k], layers_us[k] = exact.recomputed, exact.again_us
-        choices[k] = LAYERS if exact.recomputed else 0
+        recomputed[k], layers_us[k] = solved.recomputed, solved.recompute_us
+        choices[k] = LAYERS if solved.recomputed else 0
     return LayerCandidate(cuts=np.array(cuts.cuts), choices=choices, recomputed=tuple(recomputed), layers_us=layers_us)

@@ -16,7 +16,7 @@ from planner.solve.answer import Answer
 from planner.solve.chunks.search import all_cuts, evaluators, raised_bound_us, search_effort, solve_bounds, start_cuts
 from planner.solve.deadline import NEVER, Deadline
 from planner.solve.layers.cut_search import LayerSearch
-from planner.solve.layers.devices import Devices
+from planner.solve.layers.devices import DeviceSearch
 from planner.solve.layers.joint import search_gpipe_by_layers, search_one_chunk_by_layers
 from planner.solve.progress import Progress, simulated_answer
 from planner.solve.space.arrays import FloatArray, IntArray
@@ -46,18 +46,18 @@ def search_layers(case: Case, by_stage: Answer | None, *, upper_us: float = inf,
         return by_stage._replace(actions=0)
     search = _search_devices
     if case.schedule.is_to_be_made:
-        search = _search_under_lists
+        search = _search_with_order
     elif case.schedule.is_one_forward_one_backward:
         search = search_one_chunk_by_layers
-    near = None if by_stage is None else by_stage.partition
-    return simulated_answer(partial(search, near=near), case, upper_us=upper_us, deadline=deadline)
+    initial = None if by_stage is None else by_stage.partition
+    return simulated_answer(partial(search, initial=initial), case, upper_us=upper_us, deadline=deadline)
 
 
-def _search_devices(progress: Progress, near: Partition | None) -> None:
-    """Search every number of devices; `near` is the best partition that recomputes whole stages, if it is known."""
+def _search_devices(progress: Progress, initial: Partition | None) -> None:
+    """Search every number of devices; `initial` is the best partition that recomputes whole stages, if it is known."""
     for evaluator, least_us in evaluators(progress):
-        near_here = near if near is not None and near.num_devices == evaluator.num_devices else None
-        progress.leave_out(_search(progress, evaluator, least_us, near_here))
+        initial_here = initial if initial is not None and initial.num_devices == evaluator.num_devices else None
+        progress.leave_out(_search(progress, evaluator, least_us, initial_here))
 
 
 def _fits_without(case: Case, upper_us: float) -> bool:
@@ -84,21 +84,21 @@ def _holds_all(evaluator: Evaluator, width: int) -> bool:
     return all(most <= cap for most, cap in zip(held, evaluator.case.caps_bytes, strict=False))
 
 
-def _search_under_lists(progress: Progress, near: Partition | None) -> None:
+def _search_with_order(progress: Progress, initial: Partition | None) -> None:
     """Lists that were made for whole stages stay as they are, and single layers are chosen under them."""
     progress.deadline.check()
     progress.leave_out(progress.case.bound_us)
-    if near is None:
+    if initial is None:
         return
-    evaluator = Evaluator(progress.case, near.num_devices).under(near.rule)
-    LayerSearch(progress, evaluator, Devices(evaluator)).search([], search_effort(progress, evaluator), near)
+    evaluator = Evaluator(progress.case, initial.num_devices).under(initial.rule)
+    LayerSearch(progress, evaluator, DeviceSearch(evaluator)).search([], search_effort(progress, evaluator), initial)
 
 
-def _search(progress: Progress, evaluator: Evaluator, least_us: float, near: Partition | None) -> float:
+def _search(progress: Progress, evaluator: Evaluator, least_us: float, initial: Partition | None) -> float:
     """Searches one number of devices; returns what no partition of it can beat, at least `least_us`."""
-    search = LayerSearch(progress, evaluator, Devices(evaluator))
+    search = LayerSearch(progress, evaluator, DeviceSearch(evaluator))
     starts = start_cuts(progress, evaluator)
-    one_by_one_us = _look_at_all(progress, evaluator, search)
+    one_by_one_us = _simulate_all(progress, evaluator, search)
     least_us = max(least_us, one_by_one_us)
     bounds = solve_bounds(progress, evaluator, starts) if least_us < progress.upper_us else None
     if bounds is not None:
@@ -106,11 +106,11 @@ def _search(progress: Progress, evaluator: Evaluator, least_us: float, near: Par
         starts = [bounds.first.cuts, *starts]
     if least_us >= progress.upper_us:
         return least_us
-    search.search(starts, search_effort(progress, evaluator), near)
+    search.search(starts, search_effort(progress, evaluator), initial)
     return max(least_us, raised_bound_us(progress, evaluator, bounds))
 
 
-def _look_at_all(progress: Progress, evaluator: Evaluator, search: LayerSearch) -> float:
+def _simulate_all(progress: Progress, evaluator: Evaluator, search: LayerSearch) -> float:
     """Looks at every partition, fastest first, where they are few.
 
     Returns:

@@ -17,10 +17,10 @@ from planner.solve.space.arrays import FloatArray, IntArray
 from planner.solve.space.tables import windowed
 
 _MOST_RATIOS = 64
-"""Different times per byte that `least_again_us` tries; if there are more, the bound is a little lower."""
+"""Different times per byte that `least_recompute_us` tries; if there are more, the bound is a little lower."""
 
 
-class _Device(NamedTuple):
+class _DeviceKey(NamedTuple):
     """What of a device decides which layers its stage recomputes."""
 
     cap_bytes: float
@@ -28,16 +28,16 @@ class _Device(NamedTuple):
     """Micro-batches that wait for their backward, or run: the fewer stages are behind under 1F1B, the fewer."""
 
 
-class LayerTimes:
+class RecomputeTimes:
     """Recomputation of single layers in the stages of a chain, on the profiled device, one stage to a device.
 
-    Tables begin as lower bounds (`least_again_us`) and become exact stage by stage as `exact` is asked.
+    Tables begin as lower bounds (`least_recompute_us`) and become exact stage by stage, by `solve_stage`.
     """
 
     def __init__(self, costs: ChainCosts) -> None:
         self._costs = costs
-        self._tables: dict[_Device, FloatArray] = {}
-        self._exact: dict[_Device, dict[tuple[int, int], LayerChoice | None]] = {}
+        self._tables: dict[_DeviceKey, FloatArray] = {}
+        self._exact: dict[_DeviceKey, dict[tuple[int, int], LayerChoice | None]] = {}
 
     @property
     def num_exact(self) -> int:
@@ -46,38 +46,40 @@ class LayerTimes:
 
     def table(self, width: int, cap_bytes: float, moments: Moments) -> FloatArray:
         """Below the time to recompute so that each stage fits, shape (L+1, width); infinite where none does."""
-        device = _Device(cap_bytes, moments.in_flight)
+        device = _DeviceKey(cap_bytes, moments.in_flight)
         table = self._tables.get(device)
         if table is None or table.shape[1] != width:
             (table,) = windowed(
                 self._costs.num_layers,
                 width,
                 1,
-                lambda firsts, stop: [least_again_us(self._costs, firsts, stop, moments, cap_bytes=cap_bytes)],
+                lambda firsts, stop: [least_recompute_us(self._costs, firsts, stop, moments, cap_bytes=cap_bytes)],
             )
             self._tables[device] = table
             for (first, end), choice in self._exact.get(device, {}).items():
-                _enter(table, first, end, choice)
+                _set_entry(table, first, end, choice)
         return table
 
-    def exact(self, first: int, end: int, cap_bytes: float, moments: Moments) -> LayerChoice | None:
+    def solve_stage(self, first: int, end: int, cap_bytes: float, moments: Moments) -> LayerChoice | None:
         """The cheapest layers to recompute, which the tables hold from now on; None if the stage never fits."""
-        device = _Device(cap_bytes, moments.in_flight)
+        device = _DeviceKey(cap_bytes, moments.in_flight)
         choices = self._exact.setdefault(device, {})
         if (first, end) not in choices:
             choice = choices[first, end] = cheapest_layers(self._costs, first, end, moments, cap_bytes=cap_bytes)
             if device in self._tables:
-                _enter(self._tables[device], first, end, choice)
+                _set_entry(self._tables[device], first, end, choice)
         return choices[first, end]
 
 
-def _enter(table: FloatArray, first: int, end: int, choice: LayerChoice | None) -> None:
+def _set_entry(table: FloatArray, first: int, end: int, choice: LayerChoice | None) -> None:
     column = first - end + table.shape[1]
     if column >= 0:
         table[end, column] = np.inf if choice is None else choice.lower_bound_us
 
 
-def least_again_us(costs: ChainCosts, firsts: IntArray, stop: int, moments: Moments, *, cap_bytes: float) -> FloatArray:
+def least_recompute_us(
+    costs: ChainCosts, firsts: IntArray, stop: int, moments: Moments, *, cap_bytes: float
+) -> FloatArray:
     """Time below which no choice of recomputed layers makes a stage fit; infinite where none is known to do so.
 
     Stages whose first layer is one of `firsts`, which must ascend, and whose last is one of `firsts[0]`..`stop - 1`;

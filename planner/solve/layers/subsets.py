@@ -21,7 +21,7 @@ MOST_LAYERS = 9
 class Subsets(NamedTuple):
     """Subsets of a stage's layers, the fastest first."""
 
-    again: BoolArray
+    recomputed: BoolArray
     """Which layers, shape (N, layers)."""
     times_us: FloatArray
     """To compute them again, shape (N,)."""
@@ -41,10 +41,10 @@ class Subsets(NamedTuple):
         trained = np.flatnonzero(layers.can_recompute)
         every = np.zeros((1 << len(trained), len(times_us)), dtype=np.bool_)
         every[:, trained] = (np.arange(len(every))[:, None] >> np.arange(len(trained))) & 1
-        again_us: FloatArray = every @ times_us
-        order = np.lexsort((every.sum(axis=1), again_us))
+        recompute_us: FloatArray = every @ times_us
+        order = np.lexsort((every.sum(axis=1), recompute_us))
         saved, *levels = (each[order] for each in layers.many_levels(every))
-        numbers = np.stack([again_us[order], saved, *levels], axis=1)
+        numbers = np.stack([recompute_us[order], saved, *levels], axis=1)
         best = _unbeaten(numbers)
         at_best = numbers[best]
         return cls(

@@ -67,7 +67,7 @@ class Case:
     policy: RecomputePolicy
     rules: Rules
     chunks: int = 1
-    least_again_us: Callable[[int, float, Moments], FloatArray] | None = None
+    least_recompute_us: Callable[[int, float, Moments], FloatArray] | None = None
     """Function of a width, a memory limit and the moments of a device. It returns lower bounds of the time to recompute
     single layers, shape (L+1, width). None: stages are recomputed whole or not at all."""
     _memory: dict[tuple[int, int], MemoryTable] = field(default_factory=dict, repr=False, compare=False)
@@ -244,10 +244,17 @@ class Case:
             if key not in ways:
                 # If every stage fits without recomputation, single layers need none either.
                 layers_us = (
-                    None if easy or not self.least_again_us else self.least_again_us(width, cap, self.moments(level))
+                    None
+                    if easy or not self.least_recompute_us
+                    else self.least_recompute_us(width, cap, self.moments(level))
                 )
                 ways[key] = self._ways(
-                    memory, cap, self.cluster.speed(device), forbidden, every_choice=every_choice, again_us=layers_us
+                    memory,
+                    cap,
+                    self.cluster.speed(device),
+                    forbidden,
+                    every_choice=every_choice,
+                    recompute_us=layers_us,
                 )
             tables.append(ways[key])
         return tuple(tables)
@@ -260,15 +267,15 @@ class Case:
         forbidden: BoolArray,
         *,
         every_choice: bool,
-        again_us: FloatArray | None,
+        recompute_us: FloatArray | None,
     ) -> tuple[DeviceTable, ...]:
         if not every_choice:
             choice = memory.choices(cap)
             choice[forbidden] = NOWHERE
             ways = [DeviceTable(speed=speed, choice=choice)]
-            if again_us is not None:
-                some = np.where(np.isfinite(again_us) & (choice != 0) & ~forbidden, LAYERS, NOWHERE)
-                ways.append(DeviceTable(speed=speed, choice=some.astype(np.int8), again_us=again_us))
+            if recompute_us is not None:
+                some = np.where(np.isfinite(recompute_us) & (choice != 0) & ~forbidden, LAYERS, NOWHERE)
+                ways.append(DeviceTable(speed=speed, choice=some.astype(np.int8), recompute_us=recompute_us))
             return tuple(ways)
         ways = []
         for n, totals in memory.totals.items():

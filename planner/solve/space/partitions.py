@@ -204,8 +204,8 @@ class Evaluator:
     ) -> tuple[BusyTimes, FloatArray, FloatArray]:
         """Return busy and transfer times of stages, shape (N, S), and times between steps of devices, shape (N, K)."""
         sums, first, end = self.case.sums, cuts[:, :-1], cuts[:, 1:]
-        again_us = 0.0 if layers_us is None else layers_us
-        busy = sums.busy_times(first, end, choices, speed=self.speeds, layers_us=again_us)
+        recompute_us = 0.0 if layers_us is None else layers_us
+        busy = sums.busy_times(first, end, choices, speed=self.speeds, layers_us=recompute_us)
         own = sums.own_us(first, end, self.speeds)
         per_device = np.stack([own[:, chunks].sum(axis=1) for chunks in self.chunks], axis=1)
         return busy, self.crossing_us[np.arange(self.num_stages), end], per_device

@@ -96,7 +96,7 @@ class DeviceTable:
     speed: float
     choice: ChoiceArray
     """Recomputation: index into `CHOICES`, or `LAYERS`, or `NOWHERE`; shape (L+1, width)."""
-    again_us: FloatArray | None = None
+    recompute_us: FloatArray | None = None
     """Time to recompute single layers on the profiled device, if that is the choice; shape (L+1, width)."""
     bytes: FloatArray | None = None
     """Peak memory with that choice, if requested; shape (L+1, width)."""
@@ -109,8 +109,8 @@ class DeviceTable:
     def narrowed(self, width: int) -> "DeviceTable":
         """Return the table without stages of more than `width` layers."""
         begin = self.width - width
-        again_us, peaks = (None if table is None else table[:, begin:] for table in (self.again_us, self.bytes))
-        return DeviceTable(speed=self.speed, choice=self.choice[:, begin:], again_us=again_us, bytes=peaks)
+        recompute_us, peaks = (None if table is None else table[:, begin:] for table in (self.recompute_us, self.bytes))
+        return DeviceTable(speed=self.speed, choice=self.choice[:, begin:], recompute_us=recompute_us, bytes=peaks)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -188,7 +188,11 @@ class ChainProblem:
         fits = choice != NOWHERE
         first = np.where(fits, first, 0)
         busy = self.sums.busy_times(
-            first, end, choice, speed=table.speed, layers_us=0.0 if table.again_us is None else table.again_us[ends]
+            first,
+            end,
+            choice,
+            speed=table.speed,
+            layers_us=0.0 if table.recompute_us is None else table.recompute_us[ends],
         )
         receive, receive_back = before.receive_us[first], behind.receive_us[end]
         link = behind.on_link_us[end]

@@ -57,13 +57,13 @@ def test_tails_of_many_partitions_are_those_of_each() -> None:
     ("choice", "again_us", "last_again_us"),
     [("never", 0, 0), ("except-last", 5, 0), ("always", 5, 5), ("layers", 2, 2)],
 )
-def test_what_is_computed_again(choice: Recompute, again_us: float, last_again_us: float) -> None:
+def test_what_is_computed_again(choice: Recompute, recompute_us: float, last_recompute_us: float) -> None:
     """The forward without the executor's time, or that of single layers; on a device twice as fast, half of each."""
     code = (*CHOICES, "layers").index(choice)
     times = busy_times(
         np.float64(10), np.float64(30), code, has_backward=True, layers_us=4.0, speed=2.0, overhead_us=0.5
     )
-    assert times == (5.5, 15.5 + again_us, 15.5 + last_again_us, again_us, last_again_us)
+    assert times == (5.5, 15.5 + recompute_us, 15.5 + last_recompute_us, recompute_us, last_recompute_us)
 
 
 @pytest.mark.parametrize("code", range(LAYERS))

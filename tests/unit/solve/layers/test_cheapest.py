@@ -11,7 +11,7 @@ from planner.core.cost.chain_costs import ChainCosts
 from planner.core.cost.costs import costs_at
 from planner.core.cost.memory import stage_memory
 from planner.solve.layers.cheapest import LayerChoice, cheapest_layers
-from planner.solve.layers.stage_times import least_again_us
+from planner.solve.layers.stage_times import least_recompute_us
 from tests.support.chains import chain, layer, random_profile, record, tensor, with_programs
 from tests.support.moments import moments_with
 
@@ -47,7 +47,7 @@ def cheapest(
 
 def bounds(costs: ChainCosts, firsts: list[int], stop: int, counts: tuple[int, int], cap: float) -> np.ndarray:
     """Of all stages."""
-    return least_again_us(costs, np.array(firsts), stop, moments_with(*counts), cap_bytes=cap)
+    return least_recompute_us(costs, np.array(firsts), stop, moments_with(*counts), cap_bytes=cap)
 
 
 def caps(least: int, most: int, rng: random.Random) -> list[int]:
@@ -78,12 +78,12 @@ def test_as_cheap_as_the_best_of_all_subsets(seed: int, kind: str) -> None:
             continue
         assert found is not None
         assert narrow is not None
-        assert found.exact
-        assert found.again_us == pytest.approx(best, rel=1e-9) == times[found.recomputed]
+        assert found.is_exact
+        assert found.recompute_us == pytest.approx(best, rel=1e-9) == times[found.recomputed]
         assert sizes[found.recomputed] <= cap
         assert sizes[narrow.recomputed] <= cap
         assert bound <= best * (1 + 1e-9)
-        assert narrow.lower_bound_us <= best * (1 + 1e-9) <= narrow.again_us * (1 + 2e-9)
+        assert narrow.lower_bound_us <= best * (1 + 1e-9) <= narrow.recompute_us * (1 + 2e-9)
 
 
 def blocks(num_layers: int, *, noise: float = 0.0, seed: int = 0) -> ChainCosts:
@@ -117,7 +117,7 @@ def test_of_layers_that_are_alike_as_many_as_it_takes(num_layers: int) -> None:
         cap = always + share * (never - always)
         found = cheapest(costs, 0, num_layers, counts, cap, most_labels=256)
         assert found is not None
-        assert found.exact
+        assert found.is_exact
         assert total(costs, 0, num_layers, counts, found.recomputed) <= cap
         # Recomputing front layers lowers the level in backward, too: no other choice of one less can fit.
         assert total(costs, 0, num_layers, counts, tuple(range(len(found.recomputed) - 1))) > cap
@@ -131,9 +131,9 @@ def test_large_chains_are_solved_exactly() -> None:
         cap = always + share * (never - always)
         found = cheapest(costs, 0, 200, counts, cap)
         assert found is not None
-        assert found.exact
+        assert found.is_exact
         bound = bounds(costs, list(range(200)), 200, counts, cap)
-        assert 0.98 * found.again_us <= bound[0, -1] <= found.again_us
+        assert 0.98 * found.recompute_us <= bound[0, -1] <= found.recompute_us
         # A longer stage never needs less.
         assert (np.diff(bound[0]) >= -1e-6).all()
 
@@ -151,8 +151,8 @@ def test_where_labels_run_out_the_bound_remains() -> None:
     found = cheapest(costs, 0, 60, counts, cap, most_labels=200)
     assert found is not None
     assert total(costs, 0, 60, counts, found.recomputed) <= cap
-    assert not found.exact
-    assert 0.99 * found.again_us <= found.lower_bound_us <= found.again_us
+    assert not found.is_exact
+    assert 0.99 * found.recompute_us <= found.lower_bound_us <= found.recompute_us
 
 
 def test_nothing_is_recomputed_where_all_fits() -> None:
@@ -160,10 +160,10 @@ def test_nothing_is_recomputed_where_all_fits() -> None:
     costs = replace(blocks(6), forward_us=np.array([0.0, 5.0, 0.0, 5.0, 0.0, 5.0]))
     never = total(costs, 0, 6, (4, 4), ())
     found = cheapest(costs, 0, 6, (4, 4), never)
-    assert found == LayerChoice(recomputed=(), again_us=0.0, lower_bound_us=0.0)
+    assert found == LayerChoice(recomputed=(), recompute_us=0.0, lower_bound_us=0.0)
     free = cheapest(costs, 0, 6, (4, 4), never - 1)
     assert free is not None
-    assert (len(free.recomputed), free.again_us, free.exact) == (1, 0.0, True)
+    assert (len(free.recomputed), free.recompute_us, free.is_exact) == (1, 0.0, True)
 
 
 @pytest.mark.parametrize("fits", [False, True])
