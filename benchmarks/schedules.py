@@ -26,8 +26,8 @@ from planner.core.values.plan import Inputs, Plan
 from planner.core.values.profile import Device, LayerProfile, Profile
 from planner.device.machine import cpu_name
 from planner.solve import Request, solve
-from planner.solve.orders.list_scheduling import OrderProblem, StageRoom
-from planner.solve.orders.order_search import Orders, least_period_us
+from planner.solve.orders.list_scheduling import OrderProblem, StageFootprint
+from planner.solve.orders.order_search import OrderSearch, least_period_us
 
 # K, M; F, I, W, T in ms; M_W / M_B; 1F1B, ZB-H1, ZB-H2, ZB-1p, ZB-2p.
 _PUBLISHED: Sequence[tuple[tuple[int, int], tuple[float, ...], float, tuple[float, ...]]] = (
@@ -99,13 +99,13 @@ def _published_row(
             chunks=tuple((k,) for k in range(devices)),
             micro_batches=micro_batches,
             times=times,
-            rooms=(StageRoom(always=0.0, held=1.0, between=between, above=0.0),) * devices,
+            footprints=(StageFootprint(always=0.0, held=1.0, between=between, above=0.0),) * devices,
             is_whole=(False,) * devices,
             caps_bytes=(limit * devices + 1e-9,) * devices,
             own_us=own_us,
         )
         models = [SCHEDULES[n].actions(devices, micro_batches) for n in _NAMED[1:]]
-        found = Orders(problem, lambda _: True, models).search(_ACTIONS)
+        found = OrderSearch(problem, lambda _: True, models).search(_ACTIONS)
         bound = 1 - work / least_period_us(problem)
         cells += [f"{1 - work / found.period_us:.4f} (≥ {bound:.4f})" if found else "-", f"{published[2 + limit]:.4f}"]
     seconds = time.process_time() - started

@@ -35,7 +35,7 @@ from planner.solve.space.arrays import FloatArray
 Act = tuple[int, Letter, int]
 
 
-class StageRoom(NamedTuple):
+class StageFootprint(NamedTuple):
     """What a stage takes of its device's memory, in bytes, roughly."""
 
     always: float
@@ -58,7 +58,7 @@ class OrderProblem:
     """M."""
     times: tuple[StageTimes, ...]
     """Per stage."""
-    rooms: tuple[StageRoom, ...]
+    footprints: tuple[StageFootprint, ...]
     """Per stage."""
     is_whole: tuple[bool, ...]
     """Per stage, whether its backwards run in one piece: then nothing is held between halves."""
@@ -68,7 +68,7 @@ class OrderProblem:
     """Per device, what it does between two steps; all that replicas sum counts here."""
 
 
-class Lists(NamedTuple):
+class ActionOrder(NamedTuple):
     """What every device does, and how long it takes."""
 
     rows: list[list[Act]]
@@ -82,7 +82,7 @@ class Lists(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ListRules:
+class DispatchRules:
     """How a device chooses."""
 
     most_waiting: tuple[int, ...]
@@ -95,7 +95,7 @@ class ListRules:
     """Which of a device's forwards comes first."""
 
 
-def room_of(always: float, parts: FloatArray, *, is_whole: bool) -> StageRoom:
+def footprint_of(always: float, parts: FloatArray, *, is_whole: bool) -> StageFootprint:
     """What a stage takes.
 
     Args:
@@ -110,7 +110,7 @@ def room_of(always: float, parts: FloatArray, *, is_whole: bool) -> StageRoom:
     running = max(part[name] for name in (*FORWARDS, *backwards))
     weight = 0.0 if is_whole else max(part[name] for name in (*WEIGHT_BACKWARDS, "weight_message"))
     transfers = part["input"] + part["output_gradient"] + part["input_gradient"]
-    return StageRoom(
+    return StageFootprint(
         always=always + part["gradients"] + part["casts"] + transfers,
         held=held,
         between=between,
@@ -118,17 +118,17 @@ def room_of(always: float, parts: FloatArray, *, is_whole: bool) -> StageRoom:
     )
 
 
-def listed(problem: OrderProblem, rules: ListRules) -> Lists | None:
+def apply_rules(problem: OrderProblem, rules: DispatchRules) -> ActionOrder | None:
     """The lists that the rules make; None where memory does not let all micro-batches through.
 
     Complexity: O(S M (V + log S M)).
     """
-    return _ByRules(problem, rules).lists()
+    return _RuleScheduler(problem, rules).run()
 
 
-def followed(
-    problem: OrderProblem, wishes: Sequence[Sequence[Act]], *, lookahead: int, patience: float
-) -> Lists | None:
+def follow_order(
+    problem: OrderProblem, preferred: Sequence[Sequence[Act]], *, lookahead: int, patience: float
+) -> ActionOrder | None:
     """The lists of devices that follow wishes as far as arrivals and memory let them.
 
     A free device takes the first of its wishes that it can run: not only the next one, but for this it waits if it is
@@ -136,7 +136,7 @@ def followed(
 
     Args:
         problem: The stages.
-        wishes: Per device all that it has to do, in an order; each stage's micro-batches one after the other.
+        preferred: Per device all that it has to do, in an order; each stage's micro-batches one after the other.
         lookahead: Among how many of the wishes that are left it may choose.
         patience: For how much of its own time whatever would come first waits.
 
@@ -145,10 +145,10 @@ def followed(
 
     Complexity: O(S M (lookahead + log S M)).
     """
-    return _ByWishes(problem, wishes, lookahead, patience).lists()
+    return _OrderFollower(problem, preferred, lookahead, patience).run()
 
 
-class _Walk(ABC):
+class _ListScheduler(ABC):
     """Devices as they go through a step."""
 
     def __init__(self, problem: OrderProblem) -> None:
@@ -170,12 +170,12 @@ class _Walk(ABC):
         self.num_forwards, self.num_inputs, self.num_weights = [0] * num_stages, [0] * num_stages, [0] * num_stages
         self.waiting: list[deque[int]] = [deque() for _ in problem.chunks]
         """Per device the stages whose W may run, by age."""
-        rooms = problem.rooms
+        footprints = problem.footprints
         # Of what a device has, the most that may run is set aside, and a place for one micro-batch in each later chunk:
         # without it the first chunk could fill the device with micro-batches that can never go on.
-        self.size = [max(room.held, room.between) for room in rooms]
+        self.size = [max(each.held, each.between) for each in footprints]
         self.left = [
-            cap - sum(rooms[s].always for s in chunks) - max(rooms[s].above for s in chunks)
+            cap - sum(footprints[s].always for s in chunks) - max(footprints[s].above for s in chunks)
             for cap, chunks in zip(problem.caps_bytes, problem.chunks, strict=True)
         ]
         self.spare = [0.0] * num_stages
@@ -184,7 +184,7 @@ class _Walk(ABC):
                 self.spare[stage] = self.size[stage] + sum(self.size[s] for s in chunks[place + 1 :])
         self.turns: list[tuple[float, int]] = []
 
-    def lists(self) -> Lists | None:
+    def run(self) -> ActionOrder | None:
         """Follows all devices until nothing happens any more; None if something is left to do."""
         heappush(self.turns, (0.0, self.device[0]))
         while self.turns:
@@ -195,7 +195,7 @@ class _Walk(ABC):
         if self.num_done < self.num * sum(2 if whole else 3 for whole in self.problem.is_whole):
             return None
         spans = zip(self.free_us, self.begins_us, self.problem.own_us, strict=True)
-        return Lists(self.rows, max(free_us - begin_us + own_us for free_us, begin_us, own_us in spans))
+        return ActionOrder(self.rows, max(free_us - begin_us + own_us for free_us, begin_us, own_us in spans))
 
     @abstractmethod
     def turn(self, device: int, now_us: float) -> None:
@@ -207,9 +207,9 @@ class _Walk(ABC):
         self.num_forwards[stage] += 1
         self.forwards[stage].popleft()
         self.left[device] -= self.size[stage]
-        end_us = self.ran(device, (stage, "F", micro_batch), now_us, self.problem.times[stage].forward_us)
+        end_us = self.start(device, (stage, "F", micro_batch), now_us, self.problem.times[stage].forward_us)
         if stage + 1 < len(self.device):
-            self.sent(stage, stage + 1, end_us, self.forwards)
+            self.send(stage, stage + 1, end_us, self.forwards)
         else:
             self.gradients[stage].append(end_us)
 
@@ -221,13 +221,13 @@ class _Walk(ABC):
         times, micro_batch = self.problem.times[stage], self.num_inputs[stage]
         self.num_inputs[stage] += 1
         self.gradients[stage].popleft()
-        self.left[device] += self.size[stage] - self.problem.rooms[stage].between
+        self.left[device] += self.size[stage] - self.problem.footprints[stage].between
         is_last = micro_batch == self.num - 1
         duration_us = times.last_input_backward_us if is_last else times.input_backward_us
         self.waiting[device].append(stage)
-        end_us = self.ran(device, (stage, "I", micro_batch), now_us, duration_us)
+        end_us = self.start(device, (stage, "I", micro_batch), now_us, duration_us)
         if stage > 0:
-            self.sent(stage, stage - 1, end_us, self.gradients)
+            self.send(stage, stage - 1, end_us, self.gradients)
 
     def backward(self, device: int, stage: int, now_us: float) -> None:
         """Both halves in one piece."""
@@ -237,18 +237,18 @@ class _Walk(ABC):
         self.gradients[stage].popleft()
         self.left[device] += self.size[stage]
         duration_us = times.last_backward_us if micro_batch == self.num - 1 else times.backward_us
-        end_us = self.ran(device, (stage, "B", micro_batch), now_us, duration_us)
+        end_us = self.start(device, (stage, "B", micro_batch), now_us, duration_us)
         if stage > 0:
-            self.sent(stage, stage - 1, end_us, self.gradients)
+            self.send(stage, stage - 1, end_us, self.gradients)
 
     def weight_backward(self, device: int, stage: int, now_us: float) -> None:
         """W of the stage's next micro-batch."""
         micro_batch = self.num_weights[stage]
         self.num_weights[stage] += 1
-        self.left[device] += self.problem.rooms[stage].between
-        self.ran(device, (stage, "W", micro_batch), now_us, self.problem.times[stage].weight_backward_us)
+        self.left[device] += self.problem.footprints[stage].between
+        self.start(device, (stage, "W", micro_batch), now_us, self.problem.times[stage].weight_backward_us)
 
-    def ran(self, device: int, act: Act, now_us: float, duration_us: float) -> float:
+    def start(self, device: int, act: Act, now_us: float, duration_us: float) -> float:
         """Puts an act into the device's list; when it ends."""
         if not self.rows[device]:
             self.begins_us[device] = now_us
@@ -258,7 +258,7 @@ class _Walk(ABC):
         heappush(self.turns, (end_us, device))
         return end_us
 
-    def sent(self, stage: int, target: int, end_us: float, arrivals: Sequence[deque[float]]) -> None:
+    def send(self, stage: int, target: int, end_us: float, arrivals: Sequence[deque[float]]) -> None:
         """Moves what a stage made to where it is needed."""
         device, other = self.device[stage], self.device[target]
         arrival_us = end_us
@@ -271,13 +271,13 @@ class _Walk(ABC):
         heappush(self.turns, (arrival_us, other))
 
 
-class _ByRules(_Walk):
+class _RuleScheduler(_ListScheduler):
     """Devices that choose by rules."""
 
-    def __init__(self, problem: OrderProblem, rules: ListRules) -> None:
+    def __init__(self, problem: OrderProblem, rules: DispatchRules) -> None:
         super().__init__(problem)
         self.rules = rules
-        self.order = [chunks[::-1] if rules.later_chunk_first else chunks for chunks in problem.chunks]
+        self.forward_order = [chunks[::-1] if rules.later_chunk_first else chunks for chunks in problem.chunks]
 
     def turn(self, device: int, now_us: float) -> None:
         gradient, gradient_us = self._next_gradient(device)
@@ -308,7 +308,7 @@ class _ByRules(_Walk):
     def _next_forward(self, device: int, now_us: float) -> tuple[int, float, bool]:
         """Stage and arrival of the next forward that may run, and whether one is held back by memory alone."""
         best, best_us, is_full = -1, inf, False
-        for stage in self.order[device]:
+        for stage in self.forward_order[device]:
             forwards = self.forwards[stage]
             if not forwards or self.num_forwards[stage] - self.num_inputs[stage] >= self.rules.most_waiting[stage]:
                 continue
@@ -319,18 +319,20 @@ class _ByRules(_Walk):
         return best, best_us, is_full
 
 
-class _ByWishes(_Walk):
+class _OrderFollower(_ListScheduler):
     """Devices that follow an order as far as they can."""
 
-    def __init__(self, problem: OrderProblem, wishes: Sequence[Sequence[Act]], lookahead: int, patience: float) -> None:
+    def __init__(
+        self, problem: OrderProblem, preferred: Sequence[Sequence[Act]], lookahead: int, patience: float
+    ) -> None:
         super().__init__(problem)
-        self.left_over = [list(_in_halves(row, problem.is_whole)) for row in wishes]
+        self.remaining = [list(_split_backwards(row, problem.is_whole)) for row in preferred]
         self.lookahead, self.patience = lookahead, patience
 
     def turn(self, device: int, now_us: float) -> None:
-        wishes, next_us = self.left_over[device], inf
-        for place in range(min(self.lookahead, len(wishes))):
-            stage, kind, micro_batch = wishes[place]
+        preferred, next_us = self.remaining[device], inf
+        for place in range(min(self.lookahead, len(preferred))):
+            stage, kind, micro_batch = preferred[place]
             arrival_us = self._arrival_us(device, stage, kind, micro_batch)
             if arrival_us > now_us:
                 next_us = min(next_us, arrival_us)
@@ -339,7 +341,7 @@ class _ByWishes(_Walk):
             durations = {"F": times.forward_us, "I": times.input_backward_us, "W": times.weight_backward_us}
             if next_us - now_us < self.patience * durations[kind]:
                 break
-            del wishes[place]
+            del preferred[place]
             if kind == "F":
                 self.forward(device, stage, now_us)
             elif kind == "I":
@@ -365,7 +367,7 @@ class _ByWishes(_Walk):
         return arrivals[0] if arrivals and micro_batch == done else inf
 
 
-def _in_halves(row: Sequence[Act], is_whole: Sequence[bool]) -> Iterator[Act]:
+def _split_backwards(row: Sequence[Act], is_whole: Sequence[bool]) -> Iterator[Act]:
     """Wishes with I for all that gradients wait for, and a W behind it where there was none; without W in one piece."""
     for stage, kind, micro_batch in row:
         if kind != "W" or not is_whole[stage]:

@@ -18,7 +18,14 @@ import numpy as np
 from planner.core.cost.simulate import StageTimes, period_us
 from planner.core.cost.stage_time import BusyTimes, HalfTimes
 from planner.core.schedule import Action, Letter
-from planner.solve.orders.list_scheduling import Act, ListRules, Lists, OrderProblem, followed, listed
+from planner.solve.orders.list_scheduling import (
+    Act,
+    ActionOrder,
+    DispatchRules,
+    OrderProblem,
+    apply_rules,
+    follow_order,
+)
 from planner.solve.orders.period_bound import LeastTimes, least_windows_us
 from planner.solve.progress import SAME
 from planner.solve.space.arrays import FloatArray
@@ -26,12 +33,12 @@ from planner.solve.space.arrays import FloatArray
 Rows = tuple[tuple[Action, ...], ...]
 
 # What is tried of each knob, the most promising first.
-_AHEAD = (1.0, 1.5, 0.8, 1.25, 1.7, 1.9, 2.0, 1.1, 1.35, 1.6, 1.8, 2.3, 3.0, 0.65, 0.5)
+_WAITING = (1.0, 1.5, 0.8, 1.25, 1.7, 1.9, 2.0, 1.1, 1.35, 1.6, 1.8, 2.3, 3.0, 0.65, 0.5)
 _EXTRA = (0, 1, -1)
 _PATIENCE = (0.5, 0.0, 1.0, 0.25, 0.75)
 _EITHER = (True, False)
 
-_TRY = 60
+_TRY_ACTIONS = 60
 """What a try takes beside its actions, in actions: of small pipelines most of it."""
 
 _LOOKAHEAD = (3, 8, 20)
@@ -55,19 +62,19 @@ class FoundOrder:
     period_us: float
 
 
-class Orders:
+class OrderSearch:
     """A search for the lists of given stages.
 
     Args:
         problem: The stages.
         fits: Whether lists keep the caps, by the law.
-        models: Lists that were made for other times or caps, to be followed as far as these let them.
+        known_orders: Lists that were made for other times or caps, to be followed as far as these let them.
     """
 
-    def __init__(self, problem: OrderProblem, fits: Callable[[Rows], bool], models: Sequence[Rows] = ()) -> None:
-        self._problem, self._fits, self._models = problem, fits, models
+    def __init__(self, problem: OrderProblem, fits: Callable[[Rows], bool], known_orders: Sequence[Rows] = ()) -> None:
+        self._problem, self._fits, self._known_orders = problem, fits, known_orders
         num_stages = len(problem.times)
-        self._shapes = _on_the_way(problem), tuple(float(num_stages - s) for s in range(num_stages))
+        self._shapes = _in_flight(problem), tuple(float(num_stages - s) for s in range(num_stages))
         self._least_us = least_period_us(problem) * (1 + 1e-9)
         self.best: FoundOrder | None = None
         self.spent = 0
@@ -75,57 +82,57 @@ class Orders:
 
     def search(self, most_actions: int) -> FoundOrder | None:
         """The best lists that so much effort finds; None where none keep the caps."""
-        if self._tries_all(most_actions):
+        if self._try_all_orders(most_actions):
             return self.best
         self._follow(most_actions)
         if self._is_proven():
             return self.best
-        knobs = _Knobs()
-        best: ListRules | None = None
+        tuning = _Tuning()
+        best: DispatchRules | None = None
 
-        def tried(changes: Iterable[_Knobs]) -> None:
-            nonlocal knobs, best
+        def try_each(changes: Iterable[_Tuning]) -> None:
+            nonlocal tuning, best
             for changed in changes:
-                if self.spent < most_actions and self._tries(rules := self._rules(changed)):
-                    knobs, best = changed, rules
+                if self.spent < most_actions and self._try_rules(rules := self._make_rules(changed)):
+                    tuning, best = changed, rules
 
         # One knob after the other, twice: what the later ones are good for depends on the earlier.
         for _ in range(2):
-            tried(knobs._replace(ahead=ahead, shape=shape) for shape in (0, 1) for ahead in _AHEAD)
-            tried(knobs._replace(extra=extra) for extra in _EXTRA)
-            tried(knobs._replace(patience=patience) for patience in _PATIENCE)
-            tried(knobs._replace(forward_first=first, later_first=later) for first in _EITHER for later in _EITHER)
+            try_each(tuning._replace(waiting=waiting, shape=shape) for shape in (0, 1) for waiting in _WAITING)
+            try_each(tuning._replace(extra=extra) for extra in _EXTRA)
+            try_each(tuning._replace(patience=patience) for patience in _PATIENCE)
+            try_each(tuning._replace(forward_first=first, later_first=later) for first in _EITHER for later in _EITHER)
         if best is not None:
-            self._wander(best, most_actions)
+            self._threshold_accepting(best, most_actions)
         return self.best
 
-    def _wander(self, rules: ListRules, most_actions: int) -> None:
+    def _threshold_accepting(self, rules: DispatchRules, most_actions: int) -> None:
         """Changes the rules, and lists themselves, a bit at a time, and goes on from what is as good or hardly worse.
 
         Source: threshold accepting, Dueck and Scheuer 1990 (doi:10.1016/0021-9991(90)90201-B).
         """
         rng = random.Random(0)  # noqa: S311 - the same answer every time
-        lists = listed(self._problem, rules)
-        assert lists is not None  # they made the best lists so far
-        rules_us, whole = lists.period_us, most_actions - self.spent
+        order = apply_rules(self._problem, rules)
+        assert order is not None  # they made the best lists so far
+        rules_us, whole = order.period_us, most_actions - self.spent
         while self.spent < most_actions and not self._is_proven():
             is_by_rules = rng.random() < _RULES_SHARE
-            changed = _changed(rules, rng) if is_by_rules else rules
+            changed = _change_rules(rules, rng) if is_by_rules else rules
             if is_by_rules:
-                found = listed(self._problem, changed)
+                found = apply_rules(self._problem, changed)
             else:
-                wishes = _reordered(self._problem, lists.rows, rng)
-                found = followed(self._problem, wishes, lookahead=_LOOKAHEAD[0], patience=inf)
-            is_better = self._better(found)
+                preferred = _reorder(self._problem, order.rows, rng)
+                found = follow_order(self._problem, preferred, lookahead=_LOOKAHEAD[0], patience=inf)
+            is_better = self._keep_if_better(found)
             if found is None or self.best is None:
                 continue
             if is_by_rules and (is_better or found.period_us <= rules_us * (1 + SAME)):
                 rules, rules_us = changed, found.period_us
             left = max(0.0, (most_actions - self.spent) / whole)
             if found.period_us <= self.best.period_us * (1 + SAME + _WORSE * left):
-                lists = found
+                order = found
 
-    def _tries_all(self, most_actions: int) -> bool:
+    def _try_all_orders(self, most_actions: int) -> bool:
         """Tries every order of every device, if they are few enough; then nothing is better."""
         problem = self._problem
         if len(problem.chunks) != len(problem.times):
@@ -140,41 +147,41 @@ class Orders:
             return False
         for rows in product(*(orders for orders in every if orders is not None)):
             with suppress(ValueError):  # they wait for each other
-                self._simulated(rows)
+                self._simulate(rows)
             self.spent += actions
         return True
 
     def _follow(self, most_actions: int) -> None:
-        for rows, lookahead, patience in product(self._models, _LOOKAHEAD, _PATIENCE[:3]):
+        for rows, lookahead, patience in product(self._known_orders, _LOOKAHEAD, _PATIENCE[:3]):
             if self.spent >= most_actions:
                 return
-            wishes = [[(action.stage, action.kind, action.micro_batch) for action in row] for row in rows]
-            self._better(followed(self._problem, wishes, lookahead=lookahead, patience=patience))
+            preferred = [[(action.stage, action.kind, action.micro_batch) for action in row] for row in rows]
+            self._keep_if_better(follow_order(self._problem, preferred, lookahead=lookahead, patience=patience))
 
     def _is_proven(self) -> bool:
         return self.best is not None and self.best.period_us <= self._least_us
 
-    def _rules(self, knobs: "_Knobs") -> ListRules:
-        most = tuple(max(1, ceil(knobs.ahead * number) + knobs.extra) for number in self._shapes[knobs.shape])
-        return ListRules(
+    def _make_rules(self, tuning: "_Tuning") -> DispatchRules:
+        most = tuple(max(1, ceil(tuning.waiting * number) + tuning.extra) for number in self._shapes[tuning.shape])
+        return DispatchRules(
             most_waiting=most,
-            patience=(knobs.patience,) * len(self._problem.chunks),
-            forward_first=knobs.forward_first,
-            later_chunk_first=knobs.later_first,
+            patience=(tuning.patience,) * len(self._problem.chunks),
+            forward_first=tuning.forward_first,
+            later_chunk_first=tuning.later_first,
         )
 
-    def _tries(self, rules: ListRules) -> bool:
+    def _try_rules(self, rules: DispatchRules) -> bool:
         """Whether lists by these rules are better than the best so far."""
-        return self._better(listed(self._problem, rules))
+        return self._keep_if_better(apply_rules(self._problem, rules))
 
-    def _better(self, lists: Lists | None) -> bool:
+    def _keep_if_better(self, order: ActionOrder | None) -> bool:
         """Whether lists that were just made are better than the best so far, which they then are."""
-        self.spent += 3 * len(self._problem.times) * self._problem.micro_batches + _TRY
-        if lists is None or (self.best is not None and lists.period_us >= self.best.period_us * (1 - SAME)):
+        self.spent += 3 * len(self._problem.times) * self._problem.micro_batches + _TRY_ACTIONS
+        if order is None or (self.best is not None and order.period_us >= self.best.period_us * (1 - SAME)):
             return False
-        return self._simulated(lists.actions())
+        return self._simulate(order.actions())
 
-    def _simulated(self, rows: Rows) -> bool:
+    def _simulate(self, rows: Rows) -> bool:
         found_us = period_us(rows, self._problem.times, self._problem.own_us)
         if (self.best is not None and found_us >= self.best.period_us) or not self._fits(rows):
             return False
@@ -182,10 +189,10 @@ class Orders:
         return True
 
 
-class _Knobs(NamedTuple):
+class _Tuning(NamedTuple):
     """What rules are made of to begin with."""
 
-    ahead: float = 1.0
+    waiting: float = 1.0
     """How many micro-batches wait on a stage, in times of its shape."""
     shape: int = 0
     """Those that are on their way behind it, or the stages behind it."""
@@ -196,7 +203,7 @@ class _Knobs(NamedTuple):
 
 
 def least_period_us(problem: OrderProblem) -> float:
-    """Below the time from step to step with any lists, as far as `OrderProblem.rooms` tell what memory holds.
+    """Below the time from step to step with any lists, as far as `OrderProblem.footprints` tell what memory holds.
 
     It ends a search; no certificate rests on it: for that see `period_bound.py`, whose law it is.
     """
@@ -206,10 +213,10 @@ def least_period_us(problem: OrderProblem) -> float:
 
     busy, halves = BusyTimes(*map(each, BusyTimes._fields)), HalfTimes(*map(each, HalfTimes._fields))
     times = LeastTimes.of(busy, halves, each("send_us"), problem.micro_batches)
-    rooms = [problem.rooms[stages[0]] for stages in problem.chunks]
-    places = [(cap - room.always) / max(room.held, 1e-9) for cap, room in zip(problem.caps_bytes, rooms, strict=True)]
-    at_once = np.clip(np.floor(np.array([places]) + 1e-9), 1.0, problem.micro_batches)
-    windows_us = least_windows_us(times, problem.chunks, problem.micro_batches, at_once)
+    footprints = [problem.footprints[stages[0]] for stages in problem.chunks]
+    fitting = [(cap - f.always) / max(f.held, 1e-9) for cap, f in zip(problem.caps_bytes, footprints, strict=True)]
+    most_in_flight = np.clip(np.floor(np.array([fitting]) + 1e-9), 1.0, problem.micro_batches)
+    windows_us = least_windows_us(times, problem.chunks, problem.micro_batches, most_in_flight)
     return float((windows_us + np.array(problem.own_us)).max())
 
 
@@ -227,25 +234,25 @@ def _all_orders(stage: int, micro_batches: int, is_whole: bool) -> list[tuple[Ac
     kinds: tuple[Letter, ...] = ("F", "B") if is_whole else ("F", "I", "W")
     orders: list[tuple[Action, ...]] = []
 
-    def go_on(row: tuple[Action, ...], done: tuple[int, ...]) -> None:
+    def extend(row: tuple[Action, ...], done: tuple[int, ...]) -> None:
         if len(row) == len(kinds) * micro_batches:
             orders.append(row)
         for n, kind in enumerate(kinds):
             if done[n] < (done[n - 1] if n else micro_batches):
-                go_on((*row, Action(stage, kind, done[n])), (*done[:n], done[n] + 1, *done[n + 1 :]))
+                extend((*row, Action(stage, kind, done[n])), (*done[:n], done[n] + 1, *done[n + 1 :]))
 
-    go_on((), (0,) * len(kinds))
+    extend((), (0,) * len(kinds))
     return orders
 
 
-def _way_us(times: Sequence[StageTimes], stage: int) -> float:
+def _round_trip_us(times: Sequence[StageTimes], stage: int) -> float:
     """From the end of a forward to the gradient that comes back for it."""
     behind = times[stage + 1 :]
     least_us = sum(t.forward_us + min(t.input_backward_us, t.last_input_backward_us) for t in behind)
     return least_us + 2 * sum(t.send_us for t in times[stage:-1])
 
 
-def _on_the_way(problem: OrderProblem) -> tuple[float, ...]:
+def _in_flight(problem: OrderProblem) -> tuple[float, ...]:
     """Per stage, micro-batches that set out from it before the first gradient is back, at the pace of the slowest."""
     pace_us = max(
         sum(t.forward_us + t.input_backward_us + t.weight_backward_us for t in (problem.times[s] for s in chunks))
@@ -254,29 +261,29 @@ def _on_the_way(problem: OrderProblem) -> tuple[float, ...]:
     if pace_us <= 0:
         return (1.0,) * len(problem.times)
     return tuple(
-        (times.forward_us + _way_us(problem.times, stage) + times.input_backward_us) / pace_us
+        (times.forward_us + _round_trip_us(problem.times, stage) + times.input_backward_us) / pace_us
         for stage, times in enumerate(problem.times)
     )
 
 
-def _changed(rules: ListRules, rng: random.Random) -> ListRules:
+def _change_rules(rules: DispatchRules, rng: random.Random) -> DispatchRules:
     """The rules with one thing changed, for one device or stage or some in a row."""
     if rng.random() < _PATIENCE_SHARE:
         patience = rng.choice((0.0, 0.1, 0.25, 0.4, 0.5, 0.6, 0.75, 0.9, 1.0, 1.5, inf))
-        some = _some(len(rules.patience), rng)
+        some = _random_range(len(rules.patience), rng)
         return replace(rules, patience=tuple(patience if d in some else old for d, old in enumerate(rules.patience)))
-    some, step = _some(len(rules.most_waiting), rng), rng.choice((-1, 1))
+    some, step = _random_range(len(rules.most_waiting), rng), rng.choice((-1, 1))
     most = tuple(max(1, n + step) if s in some else n for s, n in enumerate(rules.most_waiting))
     return replace(rules, most_waiting=most)
 
 
-def _some(number: int, rng: random.Random) -> range:
+def _random_range(number: int, rng: random.Random) -> range:
     """One of so many, or some in a row."""
     first = rng.randrange(number)
     return range(first, rng.choice((first + 1, first + 1, min(number, first + 2), number)))
 
 
-def _reordered(problem: OrderProblem, rows: Sequence[Sequence[Act]], rng: random.Random) -> list[list[Act]]:
+def _reorder(problem: OrderProblem, rows: Sequence[Sequence[Act]], rng: random.Random) -> list[list[Act]]:
     """The lists with an act some places earlier or later, on one device or all behind or in front of it in the chain.
 
     Every kind's micro-batches stay in order.

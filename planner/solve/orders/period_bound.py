@@ -45,7 +45,7 @@ _MOST_CUTS = 100_000
 _CELLS = 4
 """Stages that are bounded in the time of one action."""
 
-_MOST_WAYS = 27
+_MOST_COMBINATIONS = 27
 """Ways to recompute the chunks of a device of which each is looked at."""
 
 _ROUNDED_BYTES = 64.0
@@ -85,7 +85,7 @@ def least_windows_us(
     times: LeastTimes,
     chunks: Sequence[Sequence[int]],
     micro_batches: int,
-    at_once: FloatArray,
+    most_in_flight: FloatArray,
     *,
     passed_us: FloatArray | None = None,
 ) -> FloatArray:
@@ -95,7 +95,7 @@ def least_windows_us(
         times: What stages take.
         chunks: Per device its stages, in the order of the chain.
         micro_batches: M.
-        at_once: n of each device, 1 at least; shape (N, K).
+        most_in_flight: n of each device, 1 at least; shape (N, K).
         passed_us: G of stages that other devices wait for, where that may be less than `times` have; shape (N, S).
 
     Returns:
@@ -105,12 +105,12 @@ def least_windows_us(
     crosses = [device_of[s] != device_of[s + 1] for s in range(len(device_of) - 1)]
     sends = times.send_us * np.array([*crosses, False])
     # Sums over the stages in front of each one, what crosses behind them included.
-    forth = _before(times.forward_us + sends)
+    forth = _prefix_sums(times.forward_us + sends)
     passed_us = times.gradient_us if passed_us is None else passed_us
-    back = _before(passed_us + sends)
-    windows = np.zeros(at_once.shape)
+    back = _prefix_sums(passed_us + sends)
+    windows = np.zeros(most_in_flight.shape)
     for device, stages in enumerate(chunks):
-        first, n = stages[0], at_once[:, device]
+        first, n = stages[0], most_in_flight[:, device]
         gradient_us = times.gradient_us[:, first]
         # From the end of the forward on f until its gradient comes back.
         away_us = forth[:, -1] - forth[:, first + 1] + back[:, -1] - back[:, first + 1] + 2 * sends[:, first]
@@ -120,13 +120,13 @@ def least_windows_us(
         idle_us = np.maximum(0.0, arrival_us - n * times.forward_us[:, first])
         trips_us = np.ceil(micro_batches / n) * trip_us - gradient_us + times.last_us[:, first]
         least_us = np.maximum(times.work_us[:, list(stages)].sum(axis=1) + idle_us, trips_us)
-        for others in chunks:
-            behind = [s for s in others if s > first]
-            if behind:
+        for other_stages in chunks:
+            later = [s for s in other_stages if s > first]
+            if later:
                 # There and back between f and g, but for the forwards and gradients of g, which count among all.
-                way_us = forth[:, behind[0]] - forth[:, first] + sends[:, first]
-                way_us = way_us + back[:, behind[0]] - back[:, first + 1]
-                all_us = micro_batches * (times.forward_us + passed_us)[:, behind].sum(axis=1)
+                way_us = forth[:, later[0]] - forth[:, first] + sends[:, first]
+                way_us = way_us + back[:, later[0]] - back[:, first + 1]
+                all_us = micro_batches * (times.forward_us + passed_us)[:, later].sum(axis=1)
                 least_us = np.maximum(least_us, way_us + all_us + times.last_us[:, first])
         windows[:, device] = least_us
     return windows
@@ -161,25 +161,25 @@ def least_of_all_cuts_us(evaluator: Evaluator, upper_us: float, most_actions: in
 
 def _least_us(evaluator: Evaluator, cuts: IntArray, upper_us: float) -> float:
     """The least bound of the partitions, or `upper_us`; cuts have shape (N, S+1)."""
-    fastest, own_us = _times(evaluator, cuts, evaluator.allowed[0])
+    fastest, own_us = _least_times(evaluator, cuts, evaluator.allowed[0])
     work_us = np.stack([fastest.work_us[:, list(stages)].sum(axis=1) for stages in evaluator.chunks], axis=1) + own_us
     # Most cuts are so uneven that nothing else need be looked at.
     cuts = cuts[work_us.max(axis=1) < upper_us]
     if not len(cuts):
         return upper_us
-    stages = [_Stages.of(evaluator, cuts, choice) for choice in evaluator.allowed]
+    stages = [_StageBounds.of(evaluator, cuts, choice) for choice in evaluator.allowed]
     passed_us = stages[0].times.gradient_us
     windows = np.full((len(cuts), evaluator.num_devices), inf)
-    for way in _ways(evaluator, stages):
-        at_once = way.at_once(evaluator)
+    for stage_bounds in _combinations(evaluator, stages):
+        most_in_flight = stage_bounds.most_in_flight(evaluator)
         chunks, num = evaluator.chunks, evaluator.case.micro_batches
-        least = least_windows_us(way.times, chunks, num, np.maximum(at_once, 1.0), passed_us=passed_us)
-        windows = np.minimum(windows, np.where(at_once > 0, least, inf))
+        least = least_windows_us(stage_bounds.times, chunks, num, np.maximum(most_in_flight, 1.0), passed_us=passed_us)
+        windows = np.minimum(windows, np.where(most_in_flight > 0, least, inf))
     return min(upper_us, float((windows + stages[0].own_us).max(axis=1).min()))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Stages:
+class _StageBounds:
     """What the stages of N partitions take and hold at least; in bytes, arrays of shape (N, S)."""
 
     times: LeastTimes
@@ -194,7 +194,7 @@ class _Stages:
     """1 where memory is in the tables, else 0."""
 
     @classmethod
-    def of(cls, evaluator: Evaluator, cuts: IntArray, choice: int) -> "_Stages":
+    def of(cls, evaluator: Evaluator, cuts: IntArray, choice: int) -> "_StageBounds":
         """The stages with one kind of recomputation everywhere."""
         always, parts, inside = evaluator.stage_bytes(cuts, np.full((len(cuts), evaluator.num_stages), choice))
         part = {name: parts[..., place] for place, name in enumerate(PARTS)}
@@ -202,7 +202,7 @@ class _Stages:
             np.min([part[name] for name in names], axis=0)
             for names in (("held", "kept"), FORWARDS, (*BACKWARDS, *INPUT_BACKWARDS))
         )
-        times, own_us = _times(evaluator, cuts, choice)
+        times, own_us = _least_times(evaluator, cuts, choice)
         return cls(
             times=times,
             own_us=own_us,
@@ -212,7 +212,7 @@ class _Stages:
             inside=inside.astype(float),
         )
 
-    def at_once(self, evaluator: Evaluator) -> FloatArray:
+    def most_in_flight(self, evaluator: Evaluator) -> FloatArray:
         """How many micro-batches wait on each device's first stage, n: shape (N, K); 0 where not even one gets on."""
         num = float(evaluator.case.micro_batches)
         most = np.full((len(self.always), evaluator.num_devices), num)
@@ -221,15 +221,15 @@ class _Stages:
             # Gradients and what is put off may be there as well, but need not.
             room = evaluator.case.caps_bytes[device] + _ROUNDED_BYTES - self.always[:, columns].sum(axis=1)
             # On a later chunk a micro-batch runs while the earlier ones hold it.
-            in_front = _before(self.held[:, columns])[:, :-1]
-            fits = (in_front + self.running[:, columns] <= room[:, None]).all(axis=1)
+            held_before = _prefix_sums(self.held[:, columns])[:, :-1]
+            fits = (held_before + self.running[:, columns] <= room[:, None]).all(axis=1)
             waiting = np.floor((room - self.running[:, stages[0]]) / np.maximum(self.held[:, stages[0]], 1e-9)) + 1
             is_known = self.inside[:, columns].all(axis=1)
             most[:, device] = np.where(is_known, np.where(fits, np.minimum(waiting, num), 0.0), num)
         return most
 
 
-def _ways(evaluator: Evaluator, stages: Sequence[_Stages]) -> Iterator[_Stages]:
+def _combinations(evaluator: Evaluator, stages: Sequence[_StageBounds]) -> Iterator[_StageBounds]:
     """The stages with every way to recompute the chunks of a device; of many chunks those behind the first for free."""
     num_chunks = evaluator.case.chunks
     place = {stage: chunk for chunks in evaluator.chunks for chunk, stage in enumerate(chunks)}
@@ -237,23 +237,23 @@ def _ways(evaluator: Evaluator, stages: Sequence[_Stages]) -> Iterator[_Stages]:
     def by_chunk(each: Sequence[FloatArray]) -> FloatArray:
         return np.stack([each[place[s]][:, s] for s in range(evaluator.num_stages)], axis=1)
 
-    if len(stages) ** num_chunks <= _MOST_WAYS:
-        ways = product(stages, repeat=num_chunks)
+    if len(stages) ** num_chunks <= _MOST_COMBINATIONS:
+        combinations = product(stages, repeat=num_chunks)
     else:
-        free = _joined(stages, lambda each: np.min(each, axis=0))
-        ways = product(stages, *[[free]] * (num_chunks - 1))
-    for way in ways:
-        yield _joined(way, by_chunk)
+        free = _combine(stages, lambda each: np.min(each, axis=0))
+        combinations = product(stages, *[[free]] * (num_chunks - 1))
+    for stage_bounds in combinations:
+        yield _combine(stage_bounds, by_chunk)
 
 
-def _joined(stages: Sequence[_Stages], join: Callable[[Sequence[FloatArray]], FloatArray]) -> _Stages:
+def _combine(stages: Sequence[_StageBounds], join: Callable[[Sequence[FloatArray]], FloatArray]) -> _StageBounds:
     """Stages that are made of several, array by array."""
     times = {of.name: join([getattr(each.times, of.name) for each in stages]) for of in fields(LeastTimes)}
     sizes = {name: join([getattr(each, name) for each in stages]) for name in ("always", "held", "running", "inside")}
-    return _Stages(times=LeastTimes(**times), own_us=stages[0].own_us, **sizes)
+    return _StageBounds(times=LeastTimes(**times), own_us=stages[0].own_us, **sizes)
 
 
-def _times(evaluator: Evaluator, cuts: IntArray, choice: int) -> tuple[LeastTimes, FloatArray]:
+def _least_times(evaluator: Evaluator, cuts: IntArray, choice: int) -> tuple[LeastTimes, FloatArray]:
     """What stages take with that recomputation, and what follows each device's last action at least, (N, K)."""
     choices = np.full((len(cuts), evaluator.num_stages), choice)
     busy, halves, crossing, own_us = evaluator.durations(cuts, choices)
@@ -266,6 +266,6 @@ def _times(evaluator: Evaluator, cuts: IntArray, choice: int) -> tuple[LeastTime
     return times, own_us
 
 
-def _before(times_us: FloatArray) -> FloatArray:
+def _prefix_sums(times_us: FloatArray) -> FloatArray:
     """The sum in front of every stage, and of all: shape (N, S+1)."""
     return np.concatenate([np.zeros((len(times_us), 1)), np.cumsum(times_us, axis=1)], axis=1)

@@ -20,8 +20,8 @@ from planner.solve.answer import Answer
 from planner.solve.chunks.cut_search import CutSearch
 from planner.solve.chunks.search import start_cuts
 from planner.solve.deadline import NEVER, Deadline
-from planner.solve.orders.list_scheduling import OrderProblem, room_of
-from planner.solve.orders.order_search import FoundOrder, Orders
+from planner.solve.orders.list_scheduling import OrderProblem, footprint_of
+from planner.solve.orders.order_search import FoundOrder, OrderSearch
 from planner.solve.orders.period_bound import least_of_all_cuts_us, least_trip_us
 from planner.solve.progress import SAME, Progress, simulated_answer
 from planner.solve.space.arrays import IntArray
@@ -29,7 +29,7 @@ from planner.solve.space.case import Case, cuts_and_choices
 from planner.solve.space.partitions import Evaluator
 
 Rows = tuple[tuple[Action, ...], ...]
-Cut = tuple[IntArray, IntArray]
+CutsAndChoices = tuple[IntArray, IntArray]
 """A partition: cuts of shape (S+1,) and choices of shape (S,)."""
 
 _ROUNDS = 6
@@ -59,50 +59,53 @@ def _search_all(progress: Progress) -> None:
             return
         evaluator = Evaluator(case, num_devices)
         if evaluator.has_layers:
-            _Joint(progress, evaluator).search()
+            _JointSearch(progress, evaluator).search()
             of_all_us = least_of_all_cuts_us(evaluator, progress.upper_us, progress.effort.spent // _OF_BOUND)
             progress.leave_out(max(least_us, of_all_us))
 
 
-class _Joint:
+class _JointSearch:
     """The search for one number of devices."""
 
     def __init__(self, progress: Progress, evaluator: Evaluator) -> None:
         self._progress, self._evaluator = progress, evaluator
-        self._models = _named(evaluator)
+        self._named = _named_schedules(evaluator)
 
     def search(self) -> None:
         """From every start in turn."""
         even = start_cuts(self._progress, self._evaluator)
-        for named in self._models:
-            best = self._cut(named, even)
+        for named in self._named:
+            best = self._improve_cuts(named, even)
             if best is not None:
-                self._in_turn(best)
+                self._alternate(best)
         for cuts in even[:1]:
             # The more is recomputed to begin with, the slower: the first that leads to what fits is enough.
             any(
-                self._in_turn((cuts, np.full(self._evaluator.num_stages, choice))) for choice in self._evaluator.allowed
+                self._alternate((cuts, np.full(self._evaluator.num_stages, choice)))
+                for choice in self._evaluator.allowed
             )
 
-    def _in_turn(self, place: Cut) -> bool:
+    def _alternate(self, partition: CutsAndChoices) -> bool:
         """Makes lists for the partition and improves it under them, until that brings nothing; whether lists fit."""
         before_us = inf
         for _ in range(_ROUNDS):
             self._progress.deadline.check()
-            found = self._lists_for(place)
+            found = self._find_order(partition)
             if found is None:
                 break
-            made = self._evaluator.under(Listed(found.rows))
-            cuts, choices = place
-            self._progress.simulate_fitting(made, cuts[None], choices[None], np.array([True]))
+            under_order = self._evaluator.under(Listed(found.rows))
+            cuts, choices = partition
+            self._progress.simulate_fitting(under_order, cuts[None], choices[None], np.array([True]))
             is_better, before_us = found.period_us < before_us * (1 - 1e-9), found.period_us
-            better = self._cut(made, [place[0]]) if is_better and self._progress.effort.left > 0 else None
+            if not is_better or self._progress.effort.left <= 0:
+                break
+            better = self._improve_cuts(under_order, [partition[0]])
             if better is None:
                 break
-            place = better
+            partition = better
         return before_us < inf
 
-    def _cut(self, evaluator: Evaluator, starts: Sequence[IntArray]) -> Cut | None:
+    def _improve_cuts(self, evaluator: Evaluator, starts: Sequence[IntArray]) -> CutsAndChoices | None:
         """The best partition that is found under lists; None if nothing fits. The best of all is noted."""
         progress = self._progress
         own = Progress(case=evaluator.case, effort=progress.effort, deadline=progress.deadline, upper_us=inf)
@@ -113,31 +116,31 @@ class _Joint:
             progress.upper_us, progress.best = own.upper_us, own.best
         return cuts_and_choices(own.best)
 
-    def _lists_for(self, place: Cut) -> FoundOrder | None:
+    def _find_order(self, partition: CutsAndChoices) -> FoundOrder | None:
         """The best lists that are found for the partition; None if nothing fits.
 
         Backwards in one piece hold nothing between halves, and may take less than both together.
         """
         evaluator, effort = self._evaluator, self._progress.effort
-        cuts, choices = place[0][None], place[1][None]
+        cuts, choices = partition[0][None], partition[1][None]
 
         def fits(rows: Rows) -> bool:
             return bool((evaluator.under(Listed(rows)).over_bytes(cuts, choices) <= 0).all())
 
         best: FoundOrder | None = None
         for is_whole in (False, True):
-            problem = _order_problem(evaluator, place[0], place[1], is_whole=is_whole)
-            if is_whole and best is not None and _halves_cost_nothing(problem):
+            problem = _order_problem(evaluator, partition[0], partition[1], is_whole=is_whole)
+            if is_whole and best is not None and _split_costs_nothing(problem):
                 break
-            orders = Orders(problem, fits, [named.actions for named in self._models])
-            found = orders.search(max(0, effort.left) // _SHARE)
-            effort.spent += orders.spent
+            search = OrderSearch(problem, fits, [named.actions for named in self._named])
+            found = search.search(max(0, effort.left) // _SHARE)
+            effort.spent += search.spent
             if found is not None and (best is None or found.period_us < best.period_us):
                 best = found
         return best
 
 
-def _named(evaluator: Evaluator) -> list[Evaluator]:
+def _named_schedules(evaluator: Evaluator) -> list[Evaluator]:
     """The named schedules that run with these stages in these places; GPipe's lists are good for no memory."""
     able = []
     for schedule in SCHEDULES.values():
@@ -167,14 +170,16 @@ def _order_problem(evaluator: Evaluator, cuts: IntArray, choices: IntArray, *, i
             )
             for s in range(evaluator.num_stages)
         ),
-        rooms=tuple(room_of(float(always[0, s]), parts[0, s], is_whole=is_whole) for s in range(evaluator.num_stages)),
+        footprints=tuple(
+            footprint_of(float(always[0, s]), parts[0, s], is_whole=is_whole) for s in range(evaluator.num_stages)
+        ),
         is_whole=(is_whole,) * evaluator.num_stages,
         caps_bytes=evaluator.case.caps_bytes[: evaluator.num_devices],
         own_us=tuple(own[0].tolist()),
     )
 
 
-def _halves_cost_nothing(problem: OrderProblem) -> bool:
+def _split_costs_nothing(problem: OrderProblem) -> bool:
     """Whether no stage takes longer for both halves than for a backward in one piece."""
     halves = ((t.input_backward_us + t.weight_backward_us, t.backward_us) for t in problem.times)
     return all(both_us <= whole_us * (1 + 1e-9) for both_us, whole_us in halves)

@@ -10,8 +10,8 @@ from planner.core.cost.simulate import StageTimes, period_us
 from planner.core.schedule import SCHEDULES, Action, Letter
 from planner.core.schedule.validity import check_lists
 from planner.core.values.placement import Placement, stages_on
-from planner.solve.orders.list_scheduling import OrderProblem, StageRoom
-from planner.solve.orders.order_search import Orders, least_period_us
+from planner.solve.orders.list_scheduling import OrderProblem, StageFootprint
+from planner.solve.orders.order_search import OrderSearch, least_period_us
 
 Rows = tuple[tuple[Action, ...], ...]
 
@@ -52,7 +52,7 @@ def problem(
         chunks=tuple(stages_on(d, devices, len(times) // devices, placement) for d in range(devices)),
         micro_batches=micro_batches,
         times=tuple(times),
-        rooms=(StageRoom(always=0.0, held=1.0, between=between, above=0.0),) * len(times),
+        footprints=(StageFootprint(always=0.0, held=1.0, between=between, above=0.0),) * len(times),
         is_whole=(False,) * len(times),
         caps_bytes=tuple(cap + 1e-9 for cap in caps),
         own_us=(0.0,) * devices,
@@ -80,7 +80,7 @@ def test_no_worse_than_published_searches(
     (devices, micro_batches), (forward, inputs, weights, send), published = size, durations, bubbles[limit]
     times = [stage(forward, inputs, weights, send if k + 1 < devices else 0.0) for k in range(devices)]
     asked = problem(times, micro_batches, [(limit + 1) * devices] * devices, between=between)
-    found = Orders(asked, lambda _: True).search(700_000)
+    found = OrderSearch(asked, lambda _: True).search(700_000)
     assert found is not None
     assert 1 - micro_batches * (forward + inputs + weights) / found.period_us <= published + 5e-5
     assert found.period_us >= least_period_us(asked) * (1 - 1e-9)
@@ -166,7 +166,7 @@ def test_equal_to_all_orders_of_tiny_pipelines(devices: int, micro_batches: int)
         ]
         best = min(slow_period(rows, times) for rows in product(*every))
         asked = problem(times, micro_batches, caps, between=between)
-        found = Orders(asked, fits).search(2_000_000)
+        found = OrderSearch(asked, fits).search(2_000_000)
         assert found is not None
         assert least_period_us(asked) <= best * (1 + 1e-9)
         assert found.period_us == pytest.approx(best, rel=1e-9)
@@ -224,7 +224,7 @@ def test_lists_are_valid_and_above_the_bound(placement: Placement) -> None:
         times = [stage(rng.uniform(1, 4), rng.uniform(1, 4), rng.uniform(0.5, 3)) for _ in range(devices * chunks)]
         caps = [chunks * rng.uniform(2, 5) for _ in range(devices)]
         asked = problem(times, micro_batches, caps, num_devices=devices, placement=placement)
-        found = Orders(asked, lambda _: True).search(60_000)
+        found = OrderSearch(asked, lambda _: True).search(60_000)
         assert found is not None
         check_lists(found.rows, micro_batches)
         assert found.period_us >= least_period_us(asked) * (1 - 1e-9)
@@ -237,6 +237,6 @@ def test_a_model_is_followed_where_it_fits() -> None:
     devices, micro_batches = 4, 8
     asked = problem([stage(1, 1, 1)] * 8, micro_batches, [2 * devices] * devices, num_devices=devices, placement="v")
     models = [SCHEDULES["zbv"].actions(devices, micro_batches, 2)]
-    found = Orders(asked, lambda _: True, models).search(20_000)
+    found = OrderSearch(asked, lambda _: True, models).search(20_000)
     assert found is not None
     assert found.period_us == 6 * micro_batches
