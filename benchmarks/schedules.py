@@ -101,7 +101,7 @@ def _published_row(
             times=times,
             footprints=(StageFootprint(always=0.0, held=1.0, between=between, above=0.0),) * devices,
             is_whole=(False,) * devices,
-            caps_bytes=(limit * devices + 1e-9,) * devices,
+            limits_bytes=(limit * devices + 1e-9,) * devices,
             own_us=own_us,
         )
         models = [SCHEDULES[n].actions(devices, micro_batches) for n in _NAMED[1:]]

@@ -21,7 +21,7 @@ def check_request(profile: Profile, request: Request) -> None:
             f"got {inputs.replicas}, {inputs.chunks} and {list(inputs.speeds)}"
         )
     if not 1 <= num_devices == len(inputs.memory_bytes):
-        raise UsageError(f"{len(inputs.memory_bytes)} caps for {num_devices} devices: one for each is needed")
+        raise UsageError(f"{len(inputs.memory_bytes)} memory limits for {num_devices} devices: one for each is needed")
     if inputs.speeds and len(inputs.speeds) != num_devices:
         raise UsageError(f"{len(inputs.speeds)} speeds for {num_devices} devices: one for each is needed")
     if inputs.links and len(inputs.links) < num_devices - 1:
@@ -87,7 +87,7 @@ def _check_balance(request: Request, balance: tuple[int, ...], num_layers: int) 
 def _check_replicas(inputs: Inputs) -> None:
     unlike = len(set(inputs.memory_bytes)) > 1 or len(set(inputs.speeds)) > 1
     if inputs.replicas != 1 and unlike:
-        raise UsageError("replicas of a pipeline need devices that are all alike, got unequal caps or speeds")
+        raise UsageError("replicas of a pipeline need devices that are all alike, got unequal memory limits or speeds")
     if inputs.replicas > inputs.devices:
         raise UsageError(f"{inputs.replicas} replicas need at least as many devices, there are {inputs.devices}")
     if inputs.replicas > 1 and inputs.batch % inputs.replicas:

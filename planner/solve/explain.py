@@ -52,7 +52,7 @@ def explain_infeasible(query: InfeasibleQuery) -> InfeasibleError:
     cases = _with_known_moments(query.cases)
     if not cases:
         return _explain_by_descent(query)
-    smallest = [smallest_cap_bytes(case) for case in cases]
+    smallest = [smallest_limit_bytes(case) for case in cases]
     best = min(range(len(cases)), key=lambda n: (smallest[n], cases[n].micro_batches))
     if not np.isfinite(smallest[best]):
         devices = counted(inputs.devices, "device")
@@ -62,7 +62,7 @@ def explain_infeasible(query: InfeasibleQuery) -> InfeasibleError:
         )
     hints = list(_hints(query, cases, cases[best], smallest[best]))
     reason = _reason(query, cases[best])
-    return InfeasibleError(f"no plan fits {_caps(inputs)}: {reason}", hint="; ".join(hints))
+    return InfeasibleError(f"no plan fits {_limits_text(inputs)}: {reason}", hint="; ".join(hints))
 
 
 def _explain_by_descent(query: InfeasibleQuery) -> InfeasibleError:
@@ -74,12 +74,12 @@ def _explain_by_descent(query: InfeasibleQuery) -> InfeasibleError:
     titles = " or ".join(dict.fromkeys(case.schedule.title for case in query.cases))
     others = tuple(_other_schedules(query))
     if not 0 < least < np.inf or len(set(inputs.memory_bytes)) > 1:
-        return InfeasibleError(f"no {titles} plan fits {_caps(inputs)}", hint="; ".join(others))
-    cap = inputs.memory_bytes[0] + least
+        return InfeasibleError(f"no {titles} plan fits {_limits_text(inputs)}", hint="; ".join(others))
+    limit = inputs.memory_bytes[0] + least
     cuts = "of the given cuts" if query.balance is not None else "in the best cuts found"
-    enough = f"with {counted(inputs.devices, 'device')} `--mem` {bytes_option(int(cap))} is enough (M = {most})"
+    enough = f"with {counted(inputs.devices, 'device')} `--mem` {bytes_option(int(limit))} is enough (M = {most})"
     return InfeasibleError(
-        f"no {titles} plan fits {_caps(inputs)}: {cuts} with M = {most} a device needs {format_bytes(cap)}, "
+        f"no {titles} plan fits {_limits_text(inputs)}: {cuts} with M = {most} a device needs {format_bytes(limit)}, "
         f"{format_bytes(least)} over",
         hint="; ".join((enough, *others)),
     )
@@ -89,12 +89,12 @@ def _hints(query: InfeasibleQuery, cases: Sequence[Case], best: Case, smallest_b
     inputs = query.inputs
     devices = counted(inputs.devices, "device")
     side_by_side = f"{best.replicas} replicas, " if inputs.replicas != 1 else ""
-    cap = f"{bytes_option(int(smallest_bytes))} ({side_by_side}M = {best.micro_batches})"
+    limit = f"{bytes_option(int(smallest_bytes))} ({side_by_side}M = {best.micro_batches})"
     if len(cases) == len(query.cases):
-        yield f"with {devices} the smallest `--mem` is {cap}"
+        yield f"with {devices} the smallest `--mem` is {limit}"
     else:
         titles = " or ".join(dict.fromkeys(case.schedule.title for case in cases))
-        yield f"under {titles}, {devices} need at least `--mem` {cap}"
+        yield f"under {titles}, {devices} need at least `--mem` {limit}"
     counts = query.balance is None
     if counts and len(set(inputs.memory_bytes)) == 1:
         count = _fewest_devices(query, cases)
@@ -185,12 +185,12 @@ def _other_optimizers(profile: Profile) -> Iterator[tuple[str, Profile]]:
             yield name, other
 
 
-def smallest_cap_bytes(case: Case) -> float:
+def smallest_limit_bytes(case: Case) -> float:
     """Return the smallest memory limit, with the reserve, for which equal devices have a plan; infinite if none."""
     static = case.costs.state.always
     guess = max(1.0, float(static.sum()) / case.num_devices, float(static.max(initial=0.0)))
     while True:
-        width = width_for(case.costs, longest_us=np.inf, cap_bytes=guess)
+        width = width_for(case.costs, longest_us=np.inf, limit_bytes=guess)
         least = _least_excess_bytes(case, width, (-case.cluster.reserve_bytes,) * case.num_devices)
         # Stages longer than the window need more than `guess` for their parameters alone.
         if least - case.cluster.reserve_bytes <= guess or width == case.costs.num_layers:
@@ -198,13 +198,13 @@ def smallest_cap_bytes(case: Case) -> float:
         guess = least if np.isfinite(least) else 2 * guess
 
 
-def _least_excess_bytes(case: Case, width: int, caps_bytes: Sequence[float]) -> float:
+def _least_excess_bytes(case: Case, width: int, limits_bytes: Sequence[float]) -> float:
     """Return the smallest possible maximum of bytes over the limit; the chain fits if it is 0 or less.
 
     Args:
         case: The case.
         width: Layers of the longest stage.
-        caps_bytes: Memory limits of the devices.
+        limits_bytes: Memory limits of the devices.
 
     Returns:
         Bytes of the stage that is most over its device's limit.
@@ -212,20 +212,22 @@ def _least_excess_bytes(case: Case, width: int, caps_bytes: Sequence[float]) -> 
     least = np.inf
     # Under 1F1B the memory of a stage depends on the number of later stages. Its limit depends on its own index.
     for count in range(1, case.num_devices + 1):
-        if count < case.num_devices and len(set(caps_bytes)) == 1 and case.schedule.is_forwards_first:
+        if count < case.num_devices and len(set(limits_bytes)) == 1 and case.schedule.is_forwards_first:
             continue
         best = _start(case.costs)
         for position in range(count):
-            need = _needs(case, width, count - 1 - position) - caps_bytes[position]
+            need = _needs(case, width, count - 1 - position) - limits_bytes[position]
             longer = np.maximum(windows_before(best, width), need).min(axis=1)
-            best = np.minimum(best, longer) if len(set(caps_bytes)) == 1 and case.schedule.is_forwards_first else longer
+            best = (
+                np.minimum(best, longer) if len(set(limits_bytes)) == 1 and case.schedule.is_forwards_first else longer
+            )
         least = min(least, float(best[-1]))
     return least
 
 
 def _fits(case: Case) -> bool:
-    width = width_for(case.costs, longest_us=np.inf, cap_bytes=max(case.caps_bytes))
-    return _least_excess_bytes(case, width, case.caps_bytes) <= 0
+    width = width_for(case.costs, longest_us=np.inf, limit_bytes=max(case.limits_bytes))
+    return _least_excess_bytes(case, width, case.limits_bytes) <= 0
 
 
 def _needs(case: Case, width: int, level: int) -> FloatArray:
@@ -241,14 +243,14 @@ def _start(costs: ChainCosts) -> FloatArray:
 
 def _smallest_count(case: Case) -> tuple[int, int] | None:
     """Return the fewest devices that fit under the limit of the first one, with their M; None if no number does."""
-    cap = case.caps_bytes[0]
-    width = width_for(case.costs, longest_us=np.inf, cap_bytes=cap)
+    limit = case.limits_bytes[0]
+    width = width_for(case.costs, longest_us=np.inf, limit_bytes=limit)
     most = int(min(_MOST_DEVICES, case.costs.num_layers, case.schedule.most_devices(case.micro_batches)))
     layers = np.arange(case.costs.num_layers + 1)
     behind = layers == case.costs.num_layers
     # Go from the last stage to the first, so that the number of later stages is known (1F1B).
     for count in range(1, most + 1):
-        fits = _needs(case, width, count - 1) <= cap
+        fits = _needs(case, width, count - 1) <= limit
         ends = np.flatnonzero(behind)
         behind = np.isin(layers, (ends[:, None] + np.arange(-width, 0))[fits[ends]])
         if behind[0]:
@@ -262,39 +264,40 @@ def _reason(query: InfeasibleQuery, case: Case) -> str:
     """Return the obstacle for the case that comes closest to fitting, in words."""
     costs, m = case.costs, case.micro_batches
     reserve = case.cluster.reserve_bytes
-    caps = [cap + reserve for cap in case.caps_bytes]
+    limits = [limit + reserve for limit in case.limits_bytes]
     width = costs.num_layers if query.balance is not None else 1
     need = _needs(case, width, 0) + reserve
     if query.balance is not None:
         ends = np.cumsum(query.balance)
         over = [
-            float(need[end, width - count]) - cap for end, count, cap in zip(ends, query.balance, caps, strict=False)
+            float(need[end, width - count]) - limit
+            for end, count, limit in zip(ends, query.balance, limits, strict=False)
         ]
         stage = int(np.argmax(over))
-        total = format_bytes(over[stage] + caps[stage])
+        total = format_bytes(over[stage] + limits[stage])
         return f"stage {stage} of the given cuts needs {total} with M = {m}, {format_bytes(over[stage])} over"
     single = need[1:, -1]
     worst = int(single.argmax())
-    if np.isfinite(single[worst]) and single[worst] > max(caps):
-        over_bytes = format_bytes(single[worst] - max(caps))
+    if np.isfinite(single[worst]) and single[worst] > max(limits):
+        over_bytes = format_bytes(single[worst] - max(limits))
         return f'layer "{costs.names[worst]}" alone needs {format_bytes(single[worst])} with M = {m}, {over_bytes} over'
     if query.inputs.together or query.inputs.apart:
         return f"no cut keeps layers together and apart as asked and fits (M = {m})"
     cannot = f"every layer fits alone, but {counted(case.num_devices, 'stage')} do not hold them all"
-    if len(set(caps)) == 1:
-        smallest = smallest_cap_bytes(case)
-        over_bytes = format_bytes(smallest - caps[0])
+    if len(set(limits)) == 1:
+        smallest = smallest_limit_bytes(case)
+        over_bytes = format_bytes(smallest - limits[0])
         return f"{cannot}; the evenest cut needs {format_bytes(smallest)} with M = {m}, {over_bytes} over"
-    wide = width_for(costs, longest_us=np.inf, cap_bytes=2 * max(caps))
-    least = _least_excess_bytes(case, wide, case.caps_bytes)
-    return f"{cannot}; in the best cut with M = {m} a stage is {format_bytes(least)} over its device's cap"
+    wide = width_for(costs, longest_us=np.inf, limit_bytes=2 * max(limits))
+    least = _least_excess_bytes(case, wide, case.limits_bytes)
+    return f"{cannot}; in the best cut with M = {m} a stage is {format_bytes(least)} over its device's memory limit"
 
 
-def _caps(inputs: Inputs) -> str:
+def _limits_text(inputs: Inputs) -> str:
     if len(set(inputs.memory_bytes)) == 1:
         each = format_bytes(inputs.memory_bytes[0])
         return f"{each} on each of {counted(inputs.devices, 'device')}"
-    return f"the caps {', '.join(format_bytes(cap) for cap in inputs.memory_bytes)}"
+    return f"the memory limits {', '.join(format_bytes(limit) for limit in inputs.memory_bytes)}"
 
 
 def _least_over_bytes_found(case: Case) -> float:

@@ -36,7 +36,7 @@ from planner.solve.answer import Answer
 from planner.solve.deadline import NEVER, Deadline, OutOfTimeError
 from planner.solve.space.arrays import BoolArray, FloatArray
 from planner.solve.space.case import Case
-from planner.solve.space.problem import Stages
+from planner.solve.space.problem import StageArrays
 from planner.solve.space.tables import width_for
 
 _METHOD: Final = "integer-programming"
@@ -54,7 +54,7 @@ def search_integer_program(case: Case, *, upper_us: float = inf, deadline: Deadl
         SolverError: The program is too large, or its solver failed.
         OutOfTimeError: `deadline` passed before a partition was found.
     """
-    arcs = _Arcs(case, width_for(case.costs, longest_us=case.longest_us(upper_us), cap_bytes=max(case.caps_bytes)))
+    arcs = _Arcs(case, width_for(case.costs, longest_us=case.longest_us(upper_us), limit_bytes=max(case.limits_bytes)))
     if not len(arcs.first):
         return Answer(case, None, inf, upper_us, _METHOD)
     if np.sum(arcs.end - arcs.first) > _MAX_TERMS:
@@ -100,7 +100,7 @@ class _Arcs:
         columns: list[list[Any]] = []
         for place in places:
             level = case.num_devices - 1 - place
-            stages = Stages.of_ways([problem.stages(level, 0, ends)])
+            stages = StageArrays.of_variants([problem.stages(level, 0, ends)])
             at = stages.at(*np.nonzero(np.isfinite(stages.forward)))
             before = np.where(at.first > 0, problem.links[level + 1].on_link_us[at.first], 0.0)
             times = (at.forward, at.backward, at.last_backward, before, at.own_us, at.hidden_us - 2 * at.link)

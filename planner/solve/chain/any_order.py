@@ -39,7 +39,7 @@ def search_any_order(case: Case, *, upper_us: float = inf, deadline: Deadline = 
     orders = _all_orders(kinds)
     best = search_gpipe(case, upper_us=upper_us, deadline=deadline)
     upper_us, bound_us = min(upper_us, best.step_us), best.lower_bound_us
-    width = width_for(case.costs, longest_us=case.longest_us(upper_us), cap_bytes=max(case.caps_bytes))
+    width = width_for(case.costs, longest_us=case.longest_us(upper_us), limit_bytes=max(case.limits_bytes))
     try:
         for order in orders:
             cuts = _search(case, kinds, order, width=width, deadline=deadline).best(upper_us=upper_us)

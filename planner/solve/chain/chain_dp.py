@@ -32,7 +32,7 @@ from planner.solve.chain.laws import EarlierLayers, Law
 from planner.solve.deadline import NEVER, Deadline
 from planner.solve.space.arrays import BoolArray, ChoiceArray, FloatArray, IndexArray, IntArray
 from planner.solve.space.prefixes import MOST_CANDIDATES, Prefixes
-from planner.solve.space.problem import ChainProblem, Stages
+from planner.solve.space.problem import ChainProblem, StageArrays
 
 RELATIVE = 1e-12
 """Relative difference that counts as better; smaller ones come from rounding, which depends on the order of sums."""
@@ -254,8 +254,8 @@ class LabelSearch:
         stages, row = self._in_front(level, labels.first[block])
         # Skip first layers that the remaining stages cannot reach.
         some = np.isfinite(next(iter(self._least.values()))[stages_left])
-        way, label, column = np.nonzero(np.isfinite(stages.forward[:, row]) & some[stages.first[:, row]])
-        at, parent = stages.at(way, row[label], column), block[label]
+        variant, label, column = np.nonzero(np.isfinite(stages.forward[:, row]) & some[stages.first[:, row]])
+        at, parent = stages.at(variant, row[label], column), block[label]
         numbers = self.law.extend(tuple(labels.numbers.take(parent, axis=1)), at, level)
         earlier = self._earlier_layers(at.first, stages_left)
         bound = self.law.bound_us(numbers, earlier)
@@ -270,7 +270,7 @@ class LabelSearch:
         raised = np.stack(self.law.raised(tuple(number.take(kept) for number in numbers), whole))
         return _Level(first, parent.take(kept), at.choice.take(kept), raised, bound.take(kept), rank.take(kept, axis=1))
 
-    def _in_front(self, level: int, first: IntArray) -> tuple[Stages, IntArray]:
+    def _in_front(self, level: int, first: IntArray) -> tuple[StageArrays, IntArray]:
         """Return the stages of a level, and the rows of those that end at each of `first`."""
         if self.prefixes.every is not None:
             return self.prefixes.every, first

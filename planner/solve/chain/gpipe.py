@@ -62,7 +62,7 @@ class Windows:
             self._longest_us = max(2 * self._longest_us, 1e-3)
 
     def _width(self, longest_us: float) -> int:
-        return width_for(self.case.costs, longest_us=longest_us, cap_bytes=max(self.case.caps_bytes))
+        return width_for(self.case.costs, longest_us=longest_us, limit_bytes=max(self.case.limits_bytes))
 
 
 def search_gpipe(case: Case, *, upper_us: float = np.inf, deadline: Deadline = NEVER) -> Answer:
@@ -140,7 +140,7 @@ def tie_broken(case: Case, step_us: float, *, deadline: Deadline = NEVER) -> Cha
     """
     law = GPipeLaw(case.micro_batches)
     upper_us = step_us * (1 + _EQUAL) if step_us else 1e-9
-    width = width_for(case.costs, longest_us=case.longest_us(upper_us), cap_bytes=max(case.caps_bytes))
+    width = width_for(case.costs, longest_us=case.longest_us(upper_us), limit_bytes=max(case.limits_bytes))
     lowest: ChainCuts | None = None
     for count in _stage_counts(case):
         search = LabelSearch(

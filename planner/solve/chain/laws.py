@@ -50,8 +50,8 @@ import numpy as np
 
 from planner.core.cost.stage_time import tail_in_front_us
 from planner.solve.space.arrays import BoolArray, FloatArray
-from planner.solve.space.prefixes import Least
-from planner.solve.space.problem import Bottlenecks, Stages
+from planner.solve.space.prefixes import BoundKind
+from planner.solve.space.problem import Bottlenecks, StageArrays
 
 Label = tuple[FloatArray, ...]
 _Passed = tuple[FloatArray, FloatArray, FloatArray]
@@ -74,16 +74,16 @@ class EarlierLayers:
     """Lower bounds by the names in `Law.needs`."""
 
 
-_NEEDS: dict[str, Least] = {
-    "forward": Least(np.maximum, lambda stages: stages.forward),
-    "backward": Least(np.maximum, lambda stages: stages.backward),
-    "peak": Least(np.maximum, lambda stages: np.where(np.isfinite(stages.forward), stages.peak_bytes, np.inf)),
-    "moved": Least(np.add, lambda stages: np.where(np.isfinite(stages.forward), stages.sent_bytes, np.inf)),
-    "squares": Least(np.add, lambda stages: (stages.forward + stages.backward) ** 2),
+_NEEDS: dict[str, BoundKind] = {
+    "forward": BoundKind(np.maximum, lambda stages: stages.forward),
+    "backward": BoundKind(np.maximum, lambda stages: stages.backward),
+    "peak": BoundKind(np.maximum, lambda stages: np.where(np.isfinite(stages.forward), stages.peak_bytes, np.inf)),
+    "moved": BoundKind(np.add, lambda stages: np.where(np.isfinite(stages.forward), stages.sent_bytes, np.inf)),
+    "squares": BoundKind(np.add, lambda stages: (stages.forward + stages.backward) ** 2),
 }
 
 
-def _needs(*names: str) -> dict[str, Least]:
+def _needs(*names: str) -> dict[str, BoundKind]:
     return {name: _NEEDS[name] for name in names}
 
 
@@ -92,10 +92,10 @@ class Law(Protocol):
 
     size: int
     rank_is_time: bool
-    needs: dict[str, Least]
+    needs: dict[str, BoundKind]
     """Lower bounds of earlier layers that the law uses, by name."""
 
-    def extend(self, label: Label, stages: Stages, level: int) -> Label:
+    def extend(self, label: Label, stages: StageArrays, level: int) -> Label:
         """Return the labels extended by each of `stages`.
 
         Args:
@@ -133,18 +133,18 @@ class GPipeLaw:
         self._M = micro_batches
         self._floor = floor
 
-        def passes(stages: Stages) -> FloatArray:
+        def passes(stages: StageArrays) -> FloatArray:
             backward = stages.backward if micro_batches > 1 else stages.last_backward
             return stages.forward + backward + 2 * stages.link
 
         # The sum comes first: it is infinite where first layers cannot be reached.
-        self.needs = {"passes": Least(np.add, passes), **({} if floor else _needs("forward", "backward"))}
+        self.needs = {"passes": BoundKind(np.add, passes), **({} if floor else _needs("forward", "backward"))}
 
     def _least_bottlenecks(self, earlier: EarlierLayers) -> tuple[FloatArray | float, FloatArray | float]:
         """Return lower bounds of f and x of the completed label."""
         return self._floor or (earlier.least["forward"], earlier.least["backward"])
 
-    def extend(self, label: Label, stages: Stages, level: int) -> Label:  # noqa: ARG002 - GPipe's stages are all alike
+    def extend(self, label: Label, stages: StageArrays, level: int) -> Label:  # noqa: ARG002 - GPipe's stages are all alike
         """Add the link to the next stage, then the stage, as machines of a flow shop."""
         f, x, a, d, u = label
         F, C = stages.forward, stages.link
@@ -196,13 +196,13 @@ class OneForwardOneBackwardLaw:
     def __init__(self, micro_batches: int) -> None:
         self._M = micro_batches
 
-        def work(stages: Stages) -> FloatArray:
+        def work(stages: StageArrays) -> FloatArray:
             backward = _times(micro_batches - 1, stages.backward) + stages.last_backward
             return micro_batches * stages.forward + backward
 
-        self.needs = {**_needs("backward"), "work": Least(np.maximum, work)}
+        self.needs = {**_needs("backward"), "work": BoundKind(np.maximum, work)}
 
-    def extend(self, label: Label, stages: Stages, level: int) -> Label:
+    def extend(self, label: Label, stages: StageArrays, level: int) -> Label:
         """Take the longest of the four paths; a stage of level n has n later stages."""
         g, s, r, u = label
         M, w = self._M, min(self._M, level + 1)
@@ -268,11 +268,11 @@ class TiedLaw:
         self.size = law.size + len(ranks)
         self.needs = {**law.needs, **self._ranks}
 
-    def _ranked(self, label: Label) -> Iterator[tuple[str, Least, FloatArray]]:
+    def _ranked(self, label: Label) -> Iterator[tuple[str, BoundKind, FloatArray]]:
         for (name, need), number in zip(self._ranks.items(), label[self._law.size :], strict=True):
             yield name, need, number
 
-    def extend(self, label: Label, stages: Stages, level: int) -> Label:
+    def extend(self, label: Label, stages: StageArrays, level: int) -> Label:
         """Combine each additional number with the value of the stage."""
         more = [need.join(number, need.of(stages)) for _, need, number in self._ranked(label)]
         return *self._law.extend(label[: self._law.size], stages, level), *more

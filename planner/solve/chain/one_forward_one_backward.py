@@ -25,7 +25,7 @@ from planner.solve.space.arrays import FloatArray, IntArray
 from planner.solve.space.case import Case
 from planner.solve.space.partitions import Evaluator, moved
 from planner.solve.space.problem import ChainProblem
-from planner.solve.space.tables import NOWHERE
+from planner.solve.space.tables import NO_CHOICE
 
 _ORDER, _FIRST_ORDER = 3, 10
 """Effort to compute a schedule's action order, in blocks: bounded effort, and unbounded."""
@@ -104,13 +104,13 @@ def _improve_cuts(progress: Progress, evaluator: Evaluator, problem: ChainProble
 
 def _race(progress: Progress, evaluator: Evaluator, cuts: IntArray, choices: IntArray) -> FloatArray:
     # The problem's tables say which stages fit.
-    return progress.simulate_fitting(evaluator, cuts, choices, np.asarray((choices != NOWHERE).all(axis=1)))
+    return progress.simulate_fitting(evaluator, cuts, choices, np.asarray((choices != NO_CHOICE).all(axis=1)))
 
 
 def _choices(problem: ChainProblem, cuts: IntArray) -> IntArray:
-    """Return the fastest recomputation that fits for each stage, shape (N, S); `NOWHERE` outside the window."""
+    """Return the fastest recomputation that fits for each stage, shape (N, S); `NO_CHOICE` outside the window."""
     column = cuts[:, :-1] - cuts[:, 1:] + problem.width
-    choices = np.full(column.shape, NOWHERE)
+    choices = np.full(column.shape, NO_CHOICE)
     for stage in range(problem.num_stages):
         inside = column[:, stage] >= 0
         # Levels count from the last stage.

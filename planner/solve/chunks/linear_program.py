@@ -223,14 +223,14 @@ class LinearProgram:
         whole = Evaluator(evaluator.case, evaluator.num_devices, width=self._W + 1)
         for device, moments in enumerate(whole.moments):
             for moment in self._fullest(whole, device, reference_cuts):
-                room = Linear({}, evaluator.case.caps_bytes[device])
+                room = Linear({}, evaluator.case.limits_bytes[device])
                 for chunk, s in enumerate(evaluator.chunks[device]):
                     counts = moments[moment, chunk]
                     handed_over = most_handed_over_bytes(evaluator.case.costs, counts) * (
                         s - 1 in evaluator.chunks[device]
                     )
                     room = room - self._least_bytes(whole, counts, recomputation[s], s) + handed_over
-                self.constraints.add(room.times(1 / evaluator.case.caps_bytes[device]))
+                self.constraints.add(room.times(1 / evaluator.case.limits_bytes[device]))
         return recomputation
 
     def _recompute_columns(self, stage: int) -> RecomputeColumns:

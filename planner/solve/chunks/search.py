@@ -32,7 +32,7 @@ from planner.solve.progress import BLOCK, Effort, Progress, simulated_answer
 from planner.solve.space.arrays import FloatArray, IntArray
 from planner.solve.space.case import Case, cuts_and_choices
 from planner.solve.space.partitions import Evaluator
-from planner.solve.space.prefixes import Least, Prefixes
+from planner.solve.space.prefixes import BoundKind, Prefixes
 
 _MOST_OF_SEARCH, _BATCHES, _SHARE = 20_000, 60, 4
 """Where effort is bounded, one search has so many actions or batches at most, and its share of what is left."""
@@ -249,7 +249,7 @@ def start_cuts(progress: Progress, evaluator: Evaluator) -> list[IntArray]:
     roomy = Cluster(memory_bytes=(2**62,) * num_stages, link=case.cluster.link)
     single = replace(case, schedule=GPIPE, chunks=1, num_devices=num_stages, replicas=1, cluster=roomy)
     problem = single.problem(num_stages, width=evaluator.width, exact=True)
-    backward = {"backward": Least(np.maximum, lambda stages: stages.backward)}
+    backward = {"backward": BoundKind(np.maximum, lambda stages: stages.backward)}
     cuts = Prefixes(problem, backward, deadline=progress.deadline).min_max("backward")
     if cuts is not None and not np.array_equal(cuts, even):
         starts.append(np.array(cuts))

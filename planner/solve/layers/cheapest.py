@@ -3,7 +3,7 @@
 The memory of such a stage is the largest of a few moments (`planner.core.cost.memory`), each of them linear in what a
 micro-batch holds in the end and in the highest level while layers run one by one (`planner.core.cost.layer_memory`):
 
-    fixed + weight · held + level <= cap
+    fixed + weight · held + level <= limit
 
 `cheapest_layers` walks through the layers from the first to the last with labels
 
@@ -64,7 +64,7 @@ def cheapest_layers(
     end: int,
     moments: Moments,
     *,
-    cap_bytes: float,
+    limit_bytes: float,
     most_labels: int = 4096,
 ) -> LayerChoice | None:
     """The layers of a stage to recompute so that it fits, with the least time; None if it never does.
@@ -76,7 +76,7 @@ def cheapest_layers(
         first: First layer.
         end: One past the last layer.
         moments: Of the stage's device.
-        cap_bytes: The cap, the reserve taken off.
+        limit_bytes: The cap, the reserve taken off.
         most_labels: So many labels are followed from each layer to the next; only if there are more, the answer may
             be inexact.
 
@@ -84,7 +84,7 @@ def cheapest_layers(
     """
     linear = linear_moments(costs, np.array([first]), end, moments)
     limits = [
-        Limit(cap_bytes - float(moment.fixed[0, -1]), moment.weight, -1 if moment.level is None else moment.level)
+        Limit(limit_bytes - float(moment.fixed[0, -1]), moment.weight, -1 if moment.level is None else moment.level)
         for moment in linear
     ]
     return cheapest_within(
@@ -93,9 +93,9 @@ def cheapest_layers(
 
 
 class Limit(NamedTuple):
-    """What a moment allows: weight · held + level <= cap."""
+    """What a moment allows: weight · held + level <= bytes."""
 
-    cap: float
+    bytes: float
     weight: int
     level: int
     """Position in `LayerPeaks`; below 0 where no layer of the stage runs."""
@@ -104,8 +104,8 @@ class Limit(NamedTuple):
         """The most that may be held in the end; -inf where nothing fits."""
         # Nothing waits in such a moment (M = 1, say): what is held in the end does not matter to it.
         if self.weight == 0:
-            return np.where(np.less_equal(level, self.cap), np.inf, -np.inf)
-        room: FloatArray = np.floor(np.subtract(self.cap, level) / self.weight)
+            return np.where(np.less_equal(level, self.bytes), np.inf, -np.inf)
+        room: FloatArray = np.floor(np.subtract(self.bytes, level) / self.weight)
         return room
 
 
@@ -273,7 +273,7 @@ class _LayerDynamicProgram:
             # A byte that goes is one less in each micro-batch that waits, and, where layers stack up, in the level too.
             if limit.weight + stacked > 0:
                 level = held * stacked + self.highest[limit.level][n]
-                over = (limit.weight * at_end + level - limit.cap) / (limit.weight + stacked)
+                over = (limit.weight * at_end + level - limit.bytes) / (limit.weight + stacked)
                 must_go = np.maximum(must_go, over)
         must_go = np.maximum(must_go, at_end - room)
         # To make so many bytes go takes the layers behind that much time at least.
@@ -312,7 +312,7 @@ class _LayerDynamicProgram:
 
     def _fits(self, recomputed: Collection[int]) -> bool:
         saved, *levels = self.layers.levels(recomputed)
-        fits = (limit.weight * saved + levels[limit.level] <= limit.cap for limit in self.limits)
+        fits = (limit.weight * saved + levels[limit.level] <= limit.bytes for limit in self.limits)
         return saved <= self.room and all(fits)
 
 

@@ -90,37 +90,41 @@ class DeviceSearch:
 
     def improve_from(self, device: int, cuts: IntArray, choices: Sequence[int]) -> Recomputation:
         """What the device recomputes, one chunk solved after the other from `choices` on."""
-        chunks, cap = self._chunks(device, cuts), self._evaluator.case.caps_bytes[device]
+        chunks, limit = self._chunks(device, cuts), self._evaluator.case.limits_bytes[device]
         start = [chunk.whole[choice] for chunk, choice in zip(chunks, choices, strict=True)]
-        return _recomputation(self._improve(chunks, start, cap, range(len(chunks))), cap)
+        return _recomputation(self._improve(chunks, start, limit, range(len(chunks))), limit)
 
     def _solve(self, device: int, cuts: IntArray) -> tuple[Recomputation, ...]:
-        chunks, cap = self._chunks(device, cuts), self._evaluator.case.caps_bytes[device]
+        chunks, limit = self._chunks(device, cuts), self._evaluator.case.limits_bytes[device]
         fastest = [chunk.whole[self._evaluator.allowed[0]] for chunk in chunks]
-        if _over_bytes(fastest, cap) <= 0:
-            return (_recomputation(fastest, cap),)
+        if _over_bytes(fastest, limit) <= 0:
+            return (_recomputation(fastest, limit),)
         self.num_solved += 1
-        together = _solve_jointly(chunks, cap)
+        together = _solve_jointly(chunks, limit)
         if together:
-            return tuple(_recomputation(options, cap) for options in together)
+            return tuple(_recomputation(options, limit) for options in together)
         orders = [range(len(chunks)), range(len(chunks) - 1, -1, -1)][: len(chunks)]
         recomputations = [
-            _recomputation(self._improve(chunks, start, cap, order), cap)
-            for start in (_start_by_stage(chunks, cap), _start_by_layer(chunks, cap))
+            _recomputation(self._improve(chunks, start, limit, order), limit)
+            for start in (_start_by_stage(chunks, limit), _start_by_layer(chunks, limit))
             for order in orders
         ]
         return _best_first(dict.fromkeys(recomputations))
 
-    def _improve(self, chunks: "list[_Chunk]", start: list[_Option], cap: float, order: Iterable[int]) -> list[_Option]:
+    def _improve(
+        self, chunks: "list[_Chunk]", start: list[_Option], limit: float, order: Iterable[int]
+    ) -> list[_Option]:
         """One chunk after the other has the cheapest recomputation that the others leave room for."""
         options = list(start)
         for at in order:
             taken = np.zeros_like(options[at].bytes)
             for option in (*options[:at], *options[at + 1 :]):
                 taken = taken + option.bytes
-            better = chunks[at].cheapest(cap - taken)
+            better = chunks[at].cheapest(limit - taken)
             self.num_solved += 1
-            if better is not None and (better.recompute_us < options[at].recompute_us or _over_bytes(options, cap) > 0):
+            if better is not None and (
+                better.recompute_us < options[at].recompute_us or _over_bytes(options, limit) > 0
+            ):
                 options[at] = better
         return options
 
@@ -233,30 +237,32 @@ class _Chunk:
 
     def _limits(self, room: FloatArray) -> list[Limit]:
         """The limits of the moments: of those that differ in nothing but their room, the one with least."""
-        caps: dict[tuple[int, int], float] = {}
+        limits: dict[tuple[int, int], float] = {}
         for weights, fixed in self._lines:
-            for weight, level, cap in zip(weights.tolist(), self.level.tolist(), (room - fixed).tolist(), strict=True):
+            for weight, level, limit in zip(
+                weights.tolist(), self.level.tolist(), (room - fixed).tolist(), strict=True
+            ):
                 key = round(weight), level
-                caps[key] = min(caps.get(key, inf), cap)
-        return [Limit(cap, *key) for key, cap in caps.items()]
+                limits[key] = min(limits.get(key, inf), limit)
+        return [Limit(limit, *key) for key, limit in limits.items()]
 
 
-def _over_bytes(options: Iterable[_Option], cap: float) -> float:
+def _over_bytes(options: Iterable[_Option], limit: float) -> float:
     held_bytes: FloatArray = np.sum([option.bytes for option in options], axis=0)
-    return max(0.0, float(held_bytes.max()) - cap)
+    return max(0.0, float(held_bytes.max()) - limit)
 
 
-def _recomputation(options: Sequence[_Option], cap: float) -> Recomputation:
+def _recomputation(options: Sequence[_Option], limit: float) -> Recomputation:
     return Recomputation(
         choices=tuple(option.choice for option in options),
         recomputed=tuple(option.recomputed for option in options),
         layers_us=tuple(option.layers_us for option in options),
         recompute_us=sum(option.recompute_us for option in options),
-        over_bytes=_over_bytes(options, cap),
+        over_bytes=_over_bytes(options, limit),
     )
 
 
-def _solve_jointly(chunks: Sequence[_Chunk], cap: float) -> list[list[_Option]]:
+def _solve_jointly(chunks: Sequence[_Chunk], limit: float) -> list[list[_Option]]:
     """The cheapest way of all there are, first; then, for each chunk, one that is hardly dearer and spares it most.
 
     Nothing where ways are too many, or none fits.
@@ -273,7 +279,7 @@ def _solve_jointly(chunks: Sequence[_Chunk], cap: float) -> list[list[_Option]]:
         held_bytes = (held_bytes[:, None] + added_bytes).reshape(-1, held_bytes.shape[1])
         recompute_us = (recompute_us[:, None] + np.array([option.recompute_us for option in table])).ravel()
         places = np.column_stack([np.repeat(places, len(table), axis=0), np.tile(np.arange(len(table)), len(places))])
-        fits = (held_bytes + np.sum(least[n + 1 :], axis=0) <= cap).all(axis=1)
+        fits = (held_bytes + np.sum(least[n + 1 :], axis=0) <= limit).all(axis=1)
         held_bytes, recompute_us, places = held_bytes[fits], recompute_us[fits], places[fits]
     if not len(held_bytes):
         return []
@@ -287,19 +293,19 @@ def _solve_jointly(chunks: Sequence[_Chunk], cap: float) -> list[list[_Option]]:
     return [[table[place] for table, place in zip(tables, row, strict=True)] for row in rows]
 
 
-def _start_by_stage(chunks: Sequence[_Chunk], cap: float) -> list[_Option]:
+def _start_by_stage(chunks: Sequence[_Chunk], limit: float) -> list[_Option]:
     """Whole stages that fit with the least time, or are over by least."""
     combinations = [list(options) for options in product(*(chunk.whole.values() for chunk in chunks))]
-    return min(combinations, key=lambda each: (_over_bytes(each, cap), sum(option.recompute_us for option in each)))
+    return min(combinations, key=lambda each: (_over_bytes(each, limit), sum(option.recompute_us for option in each)))
 
 
-def _start_by_layer(chunks: Sequence[_Chunk], cap: float) -> list[_Option]:
+def _start_by_layer(chunks: Sequence[_Chunk], limit: float) -> list[_Option]:
     """Layers that save most for their time where the device holds most, one by one until it fits."""
     options = [chunk.with_layers(()) for chunk in chunks]
     while True:
         held_bytes: FloatArray = np.sum([option.bytes for option in options], axis=0)
         moment = int(held_bytes.argmax())
-        if held_bytes[moment] <= cap:
+        if held_bytes[moment] <= limit:
             return options
         best: tuple[float, int, int] | None = None
         for place, (chunk, option) in enumerate(zip(chunks, options, strict=True)):

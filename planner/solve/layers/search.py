@@ -67,9 +67,9 @@ def _fits_without(case: Case, upper_us: float) -> bool:
     """
     if case.schedule.is_to_be_made:
         return False
-    width = width_for(case.costs, longest_us=case.longest_us(upper_us), cap_bytes=inf)
+    width = width_for(case.costs, longest_us=case.longest_us(upper_us), limit_bytes=inf)
     if case.schedule.has_known_moments:
-        return case.memory(width, case.num_devices - 1).most_bytes() <= min(case.caps_bytes)
+        return case.memory(width, case.num_devices - 1).most_bytes() <= min(case.limits_bytes)
     counts = [n for n in range(1, case.num_devices + 1) if case.least_us(n) < upper_us]
     return all(_holds_all(Evaluator(case, num_devices), width) for num_devices in counts)
 
@@ -81,7 +81,7 @@ def _holds_all(evaluator: Evaluator, width: int) -> bool:
         return False
     parts = np.where(np.isfinite(evaluator.parts[0]), evaluator.parts[0], 0.0).max(axis=(0, 1))
     held = [float((parts[0] + counts @ parts[1:]).sum(axis=1).max()) for counts in evaluator.moments]
-    return all(most <= cap for most, cap in zip(held, evaluator.case.caps_bytes, strict=False))
+    return all(most <= limit for most, limit in zip(held, evaluator.case.limits_bytes, strict=False))
 
 
 def _search_with_order(progress: Progress, initial: Partition | None) -> None:

@@ -23,7 +23,7 @@ _MOST_RATIOS = 64
 class _DeviceKey(NamedTuple):
     """What of a device decides which layers its stage recomputes."""
 
-    cap_bytes: float
+    limit_bytes: float
     in_flight: int
     """Micro-batches that wait for their backward, or run: the fewer stages are behind under 1F1B, the fewer."""
 
@@ -44,28 +44,28 @@ class RecomputeTimes:
         """How many stages were solved exactly: what takes long."""
         return sum(map(len, self._exact.values()))
 
-    def table(self, width: int, cap_bytes: float, moments: Moments) -> FloatArray:
+    def table(self, width: int, limit_bytes: float, moments: Moments) -> FloatArray:
         """Below the time to recompute so that each stage fits, shape (L+1, width); infinite where none does."""
-        device = _DeviceKey(cap_bytes, moments.in_flight)
+        device = _DeviceKey(limit_bytes, moments.in_flight)
         table = self._tables.get(device)
         if table is None or table.shape[1] != width:
             (table,) = windowed(
                 self._costs.num_layers,
                 width,
                 1,
-                lambda firsts, stop: [least_recompute_us(self._costs, firsts, stop, moments, cap_bytes=cap_bytes)],
+                lambda firsts, stop: [least_recompute_us(self._costs, firsts, stop, moments, limit_bytes=limit_bytes)],
             )
             self._tables[device] = table
             for (first, end), choice in self._exact.get(device, {}).items():
                 _set_entry(table, first, end, choice)
         return table
 
-    def solve_stage(self, first: int, end: int, cap_bytes: float, moments: Moments) -> LayerChoice | None:
+    def solve_stage(self, first: int, end: int, limit_bytes: float, moments: Moments) -> LayerChoice | None:
         """The cheapest layers to recompute, which the tables hold from now on; None if the stage never fits."""
-        device = _DeviceKey(cap_bytes, moments.in_flight)
+        device = _DeviceKey(limit_bytes, moments.in_flight)
         choices = self._exact.setdefault(device, {})
         if (first, end) not in choices:
-            choice = choices[first, end] = cheapest_layers(self._costs, first, end, moments, cap_bytes=cap_bytes)
+            choice = choices[first, end] = cheapest_layers(self._costs, first, end, moments, limit_bytes=limit_bytes)
             if device in self._tables:
                 _set_entry(self._tables[device], first, end, choice)
         return choices[first, end]
@@ -78,7 +78,7 @@ def _set_entry(table: FloatArray, first: int, end: int, choice: LayerChoice | No
 
 
 def least_recompute_us(
-    costs: ChainCosts, firsts: IntArray, stop: int, moments: Moments, *, cap_bytes: float
+    costs: ChainCosts, firsts: IntArray, stop: int, moments: Moments, *, limit_bytes: float
 ) -> FloatArray:
     """Time below which no choice of recomputed layers makes a stage fit; infinite where none is known to do so.
 
@@ -95,7 +95,7 @@ def least_recompute_us(
     saved, levels = least_levels(costs, firsts, span)
     must_go = np.full(saved.shape, -np.inf)
     for moment in linear_moments(costs, firsts, stop, moments):
-        over = moment.fixed - cap_bytes
+        over = moment.fixed - limit_bytes
         shares = moment.weight
         if moment.level is not None:
             over = over + moment.weight * saved + levels[moment.level]

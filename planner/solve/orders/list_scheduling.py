@@ -62,7 +62,7 @@ class OrderProblem:
     """Per stage."""
     is_whole: tuple[bool, ...]
     """Per stage, whether its backwards run in one piece: then nothing is held between halves."""
-    caps_bytes: tuple[float, ...]
+    limits_bytes: tuple[float, ...]
     """Per device."""
     own_us: tuple[float, ...]
     """Per device, what it does between two steps; all that replicas sum counts here."""
@@ -175,8 +175,8 @@ class _ListScheduler(ABC):
         # without it the first chunk could fill the device with micro-batches that can never go on.
         self.size = [max(each.held, each.between) for each in footprints]
         self.left = [
-            cap - sum(footprints[s].always for s in chunks) - max(footprints[s].above for s in chunks)
-            for cap, chunks in zip(problem.caps_bytes, problem.chunks, strict=True)
+            limit - sum(footprints[s].always for s in chunks) - max(footprints[s].above for s in chunks)
+            for limit, chunks in zip(problem.limits_bytes, problem.chunks, strict=True)
         ]
         self.spare = [0.0] * num_stages
         for chunks in problem.chunks:

@@ -214,7 +214,9 @@ def least_period_us(problem: OrderProblem) -> float:
     busy, halves = BusyTimes(*map(each, BusyTimes._fields)), HalfTimes(*map(each, HalfTimes._fields))
     times = LeastTimes.of(busy, halves, each("send_us"), problem.micro_batches)
     footprints = [problem.footprints[stages[0]] for stages in problem.chunks]
-    fitting = [(cap - f.always) / max(f.held, 1e-9) for cap, f in zip(problem.caps_bytes, footprints, strict=True)]
+    fitting = [
+        (limit - f.always) / max(f.held, 1e-9) for limit, f in zip(problem.limits_bytes, footprints, strict=True)
+    ]
     most_in_flight = np.clip(np.floor(np.array([fitting]) + 1e-9), 1.0, problem.micro_batches)
     windows_us = least_windows_us(times, problem.chunks, problem.micro_batches, most_in_flight)
     return float((windows_us + np.array(problem.own_us)).max())

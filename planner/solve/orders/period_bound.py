@@ -219,7 +219,7 @@ class _StageBounds:
         for device, stages in enumerate(evaluator.chunks):
             columns = list(stages)
             # Gradients and what is put off may be there as well, but need not.
-            room = evaluator.case.caps_bytes[device] + _ROUNDED_BYTES - self.always[:, columns].sum(axis=1)
+            room = evaluator.case.limits_bytes[device] + _ROUNDED_BYTES - self.always[:, columns].sum(axis=1)
             # On a later chunk a micro-batch runs while the earlier ones hold it.
             held_before = _prefix_sums(self.held[:, columns])[:, :-1]
             fits = (held_before + self.running[:, columns] <= room[:, None]).all(axis=1)

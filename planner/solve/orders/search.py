@@ -174,7 +174,7 @@ def _order_problem(evaluator: Evaluator, cuts: IntArray, choices: IntArray, *, i
             footprint_of(float(always[0, s]), parts[0, s], is_whole=is_whole) for s in range(evaluator.num_stages)
         ),
         is_whole=(is_whole,) * evaluator.num_stages,
-        caps_bytes=evaluator.case.caps_bytes[: evaluator.num_devices],
+        limits_bytes=evaluator.case.limits_bytes[: evaluator.num_devices],
         own_us=tuple(own[0].tolist()),
     )
 

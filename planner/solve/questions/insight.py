@@ -121,13 +121,13 @@ def _what_if(profile: Profile, request: Request, plan: Plan) -> Iterator[WhatIf]
 
 def _changes(profile: Profile, request: Request) -> Iterator[tuple[str, Inputs]]:
     inputs = request.inputs
-    more = tuple(cap + _GIGABYTE for cap in inputs.memory_bytes)
+    more = tuple(limit + _GIGABYTE for limit in inputs.memory_bytes)
     yield "1 GB more on every device", replace(inputs, memory_bytes=more)
     if inputs.replicas != 1 or (inputs.devices < len(profile.layers) and request.balance is None):
         speeds = (*inputs.speeds, inputs.speeds[-1]) if inputs.speeds else ()
-        caps = (*inputs.memory_bytes, inputs.memory_bytes[-1])
+        limits = (*inputs.memory_bytes, inputs.memory_bytes[-1])
         links = (*inputs.links, *inputs.links[-1:])
-        bigger = replace(inputs, devices=inputs.devices + 1, memory_bytes=caps, speeds=speeds, links=links)
+        bigger = replace(inputs, devices=inputs.devices + 1, memory_bytes=limits, speeds=speeds, links=links)
         yield "one more device", bigger
     if inputs.link != Link() or inputs.inter_link is not None or inputs.links:
         inter = None if inputs.inter_link is None else _faster(inputs.inter_link)

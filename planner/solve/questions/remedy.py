@@ -55,15 +55,15 @@ def _solved_again(plan: Plan, profile: Profile) -> tuple[str, ...]:
     cuts = (
         f"{list(other.balance)} with M = {other.micro_batches}{placed}, {format_us(other.predicted.step_us)} per step"
     )
-    return (f"under the same caps the cuts {cuts} ({slower:+.1%}): `{_command(other.inputs, profile)}`",)
+    return (f"under the same memory limits the cuts {cuts} ({slower:+.1%}): `{_command(other.inputs, profile)}`",)
 
 
 def _command(inputs: Inputs, profile: Profile) -> str:
     """Return the command that solves the same request, with less common options as `…`."""
-    caps = inputs.memory_bytes[:1] if len(set(inputs.memory_bytes)) == 1 else inputs.memory_bytes
+    limits = inputs.memory_bytes[:1] if len(set(inputs.memory_bytes)) == 1 else inputs.memory_bytes
     words = [
         f"gpipe-plan solve {inputs.profile.path} --devices {inputs.devices}",
-        f"--mem {','.join(map(exact_bytes_option, caps))} --batch {inputs.batch}",
+        f"--mem {','.join(map(exact_bytes_option, limits))} --batch {inputs.batch}",
     ]
     if inputs.schedule != DEFAULT_SCHEDULE:
         words.append("--schedule FILE.csv" if inputs.schedule == GIVEN else f"--schedule {inputs.schedule}")

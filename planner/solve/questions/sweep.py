@@ -46,39 +46,39 @@ def sweep_of(
     Raises:
         UsageError: The request contradicts itself or the profile.
     """
-    counts, caps = sorted(set(devices)), sorted(set(memory_bytes))
+    counts, limits = sorted(set(devices)), sorted(set(memory_bytes))
     table = CostTable(profile)
     answers: dict[tuple[int, int], _Answer] = {}
     for count in reversed(counts):
-        for cap in reversed(caps):
-            progress(f"{count} x {cap / 1e9:g} GB", len(answers), len(counts) * len(caps))
+        for limit in reversed(limits):
+            progress(f"{count} x {limit / 1e9:g} GB", len(answers), len(counts) * len(limits))
             # A plan has no use for more devices than layers.
-            asked = _question(request, min(count, len(profile.layers)), cap, headroom)
-            larger = _answer_of_larger(answers, asked, (count, cap))
-            answers[count, cap] = _solved(profile, asked, table) if larger is None else larger
-    cells = tuple(_cell(count, cap, answers[count, cap]) for count in counts for cap in caps)
+            question = _question(request, min(count, len(profile.layers)), limit, headroom)
+            larger = _answer_of_larger(answers, question, (count, limit))
+            answers[count, limit] = _solved(profile, question, table) if larger is None else larger
+    cells = tuple(_cell(count, limit, answers[count, limit]) for count in counts for limit in limits)
     return Sweep(
         profile=request.inputs.profile,
         batch=request.inputs.batch,
         devices=tuple(counts),
-        memory_bytes=tuple(caps),
+        memory_bytes=tuple(limits),
         cells=cells,
         smallest=next((n for n, cell in enumerate(cells) if cell.plan is not None), None),
     )
 
 
-def _question(request: Request, devices: int, cap: int, headroom: float) -> Request:
-    usable = (int(cap * (1 - headroom)),) * devices
+def _question(request: Request, devices: int, limit: int, headroom: float) -> Request:
+    usable = (int(limit * (1 - headroom)),) * devices
     return replace(request, inputs=replace(request.inputs, devices=devices, memory_bytes=usable, headroom=headroom))
 
 
 def _answer_of_larger(
-    answers: dict[tuple[int, int], _Answer], asked: Request, place: tuple[int, int]
+    answers: dict[tuple[int, int], _Answer], question: Request, size: tuple[int, int]
 ) -> _Answer | None:
     """Return the answer that follows from that of a larger cluster, or None."""
-    inputs = asked.inputs
-    for (devices, cap), answer in answers.items():
-        if devices < place[0] or cap < place[1]:
+    inputs = question.inputs
+    for (devices, limit), answer in answers.items():
+        if devices < size[0] or limit < size[1]:
             continue
         if isinstance(answer, InfeasibleError):
             return answer
@@ -88,8 +88,8 @@ def _answer_of_larger(
     return None
 
 
-def _keeps_within(plan: Plan, devices: int, cap: int) -> bool:
-    return plan.num_devices * plan.replicas <= devices and max(plan.device_bytes()) <= cap
+def _keeps_within(plan: Plan, devices: int, limit: int) -> bool:
+    return plan.num_devices * plan.replicas <= devices and max(plan.device_bytes()) <= limit
 
 
 def _solved(profile: Profile, request: Request, table: CostTable) -> _Answer:
@@ -99,14 +99,14 @@ def _solved(profile: Profile, request: Request, table: CostTable) -> _Answer:
         return error
 
 
-def _cell(devices: int, cap: int, answer: _Answer) -> SweepCell:
+def _cell(devices: int, limit: int, answer: _Answer) -> SweepCell:
     if not isinstance(answer, Plan):
         return SweepCell(
-            devices=devices, memory_bytes=cap, status="none" if isinstance(answer, InfeasibleError) else "unknown"
+            devices=devices, memory_bytes=limit, status="none" if isinstance(answer, InfeasibleError) else "unknown"
         )
     return SweepCell(
         devices=devices,
-        memory_bytes=cap,
+        memory_bytes=limit,
         status="optimal" if answer.solver.status == "optimal" else "feasible",
         samples_per_device_s=answer.predicted.samples_per_s / devices,
         plan=answer,

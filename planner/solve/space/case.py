@@ -18,7 +18,7 @@ from planner.core.values.cluster import Cluster
 from planner.core.values.plan import RecomputePolicy
 from planner.solve.space.arrays import BoolArray, FloatArray, IntArray
 from planner.solve.space.problem import ChainProblem, DeviceTable, LinkTimes
-from planner.solve.space.tables import NOWHERE, MemoryTable
+from planner.solve.space.tables import NO_CHOICE, MemoryTable
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,12 +102,12 @@ class Case:
     @cached_property
     def alike(self) -> bool:
         """Return True if all devices are equal, and all links."""
-        caps = set(self.cluster.memory_bytes[: self.num_devices])
+        limits = set(self.cluster.memory_bytes[: self.num_devices])
         speeds = {self.cluster.speed(d) for d in range(self.num_devices)}
         nodes = self.cluster.inter_link is None or (
             0 < self.num_devices * self.replicas <= self.cluster.node_devices or self.cluster.node_devices == 0
         )
-        return len(caps) == len(speeds) == 1 and nodes and len(set(self.cluster.links)) <= 1
+        return len(limits) == len(speeds) == 1 and nodes and len(set(self.cluster.links)) <= 1
 
     @cached_property
     def sums(self) -> ChainSums:
@@ -115,9 +115,9 @@ class Case:
         return ChainSums.of(self.costs, self.cluster, self.replicas)
 
     @cached_property
-    def caps_bytes(self) -> tuple[float, ...]:
+    def limits_bytes(self) -> tuple[float, ...]:
         """Memory limit of each device without the reserve, in bytes."""
-        return tuple(cap - self.cluster.reserve_bytes for cap in self.cluster.memory_bytes[: self.num_devices])
+        return tuple(limit - self.cluster.reserve_bytes for limit in self.cluster.memory_bytes[: self.num_devices])
 
     @cached_property
     def fastest(self) -> float:
@@ -139,7 +139,7 @@ class Case:
     @property
     def is_too_large(self) -> bool:
         """Return True if the permanent memory of some layer exceeds every memory limit."""
-        return float((self.costs.state.always + self.costs.gradients).max()) > max(self.caps_bytes)
+        return float((self.costs.state.always + self.costs.gradients).max()) > max(self.limits_bytes)
 
     @cached_property
     def bound_us(self) -> float:
@@ -229,40 +229,40 @@ class Case:
     def _tables(
         self, num_stages: int, width: int, most_bytes: float, *, every_choice: bool
     ) -> tuple[tuple[DeviceTable, ...], ...]:
-        ways: dict[tuple[float, float, int], tuple[DeviceTable, ...]] = {}
+        variants: dict[tuple[float, float, int], tuple[DeviceTable, ...]] = {}
         tables = []
         ends = np.arange(self.costs.num_layers + 1)[:, None]
         forbidden = self.rules.forbids(ends + np.arange(-width, 0), ends)
         # Under 1F1B the first stage holds most. If every stage fits there, all levels share one table.
         hardest = self.memory(width, num_stages - 1)
-        easy = self.alike and min(self.caps_bytes[0], most_bytes - self.cluster.reserve_bytes) >= hardest.most_bytes()
+        easy = self.alike and min(self.limits_bytes[0], most_bytes - self.cluster.reserve_bytes) >= hardest.most_bytes()
         for level in range(num_stages):
             device = 0 if self.alike else num_stages - 1 - level
-            cap = min(self.caps_bytes[device], most_bytes - self.cluster.reserve_bytes)
+            limit = min(self.limits_bytes[device], most_bytes - self.cluster.reserve_bytes)
             memory = hardest if easy else self.memory(width, level)
-            key = (cap, self.cluster.speed(device), id(memory))
-            if key not in ways:
+            key = (limit, self.cluster.speed(device), id(memory))
+            if key not in variants:
                 # If every stage fits without recomputation, single layers need none either.
                 layers_us = (
                     None
                     if easy or not self.least_recompute_us
-                    else self.least_recompute_us(width, cap, self.moments(level))
+                    else self.least_recompute_us(width, limit, self.moments(level))
                 )
-                ways[key] = self._ways(
+                variants[key] = self._device_tables(
                     memory,
-                    cap,
+                    limit,
                     self.cluster.speed(device),
                     forbidden,
                     every_choice=every_choice,
                     recompute_us=layers_us,
                 )
-            tables.append(ways[key])
+            tables.append(variants[key])
         return tuple(tables)
 
-    def _ways(
+    def _device_tables(
         self,
         memory: MemoryTable,
-        cap: float,
+        limit: float,
         speed: float,
         forbidden: BoolArray,
         *,
@@ -270,19 +270,19 @@ class Case:
         recompute_us: FloatArray | None,
     ) -> tuple[DeviceTable, ...]:
         if not every_choice:
-            choice = memory.choices(cap)
-            choice[forbidden] = NOWHERE
-            ways = [DeviceTable(speed=speed, choice=choice)]
+            choice = memory.choices(limit)
+            choice[forbidden] = NO_CHOICE
+            variants = [DeviceTable(speed=speed, choice=choice)]
             if recompute_us is not None:
-                some = np.where(np.isfinite(recompute_us) & (choice != 0) & ~forbidden, LAYERS, NOWHERE)
-                ways.append(DeviceTable(speed=speed, choice=some.astype(np.int8), recompute_us=recompute_us))
-            return tuple(ways)
-        ways = []
+                some = np.where(np.isfinite(recompute_us) & (choice != 0) & ~forbidden, LAYERS, NO_CHOICE)
+                variants.append(DeviceTable(speed=speed, choice=some.astype(np.int8), recompute_us=recompute_us))
+            return tuple(variants)
+        variants = []
         for n, totals in memory.totals.items():
-            fits = (totals <= cap) & ~forbidden
-            choice = np.where(fits, n, NOWHERE).astype(np.int8)
-            ways.append(DeviceTable(speed=speed, choice=choice, bytes=totals + self.cluster.reserve_bytes))
-        return tuple(ways)
+            fits = (totals <= limit) & ~forbidden
+            choice = np.where(fits, n, NO_CHOICE).astype(np.int8)
+            variants.append(DeviceTable(speed=speed, choice=choice, bytes=totals + self.cluster.reserve_bytes))
+        return tuple(variants)
 
     def _links(self, num_stages: int) -> tuple[LinkTimes, ...]:
         nothing = LinkTimes.of(None, self.sums)

@@ -180,7 +180,7 @@ class Evaluator:
 
     def held_bytes(self, counts: FloatArray) -> FloatArray:
         """Return bytes of every stage with `counts` of each part, shape (choices, L+1, width); infinite if outside."""
-        return _held(self.parts, counts)
+        return _sum_parts(self.parts, counts)
 
     def least_by_layers(self, counts: FloatArray) -> tuple[FloatArray, FloatArray]:
         """Return lower bounds of the memory of stages that recompute single layers, with `counts` of each part.
@@ -193,11 +193,11 @@ class Evaluator:
         runs = bool((every.level[counts > 0] >= 0).any())
         # If layers stack up, a byte saved before the highest level lowers that level as well.
         times = float(counts @ every.saved) + runs * costs.exact
-        return _held(self._parts_by_layers, counts), times * most_savings(costs)[0]
+        return _sum_parts(self._parts_by_layers, counts), times * most_savings(costs)[0]
 
     def _above(self, device: int, peaks_bytes: FloatArray, is_known: BoolArray) -> FloatArray:
         """Return the bytes above the device's memory limit; infinite where the peak is unknown."""
-        return np.maximum(np.where(is_known, peaks_bytes, np.inf) - self.case.caps_bytes[device], 0.0)
+        return np.maximum(np.where(is_known, peaks_bytes, np.inf) - self.case.limits_bytes[device], 0.0)
 
     def _times(
         self, cuts: IntArray, choices: IntArray, layers_us: FloatArray | None = None
@@ -268,7 +268,7 @@ class Evaluator:
         )
 
 
-def _held(parts: FloatArray, counts: FloatArray) -> FloatArray:
+def _sum_parts(parts: FloatArray, counts: FloatArray) -> FloatArray:
     """Return the bytes with `counts` of each part; infinite outside the chain."""
     with np.errstate(invalid="ignore"):
         held = parts[..., 0] + parts[..., 1:] @ counts

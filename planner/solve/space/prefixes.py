@@ -10,7 +10,7 @@ import numpy as np
 
 from planner.solve.deadline import NEVER, Deadline
 from planner.solve.space.arrays import FloatArray, IntArray
-from planner.solve.space.problem import ChainProblem, Stages
+from planner.solve.space.problem import ChainProblem, StageArrays
 
 MOST_CANDIDATES: Final = 1 << 20
 """Stages computed in one batch, to bound transient memory."""
@@ -19,12 +19,12 @@ _MOST_AT_ONCE = 1 << 18
 """Most stages that are computed once for all levels."""
 
 
-class Least(NamedTuple):
+class BoundKind(NamedTuple):
     """Kind of lower bound of earlier layers, minimal over all partitions of these layers."""
 
     join: np.ufunc
     """Function that combines the values of stages: maximum or sum."""
-    of: Callable[[Stages], FloatArray]
+    of: Callable[[StageArrays], FloatArray]
     """Function that returns the value of each stage."""
 
 
@@ -37,7 +37,7 @@ class Prefixes:
         deadline: Time limit, after which `OutOfTimeError` is raised.
     """
 
-    def __init__(self, problem: ChainProblem, needs: Mapping[str, Least], *, deadline: Deadline = NEVER) -> None:
+    def __init__(self, problem: ChainProblem, needs: Mapping[str, BoundKind], *, deadline: Deadline = NEVER) -> None:
         self._problem, self._needs, self._deadline = problem, needs, deadline
         cells = len(problem.tables[0]) * (problem.num_layers + 1) * problem.width
         is_once = problem.is_uniform and cells <= _MOST_AT_ONCE
@@ -112,7 +112,7 @@ class Prefixes:
                 values[name][ends] = need.of(stages).min(axis=0)
         return values
 
-    def stages(self, level: int, ends: IntArray) -> Stages:
+    def stages(self, level: int, ends: IntArray) -> StageArrays:
         """Return the stages of a level that end at each of `ends`, for each device table of the level."""
-        ways = range(len(self._problem.tables[level]))
-        return Stages.of_ways([self._problem.stages(level, way, ends) for way in ways])
+        variants = range(len(self._problem.tables[level]))
+        return StageArrays.of_variants([self._problem.stages(level, variant, ends) for variant in variants])

@@ -9,10 +9,10 @@ import numpy as np
 from planner.core.cost.stage_time import ChainSums, hidden_us
 from planner.core.values.cluster import Link
 from planner.solve.space.arrays import ChoiceArray, FloatArray, IndexArray, IntArray
-from planner.solve.space.tables import NOWHERE
+from planner.solve.space.tables import NO_CHOICE
 
 
-class Stages(NamedTuple):
+class StageArrays(NamedTuple):
     """Stages that end at each of n cuts: one row per cut, one column per first layer, times in microseconds.
 
     Times are busy times of a micro-batch, including the executor's overhead and receiving over blocking links. They are
@@ -40,18 +40,20 @@ class Stages(NamedTuple):
     """Peak memory in bytes; zeros of shape (n, 1) if the tables lack it."""
 
     @classmethod
-    def of_ways(cls, ways: Sequence["Stages"]) -> "Stages":
+    def of_variants(cls, variants: Sequence["StageArrays"]) -> "StageArrays":
         """Stack several ways to run the same stages in a new first dimension; arrays of shape (n, 1) stay unchanged."""
-        shape = ways[0].first.shape
-        each: list[Any] = [np.stack(way) if way[0].shape == shape else way[0] for way in zip(*ways, strict=True)]
+        shape = variants[0].first.shape
+        each: list[Any] = [
+            np.stack(variant) if variant[0].shape == shape else variant[0] for variant in zip(*variants, strict=True)
+        ]
         return cls(*each)
 
-    def at(self, way: IndexArray, row: IndexArray, column: IndexArray) -> "Stages":
-        """Return single stages of a stack made by `of_ways`; arguments and results have shape (m,)."""
+    def at(self, variant: IndexArray, row: IndexArray, column: IndexArray) -> "StageArrays":
+        """Return single stages of a stack made by `of_variants`; arguments and results have shape (m,)."""
         _, rows, width = self.first.shape
-        place = (way * rows + row) * width + column
+        place = (variant * rows + row) * width + column
         each: list[Any] = [field.reshape(-1).take(place if field.ndim > 2 else row) for field in self]
-        return Stages(*each)
+        return StageArrays(*each)
 
 
 class Bottlenecks(NamedTuple):
@@ -95,7 +97,7 @@ class DeviceTable:
 
     speed: float
     choice: ChoiceArray
-    """Recomputation: index into `CHOICES`, or `LAYERS`, or `NOWHERE`; shape (L+1, width)."""
+    """Recomputation: index into `CHOICES`, or `LAYERS`, or `NO_CHOICE`; shape (L+1, width)."""
     recompute_us: FloatArray | None = None
     """Time to recompute single layers on the profiled device, if that is the choice; shape (L+1, width)."""
     bytes: FloatArray | None = None
@@ -140,7 +142,7 @@ class ChainProblem:
     @property
     def alike(self) -> bool:
         """Return True if every level can run the same stages."""
-        return all(ways is self.tables[0] for ways in self.tables)
+        return all(variants is self.tables[0] for variants in self.tables)
 
     @property
     def is_uniform(self) -> bool:
@@ -155,7 +157,7 @@ class ChainProblem:
     @property
     def fastest(self) -> float:
         """Highest speed of a device."""
-        return max(table.speed for ways in self.tables for table in ways)
+        return max(table.speed for variants in self.tables for table in variants)
 
     def within(self, most: Bottlenecks) -> "ChainProblem":
         """Return the problem without stages that exceed `most`, in the shortest possible windows."""
@@ -167,25 +169,25 @@ class ChainProblem:
             for sums, limit in zip((self.sums.forward_us, self.sums.backward_us), limits, strict=True)
         ]
         width = int(np.clip((ends - np.maximum(*firsts)).max(), 1, self.width))
-        narrowed = {id(ways): tuple(table.narrowed(width) for table in ways) for ways in self.tables}
-        return replace(self, most=most, tables=tuple(narrowed[id(ways)] for ways in self.tables))
+        narrowed = {id(variants): tuple(table.narrowed(width) for table in variants) for variants in self.tables}
+        return replace(self, most=most, tables=tuple(narrowed[id(variants)] for variants in self.tables))
 
-    def stages(self, level: int, way: int, ends: IntArray) -> Stages:
+    def stages(self, level: int, variant: int, ends: IntArray) -> StageArrays:
         """Return the stages of a level that end at each of `ends`.
 
         Args:
             level: Number of later stages.
-            way: Index into the device tables of the level.
+            variant: Index into the device tables of the level.
             ends: Cuts, shape (n,).
 
         Returns:
             Stages with n rows.
         """
-        table, behind, before = self.tables[level][way], self.links[level], self.links[level + 1]
+        table, behind, before = self.tables[level][variant], self.links[level], self.links[level + 1]
         end = ends[:, None]
         first = end + np.arange(-table.width, 0)
         choice = table.choice[ends]
-        fits = choice != NOWHERE
+        fits = choice != NO_CHOICE
         first = np.where(fits, first, 0)
         busy = self.sums.busy_times(
             first,
@@ -201,7 +203,7 @@ class ChainProblem:
             fits &= np.maximum(busy.backward_us + receive_back, link) <= self.most.backward_us
         nowhere = np.where(fits, 0.0, np.inf)
         receive, receive_back = receive + nowhere, receive_back + nowhere
-        return Stages(
+        return StageArrays(
             first=first,
             end=end,
             choice=choice,

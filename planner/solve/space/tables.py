@@ -21,7 +21,7 @@ from planner.core.cost.stage_time import CHOICES
 from planner.core.values.plan import RecomputePolicy
 from planner.solve.space.arrays import ChoiceArray, FloatArray, IntArray
 
-NOWHERE = -1
+NO_CHOICE = -1
 """Mark instead of an index into `CHOICES`: no recomputation makes the stage fit."""
 
 _MOST_ENTRIES, _MOST_BY_LENGTH = 1 << 18, 1 << 15  # of a block of rows, to bound transient memory
@@ -76,11 +76,11 @@ class MemoryTable:
         fastest = self.totals[0]
         return float(fastest[np.isfinite(fastest)].max(initial=0.0))
 
-    def choices(self, cap_bytes: float) -> ChoiceArray:
-        """Return the cheapest recomputation of each stage that fits into `cap_bytes`, shape (L+1, width)."""
-        table = np.full(next(iter(self.totals.values())).shape, NOWHERE, dtype=np.int8)
+    def choices(self, limit_bytes: float) -> ChoiceArray:
+        """Return the cheapest recomputation of each stage that fits into `limit_bytes`, shape (L+1, width)."""
+        table = np.full(next(iter(self.totals.values())).shape, NO_CHOICE, dtype=np.int8)
         for n in sorted(self.totals, reverse=True):
-            table[self.totals[n] <= cap_bytes] = n
+            table[self.totals[n] <= limit_bytes] = n
         return table
 
 
@@ -134,13 +134,13 @@ def windows_before(values: FloatArray, width: int) -> FloatArray:
     return windows
 
 
-def width_for(costs: ChainCosts, *, longest_us: float, cap_bytes: float) -> int:
+def width_for(costs: ChainCosts, *, longest_us: float, limit_bytes: float) -> int:
     """Return the layers of the longest stage that is not slower than `longest_us` and whose parameters fit.
 
     Args:
         costs: Costs of the chain.
         longest_us: Bound on a stage's forward plus backward time without recomputation, in microseconds.
-        cap_bytes: The largest memory limit, in bytes.
+        limit_bytes: The largest memory limit, in bytes.
 
     Returns:
         The number of layers, at least 1.
@@ -151,5 +151,5 @@ def width_for(costs: ChainCosts, *, longest_us: float, cap_bytes: float) -> int:
     fixed = sums_before(costs.state.always)
     # Rounding depends on the order of sums: the window may be a layer too wide, never too narrow.
     by_time = np.searchsorted(times, times[1:] - longest_us * (1 + 1e-9) - 1e-9)
-    by_memory = np.searchsorted(fixed, fixed[1:] - cap_bytes - tied)
+    by_memory = np.searchsorted(fixed, fixed[1:] - limit_bytes - tied)
     return int(max(1, (ends - np.maximum(by_time, by_memory)).max()))

@@ -18,7 +18,7 @@ from planner.core.values.profile import Profile
 from planner.core.values.units import parse_bytes
 from planner.solve import Request, solve
 from planner.solve.cases import cases_of
-from planner.solve.explain import smallest_cap_bytes
+from planner.solve.explain import smallest_limit_bytes
 from tests.support.brute_force import Space
 from tests.support.chains import chain, layer, random_profile
 from tests.support.profiles import UNLIMITED, inputs_of, profile_of
@@ -45,11 +45,11 @@ def feasible(profile: Profile, request: Request) -> bool:
     return True
 
 
-def with_cap(request: Request, cap: int) -> Request:
+def with_cap(request: Request, limit: int) -> Request:
     """The same request with another cap on every device."""
     inputs = request.inputs
     return dataclasses.replace(
-        request, inputs=dataclasses.replace(inputs, memory_bytes=(cap,) * len(inputs.memory_bytes))
+        request, inputs=dataclasses.replace(inputs, memory_bytes=(limit,) * len(inputs.memory_bytes))
     )
 
 
@@ -93,13 +93,13 @@ def test_the_smallest_cap_it_names_fits_and_a_percent_less_does_not(
     request = Request(inputs=inputs)
     named = MEM.search(infeasible(gigabytes(), request).hint)
     assert named is not None
-    cap = parse_bytes(named[2])
+    limit = parse_bytes(named[2])
     assert int(named[1]) == devices
-    assert cap > 10**8 + reserve
-    assert feasible(gigabytes(), with_cap(request, cap))
-    assert not feasible(gigabytes(), with_cap(request, int(cap * 0.99)))
+    assert limit > 10**8 + reserve
+    assert feasible(gigabytes(), with_cap(request, limit))
+    assert not feasible(gigabytes(), with_cap(request, int(limit * 0.99)))
     # The M that it names is one that fits there.
-    assert feasible(gigabytes(), dataclasses.replace(with_cap(request, cap), micro_batches=int(named[3])))
+    assert feasible(gigabytes(), dataclasses.replace(with_cap(request, limit), micro_batches=int(named[3])))
 
 
 @pytest.mark.parametrize("seed", range(10))
@@ -109,9 +109,9 @@ def test_the_smallest_cap_is_right_on_random_chains(seed: int) -> None:
     request = Request(inputs=inputs_of(3, 4, memory_bytes=1, reserve_bytes=10))
     named = MEM.search(infeasible(profile, request).hint)
     assert named is not None
-    cap = parse_bytes(named[2])
-    assert feasible(profile, with_cap(request, cap))
-    assert not feasible(profile, with_cap(request, int(cap * 0.99) - 1))
+    limit = parse_bytes(named[2])
+    assert feasible(profile, with_cap(request, limit))
+    assert not feasible(profile, with_cap(request, int(limit * 0.99) - 1))
 
 
 @pytest.mark.parametrize("needed", [999, 1000, 9_999, 123_456, 10**9 + 1, 12_345_123_456_789, 2_345_678_901_234_567])
@@ -170,7 +170,7 @@ def test_layers_that_fit_alone_but_not_together_are_told_so() -> None:
 
 
 @pytest.mark.parametrize(("micro_batches", "cap", "named"), [(1, 2500, 2), (2, 1500, 4), (1, 700, 8)])
-def test_another_number_of_micro_batches_is_named_if_it_fits(micro_batches: int, cap: int, named: int) -> None:
+def test_another_number_of_micro_batches_is_named_if_it_fits(micro_batches: int, limit: int, named: int) -> None:
     """Fixed too small: smaller micro-batches need less. The smallest M that fits is named, and does fit."""
     sizes = (1, 2, 4, 8)
     profile = chain(
@@ -185,7 +185,7 @@ def test_another_number_of_micro_batches_is_named_if_it_fits(micro_batches: int,
         ),
         sizes=sizes,
     )
-    request = Request(inputs=inputs_of(1, 8, memory_bytes=cap), micro_batches=micro_batches)
+    request = Request(inputs=inputs_of(1, 8, memory_bytes=limit), micro_batches=micro_batches)
     said = FITS_M.search(infeasible(profile, request).hint)
     assert said is not None
     assert int(said[1]) == named
@@ -222,11 +222,11 @@ def test_recomputation_is_advised_only_where_it_helps(policy: RecomputePolicy) -
         least = MEM.search(infeasible(profile, with_cap(free, 1)).hint)
         assert need is not None
         assert least is not None
-        for cap in (parse_bytes(need[2]) * 99 // 100, parse_bytes(least[2]), parse_bytes(least[2]) * 9 // 10):
-            if feasible(profile, with_cap(request, cap)):
+        for limit in (parse_bytes(need[2]) * 99 // 100, parse_bytes(least[2]), parse_bytes(least[2]) * 9 // 10):
+            if feasible(profile, with_cap(request, limit)):
                 continue
-            said = "`--recompute auto` fits" in infeasible(profile, with_cap(request, cap)).hint
-            assert said == feasible(profile, with_inputs(with_cap(request, cap), recompute="auto"))
+            said = "`--recompute auto` fits" in infeasible(profile, with_cap(request, limit)).hint
+            assert said == feasible(profile, with_inputs(with_cap(request, limit), recompute="auto"))
             advised += said
     assert advised >= 4
 
@@ -248,16 +248,16 @@ def test_another_schedule_is_advised_exactly_if_it_fits_with_what_was_asked(poli
         inputs = dataclasses.replace(inputs_of(2, 4), recompute=policy)
         other = dataclasses.replace(inputs, schedule="1f1b")
         freer = dataclasses.replace(other, recompute="auto")
-        caps = [int(Space(profile, one).smallest_cap_bytes()) for one in (inputs, other, freer)]
-        for cap in {caps[0] - 1, caps[1], caps[1] - 1, caps[2]} - set(range(caps[0], caps[0] + 10**6)):
-            request = with_cap(Request(inputs=inputs), cap)
+        limits = [int(Space(profile, one).smallest_cap_bytes()) for one in (inputs, other, freer)]
+        for limit in {limits[0] - 1, limits[1], limits[1] - 1, limits[2]} - set(range(limits[0], limits[0] + 10**6)):
+            request = with_cap(Request(inputs=inputs), limit)
             advised = "`--schedule 1f1b` fits" in infeasible(profile, request).hint
-            assert advised == (cap >= caps[1])
+            assert advised == (limit >= limits[1])
             said.add(advised)
     assert said == {True, False}
 
 
-# ---- unequal caps
+# ---- unequal limits
 
 
 def uneven(**options: Any) -> Inputs:
@@ -269,7 +269,7 @@ def test_unequal_caps_are_listed() -> None:
     """In pipeline order."""
     profile = profile_of([1.0] * 2, parameter_bytes=10_000)
     error = infeasible(profile, Request(inputs=uneven()))
-    assert "no plan fits the caps 500 B, 50 B" in error.message
+    assert "no plan fits the memory limits 500 B, 50 B" in error.message
     assert 'layer "layers.0" alone needs' in error.message
 
 
@@ -291,7 +291,7 @@ def test_advice_holds_for_the_caps_there_are() -> None:
 
 
 def test_a_smallest_cap_is_named_for_unequal_devices_too() -> None:
-    """One cap for all that would do."""
+    """One limit for all that would do."""
     profile = profile_of([1.0] * 4, parameter_bytes=200)
     request = Request(inputs=uneven())
     named = MEM.search(infeasible(profile, request).hint)
@@ -421,8 +421,8 @@ def test_the_smallest_cap_is_that_of_the_best_cut() -> None:
             for schedule, reserve in CASES:
                 inputs = dataclasses.replace(inputs_of(devices, 3, reserve_bytes=reserve), schedule=schedule)
                 (case,) = cases_of(profile, Request(inputs=inputs, micro_batches=3))
-                cap = smallest_cap_bytes(case)
-                request = with_cap(Request(inputs=inputs, micro_batches=3), int(cap))
-                assert cap == int(cap)
+                limit = smallest_limit_bytes(case)
+                request = with_cap(Request(inputs=inputs, micro_batches=3), int(limit))
+                assert limit == int(limit)
                 assert feasible(profile, request)
-                assert not feasible(profile, with_cap(request, int(cap) - 1))
+                assert not feasible(profile, with_cap(request, int(limit) - 1))

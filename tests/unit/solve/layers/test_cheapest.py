@@ -32,7 +32,7 @@ def total(costs: ChainCosts, first: int, end: int, counts: tuple[int, int], reco
 
 
 def cheapest(
-    costs: ChainCosts, first: int, end: int, counts: tuple[int, int], cap: float, *, most_labels: int = 4096
+    costs: ChainCosts, first: int, end: int, counts: tuple[int, int], limit: float, *, most_labels: int = 4096
 ) -> LayerChoice | None:
     """What is asked about."""
     return cheapest_layers(
@@ -40,17 +40,17 @@ def cheapest(
         first,
         end,
         moments_with(*counts),
-        cap_bytes=cap,
+        limit_bytes=limit,
         most_labels=most_labels,
     )
 
 
-def bounds(costs: ChainCosts, firsts: list[int], stop: int, counts: tuple[int, int], cap: float) -> np.ndarray:
+def bounds(costs: ChainCosts, firsts: list[int], stop: int, counts: tuple[int, int], limit: float) -> np.ndarray:
     """Of all stages."""
-    return least_recompute_us(costs, np.array(firsts), stop, moments_with(*counts), cap_bytes=cap)
+    return least_recompute_us(costs, np.array(firsts), stop, moments_with(*counts), limit_bytes=limit)
 
 
-def caps(least: int, most: int, rng: random.Random) -> list[int]:
+def limits(least: int, most: int, rng: random.Random) -> list[int]:
     """From just infeasible to loose."""
     return [least - 1, least, least + 1, most - 1, most, *(rng.randint(least, most) for _ in range(6))]
 
@@ -68,11 +68,11 @@ def test_as_cheap_as_the_best_of_all_subsets(seed: int, kind: str) -> None:
     subsets = [s for count in range(end - first + 1) for s in combinations(range(first, end), count)]
     sizes = {subset: total(costs, first, end, counts, subset) for subset in subsets}
     times = {subset: float(costs.forward_us[list(subset)].sum()) for subset in subsets}
-    for cap in caps(min(sizes.values()), sizes[()], rng):
-        best = min((times[subset] for subset in subsets if sizes[subset] <= cap), default=None)
-        found = cheapest(costs, first, end, counts, cap)
-        narrow = cheapest(costs, first, end, counts, cap, most_labels=3)
-        bound = float(bounds(costs, [0, first] if first else [0], 7, counts, cap)[-1, end - 1])
+    for limit in limits(min(sizes.values()), sizes[()], rng):
+        best = min((times[subset] for subset in subsets if sizes[subset] <= limit), default=None)
+        found = cheapest(costs, first, end, counts, limit)
+        narrow = cheapest(costs, first, end, counts, limit, most_labels=3)
+        bound = float(bounds(costs, [0, first] if first else [0], 7, counts, limit)[-1, end - 1])
         if best is None:
             assert found is narrow is None
             continue
@@ -80,8 +80,8 @@ def test_as_cheap_as_the_best_of_all_subsets(seed: int, kind: str) -> None:
         assert narrow is not None
         assert found.is_exact
         assert found.recompute_us == pytest.approx(best, rel=1e-9) == times[found.recomputed]
-        assert sizes[found.recomputed] <= cap
-        assert sizes[narrow.recomputed] <= cap
+        assert sizes[found.recomputed] <= limit
+        assert sizes[narrow.recomputed] <= limit
         assert bound <= best * (1 + 1e-9)
         assert narrow.lower_bound_us <= best * (1 + 1e-9) <= narrow.recompute_us * (1 + 2e-9)
 
@@ -114,13 +114,13 @@ def test_of_layers_that_are_alike_as_many_as_it_takes(num_layers: int) -> None:
     costs, counts = blocks(num_layers), (8, 8)
     never, always = (total(costs, 0, num_layers, counts, tuple(range(n))) for n in (0, num_layers))
     for share in (0.2, 0.5, 0.8):
-        cap = always + share * (never - always)
-        found = cheapest(costs, 0, num_layers, counts, cap, most_labels=256)
+        limit = always + share * (never - always)
+        found = cheapest(costs, 0, num_layers, counts, limit, most_labels=256)
         assert found is not None
         assert found.is_exact
-        assert total(costs, 0, num_layers, counts, found.recomputed) <= cap
+        assert total(costs, 0, num_layers, counts, found.recomputed) <= limit
         # Recomputing front layers lowers the level in backward, too: no other choice of one less can fit.
-        assert total(costs, 0, num_layers, counts, tuple(range(len(found.recomputed) - 1))) > cap
+        assert total(costs, 0, num_layers, counts, tuple(range(len(found.recomputed) - 1))) > limit
 
 
 def test_large_chains_are_solved_exactly() -> None:
@@ -128,11 +128,11 @@ def test_large_chains_are_solved_exactly() -> None:
     costs, counts = blocks(200, noise=1.0), (8, 8)
     never, always = (total(costs, 0, 200, counts, tuple(range(n))) for n in (0, 200))
     for share in (0.2, 0.5, 0.8):
-        cap = always + share * (never - always)
-        found = cheapest(costs, 0, 200, counts, cap)
+        limit = always + share * (never - always)
+        found = cheapest(costs, 0, 200, counts, limit)
         assert found is not None
         assert found.is_exact
-        bound = bounds(costs, list(range(200)), 200, counts, cap)
+        bound = bounds(costs, list(range(200)), 200, counts, limit)
         assert 0.98 * found.recompute_us <= bound[0, -1] <= found.recompute_us
         # A longer stage never needs less.
         assert (np.diff(bound[0]) >= -1e-6).all()
@@ -147,10 +147,10 @@ def test_where_labels_run_out_the_bound_remains() -> None:
         detail = record(internal=size, forward=size, first_backward=size, backward=size)
         layers.append(layer(str(n), forward_us=size / 1000, saved_bytes=size, detail=detail))
     costs, counts = costs_at(chain(*layers), 1), (8, 8)
-    cap = 0.4 * total(costs, 0, 60, counts, ())
-    found = cheapest(costs, 0, 60, counts, cap, most_labels=200)
+    limit = 0.4 * total(costs, 0, 60, counts, ())
+    found = cheapest(costs, 0, 60, counts, limit, most_labels=200)
     assert found is not None
-    assert total(costs, 0, 60, counts, found.recomputed) <= cap
+    assert total(costs, 0, 60, counts, found.recomputed) <= limit
     assert not found.is_exact
     assert 0.99 * found.recompute_us <= found.lower_bound_us <= found.recompute_us
 
@@ -170,17 +170,17 @@ def test_nothing_is_recomputed_where_all_fits() -> None:
 def test_parameters_alone_may_not_fit(*, fits: bool) -> None:
     """Then no choice does: neither the optimizer's step nor anything else depends on it."""
     costs = blocks(4)
-    cap = float(total(costs, 0, 4, (2, 2), (0, 1, 2, 3)) if fits else costs.state.parameters.sum())
-    assert (cheapest(costs, 0, 4, (2, 2), cap) is not None) is fits
-    assert bool(np.isfinite(bounds(costs, [0], 4, (2, 2), cap)[0, -1])) is fits
+    limit = float(total(costs, 0, 4, (2, 2), (0, 1, 2, 3)) if fits else costs.state.parameters.sum())
+    assert (cheapest(costs, 0, 4, (2, 2), limit) is not None) is fits
+    assert bool(np.isfinite(bounds(costs, [0], 4, (2, 2), limit)[0, -1])) is fits
 
 
 def test_blocks_of_stages_are_those_of_the_whole_table() -> None:
     """Any rows, any columns."""
     costs = blocks(12, noise=1.0)
-    cap = 0.5 * total(costs, 0, 12, (4, 4), ())
-    whole = bounds(costs, list(range(12)), 12, (4, 4), cap)
-    part = bounds(costs, [3, 4, 7], 10, (4, 4), cap)
+    limit = 0.5 * total(costs, 0, 12, (4, 4), ())
+    whole = bounds(costs, list(range(12)), 12, (4, 4), limit)
+    part = bounds(costs, [3, 4, 7], 10, (4, 4), limit)
     assert part.shape == (3, 7)
     for row, first in enumerate((3, 4, 7)):
         # The prices that are tried differ, so the bounds may by rounding.

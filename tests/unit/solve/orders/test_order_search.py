@@ -41,7 +41,7 @@ def stage(forward: float, inputs: float, weights: float, send: float = 0.0) -> S
 def problem(
     times: Sequence[StageTimes],
     micro_batches: int,
-    caps: Sequence[float],
+    limits: Sequence[float],
     *,
     between: float = 1.0,
     num_devices: int | None = None,
@@ -54,7 +54,7 @@ def problem(
         times=tuple(times),
         footprints=(StageFootprint(always=0.0, held=1.0, between=between, above=0.0),) * len(times),
         is_whole=(False,) * len(times),
-        caps_bytes=tuple(cap + 1e-9 for cap in caps),
+        limits_bytes=tuple(limit + 1e-9 for limit in limits),
         own_us=(0.0,) * devices,
     )
 
@@ -154,18 +154,18 @@ def test_equal_to_all_orders_of_tiny_pipelines(devices: int, micro_batches: int)
             stage(rng.uniform(1, 4), rng.uniform(1, 4), rng.uniform(0.5, 3), rng.choice((0.0, 0.7)))
             for _ in range(devices)
         ]
-        caps = [rng.choice((1.0, 1.5, 2.0, 3.0)) for _ in range(devices)]
+        limits = [rng.choice((1.0, 1.5, 2.0, 3.0)) for _ in range(devices)]
         between = rng.choice((0.4, 1.0))
 
-        def fits(rows: Rows, caps: Sequence[float] = caps, between: float = between) -> bool:
-            return all(most_held(row, between) <= cap + 1e-9 for row, cap in zip(rows, caps, strict=True))
+        def fits(rows: Rows, limits: Sequence[float] = limits, between: float = between) -> bool:
+            return all(most_held(row, between) <= limit + 1e-9 for row, limit in zip(rows, limits, strict=True))
 
         every = [
-            [row for row in every_order(micro_batches, s) if most_held(row, between) <= caps[s] + 1e-9]
+            [row for row in every_order(micro_batches, s) if most_held(row, between) <= limits[s] + 1e-9]
             for s in range(devices)
         ]
         best = min(slow_period(rows, times) for rows in product(*every))
-        asked = problem(times, micro_batches, caps, between=between)
+        asked = problem(times, micro_batches, limits, between=between)
         found = OrderSearch(asked, fits).search(2_000_000)
         assert found is not None
         assert least_period_us(asked) <= best * (1 + 1e-9)
@@ -222,14 +222,14 @@ def test_lists_are_valid_and_above_the_bound(placement: Placement) -> None:
     for _ in range(8):
         devices, chunks, micro_batches = rng.choice((2, 3, 4)), 2 if placement == "v" else 1, rng.choice((3, 5, 8))
         times = [stage(rng.uniform(1, 4), rng.uniform(1, 4), rng.uniform(0.5, 3)) for _ in range(devices * chunks)]
-        caps = [chunks * rng.uniform(2, 5) for _ in range(devices)]
-        asked = problem(times, micro_batches, caps, num_devices=devices, placement=placement)
+        limits = [chunks * rng.uniform(2, 5) for _ in range(devices)]
+        asked = problem(times, micro_batches, limits, num_devices=devices, placement=placement)
         found = OrderSearch(asked, lambda _: True).search(60_000)
         assert found is not None
         check_lists(found.rows, micro_batches)
         assert found.period_us >= least_period_us(asked) * (1 - 1e-9)
         assert found.period_us == pytest.approx(slow_period(found.rows, times), rel=1e-9)
-        assert all(most_held(row, 1.0) <= cap + 1e-9 for row, cap in zip(found.rows, caps, strict=True))
+        assert all(most_held(row, 1.0) <= limit + 1e-9 for row, limit in zip(found.rows, limits, strict=True))
 
 
 def test_a_model_is_followed_where_it_fits() -> None:
