@@ -1,6 +1,6 @@
 """Searches for plans with several stages on each device.
 
-Read `search.py` first. Few partitions are all simulated; else `descent.py` and `cut_search.py` improve the cuts step by
-step, `fitting.py` chooses what to recompute, and a linear program (`linear_program.py`), made tighter by branch and
-bound (`branch_and_bound.py`), gives a lower bound.
+Read `search.py` first. If there are few partitions, all are simulated. Otherwise `descent.py` and `cut_search.py`
+improve the cuts step by step, and `fitting.py` chooses what to recompute. The linear program of `linear_program.py`
+gives a lower bound, which branch and bound (`branch_and_bound.py`) raises.
 """

@@ -1,11 +1,11 @@
-"""A bound for all cuts of several chunks: what is least in the linear program of `linear_program.py`.
+"""Lower bound of the step time of all partitions: the linear program of `linear_program.py` with branch and bound.
 
-A cut lies at a layer's edge, and a stage is recomputed whole or not at all. Where the program's answer shares a layer
-between two stages, or a stage between two ways, branch and bound (Land and Doig, 1960) makes one program for each of
-the possibilities: always in the program whose answer is least, and where most time is in doubt. No partition beats
-the least answer that is open then, or the best plan.
+In a partition, every layer belongs to one stage, and a stage has one recomputation. The solution of the linear program
+may divide a layer between two stages, or a stage between two recomputations. Branch and bound (Land and Doig, 1960)
+then replaces the program by one program for each possibility. It branches on the program with the smallest solution,
+and there on the undecided layers that take most time. The smallest solution of the open programs is the bound.
 
-HiGHS solves the programs, where it is installed: else there is no such bound.
+HiGHS solves the programs. If it is not installed, there is no such bound.
 """
 
 import importlib
@@ -20,65 +20,66 @@ from planner.solve.chunks.linear_program import LinearProgram, RecomputeColumns
 from planner.solve.space.arrays import FloatArray, IntArray
 
 _SAFE = 1e-6
-"""The solver's tolerances, several times over: by so much of it the bound is lowered."""
+"""Relative amount by which the bound is lowered; several times the tolerances of HiGHS."""
 
 _DOUBT = 1e-6
-"""Of the work of all layers: less is not in doubt."""
+"""Share of the work of all layers; less undecided time than this is not branched on."""
 
 _UNLIMITED = 2**31 - 1
 
 
 class CutBound(NamedTuple):
-    """The answer."""
+    """Solution of the linear program."""
 
     bound_us: float
-    """No partition is faster."""
+    """Lower bound of the step time of all partitions, in microseconds."""
     cuts: IntArray
-    """Whole cuts near those of the answer, shape (S+1,)."""
+    """Cuts of the solution, rounded to whole layers; shape (S+1,)."""
 
 
 class _CutSide(NamedTuple):
-    """On which side of a layer a cut lies."""
+    """Decision on which side of a layer a cut is."""
 
     column: int
-    """The column of a y."""
+    """Column of the y of this cut and layer."""
     value: int
-    """What that y is: 0 or 1."""
+    """Value of that y: 0 or 1."""
 
 
 class _RecomputeOption(NamedTuple):
-    """How a stage is recomputed."""
+    """Decision on the recomputation of a stage."""
 
     stage: int
     option: int | None
-    """None: not at all."""
+    """Index into `RecomputeColumns.columns`; None for no recomputation."""
 
 
 _Decision = _CutSide | _RecomputeOption
 
 
 class _Node(NamedTuple):
-    """A program with some things decided; the least comes first."""
+    """Program with some decisions made; nodes are ordered by `step`."""
 
     step: float
+    """Solution: smallest step time, in the program's units."""
     number: int
     decided: frozenset[_Decision]
     open: tuple[_Decision, ...]
-    """One of these holds for every partition; none where nothing is in doubt."""
+    """Decisions to branch on, of which every partition satisfies one; empty if nothing is undecided."""
     shift: tuple[int, ...]
-    """By how much each cut lies behind the foremost place that it may have."""
+    """c_s - s of each inner cut, rounded."""
 
 
 def is_solvable() -> bool:
-    """Whether HiGHS is installed."""
+    """Return True if HiGHS is installed."""
     return is_installed("highspy")
 
 
 class BranchAndBound:
-    """Bounds for all partitions of a program."""
+    """Branch and bound over one linear program."""
 
     def __init__(self, program: LinearProgram) -> None:
-        # It loads longer than all else that a short command needs.
+        # Import it here: it loads longer than everything else that a short command needs.
         self._highs: Any = importlib.import_module("highspy")
         self._program = program
         with without_output():
@@ -87,19 +88,19 @@ class BranchAndBound:
         self._solver.setOptionValue("threads", 1)
         self._solver.passModel(self._model())
         self._decided: frozenset[_Decision] = frozenset()
-        """The solver's model has this decided."""
+        """Decisions in the solver's current model."""
         self._nodes: list[_Node] = []
-        """A heap of what is still to be looked into."""
+        """Heap of the open programs."""
         self._made = 0
         self.iterations = 0
-        """Iterations of the simplex method so far."""
+        """Number of simplex iterations so far."""
 
     def solve(self, *, most_iterations: int = _UNLIMITED, limit_s: float = inf) -> CutBound | None:
-        """What the program itself says; None where the solver does not get so far.
+        """Solve the linear program without decisions; return None if a limit is reached first.
 
         Args:
-            most_iterations: Of the simplex method.
-            limit_s: For all of it.
+            most_iterations: Limit on simplex iterations.
+            limit_s: Time limit in seconds.
         """
         if not self._run_solver(most_iterations, self._solver.getRunTime() + limit_s):
             return None
@@ -108,12 +109,12 @@ class BranchAndBound:
         return CutBound(self._in_us(root.step), self._cuts_of(root))
 
     def branch(self, upper_us: float, *, most_iterations: int, limit_s: float = inf) -> float:
-        """What no partition can beat, in microseconds, at most `upper_us`; 0 where `solve` had no answer.
+        """Return a lower bound of the step time of all partitions, at most `upper_us`; 0 if `solve` returned None.
 
         Args:
-            upper_us: A step that is reached: what cannot be faster is not looked into.
-            most_iterations: Of the simplex method; the last program may take some more.
-            limit_s: For all of it.
+            upper_us: Step time of a known plan, in microseconds; slower programs are not branched on.
+            most_iterations: Limit on simplex iterations; the last program may exceed it.
+            limit_s: Time limit in seconds.
         """
         if not self._made:
             return 0.0
@@ -128,7 +129,7 @@ class BranchAndBound:
         return self.iterations >= last_iteration or self._solver.getRunTime() >= ends_s
 
     def _children(self, node: _Node, last_iteration: int, ends_s: float) -> list[_Node]:
-        """The programs in which one more thing is decided, without those in which nothing fits; else the node."""
+        """Solve the programs with one more decision; return those that are feasible, or the node at a limit."""
         children = []
         for decision in node.open:
             decided = node.decided | {decision}
@@ -136,7 +137,7 @@ class BranchAndBound:
             if self._run_solver(max(0, last_iteration - self.iterations), ends_s):
                 children.append(self._node(decided))
             elif self._solver.getModelStatus() != self._highs.HighsModelStatus.kInfeasible:
-                # There may be more effort another time; what the solver cannot do it will not do then.
+                # A later call may have more effort. A program that the solver cannot solve is not branched on.
                 return [node if self._is_over(last_iteration, ends_s) else node._replace(open=())]
         return children
 
@@ -146,7 +147,7 @@ class BranchAndBound:
         return np.array([0, *inner.tolist(), num_layers])
 
     def _run_solver(self, most_iterations: int, ends_s: float) -> bool:
-        """Has the program solved, by that time on the solver's clock; whether it was."""
+        """Run the solver until `ends_s` on its own clock; return True if it found the optimum."""
         self._solver.setOptionValue("simplex_iteration_limit", most_iterations)
         self._solver.setOptionValue("time_limit", ends_s)
         self._solver.run()
@@ -154,7 +155,7 @@ class BranchAndBound:
         return bool(self._solver.getModelStatus() == self._highs.HighsModelStatus.kOptimal)
 
     def _node(self, decided: frozenset[_Decision]) -> _Node:
-        """What the solver found, and what to decide next."""
+        """Return the current solution as a node, with the decisions to branch on."""
         solution, costs = self._solver.getSolution(), self._program.evaluator.case.costs
         columns, rows = np.array(solution.col_value), np.array(solution.row_value)
         layer_us = costs.forward_us + costs.backward_us
@@ -176,7 +177,7 @@ class BranchAndBound:
         return self._made
 
     def _undecided_cut(self, columns: FloatArray, layer_us: FloatArray) -> tuple[float, tuple[_CutSide, ...]]:
-        """Time of layers that lie on both sides of a cut, and on which side of the most divided layer it may lie."""
+        """Return the largest time of divided layers at a cut, and both sides of its most divided layer."""
         fractions = self._cut_variables(columns)
         if not fractions.size:
             return 0.0, ()
@@ -190,7 +191,7 @@ class BranchAndBound:
     def _undecided_recomputation(
         self, columns: FloatArray, rows: FloatArray, forward_us: FloatArray
     ) -> tuple[float, tuple[_RecomputeOption, ...]]:
-        """Time of layers that are recomputed in another way than most of their stage is, and the ways it may have."""
+        """Return the largest time of layers that differ in recomputation from their stage, and its options."""
         doubts = [(0.0, 0)]
         for s, stage in enumerate(self._stages()):
             layers, own = list(stage.rows), list(stage.rows.values())
@@ -205,7 +206,7 @@ class BranchAndBound:
         return doubt_us, (_RecomputeOption(s, None), *(_RecomputeOption(s, option) for option in options))
 
     def _decide(self, decided: frozenset[_Decision]) -> None:
-        """Has these things decided, and no others, in the solver's model."""
+        """Set the bounds of the solver's model to exactly these decisions."""
         for decision in self._decided - decided:
             self._bound(decision, is_decided=False)
         for decision in decided - self._decided:
@@ -228,11 +229,11 @@ class BranchAndBound:
             self._solver.changeRowBounds(row, lower, lower if is_whole else constraints.upper[row])
 
     def _stages(self) -> list[RecomputeColumns]:
-        """Those whose ways are to be decided: layers by themselves may be recomputed or not."""
+        """Return the stages whose recomputation is a decision; none if single layers may be recomputed."""
         return [] if self._program.evaluator.case.policy == "layers" else self._program.recomputation or []
 
     def _cut_variables(self, columns: FloatArray) -> FloatArray:
-        """The program's y, shape (S-1, L-S)."""
+        """Return the values of y, shape (S-1, L-S)."""
         cuts = self._program.evaluator.num_stages - 1
         width = self._program.evaluator.case.costs.num_layers - cuts - 1
         return columns[: cuts * width].reshape(cuts, width)

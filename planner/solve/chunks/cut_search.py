@@ -1,9 +1,9 @@
-"""A descent over the cuts of several chunks, with whole stages recomputed.
+"""Descent over cuts for several chunks per device, where whole stages are recomputed.
 
-Moves are simulated with the recomputation there is; of the fastest, recomputation is chosen anew on the devices that
-they change. Where something is recomputed, the choices of one device are moves, too.
+Moves are first simulated with the current recomputation. For the fastest moves, the recomputation of the devices that
+they change is then chosen again. If something is recomputed, other choices of a single device are moves as well.
 
-Complexity: O(V K M) for each batch of moves. Effort is counted in actions, for every batch of partitions anew.
+Complexity: O(V K M) for each batch of moves. Effort is counted in simulated actions, per batch.
 """
 
 from collections.abc import Iterator, Sequence
@@ -17,27 +17,27 @@ from planner.solve.space.arrays import BoolArray, IntArray
 from planner.solve.space.partitions import Evaluator
 
 _MOST_PICKED = 12
-"""How many moves of a batch, the fastest, have their recomputation chosen."""
+"""Number of moves of a batch whose recomputation is chosen again: the fastest ones."""
 
 _FRUITLESS, _FRUITLESS_ALONE = 4, 12
-"""Restarts in a row without a better plan, after which there are no more: bounded effort, or not."""
+"""Restarts in a row without a better plan after which the search ends; with bounded effort, and without."""
 
 _FRUITLESS_FROM_BEST = 100
-"""The same of the best plan of a question."""
+"""The same limit for a search that starts from the best plan of a request."""
 
 _PROMISING, _PROMISING_ALONE = 1.05, 1.25
-"""A partition is not begun with anew if it is slower than the best by more than this: bounded effort, or not."""
+"""Largest ratio to the best step time for a restart; with bounded effort, and without."""
 
 
 class CutSearch(Descent[Candidate]):
-    """A search over cuts and recomputation for one number of devices."""
+    """Search over cuts and recomputation for one number of devices."""
 
     def __init__(self, progress: Progress, evaluator: Evaluator) -> None:
         super().__init__(progress, evaluator)
         self._fitting = Fitting(evaluator)
 
     def search(self, starts: Sequence[IntArray], most_actions: int) -> None:
-        """Searches from each of some cuts, shape (S+1,), and simulates so many actions at most."""
+        """Search from each of `starts`, cuts of shape (S+1,), with at most `most_actions` simulated actions."""
         is_bounded = self.progress.effort.is_bounded
         self.descend(
             (self._evaluate(cuts[None], self._fitting.fastest(1)) for cuts in starts),
@@ -47,12 +47,12 @@ class CutSearch(Descent[Candidate]):
         )
 
     def search_from(self, cuts: IntArray, choices: IntArray, most_actions: int) -> None:
-        """Searches from the best partition of a question; cuts of shape (S+1,), choices of shape (S,)."""
+        """Search from one partition: cuts of shape (S+1,), choices of shape (S,)."""
         is_open = np.full((1, self.evaluator.num_devices), False)
         self.descend([self._evaluate(cuts[None], choices[None], is_open)], most_actions, fruitless=_FRUITLESS_FROM_BEST)
 
     def pick_best(self, candidate: Candidate, cuts: IntArray) -> Candidate:
-        """The best of those that are the fastest, or hold least, with the recomputation there is."""
+        """Return the best move, after choosing the recomputation of those that look best without that."""
         choices = np.repeat(candidate.choices[None], len(cuts), axis=0)
         if candidate.over_bytes == 0:
             step_us = self.progress.simulate(self.evaluator, cuts, choices)
@@ -66,7 +66,7 @@ class CutSearch(Descent[Candidate]):
         return self._evaluate(cuts, choices, is_open)
 
     def other_recomputations(self, candidate: Candidate) -> Iterator[Candidate]:
-        """Other recomputations of one device; none where nothing is recomputed."""
+        """Yield the best other recomputation of each batch; nothing if no stage is recomputed."""
         choices = self._other_choices(candidate)
         for first in range(0, len(choices), ROWS):
             self.progress.deadline.check()
@@ -76,7 +76,7 @@ class CutSearch(Descent[Candidate]):
                 return
 
     def perturb(self, candidate: Candidate) -> Candidate:
-        """The partition after a few moves at random, or with a few choices at random where the cuts are fixed."""
+        """Return the partition after a few random moves, or with a few random choices if the cuts are fixed."""
         cuts, choices = candidate.cuts, candidate.choices.copy()
         is_open = np.full((1, self.evaluator.num_devices), True)
         if len(self.moves):
@@ -88,7 +88,7 @@ class CutSearch(Descent[Candidate]):
         return self._evaluate(cuts[None], choices[None], is_open)
 
     def _evaluate(self, cuts: IntArray, choices: IntArray, is_open: BoolArray | None = None) -> Candidate:
-        """The best of some partitions, recomputation chosen on open devices."""
+        """Return the best of N partitions, after choosing the recomputation of devices where `is_open`, (N, K)."""
         if is_open is None and len(cuts) == 1:
             is_open = np.full((1, self.evaluator.num_devices), True)
         if is_open is not None:
@@ -103,7 +103,7 @@ class CutSearch(Descent[Candidate]):
         return Candidate(cuts=cuts[at], choices=choices[at], step_us=float(step_us[at]))
 
     def _other_choices(self, candidate: Candidate) -> IntArray:
-        """Every other recomputation of one device, shape (N, S); none where nothing is recomputed."""
+        """Return all choices that differ on one device, shape (N, S); none if no stage is recomputed."""
         allowed, combinations = self.evaluator.allowed, self._fitting.combinations
         if candidate.over_bytes == 0 and (candidate.choices == allowed[0]).all():
             return np.empty((0, self.evaluator.num_stages), dtype=np.int64)

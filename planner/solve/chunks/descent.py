@@ -1,14 +1,14 @@
-"""Cuts improved step by step: from several starts downhill, then from the best one anew.
+"""Descent over cuts: downhill from several starts, then repeatedly from the best result after random moves.
 
-A move shifts the cuts a..b together: between them stages keep their layers but for one at either end.
+A move shifts the cuts a..b together by the same number of layers. Only the stages before a and after b change size.
 
     cuts               |  0  |  1  |  2  |  3  |            a = b moves one cut, a < b a block of stages
     a = 2, b = 3, +1   |  0  |  1    |  2  |3  |
 
-Moves are drawn in random order, the same every time, and looked at some at a time; the best of these is taken if it
-beats what there is. Where no move helps, the search goes on from the best partition after a few moves at random.
+Moves are tried in random order (with a fixed seed), batch by batch. The best move of a batch is made if it is an
+improvement. If no move improves the partition, the search continues from the best partition after a few random moves.
 
-As long as nothing fits, better means fewer bytes over the caps, from then on faster.
+Fewer bytes over the memory limits are better; among partitions that fit, the faster one is better.
 """
 
 import random
@@ -25,23 +25,23 @@ from planner.solve.space.arrays import IntArray
 from planner.solve.space.partitions import Evaluator
 
 ROWS = 128
-"""Moves that are simulated at once."""
+"""Number of moves in a batch."""
 
 BATCH = 400
-"""Actions that take as long as choosing a batch and its recomputation."""
+"""Cost of choosing the moves of a batch and their recomputation, in simulated actions."""
 
 _SINGLE_STEPS, _STEPS = (-4, -2, -1, 1, 2, 4), (-2, -1, 1, 2)
 
 _ALL_LENGTHS = 8
-"""Blocks of up to so many cuts are moved, and of every other length that is half as long again."""
+"""Longest block of which every length is moved; of longer ones, each length is 1.5 times the previous one."""
 
 _PERTURBATIONS = 2, 8
-"""So many moves at random, from the one to the other, lead away from where a search stands."""
+"""Least and most random moves before a restart."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
-    """A partition: where a search stands."""
+    """Partition in a descent."""
 
     cuts: IntArray
     """Shape (S+1,)."""
@@ -52,11 +52,11 @@ class Candidate:
 
     @property
     def rank(self) -> tuple[float, float]:
-        """By how much it is over, then what it takes."""
+        """Key of comparison: bytes over the memory limits, then step time."""
         return self.over_bytes, self.step_us
 
     def beats(self, other: "Candidate") -> bool:
-        """Whether it is over by fewer bytes, or else faster."""
+        """Return True if fewer bytes are over the limits, or as many and the step is faster."""
         return self.rank < (other.over_bytes, other.step_us * (1 - SAME))
 
 
@@ -64,47 +64,47 @@ CandidateT = TypeVar("CandidateT", bound=Candidate)
 
 
 class Descent(ABC, Generic[CandidateT]):
-    """A search over cuts, and what to recompute in them, for one number of devices.
+    """Search over cuts and recomputation for one number of devices.
 
     Args:
-        progress: Of the case.
-        evaluator: Its partitions on so many devices.
+        progress: State of the search over the case.
+        evaluator: Evaluator for this number of devices.
     """
 
     def __init__(self, progress: Progress, evaluator: Evaluator) -> None:
         self.progress, self.evaluator = progress, evaluator
-        # Nothing but the question decides what is drawn.
+        # A fixed seed: the same request always gets the same plan.
         self.random = random.Random(0)  # noqa: S311
         self.moves = moves(evaluator.num_stages)[: None if evaluator.case.rules.balance is None else 0]
         self._ends = 0
 
     @abstractmethod
     def pick_best(self, candidate: CandidateT, cuts: IntArray) -> CandidateT:
-        """The best partition with some of `cuts`, each a move away from `candidate`; shape (N, S+1)."""
+        """Return the best partition with one of `cuts`, shape (N, S+1), each one move away from `candidate`."""
 
     @abstractmethod
     def other_recomputations(self, candidate: CandidateT) -> Iterator[CandidateT]:
-        """The best of each batch of partitions with the same cuts that recompute otherwise."""
+        """Yield the best of each batch of partitions with the same cuts and other recomputation."""
 
     @abstractmethod
     def perturb(self, candidate: CandidateT) -> CandidateT:
-        """The partition after a few changes at random."""
+        """Return the partition after a few random changes."""
 
     @property
     def is_over(self) -> bool:
-        """Whether no effort is left."""
+        """Return True if no effort is left."""
         return self.progress.effort.spent >= self._ends or self.progress.effort.left <= 0
 
     def descend(
         self, starts: Iterable[CandidateT], most_actions: int, *, fruitless: int, promising: float = inf
     ) -> None:
-        """Goes downhill from each start, and then from the best place anew.
+        """Go downhill from each start, then repeatedly from the best result after random moves.
 
         Args:
-            starts: Where to begin.
-            most_actions: How many actions it may simulate.
-            fruitless: Restarts in a row without a better plan, after which there are no more.
-            promising: A candidate is not begun with anew if it is slower than the best plan by more than this.
+            starts: Partitions to start from.
+            most_actions: Limit on simulated actions.
+            fruitless: Restarts in a row without a better plan after which the search ends.
+            promising: Largest ratio of the result to the best step time for a restart.
         """
         self._ends = self.progress.effort.spent + most_actions
         best: CandidateT | None = None
@@ -122,7 +122,7 @@ class Descent(ABC, Generic[CandidateT]):
             best = candidate if not best.beats(candidate) else best
 
     def random_cuts(self, cuts: IntArray) -> IntArray:
-        """Cuts after a few moves at random, as far as these may be."""
+        """Return the cuts after a few random moves; moves that are not allowed are skipped."""
         for _ in range(self.random.randint(*_PERTURBATIONS)):
             other = cuts + self.moves[self.random.randrange(len(self.moves))]
             if len(self._legal(other[None])):
@@ -130,7 +130,7 @@ class Descent(ABC, Generic[CandidateT]):
         return cuts
 
     def _downhill(self, candidate: CandidateT) -> CandidateT:
-        """The nearest partition of which no neighbour is better."""
+        """Move to better neighbors until there is none; return the result."""
         while not self.is_over:
             better = next((n for n in self._neighbors(candidate) if n.beats(candidate)), None)
             if better is None:
@@ -139,7 +139,7 @@ class Descent(ABC, Generic[CandidateT]):
         return candidate
 
     def _neighbors(self, candidate: CandidateT) -> Iterator[CandidateT]:
-        """The best of each batch of moves, as long as the effort lasts."""
+        """Yield the best of each batch of moves, until no effort is left."""
         order = list(range(len(self.moves)))
         self.random.shuffle(order)
         for first in range(0, len(order), ROWS):
@@ -152,13 +152,13 @@ class Descent(ABC, Generic[CandidateT]):
         yield from self.other_recomputations(candidate)
 
     def _legal(self, cuts: IntArray) -> IntArray:
-        """The cuts without empty stages that keep the rules."""
+        """Return those of `cuts` that have no empty stage and keep the rules."""
         some = cuts[(np.diff(cuts, axis=1) > 0).all(axis=1)]
         return some[self.evaluator.case.rules.allows(some)]
 
 
 def moves(num_stages: int) -> IntArray:
-    """What is added to the cuts of S stages by moves of one cut and of blocks of cuts, shape (moves, S+1)."""
+    """Return what each move of one cut, or of a block of cuts, adds to the cuts; shape (moves, S+1)."""
     lengths, length = list(range(1, min(_ALL_LENGTHS, num_stages - 1) + 1)), _ALL_LENGTHS
     while (length := length * 3 // 2) < num_stages:
         lengths.append(length)

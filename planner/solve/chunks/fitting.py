@@ -1,15 +1,15 @@
-"""Recomputation for cuts of several chunks: on each device the choices that fit and of which none could be cheaper.
+"""Choice of recomputation for given cuts with several chunks per device.
 
-A device's memory depends on the choices of its own chunks alone, and more recomputation never makes a step shorter: the
-clocks of a schedule only grow with its durations, and what devices wait for before their first action are forwards. So
-for the fastest step only the minimal choices of each device matter: those that fit, while none that recomputes less
-in some chunk and no more in any does.
+The memory of a device depends on the choices of its own chunks only. More recomputation never makes a step faster,
+because every clock only grows with the durations, and only forwards precede the first action of a device. So only the
+minimal combinations of each device can be the fastest: those that fit, while no combination fits that recomputes less
+in some chunk and no more in any other.
 
     allowed: never 0, always 2;  V = 2      (0, 0)   (0, 2)   (2, 0)   (2, 2)
     fits?                                     no       yes      no       yes
     minimal                                            x
 
-Complexity: O(N |choices|^V) partitions whose memory is counted.
+Complexity: the memory of O(N |choices|^V) partitions.
 """
 
 from functools import cached_property
@@ -21,23 +21,23 @@ from planner.solve.space.arrays import BoolArray, FloatArray, IntArray
 from planner.solve.space.partitions import Evaluator
 
 _MOST_COMBINATIONS = 81
-"""Ways to choose for one device: with more, chunks are recomputed from the first one on."""
+"""Most combinations of one device to try; if there are more, only the first chunks are recomputed."""
 
 
 class Fitting:
-    """The choices for cuts under the caps."""
+    """Recomputation that keeps the memory limits, for cuts of one case."""
 
     def __init__(self, evaluator: Evaluator) -> None:
         self._evaluator = evaluator
 
     @property
     def is_exhaustive(self) -> bool:
-        """Whether all ways to choose are looked at."""
+        """Return True if `combinations` has every combination."""
         return bool(len(self._evaluator.allowed) ** self._evaluator.case.chunks <= _MOST_COMBINATIONS)
 
     @cached_property
     def combinations(self) -> IntArray:
-        """Choices for the chunks of one device, the fastest first; shape (ways, V)."""
+        """Combinations of choices for the V chunks of one device, fastest first; shape (W, V)."""
         allowed, num_chunks = self._evaluator.allowed, self._evaluator.case.chunks
         if self.is_exhaustive:
             return np.array(list(product(allowed, repeat=num_chunks)))
@@ -46,16 +46,16 @@ class Fitting:
         return np.unique(np.array([[allowed[0]] * num_chunks, *some]), axis=0)
 
     def fastest(self, num_partitions: int) -> IntArray:
-        """As little recomputation as is allowed, shape (N, S)."""
+        """Return the least recomputation that is allowed, shape (N, S)."""
         return np.full((num_partitions, self._evaluator.num_stages), self._evaluator.allowed[0])
 
     def fit(self, cuts: IntArray, choices: IntArray, is_open: BoolArray) -> IntArray:
-        """The least recomputation that fits, shape (N, S); what is over by least where none does.
+        """Return the fastest choices that fit, shape (N, S); where none fit, those with the fewest bytes over.
 
         Args:
             cuts: Shape (N, S+1).
-            choices: Of devices that are not open, shape (N, S).
-            is_open: Whose choices may change, shape (N, K).
+            choices: Choices to keep on devices that are not open, shape (N, S).
+            is_open: Devices whose choices may change, shape (N, K).
         """
         evaluator = self._evaluator
         fitted = np.where(self._for_stages(is_open), evaluator.allowed[0], choices)
@@ -71,10 +71,10 @@ class Fitting:
         return fitted
 
     def minimal(self, over: FloatArray) -> list[IntArray]:
-        """For each device the ways that fit and are minimal.
+        """Return for each device the indices of the minimal combinations that fit.
 
         Args:
-            over: Of one partition, as `over_by_combination` gives it: shape (ways, K).
+            over: Bytes over the memory limits of one partition, from `over_by_combination`; shape (W, K).
         """
         lower = (self.combinations[:, None] <= self.combinations[None]).all(axis=2) & ~np.eye(
             len(self.combinations), dtype=bool
@@ -86,18 +86,18 @@ class Fitting:
         return found
 
     def over_by_combination(self, cuts: IntArray) -> FloatArray:
-        """By how much devices are over their caps with each of `combinations`, shape (N, ways, K)."""
+        """Return the bytes of each device over its memory limit, by combination; shape (N, W, K)."""
         return self._evaluator.over_by_combination(cuts, np.searchsorted(self._evaluator.allowed, self.combinations))
 
     def _recompute_us(self, cuts: IntArray) -> FloatArray:
-        """What devices compute again with each of `combinations`, for a micro-batch and roughly; shape (N, ways, K)."""
+        """Return the approximate recomputation time of a micro-batch, shape (N, W, K)."""
         forward_us = np.diff(self._evaluator.case.sums.forward_us[cuts], axis=1)
-        # Of two that recompute the same, the last micro-batch decides.
+        # "always" counts slightly more than "except-last", which differs only in the last micro-batch.
         weights = np.where(self.combinations > 0, 1 + self.combinations * 1e-3, 0.0)
         return np.stack([forward_us[:, list(chunks)] @ weights.T for chunks in self._evaluator.chunks], axis=2)
 
     def _for_stages(self, by_device: BoolArray) -> BoolArray:
-        """What holds for devices, for each of their stages."""
+        """Expand values of devices, shape (N, K), to their stages, shape (N, S)."""
         by_stage = np.empty((len(by_device), self._evaluator.num_stages), dtype=bool)
         for device, chunks in enumerate(self._evaluator.chunks):
             by_stage[:, list(chunks)] = by_device[:, device, None]

@@ -1,22 +1,23 @@
-"""A linear program for all cuts of several chunks, in which cuts are continuous.
+"""Linear program whose optimum is a lower bound of the step time of all partitions; its cuts are continuous.
 
-    S     stages;  L layers;  c_s  the cut in front of stage s, s <= c_s <= L - S + s
-    y     y_{s,j} says by how much c_s - s > j: 0 or 1 for whole cuts, anything between here
-    x     x_{s,l} = y_{s+1,l-s-1} - y_{s,l-s}, the share of layer l in stage s
-    r     r_{w,s,l}, the share of layer l in stage s that is computed again in one of the ways w there are: in all
-          micro-batches, or all but the last; sum_w r <= x
+    S, L    stages, layers
+    c_s     cut before stage s, s <= c_s <= L - S + s
+    y_s,j   1 if c_s - s > j, else 0, for the cuts of a partition; any value from 0 to 1 in the program
+    x_s,l   share of layer l in stage s: y_{s+1,l-s-1} - y_{s,l-s}
+    r_w,s,l share of layer l in stage s that is recomputed with option w: for all micro-batches, or all but the last;
+            sum_w r <= x
 
-For whole cuts y falls in j, and grows in s since every stage has a layer: these are all rows that y has. Times of
-stages, transfers and optimizers are sums over layers, so that they are linear in y and r; and with the order of actions
-given, so is what the clocks of `planner.core.cost.simulate` say, if each "the later of two" is a variable that is no
-less than either. The least step time over all of these is below that of every partition.
+For the cuts of a partition, y does not grow with j, and does not fall with s, because every stage has a layer. These
+are the only constraints on y. Times of stages, transfers and optimizers are sums over layers, so they are linear in y
+and r. The action order is given, so the clocks of `planner.core.cost.simulate` are linear as well, if every maximum of
+two clocks is a variable that is at least both.
 
-Memory is counted from below: at a moment of a device a stage of layers i..e-1 takes at least sum a_l + d without
-recomputation and sum h_l + d with one way of it, a and h being what layers add to stages on average, and d the least
-that any stage takes beyond, taken from the tables of all stages. Where single layers may be recomputed there is one
-way, and h_l is no more than a_l less what a layer saves at most, as often as it is held at the moment.
+Memory has a linear lower bound. At a moment of a device, a stage of layers i..e-1 takes at least sum a_l + d bytes
+without recomputation, and sum h_l + d with an option: a_l and h_l are the average bytes that layer l adds to a stage,
+and d is the least remainder of any stage in the tables. If single layers may be recomputed, there is one option, with
+h_l at most a_l minus the most bytes that recomputing layer l saves at this moment.
 
-Complexity: rows and columns are O(S L + K V M).
+Complexity: O(S L + K V M) rows and columns.
 """
 
 from collections.abc import Iterable
@@ -33,24 +34,24 @@ from planner.solve.space.arrays import FloatArray, IntArray
 from planner.solve.space.partitions import Evaluator
 
 _SCALED_STEP = 1000.0
-"""What a step is about in the program's units."""
+"""Approximate step time in the program's units."""
 
 _MOST_LAYERS = 160
-"""In longer chains memory does not count: tables of all stages would take too much of it themselves."""
+"""Longest chain whose memory is constrained; the tables of all stages of a longer chain would be too large."""
 
 
 class RecomputeColumns(NamedTuple):
-    """How a stage may be recomputed."""
+    """Columns and rows of the recomputation of one stage."""
 
     columns: list[dict[int, int]]
-    """Per way, the columns r of its layers."""
+    """Column of r by layer, for each option."""
     rows: dict[int, int]
-    """The rows sum_w r <= x of its layers."""
+    """Row of sum_w r <= x by layer."""
 
 
 @dataclass(slots=True)
 class Constraints:
-    """The rows of a program, each of them a sum that is at least 0, or 0."""
+    """Rows of a linear program in compressed form; each row is a linear expression that is 0, or at least 0."""
 
     columns: list[int] = field(default_factory=list)
     factors: list[float] = field(default_factory=list)
@@ -59,7 +60,7 @@ class Constraints:
     upper: list[float] = field(default_factory=list)
 
     def add(self, line: Linear, *, is_equal: bool = False) -> None:
-        """One more row."""
+        """Add the row `line` >= 0, or `line` = 0."""
         self.starts.append(len(self.columns))
         self.columns += line.factors.keys()
         self.factors += line.factors.values()
@@ -68,19 +69,19 @@ class Constraints:
 
 
 def program_size(evaluator: Evaluator) -> int:
-    """About how many rows the program has: what it takes to solve it grows faster than that."""
+    """Return the approximate number of rows of the program; the time to solve it grows faster than that."""
     return (
         3 * evaluator.num_stages * (evaluator.case.costs.num_layers - evaluator.num_stages) + 2 * evaluator.num_actions
     )
 
 
 class LinearProgram:
-    """The program of all partitions.
+    """Linear program of all partitions on a number of devices.
 
     Args:
-        evaluator: The partitions.
-        reference_cuts: Cuts at which memory is looked at, shape (S+1,).
-        scale_us: About what a step takes.
+        evaluator: Evaluator for this number of devices.
+        reference_cuts: Cuts at which the fullest moments are chosen, shape (S+1,).
+        scale_us: Approximate step time in microseconds.
     """
 
     def __init__(self, evaluator: Evaluator, reference_cuts: IntArray, *, scale_us: float) -> None:
@@ -88,18 +89,18 @@ class LinearProgram:
         self._L, self._S = evaluator.case.costs.num_layers, evaluator.num_stages
         self._W = self._L - self._S
         self.upper: list[float] = [1.0] * ((self._S - 1) * self._W)
-        """What every column is at most; the first are y, shape (S-1, L-S)."""
+        """Upper bound of every column; the first columns are y, shape (S-1, L-S)."""
         self.constraints = Constraints()
         self._add_cut_constraints()
         recomputing = evaluator.allowed[1:]
         self._choices = [[choice] for choice in recomputing]
-        """The choices that each way stands for."""
+        """Indices into `CHOICES` that each option w stands for."""
         if evaluator.case.policy == "layers":
             self._choices = [recomputing]
         self.recomputation = self._add_memory_constraints(reference_cuts)
-        """Of every stage; None where memory counts for nothing."""
+        """Recomputation of each stage; None if memory is not constrained."""
         self.step = self._column()
-        """The column that is to be least."""
+        """Column of the step time, which is minimized."""
         self._add_time_constraints()
 
     def _column(self, upper: float = np.inf) -> int:
@@ -107,7 +108,7 @@ class LinearProgram:
         return len(self.upper) - 1
 
     def _defined(self, value: Linear) -> Linear:
-        """A column of its own for a value that is used often."""
+        """Return a new column that equals `value`, for expressions that are used often."""
         if not value.factors:
             return value
         column = self._column()
@@ -126,7 +127,7 @@ class LinearProgram:
                     self.constraints.add(Linear({column + self._W: 1.0, column: -1.0}))
 
     def _sum_before(self, cut: int, weights: FloatArray) -> Linear:
-        """The weights of all layers in front of a cut."""
+        """Return the sum of the weights of all layers before a cut."""
         if cut in (0, self._S):
             return Linear({}, float(weights.sum()) if cut else 0.0)
         first = (cut - 1) * self._W
@@ -186,7 +187,7 @@ class LinearProgram:
             hidden = hidden + sends[device] + sends[device]
 
     def _recompute_times(self, forward_us: FloatArray, options: Iterable[int]) -> list[Linear]:
-        """What each stage computes again in some of the ways."""
+        """Return the recomputation time of each stage with the given options."""
         assert self.recomputation is not None
         columns = [[stage.columns[option] for option in options] for stage in self.recomputation]
         return [
@@ -195,11 +196,11 @@ class LinearProgram:
         ]
 
     def _send(self, stage: int) -> Linear:
-        """Crossing the boundary behind a stage."""
+        """Return the transfer time after a stage."""
         if stage + 1 == self._S or not self.evaluator.crossing_us[stage].any():
             return Linear()
         crossing = self.evaluator.crossing_us[stage] / self.unit_us
-        # What it grows by where the cut moves on by one layer.
+        # The weight of a layer is the change of the transfer time if the cut moves past it.
         return self._defined(self._sum_before(stage + 1, np.diff(crossing)) + float(crossing[0]))
 
     def _maximum(self, one: Linear, other: Linear) -> Linear:
@@ -213,7 +214,7 @@ class LinearProgram:
     # ---- memory
 
     def _add_memory_constraints(self, reference_cuts: IntArray) -> list[RecomputeColumns] | None:
-        """The ways of all stages; None where memory counts for nothing."""
+        """Add the memory limits; return the recomputation of each stage, or None if memory is not constrained."""
         evaluator = self.evaluator
         if 0 not in evaluator.allowed or evaluator.case.costs.ties or self._L > _MOST_LAYERS:
             return None
@@ -234,7 +235,7 @@ class LinearProgram:
         return recomputation
 
     def _recompute_columns(self, stage: int) -> RecomputeColumns:
-        """New columns, and the rows that hold them to the layers of the stage."""
+        """Add the columns r of a stage, and the rows that limit them to its layers."""
         layers = range(stage, stage + self._W + 1)
         columns = [{n: self._column(1.0) for n in layers} for _ in self._choices]
         rows = {}
@@ -246,7 +247,7 @@ class LinearProgram:
         return RecomputeColumns(columns, rows)
 
     def _fullest(self, whole: Evaluator, device: int, reference_cuts: IntArray) -> list[int]:
-        """The moments at which a device holds most, if its stages are recomputed alike or all but one are."""
+        """Return the moments at which a device holds most, if at most one of its stages has another choice."""
         moments, chunks = whole.moments[device], whole.chunks[device]
         alive = np.empty((len(self.evaluator.allowed), len(chunks), len(moments)))
         for chunk, s in enumerate(chunks):
@@ -263,7 +264,7 @@ class LinearProgram:
         )
 
     def _least_bytes(self, whole: Evaluator, counts: FloatArray, recompute: RecomputeColumns, stage: int) -> Linear:
-        """What a stage holds at least with so many of each part."""
+        """Return a lower bound of the bytes of a stage at a moment with `counts` of each of `PARTS`."""
         tables, most_saved = whole.held_bytes(counts), np.full(self._L, -np.inf)
         kept_table = tables[0]
         if self.evaluator.case.policy == "layers":
@@ -273,7 +274,7 @@ class LinearProgram:
         changed: dict[int, float] = {}
         for columns, choices in zip(recompute.columns, self._choices, strict=True):
             dropped, dropped_least_bytes = _linear(np.min(tables[choices], axis=0))
-            # With its stage or by itself, whichever takes off more.
+            # Recomputed with its stage or on its own, whichever saves more.
             saved = np.maximum(kept - dropped, most_saved)
             changed |= {column: -float(saved[n]) for n, column in columns.items()}
             least_bytes = min(least_bytes, dropped_least_bytes)
@@ -285,12 +286,12 @@ def _pairwise_sums(first: list[Linear], second: list[Linear]) -> list[Linear]:
 
 
 def _linear(table: FloatArray) -> tuple[FloatArray, float]:
-    """Weights of layers, and a constant, whose sum is at most what the table says of any stage; shape (L+1, width)."""
+    """Return weights of layers and a constant whose sum is at most the table's value of any stage."""
     width = table.shape[1]
     num = len(table) - 1
     first = np.arange(num + 1)[:, None] - width + np.arange(width)[None]
     is_stage = (first >= 0) & np.isfinite(table)
-    # What the first layer of a stage adds to it, on average over its ends.
+    # The average that the first layer of a stage adds to it, over all ends.
     weights = np.zeros(num)
     for n in range(num):
         ends = np.arange(n + 2, min(n + width, num) + 1)

@@ -1,11 +1,10 @@
-"""Schedules of several chunks: all partitions are simulated where they are few, else some are improved step by step.
+"""Search for schedules with several chunks per device.
 
-Chunks of a device share its memory, so stages are not judged one by one. What no partition can beat is what the work
-alone takes, or the bound of a linear program (`linear_program.py`); the cuts near its solution are a start
-for the search (`cut_search.py`), beside fairly even ones.
-
-Where partitions are few, cuts are simulated without recomputation first: more of it is never faster. Those that do not
-fit so are simulated with the choices of each device that can be the best (`fitting.py`).
+The chunks of a device share its memory, so stages cannot be chosen one by one. If there are few partitions, all are
+simulated: first without recomputation, and those that are faster than the best but do not fit, with the minimal
+combinations of choices (`fitting.py`). If there are many, a descent (`cut_search.py`) starts from even cuts, from the
+best cuts under GPipe, and from the rounded cuts of a linear program (`linear_program.py`). That program and the work of
+all layers give the lower bound.
 
 Complexity: O(V K M) for every block of partitions that are simulated at once.
 """
@@ -35,34 +34,34 @@ from planner.solve.space.partitions import Evaluator
 from planner.solve.space.prefixes import BoundKind, Prefixes
 
 _MOST_OF_SEARCH, _BATCHES, _SHARE = 20_000, 60, 4
-"""Where effort is bounded, one search has so many actions or batches at most, and its share of what is left."""
+"""Limits of one search with bounded effort: actions, or batches if that is more, and a divisor of the effort left."""
 
 _MOST_OF_SEARCH_ALONE = 100_000
-"""Actions that one search may simulate if effort is not bounded: some tenths of a second."""
+"""Most actions of one search with unbounded effort: some tenths of a second."""
 
 _MOST_OF_BOUND_ALONE = 400_000
-"""Cost of a lower bound, in simulated actions that take as long, if effort is not bounded."""
+"""Most expensive linear program with unbounded effort, in simulated actions that take as long."""
 
 _MOST_FROM_BEST = 600_000
-"""Actions that a search may simulate that starts from the best plan of a case."""
+"""Most actions of a search that starts from the best plan of a case."""
 
 _MOST_OF_BOUND, _ROWS_SQUARED = 10_000, 50
-"""Actions that a bound may take as long as where effort is bounded, and rows, squared, that take as long as one."""
+"""Most expensive linear program with bounded effort, in actions; squared rows that take as long as one action."""
 
 _ITERATIONS = 20
-"""Steps of the simplex method for a row, at most."""
+"""Most simplex iterations per row."""
 
 _BRANCHED, _MOST_BRANCHED = 20, 10_000_000
-"""Steps for a row in the programs that raise the bound, and the most steps times rows: half a second."""
+"""Most iterations per row of branch and bound, and most iterations times rows: half a second."""
 
 _LEAST_S = 0.01
-"""Seconds for a bound where time is short."""
+"""Least time for a bound under a time limit, in seconds."""
 
 _ORDER, _MOMENTS = 3, 10
-"""What it costs to find the order of a schedule's actions, and when chunks hold most: in blocks of few partitions."""
+"""Cost of computing the action order and the moments of a case, in simulated partitions."""
 
 _CELLS = 5
-"""Chunks in tables that take as long to work out as one action."""
+"""Table entries that take as long to compute as one simulated action."""
 
 _CUTS_AT_ONCE = 256
 
@@ -82,20 +81,19 @@ def _search_all(progress: Progress) -> None:
 
 def improve_answer(answer: Answer, *, deadline: Deadline) -> Answer:
     """Return a better answer, if a longer search from the best partition of its case finds one."""
-    near = answer.partition
-    assert near is not None
+    start = answer.partition
+    assert start is not None
     progress = Progress(case=answer.case, effort=Effort(None), deadline=deadline, upper_us=answer.step_us)
     with suppress(OutOfTimeError):
-        CutSearch(progress, Evaluator(answer.case, near.num_devices)).search_from(
-            *cuts_and_choices(near), _MOST_FROM_BEST
-        )
+        search = CutSearch(progress, Evaluator(answer.case, start.num_devices))
+        search.search_from(*cuts_and_choices(start), _MOST_FROM_BEST)
     return answer if progress.best is None else answer._replace(partition=progress.best, step_us=progress.upper_us)
 
 
 def evaluators(progress: Progress) -> Iterator[tuple[Evaluator, float]]:
-    """The partitions on each number of devices that may bring something, and what none of them can beat.
+    """Yield an evaluator for each number of devices that may have a better plan, and its lower bound.
 
-    What there is no effort for is noted as left out.
+    Numbers of devices without enough effort left are recorded as left out.
     """
     case = progress.case
     progress.deadline.check()
@@ -116,7 +114,7 @@ def evaluators(progress: Progress) -> Iterator[tuple[Evaluator, float]]:
 
 
 def _simulate_all(progress: Progress, evaluator: Evaluator) -> bool:
-    """Simulates every partition that may be the best; False if they are too many."""
+    """Simulate every partition that may be the best; return False if there are too many."""
     num_layers, num_stages = evaluator.case.costs.num_layers, evaluator.num_stages
     balance = evaluator.case.rules.balance
     most = progress.effort.affordable(evaluator)
@@ -141,7 +139,7 @@ def _simulate_all(progress: Progress, evaluator: Evaluator) -> bool:
 
 
 def _simulate_choices(progress: Progress, evaluator: Evaluator, fitting: Fitting, cuts: IntArray) -> bool:
-    """Simulates cuts with all minimal choices; False if they are too many."""
+    """Simulate cuts with all minimal combinations; return False if there are too many."""
     every_cuts: list[IntArray] = []
     every_choices: list[IntArray] = []
     for one, over in zip(cuts, fitting.over_by_combination(cuts), strict=True):
@@ -162,7 +160,7 @@ def _simulate_choices(progress: Progress, evaluator: Evaluator, fitting: Fitting
 
 
 def all_cuts(evaluator: Evaluator) -> Iterator[IntArray]:
-    """Every partition that is wanted, some at a time: shape (N, S+1)."""
+    """Yield all cuts that keep the rules, in blocks of shape (N, S+1)."""
     case, num_stages = evaluator.case, evaluator.num_stages
     num_layers, balance = case.costs.num_layers, case.rules.balance
     inner = combinations(range(1, num_layers), num_stages - 1) if balance is None else [np.cumsum(balance[:-1])]
@@ -175,14 +173,14 @@ def all_cuts(evaluator: Evaluator) -> Iterator[IntArray]:
 
 
 def search_effort(progress: Progress, evaluator: Evaluator) -> int:
-    """How many actions one search downhill may simulate."""
+    """Return the number of actions that one descent may simulate."""
     if not progress.effort.is_bounded:
         return _MOST_OF_SEARCH_ALONE
     return min(max(_MOST_OF_SEARCH, _BATCHES * evaluator.num_actions), progress.effort.left // _SHARE)
 
 
 def _improve(progress: Progress, evaluator: Evaluator, least_us: float) -> float:
-    """Searches from several cuts; returns what no partition can beat, at least `least_us`."""
+    """Search from several cuts; return a lower bound of all partitions, at least `least_us`."""
     starts = start_cuts(progress, evaluator)
     bounds = solve_bounds(progress, evaluator, starts)
     if bounds is not None:
@@ -190,7 +188,7 @@ def _improve(progress: Progress, evaluator: Evaluator, least_us: float) -> float
         if least_us >= progress.upper_us:
             return least_us
         starts += [bounds.first.cuts] if evaluator.case.rules.allows(bounds.first.cuts[None])[0] else []
-    # Were time to run out now, fewer devices would still be open.
+    # If time runs out during this search, fewer devices have not been searched either.
     fewer = evaluator.num_devices - 1
     fewer_us = max(progress.case.least_us(fewer), progress.case.bound_us) if fewer else inf
     progress.rest_us = min(least_us, fewer_us)
@@ -199,17 +197,17 @@ def _improve(progress: Progress, evaluator: Evaluator, least_us: float) -> float
 
 
 class Bounds(NamedTuple):
-    """The linear program's bound, and what may make more of it."""
+    """Solution of the linear program, and the branch and bound that may raise its bound."""
 
     first: CutBound
     search: BranchAndBound
 
 
 def solve_bounds(progress: Progress, evaluator: Evaluator, starts: Sequence[IntArray]) -> Bounds | None:
-    """The linear program's bound, if it pays and can be solved here."""
+    """Solve the linear program; return None if it costs too much, or HiGHS is not installed."""
     effort = progress.effort
     size = program_size(evaluator)
-    # Its time grows about with the square of its size.
+    # The time grows approximately with the square of the size.
     actions = size * size // _ROWS_SQUARED
     most = min(_MOST_OF_BOUND, effort.left // _SHARE) if effort.is_bounded else _MOST_OF_BOUND_ALONE
     if evaluator.case.rules.balance is not None or actions > most or not starts or not is_solvable():
@@ -225,7 +223,7 @@ def solve_bounds(progress: Progress, evaluator: Evaluator, starts: Sequence[IntA
 
 
 def raised_bound_us(progress: Progress, evaluator: Evaluator, bounds: Bounds | None) -> float:
-    """A bound by more of these programs, where effort is not bounded; 0 where there is none."""
+    """Return the bound after branch and bound; 0 without a linear program, or with bounded effort."""
     if bounds is None or progress.effort.is_bounded:
         return 0.0
     size = program_size(evaluator)
@@ -234,18 +232,18 @@ def raised_bound_us(progress: Progress, evaluator: Evaluator, bounds: Bounds | N
 
 
 def _limit_s(progress: Progress) -> float:
-    """Seconds for a bound where time is short."""
+    """Return the time limit of a bound in seconds."""
     return max(_LEAST_S, progress.deadline.left_s / 4) if progress.deadline.is_limited else inf
 
 
 def start_cuts(progress: Progress, evaluator: Evaluator) -> list[IntArray]:
-    """Fairly even cuts, and the best ones under GPipe; those that are wanted."""
+    """Return even cuts, and the cuts with the smallest largest backward under GPipe, if the rules allow them."""
     case, num_stages = evaluator.case, evaluator.num_stages
     if case.rules.balance is not None:
         return [np.array([0, *np.cumsum(case.rules.balance)])]
     even = _even(sums_before(case.costs.forward_us + case.costs.backward_us), num_stages)
     starts = [even] if case.rules.allows(even[None])[0] else []
-    # As a pipeline of single stages, in which everything fits, it has the same rules and the same shares.
+    # A pipeline of one stage per device without memory limits has the same rules and loads.
     roomy = Cluster(memory_bytes=(2**62,) * num_stages, link=case.cluster.link)
     single = replace(case, schedule=GPIPE, chunks=1, num_devices=num_stages, replicas=1, cluster=roomy)
     problem = single.problem(num_stages, width=evaluator.width, exact=True)
@@ -257,11 +255,11 @@ def start_cuts(progress: Progress, evaluator: Evaluator) -> list[IntArray]:
 
 
 def _even(before: FloatArray, num_stages: int) -> IntArray:
-    """Cuts at the even shares of the work, no stage empty."""
+    """Return cuts that divide the work evenly, without empty stages."""
     num_layers = len(before) - 1
     cuts = np.searchsorted(before, np.linspace(0, before[-1], num_stages + 1))
     cuts[0], cuts[-1] = 0, num_layers
-    # Every cut lies at least one layer behind the one in front, and leaves a layer for each stage behind it.
+    # Every cut is at least one layer after the previous one, and leaves a layer for each later stage.
     places = np.arange(num_stages + 1)
     cuts = np.maximum.accumulate(cuts - places) + places
     even: IntArray = np.minimum(cuts, num_layers - num_stages + places)

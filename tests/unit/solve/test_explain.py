@@ -169,7 +169,7 @@ def test_layers_that_fit_alone_but_not_together_are_told_so() -> None:
     assert "`--devices 3` fits" in error.hint
 
 
-@pytest.mark.parametrize(("micro_batches", "cap", "named"), [(1, 2500, 2), (2, 1500, 4), (1, 700, 8)])
+@pytest.mark.parametrize(("micro_batches", "limit", "named"), [(1, 2500, 2), (2, 1500, 4), (1, 700, 8)])
 def test_another_number_of_micro_batches_is_named_if_it_fits(micro_batches: int, limit: int, named: int) -> None:
     """Fixed too small: smaller micro-batches need less. The smallest M that fits is named, and does fit."""
     sizes = (1, 2, 4, 8)
