@@ -1,6 +1,7 @@
 """Searches that recompute single layers (`--recompute layers`).
 
-Read `search.py` first: it chooses among `joint.py` (one stage on each device: layers and cuts together, exactly) and a
-descent over cuts (`cut_search.py`) that asks `devices.py` what each device recomputes. `cheapest.py` finds the cheapest
-layers of one stage under its memory limit; `stage_times.py` has bounds of that for all stages.
+Read `search.py` first. With one stage per device it calls `joint.py`, which searches cuts and layers together, exactly.
+Otherwise a descent over cuts (`cut_search.py`) gets the recomputation of each device from `devices.py`. `cheapest.py`
+finds the cheapest layers of one stage under its memory limit, `subsets.py` lists the useful subsets of a short stage,
+and `stage_times.py` has lower bounds for all stages.
 """

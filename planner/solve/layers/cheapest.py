@@ -1,21 +1,20 @@
-"""Which layers of a stage to recompute, each on its own, so that it fits its cap at the least cost in time.
+"""Choose the single layers of a stage to recompute, so that it fits its memory limit in the least time.
 
-The memory of such a stage is the largest of a few moments (`planner.core.cost.memory`), each of them linear in what a
-micro-batch holds in the end and in the highest level while layers run one by one (`planner.core.cost.layer_memory`):
+The memory of the stage is checked at a few moments (`planner.core.cost.memory`). At each of them it is linear in the
+bytes that a micro-batch has saved after the last layer, and in a peak while a layer runs (`StageLayers`):
 
-    fixed + weight · held + level <= limit
+    fixed + weight · held + level <= limit      held: saved bytes; level: highest peak; weight: micro-batches in flight
 
-`cheapest_layers` walks through the layers from the first to the last with labels
+A label dynamic program goes through the layers in order. A label is a choice for the layers so far:
 
-    time   of the layers recomputed so far
-    held   by one micro-batch so far
-    room   the most that one micro-batch may hold in the end, as the levels so far leave it
+    time   to recompute the chosen layers
+    held   bytes that one micro-batch has saved so far
+    room   most bytes that one micro-batch may have saved after the last layer; the peaks so far limit it
 
-in groups, one for each list of storages that go into the next layer and that nobody holds yet. A label goes if another
-of its group is no worse in all three, if no decisions behind it can fit, or if the time it comes to at least is not
-below the best known. That time is a fractional knapsack: with what each layer behind can save at most, the bytes that
-must go are saved by the layers that save most for their time. The same bound for every stage of a chain at once is
-`stage_bounds.py`.
+Labels with the same pending storages form a group. A label is dropped if another one of its group is no worse in all
+three numbers, if no choice for the later layers can fit, or if the lower bound of its total time is not below the best
+known time. The lower bound is a fractional knapsack: bytes that must not be saved are removed from the later layers
+that save most per time. `stage_times.py` has the same bound for every stage of a chain at once.
 """
 
 from bisect import bisect_left, bisect_right
@@ -32,29 +31,29 @@ from planner.core.cost.moments import Moments
 from planner.solve.space.arrays import BoolArray, FloatArray, IndexArray, IntArray
 
 RELATIVE = 1e-12
-"""Sums in another order differ by rounding: a time must be less by more than this to count as less."""
+"""Relative difference that counts as faster; smaller ones come from rounding, which depends on the order of sums."""
 
 _FEW_LABELS = 64
-"""A first walk keeps so many: it soon finds a good answer, by which the second one drops most labels."""
+"""Labels kept in the first run. It soon finds a good choice, with which the second run drops most labels."""
 
 _MANY_LABELS = 1 << 16
-"""A walk that only asks whether anything fits keeps so many: with no times to weigh, few remain."""
+"""Labels kept in a run that ignores time, to find any choice that fits; few labels remain then."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerChoice:
-    """What to recompute."""
+    """Layers of a stage to recompute."""
 
     recomputed: tuple[int, ...]
-    """Layers, counted along the chain; empty if all fits as it is."""
+    """Indices in the chain; empty if the stage fits without recomputation."""
     recompute_us: float
-    """Their forward times, which every micro-batch pays in backward."""
+    """Sum of their forward times, in microseconds per micro-batch."""
     lower_bound_us: float
-    """No choice that fits costs less."""
+    """Lower bound of `recompute_us` over all choices that fit."""
 
     @property
     def is_exact(self) -> bool:
-        """Whether no choice that fits costs less than this one."""
+        """Return True if no choice that fits takes less time."""
         return self.lower_bound_us >= self.recompute_us * (1 - RELATIVE)
 
 
@@ -67,20 +66,19 @@ def cheapest_layers(
     limit_bytes: float,
     most_labels: int = 4096,
 ) -> LayerChoice | None:
-    """The layers of a stage to recompute so that it fits, with the least time; None if it never does.
+    """Return the layers to recompute so that a stage fits in the least time; None if no choice fits.
 
-    `stage_memory(..., recompute="layers")` of the answer is at most the cap.
+    `stage_memory(..., recompute="layers")` of the result is at most the limit.
 
     Args:
-        costs: The chain at the plan's micro-batch size.
+        costs: Costs of the chain at the plan's micro-batch size.
         first: First layer.
         end: One past the last layer.
-        moments: Of the stage's device.
-        limit_bytes: The cap, the reserve taken off.
-        most_labels: So many labels are followed from each layer to the next; only if there are more, the answer may
-            be inexact.
+        moments: Moments of the stage's device.
+        limit_bytes: Memory limit without the reserve.
+        most_labels: Labels kept per layer; the result may be inexact only if there are more.
 
-    Complexity: O((end - first) · labels); there are few where many layers are alike.
+    Complexity: O((end - first) · labels); there are few labels if many layers are equal.
     """
     linear = linear_moments(costs, np.array([first]), end, moments)
     limits = [
@@ -93,16 +91,16 @@ def cheapest_layers(
 
 
 class Limit(NamedTuple):
-    """What a moment allows: weight · held + level <= bytes."""
+    """Memory limit of a stage at one moment: weight · held + level <= bytes."""
 
     bytes: float
     weight: int
     level: int
-    """Position in `LayerPeaks`; below 0 where no layer of the stage runs."""
+    """Position in `LayerPeaks`; negative if no layer of the stage runs."""
 
     def room(self, level: FloatArray | float) -> FloatArray:
-        """The most that may be held in the end; -inf where nothing fits."""
-        # Nothing waits in such a moment (M = 1, say): what is held in the end does not matter to it.
+        """Return the most bytes that a micro-batch may have saved after the last layer; -inf if nothing fits."""
+        # No complete micro-batch is in flight at such a moment, for example with M = 1.
         if self.weight == 0:
             return np.where(np.less_equal(level, self.bytes), np.inf, -np.inf)
         room: FloatArray = np.floor(np.subtract(self.bytes, level) / self.weight)
@@ -112,27 +110,27 @@ class Limit(NamedTuple):
 def cheapest_within(
     layers: StageLayers, limits: Sequence[Limit], times_us: FloatArray, *, most_labels: int = 4096
 ) -> LayerChoice | None:
-    """The layers to recompute so that every limit is kept, with the least time; None if they never are.
+    """Return the layers to recompute so that all limits are kept in the least time; None if no choice keeps them.
 
     Args:
-        layers: Of the stage.
-        limits: What each moment of its device allows.
-        times_us: What it takes to compute each layer again, shape (layers,).
-        most_labels: As for `cheapest_layers`.
+        layers: Data of the stage's layers.
+        limits: Limits of the moments of its device.
+        times_us: Time to recompute each layer, shape (layers,).
+        most_labels: Labels kept per layer, as for `cheapest_layers`.
     """
     with_level = [limit for limit in limits if limit.level >= 0]
-    # Where nothing of the stage runs, only what it holds in the end counts.
+    # If no layer of the stage runs, only the saved bytes count.
     room = min((float(limit.room(0.0)) for limit in limits if limit.level < 0), default=np.inf)
     if room < 0:
         return None
     walk = _LayerDynamicProgram(layers, with_level, times_us, room)
-    # A narrow walk first. If labels were let go in it that may lead to less, a wide one, with less that is promising.
+    # Run with few labels first. If dropped labels may be faster, run with more labels, but a better time to beat.
     best, bound_us = walk.run(np.inf, min(_FEW_LABELS, most_labels))
     if bound_us < (best.time if best else np.inf):
         better, bound_us = walk.run(best.time if best else np.inf, most_labels)
         best = better or best
     if best is None and bound_us < np.inf:
-        # The labels that would have fitted were let go for faster ones. Without times, few labels remain.
+        # Labels that fit were dropped for faster ones. Without times, few labels remain.
         best, _ = _LayerDynamicProgram(layers, with_level, np.zeros_like(times_us), room).run(np.inf, _MANY_LABELS)
     if best is None:
         return None
@@ -151,11 +149,11 @@ class _Labels(NamedTuple):
     held: FloatArray
     room: FloatArray
     bound: FloatArray
-    """Time at least, in the end."""
+    """Lower bound of the time after the last layer."""
     parent: IntArray
-    """Among all labels in front of the layer."""
+    """Index among all labels before the layer."""
     is_recomputed: BoolArray
-    """Whether the layer is recomputed."""
+    """True if the layer is recomputed."""
 
     def take(self, chosen: IndexArray | BoolArray) -> "_Labels":
         fields: list[Any] = [field[chosen] for field in self]
@@ -167,11 +165,16 @@ def _concatenate(parts: Iterable[_Labels]) -> _Labels:
 
 
 PendingStorages = tuple[tuple[int, float], ...]
-"""Storages that nobody holds yet: the last layer that each is handed to, and its bytes."""
+"""Storages that no layer has saved so far: the last layer that reads each, and its bytes."""
 
 
 class _LayerDynamicProgram:
-    """The layers of one stage, with what is known of the layers behind each, whatever is decided there."""
+    """Dynamic program over the layers of one stage.
+
+    Arrays by layer n, of length L + 1 for L layers, are bounds over all choices for the layers n..L-1: `kept_after` is
+    the bytes that these save without recomputation, `least_after` and `most_after` the least and the most; `lowest`
+    and `highest`, by position in `LayerPeaks`, are the lowest peak, and the peak without recomputation.
+    """
 
     def __init__(self, layers: StageLayers, limits: Sequence[Limit], times: FloatArray, room: float) -> None:
         self.layers = layers
@@ -179,38 +182,37 @@ class _LayerDynamicProgram:
         self.room = room
         self.times = times
         self.num_layers = len(times)
-        # What goes out of the last layer is held by the engine.
+        # The engine holds the output of the last layer.
         leaving = np.array(
             [[_leaving_bytes(outputs, layers.end, d) for outputs in layers.pending] for d in (KEEP, RECOMPUTE)]
         )
         kept, recomputed = layers.held + leaving
-        # A recomputed layer keeps its input, if nobody else may.
+        # A recomputed layer saves its input, if no other layer may save it.
         recomputed += [
             0.0,
             *(_passed_bytes(outputs, layers.first + n + 1) for n, outputs in enumerate(layers.pending[:-1])),
         ]
-        # What a layer can save at most, for knapsacks: it keeps less, if it may be recomputed at all.
+        # The most bytes that recomputing a layer can save, for the knapsacks.
         savings = np.where(layers.can_recompute, np.maximum(kept - recomputed, 0.0), 0.0)
         pending = sum(each.bytes[RECOMPUTE] for outputs in layers.pending for each in outputs)
         out = float(layers.passed[-1])
         self.kept_after = out + _suffix_sums(kept)
         self.least_after = out + _suffix_sums(np.minimum(kept, recomputed))
         self.most_after = out + pending + _suffix_sums(layers.held.max(axis=0))
-        # Levels behind a layer, whatever is decided there: at least `lowest`, and `highest` if all is kept that can be.
         lowest = [rows.min(axis=0) for rows in layers.peaks]
         self.highest = [self._highest_after(peaks, layers.held[KEEP]) for peaks in lowest]
         self.lowest = [self._highest_after(peaks, layers.held.min(axis=0)) for peaks in lowest]
         self.knapsacks = [_knapsack(savings[n:], times[n:]) for n in range(self.num_layers + 1)]
 
     def _highest_after(self, peaks: FloatArray, held_bytes: FloatArray) -> FloatArray:
-        """Above what is held in front of each layer, the highest level from there on."""
+        """Return the highest peak from each layer to the last, above the bytes saved before it."""
         highest = np.full(self.num_layers + 1, -np.inf)
         for n in reversed(range(self.num_layers)):
             highest[n] = max(peaks[n], held_bytes[n] * self.layers.stacked + highest[n + 1])
         return highest
 
     def run(self, upper_us: float, width: int) -> tuple[_Choice | None, float]:
-        """The best choice if it is below `upper_us`, and a bound on all choices that were let go for lack of width."""
+        """Return the best choice faster than `upper_us`, and a lower bound of choices dropped by `width`."""
         zero, none = np.zeros(1), np.zeros(1, dtype=np.int64)
         groups: dict[PendingStorages, _Labels] = {(): _Labels(zero, zero, zero + self.room, zero, none, none > 0)}
         history: list[tuple[IntArray, BoolArray]] = []
@@ -225,7 +227,7 @@ class _LayerDynamicProgram:
         return self._best(groups, history), dropped_us
 
     def _next(self, n: int, groups: dict[PendingStorages, _Labels], upper_us: float) -> dict[PendingStorages, _Labels]:
-        """All labels behind layer `n` that may still become something."""
+        """Return the labels after layer `n` that can still be the best, by pending storages."""
         parts: dict[PendingStorages, list[_Labels]] = {}
         sizes = np.cumsum([0, *(len(labels.time) for labels in groups.values())])
         for (pending, labels), begin in zip(groups.items(), sizes, strict=False):
@@ -233,7 +235,7 @@ class _LayerDynamicProgram:
             for decision in (KEEP, RECOMPUTE)[: 1 + int(self.layers.can_recompute[n])]:
                 extended = self._extend(n, pending, labels._replace(parent=places), decision)
                 parts.setdefault(self._pending_after(n, pending, decision), []).append(extended)
-        # Only labels of one group may dominate each other: what waits in front of a layer may yet have to be held.
+        # Only labels of one group can dominate each other, because a later layer may have to save pending storages.
         kept = {key: _remove_dominated(self._prune(n + 1, _concatenate(some), upper_us)) for key, some in parts.items()}
         return {pending: labels for pending, labels in kept.items() if len(labels.time)}
 
@@ -243,10 +245,10 @@ class _LayerDynamicProgram:
         return (*after, *outputs)
 
     def _extend(self, n: int, pending: PendingStorages, labels: _Labels, decision: int) -> _Labels:
-        """The labels of one group behind layer `n`; their own places become those of their parents."""
+        """Return the labels of one group after layer `n` with one decision for it."""
         layers = self.layers
         size = sum(each[1] for each in pending)
-        # A recomputed layer holds its input itself, if nobody in front does: from then on it waits no more.
+        # A recomputed layer saves its input if no earlier layer has; then the input is no longer pending.
         taken = size * decision
         entering = (size + layers.passed[n], taken, taken)
         room = labels.room
@@ -263,24 +265,24 @@ class _LayerDynamicProgram:
         )
 
     def _prune(self, n: int, labels: _Labels, upper_us: float) -> _Labels:
-        """The labels that can be completed to something that fits and is below `upper_us`."""
+        """Return the labels that may be completed to a choice that fits and is faster than `upper_us`."""
         held, room, stacked = labels.held, labels.room, self.layers.stacked
         at_end = held + self.kept_after[n]
         must_go = np.full_like(held, -np.inf)
         for limit in self.limits:
-            # What the layers behind leave at most: labels that differ beyond that are not different.
+            # Later peaks limit the room as well. Labels that differ only beyond that limit become equal.
             room = np.minimum(room, limit.room(held * stacked + self.lowest[limit.level][n]))
-            # A byte that goes is one less in each micro-batch that waits, and, where layers stack up, in the level too.
+            # A byte less saved is one less per micro-batch in flight and, if peaks are stacked, one less in the peak.
             if limit.weight + stacked > 0:
                 level = held * stacked + self.highest[limit.level][n]
                 over = (limit.weight * at_end + level - limit.bytes) / (limit.weight + stacked)
                 must_go = np.maximum(must_go, over)
         must_go = np.maximum(must_go, at_end - room)
-        # To make so many bytes go takes the layers behind that much time at least.
+        # Least time of later layers to save that many bytes less.
         saved, recompute_us = self.knapsacks[n]
         bound = labels.time + np.interp(must_go, saved, recompute_us, right=np.inf)
         fits = (held + self.least_after[n] <= room) & (bound < upper_us * (1 - RELATIVE))
-        # Room that can never be filled is as good as any: so labels become equal, and dominate each other.
+        # Room that can never be filled is as good as infinite. Then more labels are equal, and dominate each other.
         room = np.where(room >= held + self.most_after[n], np.inf, room)
         return labels._replace(room=room, bound=bound).take(fits)
 
@@ -292,7 +294,7 @@ class _LayerDynamicProgram:
         fitting = np.flatnonzero(held + self.layers.passed[-1] <= labels.room)
         if not len(fitting):
             return None
-        # Of equal times the one that holds least; what nobody held by the last layer is held by the engine.
+        # Among equal times, choose the one with the fewest bytes; the engine holds what is still pending.
         index = int(fitting[np.lexsort((held[fitting], labels.time[fitting]))[0]])
         best_us, recomputed = float(labels.time[index]), []
         for n in reversed(range(self.num_layers)):
@@ -303,7 +305,7 @@ class _LayerDynamicProgram:
         return _Choice(best_us, tuple(reversed(recomputed)))
 
     def without_idle(self, recomputed: tuple[int, ...]) -> tuple[int, ...]:
-        """The same without layers that cost no time and whose recomputation is not needed."""
+        """Return the layers without those that take no time and need not be recomputed."""
         chosen = set(recomputed)
         for layer in recomputed:
             if self.times[layer - self.layers.first] == 0 and self._fits(chosen - {layer}):
@@ -321,29 +323,29 @@ def _leaving_bytes(outputs: Sequence[Pending], end: int, decision: int) -> float
 
 
 def _passed_bytes(outputs: Sequence[Pending], layer: int) -> float:
-    """What goes into `layer`, and no further, and is not held even if its maker holds what it can."""
+    """Return the bytes of `outputs` that `layer` reads last, and that are not saved without recomputation."""
     return sum(each.bytes[KEEP] for each in outputs if each.until == layer)
 
 
 def _suffix_sums(per_layer: FloatArray) -> FloatArray:
-    """Sums from each layer to the last."""
+    """Return sums from each layer to the last, then 0; one entry more than layers."""
     sums: FloatArray = np.append(np.cumsum(per_layer[::-1])[::-1], 0.0)
     return sums
 
 
 def _knapsack(savings: FloatArray, times: FloatArray) -> tuple[FloatArray, FloatArray]:
-    """Bytes saved, and the least time for that, where parts of layers may be recomputed: the corners of the curve."""
-    # The greedy order, most bytes for the time first, is optimal where the last one may be taken in part.
+    """Return bytes saved and the least time for them, at the corners of the curve of the fractional knapsack."""
+    # The greedy order, most bytes per time first, is optimal because the last layer may be taken in part.
     useful = np.flatnonzero(savings > 0)
     order = useful[np.argsort(times[useful] / savings[useful], kind="stable")]
     return np.append(0.0, np.cumsum(savings[order])), np.append(0.0, np.cumsum(times[order]))
 
 
 def _remove_dominated(labels: _Labels) -> _Labels:
-    """The labels of a group without those that another is no worse than in all respects."""
+    """Return the labels of a group that no other one dominates."""
     order = np.lexsort((-labels.room, labels.held, labels.time))
     held, room = labels.held[order], labels.room[order]
-    # In order of time, a label is dominated by one before it that holds no more and has no less room.
+    # In order of time, a label is dominated by a previous one that holds no more and has no less room.
     if len(order) and (room == room[0]).all():
         before = np.append(np.inf, np.minimum.accumulate(held)[:-1])
         return labels.take(order[held < before])
@@ -351,12 +353,12 @@ def _remove_dominated(labels: _Labels) -> _Labels:
 
 
 def _staircase(held_bytes: Sequence[float], room: Sequence[float]) -> list[int]:
-    """The places at which less is held, or more may be, than at each place before."""
+    """Return the indices at which less is held, or there is more room, than at every previous index."""
     kept = []
-    steps: list[float] = []  # what is held on each step, ascending
-    rooms: list[float] = []  # and what may be: on a higher step more, or the step would be of no use
+    steps: list[float] = []  # held bytes of each step, ascending
+    rooms: list[float] = []  # room of each step, ascending, because a higher step with less room would be dominated
     for place, (low, high) in enumerate(zip(held_bytes, room, strict=True)):
-        # The highest step that is not above `low` has the most room of all that hold as little.
+        # The highest step that is not above `low` has the most room of all that hold no more.
         step = bisect_right(steps, low) - 1
         if step >= 0 and rooms[step] >= high:
             continue
@@ -370,13 +372,13 @@ def _staircase(held_bytes: Sequence[float], room: Sequence[float]) -> list[int]:
 
 
 def _limit_width(groups: dict[PendingStorages, _Labels], width: int) -> tuple[dict[PendingStorages, _Labels], float]:
-    """At most `width` labels, half by their bounds and half spread over what is held; and the others' least bound."""
+    """Return at most `width` labels, and the least bound of the others; half are chosen by bound, half by bytes."""
     sizes = [len(labels.time) for labels in groups.values()]
     if sum(sizes) <= width:
         return groups, np.inf
     bound = np.concatenate([labels.bound for labels in groups.values()])
     held = np.concatenate([labels.held for labels in groups.values()])
-    # Only the fastest would often hold too much in the end: half of the places are for labels that hold less.
+    # The fastest labels often hold too much after the last layer, so half are spread over the held bytes.
     fast, slow = np.split(np.lexsort((held, bound)), [width - width // 2])
     by_held = slow[np.argsort(held[slow], kind="stable")]
     chosen = np.zeros(len(bound), dtype=np.bool_)

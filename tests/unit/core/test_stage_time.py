@@ -54,7 +54,7 @@ def test_tails_of_many_partitions_are_those_of_each() -> None:
 
 
 @pytest.mark.parametrize(
-    ("choice", "again_us", "last_again_us"),
+    ("choice", "recompute_us", "last_recompute_us"),
     [("never", 0, 0), ("except-last", 5, 0), ("always", 5, 5), ("layers", 2, 2)],
 )
 def test_what_is_computed_again(choice: Recompute, recompute_us: float, last_recompute_us: float) -> None:
