@@ -1,10 +1,10 @@
-"""A descent over cuts where single layers may be recomputed, from the best plan that recomputes whole stages.
+"""Descent over cuts where single layers may be recomputed, from the best plan that recomputes whole stages.
 
-Moves are simulated as if every layer stayed what it is, recomputed or not, whichever stage it comes to lie in; of the
-fastest, what to recompute is chosen anew on the devices that they change (`devices.py`). Where a
-device has several ways to keep its cap, these are moves, too.
+Moves are first simulated with the current recomputed layers, whichever stage they move to. For the fastest moves, the
+layers of the devices that they change are then chosen again (`devices.py`). If a device has several recomputations
+that fit, these are moves as well.
 
-Complexity: O(V K M) for each batch of moves, and for each that is picked the layers of the devices that it changes.
+Complexity: O(V K M) for each batch of moves, plus the choice of layers on the devices that the fastest moves change.
 """
 
 from collections.abc import Iterator, Sequence
@@ -24,7 +24,7 @@ from planner.solve.space.case import Case, cuts_and_choices
 from planner.solve.space.partitions import Evaluator
 
 _MOST_PICKED = 4
-"""How many moves of a batch, the fastest, have their recomputation chosen."""
+"""Number of moves of a batch whose recomputation is chosen again: the fastest ones."""
 
 _FRUITLESS = 8
 """Restarts in a row without a better plan, after which there are no more."""
@@ -35,12 +35,12 @@ _SOLVED = 600
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerCandidate(Candidate):
-    """A partition with single layers recomputed."""
+    """Partition in a descent, with single layers recomputed."""
 
     recomputed: tuple[tuple[int, ...], ...]
-    """Per stage its single layers that are recomputed."""
+    """Single layers that each stage recomputes."""
     layers_us: FloatArray
-    """Their forward on the profiled device, shape (S,)."""
+    """Forward time of these layers on the profiled device, in microseconds; shape (S,)."""
 
     def partition(self, case: Case) -> Partition:
         """Return the partition as the cost model takes it."""
@@ -50,7 +50,7 @@ class LayerCandidate(Candidate):
 def simulate_candidates(
     progress: Progress, evaluator: Evaluator, candidates: Sequence[LayerCandidate]
 ) -> list[LayerCandidate]:
-    """The places with their step times, as far as they fit; the fastest becomes the best if it beats that."""
+    """Return the candidates with simulated step times of those that fit; record the fastest if it is the best."""
     fitting = [candidate for candidate in candidates if candidate.over_bytes <= 0]
     if not fitting:
         return list(candidates)
@@ -60,10 +60,10 @@ def simulate_candidates(
     step_us = progress.simulate(evaluator, cuts, choices, layers_us)
     timed = [replace(candidate, step_us=float(time)) for candidate, time in zip(fitting, step_us, strict=True)]
     best = min(timed, key=attrgetter("step_us"))
-    # Equal times differ by rounding: the first of equal partitions stays.
+    # Rounding makes equal times differ slightly. Keep the first of equal partitions.
     if best.step_us < progress.upper_us * (1 - SAME):
         partition = best.partition(evaluator.case)
-        # Memory was counted as far as it depends on layers: the law itself decides.
+        # The candidate's memory is approximate, so check the exact one.
         if _fits(evaluator, partition):
             progress.upper_us, progress.best = best.step_us, partition
     return timed + [candidate for candidate in candidates if candidate.over_bytes > 0]
@@ -79,12 +79,12 @@ def _fits(evaluator: Evaluator, partition: Partition) -> bool:
 
 
 class LayerSearch(Descent[LayerCandidate]):
-    """A search over cuts, and what to recompute in them, for one number of devices.
+    """Search over cuts and recomputed layers for one number of devices.
 
     Args:
-        progress: Of the case.
-        evaluator: Its partitions on so many devices.
-        devices: What they may recompute.
+        progress: State of the search over the case.
+        evaluator: Evaluator for this number of devices.
+        devices: Search for the recomputation of each device.
     """
 
     def __init__(self, progress: Progress, evaluator: Evaluator, devices: DeviceSearch) -> None:
@@ -94,17 +94,17 @@ class LayerSearch(Descent[LayerCandidate]):
         self._forward_us = np.where(costs.has_backward, costs.forward_us, 0.0)
 
     def search(self, starts: Sequence[IntArray], most_actions: int, initial: Partition | None = None) -> None:
-        """Searches from each of some cuts, of shape (S+1,), and then from the best of them anew.
+        """Search from `initial` and from each of `starts`, then repeatedly from the best result.
 
         Args:
-            starts: The cuts.
-            most_actions: How many actions it may simulate.
-            initial: A partition that recomputes whole stages: the search begins with its cuts, and what it recomputes.
+            starts: Cuts of shape (S+1,).
+            most_actions: Limit on simulated actions.
+            initial: Partition that recomputes whole stages, if one is known.
         """
         self.descend(self._starts(starts, initial), most_actions, fruitless=_FRUITLESS if len(self.moves) else 0)
 
     def evaluate(self, every_cuts: Sequence[IntArray]) -> list[LayerCandidate]:
-        """Partitions with what takes their devices the least time to compute again; shape (S+1,) each."""
+        """Simulate cuts of shape (S+1,), each with the recomputation that takes its devices the least time."""
         return self._simulate(
             [
                 self._candidate_with(cuts, [recomputations[0] for recomputations in self._recomputations(cuts)])
@@ -129,7 +129,7 @@ class LayerSearch(Descent[LayerCandidate]):
                 yield self.evaluate([cuts])[0]
 
     def pick_best(self, candidate: LayerCandidate, cuts: IntArray) -> LayerCandidate:
-        """The best of those that are the fastest, or hold least, if every layer stays what it is."""
+        """Return the best move, after choosing the layers of those that look best without that."""
         if candidate.over_bytes > 0:
             self.progress.effort.spent += self.evaluator.num_actions
             least = np.full((len(cuts), self.evaluator.num_stages), self.evaluator.allowed[-1])
@@ -142,24 +142,24 @@ class LayerSearch(Descent[LayerCandidate]):
         return min(self.evaluate(list(cuts[order[:_MOST_PICKED]])), key=attrgetter("rank"))
 
     def other_recomputations(self, candidate: LayerCandidate) -> Iterator[LayerCandidate]:
-        """The best of the other ways to keep the cap on one device."""
+        """Yield the best partition with another recomputation of one device, if there is one."""
         other_ways = self._other_candidates(candidate)
         if other_ways:
             yield min(self._simulate(other_ways), key=attrgetter("rank"))
 
     def perturb(self, candidate: LayerCandidate) -> LayerCandidate:
-        """The partition after a few moves at random."""
+        """Return the partition after a few random moves."""
         return self.evaluate([self.random_cuts(candidate.cuts)])[0]
 
     def _is_recomputed(self, candidate: LayerCandidate) -> BoolArray:
-        """Whether each layer is, shape (L,)."""
+        """Return True for layers that are recomputed, alone or with their stage; shape (L,)."""
         whole = (candidate.choices > 0) & (candidate.choices != LAYERS)
         is_recomputed = np.repeat(whole, np.diff(candidate.cuts))
         is_recomputed[[layer for layers in candidate.recomputed for layer in layers]] = True
         return is_recomputed
 
     def _other_candidates(self, candidate: LayerCandidate) -> list[LayerCandidate]:
-        """The same cuts with another way to keep the cap on one device."""
+        """Return all candidates with the same cuts and another recomputation of one device."""
         every = list(self._recomputations(candidate.cuts))
         candidates = []
         for device, recomputations in enumerate(every):
@@ -197,9 +197,9 @@ class LayerSearch(Descent[LayerCandidate]):
         return candidate
 
     def _recomputations(self, cuts: IntArray) -> Iterator[tuple[Recomputation, ...]]:
-        """What each device may recompute."""
+        """Yield the recomputations of each device, best first."""
         for device in range(self.evaluator.num_devices):
-            # To choose layers may take long.
+            # Choosing layers may take long.
             self.progress.deadline.check()
             before = self._devices.num_solved
             yield self._devices.recomputations(device, cuts)

@@ -1,17 +1,15 @@
-"""What to recompute on devices whose chunks share a cap: whole stages, or single layers where that takes less time.
+"""Choose the recomputation of a device whose chunks share a memory limit: whole stages, or single layers if faster.
 
-Of short stages all subsets of layers that may be worth it are known (`subsets.py`), and those of all
-chunks of a device are looked at together, as long as they are not too many. Else, with what all others hold given,
-which layers of one chunk to recompute is a problem of its own with a limit for each moment of the device, and solved
-exactly (`cheapest.py`):
+If all chunks are short, `subsets.py` has their useful subsets of layers, and all combinations of these are compared,
+unless there are too many. Otherwise the chunks are solved one after the other. With the other chunks fixed, the layers
+of one chunk are an exact problem with a limit for each moment of the device (`cheapest.py`):
 
-    fixed + weight * held + level <= cap - what the other chunks hold at the moment
+    fixed + weight * held + level <= limit - bytes of the other chunks at this moment
 
-What is left then is how chunks share the cap. It is settled from two sides, and chunks are solved one after the other
-from either: from whole stages, as `--recompute auto` has them, and from layers that save most for their time, one by
-one, wherever they are, until everything fits.
+How the chunks share the limit depends on the start, so there are two: whole stages, as `--recompute auto` chooses them,
+and single layers, added one by one in the order of bytes saved per time until the device fits.
 
-Complexity: O(V) walks through the layers of a chunk for each side and order, each device and its cuts once.
+Complexity: O(V) runs of `cheapest.py` for each start and order of the chunks, once for each device and its cuts.
 """
 
 from collections.abc import Iterable, Sequence
@@ -33,45 +31,45 @@ from planner.solve.space.arrays import FloatArray, IntArray
 from planner.solve.space.partitions import Evaluator
 
 _MOST_JOINTLY = 20_000
-"""Ways of all chunks of a device that are looked at together."""
+"""Most combinations of a device's chunks that are compared at once."""
 
 _NEARLY_CHEAPEST = 1.25
-"""A way that takes the device so many times the least may be better where the schedule has slack."""
+"""Largest ratio to the least recomputation time; a slower one may still be better if the schedule has slack."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recomputation:
-    """What the chunks of one device recompute."""
+    """Recomputation of the chunks of one device; times in microseconds on the profiled device."""
 
     choices: tuple[int, ...]
-    """Per chunk an index into `CHOICES`, or `LAYERS`."""
+    """Index into `CHOICES`, or `LAYERS`, of each chunk."""
     recomputed: tuple[tuple[int, ...], ...]
-    """Per chunk the single layers, counted along the chain."""
+    """Single layers that each chunk recomputes, as indices in the chain."""
     layers_us: tuple[float, ...]
-    """Per chunk their forward on the profiled device."""
+    """Forward time of these layers, for each chunk."""
     recompute_us: float
-    """What the device computes again in a step, on the profiled device."""
+    """Recomputation time of the device in a step."""
     over_bytes: float
-    """By how much it is over its cap; 0 where it fits."""
+    """Bytes over the device's memory limit; 0 if it fits."""
 
 
 class _Option(NamedTuple):
-    """One way to recompute in a chunk."""
+    """One recomputation of a chunk."""
 
     choice: int
     recomputed: tuple[int, ...]
     layers_us: float
     recompute_us: float
-    """In a step."""
+    """Recomputation time in a step."""
     bytes: FloatArray
-    """At each moment of the device, shape (moments,)."""
+    """Memory at each moment of the device, shape (moments,)."""
 
 
 class DeviceSearch:
-    """What each device of a pipeline may recompute.
+    """Search for the recomputation of each device; results are cached.
 
     Args:
-        evaluator: The partitions.
+        evaluator: Evaluator for the number of devices.
     """
 
     def __init__(self, evaluator: Evaluator) -> None:
@@ -79,17 +77,17 @@ class DeviceSearch:
         self._answers: dict[tuple[int, ...], tuple[Recomputation, ...]] = {}
         self._stages: dict[tuple[int, int], _StageTables] = {}
         self.num_solved = 0
-        """Number of walks through the layers of a stage so far, which take long."""
+        """Number of stages solved so far; each takes long."""
 
     def recomputations(self, device: int, cuts: IntArray) -> tuple[Recomputation, ...]:
-        """Every way that is worth a try, or is over by least."""
+        """Return the recomputations of a device to try, best first; if none fits, those with the fewest bytes over."""
         key = device, *(int(cuts[s + more]) for s in self._evaluator.chunks[device] for more in (0, 1))
         if key not in self._answers:
             self._answers[key] = self._solve(device, cuts)
         return self._answers[key]
 
     def improve_from(self, device: int, cuts: IntArray, choices: Sequence[int]) -> Recomputation:
-        """What the device recomputes, one chunk solved after the other from `choices` on."""
+        """Return a recomputation of a device: its chunks are solved one after the other, starting from `choices`."""
         chunks, limit = self._chunks(device, cuts), self._evaluator.case.limits_bytes[device]
         start = [chunk.whole[choice] for chunk, choice in zip(chunks, choices, strict=True)]
         return _recomputation(self._improve(chunks, start, limit, range(len(chunks))), limit)
@@ -114,7 +112,7 @@ class DeviceSearch:
     def _improve(
         self, chunks: "list[_Chunk]", start: list[_Option], limit: float, order: Iterable[int]
     ) -> list[_Option]:
-        """One chunk after the other has the cheapest recomputation that the others leave room for."""
+        """Replace each chunk in `order` by the cheapest recomputation that fits with the other chunks."""
         options = list(start)
         for at in order:
             taken = np.zeros_like(options[at].bytes)
@@ -140,7 +138,7 @@ class DeviceSearch:
             stage = self._stage(int(cuts[s]), int(cuts[s + 1]))
             chunk = _Chunk(stage, stage.by_layers.without(shared_here, exact=costs.exact), counts)
             for n, (always, parts, inside) in whole.items():
-                # Longer stages than tables have are recomputed by single layers alone.
+                # Stages that are too long for the tables only recompute single layers.
                 held_bytes = always[0, s] + counts @ parts[0, s] if inside[0, s] else np.full(len(counts), inf)
                 chunk.whole[n] = _Option(n, (), 0.0, stage.whole_us[n], held_bytes)
             chunks.append(chunk)
@@ -156,7 +154,7 @@ class DeviceSearch:
 
 
 class _StageTables:
-    """The layers `first`..`end - 1`, whatever device runs them."""
+    """Data of a stage of layers `first`..`end - 1` that do not depend on its device."""
 
     def __init__(self, costs: ChainCosts, first: int, end: int, micro_batches: int, *, in_halves: bool) -> None:
         self.by_layers = chunk_by_layers(costs, first, end, micro_batches=micro_batches, in_halves=in_halves)
@@ -169,20 +167,20 @@ class _StageTables:
         as_first, behind = most_savings(costs)
         saved = np.append(as_first[first], behind[first + 1 : end])
         self.most_saved = np.where(self.layers.can_recompute, saved, 0.0)
-        """Per layer, how many bytes less a micro-batch holds at most if it is recomputed."""
+        """Most bytes per micro-batch that recomputing each layer saves, shape (layers,)."""
 
 
 class _Chunk:
-    """A stage on its device: what it holds at the device's moments, as it depends on what is recomputed."""
+    """Stage on its device: its memory at the moments of the device, as a function of its recomputation."""
 
     def __init__(self, stage: _StageTables, by_layers: ChunkByLayers, counts: FloatArray) -> None:
         self.stage = stage
         self.whole: dict[int, _Option] = {}
-        """By index into `CHOICES`."""
+        """Recomputations of the whole stage, by index into `CHOICES`."""
         self.weights = counts @ by_layers.saved
         self.level = np.where(counts > 0, by_layers.level, -1).max(axis=1)
         self._by_layers, self._counts = by_layers, counts
-        # Of two lines of a part the larger one counts: for moments with such a part, both are limits.
+        # Some of `PARTS` are a maximum of two linear functions. At moments with such a part, both are limits.
         is_flat = by_layers.least > by_layers.rest
         lines = [(self.weights, by_layers.rest)]
         if is_flat.any():
@@ -191,7 +189,7 @@ class _Chunk:
 
     @cached_property
     def options(self) -> list[_Option]:
-        """Whole stages, and all subsets of its layers that may be worth it; none of a long stage."""
+        """All useful recomputations of a short stage, whole or by layers; empty for a long stage."""
         stage, subsets = self.stage, self.stage.subsets
         if subsets is None:
             return []
@@ -207,7 +205,7 @@ class _Chunk:
         ]
 
     def with_layers(self, recomputed: tuple[int, ...]) -> _Option:
-        """Some layers are recomputed, each on its own."""
+        """Return the recomputation of some single layers, as indices in the chain."""
         saved, *levels = self.stage.layers.levels(recomputed)
         layers_us = float(self.stage.times_us[np.array(recomputed, dtype=np.int64) - self.stage.layers.first].sum())
         held_bytes = self._by_layers.always + self._counts @ self._by_layers.parts(saved, np.array([*levels, 0.0]))
@@ -218,7 +216,7 @@ class _Chunk:
         return _Option(choice, recomputed, layers_us, self.stage.micro_batches * layers_us, held_bytes)
 
     def cheapest(self, room: FloatArray) -> _Option | None:
-        """What takes the least time of all that keeps within `room` at each moment; None where nothing does."""
+        """Return the fastest recomputation with at most `room` bytes at each moment; None if there is none."""
         if self.options:
             able = (option for option in self.options if (option.bytes <= room).all())
             return min(able, key=lambda option: option.recompute_us, default=None)
@@ -230,13 +228,13 @@ class _Chunk:
         if choice is None or not choice.recomputed:
             return best
         option = self.with_layers(choice.recomputed)
-        # What the limits say is held against the law itself.
+        # The limits are approximate, so check the exact memory.
         if (option.bytes > room).any() or (best is not None and best.recompute_us <= option.recompute_us):
             return best
         return option
 
     def _limits(self, room: FloatArray) -> list[Limit]:
-        """The limits of the moments: of those that differ in nothing but their room, the one with least."""
+        """Return the limits of all moments; of limits with the same weight and peak, the tightest one."""
         limits: dict[tuple[int, int], float] = {}
         for weights, fixed in self._lines:
             for weight, level, limit in zip(
@@ -263,14 +261,14 @@ def _recomputation(options: Sequence[_Option], limit: float) -> Recomputation:
 
 
 def _solve_jointly(chunks: Sequence[_Chunk], limit: float) -> list[list[_Option]]:
-    """The cheapest way of all there are, first; then, for each chunk, one that is hardly dearer and spares it most.
+    """Compare all combinations; return the fastest, then for each chunk one that is nearly as fast and spares it most.
 
-    Nothing where ways are too many, or none fits.
+    Return nothing if there are too many combinations, or none fits.
     """
     tables = [chunk.options for chunk in chunks]
     recompute_us, places = np.zeros(1), np.zeros((1, 0), dtype=np.int64)
     held_bytes: FloatArray = np.zeros((1, len(chunks[0].level)))
-    # What the chunks hold at least that are still to come.
+    # Least bytes of each chunk.
     least = [np.min([option.bytes for option in table], axis=0) if table else held_bytes[0] for table in tables]
     for n, table in enumerate(tables):
         if not table or len(held_bytes) * len(table) > _MOST_JOINTLY:
@@ -294,13 +292,13 @@ def _solve_jointly(chunks: Sequence[_Chunk], limit: float) -> list[list[_Option]
 
 
 def _start_by_stage(chunks: Sequence[_Chunk], limit: float) -> list[_Option]:
-    """Whole stages that fit with the least time, or are over by least."""
+    """Return the fastest recomputation of whole stages that fits, or the one with the fewest bytes over."""
     combinations = [list(options) for options in product(*(chunk.whole.values() for chunk in chunks))]
     return min(combinations, key=lambda each: (_over_bytes(each, limit), sum(option.recompute_us for option in each)))
 
 
 def _start_by_layer(chunks: Sequence[_Chunk], limit: float) -> list[_Option]:
-    """Layers that save most for their time where the device holds most, one by one until it fits."""
+    """Add the layer that saves most bytes per time at the fullest moment, until the device fits."""
     options = [chunk.with_layers(()) for chunk in chunks]
     while True:
         held_bytes: FloatArray = np.sum([option.bytes for option in options], axis=0)
@@ -326,12 +324,12 @@ def _start_by_layer(chunks: Sequence[_Chunk], limit: float) -> list[_Option]:
 
 
 def _best_first(recomputations: Iterable[Recomputation]) -> tuple[Recomputation, ...]:
-    """The ways that fit, what takes the least time first; or those that are over by least."""
+    """Return those that fit, fastest first; if none fits, those with the fewest bytes over."""
     ordered = sorted(recomputations, key=lambda recomputation: (recomputation.over_bytes, recomputation.recompute_us))
     return tuple(recomputation for recomputation in ordered if recomputation.over_bytes == ordered[0].over_bytes)
 
 
 def _whole_recompute_us(costs: ChainCosts, first: int, end: int, micro_batches: int) -> tuple[float, ...]:
-    """What computing the whole stage again takes in a step, for each of `CHOICES`."""
+    """Return the time to recompute the whole stage in a step, for each of `CHOICES`."""
     forward_us = float(costs.forward_us[first:end].sum()) if costs.has_backward[end - 1] else 0.0
     return 0.0, (micro_batches - 1) * forward_us, micro_batches * forward_us

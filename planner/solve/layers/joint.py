@@ -1,15 +1,15 @@
-"""One stage on each device, GPipe or 1F1B, where single layers may be recomputed: the layers jointly with the cuts.
+"""Search for cuts and recomputed layers together, for GPipe and 1F1B with one stage per device.
 
-Which layers to recompute is a problem of its own for every stage (`cheapest.py`), too expensive to be solved for all of
-them. The label dynamic program therefore runs with lower bounds (`stage_times.py`). The stages of its answer are then
-solved exactly, and it runs again, until its answer consists of exact stages. No other plan can be faster, because every
-other plan was judged by bounds. Each round makes at least one more stage exact.
+Choosing the layers of a stage (`cheapest.py`) is too expensive to do for every possible stage. The label dynamic
+program therefore runs with lower bounds (`stage_times.py`). The stages of its solution are then solved exactly, and it
+runs again, until all stages of its solution are exact. No other plan can be faster, because its time was a lower bound.
+Each round makes at least one more stage exact.
 
-Under GPipe that answer is the optimum. Under 1F1B it is a lower bound for all partitions: those between it and the best
-one are simulated, each with the exact layers of its stages. If these are too many, a descent over the cuts
+Under GPipe this solution is the optimum. Under 1F1B it is a lower bound of all partitions. Partitions between it and
+the best one are simulated with the exact layers of their stages. If there are too many, a descent over cuts
 (`cut_search.py`) improves the best one, and the gap is reported.
 
-Complexity: as `planner.solve.chain`, and a walk through the layers of each stage that is solved exactly.
+Complexity: that of `planner.solve.chain`, plus one run of `cheapest.py` for each stage that is solved exactly.
 """
 
 from collections.abc import Sequence
@@ -34,20 +34,20 @@ from planner.solve.space.case import Case
 from planner.solve.space.partitions import Evaluator
 
 _ROUNDS_OF_GPIPE = 400
-"""Number of times that the dynamic program runs under GPipe, at most."""
+"""Most runs of the dynamic program under GPipe."""
 
 _ROUNDS, _FEW_ROUNDS = 40, 4
-"""Number of times that the dynamic program runs for one bound: as long as it takes, or where effort is bounded."""
+"""Most runs of the dynamic program for one bound; with unbounded effort, and bounded."""
 
 _ORDER, _CELLS = 3, 5
-"""What it costs to find the order of a schedule's actions, and stages in tables that take as long as one action."""
+"""Cost of computing the action order, in simulated partitions; table entries that take as long as one action."""
 
 _MOST_SOLVED, _FEW_SOLVED = 400, 40
-"""Stages that are solved exactly to simulate what lies below the best: as long as it takes, or bounded."""
+"""Most stages solved exactly to simulate all partitions below the best; with unbounded effort, and bounded."""
 
 
 def search_gpipe_by_layers(case: Case, *, upper_us: float = np.inf, deadline: Deadline = NEVER) -> Answer:
-    """The fastest partition that beats `upper_us`, and what none can beat; raises as `planner.solve.answer.Search`."""
+    """Return the fastest partition under GPipe; raises `OutOfTimeError` as `planner.solve.answer.Search`."""
     layers = RecomputeTimes(case.costs)
     case = replace(case, least_recompute_us=layers.table)
     best: Partition | None = None
@@ -62,7 +62,7 @@ def search_gpipe_by_layers(case: Case, *, upper_us: float = np.inf, deadline: De
             time_us = np.inf if partition is None else Evaluation(case.costs, partition, case.cluster).step_us
             if time_us < upper_us:
                 best, upper_us = partition, time_us
-            # Once the window is wide enough for the best partition so far, the optimum is a bound for all.
+            # If the window covers all stages of faster partitions, the solution is a bound of all partitions.
             if windows.widen(upper_us):
                 continue
             bound_us = upper_us if cuts is None else max(bound_us, cuts.step_us)
@@ -82,16 +82,16 @@ def _best_cuts(case: Case, width: int, upper_us: float, deadline: Deadline) -> C
 
 
 def search_one_chunk_by_layers(progress: Progress, initial: Partition | None) -> None:
-    """Searches all stage counts, until the deadline (`OutOfTimeError`) or for as long as the effort lasts.
+    """Search all stage counts under 1F1B, until the deadline (`OutOfTimeError`) or the end of the effort.
 
     Args:
-        progress: Of the case.
-        initial: Its best partition that recomputes whole stages, if one is known.
+        progress: State of the search over the case.
+        initial: Best partition that recomputes whole stages, if one is known.
     """
     layers = RecomputeTimes(progress.case.costs)
     case = replace(progress.case, least_recompute_us=layers.table)
     for num_stages in range(case.num_devices, 0, -1):
-        # Fewer stages take longer still.
+        # Fewer stages take longer.
         if progress.case.least_us(num_stages) >= progress.upper_us:
             return
         initial_here = initial if initial is not None and len(initial.balance) == num_stages else None
@@ -100,7 +100,7 @@ def search_one_chunk_by_layers(progress: Progress, initial: Partition | None) ->
 
 
 class _StageCountSearch:
-    """The search for one stage count."""
+    """Search for one stage count."""
 
     def __init__(self, progress: Progress, evaluator: Evaluator, layers: RecomputeTimes) -> None:
         self._progress, self._evaluator, self._layers = progress, evaluator, layers
@@ -109,10 +109,10 @@ class _StageCountSearch:
         self._cuts = LayerSearch(progress, evaluator, DeviceSearch(evaluator))
 
     def run(self, initial: Partition | None) -> bool:
-        """Searches; whether there was effort enough."""
+        """Search; return False if the effort did not suffice."""
         progress, effort, case = self._progress, self._progress.effort, self._case
         windows = Windows(case)
-        # The bound is that of stages within the window, which has to be as wide as the best so far allows.
+        # The bound covers stages within the window, which must include all stages of faster plans.
         while windows.widen(progress.upper_us):
             cells = self._evaluator.num_stages * (case.costs.num_layers + 1) * windows.width
             if not effort.try_reserve((_ORDER + 1) * self._evaluator.num_actions, cells // _CELLS):
@@ -131,7 +131,7 @@ class _StageCountSearch:
         return True
 
     def _least(self, width: int) -> tuple[ChainCuts | None, LabelSearch]:
-        """Return the optimum with its own stages solved exactly, and the search that knows as much of all stages."""
+        """Return the solution with its stages solved exactly, if the rounds suffice, and the last run's search."""
         least: ChainCuts | None = None
         for _ in range(_FEW_ROUNDS if self._progress.effort.is_bounded else _ROUNDS):
             problem = self._case.problem(self._evaluator.num_stages, width=width, exact=True)
@@ -147,7 +147,7 @@ class _StageCountSearch:
         return least, search
 
     def _simulate_below(self, search: LabelSearch) -> bool:
-        """Simulates every partition whose bound is below the best; False if they are too many."""
+        """Simulate every partition whose bound is below the best; return False if there are too many."""
         progress = self._progress
         most = progress.effort.affordable(self._evaluator)
         if not most:
@@ -166,7 +166,7 @@ class _StageCountSearch:
         return are_all
 
     def _num_unsolved(self, partitions: Sequence[ChainCuts]) -> int:
-        """How many different stages of theirs recompute single layers."""
+        """Return the number of different stages that recompute single layers."""
         return len(
             {
                 (k, *each.cuts[k : k + 2])
@@ -178,7 +178,7 @@ class _StageCountSearch:
 
 
 def _solve_layers(case: Case, layers: RecomputeTimes, cuts: ChainCuts, deadline: Deadline) -> LayerCandidate | None:
-    """Return the partition with the cheapest layers of its stages; None if one does not fit after all."""
+    """Return the partition with the cheapest layers of its stages; None if a stage does not fit."""
     choices = np.array(cuts.choices)
     recomputed: list[tuple[int, ...]] = [()] * len(choices)
     layers_us = np.zeros(len(choices))

@@ -1,9 +1,8 @@
-"""The search for plans that recompute single layers.
+"""Search for plans that recompute single layers.
 
-It begins with the best plan that recomputes whole stages, and ends with one that is no slower.
-
-What no partition can beat is the bound of `planner.solve.chunks.search`; and, where partitions are few, what the
-fastest takes without recomputation, of those whose stages do not all fit so.
+It starts from the best plan that recomputes whole stages, so its result is never slower. The lower bound is that of
+`planner.solve.chunks.search`. If there are few partitions, those that fit without recomputation are simulated, and the
+step time of the fastest other one, without recomputation, is a bound of the rest.
 """
 
 from functools import partial
@@ -25,7 +24,7 @@ from planner.solve.space.partitions import Evaluator
 from planner.solve.space.tables import width_for
 
 _SHARE = 4
-"""One of so many parts of what effort is left looks at partitions one by one, where they are few."""
+"""Divisor of the effort left: this share is used to simulate partitions one by one, if there are few."""
 
 
 def search_layers(case: Case, by_stage: Answer | None, *, upper_us: float = inf, deadline: Deadline = NEVER) -> Answer:
@@ -33,9 +32,12 @@ def search_layers(case: Case, by_stage: Answer | None, *, upper_us: float = inf,
 
     Args:
         case: The case, in which single layers may be recomputed.
-        by_stage: Answer with whole stages recomputed, if it is known: the search begins with it, and is not slower.
+        by_stage: Answer with whole stages recomputed, if it is known; the search starts from it.
         upper_us: Step time to beat; not above that of `by_stage`.
-        deadline: When the search ends.
+        deadline: Time limit and effort.
+
+    Returns:
+        The answer; never slower than `by_stage`.
 
     Raises:
         OutOfTimeError: `deadline` passed before anything was found, and `upper_us` is infinite.
@@ -61,9 +63,9 @@ def _search_devices(progress: Progress, initial: Partition | None) -> None:
 
 
 def _fits_without(case: Case, upper_us: float) -> bool:
-    """Return True if devices hold all stages of any faster plan without recomputation.
+    """Return True if every plan faster than `upper_us` surely fits without recomputation.
 
-    Every chunk counts as the largest stage there is, so that this may be False although they do.
+    Every chunk counts as the largest possible stage, so the result may be False although all plans fit.
     """
     if case.schedule.is_to_be_made:
         return False
@@ -85,7 +87,7 @@ def _holds_all(evaluator: Evaluator, width: int) -> bool:
 
 
 def _search_with_order(progress: Progress, initial: Partition | None) -> None:
-    """Lists that were made for whole stages stay as they are, and single layers are chosen under them."""
+    """Choose single layers under the action order of `initial`, which was found with whole stages recomputed."""
     progress.deadline.check()
     progress.leave_out(progress.case.bound_us)
     if initial is None:
@@ -95,7 +97,7 @@ def _search_with_order(progress: Progress, initial: Partition | None) -> None:
 
 
 def _search(progress: Progress, evaluator: Evaluator, least_us: float, initial: Partition | None) -> float:
-    """Searches one number of devices; returns what no partition of it can beat, at least `least_us`."""
+    """Search one number of devices; return a lower bound of its partitions, at least `least_us`."""
     search = LayerSearch(progress, evaluator, DeviceSearch(evaluator))
     starts = start_cuts(progress, evaluator)
     one_by_one_us = _simulate_all(progress, evaluator, search)
@@ -111,10 +113,10 @@ def _search(progress: Progress, evaluator: Evaluator, least_us: float, initial: 
 
 
 def _simulate_all(progress: Progress, evaluator: Evaluator, search: LayerSearch) -> float:
-    """Looks at every partition, fastest first, where they are few.
+    """Choose the layers of every partition, fastest first, if there are few.
 
     Returns:
-        What none can beat whose stages do not all fit as they are; 0 where partitions are too many.
+        Lower bound of the partitions that need recomputation; 0 if there are too many partitions.
     """
     effort, num = progress.effort, evaluator.case.costs.num_layers
     num_cuts = comb(num - 1, evaluator.num_stages - 1) if evaluator.case.rules.balance is None else 1
@@ -130,7 +132,7 @@ def _simulate_all(progress: Progress, evaluator: Evaluator, search: LayerSearch)
 
 
 def _fastest_first(progress: Progress, evaluator: Evaluator) -> tuple[FloatArray, IntArray]:
-    """The partitions whose stages do not all fit as they are, and what they take without recomputation at least."""
+    """Return step times without recomputation, ascending, and cuts of the partitions that do not fit so."""
     times: list[FloatArray] = []
     partitions: list[IntArray] = []
     for cuts in all_cuts(evaluator):

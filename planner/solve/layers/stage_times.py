@@ -1,7 +1,7 @@
 """Time to recompute single layers in every stage: lower bounds first, exact values for the stages that matter.
 
-`cheapest.py` finds the exact value of one stage. The bounds only look at the bytes that must go, and for each layer at
-the most that it can save: a fractional knapsack.
+`cheapest.py` finds the exact value of one stage. The bound is a fractional knapsack of the bytes that must not be
+saved, with the most bytes that recomputing each layer saves.
 """
 
 from typing import NamedTuple
@@ -17,21 +17,21 @@ from planner.solve.space.arrays import FloatArray, IntArray
 from planner.solve.space.tables import windowed
 
 _MOST_RATIOS = 64
-"""Different times per byte that `least_recompute_us` tries; if there are more, the bound is a little lower."""
+"""Most different times per byte that `least_recompute_us` tries; if there are more, the bound is slightly lower."""
 
 
 class _DeviceKey(NamedTuple):
-    """What of a device decides which layers its stage recomputes."""
+    """Properties of a device on which the recomputed layers of its stage depend."""
 
     limit_bytes: float
     in_flight: int
-    """Micro-batches that wait for their backward, or run: the fewer stages are behind under 1F1B, the fewer."""
+    """Most micro-batches in flight; under 1F1B, fewer with fewer later stages."""
 
 
 class RecomputeTimes:
-    """Recomputation of single layers in the stages of a chain, on the profiled device, one stage to a device.
+    """Time to recompute single layers in each stage, on the profiled device, with one stage per device.
 
-    Tables begin as lower bounds (`least_recompute_us`) and become exact stage by stage, by `solve_stage`.
+    Tables start as lower bounds (`least_recompute_us`) and become exact stage by stage, by `solve_stage`.
     """
 
     def __init__(self, costs: ChainCosts) -> None:
@@ -41,11 +41,11 @@ class RecomputeTimes:
 
     @property
     def num_exact(self) -> int:
-        """How many stages were solved exactly: what takes long."""
+        """Number of stages solved exactly; each takes long."""
         return sum(map(len, self._exact.values()))
 
     def table(self, width: int, limit_bytes: float, moments: Moments) -> FloatArray:
-        """Below the time to recompute so that each stage fits, shape (L+1, width); infinite where none does."""
+        """Return lower bounds of the time to make each stage fit, shape (L+1, width); infinite if it never fits."""
         device = _DeviceKey(limit_bytes, moments.in_flight)
         table = self._tables.get(device)
         if table is None or table.shape[1] != width:
@@ -61,7 +61,7 @@ class RecomputeTimes:
         return table
 
     def solve_stage(self, first: int, end: int, limit_bytes: float, moments: Moments) -> LayerChoice | None:
-        """The cheapest layers to recompute, which the tables hold from now on; None if the stage never fits."""
+        """Return the cheapest layers to recompute, and enter them in the tables; None if the stage never fits."""
         device = _DeviceKey(limit_bytes, moments.in_flight)
         choices = self._exact.setdefault(device, {})
         if (first, end) not in choices:
@@ -80,14 +80,18 @@ def _set_entry(table: FloatArray, first: int, end: int, choice: LayerChoice | No
 def least_recompute_us(
     costs: ChainCosts, firsts: IntArray, stop: int, moments: Moments, *, limit_bytes: float
 ) -> FloatArray:
-    """Time below which no choice of recomputed layers makes a stage fit; infinite where none is known to do so.
+    """Return lower bounds of the time to recompute layers so that stages fit, by a fractional knapsack.
 
-    Stages whose first layer is one of `firsts`, which must ascend, and whose last is one of `firsts[0]`..`stop - 1`;
-    other arguments as for `cheapest.py`. Only the bytes that must go are looked at, and for
-    each layer what it can save at most: a fractional knapsack, as the maximum over prices of a byte.
+    Args:
+        costs: Costs of the chain.
+        firsts: First layers of the stages, ascending.
+        stop: The stages end with the layers `firsts[0]`..`stop - 1`.
+        moments: Moments of the stages' device.
+        limit_bytes: Memory limit without the reserve.
 
     Returns:
-        Shape (firsts, stop - firsts[0]), microseconds; values left of a row's own first layer mean nothing.
+        Microseconds, shape (firsts, stop - firsts[0]); infinite if the stage never fits. Values before a row's own
+        first layer are undefined.
 
     Complexity: O(firsts · (stop - firsts[0]) · different ratios of time to bytes, at most 64).
     """
@@ -99,7 +103,7 @@ def least_recompute_us(
         shares = moment.weight
         if moment.level is not None:
             over = over + moment.weight * saved + levels[moment.level]
-            # A byte less in front of the highest level is one less there, too.
+            # If peaks are stacked, a byte less saved before the highest peak lowers that peak as well.
             shares += costs.exact
         must_go = np.maximum(must_go, over / shares if shares else np.where(over > 0, np.inf, -np.inf))
     savings = np.stack(most_savings(costs))[:, span]
@@ -108,9 +112,13 @@ def least_recompute_us(
 
 
 def _least_times(savings: FloatArray, times: FloatArray, rows: IntArray, must_go: FloatArray) -> FloatArray:
-    """The fractional knapsack of every stage, as the maximum over prices of a byte; infinite if all is not enough.
+    """Return the fractional knapsack of every stage, by duality; infinite if all layers together save too little.
 
-    `savings` has two rows: of a stage's first layer, and of the others.
+    Args:
+        savings: Most bytes that each layer saves as the first layer of a stage, and as a later one; shape (2, layers).
+        times: Time to recompute each layer, shape (layers,).
+        rows: First layer of each stage.
+        must_go: Bytes that must not be saved, by stage; shape (rows, layers).
     """
 
     def sums(per_layer: FloatArray) -> FloatArray:
@@ -122,10 +130,10 @@ def _least_times(savings: FloatArray, times: FloatArray, rows: IntArray, must_go
     prices = np.unique((times / np.where(useful, savings, 1.0))[useful])
     if len(prices) > _MOST_RATIOS:
         prices = prices[np.linspace(0, len(prices) - 1, _MOST_RATIOS).round().astype(np.int64)]
-    # What need not shrink at all, or cannot, is infinite, which is no number to multiply a price of 0 with.
+    # Infinite bytes times a price of 0 would be undefined.
     finite = np.clip(must_go, -1e200, 1e200)
     least = np.zeros_like(must_go)
-    # By duality: at any price of a byte, what must go costs at least its worth less what layers gain by that price.
+    # At any price of a byte, the time is at least the price of all bytes minus the profit of the layers.
     for price in prices:
         least = np.maximum(least, price * finite - sums(np.maximum(price * savings - times, 0.0)))
     return np.where(must_go <= sums(savings), least, np.inf)

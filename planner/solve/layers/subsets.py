@@ -1,10 +1,9 @@
-"""Every subset of the layers of a short stage that may be worth recomputing: none of them is beaten by another.
+"""Subsets of the layers of a short stage that may be worth recomputing: those that no other subset dominates.
 
-A subset is as good as another if it takes no more time, and with it the stage holds no more and has no higher level,
-whatever runs. Then that is so at every moment of every device, for which a subset is worth looking at or not once for
-all.
+A subset dominates another if it takes no more time to recompute, saves no more bytes, and has no higher peak in any
+pass. It is then no worse at any moment of any device, so the comparison is needed only once per stage.
 
-Complexity: O(2^n n) for n layers, and the square of that for leaving out what is beaten.
+Complexity: O(2^n n) for n layers, and O(4^n) to compare the subsets.
 """
 
 from typing import NamedTuple
@@ -15,28 +14,28 @@ from planner.core.cost.layer_memory import StageLayers
 from planner.solve.space.arrays import BoolArray, FloatArray
 
 MOST_LAYERS = 9
-"""In longer stages subsets are too many."""
+"""Most layers of a stage whose subsets are listed."""
 
 
 class Subsets(NamedTuple):
-    """Subsets of a stage's layers, the fastest first."""
+    """Subsets of a stage's layers, fastest first."""
 
     recomputed: BoolArray
-    """Which layers, shape (N, layers)."""
+    """True for layers in the subset, shape (N, layers)."""
     times_us: FloatArray
-    """To compute them again, shape (N,)."""
+    """Time to recompute them, shape (N,)."""
     saved: FloatArray
-    """Held of a micro-batch, shape (N,)."""
+    """Bytes that a micro-batch saves, shape (N,)."""
     levels: FloatArray
-    """By position in `LayerPeaks`, shape (N, 3); and 0 in a last column, where no layer runs."""
+    """Peaks by position in `LayerPeaks`, then 0 for moments when no layer runs; shape (N, 4)."""
 
     @classmethod
     def of(cls, layers: StageLayers, times_us: FloatArray) -> "Subsets":
-        """The subsets of a stage of at most `MOST_LAYERS` layers.
+        """Return the subsets of a stage of at most `MOST_LAYERS` layers.
 
         Args:
-            layers: The stage.
-            times_us: To compute each layer again, shape (layers,).
+            layers: Data of the stage's layers.
+            times_us: Time to recompute each layer, shape (layers,).
         """
         trained = np.flatnonzero(layers.can_recompute)
         every = np.zeros((1 << len(trained), len(times_us)), dtype=np.bool_)
@@ -53,7 +52,7 @@ class Subsets(NamedTuple):
 
 
 def _unbeaten(numbers: FloatArray) -> BoolArray:
-    """Which rows no other one before is as low as everywhere; rows ascend by the first number."""
+    """Return True for rows that no previous row dominates; rows ascend by the first number."""
     unbeaten = np.ones(len(numbers), dtype=np.bool_)
     for n in range(len(numbers)):
         if unbeaten[n]:
