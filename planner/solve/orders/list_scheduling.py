@@ -1,22 +1,22 @@
-"""What every device does, one thing after the other, made for these stages: list scheduling by a few rules.
+"""List scheduling: compute an action order for given stages, by dispatch rules or from a preferred order.
 
-Devices are followed through time. Whenever one is free it takes, of what has arrived, the first that is allowed:
+Actions are F (forward), I (input-gradient backward), W (weight-gradient backward) and B (whole backward). The devices
+are simulated. A free device runs the first action that is allowed:
 
-    I    as soon as its gradient is there: others wait for it (but under `forward_first` after a forward)
-    F    if fewer micro-batches than `most_waiting` wait on the stage, and memory is left for it
-    W    if nothing else arrives within `patience` of what it takes, or memory is needed
+    I    as soon as its gradient has arrived, because other stages wait for it (after an F with `forward_first`)
+    F    if fewer than `most_waiting` micro-batches are between F and I on the stage, and memory suffices
+    W    if nothing else arrives within `patience` times its duration, or memory is needed
 
-Until then it waits. Which rules are good depends on times and memory: `order_search.py` tries them out.
+Otherwise the device waits. Which rules are good depends on times and memory, so `order_search.py` tries several.
 
     K = 2, M = 2, F = I = W = 1            time    0   1   2   3   4   5   6
                                            dev. 0  0F0 0F1     0I0 0W0 0I1 0W1
                                            dev. 1      1F0 1I0 1F1 1I1 1W0 1W1
 
-Memory is counted as the law has it (`planner.core.cost.moments`), roughly: a micro-batch takes what is held between F
-and I, then what is held between I and W, and what runs takes what is above that at most. The lists are held against the
-law itself afterwards.
+Memory is an approximation of `planner.core.cost.moments`: each micro-batch has a size between F and I, and another one
+between I and W, and the running action has a size on top. The caller checks the resulting order with the exact memory.
 
-Source: the heuristic of Qi et al. 2023 (arXiv:2401.10241), section 3.1, for any placement, times and caps.
+Source: the heuristic of Qi et al. 2023 (arXiv:2401.10241), section 3.1, for any placement, times and memory limits.
 """
 
 from abc import ABC, abstractmethod
@@ -36,72 +36,72 @@ Act = tuple[int, Letter, int]
 
 
 class StageFootprint(NamedTuple):
-    """What a stage takes of its device's memory, in bytes, roughly."""
+    """Approximate memory of a stage, in bytes."""
 
     always: float
-    """Whatever runs: parameters, gradients, buffers of transfers."""
+    """Permanent memory: parameters, gradients and transfer buffers."""
     held: float
-    """A micro-batch between F and I."""
+    """Size of a micro-batch between F and I."""
     between: float
-    """A micro-batch between I and W."""
+    """Size of a micro-batch between I and W."""
     above: float
-    """What runs, at most above what its micro-batch holds otherwise."""
+    """Most additional memory of a running action."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OrderProblem:
-    """Stages on their devices, of which every micro-batch passes each by F, I and W, or by F and B."""
+    """Stages with their devices, times and memory, for which to find an action order."""
 
     chunks: tuple[tuple[int, ...], ...]
-    """Per device its stages, in the order of the chain."""
+    """Stages of each device, in the order of the chain."""
     micro_batches: int
     """M."""
     times: tuple[StageTimes, ...]
-    """Per stage."""
+    """Times of each stage."""
     footprints: tuple[StageFootprint, ...]
-    """Per stage."""
+    """Memory of each stage."""
     is_whole: tuple[bool, ...]
-    """Per stage, whether its backwards run in one piece: then nothing is held between halves."""
+    """True for stages that run B; False for stages that run I and W."""
     limits_bytes: tuple[float, ...]
-    """Per device."""
+    """Memory limit of each device."""
     own_us: tuple[float, ...]
-    """Per device, what it does between two steps; all that replicas sum counts here."""
+    """Time of each device between two steps: its optimizer steps and whole all-reduces."""
 
 
 class ActionOrder(NamedTuple):
-    """What every device does, and how long it takes."""
+    """Action order of every device, and the resulting step time."""
 
     rows: list[list[Act]]
-    """Per device: stage, kind, micro-batch."""
+    """Stage, kind and micro-batch of each action, for each device."""
     period_us: float
-    """From step to step, as `planner.core.cost.simulate.period_us`, but that no link blocks."""
+    """Time from step to step, as `planner.core.cost.simulate.period_us`, as if no link were blocking."""
 
     def actions(self) -> tuple[tuple[Action, ...], ...]:
-        """The rows as a schedule has them."""
+        """Return the order as actions of a schedule."""
         return tuple(tuple(Action(*act) for act in row) for row in self.rows)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DispatchRules:
-    """How a device chooses."""
+    """Rules by which a free device chooses its next action."""
 
     most_waiting: tuple[int, ...]
-    """Per stage, how many micro-batches may be between its F and its I."""
+    """Most micro-batches between F and I, for each stage."""
     patience: tuple[float, ...]
-    """Per device, for how much of its own time a W waits for something better."""
+    """Time that a W waits for another action, as a multiple of its duration; for each device."""
     forward_first: bool
-    """Whether a forward comes before an I that has arrived, too."""
+    """True to run an F before an I if both are possible."""
     later_chunk_first: bool
-    """Which of a device's forwards comes first."""
+    """True to prefer the F of the device's last chunk, False for that of its first chunk."""
 
 
 def footprint_of(always: float, parts: FloatArray, *, is_whole: bool) -> StageFootprint:
-    """What a stage takes.
+    """Return the approximate memory of a stage.
 
     Args:
-        always: Bytes that are there whatever runs.
+        always: Permanent bytes.
         parts: Bytes of each of `planner.core.cost.moments.PARTS`.
-        is_whole: Whether its backwards run in one piece.
+        is_whole: Whether the stage runs B instead of I and W.
     """
     part = dict(zip(PARTS, parts.tolist(), strict=True))
     held = max(part["held"], part["kept"])
@@ -119,7 +119,7 @@ def footprint_of(always: float, parts: FloatArray, *, is_whole: bool) -> StageFo
 
 
 def apply_rules(problem: OrderProblem, rules: DispatchRules) -> ActionOrder | None:
-    """The lists that the rules make; None where memory does not let all micro-batches through.
+    """Return the order that results from the rules; None if memory does not suffice for all micro-batches.
 
     Complexity: O(S M (V + log S M)).
     """
@@ -129,19 +129,19 @@ def apply_rules(problem: OrderProblem, rules: DispatchRules) -> ActionOrder | No
 def follow_order(
     problem: OrderProblem, preferred: Sequence[Sequence[Act]], *, lookahead: int, patience: float
 ) -> ActionOrder | None:
-    """The lists of devices that follow wishes as far as arrivals and memory let them.
+    """Return an order close to a preferred one, as far as arrivals and memory allow.
 
-    A free device takes the first of its wishes that it can run: not only the next one, but for this it waits if it is
-    known to arrive within `patience` of what would be run in its place.
+    A free device runs the first of its next `lookahead` preferred actions that can run. It waits for an earlier one if
+    that is known to arrive soon.
 
     Args:
         problem: The stages.
-        preferred: Per device all that it has to do, in an order; each stage's micro-batches one after the other.
-        lookahead: Among how many of the wishes that are left it may choose.
-        patience: For how much of its own time whatever would come first waits.
+        preferred: All actions of each device, in the preferred order; micro-batches of a stage ascend.
+        lookahead: Number of remaining preferred actions to choose from.
+        patience: Time that an action waits for an earlier one, as a multiple of its own duration.
 
     Returns:
-        None where memory does not let all micro-batches through.
+        The order; None if memory does not suffice for all micro-batches.
 
     Complexity: O(S M (lookahead + log S M)).
     """
@@ -149,7 +149,7 @@ def follow_order(
 
 
 class _ListScheduler(ABC):
-    """Devices as they go through a step."""
+    """Simulation of the devices in one step; subclasses choose the actions."""
 
     def __init__(self, problem: OrderProblem) -> None:
         self.problem = problem
@@ -169,10 +169,10 @@ class _ListScheduler(ABC):
         self.forwards[0].extend([0.0] * self.num)
         self.num_forwards, self.num_inputs, self.num_weights = [0] * num_stages, [0] * num_stages, [0] * num_stages
         self.waiting: list[deque[int]] = [deque() for _ in problem.chunks]
-        """Per device the stages whose W may run, by age."""
+        """Stages of each device whose next W may run, oldest first."""
         footprints = problem.footprints
-        # Of what a device has, the most that may run is set aside, and a place for one micro-batch in each later chunk:
-        # without it the first chunk could fill the device with micro-batches that can never go on.
+        # Reserve the largest running action, and one micro-batch of each later chunk. Without that, the first chunk
+        # could fill the device with micro-batches that can never continue.
         self.size = [max(each.held, each.between) for each in footprints]
         self.left = [
             limit - sum(footprints[s].always for s in chunks) - max(footprints[s].above for s in chunks)
@@ -185,11 +185,11 @@ class _ListScheduler(ABC):
         self.turns: list[tuple[float, int]] = []
 
     def run(self) -> ActionOrder | None:
-        """Follows all devices until nothing happens any more; None if something is left to do."""
+        """Simulate all devices until nothing can run; return None if actions are left."""
         heappush(self.turns, (0.0, self.device[0]))
         while self.turns:
             now_us, device = heappop(self.turns)
-            # Whoever has become busy meanwhile is woken when it is free.
+            # A device that is busy by now has another turn when it is free.
             if now_us >= self.free_us[device]:
                 self.turn(device, now_us)
         if self.num_done < self.num * sum(2 if whole else 3 for whole in self.problem.is_whole):
@@ -199,10 +199,10 @@ class _ListScheduler(ABC):
 
     @abstractmethod
     def turn(self, device: int, now_us: float) -> None:
-        """Runs something on a free device, or waits."""
+        """Run an action on a free device, or wait."""
 
     def forward(self, device: int, stage: int, now_us: float) -> None:
-        """F of the stage's next micro-batch."""
+        """Run F of the stage's next micro-batch."""
         micro_batch = self.num_forwards[stage]
         self.num_forwards[stage] += 1
         self.forwards[stage].popleft()
@@ -214,7 +214,7 @@ class _ListScheduler(ABC):
             self.gradients[stage].append(end_us)
 
     def input_backward(self, device: int, stage: int, now_us: float) -> None:
-        """I of the stage's next micro-batch."""
+        """Run I of the stage's next micro-batch, or B if the stage runs whole backwards."""
         if self.problem.is_whole[stage]:
             self.backward(device, stage, now_us)
             return
@@ -230,7 +230,7 @@ class _ListScheduler(ABC):
             self.send(stage, stage - 1, end_us, self.gradients)
 
     def backward(self, device: int, stage: int, now_us: float) -> None:
-        """Both halves in one piece."""
+        """Run B of the stage's next micro-batch."""
         times, micro_batch = self.problem.times[stage], self.num_inputs[stage]
         self.num_inputs[stage] += 1
         self.num_weights[stage] += 1
@@ -242,14 +242,14 @@ class _ListScheduler(ABC):
             self.send(stage, stage - 1, end_us, self.gradients)
 
     def weight_backward(self, device: int, stage: int, now_us: float) -> None:
-        """W of the stage's next micro-batch."""
+        """Run W of the stage's next micro-batch."""
         micro_batch = self.num_weights[stage]
         self.num_weights[stage] += 1
         self.left[device] += self.problem.footprints[stage].between
         self.start(device, (stage, "W", micro_batch), now_us, self.problem.times[stage].weight_backward_us)
 
     def start(self, device: int, act: Act, now_us: float, duration_us: float) -> float:
-        """Puts an act into the device's list; when it ends."""
+        """Append an action to the device's order; return its end time."""
         if not self.rows[device]:
             self.begins_us[device] = now_us
         self.rows[device].append(act)
@@ -259,12 +259,12 @@ class _ListScheduler(ABC):
         return end_us
 
     def send(self, stage: int, target: int, end_us: float, arrivals: Sequence[deque[float]]) -> None:
-        """Moves what a stage made to where it is needed."""
+        """Send the result of a stage to a neighboring stage."""
         device, other = self.device[stage], self.device[target]
         arrival_us = end_us
         if device != other:
             times = self.problem.times[min(stage, target)]
-            # A link that blocks keeps its receiver busy; here it is taken to be a late arrival.
+            # A blocking link keeps the receiver busy; here it only delays the arrival.
             begin_us = end_us if times.blocking else max(end_us, self.link_us.get((device, other), 0.0))
             arrival_us = self.link_us[device, other] = begin_us + times.send_us
         arrivals[target].append(arrival_us)
@@ -272,7 +272,7 @@ class _ListScheduler(ABC):
 
 
 class _RuleScheduler(_ListScheduler):
-    """Devices that choose by rules."""
+    """Simulation in which devices choose by rules."""
 
     def __init__(self, problem: OrderProblem, rules: DispatchRules) -> None:
         super().__init__(problem)
@@ -306,7 +306,7 @@ class _RuleScheduler(_ListScheduler):
         return best, best_us
 
     def _next_forward(self, device: int, now_us: float) -> tuple[int, float, bool]:
-        """Stage and arrival of the next forward that may run, and whether one is held back by memory alone."""
+        """Return stage and arrival time of the next F, and True if only memory prevents an F from running now."""
         best, best_us, is_full = -1, inf, False
         for stage in self.forward_order[device]:
             forwards = self.forwards[stage]
@@ -320,7 +320,7 @@ class _RuleScheduler(_ListScheduler):
 
 
 class _OrderFollower(_ListScheduler):
-    """Devices that follow an order as far as they can."""
+    """Simulation in which devices follow a preferred order."""
 
     def __init__(
         self, problem: OrderProblem, preferred: Sequence[Sequence[Act]], lookahead: int, patience: float
@@ -354,7 +354,7 @@ class _OrderFollower(_ListScheduler):
             heappush(self.turns, (next_us, device))
 
     def _arrival_us(self, device: int, stage: int, kind: Letter, micro_batch: int) -> float:
-        """When it can run; infinite as long as nobody knows."""
+        """Return when the action can run; infinite while that is unknown."""
         if kind == "W":
             ready = micro_batch == self.num_weights[stage] and micro_batch < self.num_inputs[stage]
             return 0.0 if ready else inf
@@ -368,7 +368,7 @@ class _OrderFollower(_ListScheduler):
 
 
 def _split_backwards(row: Sequence[Act], is_whole: Sequence[bool]) -> Iterator[Act]:
-    """Wishes with I for all that gradients wait for, and a W behind it where there was none; without W in one piece."""
+    """Yield the actions with every B replaced by I and W; stages with whole backwards keep only I."""
     for stage, kind, micro_batch in row:
         if kind != "W" or not is_whole[stage]:
             yield stage, "I" if kind == "B" else kind, micro_batch

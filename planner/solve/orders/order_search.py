@@ -1,7 +1,7 @@
-"""The best lists for given stages: many rules are tried, and the best of them changed bit by bit.
+"""Search for the best action order of given stages: try many dispatch rules, then improve the best order step by step.
 
-Effort is counted in actions that are put into a list or simulated, so that the same question gets the same answer on
-any machine. A list counts only if it keeps the caps by the law of memory itself.
+Effort is counted in scheduled or simulated actions, so the same request gets the same plan on any machine. An order
+counts only if it fits according to the exact memory model.
 """
 
 import random
@@ -32,43 +32,43 @@ from planner.solve.space.arrays import FloatArray
 
 Rows = tuple[tuple[Action, ...], ...]
 
-# What is tried of each knob, the most promising first.
+# Values to try for the fields of `_Tuning`, most promising first.
 _WAITING = (1.0, 1.5, 0.8, 1.25, 1.7, 1.9, 2.0, 1.1, 1.35, 1.6, 1.8, 2.3, 3.0, 0.65, 0.5)
 _EXTRA = (0, 1, -1)
 _PATIENCE = (0.5, 0.0, 1.0, 0.25, 0.75)
 _EITHER = (True, False)
 
 _TRY_ACTIONS = 60
-"""What a try takes beside its actions, in actions: of small pipelines most of it."""
+"""Fixed cost of one order, in actions; for small pipelines most of the cost."""
 
 _LOOKAHEAD = (3, 8, 20)
-"""Among how many of the things that a model does next a device may choose."""
+"""Values of `lookahead` to try with known orders."""
 
 _RULES_SHARE, _PATIENCE_SHARE = 0.3, 0.3
-"""How often it is rules that are changed, not lists; and of rules, patience."""
+"""Probability of changing the rules instead of the order; and of changing patience among the rules."""
 
 _WORSE = 1.5e-4
-"""Lists are gone on from if they are slower than the best by less than this, and ever less of it."""
+"""Initial threshold: the search continues from orders slower than the best by less than this, relatively."""
 
 _PLACES = (-12, -9, -6, -4, -3, -2, -1, -1, 1, 1, 2, 3, 4, 6, 9, 12)
-"""By how much an act comes later in a list."""
+"""Numbers of positions to move an action by."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FoundOrder:
-    """Lists, and the time from step to step with them."""
+    """Action order that fits, and its simulated time from step to step."""
 
     rows: Rows
     period_us: float
 
 
 class OrderSearch:
-    """A search for the lists of given stages.
+    """Search for the action order of given stages.
 
     Args:
         problem: The stages.
-        fits: Whether lists keep the caps, by the law.
-        known_orders: Lists that were made for other times or caps, to be followed as far as these let them.
+        fits: Function that returns True if an order keeps the exact memory limits.
+        known_orders: Orders for other times or limits, such as those of named schedules, to start from.
     """
 
     def __init__(self, problem: OrderProblem, fits: Callable[[Rows], bool], known_orders: Sequence[Rows] = ()) -> None:
@@ -78,10 +78,10 @@ class OrderSearch:
         self._least_us = least_period_us(problem) * (1 + 1e-9)
         self.best: FoundOrder | None = None
         self.spent = 0
-        """Actions listed."""
+        """Number of actions scheduled or simulated."""
 
     def search(self, most_actions: int) -> FoundOrder | None:
-        """The best lists that so much effort finds; None where none keep the caps."""
+        """Return the best order found with an effort of `most_actions`; None if none fits."""
         if self._try_all_orders(most_actions):
             return self.best
         self._follow(most_actions)
@@ -96,7 +96,7 @@ class OrderSearch:
                 if self.spent < most_actions and self._try_rules(rules := self._make_rules(changed)):
                     tuning, best = changed, rules
 
-        # One knob after the other, twice: what the later ones are good for depends on the earlier.
+        # One field after the other, twice, because the best values of the first depend on the others.
         for _ in range(2):
             try_each(tuning._replace(waiting=waiting, shape=shape) for shape in (0, 1) for waiting in _WAITING)
             try_each(tuning._replace(extra=extra) for extra in _EXTRA)
@@ -107,13 +107,13 @@ class OrderSearch:
         return self.best
 
     def _threshold_accepting(self, rules: DispatchRules, most_actions: int) -> None:
-        """Changes the rules, and lists themselves, a bit at a time, and goes on from what is as good or hardly worse.
+        """Change the rules, or the order itself, step by step, and accept slightly slower orders at first.
 
         Source: threshold accepting, Dueck and Scheuer 1990 (doi:10.1016/0021-9991(90)90201-B).
         """
-        rng = random.Random(0)  # noqa: S311 - the same answer every time
+        rng = random.Random(0)  # noqa: S311 - a fixed seed: the same plan every time
         order = apply_rules(self._problem, rules)
-        assert order is not None  # they made the best lists so far
+        assert order is not None  # these rules made the best order so far
         rules_us, whole = order.period_us, most_actions - self.spent
         while self.spent < most_actions and not self._is_proven():
             is_by_rules = rng.random() < _RULES_SHARE
@@ -133,7 +133,7 @@ class OrderSearch:
                 order = found
 
     def _try_all_orders(self, most_actions: int) -> bool:
-        """Tries every order of every device, if they are few enough; then nothing is better."""
+        """Try every order of every device and return True, if there are few enough."""
         problem = self._problem
         if len(problem.chunks) != len(problem.times):
             return False
@@ -146,7 +146,7 @@ class OrderSearch:
         if prod(len(orders) for orders in every if orders is not None) * actions > most_actions:
             return False
         for rows in product(*(orders for orders in every if orders is not None)):
-            with suppress(ValueError):  # they wait for each other
+            with suppress(ValueError):  # the devices wait for each other
                 self._simulate(rows)
             self.spent += actions
         return True
@@ -171,11 +171,11 @@ class OrderSearch:
         )
 
     def _try_rules(self, rules: DispatchRules) -> bool:
-        """Whether lists by these rules are better than the best so far."""
+        """Apply the rules; return True if the order is the best so far."""
         return self._keep_if_better(apply_rules(self._problem, rules))
 
     def _keep_if_better(self, order: ActionOrder | None) -> bool:
-        """Whether lists that were just made are better than the best so far, which they then are."""
+        """Record an order if it fits and is faster than the best; return True if so."""
         self.spent += 3 * len(self._problem.times) * self._problem.micro_batches + _TRY_ACTIONS
         if order is None or (self.best is not None and order.period_us >= self.best.period_us * (1 - SAME)):
             return False
@@ -190,12 +190,11 @@ class OrderSearch:
 
 
 class _Tuning(NamedTuple):
-    """What rules are made of to begin with."""
+    """Parameters of dispatch rules that are equal for all devices: most_waiting = waiting * shape + extra."""
 
     waiting: float = 1.0
-    """How many micro-batches wait on a stage, in times of its shape."""
     shape: int = 0
-    """Those that are on their way behind it, or the stages behind it."""
+    """0 for the micro-batches in flight after each stage, 1 for the number of later stages plus one."""
     extra: int = 0
     patience: float = 0.5
     forward_first: bool = False
@@ -203,9 +202,9 @@ class _Tuning(NamedTuple):
 
 
 def least_period_us(problem: OrderProblem) -> float:
-    """Below the time from step to step with any lists, as far as `OrderProblem.footprints` tell what memory holds.
+    """Return an approximate lower bound of the step time of any order, by the bound of `period_bound.py`.
 
-    It ends a search; no certificate rests on it: for that see `period_bound.py`, whose law it is.
+    It only ends a search early. No claim of optimality uses it, because the memory in `footprints` is approximate.
     """
 
     def each(name: str) -> FloatArray:
@@ -223,13 +222,13 @@ def least_period_us(problem: OrderProblem) -> float:
 
 
 _MOST_ORDERS = 3
-"""Micro-batches of which all orders on a device are listed: 42 of F, I and W."""
+"""Most micro-batches for which all orders of a device are tried: 42 orders of F, I and W."""
 
 
 def _all_orders(stage: int, micro_batches: int, is_whole: bool) -> list[tuple[Action, ...]] | None:  # noqa: FBT001
-    """Every order of a stage's actions that runs each kind from the first micro-batch to the last.
+    """Return all orders of a stage's actions with ascending micro-batches; None if there are too many.
 
-    Micro-batches are alike, so that no other order is better; of more than a few there are too many.
+    All micro-batches are equal, so no other order is better.
     """
     if micro_batches > _MOST_ORDERS:
         return None
@@ -248,14 +247,14 @@ def _all_orders(stage: int, micro_batches: int, is_whole: bool) -> list[tuple[Ac
 
 
 def _round_trip_us(times: Sequence[StageTimes], stage: int) -> float:
-    """From the end of a forward to the gradient that comes back for it."""
+    """Return the least time from the end of a forward until its gradient arrives."""
     behind = times[stage + 1 :]
     least_us = sum(t.forward_us + min(t.input_backward_us, t.last_input_backward_us) for t in behind)
     return least_us + 2 * sum(t.send_us for t in times[stage:-1])
 
 
 def _in_flight(problem: OrderProblem) -> tuple[float, ...]:
-    """Per stage, micro-batches that set out from it before the first gradient is back, at the pace of the slowest."""
+    """Return for each stage the micro-batches in flight during a round trip, at the pace of the slowest device."""
     pace_us = max(
         sum(t.forward_us + t.input_backward_us + t.weight_backward_us for t in (problem.times[s] for s in chunks))
         for chunks in problem.chunks
@@ -269,7 +268,7 @@ def _in_flight(problem: OrderProblem) -> tuple[float, ...]:
 
 
 def _change_rules(rules: DispatchRules, rng: random.Random) -> DispatchRules:
-    """The rules with one thing changed, for one device or stage or some in a row."""
+    """Return the rules with a random change, for one or several consecutive devices or stages."""
     if rng.random() < _PATIENCE_SHARE:
         patience = rng.choice((0.0, 0.1, 0.25, 0.4, 0.5, 0.6, 0.75, 0.9, 1.0, 1.5, inf))
         some = _random_range(len(rules.patience), rng)
@@ -280,15 +279,15 @@ def _change_rules(rules: DispatchRules, rng: random.Random) -> DispatchRules:
 
 
 def _random_range(number: int, rng: random.Random) -> range:
-    """One of so many, or some in a row."""
+    """Return a random range of one or several of `number` indices."""
     first = rng.randrange(number)
     return range(first, rng.choice((first + 1, first + 1, min(number, first + 2), number)))
 
 
 def _reorder(problem: OrderProblem, rows: Sequence[Sequence[Act]], rng: random.Random) -> list[list[Act]]:
-    """The lists with an act some places earlier or later, on one device or all behind or in front of it in the chain.
+    """Return the order with an action moved, on one device or on all later or earlier devices as well.
 
-    Every kind's micro-batches stay in order.
+    The micro-batches of each kind of action still ascend.
     """
     changed = [*map(list, rows)]
     for _ in range(rng.choice((1, 2))):
@@ -297,7 +296,7 @@ def _reorder(problem: OrderProblem, rows: Sequence[Sequence[Act]], rng: random.R
         for each in rng.choice((range(device, device + 1), range(device, len(rows)), range(device + 1))):
             row, act = changed[each], (problem.chunks[each][chunk], kind, micro_batch)
             if act not in row:
-                continue  # this stage's backwards run in another number of pieces
+                continue  # this stage splits its backward, or the first device's does
             place = row.index(act)
             row.insert(min(max(0, place + step), len(row) - 1), row.pop(place))
             counts: Counter[tuple[int, Letter]] = Counter()

@@ -1,28 +1,29 @@
-"""Below the time from step to step with any lists of actions: what no order can beat, for some cuts or for all.
+"""Lower bounds of the step time that hold for every action order, of one partition or of all partitions.
 
-    f     a device's first stage along the chain; its first action is a forward there, for all else comes later
-    F, G  a stage's forward, and what it takes at least until the gradient of its input is there
-    P     from the begin of a forward on f to the end of the same micro-batch's backward there: all stages behind
-    a     from the begin of the first forward on f until anything else arrives: a forward on the device's next stage,
-          or, where f is its only one, a gradient
-    n     micro-batches that the device's memory lets wait on f at most
+    f       first stage of a device along the chain; the device's first action is a forward of f
+    F, G    forward of a stage; least time of a stage to compute the gradient of its input
+    P       least round trip: from the start of a forward of f to the end of the gradient of the same micro-batch
+    a       time from the first forward of f until another action can run: a forward of the device's next stage, or the
+            first gradient if the device has one stage
+    n       most micro-batches in flight on f, because of the device's memory
+    window  time from a device's first action to its last
 
-    A device computes all of its work. Until `a` it can only run forwards of f, n of them at most; the rest it idles:
+A device computes all of its work. Before a, it can only run forwards of f, at most n of them, and is idle otherwise:
 
-        window >= work + max(0, a - n F)
+    window >= work + max(0, a - n F)
 
-    Each of M micro-batches is between its forward and its backward on f for P at least, n of them at a time. With a
-    color for each place in memory, intervals of one color come one after the other, and some color has M/n of them:
+Each of the M micro-batches is in flight on f for at least P, and at most n of them at once. So they can be colored with
+n colors such that the intervals of one color do not overlap, and some color has at least M/n of them:
 
-        window >= ceil(M / n) P + what follows the last gradient
+    window >= ceil(M / n) P + remaining backward after the last gradient
 
-The last gradient of f waits for all of another device's stages g, h, … behind f: their forwards and gradients run
-between the first forward on g, which is the first of these along the chain, and the last gradient there.
+Let g, h, … be the stages of another device that come after f. The last gradient of f comes after all forwards and
+gradients of g, h, …, which run between the first forward of g and the last gradient of g:
 
-    window >= F's from f to g + M (F + G of g, h, …) + G's from g back to f + what follows the last gradient
+    window >= F from f to g + M (F + G of g, h, …) + G from g back to f + remaining backward after the last gradient
 
-No order of micro-batches is assumed, neither halves nor whole backwards. The bound of a partition is the longest of its
-devices' windows with what follows them, that of all cuts the least of these.
+These bounds assume no order of micro-batches, and hold for split and whole backwards. The bound of a partition is the
+largest window plus the device's own time between steps. The bound of all partitions is the smallest of these.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -40,35 +41,35 @@ from planner.solve.space.case import Case
 from planner.solve.space.partitions import Evaluator
 
 _MOST_CUTS = 100_000
-"""Partitions of which each is bounded by itself: some tenths of a second."""
+"""Most partitions to bound one by one: some tenths of a second."""
 
 _CELLS = 4
-"""Stages that are bounded in the time of one action."""
+"""Stages that are bounded in the time of simulating one action."""
 
 _MOST_COMBINATIONS = 27
-"""Ways to recompute the chunks of a device of which each is looked at."""
+"""Most combinations of recomputation of a device's chunks to try."""
 
 _ROUNDED_BYTES = 64.0
-"""Parts are rounded one by one where memory is judged."""
+"""Tolerance in bytes, because the exact memory model rounds every part."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeastTimes:
-    """What stages of N partitions take at least, in microseconds; arrays of shape (N, S)."""
+    """Least times of the stages of N partitions, in microseconds; arrays of shape (N, S)."""
 
     forward_us: FloatArray
     gradient_us: FloatArray
     """G."""
     last_us: FloatArray
-    """The whole backward of a micro-batch, however it runs."""
+    """Whole backward of a micro-batch, split or not."""
     work_us: FloatArray
-    """All M micro-batches, forth and back."""
+    """Forwards and backwards of all M micro-batches."""
     send_us: FloatArray
-    """Crossing the boundary behind each stage, once."""
+    """Transfer to the next stage, once."""
 
     @classmethod
     def of(cls, busy: BusyTimes, halves: HalfTimes, send_us: FloatArray, micro_batches: int) -> "LeastTimes":
-        """From what stages are busy with each kind of action."""
+        """Return the least times, given the times of each kind of action."""
         backward = np.minimum(busy.backward_us, halves.input_backward_us + halves.weight_backward_us)
         last = np.minimum(busy.last_backward_us, halves.last_input_backward_us + halves.weight_backward_us)
         whole = np.minimum(busy.backward_us, busy.last_backward_us)
@@ -89,22 +90,22 @@ def least_windows_us(
     *,
     passed_us: FloatArray | None = None,
 ) -> FloatArray:
-    """Below the time from the first action of each device to its last, whatever the lists are.
+    """Return lower bounds of each device's window, for any order.
 
     Args:
-        times: What stages take.
-        chunks: Per device its stages, in the order of the chain.
+        times: Least times of the stages.
+        chunks: Stages of each device, in the order of the chain.
         micro_batches: M.
-        most_in_flight: n of each device, 1 at least; shape (N, K).
-        passed_us: G of stages that other devices wait for, where that may be less than `times` have; shape (N, S).
+        most_in_flight: n of each device, at least 1; shape (N, K).
+        passed_us: G of other devices' stages, if it may be less than in `times`; shape (N, S).
 
     Returns:
-        Microseconds, of shape (N, K).
+        Microseconds, shape (N, K).
     """
     device_of = {stage: device for device, stages in enumerate(chunks) for stage in stages}
     crosses = [device_of[s] != device_of[s + 1] for s in range(len(device_of) - 1)]
     sends = times.send_us * np.array([*crosses, False])
-    # Sums over the stages in front of each one, what crosses behind them included.
+    # Sums over the stages before each one, including their transfers.
     forth = _prefix_sums(times.forward_us + sends)
     passed_us = times.gradient_us if passed_us is None else passed_us
     back = _prefix_sums(passed_us + sends)
@@ -123,7 +124,7 @@ def least_windows_us(
         for other_stages in chunks:
             later = [s for s in other_stages if s > first]
             if later:
-                # There and back between f and g, but for the forwards and gradients of g, which count among all.
+                # From f to g and back, without the forwards and gradients of g, which are in `all_us`.
                 way_us = forth[:, later[0]] - forth[:, first] + sends[:, first]
                 way_us = way_us + back[:, later[0]] - back[:, first + 1]
                 all_us = micro_batches * (times.forward_us + passed_us)[:, later].sum(axis=1)
@@ -133,21 +134,21 @@ def least_windows_us(
 
 
 def least_trip_us(case: Case) -> float:
-    """Below the step time of every partition, with any lists: a micro-batch goes through the whole chain and back."""
+    """Return a lower bound of the step time of all partitions: the round trip of one micro-batch."""
     gradient_us = np.minimum(case.costs.backward_us, case.costs.halves.input_us)
     return float((case.costs.forward_us + gradient_us).sum()) / case.fastest
 
 
 def least_of_all_cuts_us(evaluator: Evaluator, upper_us: float, most_actions: int) -> float:
-    """Below the step time of every partition, with any lists.
+    """Return a lower bound of the step time of all partitions under any order.
 
     Args:
-        evaluator: The partitions.
-        upper_us: A step time that is there already: a bound above it is of no use.
-        most_actions: It may take as long as simulating so many actions.
+        evaluator: Evaluator for a number of devices.
+        upper_us: Known step time; the bound need not be larger.
+        most_actions: Largest cost, in simulated actions.
 
     Returns:
-        Microseconds, `upper_us` at most; 0 where it would take too long to look at every partition.
+        Microseconds, at most `upper_us`; 0 if bounding every partition would cost too much.
     """
     case = evaluator.case
     num_cuts = comb(case.costs.num_layers - 1, evaluator.num_stages - 1) if case.rules.balance is None else 1
@@ -160,10 +161,10 @@ def least_of_all_cuts_us(evaluator: Evaluator, upper_us: float, most_actions: in
 
 
 def _least_us(evaluator: Evaluator, cuts: IntArray, upper_us: float) -> float:
-    """The least bound of the partitions, or `upper_us`; cuts have shape (N, S+1)."""
+    """Return the smallest bound of N partitions, or `upper_us`; cuts have shape (N, S+1)."""
     fastest, own_us = _least_times(evaluator, cuts, evaluator.allowed[0])
     work_us = np.stack([fastest.work_us[:, list(stages)].sum(axis=1) for stages in evaluator.chunks], axis=1) + own_us
-    # Most cuts are so uneven that nothing else need be looked at.
+    # Most cuts are so uneven that their work alone exceeds `upper_us`.
     cuts = cuts[work_us.max(axis=1) < upper_us]
     if not len(cuts):
         return upper_us
@@ -180,22 +181,22 @@ def _least_us(evaluator: Evaluator, cuts: IntArray, upper_us: float) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _StageBounds:
-    """What the stages of N partitions take and hold at least; in bytes, arrays of shape (N, S)."""
+    """Least times and memory of the stages of N partitions; arrays in bytes, shape (N, S)."""
 
     times: LeastTimes
     own_us: FloatArray
-    """What follows each device's last action; shape (N, K)."""
+    """Time of each device between steps, in microseconds; shape (N, K)."""
     always: FloatArray
     held: FloatArray
-    """A micro-batch between its forward and its backward."""
+    """Size of a micro-batch between its forward and its backward."""
     running: FloatArray
-    """What runs, forward or backward: the one that takes more."""
+    """Size of a running forward or backward, whichever is larger."""
     inside: FloatArray
-    """1 where memory is in the tables, else 0."""
+    """1 if the memory of the stage is in the tables, else 0."""
 
     @classmethod
     def of(cls, evaluator: Evaluator, cuts: IntArray, choice: int) -> "_StageBounds":
-        """The stages with one kind of recomputation everywhere."""
+        """Return the bounds of all stages with the same index into `CHOICES`."""
         always, parts, inside = evaluator.stage_bytes(cuts, np.full((len(cuts), evaluator.num_stages), choice))
         part = {name: parts[..., place] for place, name in enumerate(PARTS)}
         held, forward, backward = (
@@ -213,14 +214,14 @@ class _StageBounds:
         )
 
     def most_in_flight(self, evaluator: Evaluator) -> FloatArray:
-        """How many micro-batches wait on each device's first stage, n: shape (N, K); 0 where not even one gets on."""
+        """Return n of each device, shape (N, K); 0 if not even one micro-batch fits."""
         num = float(evaluator.case.micro_batches)
         most = np.full((len(self.always), evaluator.num_devices), num)
         for device, stages in enumerate(evaluator.chunks):
             columns = list(stages)
-            # Gradients and what is put off may be there as well, but need not.
+            # Gradients and postponed weight passes are not counted, because they need not exist.
             room = evaluator.case.limits_bytes[device] + _ROUNDED_BYTES - self.always[:, columns].sum(axis=1)
-            # On a later chunk a micro-batch runs while the earlier ones hold it.
+            # While a micro-batch runs on a later chunk, the earlier chunks of the device hold it.
             held_before = _prefix_sums(self.held[:, columns])[:, :-1]
             fits = (held_before + self.running[:, columns] <= room[:, None]).all(axis=1)
             waiting = np.floor((room - self.running[:, stages[0]]) / np.maximum(self.held[:, stages[0]], 1e-9)) + 1
@@ -230,7 +231,10 @@ class _StageBounds:
 
 
 def _combinations(evaluator: Evaluator, stages: Sequence[_StageBounds]) -> Iterator[_StageBounds]:
-    """The stages with every way to recompute the chunks of a device; of many chunks those behind the first for free."""
+    """Yield the bounds for every combination of recomputation of the chunks of a device.
+
+    If there are too many combinations, the chunks after the first one get the least of all choices in every number.
+    """
     num_chunks = evaluator.case.chunks
     place = {stage: chunk for chunks in evaluator.chunks for chunk, stage in enumerate(chunks)}
 
@@ -247,19 +251,19 @@ def _combinations(evaluator: Evaluator, stages: Sequence[_StageBounds]) -> Itera
 
 
 def _combine(stages: Sequence[_StageBounds], join: Callable[[Sequence[FloatArray]], FloatArray]) -> _StageBounds:
-    """Stages that are made of several, array by array."""
+    """Combine bounds array by array."""
     times = {of.name: join([getattr(each.times, of.name) for each in stages]) for of in fields(LeastTimes)}
     sizes = {name: join([getattr(each, name) for each in stages]) for name in ("always", "held", "running", "inside")}
     return _StageBounds(times=LeastTimes(**times), own_us=stages[0].own_us, **sizes)
 
 
 def _least_times(evaluator: Evaluator, cuts: IntArray, choice: int) -> tuple[LeastTimes, FloatArray]:
-    """What stages take with that recomputation, and what follows each device's last action at least, (N, K)."""
+    """Return the least times with one index into `CHOICES`, and the time between steps, shape (N, K)."""
     choices = np.full((len(cuts), evaluator.num_stages), choice)
     busy, halves, crossing, own_us = evaluator.durations(cuts, choices)
     times = LeastTimes.of(busy, halves, crossing, evaluator.case.micro_batches)
     if evaluator.case.replicas > 1:
-        # Of several chunks all but the last one's gradients may have been summed by then.
+        # Only the all-reduce of one chunk must come after the last action, so count the smallest.
         sums = evaluator.case.sums.replica_sums_us(cuts[:, :-1], cuts[:, 1:])
         each = [sums[:, list(stages)] for stages in evaluator.chunks]
         own_us = own_us - np.stack([us.sum(axis=1) - us.min(axis=1) for us in each], axis=1)
@@ -267,5 +271,5 @@ def _least_times(evaluator: Evaluator, cuts: IntArray, choice: int) -> tuple[Lea
 
 
 def _prefix_sums(times_us: FloatArray) -> FloatArray:
-    """The sum in front of every stage, and of all: shape (N, S+1)."""
+    """Return the sums before every stage, then the total; shape (N, S+1)."""
     return np.concatenate([np.zeros((len(times_us), 1)), np.cumsum(times_us, axis=1)], axis=1)

@@ -1,10 +1,10 @@
-"""Cuts, recomputation and lists together: a schedule that is made for the stages that it cuts.
+"""Search for a schedule of its own: cuts, recomputation and action order together.
 
-    cuts, recomputation  ->  lists made for them  ->  cuts and recomputation improved under these lists  ->  …
+    cuts, recomputation  ->  action order for them  ->  cuts and recomputation improved under this order  ->  …
 
-until a round brings nothing. It begins with what every named schedule is best with that has as many stages on a device
-in the same places, and with the even cuts; and lists may follow those of named schedules. The best of a named schedule
-counts, too: what is found is not slower than what the same effort finds for those.
+A round that is no improvement ends this. It starts from even cuts, and from the best partition under every named
+schedule with the same placement, whose action orders also serve as starts. Plans of these named schedules count as
+results as well, so the result is never slower than what the same effort finds for them.
 """
 
 from collections.abc import Sequence
@@ -30,16 +30,16 @@ from planner.solve.space.partitions import Evaluator
 
 Rows = tuple[tuple[Action, ...], ...]
 CutsAndChoices = tuple[IntArray, IntArray]
-"""A partition: cuts of shape (S+1,) and choices of shape (S,)."""
+"""Partition: cuts, shape (S+1,), and choices, shape (S,)."""
 
 _ROUNDS = 6
-"""Times that lists and cuts are improved in turn."""
+"""Most rounds from one start."""
 
 _SHARE = 6
-"""One of so many parts of what effort is left goes into one search, for cuts or for lists."""
+"""Divisor of the effort left that one search for cuts, or for an order, may use."""
 
 _OF_BOUND = 4
-"""A bound for all cuts takes one of so many parts of what was spent on looking for plans, at most."""
+"""Divisor of the effort spent so far that a bound of all partitions may cost."""
 
 
 def search_orders(case: Case, *, upper_us: float = inf, deadline: Deadline = NEVER) -> Answer:
@@ -65,28 +65,28 @@ def _search_all(progress: Progress) -> None:
 
 
 class _JointSearch:
-    """The search for one number of devices."""
+    """Search for one number of devices."""
 
     def __init__(self, progress: Progress, evaluator: Evaluator) -> None:
         self._progress, self._evaluator = progress, evaluator
         self._named = _named_schedules(evaluator)
 
     def search(self) -> None:
-        """From every start in turn."""
+        """Search from every start."""
         even = start_cuts(self._progress, self._evaluator)
         for named in self._named:
             best = self._improve_cuts(named, even)
             if best is not None:
                 self._alternate(best)
         for cuts in even[:1]:
-            # The more is recomputed to begin with, the slower: the first that leads to what fits is enough.
+            # More recomputation at the start is slower, so stop at the first choice that leads to a plan that fits.
             any(
                 self._alternate((cuts, np.full(self._evaluator.num_stages, choice)))
                 for choice in self._evaluator.allowed
             )
 
     def _alternate(self, partition: CutsAndChoices) -> bool:
-        """Makes lists for the partition and improves it under them, until that brings nothing; whether lists fit."""
+        """Improve order and partition in turn until that does not help; return True if an order fits."""
         before_us = inf
         for _ in range(_ROUNDS):
             self._progress.deadline.check()
@@ -106,7 +106,7 @@ class _JointSearch:
         return before_us < inf
 
     def _improve_cuts(self, evaluator: Evaluator, starts: Sequence[IntArray]) -> CutsAndChoices | None:
-        """The best partition that is found under lists; None if nothing fits. The best of all is noted."""
+        """Return the best partition under the evaluator's order, and record it; None if nothing fits."""
         progress = self._progress
         own = Progress(case=evaluator.case, effort=progress.effort, deadline=progress.deadline, upper_us=inf)
         CutSearch(own, evaluator).search(starts, max(0, progress.effort.left) // _SHARE)
@@ -117,9 +117,9 @@ class _JointSearch:
         return cuts_and_choices(own.best)
 
     def _find_order(self, partition: CutsAndChoices) -> FoundOrder | None:
-        """The best lists that are found for the partition; None if nothing fits.
+        """Return the best order found for the partition; None if nothing fits.
 
-        Backwards in one piece hold nothing between halves, and may take less than both together.
+        Whole backwards are tried as well: they need no memory between I and W, and may be faster than both together.
         """
         evaluator, effort = self._evaluator, self._progress.effort
         cuts, choices = partition[0][None], partition[1][None]
@@ -141,7 +141,7 @@ class _JointSearch:
 
 
 def _named_schedules(evaluator: Evaluator) -> list[Evaluator]:
-    """The named schedules that run with these stages in these places; GPipe's lists are good for no memory."""
+    """Return evaluators for the named schedules with the same placement; GPipe's order needs too much memory."""
     able = []
     for schedule in SCHEDULES.values():
         if not schedule.has_closed_form and schedule.placement == evaluator.case.schedule.placement:
@@ -152,7 +152,7 @@ def _named_schedules(evaluator: Evaluator) -> list[Evaluator]:
 
 
 def _order_problem(evaluator: Evaluator, cuts: IntArray, choices: IntArray, *, is_whole: bool) -> OrderProblem:
-    """Return what lists are made for: one partition, with cuts of shape (S+1,) and choices of shape (S,)."""
+    """Return the order problem of one partition; cuts have shape (S+1,), choices (S,)."""
     cuts, choices = cuts[None], choices[None]
     busy, halves, crossing, own = evaluator.durations(cuts, choices)
     always, parts, _ = evaluator.stage_bytes(cuts, choices)
@@ -180,6 +180,6 @@ def _order_problem(evaluator: Evaluator, cuts: IntArray, choices: IntArray, *, i
 
 
 def _split_costs_nothing(problem: OrderProblem) -> bool:
-    """Whether no stage takes longer for both halves than for a backward in one piece."""
+    """Return True if I and W together take no stage longer than B."""
     halves = ((t.input_backward_us + t.weight_backward_us, t.backward_us) for t in problem.times)
     return all(both_us <= whole_us * (1 + 1e-9) for both_us, whole_us in halves)
