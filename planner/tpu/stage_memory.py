@@ -94,7 +94,7 @@ class Looped:
         Args:
             s: The stages.
             recompute: Recompute choice of the stages.
-            in_flight: Largest number of micro-batches that wait for their backward or run.
+            in_flight: N, the most micro-batches in flight.
         """
         kept_bytes, edges = s.input + s.saved, s.input + s.output
         keeps, loops = recompute in ("never", "layers"), in_flight > 1

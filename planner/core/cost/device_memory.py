@@ -3,13 +3,13 @@
     peak = max over t of sum over v of (always[v] + sum over p of moments[t, v, p] * parts[v, p])
 
     t    point in the step           v    chunk of the device, 0 to V-1
-    p    component of `PARTS`        N    number of devices or partitions evaluated at once
+    p    part, one of `PARTS`        N    number of devices or partitions evaluated at once
     S    number of stages            K    number of devices
 
-Each chunk is a stage with the components of `planner.core.cost.parts`. The counts `moments` follow from the
+Each chunk is a stage with the parts of `planner.core.cost.parts`. The counts `moments` follow from the
 instruction list of the device, transfers included (`planner.core.cost.moments`). Differences to one stage per device:
 
-- Every component is rounded to whole bytes, so that the chunks in a plan add up to the device's peak.
+- Every part is rounded to whole bytes, so that the chunks in a plan add up to the device's peak.
 - Parameters that two chunks share count once, and so does a tensor that one chunk passes to the next on the same
   device (`shared_bytes`, `subtract_shared`).
 - The memory model of compiled programs does not apply. Such a profile counts as one without exact records.
@@ -38,7 +38,7 @@ _MUCH: Final = 2.0**48
 
 _PLACE: Final[Mapping[PartName, int]] = {part: place for place, part in enumerate(PARTS)}
 _WITH_INPUT: Final[tuple[PartName, ...]] = ("held", "kept", *FORWARDS, *WITH_BACKWARDS)
-"""Components that include the received input of their micro-batch."""
+"""Parts that include the received input of their micro-batch."""
 _RUNNING: Final = [_PLACE[part] for part in RUNNING]
 _ITEM_OF: Final[Mapping[PartName, Item]] = {
     **dict.fromkeys(("gradients", "input_backward_gradients"), "gradients"),
@@ -47,14 +47,14 @@ _ITEM_OF: Final[Mapping[PartName, Item]] = {
     **dict.fromkeys(("output_gradient", "input_gradient"), "transfer"),
     "optimizer_step": "working",
 }
-"""Item of every component except those of a running action."""
+"""Component of every part except those of a running action."""
 
 
 class ChunkMemory(NamedTuple):
     """Memory of one chunk in bytes."""
 
     always: StageMemory
-    """Bytes that exist during the whole step, by item."""
+    """Bytes that exist during the whole step, by component."""
     parts: FloatArray
     """Bytes of each of `PARTS`, shape (parts,)."""
 
@@ -68,20 +68,20 @@ class ChunkMemory(NamedTuple):
 
 
 class ChunkByLayers(NamedTuple):
-    """Memory of a chunk as a function of its recomputed layers: each component is a maximum of two linear functions.
+    """Memory of a chunk as a function of its recomputed layers: each part is a maximum of two linear functions.
 
-    bytes of a component = max(least, rest + saved * S) + level
+    bytes of a part = max(least, rest + saved * S) + level
     """
 
     always: float
     """Bytes that exist during the whole step."""
     least: FloatArray
-    """Constant bytes of each component; shape (parts,), as the other arrays."""
+    """Constant bytes of each part; shape (parts,), as the other arrays."""
     rest: FloatArray
     saved: IntArray
-    """Multiple of the saved bytes S in each component."""
+    """Multiple of the saved bytes S in each part."""
     level: IntArray
-    """Index in `LayerPeaks` of the level in each component; -1 for none."""
+    """Index in `LayerPeaks` of the level in each part; -1 for none."""
 
     def parts(self, saved: FloatArray | float, levels: FloatArray) -> FloatArray:
         """Return the bytes of each of `PARTS`, shape (..., parts).
@@ -157,7 +157,7 @@ def chunk_by_layers(
 ) -> ChunkByLayers:
     """Return the memory of a chunk as a function of its recomputed layers.
 
-    With the levels of `planner.core.cost.layer_memory.StageLayers.levels`, the components equal those of
+    With the levels of `planner.core.cost.layer_memory.StageLayers.levels`, the parts equal those of
     `chunk_memory(..., recompute="layers")`.
 
     Args:
@@ -168,7 +168,7 @@ def chunk_by_layers(
         in_halves: True if the backward may be split.
 
     Returns:
-        Coefficients of each component, in bytes.
+        Coefficients of each part, in bytes.
     """
     stages = stages_in(costs, np.array([first]), slice(first, end), micro_batches=micro_batches, in_halves=in_halves)
     none, much = (
@@ -217,7 +217,7 @@ def least_totals_by_layers(
 ) -> FloatArray:
     """Return lower bounds of `chunk_totals` for stages that recompute single layers.
 
-    Add the largest savings of the recomputed layers, times `ChunkByLayers.saved`. Then no component is smaller than
+    Add the largest savings of the recomputed layers, times `ChunkByLayers.saved`. Then no part is smaller than
     its bound.
 
     Args:
@@ -359,7 +359,7 @@ def device_memory(chunks: Sequence[ChunkMemory], moments: IntArray, reserve_byte
 
 
 def itemised(parts: FloatArray) -> FloatArray:
-    """Return the bytes of every component by the item of `ITEMS` in which a plan shows them.
+    """Return the bytes of every part by the component of `ITEMS` in which a plan shows them.
 
     Args:
         parts: Whole bytes of each of `PARTS`; shape (..., parts).

@@ -105,8 +105,7 @@ class StageLayers:
     can_recompute: NDArray[np.bool_]
     """True for layers that can be recomputed: those with a backward; shape (end - first,)."""
     passed: FloatArray
-    """Part of the stage's copy of its input that each layer reads, and that the stage sends on; shape (end - first +
-    1,)."""
+    """Bytes of the stage's copy of its input that each layer reads and the stage sends on; shape (end - first + 1,)."""
 
     @classmethod
     def of(cls, costs: ChainCosts, first: int, end: int) -> "StageLayers":

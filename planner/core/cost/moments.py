@@ -101,7 +101,7 @@ class Moments:
     micro_batches: int
     """Number of micro-batches per step (M)."""
     in_flight: int
-    """Largest number of micro-batches that wait for their backward or run (N)."""
+    """Most micro-batches in flight (N)."""
     alike: tuple[Moment, ...]
     """Points if the last micro-batch is recomputed like all others."""
     apart: tuple[Moment, ...]

@@ -123,7 +123,7 @@ def parts_of(stages: Stages, recompute: Recompute, *, in_flight: int) -> Parts:
     Args:
         stages: The stages; with `recompute="layers"` from `with_recomputed_layers`.
         recompute: Recompute choice of the stages.
-        in_flight: N: largest number of micro-batches that wait for their backward or run.
+        in_flight: N, the most micro-batches in flight.
     """
     if stages.law is not None:
         return stages.law.parts(stages, _in_effect(stages, recompute), in_flight=in_flight)

@@ -145,7 +145,7 @@ def period_us(actions: Sequence[Sequence[Action]], stages: Sequence[StageTimes],
     Args:
         actions: Actions of each of the K devices, in order.
         stages: Times of each stage, in the order of the chain.
-        own_us: Time between the last action of a step and the next step, for each device: its optimizer's step.
+        own_us: U of each device, without all-reduces that end before its last action.
     """
     begins, ends, _ = _walk(actions, stages)
     return max(end - begin + own for begin, end, own in zip(begins, ends, own_us, strict=True))
@@ -193,8 +193,8 @@ def makespans(
         input_backward_us: Input-gradient pass (I). Required, like the next two, if the schedule splits backwards.
         last_input_backward_us: I of the last micro-batch.
         weight_backward_us: Weight-gradient pass (W).
-        own_us: Time of each device between two steps, shape (N, K). If given, periods are returned.
-        sums_us: Part of `own_us` that starts when a stage ends its last action, see `summed_early_us`.
+        own_us: U of each device with whole all-reduces, shape (N, K). If given, periods are returned.
+        sums_us: All-reduce of each stage, see `summed_early_us`: what ends early is subtracted from `own_us`.
 
     Returns:
         Microseconds, shape (N,): the latest end of `simulate`, or `period_us` if `own_us` is given; equal to the bit.

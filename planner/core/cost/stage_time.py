@@ -2,7 +2,7 @@
 
     F    forward of a micro-batch
     B    backward with recomputation; the last micro-batch has its own value
-    W    backward without recomputation
+    R    recomputation, so B - R is the backward without it
     C    one transfer over the boundary to the next stage
     U    after the last backward: all-reduce of gradients over the replicas, then the optimizer's step
 
@@ -111,10 +111,10 @@ def half_times(
 
 
 def hidden_us(stage: BusyTimes | StageTimes, crossing_us: Numbers) -> FloatArray:
-    """Return how much more time the next stage has for its optimizer's step than this stage: F + W + 2 C, in us.
+    """Return how much more time the next stage has for its optimizer's step than this stage: F + B - R + 2 C, in us.
 
-    In the next stage, the last backward ends earlier by W + C, and the next forward begins later by F + C. W leaves
-    recomputation out. A stage may recompute while a slower next stage still computes, so that time does not count.
+    In the next stage, the last backward ends earlier by B - R + C, and the next forward begins later by F + C. R does
+    not count, because a stage may recompute while a slower next stage still computes.
     """
     alone_us = stage.last_backward_us - stage.last_recompute_us
     return np.asarray(stage.forward_us + alone_us + 2 * crossing_us)

@@ -12,7 +12,7 @@ The letters are those of docs/cost-model.md:
 
     M           micro-batches
     F, B, q     forward of the added stage; backward of micro-batches 0..M-2, and of micro-batch M-1
-    W           backward without recomputation
+    R           recomputation of the last micro-batch, part of q
     C           transfer to the next stage, once
     U           all-reduce and optimizer step of the stage
     w           micro-batches in flight, min(M, K-k) under 1F1B
@@ -27,7 +27,7 @@ where D is the makespan of the backward flow shop and U what optimizers add. The
     x   largest backward time so far
     a   sum of forward and backward times so far
     d   the last micro-batch's path: d = max(d, a + (M-2) x) + q for each further machine (see `flow_shop_us`)
-    u   time that the optimizer steps of these stages add: u = max(U, u - (F + W + 2 C)) for an added stage
+    u   time that the optimizer steps of these stages add: u = max(U, u - (F + q - R + 2 C)) for an added stage
 
 **1F1B** (a lower bound: the makespan is the longest of many paths, of which these matter most):
 
