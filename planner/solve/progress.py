@@ -89,7 +89,14 @@ class Progress:
     def simulate(
         self, evaluator: Evaluator, cuts: IntArray, choices: IntArray, layers_us: FloatArray | None = None
     ) -> FloatArray:
-        """Return step times of partitions, shape (N,), and count the effort; arguments as for `Evaluator.step_us`."""
+        """Return simulated step times of partitions, shape (N,), and count the effort.
+
+        Args:
+            evaluator: Evaluator for the partitions' number of devices.
+            cuts: Shape (N, S+1).
+            choices: Shape (N, S).
+            layers_us: Forward times of single recomputed layers, see `Evaluator.step_us`; shape (N, S).
+        """
         self.effort.spent += -(-len(cuts) // BLOCK) * evaluator.num_actions
         return evaluator.step_us(cuts, choices, layers_us)
 

@@ -94,7 +94,13 @@ class Packing:
         return arrays
 
     def add(self, stage: int, packed: Sequence[Array], arrays: Sequence[Array]) -> list[Array]:
-        """Add a stage's arrays to packed ones, and return the sums."""
+        """Return the sums of packed arrays and a stage's own arrays.
+
+        Args:
+            stage: Index of the stage.
+            packed: Packed arrays.
+            arrays: Arrays of the stage, in its own shapes.
+        """
         sums = list(packed)
         if not self._flat:
             for n, array in zip(self._slots_of(stage), arrays, strict=True):

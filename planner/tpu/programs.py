@@ -110,7 +110,13 @@ def filled_between(outputs: Sequence[Any], gradients: Sequence[Any], num_bytes: 
 
 
 def measured_us(program: Program, shapes: Any, repeats: int) -> float:
-    """Measure the median time of `repeats` runs of an executable on its device, in microseconds."""
+    """Return the median time of several runs of an executable on its device, in microseconds.
+
+    Args:
+        program: Program with the executable.
+        shapes: Shapes of its arguments.
+        repeats: Number of timed runs.
+    """
     formats = program.executable.input_formats[0]
     times = []
     for _ in range(repeats + 1):

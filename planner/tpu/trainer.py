@@ -67,7 +67,14 @@ class TrainingStep:
     def run(
         self, state: TrainingState, inputs: list[Array], targets: list[Array], number: int
     ) -> tuple[float, TrainingState]:
-        """Loss of a mini-batch, and the state after the optimizer's step, the `number`-th from 0."""
+        """Return the loss of a mini-batch, and the state after the optimizer's step.
+
+        Args:
+            state: State before the step.
+            inputs: Inputs of the mini-batch.
+            targets: Its targets.
+            number: Index of the step, from 0.
+        """
         loss, state = self._jitted(state, StageInput(inputs, targets, jax.random.key(self._seed)), number)
         return float(loss), state
 
@@ -136,7 +143,7 @@ class JaxTraining:
                 yield example_of(self.model, self.balance.batch, seed=self._seed, step=step)
 
     def step(self, state: TrainingState, inputs: Any, targets: Any, number: int) -> tuple[float, TrainingState]:
-        """Loss of a mini-batch, and the state after the optimizer's step, the `number`-th from 0."""
+        """Return the loss of a mini-batch, and the state after the optimizer's step; arguments as for `TrainingStep.run`."""
         return self._step.run(state, *self.pipeline.batch(inputs, targets), number)
 
     def save(self, state: TrainingState, path: str) -> None:

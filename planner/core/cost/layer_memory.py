@@ -111,6 +111,11 @@ class StageLayers:
     def of(cls, costs: ChainCosts, first: int, end: int) -> "StageLayers":
         """Return the data of a stage's layers.
 
+        Args:
+            costs: Costs of the chain at the micro-batch size.
+            first: First layer of the stage.
+            end: One past its last layer.
+
         Complexity: O(L).
         """
         made, stage = costs.storages.maker, slice(first, end)
@@ -197,6 +202,11 @@ def least_levels(costs: ChainCosts, firsts: NDArray[np.int64], span: slice) -> t
 
     Saved bytes are at least the returned bytes minus the `most_savings` of all recomputed layers. A peak is at least
     the returned peak minus the savings of the recomputed layers before the one that reaches it.
+
+    Args:
+        costs: Costs of the chain at the plan's micro-batch size.
+        firsts: First layers of the stages, ascending.
+        span: Last layers of the stages.
 
     Returns:
         Saved bytes and peaks, arrays of shape (firsts, span). Row a, column e is the stage of layers `firsts[a]`..

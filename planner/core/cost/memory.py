@@ -67,7 +67,15 @@ def stage_memories(
 ) -> list[StageMemory]:
     """Return the peak memory of several stages, by component; see `stage_memory`.
 
-    All sequences have one entry per stage. Stages of a simple chain are computed together, which is faster.
+    Stages of a simple chain are computed together, which is faster.
+
+    Args:
+        costs: Costs of the chain at the plan's micro-batch size.
+        intervals: First layer and end of each stage.
+        moments: Points in the step of each stage's device.
+        recompute: Recompute choice of each stage.
+        recomputed: Recomputed single layers of each stage, as indices in the chain.
+        reserve_bytes: Memory to reserve on each device.
     """
     most = max(end - first for first, end in intervals)
     # Of stages alone it is known whether gradients go out to replicas, and which layers are recomputed.
@@ -128,7 +136,14 @@ def one_stage(
 ) -> tuple[Stages, Recompute]:
     """Return the stage that runs layers `first`..`end - 1` as the last column, and its effective recompute choice.
 
-    A stage without a backward recomputes nothing.
+    Args:
+        costs: Costs of the chain at the plan's micro-batch size.
+        first: First layer.
+        end: One past the last layer.
+        micro_batches: M.
+        recompute: Recompute choice; a stage without a backward recomputes nothing.
+        recomputed: Recomputed single layers, as indices in the chain.
+        in_halves: True for a schedule that splits the backward.
     """
     layers = slice(first, end)
     stages = stages_in(costs, np.array([first]), layers, micro_batches=micro_batches, in_halves=in_halves)
@@ -222,10 +237,15 @@ def linear_moments(
 ) -> tuple[LinearMoment, ...]:
     """Return the memory of stages that recompute single layers, as linear functions of saved bytes and levels.
 
-    The stages are those of `interval_totals`. Values before a row's own first layer are meaningless.
+    Args:
+        costs: Costs of the chain at the plan's micro-batch size.
+        firsts: First layers of the stages, ascending.
+        stop: The stages end with the layers `firsts[0]`..`stop - 1`.
+        moments: Points in the step of the stages' device.
 
     Returns:
-        One function per point in the step at which `stage_memory` may have its peak.
+        One function per point in the step at which `stage_memory` may have its peak. Values before a row's own first
+        layer are undefined.
     """
     stages = stages_in(costs, firsts, slice(int(firsts[0]), stop), micro_batches=moments.micro_batches)
     empty = with_recomputed_layers(stages, StageLevels(0.0, 0.0, 0.0, 0.0))

@@ -114,6 +114,11 @@ def check_partition(partition: Partition, *, num_layers: int, num_devices: int) 
     Every layer belongs to exactly one stage, no stage is empty, there are enough devices, and recomputed layers belong
     to their stage.
 
+    Args:
+        partition: The partition.
+        num_layers: L.
+        num_devices: Number of devices of the cluster.
+
     Raises:
         UsageError: The partition is not valid.
     """

@@ -263,7 +263,15 @@ def running_part(
     saved: int = 0,
     level: int | None = None,
 ) -> Size:
-    """Return the part of a micro-batch that runs; the arguments are bytes by component, and the fields of `Size`."""
+    """Return the part of a running micro-batch.
+
+    Args:
+        in_flight: Bytes of its activations.
+        working: Bytes of temporary tensors.
+        transfer: Bytes of transfer buffers, if any.
+        saved: Number of times that S is included, see `Size`.
+        level: Position in `LayerPeaks` of the level that is included, see `Size`.
+    """
     items: dict[Item, FloatArray] = {"in_flight": in_flight, "working": working}
     return Size(items if transfer is None else {**items, "transfer": transfer}, saved, level)
 

@@ -175,7 +175,13 @@ class ChainSums:
 
     @classmethod
     def of(cls, costs: ChainCosts, cluster: Cluster, replicas: int) -> "ChainSums":
-        """Return the sums of a chain, for pipelines on `cluster`."""
+        """Return the sums of a chain.
+
+        Args:
+            costs: Costs of the chain at the micro-batch size.
+            cluster: Devices and links.
+            replicas: R.
+        """
         return cls(
             costs=costs,
             forward_us=sums_before(costs.forward_us),

@@ -91,7 +91,14 @@ class Schedule(ABC):
 
     @abstractmethod
     def order(self, device: int, num_devices: int, micro_batches: int, chunks: int) -> tuple[Action, ...]:
-        """Return the actions of `device` in order; `refuse` has checked the numbers."""
+        """Return the actions of a device in order.
+
+        Args:
+            device: Index of the device.
+            num_devices: K.
+            micro_batches: M.
+            chunks: V; `refuse` has checked the numbers.
+        """
 
     def stages_on(self, device: int, num_devices: int, chunks: int) -> tuple[int, ...]:
         """Return the stages of `device`, by chunk."""
@@ -139,7 +146,13 @@ class Schedule(ABC):
         return 1
 
     def in_flight(self, device: int, num_devices: int, micro_batches: int) -> int:
-        """Return the most micro-batches in flight on `device`, if each device runs one stage."""
+        """Return the most micro-batches in flight on a device, if each device runs one stage.
+
+        Args:
+            device: Index of the device.
+            num_devices: K.
+            micro_batches: M.
+        """
         waiting = most = 0
         for action in self.order(device, num_devices, micro_batches, chunks=1):
             waiting += KINDS[action.kind].direction

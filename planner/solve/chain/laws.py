@@ -114,7 +114,13 @@ class Law(Protocol):
         """Return a lower bound of the step time of every completion; exact for complete labels."""
 
     def rank_bound(self, label: Label, earlier: EarlierLayers, bound_us: FloatArray) -> Label:
-        """Return lower bounds of the rank of every completion, exact for complete labels; first number first."""
+        """Return lower bounds of the rank of every completion, exact for complete labels; first number first.
+
+        Args:
+            label: The labels.
+            earlier: Lower bounds of the layers before them.
+            bound_us: Lower bounds of the step time, from the method `bound_us`.
+        """
 
 
 class GPipeLaw:
@@ -145,7 +151,7 @@ class GPipeLaw:
         return self._floor or (earlier.least["forward"], earlier.least["backward"])
 
     def extend(self, label: Label, stages: StageArrays, level: int) -> Label:  # noqa: ARG002 - GPipe's stages are all alike
-        """Add the link to the next stage, then the stage, as machines of a flow shop."""
+        """Return the labels with the link to the next stage, then the stage, as machines of a flow shop."""
         f, x, a, d, u = label
         F, C = stages.forward, stages.link
         x, a, d = self._pass((x, a, d), (C, C, C))
@@ -203,7 +209,7 @@ class OneForwardOneBackwardLaw:
         self.needs = {**_needs("backward"), "work": BoundKind(np.maximum, work)}
 
     def extend(self, label: Label, stages: StageArrays, level: int) -> Label:
-        """Take the longest of the four paths; a stage of level n has n later stages."""
+        """Return the labels with the longest of the four paths."""
         g, s, r, u = label
         M, w = self._M, min(self._M, level + 1)
         F, C, q = stages.forward, stages.link, stages.last_backward
@@ -273,7 +279,7 @@ class TiedLaw:
             yield name, need, number
 
     def extend(self, label: Label, stages: StageArrays, level: int) -> Label:
-        """Combine each additional number with the value of the stage."""
+        """Return the labels with each additional number combined with the value of the stage."""
         more = [need.join(number, need.of(stages)) for _, need, number in self._ranked(label)]
         return *self._law.extend(label[: self._law.size], stages, level), *more
 

@@ -204,7 +204,13 @@ class Bounds(NamedTuple):
 
 
 def solve_bounds(progress: Progress, evaluator: Evaluator, starts: Sequence[IntArray]) -> Bounds | None:
-    """Solve the linear program; return None if it costs too much, or HiGHS is not installed."""
+    """Return the solution of the linear program; None if it costs too much, or HiGHS is not installed.
+
+    Args:
+        progress: State of the search.
+        evaluator: Evaluator for a number of devices.
+        starts: Cuts of shape (S+1,); memory is constrained near the first ones.
+    """
     effort = progress.effort
     size = program_size(evaluator)
     # The time grows approximately with the square of the size.
@@ -223,7 +229,13 @@ def solve_bounds(progress: Progress, evaluator: Evaluator, starts: Sequence[IntA
 
 
 def raised_bound_us(progress: Progress, evaluator: Evaluator, bounds: Bounds | None) -> float:
-    """Return the bound after branch and bound; 0 without a linear program, or with bounded effort."""
+    """Return the bound after branch and bound, in microseconds; 0 without a linear program, or with bounded effort.
+
+    Args:
+        progress: State of the search.
+        evaluator: Evaluator for a number of devices.
+        bounds: Solution of its linear program, if there is one.
+    """
     if bounds is None or progress.effort.is_bounded:
         return 0.0
     size = program_size(evaluator)

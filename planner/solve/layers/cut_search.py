@@ -50,7 +50,13 @@ class LayerCandidate(Candidate):
 def simulate_candidates(
     progress: Progress, evaluator: Evaluator, candidates: Sequence[LayerCandidate]
 ) -> list[LayerCandidate]:
-    """Return the candidates with simulated step times of those that fit; record the fastest if it is the best."""
+    """Return the candidates with simulated step times of those that fit; record the fastest if it is the best.
+
+    Args:
+        progress: State of the search.
+        evaluator: Evaluator for the candidates' number of devices.
+        candidates: The candidates.
+    """
     fitting = [candidate for candidate in candidates if candidate.over_bytes <= 0]
     if not fitting:
         return list(candidates)

@@ -87,7 +87,13 @@ class DeviceSearch:
         return self._answers[key]
 
     def improve_from(self, device: int, cuts: IntArray, choices: Sequence[int]) -> Recomputation:
-        """Return a recomputation of a device: its chunks are solved one after the other, starting from `choices`."""
+        """Return a recomputation of a device whose chunks are solved one after the other.
+
+        Args:
+            device: Index of the device.
+            cuts: Shape (S+1,).
+            choices: Recomputation of the device's whole chunks to start from, as indices into `CHOICES`.
+        """
         chunks, limit = self._chunks(device, cuts), self._evaluator.case.limits_bytes[device]
         start = [chunk.whole[choice] for chunk, choice in zip(chunks, choices, strict=True)]
         return _recomputation(self._improve(chunks, start, limit, range(len(chunks))), limit)

@@ -45,7 +45,13 @@ class RecomputeTimes:
         return sum(map(len, self._exact.values()))
 
     def table(self, width: int, limit_bytes: float, moments: Moments) -> FloatArray:
-        """Return lower bounds of the time to make each stage fit, shape (L+1, width); infinite if it never fits."""
+        """Return lower bounds of the time to make each stage fit, shape (L+1, width); infinite if it never fits.
+
+        Args:
+            width: Layers of the longest stage.
+            limit_bytes: Memory limit of the stages' device, without the reserve.
+            moments: Moments of that device.
+        """
         device = _DeviceKey(limit_bytes, moments.in_flight)
         table = self._tables.get(device)
         if table is None or table.shape[1] != width:
@@ -61,7 +67,14 @@ class RecomputeTimes:
         return table
 
     def solve_stage(self, first: int, end: int, limit_bytes: float, moments: Moments) -> LayerChoice | None:
-        """Return the cheapest layers to recompute, and enter them in the tables; None if the stage never fits."""
+        """Return the cheapest layers to recompute, and enter them in the tables; None if the stage never fits.
+
+        Args:
+            first: First layer of the stage.
+            end: One past its last layer.
+            limit_bytes: Memory limit of its device, without the reserve.
+            moments: Moments of its device.
+        """
         device = _DeviceKey(limit_bytes, moments.in_flight)
         choices = self._exact.setdefault(device, {})
         if (first, end) not in choices:

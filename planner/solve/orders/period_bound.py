@@ -69,7 +69,14 @@ class LeastTimes:
 
     @classmethod
     def of(cls, busy: BusyTimes, halves: HalfTimes, send_us: FloatArray, micro_batches: int) -> "LeastTimes":
-        """Return the least times, given the times of each kind of action."""
+        """Return the least times of stages.
+
+        Args:
+            busy: Times of forwards and whole backwards, shape (N, S).
+            halves: Times of split backwards, shape (N, S).
+            send_us: Transfer times, shape (N, S).
+            micro_batches: M.
+        """
         backward = np.minimum(busy.backward_us, halves.input_backward_us + halves.weight_backward_us)
         last = np.minimum(busy.last_backward_us, halves.last_input_backward_us + halves.weight_backward_us)
         whole = np.minimum(busy.backward_us, busy.last_backward_us)
