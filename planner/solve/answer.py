@@ -24,7 +24,7 @@ class Search(Protocol):
     """Search for the fastest plan of one case."""
 
     def __call__(self, case: Case, *, upper_us: float, deadline: Deadline) -> Answer:
-        """Return the best partition that is faster than `upper_us`, if one is found, and a lower bound of all.
+        """Return the best partition found that is faster than `upper_us`, and a lower bound of all partitions.
 
         Raises:
             OutOfTimeError: `deadline` passed before anything was found, and `upper_us` is infinite.

@@ -66,7 +66,7 @@ def explain_infeasible(query: InfeasibleQuery) -> InfeasibleError:
 
 
 def _explain_by_descent(query: InfeasibleQuery) -> InfeasibleError:
-    """Return the error for schedules whose memory follows only from action orders, with the nearest cuts found."""
+    """Return the error for schedules whose memory depends on the action order, with the best cuts of a descent."""
     inputs = query.inputs
     # Smaller micro-batches usually need less, so compute the figures for the largest M.
     most = max(case.micro_batches for case in query.cases)

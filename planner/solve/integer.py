@@ -161,7 +161,7 @@ class _Program:
         return self._time(name, *(self._sum(arcs_there, others * times_us) for arcs_there in covering))
 
     def _backward(self) -> Any:
-        """Return D."""
+        """Return D, the time of the backward."""
         arcs, waits = self._arcs, max(0, self._arcs.micro_batches - 2)
         p, q, c = arcs.backward, arcs.last_backward, arcs.link
         work: Any = 0
@@ -180,7 +180,7 @@ class _Program:
         return done
 
     def _tail(self) -> Any:
-        """Return U."""
+        """Return U, the time that optimizer steps add."""
         arcs, tail, hidden = self._arcs, self._time("U"), self._pulp.LpAffineExpression()
         for layer in range(arcs.num_layers):
             begins, before = arcs.first == layer, self._time(f"H{layer}")

@@ -23,7 +23,7 @@ SAME = 1e-12
 """Relative difference below which two times are equal; rounding causes such differences."""
 
 BLOCK = 1024
-"""Partitions simulated in one batch, which counts once as effort."""
+"""Partitions simulated in one batch; as effort, a batch counts as one partition."""
 
 _MOST_SIMULATED = 20_000
 """Most partitions of which all are simulated to prove the best one."""
@@ -36,7 +36,7 @@ _FEW_BLOCKS = 8
 
 
 class Effort:
-    """Actions that a search has simulated, and their limit; a block of partitions counts once.
+    """Number of actions that a search has simulated, and its limit; a batch of partitions counts as one.
 
     Args:
         most_actions: Limit; tables count as well. None: a limit of some seconds, in which only simulation counts.

@@ -143,7 +143,7 @@ class JaxTraining:
                 yield example_of(self.model, self.balance.batch, seed=self._seed, step=step)
 
     def step(self, state: TrainingState, inputs: Any, targets: Any, number: int) -> tuple[float, TrainingState]:
-        """Return the loss of a mini-batch, and the state after the optimizer's step; arguments as for `TrainingStep.run`."""
+        """Return loss and next state; arguments as for `TrainingStep.run`."""
         return self._step.run(state, *self.pipeline.batch(inputs, targets), number)
 
     def save(self, state: TrainingState, path: str) -> None:

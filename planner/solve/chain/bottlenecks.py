@@ -74,7 +74,7 @@ class BottleneckSearch:
         """Lower bound of the step time of all partitions; infinite if none fits."""
 
     def first(self, *, upper_us: float = np.inf) -> ChainCuts | None:
-        """Return a good partition faster than `upper_us`; without that limit, always if any partition fits."""
+        """Return a good partition faster than `upper_us`; if that is infinite, one is found if any partition fits."""
         for slack in _SLACKS:
             allowed_us = min(upper_us, self.bound_us * slack)
             if self.bound_us < just_below(allowed_us):

@@ -1,9 +1,9 @@
 """Choice of recomputation for given cuts with several chunks per device.
 
-The memory of a device depends on the choices of its own chunks only. More recomputation never makes a step faster,
-because every clock only grows with the durations, and only forwards precede the first action of a device. So only the
-minimal combinations of each device can be the fastest: those that fit, while no combination fits that recomputes less
-in some chunk and no more in any other.
+The memory of a device depends on the choices of its own chunks only. More recomputation never makes a step faster: it
+makes no clock earlier, and does not delay the first action of a device, which waits for forwards only. So the fastest
+plan uses a minimal combination on each device. A combination of choices is minimal if it fits, and no other one that
+fits recomputes at most as much in every chunk.
 
     allowed: never 0, always 2;  V = 2      (0, 0)   (0, 2)   (2, 0)   (2, 2)
     fits?                                     no       yes      no       yes

@@ -46,7 +46,7 @@ class RecomputeColumns(NamedTuple):
     columns: list[dict[int, int]]
     """Column of r by layer, for each option."""
     rows: dict[int, int]
-    """Row of sum_w r <= x by layer."""
+    """Row of the constraint sum_w r <= x, by layer."""
 
 
 @dataclass(slots=True)

@@ -52,7 +52,7 @@ _ITERATIONS = 20
 """Most simplex iterations per row."""
 
 _BRANCHED, _MOST_BRANCHED = 20, 10_000_000
-"""Most iterations per row of branch and bound, and most iterations times rows: half a second."""
+"""Limits of branch and bound: iterations per row, and iterations times rows, which take half a second."""
 
 _LEAST_S = 0.01
 """Least time for a bound under a time limit, in seconds."""
@@ -249,7 +249,7 @@ def _limit_s(progress: Progress) -> float:
 
 
 def start_cuts(progress: Progress, evaluator: Evaluator) -> list[IntArray]:
-    """Return even cuts, and the cuts with the smallest largest backward under GPipe, if the rules allow them."""
+    """Return even cuts, and cuts that minimize the longest backward of a stage, if the rules allow them."""
     case, num_stages = evaluator.case, evaluator.num_stages
     if case.rules.balance is not None:
         return [np.array([0, *np.cumsum(case.rules.balance)])]

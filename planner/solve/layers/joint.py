@@ -131,7 +131,7 @@ class _StageCountSearch:
         return True
 
     def _least(self, width: int) -> tuple[ChainCuts | None, LabelSearch]:
-        """Return the solution with its stages solved exactly, if the rounds suffice, and the last run's search."""
+        """Run the dynamic program until the stages of its solution are exact; return solution and last search."""
         least: ChainCuts | None = None
         for _ in range(_FEW_ROUNDS if self._progress.effort.is_bounded else _ROUNDS):
             problem = self._case.problem(self._evaluator.num_stages, width=width, exact=True)

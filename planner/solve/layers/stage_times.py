@@ -1,7 +1,7 @@
 """Time to recompute single layers in every stage: lower bounds first, exact values for the stages that matter.
 
-`cheapest.py` finds the exact value of one stage. The bound is a fractional knapsack of the bytes that must not be
-saved, with the most bytes that recomputing each layer saves.
+`cheapest.py` finds the exact value of one stage. The bound is a fractional knapsack: layers are recomputed in the order
+of bytes saved per time until the stage fits, each layer with the most bytes that it can save.
 """
 
 from typing import NamedTuple

@@ -269,7 +269,7 @@ class Evaluator:
 
 
 def _sum_parts(parts: FloatArray, counts: FloatArray) -> FloatArray:
-    """Return the bytes with `counts` of each part; infinite outside the chain."""
+    """Return the bytes of stages that have `counts` of each part; infinite outside the chain."""
     with np.errstate(invalid="ignore"):
         held = parts[..., 0] + parts[..., 1:] @ counts
     known: FloatArray = np.where(np.isnan(held), np.inf, held)

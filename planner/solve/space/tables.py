@@ -22,7 +22,7 @@ from planner.core.values.plan import RecomputePolicy
 from planner.solve.space.arrays import ChoiceArray, FloatArray, IntArray
 
 NO_CHOICE = -1
-"""Mark instead of an index into `CHOICES`: no recomputation makes the stage fit."""
+"""Value in place of an index into `CHOICES`: no recomputation makes the stage fit."""
 
 _MOST_ENTRIES, _MOST_BY_LENGTH = 1 << 18, 1 << 15  # of a block of rows, to bound transient memory
 
