@@ -1,14 +1,15 @@
-"""`profile --from-formula`: profile of a transformer that does not exist yet, for an estimated device.
+"""Profiles by formula: of a shape given by options, or of a Hugging Face configuration, for an estimated device.
 
 torch is not imported. The formulas are in `planner.profile.formula`.
 """
 
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any, Final
 
 from planner.api import texts
+from planner.api.configuration import Configuration
 from planner.api.option import keywords_of
-from planner.api.options.profiling import FormulaOptions, ProfileOptions
+from planner.api.options.profiling import FormulaOptions, ProfileOptions, ShapeOptions
 from planner.core.errors import UsageError
 from planner.core.values.devices import ASSUMED_RESERVE_BYTES, accelerator
 from planner.core.values.limits import LARGEST
@@ -16,50 +17,91 @@ from planner.core.values.precision import Precision
 from planner.core.values.profile import Device, Profile
 from planner.core.values.rates import Rates, rates_of
 from planner.profile.formula.costs import Pace, transformer_profile
+from planner.profile.formula.families import FAMILIES, shape_of
 from planner.profile.formula.layers import Execution, Widths
-from planner.profile.formula.shapes import Transformer, gpt_shape
+from planner.profile.formula.shapes import Experts, Transformer, gpt_shape, with_mtp
 
-FORMULAS: Final = ("transformer",)
+_GPT: Final = "transformer"
+"""Formula of the papers, with learned positions and biases."""
+
+_KEYS: Final = {
+    "layers": "num_hidden_layers",
+    "hidden": "hidden_size",
+    "heads": "num_attention_heads",
+    "key_value_heads": "num_key_value_heads",
+    "vocabulary": "vocab_size",
+    "experts": "num_local_experts",
+    "experts_per_token": "num_experts_per_tok",
+}
+"""Keys of a configuration, by option."""
 
 _ESTIMATE: Final = "estimate:"
-_SHAPE_OPTIONS: Final = tuple(of.name for of in fields(FormulaOptions))
-_SHARED_OPTIONS: Final = ("output", "batch_sizes", "batch", "device", "optimizer", "dtype", "progress", "note", "warn")
+_SHAPE_OPTIONS: Final = tuple(of.name for of in fields(ShapeOptions))
+_FORMULA_OPTIONS: Final = tuple(of.name for of in fields(FormulaOptions))
+_SHARED_OPTIONS: Final = (
+    "output",
+    "batch_sizes",
+    "batch",
+    "sequence",
+    "device",
+    "optimizer",
+    "dtype",
+    "progress",
+    "note",
+    "warn",
+)
 """Other options that a formula accepts."""
 
 _STATES: Final = {"adamw": 2, "adam": 2, "momentum": 1, "rmsprop": 1, "sgd": 0}
 """Numbers of optimizer state per parameter, in the parameter's precision."""
 
-_NEEDED: Final = {
+_LIMITS: Final = {
     "layers": ("layer", 10_000),
     "hidden": ("channel", 2**20),
     "heads": ("head", 2**16),
+    "key_value_heads": ("head", 2**16),
     "sequence": ("token", 2**26),
     "vocabulary": ("word", 2**26),
+    "feed_forward": ("channel", 2**22),
+    "experts": ("expert", 2**16),
+    "experts_per_token": ("expert", 2**16),
+    "tensor_parallel": ("device", 2**16),
+    "expert_parallel": ("group", 2**16),
 }
-"""Required options: noun and largest allowed value."""
+"""Noun and largest allowed value of an option."""
+
+_NEEDED: Final = ("layers", "hidden", "heads", "sequence", "vocabulary")
+"""Options that every formula needs if there is no configuration."""
 
 
-def profile_by_formula(options: ProfileOptions) -> Profile:
-    """Return the profile of a model with the shape given by options.
+def profile_by_formula(options: ProfileOptions, configuration: Configuration | None = None) -> Profile:
+    """Return the profile of a configuration, or of the shape given by options.
 
     Raises:
         UsageError: An option is wrong, missing, or only valid for a measured model.
     """
-    texts.choice("--from-formula", str(options.from_formula), FORMULAS)
     _refuse(
         options,
-        [k.name for k in keywords_of(ProfileOptions) if k.name not in (*_SHARED_OPTIONS, *_SHAPE_OPTIONS)],
+        [k.name for k in keywords_of(ProfileOptions) if k.name not in (*_SHARED_OPTIONS, *_FORMULA_OPTIONS)],
         "a model's file",
     )
-    for name in _NEEDED:
-        if getattr(options, name) is None:
-            raise UsageError(f"`--from-formula {options.from_formula}` needs `{_spelled(name)}`", hint=_EXAMPLE)
+    for name, of in _LIMITS.items():
+        value = getattr(options, name)
+        if value is not None:
+            texts.number_of(_spelled(name), value, *of)
+    shape = _shape(options) if configuration is None else _configured(configuration, options)
+    if options.mtp_layers:
+        shape = with_mtp(shape, texts.number_of("--mtp-layers", options.mtp_layers, "block", 64))
+    execution = _execution(options, shape)
     precision = texts.precision(options.dtype)
+    if configuration is not None and not options.dtype:
+        precision = "bf16-mixed"
+        options.note("numbers are bf16-mixed, as in most training; change with `--dtype`")
     half = precision not in ("", "fp32")
     pace, device = _pace(options, half=half)
     profile = transformer_profile(
-        _shape(options),
-        _execution(options),
+        shape,
+        execution,
         _widths(options, precision, half=half),
         pace,
         device=device,
@@ -71,15 +113,16 @@ def profile_by_formula(options: ProfileOptions) -> Profile:
     )
     if max(max(each) for layer in profile.layers for each in (layer.saved_bytes, layer.forward_flops)) > LARGEST:
         raise UsageError("a model of that shape is too large to compute with")
-    return profile
+    if configuration is None:
+        return profile
+    settings = {configuration.kind: configuration.name, **profile.model.settings}
+    return replace(profile, model=replace(profile.model, settings=settings))
 
 
-def refuse_shapes(options: ProfileOptions) -> None:
+def refuse_shapes(options: ProfileOptions, allowed: tuple[str, ...] = ()) -> None:
     """Raise UsageError if an option for formulas is used with a measured model."""
-    _refuse(options, [name for name in _SHAPE_OPTIONS if name != "from_formula"], "`--from-formula`")
-
-
-_EXAMPLE: Final = "for example `--layers 32 --hidden 3072 --heads 24 --sequence 2048 --vocabulary 32000`"
+    names = [name for name in _FORMULA_OPTIONS if name not in ("from_formula", *allowed)]
+    _refuse(options, names, "`--from-formula`")
 
 
 def _spelled(name: str) -> str:
@@ -96,27 +139,109 @@ def _refuse(options: ProfileOptions, names: list[str], owner: str) -> None:
             raise UsageError(f"`{spelled}` needs {owner}", hint="see `gpipe-plan profile --help`")
 
 
-def _shape(options: ProfileOptions) -> Transformer:
-    sizes = {name: texts.number_of(_spelled(name), getattr(options, name), *of) for name, of in _NEEDED.items()}
-    hidden, heads = sizes["hidden"], sizes["heads"]
-    split = texts.number_of("--tensor-parallel", options.tensor_parallel, "device", heads)
-    wide = 4 * hidden if options.feed_forward is None else options.feed_forward
-    texts.number_of("--feed-forward", wide, "channel", 2**22)
-    if hidden % heads or heads % split:
+def _configured(configuration: Configuration, options: ProfileOptions) -> Transformer:
+    """Return the shape of a configuration."""
+    for name in _SHAPE_OPTIONS:
+        if getattr(options, name):
+            raise UsageError(f"`{_spelled(name)}`: {configuration.name} has this size", hint="leave it out")
+    family = configuration.content.get("model_type")
+    if options.from_formula not in (None, "auto", family):
         raise UsageError(
-            f"`--hidden {hidden} --heads {heads} --tensor-parallel {split}` do not divide evenly",
-            hint="`--hidden` must be a multiple of `--heads`, and `--heads` of `--tensor-parallel`",
+            f"`--from-formula {options.from_formula}`: {configuration.name} is of `model_type: {family}`",
+            hint="leave `--from-formula` out, or use `--from-formula auto`",
         )
+    sequence = options.sequence or configuration.usual_sequence
+    if options.sequence is None:
+        options.note(f"samples have {sequence} tokens; change with `--sequence`")
+    if configuration.content.get("num_nextn_predict_layers") and not options.mtp_layers:
+        options.note("multi-token prediction is left out, as transformers does; `--mtp-layers 1` includes it")
+    return shape_of(configuration.content, sequence, source=configuration.name)
+
+
+def _shape(options: ProfileOptions) -> Transformer:
+    """Return the shape given by options."""
+    family = texts.choice("--from-formula", str(options.from_formula), (_GPT, *FAMILIES))
+    _check_complete(family, options)
+    if family == _GPT:
+        return _gpt(options)
+    content = {key: getattr(options, name) for name, key in _KEYS.items() if getattr(options, name) is not None}
+    if options.feed_forward is not None:
+        content |= dict.fromkeys(("intermediate_size", "moe_intermediate_size", "n_inner"), options.feed_forward)
+    content |= {"tie_word_embeddings": True} if options.tied else {}
+    content["max_position_embeddings"] = options.sequence
+    assert options.sequence is not None
+    shape = shape_of({**content, "model_type": family}, options.sequence, source=f"--from-formula {family}")
+    if options.experts is not None and not any(isinstance(block.feed_forward, Experts) for block in shape.blocks):
+        raise UsageError(f"`--experts`: the formula `{family}` has no experts", hint="`mixtral` and `qwen3_moe` have")
+    return shape
+
+
+def _check_complete(family: str, options: ProfileOptions) -> None:
+    """Raise UsageError with all options that the formula needs and that are missing."""
+    names = list(_NEEDED)
+    names += ["feed_forward"] if family not in (_GPT, "gpt2") else []
+    names += ["experts", "experts_per_token"] if family in ("mixtral", "qwen3_moe") else []
+    missing = [f"`{_spelled(name)}`" for name in names if getattr(options, name) is None]
+    if options.rate is None and not options.device.startswith(_ESTIMATE):
+        missing.append("`--device estimate:h100` or `--rate`")
+    if missing:
+        *others, last = missing
+        listed = f"{', '.join(others)} and {last}" if others else last
+        raise UsageError(
+            f"`--from-formula {family}` needs {listed}",
+            hint="or take the sizes from a configuration: `gpipe-plan profile config.json`, `--preset llama-3-70b`",
+        )
+
+
+def _gpt(options: ProfileOptions) -> Transformer:
+    for name in ("key_value_heads", "experts", "experts_per_token"):
+        if getattr(options, name) is not None:
+            raise UsageError(f"`{_spelled(name)}`: the formula `{_GPT}` has none", hint="use `--from-formula llama`")
+    sizes: dict[str, int] = {name: getattr(options, name) for name in _NEEDED}
+    if sizes["hidden"] % sizes["heads"]:
+        raise UsageError(
+            f"`--hidden {sizes['hidden']} --heads {sizes['heads']}` do not divide evenly",
+            hint="`--hidden` must be a multiple of `--heads`",
+        )
+    wide = 4 * sizes["hidden"] if options.feed_forward is None else options.feed_forward
     return gpt_shape(**sizes, feed_forward=wide, tied=options.tied)
 
 
-def _execution(options: ProfileOptions) -> Execution:
+def _execution(options: ProfileOptions, shape: Transformer) -> Execution:
+    """Return the division of the layers among devices."""
+    heads = min(block.attention.heads for block in shape.blocks)
+    split = texts.number_of("--tensor-parallel", options.tensor_parallel, "device", heads)
+    if heads % split:
+        raise UsageError(
+            f"`--tensor-parallel {split}` does not divide {heads} attention heads evenly",
+            hint="the number of heads must be a multiple of `--tensor-parallel`",
+        )
+    experts = min((b.feed_forward.count for b in shape.blocks if isinstance(b.feed_forward, Experts)), default=0)
+    groups = options.expert_parallel
+    if groups > 1 and (not experts or experts % groups):
+        raise UsageError(
+            f"`--expert-parallel {groups}` does not divide {experts} experts evenly",
+            hint="the number of experts must be a multiple of `--expert-parallel`",
+        )
     return Execution(
-        tensor_parallel=options.tensor_parallel,
+        tensor_parallel=split,
+        expert_parallel=groups,
+        capacity=_capacity(options.capacity),
         sequence_parallel=options.sequence_parallel,
         keep_scores=options.keep_scores,
-        fused=True,
+        recompute_attention=options.recompute_attention,
+        fused=options.fused_kernels,
     )
+
+
+def _capacity(value: float | str | None) -> float:
+    try:
+        number = 1.0 if value is None else float(value)
+    except ValueError:
+        number = 0.0
+    if not 0.1 <= number <= 100:
+        raise UsageError(f"`--capacity {value}`: expected a number from 0.1 to 100, such as 1.25")
+    return number
 
 
 def _widths(options: ProfileOptions, precision: Precision, *, half: bool) -> Widths:

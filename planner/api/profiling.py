@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from planner import files
 from planner.api import texts
+from planner.api.configuration import Configuration, configuration_of, is_for_formula
 from planner.api.formula import profile_by_formula, refuse_shapes
 from planner.api.keywords import on_model
 from planner.api.options.profiling import ProfileOptions
@@ -49,11 +50,14 @@ def profile(model: File | Any | None, options: ProfileOptions) -> Profile:
         PlannerError: The model cannot be loaded, cut into layers or run, or an option is wrong.
         InterruptedProfileError: Ctrl-C was pressed; has the measurements so far.
     """
-    if options.from_formula is not None:
-        return _by_formula(model, options)
+    configuration = configuration_of(model, options)
+    if is_for_formula(configuration, options) if configuration else options.from_formula is not None:
+        return _by_formula(model, configuration, options)
     refuse_shapes(options)
     if model is None:
-        raise UsageError("the argument MODEL.py is missing", hint="name the model, or use `--from-formula transformer`")
+        raise UsageError(
+            "the argument MODEL is missing", hint="name the model's file or its config.json, or use `--preset`"
+        )
     parsed = _parsed_options(model, options)
     check_installed("tpu" if options.device.startswith("tpu") else "train")
     # Importing torch takes longer than everything else together.
@@ -97,14 +101,14 @@ def profile(model: File | Any | None, options: ProfileOptions) -> Profile:
     return measured
 
 
-def _by_formula(model: File | Any | None, options: ProfileOptions) -> Profile:
-    if model is not None:
+def _by_formula(model: File | Any | None, configuration: Configuration | None, options: ProfileOptions) -> Profile:
+    if model is not None and configuration is None:
         raise UsageError(f"`--from-formula {options.from_formula}` takes no model, got `{_name_of(model)}`")
     output = path_of(options.output)
     if output is not None:
-        files.check_outputs({"--output": output}, ())
+        files.check_outputs({"--output": output}, (path_of(model),))
         files.check_writable(output)
-    profile = profile_by_formula(options)
+    profile = profile_by_formula(options, configuration)
     if output is not None:
         files.write(output, profile, header=profile_header(model, profile))
     return profile
@@ -113,7 +117,10 @@ def _by_formula(model: File | Any | None, options: ProfileOptions) -> Profile:
 def profile_header(model: File | Any | None, measured: Profile) -> str:
     """Return the comment at the top of a profile's file."""
     how = measured.device.how.capitalize()
-    name = f"--from-formula {measured.model.settings['formula']}" if model is None else _name_of(model)
+    name = _name_of(model)
+    if model is None:
+        settings = measured.model.settings
+        name = f"--preset {settings['preset']}" if "preset" in settings else f"--from-formula {settings['formula']}"
     of = "times in microseconds, sizes in bytes, one value per micro-batch size."
     return f"{how} by `gpipe-plan profile {name}`; {of}"
 

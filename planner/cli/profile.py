@@ -3,6 +3,7 @@
 import contextlib
 import sys
 from dataclasses import replace
+from math import ceil
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -14,14 +15,14 @@ from planner.cli.options import Debug, Format, Output, Quiet, check_format
 from planner.cli.records import with_options
 
 if TYPE_CHECKING:
-    from planner.core.values.profile import Profile
+    from planner.core.values.profile import LayerProfile, Profile
 
 
 @with_options(ProfileOptions)
 def profile(
     model: Annotated[
         str | None,
-        typer.Argument(metavar="MODEL.py[:ENTRY]", help="File of the model; see `docs/guide.md`."),
+        typer.Argument(metavar="MODEL", help="model.py[:ENTRY], or a Hugging Face config.json; see `docs/guide.md`."),
     ] = None,
     output: Output = "profile.yaml",
     *,
@@ -44,7 +45,9 @@ def profile(
     console.result(json_text(measured) if as_json else profile_text(measured, style_for_stdout()))
     console.note(f"wrote {output}")
     which = "" if output == "profile.yaml" else f" {output}"
-    console.next(f"gpipe-plan solve{which} --devices 2{_cap(options.device, measured)}")
+    if large := _too_large(measured):
+        console.note(f"note: {large}")
+    console.next(f"gpipe-plan solve{which} {_devices(measured)}{_cap(options.device, measured)}")
 
 
 def _measured(console: Console, model: str | None, options: ProfileOptions) -> "Profile":
@@ -53,7 +56,10 @@ def _measured(console: Console, model: str | None, options: ProfileOptions) -> "
 
     try:
         # Output of the user's code is not part of the result.
-        with contextlib.redirect_stdout(sys.stderr), console.later_progress(f"profiling {model}") as progress:
+        with (
+            contextlib.redirect_stdout(sys.stderr),
+            console.later_progress(f"profiling {model or options.preset or options.from_formula}") as progress,
+        ):
             reporting = replace(
                 options, progress=progress, note=lambda text: console.note(f"note: {text}"), warn=console.warning
             )
@@ -64,6 +70,32 @@ def _measured(console: Console, model: str | None, options: ProfileOptions) -> "
         if partial is not None and partial.measurements and unfinished is not None:
             console.note(f"wrote {unfinished}; the same command continues from it")
         raise
+
+
+def _devices(measured: "Profile") -> str:
+    """Return options with about as many devices as a large model needs: its state takes up to 70 % of their memory."""
+    memory_bytes = measured.device.memory_bytes
+    need = ceil(sum(map(_state_bytes, measured.layers)) / (0.7 * memory_bytes)) if memory_bytes else 0
+    need = max(2, min(need, len(measured.layers)))
+    return f"--devices {need}" if need <= 8 else f"--nodes {ceil(need / 8)}x8 --replicas auto"
+
+
+def _state_bytes(layer: "LayerProfile") -> int:
+    return layer.parameter_bytes + layer.trained_bytes + layer.optimizer_bytes + layer.cast_bytes
+
+
+def _too_large(measured: "Profile") -> str:
+    """Return a remark if a layer by formula does not fit on a device."""
+    from planner.core.values.units import format_bytes
+
+    largest = max(measured.layers, key=_state_bytes)
+    limit = measured.device.memory_bytes
+    if "formula" not in measured.model.settings or not limit or _state_bytes(largest) < limit:
+        return ""
+    return (
+        f"parameters and optimizer of `{largest.name}` alone take {format_bytes(_state_bytes(largest))}; divide its "
+        "layers among devices with `--tensor-parallel`, and experts with `--expert-parallel`"
+    )
 
 
 def _cap(device: str, measured: "Profile") -> str:

@@ -72,7 +72,7 @@ def solve(
     if read.device.how == "estimated" and options.reserve is None and options.calibration is None:
         console.note(f"note: {_assumed_reserve(plan.inputs.reserve_bytes)}")
     console.note(f"wrote {', '.join(paths)}")
-    console.next(_emit_line(plans, paths))
+    console.next(_emit_line(plans, paths) + _format(read))
 
 
 def _in_a_line(plan: "Plan", certainty: "Certainty") -> str:
@@ -92,6 +92,16 @@ def _emit_line(plans: "Sequence[Plan]", paths: Sequence[str]) -> str:
             fewest = plan.num_devices * plan.replicas
             words.append(f"--smaller {path}")
     return " ".join(words)
+
+
+def _format(profile: "Profile") -> str:
+    """Return the `--format` of a plan that no script can train, because its model exists as a formula only."""
+    if "formula" not in profile.model.settings:
+        return ""
+    # Megatron-LM has decoders only.
+    return (
+        " --format csv" if any(layer.name.startswith("decoder_") for layer in profile.layers) else " --format megatron"
+    )
 
 
 def _notes(console: Console, inputs: "Inputs", profile: "Profile", *, extrapolated: bool) -> None:

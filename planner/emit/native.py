@@ -230,8 +230,14 @@ def _skipped_devices(plan: Plan) -> tuple[str, ...]:
 
 def check_source(profile: Profile) -> None:
     """Raise UsageError if the profile names no model file."""
-    if not profile.model.source:
-        raise UsageError("the profile names no model file, so there is nothing to train", hint="profile a model.py")
+    if profile.model.source:
+        return
+    if "formula" in profile.model.settings:
+        raise UsageError(
+            "the profile is a formula's, so there is no model that a script could train",
+            hint="for other engines: `--format megatron` or `--format torchtitan`; for a script, profile a model.py",
+        )
+    raise UsageError("the profile names no model file, so there is nothing to train", hint="profile a model.py")
 
 
 def decisions_digest(plan: Plan) -> str:

@@ -305,7 +305,7 @@ def test_an_output_that_is_a_folder_is_named(here: Path, capsys: Capsys, argumen
         (("profile", "model.py", "--format", "xml"), ["--format xml"]),
         (("schema", "pictures"), ["`pictures`"]),
         (("schema",), ["missing argument"]),
-        (("profile",), ["the argument MODEL.py is missing"]),
+        (("profile",), ["the argument MODEL is missing"]),
         (("check", "a.yaml", "b.yaml"), ["b.yaml"]),
         (("bake",), ["no such command", "bake"]),
         (("check", "--frobnicate"), ["no such option", "--frobnicate"]),

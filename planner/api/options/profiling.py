@@ -17,21 +17,45 @@ _FORMULA: Final = "Formula instead of a model"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FormulaOptions:
-    """Shape of a model for `profile --from-formula`; `planner.api.formula` computes its profile."""
+class ShapeOptions:
+    """Sizes of a model for `profile --from-formula`; a configuration has all but `sequence`."""
 
-    from_formula: Annotated[
-        str | None, Option("transformer", "Use published formulas; needs --device estimate:… or --rate.", _FORMULA)
-    ] = None
     layers: Annotated[int | None, Option("32", "Number of blocks between embedding and head.", _FORMULA)] = None
     hidden: Annotated[int | None, Option("3072", "Model width.", _FORMULA)] = None
     heads: Annotated[int | None, Option("24", "Number of attention heads.", _FORMULA)] = None
-    sequence: Annotated[int | None, Option("2048", "Number of tokens per sample.", _FORMULA)] = None
+    key_value_heads: Annotated[int | None, Option("8", "Number of key-value heads; default: --heads.", _FORMULA)] = None
     vocabulary: Annotated[int | None, Option("32000", "Vocabulary size.", _FORMULA)] = None
     feed_forward: Annotated[
-        int | None, Option("12288", "Width of the feed-forward layers; default: 4 times --hidden.", _FORMULA)
+        int | None, Option("12288", "Feed-forward width; default: 4 times --hidden, as in GPT.", _FORMULA)
+    ] = None
+    experts: Annotated[int | None, Option("8", "Number of experts of a block.", _FORMULA)] = None
+    experts_per_token: Annotated[int | None, Option("2", "Number of experts that a token uses.", _FORMULA)] = None
+    tied: Annotated[bool, Option("", "Share the head's weights with the embedding.", _FORMULA)] = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FormulaOptions(ShapeOptions):
+    """Options of `profile --from-formula`; `planner.api.formula` computes the profile."""
+
+    from_formula: Annotated[
+        str | None,
+        Option(
+            "transformer|llama|…|auto|never",
+            "Formula by name; auto: the configuration's; never: build its model.",
+            _FORMULA,
+        ),
+    ] = None
+    preset: Annotated[
+        str | None, Option("llama-3-70b", "Configuration of a well-known model, instead of a file.", _FORMULA)
     ] = None
     tensor_parallel: Annotated[int, Option("T", "Devices that share each layer; a stage has T devices.", _FORMULA)] = 1
+    expert_parallel: Annotated[int, Option("N", "Groups of devices that share the experts.", _FORMULA)] = 1
+    capacity: Annotated[
+        str | float | None, Option("1.25", "Tokens per expert, relative to an even distribution.", _FORMULA)
+    ] = None
+    mtp_layers: Annotated[
+        int, Option("N", "Blocks that predict further tokens (DeepSeek-V3); default: none.", _FORMULA)
+    ] = 0
     rate: Annotated[
         str | float | None,
         Option("190TFLOP/s", "Sustained rate of a device; default: data sheet's peak.", _FORMULA),
@@ -46,13 +70,25 @@ class FormulaOptions:
     ] = None
     sequence_parallel: Annotated[bool, Option("", "Split the other layers along the sequence.", _FORMULA)] = False
     keep_scores: Annotated[bool, Option("", "Save attention scores (no fused kernel).", _FORMULA)] = False
-    tied: Annotated[bool, Option("", "Share the head's weights with the embedding.", _FORMULA)] = False
+    recompute_attention: Annotated[
+        bool, Option("", "Recompute attention in backward (selective recomputation).", _FORMULA)
+    ] = False
+    fused_kernels: Annotated[
+        bool, Option("", "Fuse norms, rotations and gated activations, as Megatron does.", _FORMULA)
+    ] = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProfileOptions(FormulaOptions):
     """Options of `profile`."""
 
+    sequence: Annotated[int | None, Option("4096", "Tokens per sample, of a formula or a configuration.", _WHERE)] = (
+        None
+    )
+    task: Annotated[
+        str | None,
+        Option("causal-lm|seq2seq", "Head of a configuration's model; default: its `architectures`.", _MODEL),
+    ] = None
     output: Annotated[File | None, "File of the profile; the model's path in it is relative to its folder."] = None
     batch_sizes: Annotated[
         Numbers,

@@ -77,16 +77,14 @@ def transformer_profile(
         A profile with `how: estimated` in its device, including split backwards.
     """
     layers = [
-        _costs(
-            layer,
-            tied=shape.tied,
-            widths=widths,
-            pace=pace,
-            sizes=micro_batch_sizes,
-            steps_at_once=steps_at_once,
-        )
+        _layer_profile(layer, widths, pace, sizes=micro_batch_sizes, steps_at_once=steps_at_once)
         for layer in layer_costs(shape, execution, widths)
     ]
+    if shape.tied:
+        words = widths.parameter * (shape.vocabulary * shape.hidden // execution.tensor_parallel)
+        first, last = layers[0], layers[-1]
+        layers[0] = replace(first, tied=(f"{last.name}.weight",), tied_bytes=words)
+        layers[-1] = replace(last, tied=(f"{first.name}.weight",), tied_bytes=words)
     return Profile(
         generator=GENERATOR,
         model=Model(settings=_settings(shape, execution, pace), parameters=shape.parameters),
@@ -121,8 +119,8 @@ def _settings(shape: Transformer, execution: Execution, pace: Pace) -> dict[str,
     }
 
 
-def _costs(
-    layer: LayerCosts, *, tied: bool, widths: Widths, pace: Pace, sizes: tuple[int, ...], steps_at_once: bool
+def _layer_profile(
+    layer: LayerCosts, widths: Widths, pace: Pace, *, sizes: tuple[int, ...], steps_at_once: bool
 ) -> LayerProfile:
     """Return the layer's profile at every size."""
 
@@ -132,18 +130,16 @@ def _costs(
     def each(bytes_of_one: float, more: int = 0) -> tuple[int, ...]:
         return tuple(round(b * bytes_of_one) + more for b in sizes)
 
-    other = {"embedding": "head", "head": "embedding"}.get(layer.name) if tied else None
     # Every number of the state is read and written once, gradients are read.
     touched = 2 * widths.parameter + widths.gradient + 2 * widths.optimizer
     return LayerProfile(
         name=layer.name,
-        digest=sha256(repr((replace(layer, name=""), widths, pace, sizes)).encode()).hexdigest()[:16],
+        modules=layer.modules,
+        digest=sha256(repr((replace(layer, name="", modules=()), widths, pace, sizes)).encode()).hexdigest()[:16],
         parameter_bytes=widths.parameter * layer.parameters,
         gradient_bytes=widths.gradient * layer.parameters,
         optimizer_bytes=widths.optimizer * layer.parameters,
         cast_bytes=widths.cast * layer.parameters,
-        tied=(f"{other}.weight",) if other else (),
-        tied_bytes=widths.parameter * layer.largest_weight if other else 0,
         optimizer_us=layer.parameters * touched / pace.bytes_per_s * 1e6 if pace.bytes_per_s else 0.0,
         optimizer_peak_bytes=widths.parameter * layer.parameters if steps_at_once else 0,
         forward_us=times_us(layer.forward_flops),

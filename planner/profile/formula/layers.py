@@ -49,6 +49,8 @@ class LayerCosts:
     """Layer on one of the t devices, for one sample; FLOP and bytes of a micro-batch are b times as large."""
 
     name: str
+    modules: tuple[str, ...] = ()
+    """Paths of its modules, if there are others than the one in `name`."""
     parameters: int
     largest_weight: int
     """Number of parameters in the largest weight."""
@@ -62,18 +64,27 @@ class LayerCosts:
     """Transient bytes in forward, and in backward in addition to the gradient of the largest weight."""
 
 
+_TORCHTITAN = {"embedding": "tok_embeddings", "block": "layers.", "mtp": "mtp.layers.", "head": "lm_head"}
+"""Names of modules in torchtitan's decoders, by kind of layer."""
+
+
 def layer_costs(shape: Transformer, execution: Execution, widths: Widths) -> Iterator[LayerCosts]:
-    """Yield the costs of embedding, blocks and head."""
+    """Yield the costs of embedding, blocks and head.
+
+    Layers of a decoder with a configuration have torchtitan's names, so that a plan can be emitted for it.
+    """
     layers = _Layers(shape, execution, widths)
-    yield layers.embedding()
+    names = {} if shape.family == "transformer" or shape.is_encoder_decoder else _TORCHTITAN
+    embedding, head = layers.embedding(), layers.head()
+    yield replace(embedding, name=names.get("embedding", "embedding"))
     known: dict[Block, LayerCosts] = {}
     counted: Counter[str] = Counter()
     for block in shape.blocks:
         if block not in known:
             known[block] = layers.block(block)
-        yield replace(known[block], name=f"{block.kind}_{counted[block.kind]}")
+        yield replace(known[block], name=f"{names.get(block.kind, f'{block.kind}_')}{counted[block.kind]}")
         counted[block.kind] += 1
-    yield layers.head()
+    yield replace(head, name=names["head"], modules=("norm", names["head"])) if names else head
 
 
 class _Layers:
@@ -85,8 +96,8 @@ class _Layers:
         # Elements of sh that each device has of a tensor that tensor parallelism leaves whole.
         self.whole = shape.sequence * shape.hidden / (self.t if execution.sequence_parallel else 1)
         # Encoder and decoder each pass a hidden state from block to block.
-        self.streams = 2 if any(block.kind == "decoder" for block in shape.blocks) else 1
-        self.eager_norms = not (shape.layer_norms or execution.fused)
+        self.streams = 2 if shape.is_encoder_decoder else 1
+        self.eager_norms = not (shape.layer_norms or execution.fused)  # torch's layer norm is one kernel
 
     def embedding(self) -> LayerCosts:
         """Return the costs of the embedding."""

@@ -4,7 +4,7 @@ Every block is a list of matrix products (`Linear`), so that parameters, FLOP an
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 
@@ -201,6 +201,11 @@ class Transformer:
     """True if the head bounds its logits by a tanh."""
 
     @property
+    def is_encoder_decoder(self) -> bool:
+        """True if the model has an encoder and a decoder."""
+        return any(block.kind == "decoder" for block in self.blocks)
+
+    @property
     def norm_width(self) -> int:
         """Parameters of a normalization per channel."""
         return 2 if self.layer_norms else 1
@@ -235,3 +240,8 @@ def gpt_shape(
         dropout=True,
         tied=tied,
     )
+
+
+def with_mtp(shape: Transformer, count: int) -> Transformer:
+    """Return the shape with `count` blocks that predict further tokens."""
+    return replace(shape, blocks=shape.blocks + (replace(shape.blocks[-1], kind="mtp"),) * count)

@@ -78,7 +78,7 @@ def test_precision_and_optimizer_say_how_many_bytes(
 @pytest.mark.parametrize(
     ("options", "told"),
     [
-        ({}, "--device cpu"),
+        ({}, "needs `--device estimate:h100` or `--rate`"),
         ({"device": "estimate:b200"}, "rates of `b200`"),
         ({"rate": "190"}, "`190`"),
         ({"rate": "190GB/s"}, "`GB/s`"),

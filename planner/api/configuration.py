@@ -1,0 +1,92 @@
+"""Hugging Face configurations as the model argument of `profile`: a config.json, its folder, or a preset."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, Literal
+
+from planner.api import texts
+from planner.api.options.profiling import ProfileOptions
+from planner.api.reading import path_of
+from planner.core.errors import FileError, UsageError
+from planner.core.extras import absent_from, is_installed
+from planner.profile.formula.presets import presets
+
+_FILE: Final = "config.json"
+_USUAL_SEQUENCE: Final = 4096
+_LONGEST: Final = ("max_position_embeddings", "n_positions")
+"""Keys of the largest number of tokens."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Configuration:
+    """Configuration of a model."""
+
+    kind: Literal["configuration", "preset"]
+    name: str
+    """Path of its file, or name of the preset."""
+    content: Mapping[str, Any]
+
+    @property
+    def usual_sequence(self) -> int:
+        """Tokens of a sample if `--sequence` is not given."""
+        longest = (self.content.get(key) for key in _LONGEST)
+        return min([_USUAL_SEQUENCE, *(tokens for tokens in longest if isinstance(tokens, int) and tokens > 0)])
+
+
+def configuration_of(model: Any, options: ProfileOptions) -> Configuration | None:
+    """Return the configuration that the options name; None if the model is a Python file or a module.
+
+    Raises:
+        UsageError: A preset is unknown, or is given together with a model.
+        FileError: The file is missing or no configuration.
+    """
+    path = path_of(model)
+    if options.preset is not None:
+        if model is not None:
+            raise UsageError(f"`--preset {options.preset}` takes no model, got `{path or type(model).__name__}`")
+        known = presets()
+        texts.choice("--preset", options.preset, tuple(known))
+        return Configuration(kind="preset", name=options.preset, content=known[options.preset])
+    if path is None or not (path.endswith(".json") or Path(path).is_dir()):
+        return None
+    file = Path(path) / _FILE if Path(path).is_dir() else Path(path)
+    return Configuration(kind="configuration", name=str(file), content=_content(file))
+
+
+def is_for_formula(configuration: Configuration, options: ProfileOptions) -> bool:
+    """Return True if the configuration's profile is computed by formula; False if its real model is profiled.
+
+    The formula is used on request, for estimated devices, and for presets. It is also used if torch or transformers is
+    not installed.
+
+    Raises:
+        UsageError: The real model is requested and cannot be built.
+    """
+    lacking = [*absent_from("train"), *([] if is_installed("transformers") else ["transformers"])]
+    if options.from_formula != "never":
+        estimated = options.device.startswith("estimate:") or options.rate is not None
+        return options.from_formula is not None or estimated or configuration.kind == "preset" or bool(lacking)
+    if configuration.kind == "preset":
+        raise UsageError("`--from-formula never` needs a file", hint=f"name the {_FILE} of {configuration.name}")
+    if lacking:
+        raise UsageError(
+            f"`--from-formula never` builds the model, but {', '.join(lacking)} is not installed",
+            hint=f"pip install {' '.join(lacking)}",
+        )
+    return False
+
+
+def _content(file: Path) -> Mapping[str, Any]:
+    if not file.is_file():
+        if file.name == _FILE and file.parent.is_dir():
+            raise FileError(f"has no {_FILE}", path=str(file.parent), hint="name a model.py or a config.json")
+        raise FileError("no such file", path=str(file), hint="download the model's config.json, or use `--preset`")
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise FileError(f"is not JSON: {error}", path=str(file)) from None
+    if not isinstance(content, dict):
+        raise FileError("is not a configuration: it holds no JSON object", path=str(file))
+    return content

@@ -1,0 +1,188 @@
+"""`profile config.json` and `profile --preset`: by formula, as a command and as a function, without torch."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import planner
+from planner.core.errors import PlannerError, UsageError
+from planner.core.values.profile import Profile
+from planner.profile.formula.families import shape_of
+from planner.profile.formula.presets import presets
+from tests.support.cli import call, environment
+from tests.support.house import ROOT
+
+CONFIGURATIONS = ROOT / "sample_models" / "configurations"
+PARAMETERS = {
+    "llama-3-70b": 70_553_706_496,
+    "qwen3-30b-a3b": 30_532_122_624,
+    "mixtral-8x7b": 46_702_792_704,
+    "deepseek-v3": 671_026_404_352,
+    "gemma-2-9b": 9_241_705_984,
+    "t5-11b": 11_307_321_344,
+}
+SMALL = {
+    "model_type": "llama",
+    "num_hidden_layers": 4,
+    "hidden_size": 64,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 128,
+    "vocab_size": 100,
+    "max_position_embeddings": 32,
+}
+ROUTED = {**SMALL, "model_type": "mixtral", "num_local_experts": 8, "num_experts_per_tok": 2}
+
+
+def of(folder: Path, content: Any = SMALL, **more: Any) -> Profile:
+    """Return the profile of a configuration, for an H100."""
+    (folder / "config.json").write_text(content if isinstance(content, str) else json.dumps(content))
+    return planner.profile(folder / "config.json", **{"device": "estimate:h100", "batch_sizes": 1, **more})
+
+
+@pytest.mark.parametrize("name", PARAMETERS)
+def test_published_models_have_their_published_parameters(name: str) -> None:
+    """From the file and from the preset of the same name, which give the same profile except for its origin."""
+    asked = {"device": "estimate:h100", "dtype": "bf16"}
+    file = planner.profile(CONFIGURATIONS / name, **asked)
+    preset = planner.profile(preset=name, **asked)
+    assert file.model.parameters == PARAMETERS[name]
+    assert file.layers == preset.layers
+    assert preset.model.settings["preset"] == name
+
+
+@pytest.mark.parametrize("name", presets())
+def test_presets_have_the_number_of_parameters_in_their_name(name: str) -> None:
+    """`llama-3-8b` has 8 billion parameters, to a tenth."""
+    parameters = shape_of(presets()[name], 128, source=name).parameters
+    sizes = {"gpt2-xl": 1.5, "phi-4": 14.7, "deepseek-v2": 236, "deepseek-v3": 671, "mixtral-8x7b": 46.7}
+    sizes |= {"mixtral-8x22b": 141}
+    spelled = next((part for part in name.split("-") if part.endswith("b") and part[0].isdigit()), "0b")
+    billions = sizes.get(name) or float(spelled.removesuffix("b"))
+    assert parameters / 1e9 == pytest.approx(billions, rel=0.1)
+
+
+def test_no_torch_is_imported(tmp_path: Path) -> None:
+    """Neither for a file nor for a preset."""
+    (tmp_path / "config.json").write_text(json.dumps(SMALL))
+    program = (
+        "import planner, sys; "
+        f"planner.profile({str(tmp_path)!r}, device='estimate:h100'); "
+        "planner.profile(preset='qwen3-8b', rate='400TFLOP/s'); print('torch' in sys.modules)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=environment(), capture_output=True, text=True, timeout=120, check=True
+    )
+    assert done.stdout == "False\n"
+
+
+def test_a_plan_of_a_configuration_can_be_emitted_as_the_next_line_says(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every `next:` line is a command that works; torchtitan finds its own names of modules."""
+    monkeypatch.chdir(tmp_path)
+    Path("config.json").write_text(json.dumps(SMALL))
+    ran = call(capsys, "profile", "config.json", "--device", "estimate:h100")
+    assert "samples have 32 tokens" in ran.err
+    assert "bf16-mixed" in ran.err
+    ran = call(capsys, *_next(ran.err))
+    assert ran.code == 0
+    assert _next(ran.err) == ("emit", "--format", "megatron")
+    assert call(capsys, *_next(ran.err)).code == 0
+    assert call(capsys, "emit", "--format", "torchtitan").code == 0
+    written = Path("plan_torchtitan.py").read_text()
+    for name in ("tok_embeddings", "layers.0", "layers.3", "norm", "lm_head"):
+        assert f'"{name}"' in written
+    refused = call(capsys, "emit")
+    assert refused.code != 0
+    assert "--format megatron" in refused.err
+
+
+def _next(stderr: str) -> tuple[str, ...]:
+    (line,) = (line for line in stderr.splitlines() if line.startswith("next: "))
+    return tuple(line.removeprefix("next: gpipe-plan ").split())
+
+
+def test_a_large_model_is_planned_for_enough_devices(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """The suggested number can hold the state; a layer that no device can hold is named."""
+    output = str(tmp_path / "profile.yaml")
+    options = ("--device", "estimate:h100", "-o", output)
+    assert "--nodes 3x8 --replicas auto" in call(capsys, "profile", "--preset", "llama-3-70b", *options).err
+    ran = call(capsys, "profile", "--preset", "deepseek-v3", *options)
+    assert "`layers.3` alone take 193 GiB" in ran.err
+    assert "--expert-parallel" in ran.err
+
+
+def test_one_device_of_several_has_its_part_of_the_experts(tmp_path: Path) -> None:
+    """Eight experts on four groups: two experts on each device; capacity multiplies the tokens of the experts."""
+    whole, part, more = (
+        of(tmp_path, ROUTED, **given).layers[1] for given in ({}, {"expert_parallel": 4}, {"capacity": 1.5})
+    )
+    experts = 8 * 3 * 64 * 128
+    assert (whole.parameter_bytes - part.parameter_bytes) / 4 == experts * 3 / 4
+    assert part.forward_flops == whole.forward_flops
+    assert more.forward_flops[0] - whole.forward_flops[0] == 0.5 * 2 * 32 * 2 * 3 * 64 * 128
+    assert more.saved_bytes[0] > whole.saved_bytes[0]
+
+
+def test_selective_recomputation_trades_time_for_the_scores(tmp_path: Path) -> None:
+    """Backward takes attention's products once more, and no scores are kept."""
+    kept, again = (of(tmp_path, keep_scores=True, recompute_attention=each).layers[1] for each in (False, True))
+    assert kept.saved_bytes[0] - again.saved_bytes[0] == 4 * 32**2 * 5
+    products = 4 * 32**2 * 64
+    assert again.backward_us[0] - kept.backward_us[0] == pytest.approx(products / 989.5e12 * 1e6)
+
+
+def test_blocks_that_predict_further_tokens_use_the_head_again(tmp_path: Path) -> None:
+    """One more block with a projection of two hidden states; the logits twice."""
+    plain, further = (of(tmp_path, mtp_layers=count) for count in (0, 1))
+    assert further.layers[-2].name == "mtp.layers.0"
+    assert further.layers[-1].forward_flops[0] == 2 * plain.layers[-1].forward_flops[0]
+    block = plain.layers[1].parameter_bytes / 4
+    assert further.layers[-2].parameter_bytes / 4 == block + 2 * 64**2 + 3 * 64
+
+
+def test_a_formula_by_name_is_that_of_its_configuration(tmp_path: Path) -> None:
+    """`--from-formula llama` with sizes, and a file with the same sizes."""
+    sizes = {"layers": 4, "hidden": 64, "heads": 4, "key_value_heads": 2, "feed_forward": 128, "vocabulary": 100}
+    asked = {"device": "estimate:h100", "dtype": "bf16", "batch_sizes": 1}
+    named = planner.profile(from_formula="llama", sequence=32, **sizes, **asked)
+    assert named.layers == of(tmp_path, dtype="bf16").layers
+    assert named.layers == of(tmp_path, dtype="bf16", from_formula="auto").layers
+    routed = planner.profile(from_formula="mixtral", sequence=32, experts=8, experts_per_token=2, **sizes, **asked)
+    assert routed.layers == of(tmp_path, ROUTED, dtype="bf16").layers
+
+
+@pytest.mark.parametrize(
+    ("content", "options", "told"),
+    [
+        ("{", {}, "is not JSON"),
+        ("[]", {}, "no JSON object"),
+        ({"model_type": "mamba"}, {}, "`model_type: mamba`"),
+        (SMALL, {"layers": 3}, "`--layers`"),
+        (SMALL, {"from_formula": "qwen2"}, "`model_type: llama`"),
+        (SMALL, {"tensor_parallel": 3}, "does not divide 4 attention heads"),
+        (SMALL, {"expert_parallel": 2}, "does not divide 0 experts"),
+        (ROUTED, {"expert_parallel": 3}, "does not divide 8 experts"),
+        (ROUTED, {"capacity": "much"}, "`--capacity much`"),
+        (SMALL, {"preset": "llama-3-8b"}, "takes no model"),
+    ],
+)
+def test_wrong_requests_are_refused(content: Any, options: dict[str, Any], told: str, tmp_path: Path) -> None:
+    """Broken files, and options that contradict the configuration."""
+    with pytest.raises(PlannerError) as refused:
+        of(tmp_path, content, **options)
+    assert told in refused.value.message
+
+
+def test_all_missing_options_are_in_one_message() -> None:
+    """Sizes and device together."""
+    with pytest.raises(UsageError) as refused:
+        planner.profile(from_formula="mixtral", layers=4, hidden=64)
+    for name in ("heads", "sequence", "vocabulary", "feed-forward", "experts", "experts-per-token", "device"):
+        assert f"`--{name}" in refused.value.message
+    assert "--layers" not in refused.value.message
