@@ -8,6 +8,7 @@ from planner.api.options.solving import SolverOptions, recorded_values
 from planner.api.reading import calibration_of, cuts_of, links_of
 from planner.api.schedule_file import check_cuts, for_lists, lists_of, lists_path
 from planner.api.texts import Numbers, Sizes
+from planner.core.cost.workload import workload_of
 from planner.core.errors import UsageError
 from planner.core.judge.calibration import calibrated_executor
 from planner.core.schedule import GIVEN, GPIPE, SCHEDULE_CHOICES, schedules_for
@@ -76,6 +77,7 @@ def _inputs(
     only_gpipe = options.solver == "milp" or options.devices_any_order
     is_file = lists_path(options.schedule) is not None
     schedule = GIVEN if is_file else _schedule(str(options.schedule), profile, only_gpipe=only_gpipe)
+    _check_run(options, profile)
     executor = profile.device.executor or ExecutorCost(overhead_us=0.0, link=Link())
     if calibration is not None:
         executor = calibrated_executor(calibration, profile.device.kind, executor)
@@ -106,6 +108,17 @@ def _inputs(
         dtype=precision_of(profile.environment.dtype),
         **recorded_values(options),
     )
+
+
+def _check_run(options: SolverOptions, profile: Profile) -> None:
+    """Raise UsageError if the length of the training run is given twice, or cannot be converted to samples."""
+    if options.tokens is not None and options.samples is not None:
+        raise UsageError(f"`--tokens {options.tokens}` and `--samples {options.samples}`: give one of them")
+    if options.tokens is not None and not workload_of(profile).tokens:
+        raise UsageError(
+            f"`--tokens {options.tokens}`: the profile does not state the tokens of a sample",
+            hint="give the length of the run in samples: `--samples 300M`",
+        )
 
 
 def _reserve(reserve: str | int | None, calibration: Calibration | None, profile: Profile) -> int:

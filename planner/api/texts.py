@@ -12,9 +12,16 @@ from typing import Any, Final, get_args
 from planner.core.errors import UsageError
 from planner.core.values.cluster import Link
 from planner.core.values.devices import ACCELERATORS
-from planner.core.values.limits import LARGEST, MOST_DEVICES, RATES, SPEEDS, at_most, short
+from planner.core.values.limits import LARGEST, MOST_DEVICES, PRICES, RATES, SPEEDS, at_most, short
 from planner.core.values.precision import PRECISIONS, Precision, precision_of
-from planner.core.values.units import parse_bytes, parse_bytes_per_s, parse_flops_per_s, parse_share, parse_us
+from planner.core.values.units import (
+    parse_bytes,
+    parse_bytes_per_s,
+    parse_count,
+    parse_flops_per_s,
+    parse_share,
+    parse_us,
+)
 
 File = str | os.PathLike[str]
 
@@ -233,6 +240,28 @@ def flops_per_s(value: str | float) -> float:
     if not slowest <= value <= fastest:
         raise UsageError(f"a rate is from 1 FLOP/s to 10^18 FLOP/s, got {value}")
     return float(value)
+
+
+def count(option: str, value: str | int | None) -> int:
+    """Return a large number from `1T` or a number; 0 for None."""
+    if value is None:
+        return 0
+    if isinstance(value, str):
+        return parse_count(value)
+    return number_of(option, value, "unit", LARGEST)
+
+
+def price(option: str, value: str | float | None) -> float:
+    """Return a price above 0; 0 for None."""
+    if value is None:
+        return 0.0
+    try:
+        number = float(value)
+    except ValueError:
+        raise UsageError(f"expected a number, got `{option} {short(value)}`") from None
+    if not PRICES[0] <= number <= PRICES[1]:
+        raise UsageError(f"a price is from {PRICES[0]:g} to {PRICES[1]:g}, got `{option} {short(value)}`")
+    return number
 
 
 def share(value: str | float) -> float:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from planner.core.errors import UsageError
 from planner.core.schedule import check_lists, lists_of, schedule_of
-from planner.core.values.limits import LARGEST, MOST_ACTIONS, MOST_BATCH, MOST_DEVICES, RATES, SPEEDS
+from planner.core.values.limits import LARGEST, MOST_ACTIONS, MOST_BATCH, MOST_DEVICES, PRICES, RATES, SPEEDS
 from planner.core.values.plan import Inputs, Plan, Stage
 from planner.core.values.profile import LayerProfile, Profile
 from planner.files.kinds import word_of
@@ -170,6 +170,11 @@ def _inputs_problems(inputs: Inputs) -> Iterator[Problem]:
         text = f"{inputs.devices} devices and a batch of {inputs.batch}"
         yield ("inputs",), f"{text}: at most {MOST_DEVICES} and {MOST_BATCH} are supported", ""
     yield from _calibrated_problems(inputs, ("inputs",))
+    for name in ("tokens", "samples"):
+        if not 0 <= getattr(inputs, name) <= LARGEST:
+            yield ("inputs", name), f"must be from 0 to {LARGEST}", "0 is unknown"
+    if inputs.price != 0 and not PRICES[0] <= inputs.price <= PRICES[1]:
+        yield ("inputs", "price"), f"must be 0, or from {PRICES[0]:g} to {PRICES[1]:g}", "0 is unknown"
     if len(inputs.speeds) not in (0, inputs.devices) or not all(map(_is_speed, inputs.speeds)):
         text = f"expected {inputs.devices} speeds from 1e-6 to 1e6, one per device, got {list(inputs.speeds)[:20]}"
         yield ("inputs", "speeds"), text, ""

@@ -7,7 +7,7 @@ from planner.core.values.calibration import Calibration
 from planner.core.values.cluster import ExecutorCost, Link
 from planner.core.values.links import Links, MeasuredLink
 from planner.core.values.partial import Measurement, Partial
-from planner.core.values.plan import FrontierPoint, Insight, Noise, Plan, WhatIf
+from planner.core.values.plan import FrontierPoint, Insight, Noise, Plan, TrainingRun, WhatIf
 from planner.core.values.profile import (
     ArrayKind,
     Device,
@@ -203,6 +203,9 @@ def fullest_plan() -> Plan:
         dtype="bf16-mixed",
         compute=1.25,
         step_ratio=0.97,
+        tokens=10**12,
+        samples=10**9,
+        price=2.5,
     )
     stages = tuple(
         replace(stage, device=1 - stage.index, recompute="layers", recomputed=(stage.first,), backward_weight_us=1.5)
@@ -217,6 +220,8 @@ def fullest_plan() -> Plan:
         chunks=2,
         replicas=2,
         stages=stages,
+        predicted=replace(plan.predicted, tokens_per_s=1e6, flops_utilization=0.4),
+        training=TrainingRun(gpus=2, steps=1000, days=1.5, gpu_hours=72.0, cost=180.0),
         frontier=(FrontierPoint(micro_batches=2, micro_batch_size=4, replicas=2, devices=2, step_us=1.5, bubble=0.25),),
         schedules=(FrontierPoint(micro_batches=2, micro_batch_size=4, schedule="1f1b", devices=2, step_us=1.5),),
         insight=Insight(

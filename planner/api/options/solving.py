@@ -11,16 +11,20 @@ from planner.core.schedule import SCHEDULE_CHOICES
 from planner.core.values.calibration import Calibration
 from planner.core.values.cluster import Link
 from planner.core.values.plan import DEFAULT_SCHEDULE, Inputs, RecomputePolicy
+from planner.core.values.units import count_option
 
 _DEVICES: Final = "Devices"
 _LINKS: Final = "Links and overhead"
 _BATCH: Final = "Batch and schedule"
 _CUTS: Final = "Cuts"
 _SEARCH: Final = "Search"
+_RUN: Final = "Training run"
 
 _FLAG: Final = Recorded(lambda _, value: value, lambda _: "")
 _REPLICAS: Final = Recorded(texts.count_or_auto, lambda count: str(count or "auto"))
 _LINK: Final = Recorded(lambda option, value: None if value is None else texts.link(value, option), texts.link_text)
+_COUNT: Final = Recorded(texts.count, count_option)
+_PRICE: Final = Recorded(texts.price, texts.decimal)
 _GROUPS: Final = Recorded(lambda option, value: tuple(texts.names(option, each) for each in value or ()), ",".join)
 
 _ORDER: Final = f"Schedule: {', '.join(SCHEDULE_CHOICES)}."
@@ -109,6 +113,15 @@ class SolverOptions:
         Sequence[str | Sequence[str]] | None,
         Option("A,B", "Layers to keep in different stages (repeatable).", _CUTS, repeatable=True, recorded=_GROUPS),
     ] = None
+    tokens: Annotated[
+        str | int | None, Option("1T", "Tokens of the training run: predicts days and cost.", _RUN, recorded=_COUNT)
+    ] = None
+    samples: Annotated[
+        str | int | None, Option("300M", "Samples of the training run, instead of tokens.", _RUN, recorded=_COUNT)
+    ] = None
+    price: Annotated[
+        str | float | None, Option("2.50", "Price of a GPU-hour: predicts the cost.", _RUN, recorded=_PRICE)
+    ] = None
     solver: Annotated[
         str, Option("auto|dp|milp", "Dynamic program, or integer program as a second opinion.", _SEARCH)
     ] = "auto"
@@ -168,14 +181,19 @@ class SweepOptions:
     mem: Annotated[Sizes | None, _as_solved("mem", metavar="16GB,80GB", help="Memory limits to try.")] = None
     batch: Annotated[int | None, _as_solved("batch")] = None
     micro_batches: Annotated[str | int, _as_solved("micro_batches")] = "auto"
+    replicas: Annotated[str | int, _as_solved("replicas")] = "1"
     schedule: Annotated[str, _as_solved("schedule", metavar="NAME", help=_ORDER)] = DEFAULT_SCHEDULE
     recompute: Annotated[str, _as_solved("recompute", help="Recomputation of activations.")] = "auto"
     link: Annotated[str | Link | None, _as_solved("link", help="Links between neighbors.")] = None
+    allreduce: Annotated[str | Link | None, _as_solved("allreduce")] = None
     overhead: Annotated[str | None, _as_solved("overhead")] = None
     reserve: Annotated[
         str | int | None, _as_solved("reserve", help="Memory kept free per device; default: as measured.")
     ] = None
     headroom: Annotated[str | float, _as_solved("headroom")] = "0%"
+    tokens: Annotated[str | int | None, _as_solved("tokens")] = None
+    samples: Annotated[str | int | None, _as_solved("samples")] = None
+    price: Annotated[str | float | None, _as_solved("price")] = None
     time_limit: Annotated[
         str | None, _as_solved("time_limit", help="Time limit per cell; then the best plan found is used.")
     ] = None

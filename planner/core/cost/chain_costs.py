@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Final, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from planner.core.cost.workload import Workload
 from planner.core.values.plan import Recompute
 from planner.core.values.profile import LayerProfile
 
@@ -240,6 +241,7 @@ class ChainCosts:
     """Records of layers with a separate memory model; None for the two models of this package."""
     storages: Storages
     relays: Relays
+    workload: Workload
     bucket_bytes: float = 0.0
     """Largest copy of gradients in a message to other replicas, in bytes; 0 without replicas."""
 

@@ -18,6 +18,7 @@ from planner.core.cost.chain_costs import ChainCosts, Relays, State, Storages
 from planner.core.cost.size_costs import SizeCosts, additive_costs, exact_costs
 from planner.core.cost.storages import CrossingStorages
 from planner.core.cost.ties import ties_of
+from planner.core.cost.workload import workload_of
 from planner.core.errors import UsageError
 from planner.core.extensions import load
 from planner.core.values.profile import MemoryDetail, Profile
@@ -128,6 +129,7 @@ class CostTable:
             "state": State.of(layers),
             "optimizer_peaks_add": self._profile.optimizer_peak == "sum",
             "ties": ties_of(layers),
+            "workload": workload_of(self._profile),
         }
 
     def _at(self, n: int) -> SizeCosts:

@@ -27,6 +27,7 @@ from planner.core.cost.stage_time import (
     shared_gradient_bytes,
 )
 from planner.core.cost.step_time import gpipe_step
+from planner.core.cost.workload import training_run
 from planner.core.schedule import Action
 from planner.core.values.cluster import Cluster
 from planner.core.values.plan import Inputs, Plan, Predicted, SolverReport, Stage, StageMemory
@@ -170,9 +171,12 @@ class Evaluation:
         for stage, us in enumerate(pair_us):
             device_us[partition.place_of(stage)] += us
         samples = micro_batches * self.costs.micro_batch_size * partition.replicas
+        workload, per_s = self.costs.workload, samples / self.step_us * 1e6 if self.step_us else 0.0
         return Predicted(
             step_us=self.step_us,
-            samples_per_s=samples / self.step_us * 1e6 if self.step_us else 0.0,
+            samples_per_s=per_s,
+            tokens_per_s=per_s * workload.tokens,
+            flops_utilization=workload.utilization(per_s, num_devices * partition.replicas),
             bubble=1 - busy / (num_devices * self.pipeline_us) if self.pipeline_us else 0.0,
             ideal_bubble=0.0 if splits else (num_devices - 1) / (partition.chunks * micro_batches + num_devices - 1),
             imbalance=max(device_us) / (sum(device_us) / num_devices) if sum(device_us) else 1.0,
@@ -285,4 +289,5 @@ class Evaluation:
             order=partition.order,
             stages=self.stages,
             predicted=self.predicted,
+            training=training_run(inputs, self.step_us, self.costs.workload),
         )

@@ -19,6 +19,10 @@ RATES = (1.0, 1e18)
 """Range of link bandwidths, in bytes per second."""
 
 
+PRICES = (1e-6, 1e6)
+"""Range of prices of a GPU-hour."""
+
+
 def at_most(option: str, value: int, limit: int, plural: str) -> int:
     """Return `value` if it does not exceed the limit.
 

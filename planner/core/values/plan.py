@@ -96,6 +96,12 @@ class Inputs:
     """Smallest allowed number of samples of a micro-batch."""
     extrapolate: bool = False
     """True if micro-batch sizes outside the profiled range are allowed."""
+    tokens: int = field(default=0, metadata=LEFT_OUT)
+    """Tokens of the whole training run; 0 if they were not given."""
+    samples: int = field(default=0, metadata=LEFT_OUT)
+    """Samples of the whole training run; 0 if they were not given."""
+    price: float = field(default=0.0, metadata=LEFT_OUT)
+    """Price of a GPU-hour, in any currency; 0 if it was not given."""
 
     @property
     def cluster(self) -> Cluster:
@@ -181,6 +187,10 @@ class Predicted:
 
     step_us: float
     samples_per_s: float
+    tokens_per_s: float = field(default=0.0, metadata=LEFT_OUT)
+    """Tokens per second; 0 if the tokens of a sample are not known."""
+    flops_utilization: float = field(default=0.0, metadata=LEFT_OUT)
+    """Model FLOPs utilization of the GPUs that the plan uses; 0 if it is not known."""
     bubble: float
     """Share of device time spent idle between the first forward and the last backward."""
     ideal_bubble: float
@@ -190,6 +200,18 @@ class Predicted:
     recompute_share: float
     """Share of compute time spent recomputing activations."""
     bottleneck_stage: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainingRun:
+    """Predicted duration and cost of a training run on all GPUs of the request, used or not."""
+
+    gpus: int
+    steps: int
+    days: float
+    gpu_hours: float
+    cost: float | None = None
+    """Cost in the currency of `Inputs.price`; None without a price."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -271,6 +293,8 @@ class Plan:
     balance: tuple[int, ...]
     stages: tuple[Stage, ...]
     predicted: Predicted
+    training: TrainingRun | None = None
+    """Training run, if its length or the price of a GPU-hour was given."""
     frontier: tuple[FrontierPoint, ...] = ()
     """Trade-off over M, if requested."""
     schedules: tuple[FrontierPoint, ...] = ()

@@ -9,7 +9,7 @@ from typing import Final
 
 from planner.core.errors import UsageError
 from planner.core.values.cluster import Link
-from planner.core.values.devices import accelerator
+from planner.core.values.devices import ACCELERATORS, accelerator
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,6 +75,28 @@ RATES: Final = {
                      link=Link(latency_us=1.0, bytes_per_s=112e9),
                      source="Google Cloud, TPU v6e: 918 TFLOPS, 1640 GB/s, 3584 Gbit/s over 4 links"),
 }  # fmt: skip
+
+
+_NARROW: Final = frozenset({"bf16", "bf16-mixed", "fp16-mixed", "bfloat16", "float16"})
+"""Precisions whose matrix products have 16-bit operands."""
+
+_OTHER_BOARDS: Final = ("pcie", "nvl")
+"""Words in the names of boards that are slower than the one in the data sheet."""
+
+
+def peak_flops_per_s(reported: str, dtype: str) -> float:
+    """Return the peak rate of a device by the name that it reports, for `environment.dtype`; 0 if it is not known."""
+    lower = reported.lower()
+    if any(word in lower for word in _OTHER_BOARDS):
+        return 0.0
+    rates = next((of for of in RATES.values() if of.full_name.lower() == lower), None)
+    if rates is None:
+        called = [kind.name for kind in ACCELERATORS if kind.name in RATES and kind.is_called(reported)]
+        # `v100-32gb` also has the word of `v100`: the rates of both are the same.
+        rates = RATES[called[0]] if called else None
+    if rates is None:
+        return 0.0
+    return rates.half_flops_per_s if dtype.removeprefix("torch.") in _NARROW else rates.float32_flops_per_s
 
 
 def rates_of(name: str) -> Rates:

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from planner.core.values.plan import Plan, ProfileReference
+from planner.core.values.plan import Plan, ProfileReference, TrainingRun
 from planner.core.values.units import exact_bytes_option
 
 
@@ -18,6 +18,8 @@ class SweepCell:
     """Result; `none`: proven that nothing fits; `unknown`: the time limit was reached before a plan was found."""
     samples_per_device_s: float = 0.0
     """Samples per second and device, counting unused devices."""
+    training: TrainingRun | None = None
+    """Training run on all devices, if its length or the price of a GPU-hour was given."""
     plan: Plan | None = None
 
     @property
@@ -38,6 +40,9 @@ class Sweep:
     cells: tuple[SweepCell, ...]
     smallest: int | None = None
     """Index in `cells` of the plan with the fewest devices, and among those with the least memory."""
+
+    cheapest: int | None = None
+    """Index in `cells` of the plan with the fewest device-hours per sample, counting unused devices."""
 
     def cell(self, devices: int, memory_bytes: int) -> SweepCell:
         """Return the cell of one number of devices and one memory size."""

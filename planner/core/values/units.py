@@ -19,6 +19,7 @@ _BYTES = {
 }
 _TIMES_US = {"us": Fraction(1), "µs": Fraction(1), "μs": Fraction(1), "ms": Fraction(1000), "s": Fraction(1_000_000)}
 _FLOPS = {f"{p}flop": 1000**n for n, p in enumerate(("", "k", "m", "g", "t", "p"))}
+_COUNTS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "G": 10**9, "T": 10**12, "P": 10**15}
 _QUANTITY = re.compile(r"\s*(?P<number>\d+(?:\.\d*)?|\.\d+)\s*(?P<unit>[A-Za-zµμ/%]*)\s*")
 
 
@@ -81,6 +82,30 @@ def parse_share(text: str) -> float:
     if number >= 100:
         raise UsageError(f"a share must be below 100%: `{text}`")
     return float(number / 100)
+
+
+def parse_count(text: str) -> int:
+    """Return a large number such as `1T` or `300M`, rounded up to a whole number.
+
+    Raises:
+        UsageError: Not a number, zero, or with an unknown prefix.
+    """
+    number, prefix = _split(text, "1T or 300M")
+    factor = _COUNTS.get(prefix.upper())
+    if factor is None:
+        raise _unit_error(text, prefix, "a number", "k, M, B, G, T, P", sample="1T or 300M")
+    if number == 0:
+        raise UsageError(f"a number must not be zero: `{text}`")
+    count: int = math.ceil(_bounded(number * factor, text))
+    return count
+
+
+def count_option(count: int) -> str:
+    """Return a large number as text that `parse_count` reads back: `1T`, `1500`."""
+    for prefix in "PTBMK":
+        if count % _COUNTS[prefix] == 0:
+            return f"{count // _COUNTS[prefix]}{'k' if prefix == 'K' else prefix}"
+    return str(count)
 
 
 def bytes_option(size_bytes: int) -> str:

@@ -19,7 +19,8 @@ from planner.show.html.schedules import schedules_section
 from planner.show.html.timeline import timeline_data, timeline_section
 from planner.show.markup import element, safe
 from planner.show.step import Step
-from planner.show.views.certainty import fit_words, peak_words, rate_words, step_words, why
+from planner.show.views.certainty import amount_words, fit_words, peak_words, rate_words, step_words, why
+from planner.show.views.cluster import days_words, hours_words, length_words, run_ratios, tokens_words
 from planner.show.views.measured import pipeline_words
 from planner.show.views.memory import device_memory, fullest
 from planner.show.views.numbers import method_name, not_measured, percent
@@ -111,7 +112,23 @@ def _figures(plan: Plan, certainty: Certainty | None) -> list[_Figure]:
         ("bubble", percent(predicted.bubble), ideal_bubble(plan)),
         ("peak memory", peak_words(plan, certainty), f"{fit_words(plan, certainty)}; {nearest.share} of its limit"),
         ("recompute", percent(predicted.recompute_share), f"imbalance {predicted.imbalance:.2f}"),
+        *_of_cluster(plan, certainty),
     ]
+
+
+def _of_cluster(plan: Plan, certainty: Certainty | None) -> list[_Figure]:
+    """Return tokens per second, utilization and the training run, as far as they are known."""
+    predicted, figures = plan.predicted, list[_Figure]()
+    if predicted.tokens_per_s:
+        figures.append(("tokens/s", tokens_words(plan, certainty), ""))
+    if predicted.flops_utilization:
+        figures.append(("model FLOPs utilization", percent(predicted.flops_utilization), "of the peak rate"))
+    run, ratios = plan.training, run_ratios(plan, certainty)
+    if run is not None:
+        figures.append((length_words(plan.inputs), days_words(run, ratios), hours_words(run, None)))
+    if run is not None and run.cost is not None:
+        figures.append(("cost", amount_words(run.cost, ratios), f"{plan.inputs.price:g} per GPU-hour"))
+    return figures
 
 
 def _marked(figures: Sequence[_Figure], how: str) -> list[_Figure]:

@@ -20,6 +20,7 @@ from planner.show.terminal.stages import recomputed_layers, stages_drawn
 from planner.show.terminal.style import Style
 from planner.show.terminal.timeline import timeline_parts
 from planner.show.views.certainty import fit_words, peak_words, why
+from planner.show.views.cluster import throughput_words, training_words
 from planner.show.views.numbers import method_name, not_measured, percent, place_word
 from planner.show.views.plan import claim, figures, has_unlike_devices, headline, ideal_bubble
 
@@ -81,10 +82,11 @@ def _figures(plan: Plan, certainty: Certainty | None, style: Style) -> list[Text
         f"recompute {percent(predicted.recompute_share)}",
     ]
     gap = f" {style.glyphs.dot} "
-    if certainty is None:
-        return [flow([step, speed, *shares], style, gap=gap)]
-    peak = f"peak {peak_words(plan, certainty)}"
-    return [flow([step, speed, peak, fit_words(plan, certainty)], style, gap=gap), flow(shares, style, gap=gap)]
+    lines = [[step, speed, *shares]]
+    if certainty is not None:
+        lines = [[step, speed, f"peak {peak_words(plan, certainty)}", fit_words(plan, certainty)], shares]
+    lines += [throughput_words(plan, certainty), training_words(plan, certainty)]
+    return [flow(words, style, gap=gap) for words in lines if words]
 
 
 def _status(plan: Plan, style: Style) -> str:

@@ -60,6 +60,25 @@ def fit_words(plan: Plan, certainty: Certainty | None) -> str:
     return "fits as predicted" if unknown and fit == "fits" else fit
 
 
+def amount_words(value: float, ratios: tuple[float, float] | None, unit: str = "") -> str:
+    """Return an amount of at most three digits with its range: `25.3 days (24 to 27)`.
+
+    Args:
+        value: The amount, at least 0.
+        ratios: Smallest and largest ratio of the true amount to this one; None if they are not known.
+        unit: Name of the unit.
+
+    Returns:
+        The text, without uncertain digits.
+    """
+    end, of = _digits_end(value, 3), f" {unit}" if unit else ""
+    if ratios is None:
+        return f"{_ending(value, end)}{of}"
+    low, high = (value * ratio for ratio in ratios)
+    end = max(_digits_end(value, 1), min(end, certain_end(low, high)))
+    return f"{_ending(value, end)}{of} ({_ending(low, end, floor)} to {_ending(high, end, ceil)})"
+
+
 def peak_words(plan: Plan, certainty: Certainty | None) -> str:
     """Return the peak of the fullest device and its upper limit: `12.4 GiB (at most 13.0)`."""
     needs = device_memory(plan.by_device())

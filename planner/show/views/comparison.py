@@ -9,6 +9,7 @@ from planner.core.schedule import schedule_of
 from planner.core.values.plan import Plan
 from planner.core.values.sweep import Sweep, SweepCell
 from planner.core.values.units import counted, exact_bytes_option, format_bytes
+from planner.show.views.cluster import run_words
 from planner.show.views.numbers import NOTHING, difference, percent, rate
 from planner.show.views.table import Table, Value, column, table
 
@@ -103,19 +104,26 @@ def sweep_table(sweep: Sweep) -> Table:
 
 
 def best_words(sweep: Sweep) -> list[str]:
-    """Return the smallest and the fastest cluster, and the one with most samples per device."""
+    """Return the smallest cluster, the fastest, and the cheapest: the one with most samples per device."""
     if sweep.smallest is None:
         return ["this model fits on none of these clusters"]
     smallest = sweep.cells[sweep.smallest]
     with_plan = [cell for cell in sweep.cells if cell.plan is not None]
     # Of equally fast clusters, the smallest is reported.
     fastest = max(with_plan, key=lambda c: (_cell_per_s(c), -c.devices, -c.memory_bytes))
-    thriftiest = max(with_plan, key=lambda c: (c.samples_per_device_s, -c.devices, -c.memory_bytes))
+    cheapest = sweep.cells[sweep.cheapest or 0]
     return [
-        f"smallest that trains: {_cluster(smallest)}, {rate(_cell_per_s(smallest))} samples/s",
-        f"fastest: {_cluster(fastest)}, {rate(_cell_per_s(fastest))} samples/s",
-        f"most per device: {_cluster(thriftiest)}, {rate(thriftiest.samples_per_device_s)} samples/s each",
+        f"smallest that trains: {_cluster(smallest)}, {rate(_cell_per_s(smallest))} samples/s{_run(smallest)}",
+        f"fastest: {_cluster(fastest)}, {rate(_cell_per_s(fastest))} samples/s{_run(fastest)}",
+        f"cheapest: {_cluster(cheapest)}, {rate(cheapest.samples_per_device_s)} samples/s each{_run(cheapest)}",
     ]
+
+
+def _run(cell: SweepCell) -> str:
+    """Return duration and cost of the training run after the figures of a cell; empty if it was not requested."""
+    if cell.training is None or cell.plan is None:
+        return ""
+    return f", {', '.join(run_words(cell.training, cell.plan.inputs))}"
 
 
 def _cluster(cell: SweepCell) -> str:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from planner.core.cost.costs import CostTable
+from planner.core.cost.workload import Workload, training_run, workload_of
 from planner.core.errors import InfeasibleError, SolverError
 from planner.core.values.plan import Plan
 from planner.core.values.profile import Profile
@@ -52,11 +53,13 @@ def sweep_of(
     for count in reversed(counts):
         for limit in reversed(limits):
             progress(f"{count} x {limit / 1e9:g} GB", len(answers), len(counts) * len(limits))
-            # A plan has no use for more devices than layers.
-            question = _question(request, min(count, len(profile.layers)), limit, headroom)
+            # A pipeline has no use for more devices than layers.
+            most = len(profile.layers) * request.inputs.replicas or count
+            question = _question(request, min(count, most), limit, headroom)
             larger = _answer_of_larger(answers, question, (count, limit))
             answers[count, limit] = _solved(profile, question, table) if larger is None else larger
-    cells = tuple(_cell(count, limit, answers[count, limit]) for count in counts for limit in limits)
+    workload = workload_of(profile)
+    cells = tuple(_cell(count, limit, answers[count, limit], workload) for count in counts for limit in limits)
     return Sweep(
         profile=request.inputs.profile,
         batch=request.inputs.batch,
@@ -64,7 +67,14 @@ def sweep_of(
         memory_bytes=tuple(limits),
         cells=cells,
         smallest=next((n for n, cell in enumerate(cells) if cell.plan is not None), None),
+        cheapest=_cheapest(cells),
     )
+
+
+def _cheapest(cells: Sequence[SweepCell]) -> int | None:
+    """Return the cell with the most samples per second and device; of equal ones, the first."""
+    with_plan = [n for n, cell in enumerate(cells) if cell.plan is not None]
+    return max(with_plan, key=lambda n: cells[n].samples_per_device_s, default=None)
 
 
 def _question(request: Request, devices: int, limit: int, headroom: float) -> Request:
@@ -99,15 +109,18 @@ def _solved(profile: Profile, request: Request, table: CostTable) -> _Answer:
         return error
 
 
-def _cell(devices: int, limit: int, answer: _Answer) -> SweepCell:
+def _cell(devices: int, limit: int, answer: _Answer, workload: Workload) -> SweepCell:
     if not isinstance(answer, Plan):
         return SweepCell(
             devices=devices, memory_bytes=limit, status="none" if isinstance(answer, InfeasibleError) else "unknown"
         )
+    step_us = answer.predicted.step_us
     return SweepCell(
         devices=devices,
         memory_bytes=limit,
         status="optimal" if answer.solver.status == "optimal" else "feasible",
         samples_per_device_s=answer.predicted.samples_per_s / devices,
-        plan=answer,
+        training=training_run(answer.inputs, step_us, workload, devices=devices),
+        # The plan of a larger cluster is not paid for as there.
+        plan=replace(answer, training=training_run(answer.inputs, step_us, workload)),
     )

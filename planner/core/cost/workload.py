@@ -1,0 +1,107 @@
+"""Workload: tokens and floating-point operations of a training step, and duration and cost of a training run.
+
+The model FLOPs of a sample are those of one forward and one backward without recomputation. A backward takes twice the
+forward, because both gradients of a product take as many operations as the product: three forwards together. With
+the 2 N operations per token of a forward of N parameters, this is the 6 N of Kaplan et al., arXiv:2001.08361. The model
+FLOPs utilization (MFU) is their share of what the devices could compute in the same time (Chowdhery et al., "PaLM",
+arXiv:2204.02311, appendix B).
+"""
+
+import re
+from dataclasses import dataclass
+from math import ceil
+from typing import Final
+
+from planner.core.values.plan import Inputs, TrainingRun
+from planner.core.values.profile import LayerProfile, Profile
+from planner.core.values.rates import peak_flops_per_s
+
+_TOKENS: Final = re.compile(r"(\d+):u?int\d+(:\d+)?")
+"""`--input` of token ids: a length, an integer type, and the number of ids."""
+
+_US_PER_HOUR: Final = 3.6e9
+_HOURS_PER_DAY: Final = 24
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Workload:
+    """Work of one sample, and the peak rate of a GPU."""
+
+    tokens: int = 0
+    """Tokens of a sample; 0 if they are not known."""
+    flops: float = 0.0
+    """Model FLOPs on each GPU of all stages together; 0 if the profile has none."""
+    peak_flops_per_s: float = 0.0
+    """Peak rate of a GPU in the profile's precision; 0 if it is not known."""
+    gpus_per_device: int = 1
+    """GPUs that run a stage together (tensor parallelism)."""
+
+    def utilization(self, samples_per_s: float, devices: int) -> float:
+        """Return the MFU of this many devices; 0 if it is not known."""
+        able = devices * self.peak_flops_per_s
+        return self.flops * samples_per_s / able if able else 0.0
+
+
+def workload_of(profile: Profile) -> Workload:
+    """Return the work of a sample of the profiled model, at the largest profiled micro-batch size."""
+    sizes, settings = profile.micro_batch_sizes, profile.model.settings
+    n = sizes.index(max(sizes))
+    return Workload(
+        tokens=_tokens(profile),
+        flops=sum(
+            passes * layer.forward_flops[n]
+            for layer, passes in zip(profile.layers, _passes(profile.layers), strict=True)
+            if layer.forward_flops
+        )
+        / sizes[n],
+        peak_flops_per_s=peak_flops_per_s(profile.device.name, profile.environment.dtype),
+        gpus_per_device=int(settings.get("tensor_parallel", 1)),
+    )
+
+
+def training_run(inputs: Inputs, step_us: float, workload: Workload, *, devices: int = 0) -> TrainingRun | None:
+    """Return duration and cost of the training run that a request names.
+
+    Args:
+        inputs: The request, with the length of the run or a price.
+        step_us: Time of a step in microseconds.
+        workload: Work of a sample.
+        devices: Number of devices to pay for; 0 for those of the request.
+
+    Returns:
+        The run, of one step if only the price is given; None if neither is, or the tokens of a sample are not known.
+    """
+    samples = inputs.samples
+    if inputs.tokens and workload.tokens:
+        samples = ceil(inputs.tokens / workload.tokens)
+    if not samples and (inputs.tokens or not inputs.price):
+        return None
+    steps = max(1, ceil(samples / inputs.batch))
+    gpus = (devices or inputs.devices) * workload.gpus_per_device
+    hours = steps * step_us / _US_PER_HOUR
+    return TrainingRun(
+        gpus=gpus,
+        steps=steps,
+        days=hours / _HOURS_PER_DAY,
+        gpu_hours=gpus * hours,
+        cost=gpus * hours * inputs.price if inputs.price else None,
+    )
+
+
+def _tokens(profile: Profile) -> int:
+    length = profile.model.settings.get("sequence", 0)
+    if isinstance(length, int) and length:
+        return length
+    shapes = filter(None, map(_TOKENS.fullmatch, profile.model.inputs))
+    return max((int(shape[1]) for shape in shapes), default=0)
+
+
+def _passes(layers: tuple[LayerProfile, ...]) -> list[int]:
+    """Return how often each layer computes as much as its forward: three times, less often if it is frozen."""
+    if not any(layer.trained_bytes for layer in layers):
+        return [3] * len(layers)  # The profile does not say what is trained.
+    passes, trained = [], False
+    for layer in layers:
+        passes.append(3 if layer.trained_bytes else 1 + trained)
+        trained = trained or layer.trained_bytes > 0
+    return passes

@@ -1,0 +1,76 @@
+"""Figures of a cluster in words: tokens per second, utilization, and duration and cost of a training run."""
+
+from planner.core.judge.certainty import Certainty
+from planner.core.values.plan import Inputs, Plan, TrainingRun
+from planner.core.values.units import count_option, counted
+from planner.show.views.certainty import amount_words
+from planner.show.views.numbers import percent
+
+
+def throughput_words(plan: Plan, certainty: Certainty | None) -> list[str]:
+    """Return tokens per second and model FLOPs utilization, as far as they are known."""
+    predicted = plan.predicted
+    words = []
+    if predicted.tokens_per_s:
+        words.append(f"{tokens_words(plan, certainty)} tokens/s")
+    if predicted.flops_utilization:
+        words.append(f"model FLOPs utilization {percent(predicted.flops_utilization)}")
+    return words
+
+
+def tokens_words(plan: Plan, certainty: Certainty | None) -> str:
+    """Return the number of tokens per second with its range."""
+    ratios = run_ratios(plan, certainty)
+    return amount_words(plan.predicted.tokens_per_s, None if ratios is None else (1 / ratios[1], 1 / ratios[0]))
+
+
+def training_words(plan: Plan, certainty: Certainty | None) -> list[str]:
+    """Return the figures of the training run with their ranges; nothing if it was not requested."""
+    if plan.training is None:
+        return []
+    return run_words(plan.training, plan.inputs, run_ratios(plan, certainty))
+
+
+def run_words(run: TrainingRun, inputs: Inputs, ratios: tuple[float, float] | None = None) -> list[str]:
+    """Return length and duration of a training run, its GPU-hours, and its cost if the price is known.
+
+    Args:
+        run: The run.
+        inputs: Request that it belongs to.
+        ratios: Smallest and largest ratio of measured to predicted times; None if they are not known.
+
+    Returns:
+        The phrases.
+    """
+    words = [f"{length_words(inputs)} in {days_words(run, ratios)}", hours_words(run, ratios)]
+    if run.cost is not None:
+        words.append(f"cost {amount_words(run.cost, ratios)} at {inputs.price:g} per GPU-hour")
+    return words
+
+
+def length_words(inputs: Inputs) -> str:
+    """Return the length of the training run: `1T tokens`, or one step if only a price was given."""
+    if inputs.tokens:
+        return f"{count_option(inputs.tokens)} tokens"
+    return f"{count_option(inputs.samples)} samples" if inputs.samples else "1 step"
+
+
+def hours_words(run: TrainingRun, ratios: tuple[float, float] | None) -> str:
+    """Return the GPU-hours of a run with their range."""
+    return f"{amount_words(run.gpu_hours, ratios, 'GPU-hours')} on {counted(run.gpus, 'GPU')}"
+
+
+def days_words(run: TrainingRun, ratios: tuple[float, float] | None) -> str:
+    """Return the duration of a run with its range, in days, or in a smaller unit if it is shorter than two days."""
+    units = ((1.0, "days"), (24.0, "hours"), (86_400.0, "s"))
+    factor, unit = next(of for of in units if run.days * of[0] >= 2 or of is units[-1])
+    return amount_words(factor * run.days, ratios, unit)
+
+
+def run_ratios(plan: Plan, certainty: Certainty | None) -> tuple[float, float] | None:
+    """Return the smallest and largest ratio of measured to predicted times; None if they are not known."""
+    step_us = plan.predicted.step_us
+    if certainty is None or certainty.step_us is None or not step_us:
+        return None
+    low, high = (time_us / step_us for time_us in certainty.step_us)
+    return low, high

@@ -1,0 +1,173 @@
+"""Tokens, model FLOPs, duration and cost of a training run, recomputed from the numbers of the profile."""
+
+from dataclasses import replace
+
+import pytest
+
+from planner import api
+from planner.core.cost.workload import training_run, workload_of
+from planner.core.errors import UsageError
+from planner.core.values.plan import Plan
+from planner.core.values.profile import Device, Model, Profile
+from planner.core.values.rates import RATES, peak_flops_per_s
+from tests.support.profiles import inputs_of, profile_of
+
+SHAPE = {"layers": 4, "hidden": 64, "heads": 4, "sequence": 128, "vocabulary": 1000}
+
+
+def by_formula(**other: object) -> Profile:
+    options = {"device": "estimate:a100-80gb", "dtype": "bf16-mixed", "rate": "100TFLOP/s", "batch_sizes": "1,2"}
+    return api.profile(from_formula="transformer", **SHAPE, **{**options, **other})  # type: ignore[arg-type]
+
+
+def test_model_flops_are_three_forwards_of_every_layer() -> None:
+    """The formulas' backward is two forwards, so that the utilization without a bubble is rate over peak."""
+    profile = by_formula()
+    forward = sum(layer.forward_flops[-1] for layer in profile.layers) / 2
+    workload = workload_of(profile)
+    assert workload.flops == pytest.approx(3 * forward)
+    assert workload.tokens == 128
+    plan = api.solve(profile, devices=1, batch=8, recompute="never", schedule="gpipe")
+    optimizer_us = sum(layer.optimizer_us for layer in profile.layers)
+    computing = 1 - optimizer_us / plan.predicted.step_us
+    # Attention's backward takes four products for two of the forward: also two forwards.
+    assert plan.predicted.flops_utilization == pytest.approx(100 / 312 * computing, rel=1e-3)
+    assert plan.predicted.tokens_per_s == pytest.approx(128 * plan.predicted.samples_per_s)
+
+
+def test_recomputation_and_unequal_stages_lower_the_utilization() -> None:
+    """Model FLOPs are the same; what differs is the time."""
+    profile = by_formula()
+    kept, again = (api.solve(profile, devices=2, batch=8, recompute=r, schedule="gpipe") for r in ("never", "always"))
+    ratio = kept.predicted.step_us / again.predicted.step_us
+    assert again.predicted.flops_utilization == pytest.approx(kept.predicted.flops_utilization * ratio)
+    assert ratio < 0.9
+
+
+def test_gpus_of_a_stage_share_its_flops() -> None:
+    """Each of two GPUs computes half: the same utilization at twice the speed, and twice the GPUs to pay for."""
+    one, two = (
+        api.solve(by_formula(tensor_parallel=t), devices=2, batch=8, recompute="never", tokens="1M", price=2)
+        for t in (1, 2)
+    )
+    assert one.training is not None
+    assert two.training is not None
+    assert (one.training.gpus, two.training.gpus) == (2, 4)
+    assert two.predicted.flops_utilization == pytest.approx(one.predicted.flops_utilization, rel=0.05)
+    assert two.training.gpu_hours == pytest.approx(one.training.gpu_hours, rel=0.05)
+
+
+def frozen(profile: Profile, *gradients: int) -> Profile:
+    layers = [
+        replace(layer, gradient_bytes=size, parameter_bytes=8, forward_flops=(10,))
+        for layer, size in zip(profile.layers, gradients, strict=True)
+    ]
+    return replace(profile, layers=tuple(layers))
+
+
+@pytest.mark.parametrize(
+    ("gradients", "forwards"), [((8, 8, 8), 9), ((0, 8, 8), 7), ((0, 8, 0), 6), ((8, 0, 8), 8), ((0, 0, 0), 9)]
+)
+def test_frozen_layers_have_no_weight_gradients(gradients: tuple[int, ...], forwards: int) -> None:
+    """Nor input gradients before the first trained layer; without any gradients the profile does not say."""
+    profile = frozen(profile_of([1.0] * 3, [2.0] * 3), *gradients)
+    assert workload_of(profile).flops == 10 * forwards
+
+
+@pytest.mark.parametrize(
+    ("model", "tokens"),
+    [
+        (Model(settings={"sequence": 512}), 512),
+        (Model(inputs=("1024:int64:32000",)), 1024),
+        (Model(inputs=("3x224x224",)), 0),
+        (Model(inputs=("16:float32",)), 0),
+        (Model(settings={"sequence": "long"}), 0),
+        (Model(), 0),
+    ],
+)
+def test_tokens_of_a_sample(model: Model, tokens: int) -> None:
+    """They are a setting, or the length of an input of token ids."""
+    assert workload_of(replace(profile_of([1.0]), model=model)).tokens == tokens
+
+
+def solved(**options: object) -> Plan:
+    return api.solve(by_formula(), devices=2, batch=8, schedule="gpipe", **options)  # type: ignore[arg-type]
+
+
+def test_a_run_is_so_many_steps() -> None:
+    """The last step may be shorter; it is counted as a whole one."""
+    run = solved(tokens="1M", price="2.50").training
+    assert run is not None
+    assert run.steps == -(-(10**6) // (128 * 8)) == 977
+    assert run.days == pytest.approx(977 * solved().predicted.step_us / 1e6 / 86400)
+    assert run.gpu_hours == pytest.approx(2 * 24 * run.days)
+    assert run.cost == pytest.approx(2.5 * run.gpu_hours)
+    assert solved(samples=7813).training == replace(run, cost=None)
+    step = solved(price=2.5).training
+    assert step is not None
+    assert (step.steps, step.gpu_hours) == (1, pytest.approx(run.gpu_hours / 977))
+    assert solved().training is None
+
+
+def test_unused_devices_are_paid_for() -> None:
+    """The request is for all of them."""
+    inputs = replace(inputs_of(8, 4), samples=400, price=3.0)
+    run = training_run(inputs, 3.6e9, workload_of(profile_of([1.0])))
+    assert run is not None
+    assert (run.steps, run.gpu_hours, run.cost) == (100, 800, 2400)
+
+
+def test_tokens_need_a_profile_that_knows_them() -> None:
+    """Both lengths contradict each other, and a price is above 0."""
+    with pytest.raises(UsageError, match="does not state the tokens of a sample") as refused:
+        api.solve(profile_of([1.0] * 2), devices=1, mem="1GB", tokens="1T")
+    assert "--samples" in refused.value.hint
+    with pytest.raises(UsageError, match="give one of them"):
+        solved(tokens="1T", samples="1M")
+    for price in ("0", "free", "-1", "inf", "nan"):
+        with pytest.raises(UsageError, match="--price"):
+            solved(price=price)
+    for tokens in ("0", "1X", "0.T", "many"):
+        with pytest.raises(UsageError):
+            solved(tokens=tokens)
+
+
+def test_the_run_is_asked_for_again() -> None:
+    """A plan records length and price, and `check` computes the run from them."""
+    profile = by_formula()
+    plan = solved(tokens="15T", price="2.50")
+    verdict = api.check(plan, profile=profile)
+    assert verdict.plan is not None
+    assert verdict.plan.training == plan.training
+    assert (plan.inputs.tokens, plan.inputs.price) == (15 * 10**12, 2.5)
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "peak"),
+    [
+        ("NVIDIA H100 80GB HBM3", "bf16-mixed", 989.5e12),
+        ("NVIDIA H100 80GB HBM3", "float32", 67e12),
+        ("NVIDIA A100-SXM4-40GB", "torch.bfloat16", 312e12),
+        ("Tesla V100-SXM2-32GB", "fp16-mixed", 125e12),
+        ("NVIDIA H100 PCIe", "bf16", 0.0),
+        ("AMD EPYC", "float32", 0.0),
+        ("at 190 TFLOP/s", "bf16", 0.0),
+        ("", "float32", 0.0),
+    ],
+)
+def test_peak_rates_by_reported_name(name: str, dtype: str, peak: float) -> None:
+    """Boards that are slower than the one of the data sheet have no peak here."""
+    assert peak_flops_per_s(name, dtype) == peak
+
+
+def test_every_device_of_the_table_finds_its_own_rate() -> None:
+    """Also those whose words another device has too."""
+    for rates in RATES.values():
+        assert peak_flops_per_s(rates.full_name, "bf16") == rates.half_flops_per_s
+
+
+def test_a_layer_without_flops_counts_nothing() -> None:
+    """A profile by hand has none, so that no utilization is shown."""
+    device = Device(kind="cuda", name="NVIDIA H100 80GB HBM3")
+    workload = workload_of(replace(profile_of([1.0]), device=device))
+    assert (workload.utilization(1.0, 1), workload.peak_flops_per_s) == (0, 67e12)
