@@ -29,6 +29,8 @@ def shape_like(tensor: Tensor, shape: Sequence[int] | None = None) -> Tensor:
 
 def laid_out(tensor: Tensor, like: Tensor) -> Tensor:
     """Return `tensor` in the dimension order of `like`; it is copied only if its order differs."""
+    if tensor.is_contiguous() and like.is_contiguous():  # nearly always, and permuting takes longer
+        return tensor
     order = _order(like)
     if tensor.permute(order).is_contiguous():
         return tensor
@@ -40,8 +42,7 @@ def in_memory_order(tensor: Tensor) -> Tensor:
 
     It has no autograd history unless it is `tensor` itself.
     """
-    order = _order(tensor)
-    if order == tuple(range(tensor.dim())):
+    if tensor.is_contiguous() or (order := _order(tensor)) == tuple(range(tensor.dim())):
         return tensor
     shape, strides = ([sizes[n] for n in order] for sizes in (tensor.shape, tensor.stride()))
     # No view, which would hold on to the tensor that it is of.

@@ -20,11 +20,10 @@ Tensors of stage s and micro-batch m, from the instruction that stores them to t
 The planner computes the cost of the same instructions. A schedule is data for both: this module knows none.
 """
 
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -35,7 +34,6 @@ from planner.core.schedule import (
     KINDS,
     Instruction,
     Label,
-    Letter,
     Schedule,
     devices_of,
     message_from,
@@ -74,6 +72,23 @@ class EngineStage:
     last_backward: Callable[[Mapping[nn.Parameter, int] | None], AbstractContextManager[object]] = nullcontext
     """Returns the context of the stage's last backward (B, I or W) in a step; its argument is the number of additions
     to each gradient, if that is known."""
+
+
+class _Action(NamedTuple):
+    """Action of a stage of this process, with what is the same in every step."""
+
+    stage: EngineStage
+    message: Message
+    words: str
+    """Activity, for the watch."""
+    source: int | None
+    """Stage whose message it needs, if any."""
+    target: int | None
+    """Stage that needs its message, if any."""
+    is_split: bool
+    """True if the micro-batch's backward on this stage is split into I and W."""
+    is_last: bool
+    """True for the last backward (B, I or W) of the stage in a step."""
 
 
 class _InFlight(NamedTuple):
@@ -123,13 +138,7 @@ class Engine:
         order = [schedule.order(d, num_devices, micro_batches, len(stages)) for d in range(num_devices)]
         self._devices = devices_of(order)
         self._device_index = self._devices[stages[0].index]
-        self._program = programs(order)[self._device_index]
         self._stage_at = {stage.index: stage for stage in stages}
-        computed = [x for x in self._program if x.do == "run"]
-        self._split_backwards = {(x.stage, x.micro_batch) for x in computed if x.kind == "I"}
-        """Pairs (stage, micro-batch) whose backward is split into I and W."""
-        self._num_backwards = Counter(x.stage for x in computed if KINDS[x.kind].follows is not None)
-        """Number of backwards of each stage in a step; I and W count as one each."""
         self._split = SplitBackward(counts_only=is_of_replicas)
         self._deferred: dict[tuple[int, int], DeferredUses] = {}
         """Operands of deferred weight gradients, between I and W."""
@@ -141,6 +150,7 @@ class Engine:
         """Input tensors of the model, of every micro-batch."""
         self._losses: list[Tensor] = []
         self._loss_gradients: Sequence[Tensor] = ()
+        self._instructions = self._bound(programs(order)[self._device_index])
 
     def step(
         self, tensors: Sequence[Tensor], targets: Sequence[Any], weights: Sequence[float] | None = None
@@ -167,10 +177,9 @@ class Engine:
             self._loss_gradients = (weight * self.loss_scale).to(self._device).unbind()
         self._inputs = list(zip(*(tensor.tensor_split(self.micro_batches) for tensor in tensors), strict=True))
         self._losses = [torch.empty(0)] * self.micro_batches
-        backwards_left = self._num_backwards.copy()
         with keeping_casts(self._precision, self._device), self._split.keeping_casts():
-            for instruction in self._program:
-                self._do(instruction, backwards_left)
+            for run in self._instructions:
+                run()
             self._transfers.finish()
         last.module.targets = []
         self._inputs = []
@@ -181,127 +190,139 @@ class Engine:
         weight = weight.to(together).reshape(-1, *[1] * (together.ndim - 1))
         return list((together * weight).unbind())
 
-    def _do(self, instruction: Instruction, backwards_left: Counter[int]) -> None:
-        stage, micro_batch = self._stage_at[instruction.stage], instruction.micro_batch
-        match instruction.do, instruction.kind:
-            case "run", "F":
-                self._forward(stage, micro_batch)
-            case "run", kind:
-                backwards_left[stage.index] -= 1
-                run = self._weight_backward if kind == "W" else self._backward
-                is_last = not backwards_left[stage.index]
-                with self._as_last(stage, kind, micro_batch) if is_last else nullcontext():
-                    run(stage, Message(kind, stage.index, micro_batch))
-            case "receive", kind:
-                message = Message(kind, stage.index, micro_batch)
-                # A forward receives the boundary tensors, a backward their gradients.
-                shapes = stage.received if kind == "F" else _carrying(stage.sent)
-                self._transfers.post(message, shapes, self._rank_of(self._source(message)))
-            case "send", "F":
-                message = Message("F", stage.index, micro_batch)
-                outputs = self._in_flight[stage.index, micro_batch].outputs
-                self._transfers.send_output(message, outputs, self._rank_of(self._target(message)))
-            case "send", _:
-                message = Message("B", stage.index, micro_batch)
-                gradients, shapes = self._gradients.pop((stage.index, micro_batch)), _carrying(stage.received)
-                self._transfers.send_gradient(gradients, shapes, self._rank_of(self._target(message)))
+    def _bound(self, program: Sequence[Instruction]) -> list[Callable[[], None]]:
+        """Return a function for each instruction. Steps only call them: what is the same in each is computed once."""
+        runs = [x for x in program if x.do == "run"]
+        last = {x.stage: x for x in runs if KINDS[x.kind].follows is not None}
+        split = {(x.stage, x.micro_batch) for x in runs if x.kind == "I"}
+        return [
+            self._run_of(x, is_split=(x.stage, x.micro_batch) in split, is_last=x is last.get(x.stage))
+            if x.do == "run"
+            else self._transfer_of(x)
+            for x in program
+        ]
 
-    def _as_last(self, stage: EngineStage, kind: Letter, micro_batch: int) -> AbstractContextManager[object]:
-        is_deferred = kind == "W"
-        return stage.last_backward(additions_of(self._deferred[stage.index, micro_batch]) if is_deferred else None)
+    def _run_of(self, instruction: Instruction, *, is_split: bool, is_last: bool) -> Callable[[], None]:
+        kind, stage, micro_batch = instruction.kind, instruction.stage, instruction.micro_batch
+        action = _Action(
+            stage=self._stage_at[stage],
+            message=Message(kind, stage, micro_batch),
+            words=f"{KINDS[kind].label} of micro-batch {micro_batch}",
+            source=message_from(kind, stage, self._num_stages),
+            target=message_to(kind, stage, self._num_stages),
+            is_split=is_split,
+            is_last=is_last,
+        )
+        return partial(self._forward if kind == "F" else self._backward, action)
 
-    def _forward(self, stage: EngineStage, micro_batch: int) -> None:
-        message = Message("F", stage.index, micro_batch)
-        inputs = self._inputs[micro_batch] if stage.index == 0 else self._wait_for(message)
+    def _transfer_of(self, instruction: Instruction) -> Callable[[], None]:
+        kind, stage = instruction.kind, self._stage_at[instruction.stage]
+        message = Message(kind, stage.index, instruction.micro_batch)
+        other = (message_from if instruction.do == "receive" else message_to)(kind, stage.index, self._num_stages)
+        assert other is not None  # the program has no transfers at the ends of the chain
+        rank = self._ranks[self._devices[other]]
+        if instruction.do == "receive":
+            # A forward receives the boundary tensors, a backward their gradients.
+            shapes = stage.received if kind == "F" else _carrying(stage.sent)
+            return partial(self._transfers.post, message, shapes, rank)
+        if kind == "F":
+            return partial(self._send_output, message, rank)
+        return partial(self._send_gradient, message, _carrying(stage.received), rank)
+
+    def _send_output(self, message: Message, rank: int) -> None:
+        self._transfers.send_output(message, self._in_flight[message[1:]].outputs, rank)
+
+    def _send_gradient(self, message: Message, shapes: Sequence[Tensor], rank: int) -> None:
+        self._transfers.send_gradient(self._gradients.pop(message[1:]), shapes, rank)
+
+    def _forward(self, action: _Action) -> None:
+        stage, micro_batch = action.stage, action.message.micro_batch
+        inputs = self._inputs[micro_batch] if action.source is None else self._wait_for(action)
         for tensor, shape in zip(inputs, stage.received, strict=True):
-            if stage.index > 0:
+            if action.source is not None:
                 tensor.requires_grad_(shape.requires_grad)
         vars(stage.module)["micro_batch"] = micro_batch  # a module's own `__setattr__` takes 5 us
-        self._at(message)
-        is_split = (stage.index, micro_batch) in self._split_backwards
+        self._at(action)
         # Recomputation in backward enables autocast again; the rest of backward runs without it.
-        with layers_in(self._precision, self._device), self._split.splitting() if is_split else nullcontext():
+        with layers_in(self._precision, self._device), self._split.splitting() if action.is_split else nullcontext():
             result = stage.timer("forward", lambda: stage.module(*inputs), micro_batch=micro_batch)
         if self._check_nan:
             check_output(result, self._position)
         outputs = result if isinstance(result, tuple) else (result,)
         self._in_flight[stage.index, micro_batch] = _InFlight(inputs, outputs)
-        target = self._target(message)
-        if target is None:
+        if action.target is None:
             # Kept until the end of the step, without its graph, which refers to the received input.
             self._losses[micro_batch] = outputs[0].detach()
-        elif self._is_here(target):
-            self._transfers.hand_over(Message("F", target, micro_batch), tuple(x.detach() for x in outputs))
+        elif self._is_here(action.target):
+            self._transfers.hand_over(Message("F", action.target, micro_batch), tuple(x.detach() for x in outputs))
         else:
-            self._at(message, waits_for=target)
+            self._at(action, waits_for=action.target)
 
-    def _backward(self, stage: EngineStage, message: Message) -> None:
+    def _backward(self, action: _Action) -> None:
+        """Run B, I or W; gradients that the last one of a step has computed may be summed over replicas at once."""
+        run = self._weight_backward if action.message.kind == "W" else self._input_backward
+        if not action.is_last:
+            run(action)
+            return
+        deferred = self._deferred[action.message[1:]] if action.message.kind == "W" else None
+        with action.stage.last_backward(None if deferred is None else additions_of(deferred)):
+            run(action)
+
+    def _input_backward(self, action: _Action) -> None:
         """Run B or I."""
-        at = stage.index, message.micro_batch
-        is_last = stage.index == self._num_stages - 1
-        gradients = () if is_last else self._wait_for(message)
+        stage, (kind, *_, micro_batch) = action.stage, action.message
+        at = stage.index, micro_batch
+        is_last_stage = action.source is None
+        gradients = () if is_last_stage else self._wait_for(action)
         inputs, outputs = self._in_flight.pop(at)
-        if is_last:
+        if is_last_stage:
             # The weight of the loss is its gradient, not a factor: one operator less in forward and in backward.
             (loss,) = outputs
-            gradients = (self._loss_gradients[message.micro_batch].to(loss.dtype).reshape(loss.shape),)
+            gradients = (self._loss_gradients[micro_batch].to(loss.dtype).reshape(loss.shape),)
         else:
             outputs = tuple(x for x, shape in zip(outputs, stage.sent, strict=True) if shape.requires_grad)
-        self._at(message)
-        label = KINDS[message.kind].label
-        stage.timer(label, lambda: self._run_backward(at, outputs, gradients), micro_batch=message.micro_batch)
+        self._at(action)
+        work = partial(self._run_backward, action, outputs, gradients)
+        stage.timer(KINDS[kind].label, work, micro_batch=micro_batch)
         self._transfers.release_output(Message("F", *at))
-        target = self._target(message)
-        if target is None:
+        if action.target is None:
             return
         gradients = tuple(
             _gradient_of(x) for x, shape in zip(inputs, stage.received, strict=True) if shape.requires_grad
         )
-        if self._is_here(target):
-            self._transfers.hand_over(Message("B", target, message.micro_batch), gradients)
+        if self._is_here(action.target):
+            self._transfers.hand_over(Message("B", action.target, micro_batch), gradients)
         else:
             self._gradients[at] = gradients
-            self._at(message, waits_for=target)
+            self._at(action, waits_for=action.target)
 
-    def _weight_backward(self, stage: EngineStage, message: Message) -> None:
+    def _weight_backward(self, action: _Action) -> None:
         """Run W."""
-        self._at(message)
-        deferred = self._deferred.pop((stage.index, message.micro_batch))
-        work = partial(self._split.backward_weight, deferred)
-        stage.timer(KINDS[message.kind].label, work, micro_batch=message.micro_batch)
+        self._at(action)
+        work = partial(self._split.backward_weight, self._deferred.pop(action.message[1:]))
+        action.stage.timer(KINDS["W"].label, work, micro_batch=action.message.micro_batch)
 
-    def _run_backward(self, at: tuple[int, int], outputs: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
+    def _run_backward(self, action: _Action, outputs: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
         """Run autograd for B or I: add gradients to leaves, except for deferred weight gradients."""
         # Outputs that depend on no trained parameter have no graph and need no backward.
         pairs = [(x, gradient) for x, gradient in zip(outputs, gradients, strict=True) if x.requires_grad]
         with_graph, of_these = [x for x, _ in pairs], [gradient for _, gradient in pairs]
-        if at in self._split_backwards:
-            self._deferred[at] = self._split.backward_input(with_graph, of_these) if pairs else []
+        if action.is_split:
+            deferred = self._split.backward_input(with_graph, of_these) if pairs else []
+            self._deferred[action.message[1:]] = deferred
         elif pairs:
             torch.autograd.backward(with_graph, of_these)
 
-    def _wait_for(self, message: Message) -> tuple[Tensor, ...]:
-        """Wait for a message and return its tensors."""
-        self._at(message, waits_for=self._source(message))
-        flow = KINDS[message.kind].flow
-        assert flow is not None  # W receives nothing
-        return self._transfers.take(message._replace(kind=flow))
-
-    def _source(self, message: Message) -> int | None:
-        return message_from(message.kind, message.stage, self._num_stages)
-
-    def _target(self, message: Message) -> int | None:
-        return message_to(message.kind, message.stage, self._num_stages)
-
-    def _rank_of(self, stage: int | None) -> int:
-        assert stage is not None  # the program has no transfers at the ends of the chain
-        return self._ranks[self._devices[stage]]
+    def _wait_for(self, action: _Action) -> tuple[Tensor, ...]:
+        """Wait for the message that an action needs, and return its tensors."""
+        self._at(action, waits_for=action.source)
+        return self._transfers.take(action.message._replace(kind="F" if action.message.kind == "F" else "B"))
 
     def _is_here(self, stage: int) -> bool:
         return self._devices[stage] == self._device_index
 
-    def _at(self, message: Message, *, waits_for: int | None = None) -> None:
-        self._position.at(_in_words(message.kind, message.micro_batch), stage=message.stage, waits_for=waits_for)
+    def _at(self, action: _Action, *, waits_for: int | None = None) -> None:
+        self._position.at(action.words, stage=action.message.stage, waits_for=waits_for)
 
 
 def _carrying(shapes: Sequence[Tensor]) -> tuple[Tensor, ...]:
@@ -313,8 +334,3 @@ def _gradient_of(tensor: Tensor) -> Tensor:
     """Remove and return the gradient of a received tensor; zeros if it has none."""
     gradient, tensor.grad = tensor.grad, None
     return torch.zeros_like(tensor) if gradient is None else gradient
-
-
-@cache
-def _in_words(kind: Letter, micro_batch: int) -> str:
-    return f"{KINDS[kind].label} of micro-batch {micro_batch}"

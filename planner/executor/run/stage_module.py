@@ -25,7 +25,6 @@ from torch.utils.checkpoint import checkpoint
 
 from planner.core.values.plan import Recompute
 from planner.executor.run.losses import UNCOUNTED, zero_loss_of
-from planner.executor.run.parts import tensors_of
 from planner.executor.run.random_state import StepSeeds
 from planner.executor.run.recompute import Recomputed, recomputing
 from planner.executor.run.replay import LayerState
@@ -236,7 +235,7 @@ class StageModule(nn.Module):
         if self._loss_fn is not None:
             return self._loss(value, targets)
         leaves, spec = tree_flatten(value)
-        outputs = tensors_of(leaves)
+        outputs = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         if self.sent is None:
             return tuple(tensor.contiguous() for tensor in outputs)
         self.sent.expect(leaves, spec, tensors)
