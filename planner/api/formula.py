@@ -119,10 +119,10 @@ def profile_by_formula(options: ProfileOptions, configuration: Configuration | N
     return replace(profile, model=replace(profile.model, settings=settings))
 
 
-def refuse_shapes(options: ProfileOptions, allowed: tuple[str, ...] = ()) -> None:
-    """Raise UsageError if an option for formulas is used with a measured model."""
-    names = [name for name in _FORMULA_OPTIONS if name not in ("from_formula", *allowed)]
-    _refuse(options, names, "`--from-formula`")
+def refuse_shapes(options: ProfileOptions) -> None:
+    """Raise UsageError if an option for formulas or configurations is used with a model's file."""
+    _refuse(options, [name for name in _FORMULA_OPTIONS if name != "from_formula"], "`--from-formula`")
+    _refuse(options, ["sequence", "task"], "a config.json or a formula")
 
 
 def _spelled(name: str) -> str:

@@ -38,8 +38,8 @@ def profile(model: File | Any | None, options: ProfileOptions) -> Profile:
     call continues.
 
     Args:
-        model: `path/to/model.py[:ENTRY]`, or an `nn.Module`, of which a copy is measured; None with `from_formula`,
-            which imports no torch.
+        model: `path/to/model.py[:ENTRY]`, a Hugging Face config.json or its folder, or an `nn.Module`, of which a copy
+            is measured. None with `from_formula` or `preset`. Formulas import no torch.
         options: Options of `profile`.
 
     Returns:
@@ -53,6 +53,13 @@ def profile(model: File | Any | None, options: ProfileOptions) -> Profile:
     configuration = configuration_of(model, options)
     if is_for_formula(configuration, options) if configuration else options.from_formula is not None:
         return _by_formula(model, configuration, options)
+    if configuration is not None:
+        model, options = configuration.name, _with_settings(configuration, options)
+    return _measured(model, options)
+
+
+def _measured(model: File | Any | None, options: ProfileOptions) -> Profile:
+    """Return the profile of a model's file or of a module, measured, estimated or compiled."""
     refuse_shapes(options)
     if model is None:
         raise UsageError(
@@ -114,6 +121,21 @@ def _by_formula(model: File | Any | None, configuration: Configuration | None, o
     return profile
 
 
+def _with_settings(configuration: Configuration, options: ProfileOptions) -> ProfileOptions:
+    """Return the options with those of a configuration as settings of the model."""
+    if options.sequence is None:
+        options.note(f"samples have {configuration.usual_sequence} tokens; change with `--sequence`")
+    own = {"sequence": options.sequence or configuration.usual_sequence, "task": options.task}
+    settings = {name: str(value) for name, value in own.items() if value is not None}
+    return replace(
+        options,
+        sequence=None,
+        task=None,
+        from_formula=None,
+        settings={**settings, **texts.settings(options.settings or {})},
+    )
+
+
 def profile_header(model: File | Any | None, measured: Profile) -> str:
     """Return the comment at the top of a profile's file."""
     how = measured.device.how.capitalize()
@@ -169,7 +191,7 @@ def _parsed_options(model: File | Any, options: ProfileOptions) -> _ParsedOption
     if parsed.output is not None:
         # A path that is not a Python file is rejected before anything is written.
         path = path_of(model) or ""
-        sources = [source for source in (path, path.rpartition(":")[0]) if source.endswith(".py")]
+        sources = [source for source in (path, path.rpartition(":")[0]) if source.endswith((".py", ".json"))]
         files.check_outputs({"--output": parsed.output}, (*sources, path_of(options.calibration)))
         files.check_writable(parsed.output)
     if parsed.calibration is not None and options.device in TORCH_KINDS:

@@ -23,6 +23,7 @@ from planner.model.attributes import Attributes
 from planner.model.autocast import layers_in
 from planner.model.calling import arguments_of
 from planner.model.chain import Chain, chain_of
+from planner.model.configuration import configuration_module
 from planner.model.default_loss import DefaultLoss
 from planner.model.growth import SIZES
 from planner.model.held import as_ghosts
@@ -133,7 +134,7 @@ def load_model(
 
     Args:
         source: The file, and after a colon the entry if it is not the first found of `build_model`, `model`, or the
-            file's only `nn.Module` subclass without required arguments.
+            file's only `nn.Module` subclass without required arguments. A Hugging Face config.json has no entries.
         settings: `--set` values as typed; their types come from the entry's signature.
         inputs: `--input` shapes, for a file without `example_batch`.
         optimizer: Name of an optimizer, which replaces the file's `build_optimizer`.
@@ -232,6 +233,8 @@ def _import(source: str) -> tuple[str, ModuleType, str | None]:
         raise FileError("is a directory, a model.py is needed", path=path)
     if not file.is_file():
         raise FileError("no such file", path=path, hint="give the path of a Python file that defines your model")
+    if file.suffix == ".json":
+        return path, configuration_module(path), entry if colon else None
     if file.suffix != ".py":
         raise FileError("is not a Python file (its name must end in .py)", path=path)
     name = f"gpipe_plan_model_{file.stem}"

@@ -1,0 +1,95 @@
+"""Model of a Hugging Face config.json, as a module with the functions that a model.py defines.
+
+The model has random weights: `transformers` builds it from the configuration alone.
+"""
+
+import json
+from importlib import import_module
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Final, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from planner.core.errors import MissingPackageError, UsageError
+from planner.core.extras import is_installed
+
+
+class _Task(NamedTuple):
+    """Head and labels of a model."""
+
+    auto_class: str
+    endings: tuple[str, ...]
+    """Ends of the names of such classes, as in `architectures`."""
+    labels_per_sample: bool = False
+    """True if there is one label per sample; otherwise there is one per token."""
+
+
+TASKS: Final = {
+    "causal-lm": _Task("AutoModelForCausalLM", ("ForCausalLM", "LMHeadModel")),
+    "seq2seq": _Task("AutoModelForSeq2SeqLM", ("ForConditionalGeneration",)),
+    "masked-lm": _Task("AutoModelForMaskedLM", ("ForMaskedLM",)),
+    "sequence-classification": _Task(
+        "AutoModelForSequenceClassification", ("ForSequenceClassification",), labels_per_sample=True
+    ),
+}
+"""Tasks, by name."""
+
+
+def configuration_module(path: str) -> ModuleType:
+    """Return a module with `build_model` and `example_batch` for the model of a config.json.
+
+    Args:
+        path: Path of the file.
+
+    Raises:
+        MissingPackageError: transformers is not installed.
+    """
+    if not is_installed("transformers"):
+        raise MissingPackageError(
+            "transformers is not installed, which builds the model of a config.json", hint="pip install transformers"
+        )
+    transformers = import_module("transformers")
+
+    def build_model(sequence: int, task: str = "") -> nn.Module:  # noqa: ARG001 - a setting of the batch
+        configuration = _read(transformers, path)
+        kind = getattr(transformers, TASKS[_task(path, task)].auto_class)
+        # Parameters are in float32 whatever the checkpoint's type; `--dtype` converts them.
+        model: nn.Module = kind.from_config(configuration, dtype=torch.float32)
+        return model
+
+    def example_batch(batch_size: int, sequence: int, task: str = "") -> tuple[dict[str, Tensor], None]:
+        configuration = _read(transformers, path)
+        words = configuration.get_text_config().vocab_size
+        tokens = torch.randint(words, (batch_size, sequence))
+        if TASKS[_task(path, task)].labels_per_sample:
+            return {"input_ids": tokens, "labels": torch.randint(configuration.num_labels, (batch_size,))}, None
+        return {"input_ids": tokens, "labels": tokens.clone()}, None
+
+    module = ModuleType("configuration")
+    vars(module).update(build_model=build_model, example_batch=example_batch)
+    return module
+
+
+def _read(transformers: ModuleType, path: str) -> Any:
+    """Return the configuration, without a cache of keys and values, which training does not use."""
+    configuration = transformers.AutoConfig.from_pretrained(path)
+    configuration.use_cache = False
+    return configuration
+
+
+def _task(path: str, task: str) -> str:
+    """Return the name of the task: the given one, or that of the first class in `architectures`."""
+    if task in TASKS:
+        return task
+    if task:
+        raise UsageError(f"unknown `--task {task}`", hint=f"one of {', '.join(TASKS)}")
+    names = json.loads(Path(path).read_text(encoding="utf-8")).get("architectures") or ["of an unknown class"]
+    for name, known in TASKS.items():
+        if str(names[0]).endswith(known.endings):
+            return name
+    raise UsageError(
+        f"{path}: the model is {names[0]}, whose inputs are not known",
+        hint=f"`--task` with one of {', '.join(TASKS)}, or write a model.py that builds it",
+    )
