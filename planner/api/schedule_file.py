@@ -9,7 +9,7 @@ from planner.api import texts
 from planner.api.options.solving import SolverOptions
 from planner.api.texts import File
 from planner.core.errors import UsageError
-from planner.core.schedule import Listed
+from planner.core.schedule import ListedSchedule
 from planner.core.values.profile import Profile
 from planner.core.values.units import counted
 
@@ -23,13 +23,13 @@ def lists_path(schedule: File) -> str | None:
     return None
 
 
-def lists_of(schedule: File) -> Listed | None:
+def lists_of(schedule: File) -> ListedSchedule | None:
     """Return the schedule in the file that `--schedule` names, or None; raises `FileError` if it cannot be read."""
     path = lists_path(schedule)
     return None if path is None else files.read_schedule(path)
 
 
-def for_lists(options: SolverOptions, lists: Listed, profile: Profile) -> SolverOptions:
+def for_lists(options: SolverOptions, lists: ListedSchedule, profile: Profile) -> SolverOptions:
     """Return the options with devices, micro-batches and chunks taken from the action orders.
 
     Args:
@@ -85,7 +85,7 @@ def _devices(options: SolverOptions) -> int | None:
     return nodes * each
 
 
-def check_cuts(options: SolverOptions, lists: Listed, cuts: Sequence[int]) -> None:
+def check_cuts(options: SolverOptions, lists: ListedSchedule, cuts: Sequence[int]) -> None:
     """Raise UsageError if the balance has another number of stages than the action orders."""
     num_stages = len({action.stage for row in lists.rows for action in row})
     if len(cuts) != num_stages:

@@ -1,11 +1,11 @@
 """Schedules in torch's compute-only CSV format, written by gpipe-plan, another engine or by hand."""
 
 from planner.core.errors import FileError, UsageError
-from planner.core.schedule import Listed, actions_in, check_lists
+from planner.core.schedule import ListedSchedule, actions_in, check_lists
 from planner.files.reading import read_text
 
 
-def read_schedule(path: str) -> Listed:
+def read_schedule(path: str) -> ListedSchedule:
     """Return the schedule in a file, after checking that it runs and that stages form a loop or a V.
 
     Raises:
@@ -17,7 +17,7 @@ def read_schedule(path: str) -> Listed:
         rows = actions_in(text)
     except UsageError as error:
         raise FileError(error.message, path=path, hint=error.hint) from None
-    schedule = Listed(rows)
+    schedule = ListedSchedule(rows)
     num_micro_batches = 1 + max(action.micro_batch for row in rows for action in row)
     try:
         check_lists(rows, num_micro_batches)

@@ -5,7 +5,7 @@ from math import isqrt
 
 from planner.core.cost.costs import CostsAtSize, CostTable, covers
 from planner.core.errors import UsageError
-from planner.core.schedule import Listed, Schedule
+from planner.core.schedule import ListedSchedule, Schedule
 from planner.core.values.limits import MOST_ACTIONS, MOST_MICRO_BATCHES, short
 from planner.core.values.plan import Inputs
 from planner.core.values.profile import Profile
@@ -84,7 +84,7 @@ def _schedules(
     """Yield schedules with their chunks per device and the largest number of devices of a pipeline."""
     devices = min(request.inputs.devices // replicas, num_layers, MOST_ACTIONS // micro_batches)
     for schedule in request.schedules:
-        if isinstance(schedule, Listed) and schedule.rows:
+        if isinstance(schedule, ListedSchedule) and schedule.rows:
             count, chunks = len(schedule.rows), request.inputs.chunks
             if devices >= count and num_layers >= count * chunks and schedule.num_micro_batches == micro_batches:
                 yield schedule, chunks, count

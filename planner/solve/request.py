@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 from typing import Final, Literal
 
-from planner.core.schedule import GIVEN, Listed, Schedule, schedule_of, schedules_for
+from planner.core.schedule import GIVEN, ListedSchedule, Schedule, schedule_of, schedules_for
 from planner.core.values.plan import Inputs, Plan
 
 MOST_ACTIONS_OF_AUTO: Final = 400_000
@@ -32,7 +32,7 @@ class Request:
     searches_on: bool = True
     """True to search the nearest schedules a second time if the schedule is `auto`, and to improve the best plans of
     several chunks for some more seconds. Callers that solve many requests switch it off."""
-    lists: Listed | None = None
+    lists: ListedSchedule | None = None
     """Schedule with given action orders; then `inputs.schedule` is `given`."""
     solver: Solver = "auto"
     """Solver: `auto` and `dp` use the dynamic program, `milp` the integer program."""
@@ -50,7 +50,7 @@ class Request:
             The request.
         """
         inputs, lists = plan.inputs, schedule_of(plan.schedule, plan.order)
-        if inputs.schedule == GIVEN and isinstance(lists, Listed) and lists.rows:
+        if inputs.schedule == GIVEN and isinstance(lists, ListedSchedule) and lists.rows:
             return cls(inputs=inputs, micro_batches=plan.micro_batches, time_limit_s=time_limit_s, lists=lists)
         if inputs.schedule == GIVEN:
             inputs = replace(inputs, schedule=plan.schedule)

@@ -36,7 +36,7 @@ from planner.profile.timing import LayerTimes
 from planner.profile.units import Key
 from planner.tpu.compiler import Compiler
 from planner.tpu.extra import expect_no_tpu, tpu_called
-from planner.tpu.optimizers import Rule, rule_of
+from planner.tpu.optimizers import OptimizerRule, rule_of
 from planner.tpu.outcomes import CompiledLayer
 
 _TPU = "tpu:"
@@ -257,7 +257,7 @@ def _program(
     )
 
 
-def _optimizer_costs(records: Records, compiler: Compiler, rule: Rule) -> dict[str, OptimizerCost]:
+def _optimizer_costs(records: Records, compiler: Compiler, rule: OptimizerRule) -> dict[str, OptimizerCost]:
     """Return optimizer costs of every distinct layer: state from the rule, time and transients from the compiler."""
     units = records.distinct
     trained = {digest: trained_parameters(unit.module) for digest, unit in units.items()}

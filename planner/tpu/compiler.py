@@ -24,7 +24,7 @@ from planner.core.errors import ModelError
 from planner.core.values.rates import Rates
 from planner.profile.units import Unit, UnitInput
 from planner.tpu.extra import versions
-from planner.tpu.optimizers import Rule
+from planner.tpu.optimizers import OptimizerRule
 from planner.tpu.outcomes import CompiledLayer, CompiledStep
 
 if TYPE_CHECKING:
@@ -84,7 +84,7 @@ class Compiler:
         yield from self._outcomes(CompiledLayer, [unit.name for unit, _ in jobs], described, works)
 
     def steps(
-        self, names: Sequence[str], parameters: Sequence[Sequence[Tensor]], rule: Rule
+        self, names: Sequence[str], parameters: Sequence[Sequence[Tensor]], rule: OptimizerRule
     ) -> Iterator[tuple[int, CompiledStep]]:
         """Yield the index and compiled optimizer step of each layer as they finish.
 
@@ -109,7 +109,7 @@ class Compiler:
 
         return compile_layer(unit_function(unit, received), target_device(self._chip), self._time_us)
 
-    def _compiled_step(self, parameters: Sequence[Tensor], rule: Rule) -> CompiledStep:
+    def _compiled_step(self, parameters: Sequence[Tensor], rule: OptimizerRule) -> CompiledStep:
         from planner.tpu.chips import target_device  # noqa: PLC0415
         from planner.tpu.layer_programs import compile_step  # noqa: PLC0415
 

@@ -120,7 +120,7 @@ class Residual:
 
 
 @dataclass(frozen=True)
-class Halves:
+class SplitFunction:
     """Forward and backward of a function."""
 
     forward: Callable[..., tuple[list[Array], list[Array]]]
@@ -143,7 +143,7 @@ class Halves:
         return [residual.shape for residual in self.residuals if residual.kind == "made"]
 
 
-def halves_of(function: LayerFunction) -> Halves:
+def halves_of(function: LayerFunction) -> SplitFunction:
     """Return forward and backward of a layer's function, for the shapes of its inputs."""
     trained, fixed, inputs, needed = function.trained, function.fixed, function.inputs, function.needed
     wanted = [n for n, need in enumerate(needed) if need]
@@ -180,11 +180,13 @@ def halves_of(function: LayerFunction) -> Halves:
         of_trained, of_inputs = pull(list(gradients))
         return of_trained, of_inputs
 
-    return Halves(kept_forward, backward, list(shapes[0]), tuple(traced["floating"]), plan.passed, plan.residuals)
+    return SplitFunction(
+        kept_forward, backward, list(shapes[0]), tuple(traced["floating"]), plan.passed, plan.residuals
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Plan:
+class _ResidualPlan:
     """Origins of the values that a forward passes to its backward."""
 
     sources: tuple[tuple[str, Any], ...]
@@ -199,7 +201,7 @@ class _Plan:
         return [place if kind == "literal" else lists[kind][place] for kind, place in self.sources]
 
 
-def _plan_of(jaxpr: jax.extend.core.Jaxpr, num_outputs: int, state: Sequence[str], num_inputs: int) -> _Plan:
+def _plan_of(jaxpr: jax.extend.core.Jaxpr, num_outputs: int, state: Sequence[str], num_inputs: int) -> _ResidualPlan:
     """Return the plan of a traced forward, from (state, inputs, key) to (outputs, values for backward).
 
     Args:
@@ -242,7 +244,7 @@ def _plan_of(jaxpr: jax.extend.core.Jaxpr, num_outputs: int, state: Sequence[str
             sources[var] = ("made", len(created))
             created.append(n)
     arrays = dict.fromkeys(var for var in values if not _is_literal(var))
-    return _Plan(
+    return _ResidualPlan(
         sources=tuple(("literal", var.val) if _is_literal(var) else sources[var] for var in values),
         created=tuple(created),
         passed=tuple(map(passed, outputs)),

@@ -23,8 +23,8 @@ from jax import numpy as jnp
 from torch import Tensor
 
 from planner.tpu.compiler import OutOfMemoryError
-from planner.tpu.halves import Halves, LayerFunction, halves_of, random_key
-from planner.tpu.optimizers import Rule
+from planner.tpu.halves import LayerFunction, SplitFunction, halves_of, random_key
+from planner.tpu.optimizers import OptimizerRule
 from planner.tpu.outcomes import CompiledLayer, CompiledStep
 from planner.tpu.programs import (
     Program,
@@ -94,7 +94,7 @@ def compile_layer(function: LayerFunction, device: jax.Device, time_us: Timer) -
     return _layer_of(function, halves, programs, times_us)
 
 
-def compile_step(parameters: Sequence[Tensor], rule: Rule, device: jax.Device, time_us: Timer) -> CompiledStep:
+def compile_step(parameters: Sequence[Tensor], rule: OptimizerRule, device: jax.Device, time_us: Timer) -> CompiledStep:
     """Compile the optimizer step over some parameters.
 
     Args:
@@ -123,7 +123,7 @@ def compile_step(parameters: Sequence[Tensor], rule: Rule, device: jax.Device, t
 
 
 def _layer_of(
-    function: LayerFunction, halves: Halves, programs: Sequence[Program], times_us: Sequence[float]
+    function: LayerFunction, halves: SplitFunction, programs: Sequence[Program], times_us: Sequence[float]
 ) -> CompiledLayer:
     forward, readers, trained = programs[0], readers_of(function, halves), list(function.trained.values())
     inputs = tuple(map(padded_bytes, function.inputs))
@@ -198,7 +198,7 @@ class Readers:
     """True for other residuals that the backward reads only as operands."""
 
 
-def readers_of(function: LayerFunction, halves: Halves) -> Readers:
+def readers_of(function: LayerFunction, halves: SplitFunction) -> Readers:
     """Return which arrays of a layer are only matmul operands."""
     state = (function.trained, function.fixed, list(function.inputs), random_key())
     pulled = [halves.outputs[n] for n in halves.differentiable]

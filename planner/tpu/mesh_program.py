@@ -23,7 +23,7 @@ from jax import numpy as jnp
 from planner.tpu.halves import random_key
 from planner.tpu.places import are_vectors, slots_for
 from planner.tpu.programs import in_rows, loop_shape, num_bytes
-from planner.tpu.stage import Stage, StageInput, State
+from planner.tpu.stage import JaxStage, StageInput, State
 
 _Kind = tuple[tuple[int, ...], jnp.dtype]
 """Kind of an array: shape and dtype."""
@@ -151,7 +151,7 @@ _Forward = tuple[Arrays, Arrays, Arrays, Array]
 class MeshProgram:
     """Program for a mini-batch's loss and gradients, with one stage per device."""
 
-    def __init__(self, stages: Sequence[Stage], devices: Sequence[jax.Device], micro_batches: int) -> None:
+    def __init__(self, stages: Sequence[JaxStage], devices: Sequence[jax.Device], micro_batches: int) -> None:
         self.stages, self.micro_batches, self.num_stages = stages, micro_batches, len(stages)
         self.mesh = jax.sharding.Mesh(list(devices), ("stage",))
         self.trained = Packing([list(stage.trained.values()) for stage in stages])

@@ -20,7 +20,7 @@ Update = Callable[["Array", "Array", list["Array"], "Array"], tuple["Array", lis
 
 
 @dataclass(frozen=True)
-class Rule:
+class OptimizerRule:
     """Elementwise update of an optimizer."""
 
     update: Update
@@ -30,7 +30,7 @@ class Rule:
     """Name and options of the optimizer."""
 
 
-def rule_of(build: Builder, parameters: Sequence[Tensor]) -> Rule:
+def rule_of(build: Builder, parameters: Sequence[Tensor]) -> OptimizerRule:
     """Return the rule of the optimizer of a model with these parameters.
 
     Raises:
@@ -54,7 +54,7 @@ def rule_of(build: Builder, parameters: Sequence[Tensor]) -> Rule:
             hint=f"one of {', '.join(_RULES)}: `--optimizer`",
         )
     make, num_states = _RULES[name]
-    return Rule(make(options), num_states + bool(options.get("momentum")), f"{name} {sorted(options.items())}")
+    return OptimizerRule(make(options), num_states + bool(options.get("momentum")), f"{name} {sorted(options.items())}")
 
 
 def _sgd(options: Mapping[str, Any]) -> Update:

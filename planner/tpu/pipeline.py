@@ -19,7 +19,7 @@ from planner.model.load import LoadedModel
 from planner.model.stage import ModelStage
 from planner.tpu.halves import LayerFunction, halves_of, layer_function
 from planner.tpu.mesh_program import MeshProgram
-from planner.tpu.stage import LayerHalves, Stage
+from planner.tpu.stage import JaxStage, LayerHalves
 from planner.tpu.torchax_adapter import shape_of, torch_like
 
 
@@ -99,7 +99,7 @@ def _check(loaded: LoadedModel, balance: Balance) -> None:
         )
 
 
-def _stages(loaded: LoadedModel, chain: Chain, balance: Balance, batch: Any) -> list[Stage]:
+def _stages(loaded: LoadedModel, chain: Chain, balance: Balance, batch: Any) -> list[JaxStage]:
     leaves, nest = tree_flatten(batch.inputs)
     values = [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
     stages, number = [], 0
@@ -118,7 +118,7 @@ def _stages(loaded: LoadedModel, chain: Chain, balance: Balance, batch: Any) -> 
             values = [tensors[n] if isinstance(n, int) else n[0] for n in places]
             number += 1
         # `except-last` would keep the last micro-batch's activations; the program is the same for all of them.
-        stages.append(Stage(layers, num_inputs, recompute=cut.recompute in ("always", "except-last")))
+        stages.append(JaxStage(layers, num_inputs, recompute=cut.recompute in ("always", "except-last")))
     return stages
 
 

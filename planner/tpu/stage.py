@@ -12,7 +12,7 @@ import jax
 from jax import Array
 from jax import numpy as jnp
 
-from planner.tpu.halves import Halves, LayerFunction
+from planner.tpu.halves import LayerFunction, SplitFunction
 
 State = tuple[dict[str, Array], dict[str, Array]]
 """Trained parameters, then frozen parameters and buffers, of a layer or stage, by name."""
@@ -37,7 +37,7 @@ class LayerHalves:
     names: dict[str, str]
     """Name in the stage by name in the layer, for parameters and buffers."""
     function: LayerFunction
-    halves: Halves
+    halves: SplitFunction
     recomputed: bool
 
     def state(self, trained: dict[str, Array], fixed: dict[str, Array]) -> State:
@@ -48,7 +48,7 @@ class LayerHalves:
         )
 
 
-class Stage:
+class JaxStage:
     """Stage of consecutive layers on one device.
 
     Args:

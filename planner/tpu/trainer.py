@@ -32,7 +32,7 @@ from planner.model.state import collecting_layers
 from planner.tpu.chips import devices_of, named_chips
 from planner.tpu.compiler import OutOfMemoryError
 from planner.tpu.mesh_program import MeshProgram
-from planner.tpu.optimizers import Rule, rule_of
+from planner.tpu.optimizers import OptimizerRule, rule_of
 from planner.tpu.pipeline import JaxPipeline
 from planner.tpu.programs import compiled, options_for
 from planner.tpu.stage import StageInput
@@ -53,7 +53,7 @@ class TrainingStep:
     Random numbers of a step depend on the seed and on the step's index only.
     """
 
-    def __init__(self, program: MeshProgram, rule: Rule, seed: int) -> None:
+    def __init__(self, program: MeshProgram, rule: OptimizerRule, seed: int) -> None:
         self._program, self._rule, self._seed = program, rule, seed
         options = options_for(program.mesh.devices.flat[0])
         self._jitted = jax.jit(self._step, donate_argnums=(0,), compiler_options=options)

@@ -13,7 +13,7 @@ from typing import Any
 from planner.core.cost.chain_costs import ChainCosts
 from planner.core.cost.evaluate import Evaluation
 from planner.core.cost.partition import Partition
-from planner.core.schedule import SCHEDULES, Listed, texts_of
+from planner.core.schedule import SCHEDULES, ListedSchedule, texts_of
 from planner.core.values.balance import Balance, StageBalance
 from planner.core.values.cluster import Cluster
 from planner.core.values.plan import Recompute, ScheduleName
@@ -76,14 +76,14 @@ def write_balance(case: Case, path: Path) -> None:
     if case.later is not None:
         num_devices = len(case.balance) // case.chunks
         whole = schedule.actions(num_devices, case.micro_batches, case.chunks)
-        schedule = Listed(in_halves(whole, case.later))
+        schedule = ListedSchedule(in_halves(whole, case.later))
     stages = enumerate(pairwise(accumulate(case.balance, initial=0)))
     balance = Balance(
         plan_digest="sha256:test",
         model=Model(source=f"{case.model}:build_model", settings=dict(case.settings)),
         dtype=case.dtype,
         schedule=schedule.name,
-        order=texts_of(schedule.rows) if isinstance(schedule, Listed) else (),
+        order=texts_of(schedule.rows) if isinstance(schedule, ListedSchedule) else (),
         chunks=case.chunks,
         placement=schedule.placement,
         replicas=case.replicas,

@@ -14,7 +14,7 @@ from planner.core.schedule.gpipe import GPipe
 from planner.core.schedule.interleaved import Interleaved
 from planner.core.schedule.interleaved_zb import InterleavedZB
 from planner.core.schedule.kinds import KINDS, ActionKind, Flow, Label, Letter
-from planner.core.schedule.listed import Listed, lists_of, texts_of
+from planner.core.schedule.listed import ListedSchedule, lists_of, texts_of
 from planner.core.schedule.one_forward_one_backward import OneForwardOneBackward
 from planner.core.schedule.program import (
     DeadlockError,
@@ -54,7 +54,7 @@ __all__ = [
     "Instruction",
     "Label",
     "Letter",
-    "Listed",
+    "ListedSchedule",
     "Loads",
     "Need",
     "Schedule",
@@ -76,8 +76,8 @@ __all__ = [
 GPIPE: Final = GPipe()
 ONE_FORWARD_ONE_BACKWARD: Final = OneForwardOneBackward()
 INTERLEAVED: Final = Interleaved()
-SEARCHED: Final = Listed()
-SEARCHED_IN_V: Final = Listed(meant_for="v")
+SEARCHED: Final = ListedSchedule()
+SEARCHED_IN_V: Final = ListedSchedule(meant_for="v")
 
 GIVEN: Final[ScheduleName] = "given"
 """Schedule name in a plan whose action orders were read from a file."""
@@ -110,7 +110,7 @@ def schedule_of(name: ScheduleName, order: tuple[str, ...] = ()) -> Schedule:
         UsageError: A word of `order` is not an action.
     """
     if order:
-        return Listed(lists_of(order))
+        return ListedSchedule(lists_of(order))
     return SEARCHED if name in (SEARCHED.name, GIVEN) else SCHEDULES[name]
 
 

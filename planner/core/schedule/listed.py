@@ -12,7 +12,7 @@ from planner.core.schedule.program import devices_of
 from planner.core.values.placement import Placement, device_of
 
 
-class Listed(Schedule):
+class ListedSchedule(Schedule):
     """Explicit action orders, found for one pipeline.
 
     Args:
@@ -32,7 +32,7 @@ class Listed(Schedule):
 
     def __eq__(self, other: object) -> bool:
         """Return True if the action orders, or the placements of orders yet to be made, are equal."""
-        return isinstance(other, Listed) and (self.rows, self._meant_for) == (other.rows, other._meant_for)
+        return isinstance(other, ListedSchedule) and (self.rows, self._meant_for) == (other.rows, other._meant_for)
 
     def __hash__(self) -> int:
         """Return equal hashes for equal action orders."""

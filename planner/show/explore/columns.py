@@ -14,8 +14,8 @@ from planner.core.cost.stage_time import CHOICES, ChainSums, hidden_us
 from planner.core.cost.stages import Stages, stages_in
 from planner.core.schedule import KINDS
 from planner.core.values.plan import ITEMS, Recompute
-from planner.show.explore.tables import ZERO, Table
-from planner.show.explore.windows import Cells, Crossings, Pipeline
+from planner.show.explore.tables import ZERO, NumberTable
+from planner.show.explore.windows import Cells, Crossings, DeviceGroup
 
 FloatArray = NDArray[np.float64]
 IntArray = NDArray[np.int64]
@@ -49,7 +49,7 @@ class _Block(NamedTuple):
 
 
 def byte_columns(
-    table: Table, costs: ChainCosts, cells: Cells, *, micro_batches: int, parts: Sequence[set[int]]
+    table: NumberTable, costs: ChainCosts, cells: Cells, *, micro_batches: int, parts: Sequence[set[int]]
 ) -> list[list[list[int]]]:
     """Add the bytes that stages hold to a table.
 
@@ -70,7 +70,7 @@ def byte_columns(
     ]
 
 
-def _listed(table: Table, blocks: Sequence[_Block], mode: int, choice: Recompute, *, used: set[int]) -> list[int]:
+def _listed(table: NumberTable, blocks: Sequence[_Block], mode: int, choice: Recompute, *, used: set[int]) -> list[int]:
     by_block = [_components(block, mode, choice) for block in blocks]
     listed: list[int] = []
     for part, item in sorted({key for components in by_block for key in components if key[0] in used}):
@@ -145,7 +145,7 @@ def _at(block: _Block, size: FloatArray | float) -> FloatArray:
     return np.broadcast_to(size, block.stages.shape)[block.places]
 
 
-def time_columns(table: Table, costs: ChainCosts, cells: Cells, pipeline: Pipeline) -> dict[str, object]:
+def time_columns(table: NumberTable, costs: ChainCosts, cells: Cells, pipeline: DeviceGroup) -> dict[str, object]:
     """Add the compute times of stages to a table.
 
     Args:
@@ -183,7 +183,9 @@ def time_columns(table: Table, costs: ChainCosts, cells: Cells, pipeline: Pipeli
     }
 
 
-def crossing_columns(table: Table, costs: ChainCosts, crossings: Crossings, pipeline: Pipeline) -> dict[str, int]:
+def crossing_columns(
+    table: NumberTable, costs: ChainCosts, crossings: Crossings, pipeline: DeviceGroup
+) -> dict[str, int]:
     """Add transfer times to a table: of one transfer, and what a boundary hides of later optimizers (see `hidden_us`).
 
     Args:

@@ -29,10 +29,10 @@ from planner.show.explore.columns import (
     crossing_columns,
     time_columns,
 )
-from planner.show.explore.orders import LETTERS, Listed, Menu, menu_of
+from planner.show.explore.orders import LETTERS, Menu, OfferedSchedule, menu_of
 from planner.show.explore.question import Question
-from planner.show.explore.tables import Table
-from planner.show.explore.windows import Layout, Pipeline, even_balance, runs_of, stages_near
+from planner.show.explore.tables import NumberTable
+from planner.show.explore.windows import DeviceGroup, StageLayout, even_balance, runs_of, stages_near
 from planner.show.html.timeline import kinds_data
 
 FloatArray = NDArray[np.float64]
@@ -63,7 +63,7 @@ class _Chain:
     question: Question
     costs: Mapping[int, ChainCosts]
     """Costs by number of micro-batches."""
-    pipeline: Pipeline
+    pipeline: DeviceGroup
 
     @classmethod
     def of(cls, question: Question) -> "_Chain":
@@ -73,7 +73,7 @@ class _Chain:
         costs = {m: table.at(size, extrapolate=plan.inputs.extrapolate) for m, size in sizes.items()}
         partition = Partition.of(plan, costs[plan.micro_batches].names)
         places = [partition.device_of(stage) for stage in range(plan.num_devices)]
-        return cls(question=question, costs=costs, pipeline=Pipeline(plan.inputs.cluster, places, plan.replicas))
+        return cls(question=question, costs=costs, pipeline=DeviceGroup(plan.inputs.cluster, places, plan.replicas))
 
     @property
     def one(self) -> ChainCosts:
@@ -118,7 +118,7 @@ class _NearbyStages:
 
     chain: _Chain
     menu: Menu
-    layouts: Mapping[tuple[int, Placement], Layout]
+    layouts: Mapping[tuple[int, Placement], StageLayout]
     """Layouts by chunks per device and placement."""
     balances: Mapping[int, tuple[int, ...]]
     """Initial cuts by number of stages: the plan's, or even ones."""
@@ -127,7 +127,7 @@ class _NearbyStages:
     def of(cls, chain: _Chain, menu: Menu) -> "_NearbyStages":
         """Return the layouts that the schedules of `menu` use."""
         used = sorted({(chunks, one.schedule.placement) for one in menu.schedules for chunks in one.orders})
-        layouts = {key: Layout.of(chain.pipeline, *key) for key in used}
+        layouts = {key: StageLayout.of(chain.pipeline, *key) for key in used}
         plan = chain.question.plan
         even = {s: even_balance(chain.one, s) for s in {layout.num_stages for layout in layouts.values()}}
         return cls(chain=chain, menu=menu, layouts=layouts, balances={**even, len(plan.balance): plan.balance})
@@ -149,8 +149,8 @@ class _NearbyStages:
         """Return the costs of all stages whose cuts are at most `widths` layers from the initial cuts."""
         chain, pipeline = self.chain, self.chain.pipeline
         cells, crossings = stages_near(self.layouts.values(), self.balances, widths)
-        sizes, bytes_, times = {}, Table(len(cells.first)), Table(len(cells.first))
-        sends = Table(len(crossings.cut))
+        sizes, bytes_, times = {}, NumberTable(len(cells.first)), NumberTable(len(cells.first))
+        sends = NumberTable(len(crossings.cut))
         for micro_batches, costs in chain.costs.items():
             replicated, parts = costs.of_replicas(pipeline.replicas), self._parts(micro_batches)
             sizes[micro_batches] = {
@@ -210,7 +210,7 @@ class _NearbyStages:
             "schedules": [self._schedule(one, layouts) for one in self.menu.schedules],
         }
 
-    def _schedule(self, one: Listed, layouts: Sequence[tuple[int, Placement]]) -> dict[str, object]:
+    def _schedule(self, one: OfferedSchedule, layouts: Sequence[tuple[int, Placement]]) -> dict[str, object]:
         schedule = one.schedule
         return {
             "name": schedule.name,

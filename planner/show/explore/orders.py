@@ -49,7 +49,7 @@ class Orders:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Listed:
+class OfferedSchedule:
     """Schedule of the explorer, with those action orders that fit into the page."""
 
     schedule: Schedule
@@ -61,7 +61,7 @@ class Listed:
 class Menu:
     """Choices that the page offers."""
 
-    schedules: tuple[Listed, ...]
+    schedules: tuple[OfferedSchedule, ...]
     steps: tuple[Step, ...]
     is_complete: bool
     """True if all orders fit into the page."""
@@ -105,7 +105,7 @@ def menu_of(question: Question) -> Menu:
             parts=frozenset(part % len(PARTS) for each in set().union(*changes) for part in _changed_parts(each)),
         )
     listed = (
-        Listed(schedule=schedule, orders=orders[schedule.name])
+        OfferedSchedule(schedule=schedule, orders=orders[schedule.name])
         for schedule in _schedules(question)
         if schedule.name in orders
     )

@@ -14,7 +14,7 @@ ZERO: Final = -1
 """Index of a column of zeros."""
 
 
-class Table:
+class NumberTable:
     """Columns of numbers over the same rows."""
 
     def __init__(self, num_rows: int) -> None:

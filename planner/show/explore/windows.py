@@ -22,7 +22,7 @@ class Cells(NamedTuple):
     """Stages of layers first..end-1 on devices of a speed; arrays of one length, in ascending order."""
 
     speed: IntArray
-    """Index into `Pipeline.speeds`."""
+    """Index into `DeviceGroup.speeds`."""
     first: IntArray
     end: IntArray
 
@@ -31,11 +31,11 @@ class Crossings(NamedTuple):
     """Cuts of the chain that a link may carry; arrays of one length, in ascending order."""
 
     link: IntArray
-    """Index into `Pipeline.links`."""
+    """Index into `DeviceGroup.links`."""
     cut: IntArray
 
 
-class Pipeline:
+class DeviceGroup:
     """Devices of a pipeline with their distinct speeds and links."""
 
     def __init__(self, cluster: Cluster, devices: Sequence[int], replicas: int) -> None:
@@ -59,7 +59,7 @@ class Pipeline:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Layout:
+class StageLayout:
     """Stages on the devices of a pipeline: V on each of K, in pipeline order."""
 
     placement: Placement
@@ -71,7 +71,7 @@ class Layout:
     """Index of the link of each boundary; -1 within a device."""
 
     @classmethod
-    def of(cls, pipeline: Pipeline, chunks: int, placement: Placement) -> "Layout":
+    def of(cls, pipeline: DeviceGroup, chunks: int, placement: Placement) -> "StageLayout":
         """Return the layout of `chunks` stages on each device.
 
         Args:
@@ -134,7 +134,7 @@ def even_balance(costs: ChainCosts, num_stages: int) -> tuple[int, ...]:
 
 
 def stages_near(
-    layouts: Iterable[Layout], balances: Mapping[int, Sequence[int]], widths: Mapping[int, int]
+    layouts: Iterable[StageLayout], balances: Mapping[int, Sequence[int]], widths: Mapping[int, int]
 ) -> tuple[Cells, Crossings]:
     """Return the stages between cuts that are at most `widths` layers from those of `balances`.
 

@@ -15,7 +15,7 @@ _ASCII_BOX = Box(str(SIMPLE).replace("─", "-"), ascii=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Column:
+class TextColumn:
     """Column of a table."""
 
     header: str
@@ -35,7 +35,7 @@ def facts(rows: Sequence[tuple[str, str | Text]], style: Style) -> Table:
     return drawn
 
 
-def table(columns: Sequence[Column], rows: Iterable[Sequence[str | Text] | None], style: Style) -> Table:
+def table(columns: Sequence[TextColumn], rows: Iterable[Sequence[str | Text] | None], style: Style) -> Table:
     """Return a table with a rule below its header (and above its footer); None among the rows is a gap."""
     drawn = Table(
         box=SIMPLE if style.unicode else _ASCII_BOX,

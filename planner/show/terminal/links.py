@@ -2,7 +2,7 @@
 
 from planner.core.values.links import Links
 from planner.core.values.units import counted, format_bytes, format_rate, format_us
-from planner.show.terminal.grids import Column, table
+from planner.show.terminal.grids import TextColumn, table
 from planner.show.terminal.rendering import BLANK, flow, heading, plain, render
 from planner.show.terminal.style import Style
 from planner.show.views.numbers import NOTHING
@@ -13,7 +13,7 @@ _NUMBERS = ("latency", "bandwidth", "largest message", "")
 def links_text(links: Links, style: Style) -> str:
     """Return a row per boundary: latency, bandwidth, and the time of the largest message."""
     machine = [f"{links.device.kind} {links.device.name}".strip(), links.backend, f"torch {links.environment.torch}"]
-    columns = [Column(header="link", number=False), *(Column(header=name) for name in _NUMBERS)]
+    columns = [TextColumn(header="link", number=False), *(TextColumn(header=name) for name in _NUMBERS)]
     rows = []
     for n, boundary in enumerate(links.boundaries):
         link, sizes = boundary.link, boundary.sample_bytes

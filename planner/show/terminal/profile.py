@@ -10,7 +10,7 @@ from rich.text import Text
 
 from planner.core.values.profile import Device, LayerProfile, Profile
 from planner.core.values.units import counted, format_bytes
-from planner.show.terminal.grids import Column, table
+from planner.show.terminal.grids import TextColumn, table
 from planner.show.terminal.rendering import BLANK, flow, heading, plain, render
 from planner.show.terminal.style import Style
 from planner.show.views.numbers import NOTHING, TimeScale, format_count, layer_range, percent
@@ -88,9 +88,9 @@ def _facts(profile: Profile, style: Style) -> list[Text]:
 
 def _layer_table(profile: Profile, style: Style) -> Table:
     figures = _figures(profile, style)
-    columns = [Column(header="layer", footer="total", number=False)]
+    columns = [TextColumn(header="layer", footer="total", number=False)]
     columns += [
-        Column(header=f.header, footer=f.text(sum(map(f.of, profile.layers))) if f.total else "") for f in figures
+        TextColumn(header=f.header, footer=f.text(sum(map(f.of, profile.layers))) if f.total else "") for f in figures
     ]
     rows = []
     for group in _alike(profile.layers):

@@ -16,7 +16,7 @@ from planner.core.judge.verification import Compared, Quantity, Verification, co
 from planner.core.values.plan import Plan
 from planner.core.values.run_report import RunReport
 from planner.core.values.units import format_bytes, format_rate, format_us
-from planner.show.terminal.grids import Column, table
+from planner.show.terminal.grids import TextColumn, table
 from planner.show.terminal.rendering import BLANK, flow, heading, plain, render
 from planner.show.terminal.style import Style
 from planner.show.terminal.tables import drawn
@@ -109,8 +109,8 @@ def _comparison(plan: Plan, report: RunReport, style: Style) -> list[RenderableT
     return [_table(rows, style), *_notes(plan, report, style)]
 
 
-def _table(rows: Sequence[_Row | None], style: Style, *more: Column) -> Table:
-    columns = [Column(header="", number=False), *(Column(header=name) for name in HEADERS), *more]
+def _table(rows: Sequence[_Row | None], style: Style, *more: TextColumn) -> Table:
+    columns = [TextColumn(header="", number=False), *(TextColumn(header=name) for name in HEADERS), *more]
     return table(columns, rows, style)
 
 
@@ -153,7 +153,7 @@ def verification_text(verification: Verification, style: Style) -> str:
         rows += map(_judged, group)
     said = [*verification.notes, *([] if verification.proof is None else [str(verification.proof)])]
     notes = [flow(note.split(), style, gap=" ") for note in said]
-    shown = _table(rows, style, Column(header=""))
+    shown = _table(rows, style, TextColumn(header=""))
     return render(style, shown, *notes, BLANK, _calibrated(verification, style), _answer(verification, style))
 
 

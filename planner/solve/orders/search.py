@@ -15,7 +15,7 @@ import numpy as np
 
 from planner.core.cost.simulate import StageTimes
 from planner.core.errors import UsageError
-from planner.core.schedule import SCHEDULES, Action, Listed
+from planner.core.schedule import SCHEDULES, Action, ListedSchedule
 from planner.solve.answer import Answer
 from planner.solve.chunks.cut_search import CutSearch
 from planner.solve.chunks.search import start_cuts
@@ -93,7 +93,7 @@ class _JointSearch:
             found = self._find_order(partition)
             if found is None:
                 break
-            under_order = self._evaluator.under(Listed(found.rows))
+            under_order = self._evaluator.under(ListedSchedule(found.rows))
             cuts, choices = partition
             self._progress.simulate_fitting(under_order, cuts[None], choices[None], np.array([True]))
             is_better, before_us = found.period_us < before_us * (1 - 1e-9), found.period_us
@@ -125,7 +125,7 @@ class _JointSearch:
         cuts, choices = partition[0][None], partition[1][None]
 
         def fits(rows: Rows) -> bool:
-            return bool((evaluator.under(Listed(rows)).over_bytes(cuts, choices) <= 0).all())
+            return bool((evaluator.under(ListedSchedule(rows)).over_bytes(cuts, choices) <= 0).all())
 
         best: FoundOrder | None = None
         for is_whole in (False, True):

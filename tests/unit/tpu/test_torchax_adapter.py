@@ -12,12 +12,12 @@ import torch
 from torch import Tensor, nn
 
 if TYPE_CHECKING:
-    from planner.tpu.halves import Halves, LayerFunction
+    from planner.tpu.halves import LayerFunction, SplitFunction
 
 pytestmark = pytest.mark.skipif(find_spec("torchax") is None, reason="needs the extra: pip install 'gpipe-plan[tpu]'")
 
 
-def halves_of(function: "LayerFunction") -> "Halves":
+def halves_of(function: "LayerFunction") -> "SplitFunction":
     """The bridge's, which imports jax, and is imported late: other tests in this process start processes."""
     from planner.tpu import halves
 
@@ -40,7 +40,7 @@ def array(tensor: Tensor) -> Any:
     return jax.numpy.asarray(tensor.detach().numpy())
 
 
-def through(module: nn.Module, *inputs: Tensor) -> tuple["Halves", list[Any], dict[str, Any], list[Any]]:
+def through(module: nn.Module, *inputs: Tensor) -> tuple["SplitFunction", list[Any], dict[str, Any], list[Any]]:
     """Halves, outputs, and gradients of parameters and inputs of the sum of all outputs."""
     import jax
 
