@@ -79,13 +79,13 @@ class Evaluation:
         costs, partition, cluster = self.costs, self.partition, self.cluster
         has_backward, crosses = costs.has_backward, end < costs.num_layers
         speed = cluster.speed(partition.device_of(stage))
-        again = [n for n in partition.recomputed_in(stage) if has_backward[n]]
+        recomputed = [n for n in partition.recomputed_in(stage) if has_backward[n]]
         busy = busy_times(
             costs.forward_us[first:end].sum(),
             costs.backward_us[first:end].sum(),
             (*CHOICES, "layers").index(partition.recompute[stage]),
             has_backward=has_backward[end - 1],
-            layers_us=costs.forward_us[again].sum(),
+            layers_us=costs.forward_us[recomputed].sum(),
             speed=speed,
             overhead_us=cluster.overhead_us,
         )
@@ -165,7 +165,7 @@ class Evaluation:
         """Step time, throughput, bubble and other figures of a whole step."""
         partition, times = self.partition, self.stage_times
         num_devices, micro_batches, splits = partition.num_devices, partition.micro_batches, self._splits_backward
-        busy, again = (sum(parts) for parts in zip(*map(self._busy_us, range(len(times))), strict=True))
+        busy, recompute_us = (sum(parts) for parts in zip(*map(self._busy_us, range(len(times))), strict=True))
         pair_us = [t.forward_us + self._backward_us(t) for t in times]
         device_us = [0.0] * num_devices
         for stage, us in enumerate(pair_us):
@@ -180,7 +180,7 @@ class Evaluation:
             bubble=1 - busy / (num_devices * self.pipeline_us) if self.pipeline_us else 0.0,
             ideal_bubble=0.0 if splits else (num_devices - 1) / (partition.chunks * micro_batches + num_devices - 1),
             imbalance=max(device_us) / (sum(device_us) / num_devices) if sum(device_us) else 1.0,
-            recompute_share=again / busy if busy else 0.0,
+            recompute_share=recompute_us / busy if busy else 0.0,
             bottleneck_stage=pair_us.index(max(pair_us)),
         )
 
@@ -191,14 +191,15 @@ class Evaluation:
     def _busy_us(self, stage: int) -> tuple[float, float]:
         """Return how long a stage computes in a step, and how much of that recomputes activations."""
         times, num = self.stage_times[stage], self.partition.micro_batches
-        again = (num - 1) * times.recompute_us + times.last_recompute_us
+        recompute_us = (num - 1) * times.recompute_us + times.last_recompute_us
         if not self._splits_backward:
-            return num * (times.forward_us + times.backward_us) - times.backward_us + times.last_backward_us, again
+            busy_us = num * (times.forward_us + times.backward_us) - times.backward_us + times.last_backward_us
+            return busy_us, recompute_us
         counts = Counter(action.kind for row in self.actions for action in row if action.stage == stage)
         halves = times.input_backward_us + times.weight_backward_us
         # Either way a micro-batch that is not recomputed spares as much.
         spared = times.recompute_us - times.last_recompute_us
-        return num * times.forward_us + counts["I"] * halves + counts["B"] * times.backward_us - spared, again
+        return num * times.forward_us + counts["I"] * halves + counts["B"] * times.backward_us - spared, recompute_us
 
     @cached_property
     def chunks(self) -> tuple[ChunkMemory, ...]:

@@ -123,8 +123,8 @@ class StageLayers:
         copied = np.rint(costs.boundaries.copied_input[stage])
         # A first layer that is not recomputed works on a copy that the stage makes.
         own_copy = np.where(np.arange(first, end) == first, copied, 0.0)
-        again = _per_layer(costs, costs.storages.kept_by_readers)
-        kept = again + most_savings(costs)[0]
+        dropped = _per_layer(costs, costs.storages.kept_by_readers)
+        kept = dropped + most_savings(costs)[0]
         pending: list[list[Pending]] = [[] for _ in range(first, end)]
         for n in np.flatnonzero((made >= first) & (made < end) & (by_maker + unkept > 0)):
             sizes = (float(unkept[n]), float(by_maker[n] + unkept[n]))
@@ -134,7 +134,7 @@ class StageLayers:
             end=end,
             stacked=costs.exact,
             peaks=_peaks(costs, first, end, copied, own_copy) if costs.exact else _transients(costs, stage),
-            held=np.stack([own_copy + kept[stage], copied + again[stage] + np.rint(costs.state.rewritten[stage])]),
+            held=np.stack([own_copy + kept[stage], copied + dropped[stage] + np.rint(costs.state.rewritten[stage])]),
             pending=tuple(map(tuple, pending)),
             can_recompute=costs.has_backward[stage],
             passed=_passed(costs, unkept, first, end) * (copied[0] > 0),
@@ -222,8 +222,8 @@ def least_levels(costs: ChainCosts, firsts: NDArray[np.int64], span: slice) -> t
     copied = np.rint(costs.boundaries.copied_input)
     first, layer = firsts[:, None], layers[None, :]
     before = sums_before(kept)
-    in_front = before[layer] - before[first] + copied[first]
-    saved = in_front + kept[layer] + into[layer + 1] - passing.unkept
+    saved_before = before[layer] - before[first] + copied[first]
+    saved = saved_before + kept[layer] + into[layer + 1] - passing.unkept
 
     def highest(peaks: FloatArray) -> FloatArray:
         running: FloatArray = np.maximum.accumulate(np.where(layer >= first, peaks, -np.inf), axis=1)
@@ -233,7 +233,7 @@ def least_levels(costs: ChainCosts, firsts: NDArray[np.int64], span: slice) -> t
     if not costs.exact:
         transient = highest(np.broadcast_to(backward[layer], saved.shape))
         return saved, LayerPeaks(transient, transient, transient)
-    received = passing.in_front(passing.unkept, into[layers])
+    received = passing.received_input(passing.unkept, into[layers])
     forward = np.minimum(forward, no_grad)[layer] + into[layer] - received
     output, through = np.rint(costs.boundaries.output)[layer], np.cumsum(np.rint(costs.gradients))
     casts = sums_before(np.rint(costs.state.casts))
@@ -242,14 +242,14 @@ def least_levels(costs: ChainCosts, firsts: NDArray[np.int64], span: slice) -> t
     at_end = np.where(casts_through > casts[first], at_end, 0.0)
 
     def highest_backward(
-        peaks: FloatArray, behind: FloatArray, end_twice: FloatArray, backward: Backward
+        peaks: FloatArray, later_bytes: FloatArray, end_twice: FloatArray, backward: Backward
     ) -> FloatArray:
-        tops = before[layers] + (peaks - behind)[layers]
+        tops = before[layers] + (peaks - later_bytes)[layers]
         highest = passing.highest_backward(tops, np.rint(end_twice)[layers], backward)
-        return highest + behind[layer] + copied[first] - before[first]
+        return highest + later_bytes[layer] + copied[first] - before[first]
 
     return saved, LayerPeaks(
-        highest(in_front + forward),
+        highest(saved_before + forward),
         highest_backward(first_backward, through, costs.levels.end_twice_first, "first") + output,
         np.maximum(highest_backward(backward, casts[1:], costs.levels.end_twice, "later"), at_end - passing.all)
         + output,
@@ -266,17 +266,17 @@ def _peaks(costs: ChainCosts, first: int, end: int, copied: FloatArray, own_copy
     forward, first_backward, backward = (peak[stage] for peak in all_kept)
     rewritten = np.rint(costs.state.rewritten[stage])
     output, gradients = np.rint(costs.boundaries.output[stage]), np.rint(costs.gradients[stage])
-    behind = gradients.sum() - np.cumsum(gradients)
+    later_bytes = gradients.sum() - np.cumsum(gradients)
     casts = np.rint(costs.state.casts[stage])
-    casts_behind = casts.sum() - np.cumsum(casts)
+    later_casts = casts.sum() - np.cumsum(casts)
     # The gradient of the stage's own output is counted with the engine's transfers.
-    again = np.append(np.rint(costs.boundaries.output_gradient[first : end - 1]), 0.0) + forward + rewritten
+    recomputing = np.append(np.rint(costs.boundaries.output_gradient[first : end - 1]), 0.0) + forward + rewritten
     own_output = output[-1] - gone_by
-    later = np.stack([own_copy + backward, copied + np.maximum(again, backward)]) + casts_behind
+    later = np.stack([own_copy + backward, copied + np.maximum(recomputing, backward)]) + later_casts
     later += waiting_in(costs, "later", first, end)
     later += own_output - counted_twice
     later[KEEP, -1] -= np.rint(costs.levels.end_twice[end - 1])
-    sooner = np.stack([own_copy + first_backward, copied + np.maximum(again, first_backward)]) + behind
+    sooner = np.stack([own_copy + first_backward, copied + np.maximum(recomputing, first_backward)]) + later_bytes
     sooner += own_output - counted_twice + waiting_in(costs, "first", first, end)
     sooner[KEEP, -1] -= np.rint(costs.levels.end_twice_first[end - 1])
     if casts.any():

@@ -150,7 +150,7 @@ def one_stage(
     if recompute == "layers":
         every = StageLayers.of(costs, first, end)
         return with_recomputed_layers(stages, every.levels(frozenset(recomputed))), recompute
-    # Where nothing in front is trained, there is no backward, and the executor recomputes nothing.
+    # If no earlier layer is trained, there is no backward, and the executor recomputes nothing.
     return stages, "never" if stages.forward_only[0, -1] else recompute
 
 

@@ -244,9 +244,9 @@ class _Walk:
         self._backwards_left = dict.fromkeys(stages, last + 1)
         self._now = [0] * (len(stages) * len(PARTS))
         self._changed: dict[int, int] = {}
-        ways = {(action.stage, action.kind) for action in row if action.kind in {"B", "I"}}
+        kinds = {(action.stage, action.kind) for action in row if action.kind in {"B", "I"}}
         for stage, base in self._bases.items():
-            self._set(base, "casts", max(1, sum(of == stage for of, _ in ways)))
+            self._set(base, "casts", max(1, sum(of == stage for of, _ in kinds)))
 
     def changes(self, row: Sequence[Instruction]) -> Iterator[Change]:
         for instruction in row:

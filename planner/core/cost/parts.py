@@ -159,10 +159,10 @@ def _exact(s: Stages, recompute: Recompute) -> Parts:
         forward = running_part(I, s.peaks.no_grad + J + D)
         # A recomputed micro-batch runs forward once more, with the state as it was; its new output, part of both
         # levels, lives beside the one that was sent.
-        again = s.peaks.forward + J
+        recomputing = s.peaks.forward + J
         # Attributes hold the last forward's tensors meanwhile, and get no others from this one.
-        first = _making_gradients(s, I + O, np.maximum(again, s.peaks.first_recomputed) + R + D)
-        backward = running_part(I + O, np.maximum(again, s.peaks.backward) + R + D, gradient)
+        first = _making_gradients(s, I + O, np.maximum(recomputing, s.peaks.first_recomputed) + R + D)
+        backward = running_part(I + O, np.maximum(recomputing, s.peaks.backward) + R + D, gradient)
     if recompute == "except-last":
         last_forward = running_part(I, s.peaks.forward + D)
     else:
@@ -190,9 +190,9 @@ def _exact_halves(s: Stages, halves: InHalves, recompute: Recompute) -> dict[Par
     first_input = _making_gradients(s, I + D, first, most=halves.gradients)
     each_input = last_input = running_part(I + D, every, gradient, level=BACKWARD)
     if recompute in ("except-last", "always"):
-        again = s.peaks.forward + J
-        first_input = _making_gradients(s, I + O, np.maximum(again, first) + D, most=halves.gradients)
-        each_input = running_part(I + O, np.maximum(again, every) + D, gradient)
+        recomputing = s.peaks.forward + J
+        first_input = _making_gradients(s, I + O, np.maximum(recomputing, first) + D, most=halves.gradients)
+        each_input = running_part(I + O, np.maximum(recomputing, every) + D, gradient)
         last_input = each_input if recompute == "always" else last_input
     made = s.gradients - halves.gradients
     first_weight = Size({"gradients": made, "working": np.maximum(halves.first_weight - made, 0.0)})

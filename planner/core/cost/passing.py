@@ -32,10 +32,10 @@ class Passing:
 
     def __init__(self, costs: ChainCosts, firsts: IntArray, layers: IntArray) -> None:
         self._is_first = layers[None, :] == firsts[:, None]
-        self._behind_first = layers[None, :] > firsts[:, None]
+        self._after_first = layers[None, :] > firsts[:, None]
 
         def spans(sizes: FloatArray) -> FloatArray:
-            # Of a storage: from the layer behind its maker to the one in front of the last that it is handed to.
+            # A storage passes the layers after its maker and before the last one that receives it.
             return _spanning(costs.storages.maker + 1, costs.storages.until - 1, np.rint(sizes), firsts, layers)
 
         received = (costs.boundaries.copied_input[firsts] == 0)[:, None]
@@ -50,7 +50,7 @@ class Passing:
         """Bytes that layers of the stage except the last one create, that are sent, and that a layer reading them
         saves."""
 
-    def in_front(self, sizes: FloatArray, own_input: FloatArray) -> FloatArray:
+    def received_input(self, sizes: FloatArray, own_input: FloatArray) -> FloatArray:
         """Return the part of each layer's input that the stage has received: `own_input` for its first layer.
 
         Args:
@@ -83,13 +83,13 @@ class Passing:
             backward: First or later backward, to include gradients of shared parameters that wait; None to leave them
                 out.
         """
-        inside = self._is_first | self._behind_first
+        inside = self._is_first | self._after_first
         blocks = range(0, len(self._layers), _BLOCK)
-        in_front = np.concatenate(
-            [self._highest_in_front(tops, slice(n, n + _BLOCK), backward) for n in blocks], axis=1
+        before_end = np.concatenate(
+            [self._highest_before(tops, slice(n, n + _BLOCK), backward) for n in blocks], axis=1
         )
         at_end = tops - end_twice - self.kept + self._waiting_at_end(backward)
-        highest = np.maximum(in_front, at_end) - self.all
+        highest = np.maximum(before_end, at_end) - self.all
         return np.where(inside, highest, 0.0)
 
     def highest_weight_backward(self, tops: FloatArray, backward: Backward) -> FloatArray:
@@ -101,7 +101,7 @@ class Passing:
             tops: Level of each of `layers`.
             backward: First or later W.
         """
-        running = np.maximum.accumulate(np.where(self._is_first | self._behind_first, tops, 0.0), axis=1)
+        running = np.maximum.accumulate(np.where(self._is_first | self._after_first, tops, 0.0), axis=1)
         if not self._costs.ties:
             return running
         for n in range(0, len(self._layers), _BLOCK):
@@ -123,7 +123,7 @@ class Passing:
                 found[waiting.rows, n : n + _BLOCK] = np.diag(waiting.bytes)
         return found
 
-    def _highest_in_front(self, tops: FloatArray, block: slice, backward: Backward | None) -> FloatArray:
+    def _highest_before(self, tops: FloatArray, block: slice, backward: Backward | None) -> FloatArray:
         """Return the highest level of the layers before the last one, for last layers in `block`; else -inf."""
         ends = self._layers[block]
         levels = np.where(self._layers[:, None] < ends, tops[:, None] - self.gradients(ends), -np.inf)
@@ -151,7 +151,7 @@ class NothingPassing:
         self._is_first, self._inside = last == first, last >= first
         self.unkept = self.all = np.zeros((1, 1))
 
-    def in_front(self, _sizes: FloatArray, own_input: FloatArray) -> FloatArray:
+    def received_input(self, _sizes: FloatArray, own_input: FloatArray) -> FloatArray:
         """Return the part of the input of each layer that the stage has received: `own_input` for its first layer."""
         return np.where(self._is_first, own_input, 0.0)
 
@@ -160,8 +160,8 @@ class NothingPassing:
     ) -> FloatArray:
         """Return the highest level among the backwards of a stage's layers; see `Passing.highest_backward`."""
         highest = np.maximum.accumulate(np.where(self._inside, tops, -np.inf), axis=1)
-        in_front = np.concatenate([np.full((len(highest), 1), -np.inf), highest[:, :-1]], axis=1)
-        return np.where(self._inside, np.maximum(in_front, tops - end_twice), 0.0)
+        before_end = np.concatenate([np.full((len(highest), 1), -np.inf), highest[:, :-1]], axis=1)
+        return np.where(self._inside, np.maximum(before_end, tops - end_twice), 0.0)
 
 
 def is_simple(costs: ChainCosts) -> bool:
@@ -202,5 +202,5 @@ def _passed_by(costs: ChainCosts) -> FloatArray:
 
 def _one_layer_later(values: FloatArray) -> FloatArray:
     if values.shape[1] == 1:
-        return values  # nothing at all, or a single layer, which has none in front
+        return values  # no layer, or a single one, which has no previous one
     return np.concatenate([np.zeros((len(values), 1)), values[:, :-1]], axis=1)

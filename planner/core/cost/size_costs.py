@@ -88,11 +88,11 @@ def exact_costs(layers: Sequence[LayerProfile], n: int) -> SizeCosts:
     details = [layer.detail[n] for layer in layers]
     storages = CrossingStorages(details)
     crossing, relays, writes = storages.crossing(), storages.relays(), np.array(writes_received(details))
-    saved, behind, unkept, passing = (
+    saved, crossing_bytes, unkept, passing = (
         np.array(sizes, dtype=float)
-        for sizes in (storages.saved(), storages.bytes_behind(), storages.unkept_behind(), storages.passing())
+        for sizes in (storages.saved(), storages.bytes_after(), storages.unkept_after(), storages.passing())
     )
-    boundaries = _boundaries(details, behind, unkept, writes)
+    boundaries = _boundaries(details, crossing_bytes, unkept, writes)
     gradients = _per_layer(layers, lambda layer: layer.trained_bytes)
     at_end = _held_at_end(boundaries, passing)
     return SizeCosts(
@@ -109,17 +109,17 @@ def exact_costs(layers: Sequence[LayerProfile], n: int) -> SizeCosts:
 
 
 def _boundaries(
-    details: Sequence[MemoryDetail], behind: FloatArray, unkept: FloatArray, writes: NDArray[np.bool_]
+    details: Sequence[MemoryDetail], crossing_bytes: FloatArray, unkept: FloatArray, writes: NDArray[np.bool_]
 ) -> Boundaries:
     # Tensors cross one by one, also those of one storage. Inside a stage, and where it ends, whole storages are held.
     received = _sums([[tensor.bytes for tensor in detail.inputs] for detail in details])
     gradients = _sums([[tensor.bytes for tensor in detail.inputs if tensor.carries] for detail in details])
-    output = np.append(np.maximum(behind[:-1], received[1:]), behind[-1])
+    output = np.append(np.maximum(crossing_bytes[:-1], received[1:]), crossing_bytes[-1])
     return Boundaries(
         input=received,
         output=output,
         input_gradient=gradients,
-        output_gradient=np.append(gradients[1:], behind[-1]),
+        output_gradient=np.append(gradients[1:], crossing_bytes[-1]),
         unsaved_output=unkept,
         # The input that nobody keeps is still alive while its layer runs; the model's own input is counted elsewhere.
         unkept_input=np.append(0.0, unkept[:-1]),
@@ -132,7 +132,7 @@ def _sums(sizes: Sequence[Sequence[int]]) -> FloatArray:
     return np.array([sum(each) for each in sizes], dtype=float)
 
 
-def _sums_in_front(sizes: FloatArray) -> FloatArray:
+def _sums_before(sizes: FloatArray) -> FloatArray:
     return np.append(0.0, np.cumsum(sizes)[:-1])
 
 
@@ -145,7 +145,7 @@ def _exact_levels(
     gradients: FloatArray,
     at_end: FloatArray,
 ) -> Levels:
-    held = _sums_in_front(saved)
+    held = _sums_before(saved)
     gradients_through, casts_through = np.cumsum(gradients), np.cumsum([float(layer.cast_bytes) for layer in layers])
 
     def peaks(peak: Callable[[MemoryDetail], int]) -> FloatArray:
@@ -164,8 +164,8 @@ def _exact_levels(
         internal=peaks(lambda detail: detail.internal_bytes),
         forward=held + boundaries.unkept_input + peaks(lambda detail: detail.forward_peak_bytes),
         no_grad=peaks(lambda detail: detail.no_grad_peak_bytes) + boundaries.input_alive,
-        # Gradients of the layers behind this one are there already: their sum is added for the stage's end, here
-        # everything up to and including this layer is taken off.
+        # Gradients of later layers exist already. Their sum is added at the stage's end, so those of this layer and of
+        # earlier layers are subtracted here.
         first_backward=held + first_backward - gradients_through + gradients_through[-1],
         # Gradients of autocast's copies, likewise: they wait for the end of the backward.
         backward=held + backward - casts_through + casts_through[-1],
@@ -181,7 +181,7 @@ def _held_at_end(boundaries: Boundaries, passing: FloatArray) -> FloatArray:
 
     These are the outputs that this layer creates, and the gradients that it receives.
     """
-    # What the layers in front made, the layer's own peak does not count; and of the loss no gradient is received.
+    # The layer's own peak does not count what earlier layers made. No gradient of the loss is received.
     held: FloatArray = boundaries.output + boundaries.output_gradient - passing
     held[-1] -= boundaries.output_gradient[-1]
     return held
@@ -239,18 +239,18 @@ def _exact_halves(
     # The model's own input is part of the mini-batch, which is there anyway.
     batch = np.where(np.arange(len(layers)) == 0, held_input, 0.0)
     held = of(lambda record: record.held_bytes) - batch
-    # What a layer behind keeps of its input, this layer's output, is counted there.
+    # What the next layer keeps of its input, this layer's output, is counted there.
     held_output = np.append(held_input[1:], 0.0)
-    saved_before, held_before = _sums_in_front(saved), _sums_in_front(held)
+    saved_before, held_before = _sums_before(saved), _sums_before(held)
     made_by_input = np.maximum(gradients - weight_gradients, 0.0)
     casts = np.array([float(layer.cast_bytes) for layer in layers])
 
-    # The sums behind each layer reach to the end of the chain: what lies behind a stage's end is taken off there.
-    def behind(per_layer: FloatArray) -> FloatArray:
+    # These sums over the later layers reach to the end of the chain. `stages.py` subtracts the layers after a stage.
+    def sums_after(per_layer: FloatArray) -> FloatArray:
         beyond: FloatArray = per_layer.sum() - np.cumsum(per_layer)
         return beyond
 
-    base = saved_before + behind(held)
+    base = saved_before + sums_after(held)
     first, later = of(lambda r: r.first_input_peak_bytes), of(lambda r: r.input_peak_bytes)
     first_with_output = of(lambda r: r.output_first_input_peak_bytes, first + held_output)
     with_output = of(lambda r: r.output_input_peak_bytes, later + held_output)
@@ -259,15 +259,15 @@ def _exact_halves(
         weight_us=weight_us,
         held=held,
         weight_gradients=weight_gradients,
-        first_input=base + np.minimum(first + held_output, first_with_output) - held_output + behind(made_by_input),
+        first_input=base + np.minimum(first + held_output, first_with_output) - held_output + sums_after(made_by_input),
         input=base + np.minimum(later + held_output, with_output) - held_output,
         end_first_input=base
         + np.minimum(of(lambda r: r.end_first_input_peak_bytes, inf) - at_end, first)
-        + behind(made_by_input),
+        + sums_after(made_by_input),
         end_input=base + np.minimum(of(lambda r: r.end_input_peak_bytes, inf) - at_end, later),
-        first_weight=held_before + of(lambda r: r.first_weight_peak_bytes) - batch + behind(weight_gradients),
+        first_weight=held_before + of(lambda r: r.first_weight_peak_bytes) - batch + sums_after(weight_gradients),
         # Gradients of autocast's copies wait for the end of the backward.
-        weight=held_before + of(lambda r: r.weight_peak_bytes) - batch + behind(casts),
+        weight=held_before + of(lambda r: r.weight_peak_bytes) - batch + sums_after(casts),
     )
 
 

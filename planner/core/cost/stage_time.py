@@ -70,11 +70,9 @@ def busy_times(
     """
     forward, backward, choice = forward_us / speed, backward_us / speed, np.asarray(recompute)
     whole = np.where(has_backward, forward, 0.0)
-    again = np.where(choice == LAYERS, layers_us / speed, np.where(choice > 0, whole, 0.0))
-    last_again = np.where(choice == _EXCEPT_LAST, 0.0, again)
-    return BusyTimes(
-        forward + overhead_us, backward + again + overhead_us, backward + last_again + overhead_us, again, last_again
-    )
+    each = np.where(choice == LAYERS, layers_us / speed, np.where(choice > 0, whole, 0.0))
+    last = np.where(choice == _EXCEPT_LAST, 0.0, each)
+    return BusyTimes(forward + overhead_us, backward + each + overhead_us, backward + last + overhead_us, each, last)
 
 
 class HalfTimes(NamedTuple):

@@ -264,7 +264,7 @@ class Window:
         costs, halves = self.costs, self.costs.halves
         by_input = np.maximum(costs.gradients - halves.weight_gradients, 0.0)
 
-        def behind(per_layer: FloatArray) -> FloatArray:
+        def sums_after(per_layer: FloatArray) -> FloatArray:
             beyond: FloatArray = per_layer.sum() - np.cumsum(per_layer)[self.last]
             return beyond
 
@@ -281,7 +281,7 @@ class Window:
                 first_weight=transient,
                 weight=transient,
             )
-        above = stages.output - behind(halves.held)
+        above = stages.output - sums_after(halves.held)
 
         def highest_input(level: FloatArray, end_level: FloatArray) -> FloatArray:
             # What layers share is put off: it waits in W.
@@ -292,7 +292,7 @@ class Window:
         return InHalves(
             held=held,
             gradients=self.sums(by_input),
-            first_input=highest_input(halves.first_input, halves.end_first_input) - behind(by_input),
+            first_input=highest_input(halves.first_input, halves.end_first_input) - sums_after(by_input),
             input=highest_input(halves.input, halves.end_input),
             first_weight=first_weight,
             weight=weight,
@@ -339,13 +339,13 @@ class Window:
         if not costs.exact:
             return self._transients()
         # What the stage received is counted as that, whichever of its layers it goes into.
-        unkept = passing.in_front(passing.unkept, edge.unkept_input[columns])
-        alive = passing.in_front(passing.all, edge.input_alive[columns])
-        casts_behind = casts.sum() - np.cumsum(casts)[self.last]
-        backward = self._highest_backward(levels.backward, levels.end_twice, "later") - casts_behind + output
-        gradients_behind = costs.gradients.sum() - np.cumsum(costs.gradients)[self.last]
+        unkept = passing.received_input(passing.unkept, edge.unkept_input[columns])
+        alive = passing.received_input(passing.all, edge.input_alive[columns])
+        later_casts = casts.sum() - np.cumsum(casts)[self.last]
+        backward = self._highest_backward(levels.backward, levels.end_twice, "later") - later_casts + output
+        later_gradients = costs.gradients.sum() - np.cumsum(costs.gradients)[self.last]
         first_backward = self._highest_backward(levels.first_backward, levels.end_twice_first, "first")
-        first_backward = first_recomputed = first_backward - gradients_behind + output
+        first_backward = first_recomputed = first_backward - later_gradients + output
         if casts.any():
             backward, first_recomputed = self._with_gradients_of_casts(backward, first_backward, output)
         return Peaks(
@@ -389,8 +389,8 @@ class Window:
         # If that micro-batch is recomputed, they wait, and gradients of parameters without a copy exist at once.
         level, through = recomputed_levels(costs)
         highest = self._highest_backward(level, levels.end_twice) - through[-1] + through[self.last] + output
-        again = np.maximum(highest, self.sums(costs.gradients) + waiting / 2 + own_output)
-        return np.maximum(backward, at_end), np.minimum(first_backward, again)
+        recomputed = np.maximum(highest, self.sums(costs.gradients) + waiting / 2 + own_output)
+        return np.maximum(backward, at_end), np.minimum(first_backward, recomputed)
 
     def _message_peaks(self, peaks: Peaks, gradients: FloatArray, output: FloatArray) -> tuple[FloatArray, FloatArray]:
         """Return the levels of the first and later backwards in which gradients are sent to other replicas.
@@ -403,8 +403,8 @@ class Window:
             return peaks.first_backward, peaks.backward
         trained = np.flatnonzero(costs.gradients > 0)
         at = np.append(trained, costs.num_layers - 1)[np.searchsorted(trained, self.firsts)]
-        behind = costs.gradients.sum() - np.cumsum(costs.gradients)[self.last]
-        first = levels.first_backward[at][:, None] - self.saved_before - behind + output
+        later_gradients = costs.gradients.sum() - np.cumsum(costs.gradients)[self.last]
+        first = levels.first_backward[at][:, None] - self.saved_before - later_gradients + output
         later = levels.backward[at][:, None] - self.saved_before + output
         for tie in costs.ties:
             waits = (at[:, None] == tie.first) & (self.last >= tie.second)

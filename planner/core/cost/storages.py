@@ -49,7 +49,7 @@ class CrossingStorages:
         self.kept_by_reader: list[bool] = []
         self.relaying: dict[int, dict[int, int]] = {}
         """Layers that forward a tensor, by storage, with the bytes of its gradient."""
-        self.behind: list[set[int]] = []
+        self.crossing_after: list[set[int]] = []
         self.received: list[list[int]] = []
         crossing = [self._new(-1, place, tensor) for place, tensor in enumerate(details[0].inputs)]
         for layer, detail in enumerate(details):
@@ -62,7 +62,7 @@ class CrossingStorages:
             self.received.append(received)
             for tensor in detail.outputs:
                 crossing.append(self._output(layer, tensor, received, crossing))
-            self.behind.append(set(crossing))
+            self.crossing_after.append(set(crossing))
         for storage in crossing:
             self.until[storage] = len(details)
 
@@ -118,15 +118,15 @@ class CrossingStorages:
 
     def passing(self) -> list[int]:
         """Return the bytes that cross the boundary after each layer and were made by an earlier layer."""
-        return [sum([self.bytes[s] for s in behind if self.origin[s] < n]) for n, behind in enumerate(self.behind)]
+        return [sum([self.bytes[s] for s in each if self.origin[s] < n]) for n, each in enumerate(self.crossing_after)]
 
-    def bytes_behind(self) -> list[int]:
+    def bytes_after(self) -> list[int]:
         """Return the bytes that cross the boundary after each layer; a storage of several tensors counts once."""
-        return [sum([self.bytes[storage] for storage in behind]) for behind in self.behind]
+        return [sum([self.bytes[storage] for storage in each]) for each in self.crossing_after]
 
-    def unkept_behind(self) -> list[int]:
+    def unkept_after(self) -> list[int]:
         """Return the bytes that cross the boundary after each layer and that no layer saves."""
-        return [sum([self.bytes[s] for s in behind if not self.kept[s]]) for behind in self.behind]
+        return [sum([self.bytes[s] for s in each if not self.kept[s]]) for each in self.crossing_after]
 
 
 def writes_received(details: Sequence[MemoryDetail]) -> list[bool]:

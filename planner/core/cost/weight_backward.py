@@ -40,8 +40,8 @@ def weight_peaks(
     halves, casts, levels = costs.halves, costs.state.casts, weight_levels(costs)
     first = _highest(passing, levels.first, levels.waiting, layers, is_first=True)
     later = _highest(passing, halves.weight, casts, layers, is_first=False)
-    in_front = sums_before(halves.held)[firsts][:, None]
-    first, later = first - in_front, later - in_front
+    held_before = sums_before(halves.held)[firsts][:, None]
+    first, later = first - held_before, later - held_before
     if not casts.any():
         return first, later
 
@@ -78,18 +78,18 @@ def weight_levels(costs: ChainCosts) -> WeightLevels:
     # Of parameters with a copy there is the gradient of the copy first.
     waiting = casts + np.maximum(made - 2 * casts, 0.0) if casts.any() else made
     # At the end nothing is held any more.
-    turning = np.maximum(halves.weight - sums_before(halves.held)[:-1] - _behind(casts) - casts, 0.0)
-    return WeightLevels(halves.first_weight - _behind(made) + _behind(waiting), waiting, turning)
+    turning = np.maximum(halves.weight - sums_before(halves.held)[:-1] - _sums_after(casts) - casts, 0.0)
+    return WeightLevels(halves.first_weight - _sums_after(made) + _sums_after(waiting), waiting, turning)
 
 
 def _highest(
-    passing: Passing, levels: FloatArray, behind: FloatArray, layers: IntArray, *, is_first: bool
+    passing: Passing, levels: FloatArray, later_bytes: FloatArray, layers: IntArray, *, is_first: bool
 ) -> FloatArray:
-    """Return the highest of `levels`, minus what `behind` counts for layers after each stage's end."""
+    """Return the highest of `levels`, minus what `later_bytes` counts for layers after each stage's end."""
     highest = passing.highest_weight_backward(levels[layers], "first" if is_first else "later")
-    return highest - _behind(behind)[None, layers]
+    return highest - _sums_after(later_bytes)[None, layers]
 
 
-def _behind(per_layer: FloatArray) -> FloatArray:
+def _sums_after(per_layer: FloatArray) -> FloatArray:
     beyond: FloatArray = per_layer.sum() - np.cumsum(per_layer)
     return beyond

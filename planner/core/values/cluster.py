@@ -102,8 +102,8 @@ class Cluster:
             The link.
         """
         if self.links:
-            ways = [device] if device + 1 < num_devices else range(num_devices - 1)
-            return Link.slowest([self.links[r * num_devices + d] for r in range(replicas) for d in ways])
+            links = [device] if device + 1 < num_devices else range(num_devices - 1)
+            return Link.slowest([self.links[r * num_devices + d] for r in range(replicas) for d in links])
         if self.inter_link is None or self.node_devices == 0:
             return self.link
         follows = (device + 1) % num_devices
