@@ -197,10 +197,9 @@ def shared_parameters(layers: Sequence[Layer]) -> list[list[tuple[int, str]]]:
 
 
 def tied_parameters(layers: Sequence[Layer]) -> dict[str, tuple[str, ...]]:
-    """Return, for each parameter that other layers share, the names of its memory in these layers.
+    """Return the tied parameters: each parameter's name, and its names in the other layers that share it.
 
-    If no module of the other layer owns the parameter, or if several layers own it under the same name, the other
-    layer's name is used.
+    A name in another layer is replaced by that layer's name if it does not begin with the layer's name.
     """
     tied: dict[str, tuple[str, ...]] = {}
     for owners in shared_parameters(layers):

@@ -100,7 +100,7 @@ def _spread(items: Sequence[_Item], most: int) -> Sequence[_Item]:
 def _stepped(
     whole: ModelOptimizer, sample: Sequence[Tensor], part: Sequence[int], device: torch.device
 ) -> dict[int, list[Tensor]]:
-    """Step a part of the sample; return the parameter, its gradients and its state for each number.
+    """Step some parameters of the sample; return by index each parameter, its gradients and its optimizer state.
 
     Raises:
         ModelError: The step draws random numbers, needs a closure, or fails.

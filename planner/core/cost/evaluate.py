@@ -40,7 +40,7 @@ FloatArray = NDArray[np.float64]
 class Evaluation:
     """Predictions for a partition of a chain on a cluster; each is computed once, when it is first read.
 
-    Times of stage k are named as in docs/cost-model.md: F_k, B_k = W_k + R_k, C_k and U_k.
+    Times of stage k are named as in docs/cost-model.md: F_k, B_k, R_k, C_k and U_k.
     """
 
     costs: ChainCosts

@@ -287,7 +287,7 @@ class _Walk:
             self._add(base, part, count - self._count(base, part))
 
     def _take(self, base: int, part: PartName) -> None:
-        """Remove one if there is any: tensors that stay on the device are in no transfer buffer."""
+        """Remove one part, if there is one: a tensor that stays on the device has no transfer buffer."""
         if self._count(base, part):
             self._add(base, part, -1)
 

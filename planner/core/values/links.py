@@ -40,8 +40,8 @@ class Links:
 def fit_link(sizes_bytes: Sequence[int], times_us: Sequence[float], *, blocking: bool) -> Link:
     """Fit latency and bandwidth by least squares of the relative errors; neither is negative.
 
-    Relative errors, because sizes differ by orders of magnitude: one percent of the largest transfer would outweigh the
-    latency that the small transfers show.
+    Absolute errors would not do, because sizes differ by orders of magnitude: one percent of the largest transfer would
+    outweigh the latency of the small ones.
 
     Args:
         sizes_bytes: Sizes of the transfers.
