@@ -78,7 +78,7 @@ __getattr__ = imported_when_asked(
 
 
 # `profile`, `solve` and `emit` are subpackages, too. Python makes a subpackage an attribute of its package when it is
-# first imported: that is here, so that the functions keep their names whatever is imported later.
+# first imported. That is done here, so that the functions keep their names whatever is imported later.
 for _name in ("emit", "profile", "solve"):
     import_module(f"{__name__}.{_name}")
     del globals()[_name]

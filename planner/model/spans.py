@@ -107,7 +107,7 @@ def add_unread(
         Parameters and buffers of each layer, complete.
     """
     read = frozenset(name for names in holds for name in names)
-    # By identity, for a tied tensor has several names, of which the forward may have read another.
+    # Compare by identity, because the forward may have read a tied tensor under another of its names.
     placed = {id(tensor) for name, tensor in _named_tensors(model) if name in read}
     layer_of: dict[str, int] = {}
     for layer, span in enumerate(spans):

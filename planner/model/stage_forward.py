@@ -221,7 +221,7 @@ class StageForward:
         parent = self._calls[self._stack[-1]]
         position = self._next[parent.number]
         self._next[parent.number] = position + 1
-        # By position, not by module: one that is called twice has a call for each, with results of its own.
+        # Calls are found by position, not by module, because a module that is called twice has two calls.
         if position >= len(parent.children):
             raise another_path("a module more was called")
         call = self._calls[parent.children[position]]

@@ -176,7 +176,7 @@ class StageLayers:
                     for made in self.pending[n]
                 ),
             ]
-        # What goes out of the last layer is held by the engine.
+        # The engine holds the output of the last layer.
         leaving = np.sum([size for _, size in pending], axis=0) if pending else np.zeros(num)
         return ManyLevels(held + leaving + self.passed[-1], *highest)
 
@@ -190,7 +190,7 @@ def most_savings(costs: ChainCosts) -> tuple[FloatArray, FloatArray]:
         The second is for other layers, which then save the part of their input that no other layer saves.
     """
     dropped = np.rint(costs.levels.internal) + _per_layer(costs, costs.storages.kept_by_maker)
-    # What goes on to other layers, too, one of these may keep already.
+    # If a storage also goes to other layers, one of these may keep it already, so only storages with one reader count.
     own = (costs.storages.maker >= 0) & (costs.storages.until == costs.storages.maker + 1)
     sizes = np.where(own, np.rint(costs.storages.kept_by_nobody), 0.0)
     kept = np.bincount(costs.storages.until[own], sizes[own], minlength=costs.num_layers + 1)[:-1]
@@ -280,7 +280,7 @@ def _peaks(costs: ChainCosts, first: int, end: int, copied: FloatArray, own_copy
     sooner += own_output - counted_twice + waiting_in(costs, "first", first, end)
     sooner[KEEP, -1] -= np.rint(costs.levels.end_twice_first[end - 1])
     if casts.any():
-        # In front of the first layer nothing is held, as at the end of the backward (but a copy of the input).
+        # At the end of the backward, the stage holds nothing except a copy of its input.
         at_end = copied[0] + np.rint(cast_gradient_peaks(costs)[stage]).max() + casts.sum() + own_output
         later[:, 0] = np.maximum(later[:, 0], at_end)
     return LayerPeaks(

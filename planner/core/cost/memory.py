@@ -78,7 +78,7 @@ def stage_memories(
         reserve_bytes: Memory to reserve on each device.
     """
     most = max(end - first for first, end in intervals)
-    # Of stages alone it is known whether gradients go out to replicas, and which layers are recomputed.
+    # Messages to replicas and recomputed layers are known only for single stages, not for a window.
     is_one_by_one = not is_simple(costs) or costs.bucket_bytes or "layers" in recompute
     if is_one_by_one or len(intervals) * most > _MOST_AT_ONCE:
         return [

@@ -158,7 +158,7 @@ def _steady(m: int, n: int, *, last_differs: bool) -> Iterator[Moment]:
     yield _moment("first_backward", held=n - 1, input=1, gradients=0)
     if m > n + 1:
         yield _moment("backward", held=n - 1, input=1, input_gradient=1)
-    # Behind the last forward a micro-batch less is held each time.
+    # After the last forward, each backward leaves one micro-batch less.
     if n > 1 and (last_differs or m == n + 1):
         yield _moment("backward", held=n - 2, kept=1, input_gradient=1)
     if last_differs or m == n + 1:

@@ -130,7 +130,7 @@ def parts_of(stages: Stages, recompute: Recompute, *, in_flight: int) -> Parts:
     parts = shared_parts_of(stages, recompute)
     if stages.exact or "message" not in parts.sizes:
         return parts
-    # A bound on everything at once: whatever runs, gradients may be on their way.
+    # Without exact records this is an upper bound: a message may exist during every action.
     return replace(parts, sizes={**parts.sizes, **dict.fromkeys((*FORWARDS, *BACKWARDS), parts.sizes["message"])})
 
 
@@ -157,8 +157,8 @@ def _exact(s: Stages, recompute: Recompute) -> Parts:
     if recompute in ("except-last", "always"):
         held = Size({"in_flight": E})
         forward = running_part(I, s.peaks.no_grad + J + D)
-        # A recomputed micro-batch runs forward once more, with the state as it was; its new output, part of both
-        # levels, lives beside the one that was sent.
+        # A recomputed micro-batch runs forward again from the old state. Its new output, which both levels include,
+        # exists in addition to the one that was sent.
         recomputing = s.peaks.forward + J
         # Attributes hold the last forward's tensors meanwhile, and get no others from this one.
         first = _making_gradients(s, I + O, np.maximum(recomputing, s.peaks.first_recomputed) + R + D)

@@ -360,7 +360,7 @@ def _carry(
     begins: list[Clock | None] = [None] * num_devices
     link_free: dict[tuple[int, int], Clock] = {}
     arrived: dict[tuple[Flow, int, int], Clock] = {}
-    # A transfer of no time starts when it may and holds nobody up, if all of them are such.
+    # If no transfer takes time, transfers never wait for each other.
     takes_time = any(_takes_time(send) for send in times.sends[:-1])
     for step in steps:
         start = device_free[step.device]

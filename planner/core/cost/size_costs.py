@@ -58,7 +58,7 @@ def additive_costs(layers: Sequence[LayerProfile], n: int) -> SizeCosts:
             output=output,
             input_gradient=np.append(0.0, output[:-1]),
             output_gradient=output,
-            # Whether `saved` already holds the output is not known: a layer that saves nothing holds none of it.
+            # It is unknown whether `saved` includes the output. Assume that it includes as much as possible.
             unsaved_output=np.maximum(output - saved, 0.0),
             unkept_input=nothing,
             input_alive=nothing,
@@ -66,7 +66,7 @@ def additive_costs(layers: Sequence[LayerProfile], n: int) -> SizeCosts:
         ),
         levels=Levels(
             saved=saved,
-            # What is saved holds the output as far as it can, as above.
+            # As above, `saved` includes as much of the output as possible.
             internal=np.maximum(saved - output, 0.0),
             forward=forward,
             no_grad=saved + forward,
@@ -121,7 +121,7 @@ def _boundaries(
         input_gradient=gradients,
         output_gradient=np.append(gradients[1:], crossing_bytes[-1]),
         unsaved_output=unkept,
-        # The input that nobody keeps is still alive while its layer runs; the model's own input is counted elsewhere.
+        # Input that no layer keeps still exists while its layer runs. The model's own input is counted elsewhere.
         unkept_input=np.append(0.0, unkept[:-1]),
         input_alive=np.append(0.0, output[:-1]),
         copied_input=received * writes,
@@ -167,7 +167,7 @@ def _exact_levels(
         # Gradients of later layers exist already. Their sum is added at the stage's end, so those of this layer and of
         # earlier layers are subtracted here.
         first_backward=held + first_backward - gradients_through + gradients_through[-1],
-        # Gradients of autocast's copies, likewise: they wait for the end of the backward.
+        # The same holds for gradients of autocast's copies, which wait for the end of the backward.
         backward=held + backward - casts_through + casts_through[-1],
         end_twice_first=twice(first_backward, lambda detail: detail.end_first_backward_peak_bytes),
         end_twice=twice(backward, lambda detail: detail.end_backward_peak_bytes),

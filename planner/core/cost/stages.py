@@ -154,7 +154,7 @@ def with_recomputed_layers(stages: Stages, levels: StageLevels | ManyLevels) -> 
     )
     halves = stages.halves
     if halves is not None:
-        # Whatever runs, it is bounded by all of it at once.
+        # An upper bound of both passes: everything at once.
         between = np.rint(halves.held)
         halves = replace(halves, held=between, first_input=first_backward + between, input=backward + between)
     return replace(
@@ -247,7 +247,7 @@ class Window:
             copied_input=copied_input,
             output=output,
             own_output=output - passing.all,
-            # Tensors that lie in one storage are sent one by one, and held as what they are: part of what is saved.
+            # Tensors that share a storage are sent one by one. Their storage is held once, as part of the saved bytes.
             sent_output=np.where(passing.all > 0, crossing, np.minimum(crossing, saved)),
             output_gradient=np.where(gets_gradient, edge.output_gradient[self.last], 0.0),
             input_gradient=np.where(sends_gradient, edge.input_gradient[self.firsts], 0.0)[:, None],
@@ -268,7 +268,7 @@ class Window:
             beyond: FloatArray = per_layer.sum() - np.cumsum(per_layer)[self.last]
             return beyond
 
-        # What nobody measured is taken to be kept as a whole, the received input with it.
+        # If it was not measured, assume that all saved tensors and the received input are kept.
         held = stages.input + stages.saved if costs.halves_assumed else self.sums(halves.held)
         if not costs.exact:
             transient = stages.peaks.transient
@@ -284,7 +284,7 @@ class Window:
         above = stages.output - sums_after(halves.held)
 
         def highest_input(level: FloatArray, end_level: FloatArray) -> FloatArray:
-            # What layers share is put off: it waits in W.
+            # Gradients of shared parameters wait in W, not in I.
             return self._highest_backward(level, level - end_level) + above
 
         assert isinstance(self.passing, Passing)
@@ -338,7 +338,7 @@ class Window:
         passing, casts = self.passing, self.costs.state.casts
         if not costs.exact:
             return self._transients()
-        # What the stage received is counted as that, whichever of its layers it goes into.
+        # Received tensors count as the stage's input, for whichever layer they are.
         unkept = passing.received_input(passing.unkept, edge.unkept_input[columns])
         alive = passing.received_input(passing.all, edge.input_alive[columns])
         later_casts = casts.sum() - np.cumsum(casts)[self.last]

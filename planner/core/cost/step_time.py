@@ -48,7 +48,7 @@ def flow_shop_us(machines: Sequence[tuple[float, float]], num_jobs: int) -> floa
             d += q
             continue
         a, x = a + p, max(x, p)
-        # It goes on at once, or waits for the others.
+        # The last job continues at once, or waits for the others.
         d = max(d, a + (num_jobs - 2) * x) + q
     return d
 

@@ -75,9 +75,9 @@ def weight_levels(costs: ChainCosts) -> WeightLevels:
     """Return the levels of W that do not depend on where a stage begins and ends."""
     halves, casts = costs.halves, costs.state.casts
     made = halves.weight_gradients
-    # Of parameters with a copy there is the gradient of the copy first.
+    # A parameter with a low-precision copy first has a gradient of the copy.
     waiting = casts + np.maximum(made - 2 * casts, 0.0) if casts.any() else made
-    # At the end nothing is held any more.
+    # At the end, nothing is held.
     turning = np.maximum(halves.weight - sums_before(halves.held)[:-1] - _sums_after(casts) - casts, 0.0)
     return WeightLevels(halves.first_weight - _sums_after(made) + _sums_after(waiting), waiting, turning)
 

@@ -112,7 +112,7 @@ def certainty_of(plan: Plan, profile: Profile) -> Certainty:
 
 
 def memory_fit(plan: Plan, certainty: Certainty | None = None) -> MemoryFit:
-    """Return whether the peaks of a plan fit the memory limits: as predicted, and with `certainty` also at worst."""
+    """Return whether a plan fits its memory limits; `tight` if predicted peaks fit, but their upper bounds do not."""
     limits = [chunks[0].memory_bytes for chunks in plan.by_device()]
     if any(need > limit for need, limit in zip(plan.device_bytes(), limits, strict=True)):
         return "does not fit"

@@ -75,7 +75,7 @@ def build_only(
     if replay.number != len(notes.names) or any(_is_empty(tensor) for tensor in wanted(model)):
         raise BuildError("some tensors are made in a way that cannot be followed")
     kept = {_key(tensor) for tensor in wanted(model)}
-    # By storage, so that ties stay.
+    # Compare by storage, so that ties are kept.
     replace_tensors(model, lambda tensor: emptied(tensor) if _is_empty(tensor) or _key(tensor) not in kept else tensor)
     return model
 
@@ -154,7 +154,7 @@ class _Replay(TorchDispatchMode):
                 raise BuildError(f"how many random numbers {func} draws depends on values")
             operands = tensors_of((args, kwargs))
             if operands and not any(map(_is_empty, operands)):
-                # Its operands are real, as those of a weight-normed weight: drawn here, and not again below.
+                # The operands are real, for example those of a weight-normed weight, so draw now instead of below.
                 return func(*args, **kwargs)
             func(*tree_map_only(Tensor, _scratch, args), **tree_map_only(Tensor, _scratch, kwargs))
         return _without_memory(self._fake, func, args, kwargs)
@@ -175,7 +175,7 @@ def _is_empty(tensor: Tensor) -> bool:
 
 
 def _key(tensor: Tensor) -> int:
-    # By storage, not by tensor: `.data`, views and tied parameters are written through one another.
+    # The key is the storage, because writes to `.data`, views and tied parameters change the same storage.
     key: int = tensor.untyped_storage()._cdata
     return key
 
