@@ -272,12 +272,12 @@ class _Stages:
         sent = np.where((firsts > 0) & costs.has_backward[firsts - 1], costs.boundaries.input_gradient[firsts], 0.0)
         self.input_gradient = sent[:, None]
         # What the stage received is counted as that, whichever of its layers it goes into.
-        without_received = costs.levels.forward[columns] - passing.in_front(
+        without_received = costs.levels.forward[columns] - passing.received_input(
             passing.unkept, costs.boundaries.unkept_input[columns]
         )
         self.forward = highest(without_received) - saved_before
         self.no_grad = highest(
-            costs.levels.no_grad[columns] - passing.in_front(passing.all, costs.boundaries.input_alive[columns])
+            costs.levels.no_grad[columns] - passing.received_input(passing.all, costs.boundaries.input_alive[columns])
         )
         # The engine holds a stage's output until its backward is done, whether or not a layer keeps it so long. What
         # of it the stage received lies in its input.
