@@ -55,7 +55,7 @@ __all__ = [
 __version__ = "0.1.0"
 
 
-def imported_when_asked(package: str, modules: Mapping[str, str]) -> Callable[[str], Any]:
+def lazy_attributes(package: str, modules: Mapping[str, str]) -> Callable[[str], Any]:
     """The `__getattr__` of a package whose names are imported when first asked for, each from a module of its own."""
 
     def get(name: str) -> Any:
@@ -66,7 +66,7 @@ def imported_when_asked(package: str, modules: Mapping[str, str]) -> Callable[[s
     return get
 
 
-__getattr__ = imported_when_asked(
+__getattr__ = lazy_attributes(
     __name__,
     {
         **dict.fromkeys(__all__, "api"),

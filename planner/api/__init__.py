@@ -10,8 +10,8 @@ before it runs a command.
 
 from typing import TYPE_CHECKING
 
-from planner import imported_when_asked
-from planner.api.notebooks import shown_in_notebooks
+from planner import lazy_attributes
+from planner.api.notebooks import enable_notebook_display
 from planner.core.values.plan import Plan
 from planner.core.values.profile import Profile
 
@@ -40,7 +40,7 @@ __all__ = [
     "verify",
 ]
 
-__getattr__ = imported_when_asked(
+__getattr__ = lazy_attributes(
     __name__,
     {
         "check": "checking",
@@ -62,5 +62,5 @@ def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
 
 
-shown_in_notebooks(Plan)
-shown_in_notebooks(Profile)
+enable_notebook_display(Plan)
+enable_notebook_display(Profile)

@@ -7,7 +7,7 @@ from planner import files
 from planner.api import texts
 from planner.api.headroom import headroom_of
 from planner.api.keywords import on_plan
-from planner.api.notebooks import shown_in_notebooks
+from planner.api.notebooks import enable_notebook_display
 from planner.api.options.checking import CheckOptions
 from planner.api.reading import cuts_of, plan_of, profile_for
 from planner.api.texts import File
@@ -20,7 +20,7 @@ from planner.core.values.plan import Plan
 from planner.core.values.precision import precision_of
 from planner.core.values.profile import Profile
 
-shown_in_notebooks(Verdict)
+enable_notebook_display(Verdict)
 
 
 @on_plan(CheckOptions)
@@ -77,10 +77,10 @@ def check(plan: File | Plan, options: CheckOptions) -> Verdict:
 
 def _changes(model: str, profile: Profile) -> tuple[Finding, ...]:
     """Return a finding for every difference between the current model file and the profiled model."""
-    from planner.model import load_again  # noqa: PLC0415 - torch
+    from planner.model import reload_model  # noqa: PLC0415 - torch
     from planner.profile import model_changes  # noqa: PLC0415 - torch
 
-    loaded = load_again(model, profile.model, precision_of(profile.environment.dtype))
+    loaded = reload_model(model, profile.model, precision_of(profile.environment.dtype))
     return tuple(
         finding("GP301", f'layer "{change.layer}" {change.message}' if change.layer else change.message)
         for change in model_changes(loaded, profile)

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 from planner import files
-from planner.api.notebooks import shown_in_notebooks
+from planner.api.notebooks import enable_notebook_display
 from planner.api.reading import NOWHERE, path_of, plan_of, profile_for
 from planner.api.texts import File
 from planner.core.errors import FileError, UsageError
@@ -12,7 +12,7 @@ from planner.core.judge.verdict import judge
 from planner.core.values.plan import Plan
 from planner.core.values.profile import Profile
 
-shown_in_notebooks(Comparison)
+enable_notebook_display(Comparison)
 
 
 def compare(*plans: File | Plan) -> Comparison:

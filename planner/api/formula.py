@@ -88,10 +88,10 @@ def profile_by_formula(options: ProfileOptions, configuration: Configuration | N
     for name, of in _LIMITS.items():
         value = getattr(options, name)
         if value is not None:
-            texts.number_of(_spelled(name), value, *of)
+            texts.parse_number(_spelled(name), value, *of)
     shape = _shape(options) if configuration is None else _configured(configuration, options)
     if options.mtp_layers:
-        shape = with_mtp(shape, texts.number_of("--mtp-layers", options.mtp_layers, "block", 64))
+        shape = with_mtp(shape, texts.parse_number("--mtp-layers", options.mtp_layers, "block", 64))
     execution = _execution(options, shape)
     precision = texts.precision(options.dtype)
     if configuration is not None and not options.dtype:
@@ -210,7 +210,7 @@ def _gpt(options: ProfileOptions) -> Transformer:
 def _execution(options: ProfileOptions, shape: Transformer) -> Execution:
     """Return the division of the layers among devices."""
     heads = min(block.attention.heads for block in shape.blocks)
-    split = texts.number_of("--tensor-parallel", options.tensor_parallel, "device", heads)
+    split = texts.parse_number("--tensor-parallel", options.tensor_parallel, "device", heads)
     if heads % split:
         raise UsageError(
             f"`--tensor-parallel {split}` does not divide {heads} attention heads evenly",

@@ -3,7 +3,7 @@
 from typing import Any
 
 
-def shown_in_notebooks(kind: type[Any]) -> None:
+def enable_notebook_display(kind: type[Any]) -> None:
     """Make Jupyter show values of a class by `planner.show.notebook`."""
     kind._repr_html_ = _html
 

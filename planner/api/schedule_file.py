@@ -29,7 +29,7 @@ def lists_of(schedule: File) -> ListedSchedule | None:
     return None if path is None else files.read_schedule(path)
 
 
-def for_lists(options: SolverOptions, lists: ListedSchedule, profile: Profile) -> SolverOptions:
+def with_order_counts(options: SolverOptions, lists: ListedSchedule, profile: Profile) -> SolverOptions:
     """Return the options with devices, micro-batches and chunks taken from the action orders.
 
     Args:

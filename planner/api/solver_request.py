@@ -6,7 +6,7 @@ from planner.api import texts
 from planner.api.headroom import headroom_of
 from planner.api.options.solving import SolverOptions, recorded_values
 from planner.api.reading import calibration_of, cuts_of, links_of
-from planner.api.schedule_file import check_cuts, for_lists, lists_of, lists_path
+from planner.api.schedule_file import check_cuts, lists_of, lists_path, with_order_counts
 from planner.api.texts import Numbers, Sizes
 from planner.core.cost.workload import workload_of
 from planner.core.errors import UsageError
@@ -39,7 +39,7 @@ def request_of(profile: Profile, reference: ProfileReference, options: SolverOpt
     """
     lists = lists_of(options.schedule)
     if lists is not None:
-        options = for_lists(options, lists, profile)
+        options = with_order_counts(options, lists, profile)
     links = links_of(options.links, link=options.link, nodes=options.nodes, inter_link=options.inter_link)
     calibration = calibration_of(options.calibration)
     cuts = cuts_of(options.balance, profile) if options.balance is not None else None
@@ -90,7 +90,7 @@ def _inputs(
         devices=num_devices,
         memory_bytes=tuple(int(limit * (1 - headroom)) for limit in limits),
         speeds=texts.speeds(options.speed, num_devices) if options.speed is not None else (),
-        batch=largest if options.batch is None else texts.number_of("--batch", options.batch, "sample", MOST_BATCH),
+        batch=largest if options.batch is None else texts.parse_number("--batch", options.batch, "sample", MOST_BATCH),
         link=Link() if links else executor.link if options.link is None else texts.link(options.link),
         node_devices=node_devices,
         links=links[: max(1, num_devices - 1)],

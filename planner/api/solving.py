@@ -8,7 +8,7 @@ from planner import files
 from planner.api import texts
 from planner.api.headroom import AUTO, headroom_of
 from planner.api.keywords import on_profile
-from planner.api.notebooks import shown_in_notebooks
+from planner.api.notebooks import enable_notebook_display
 from planner.api.options.solving import SolveOptions, SolverOptions, SweepOptions
 from planner.api.reading import NOWHERE, AnyProfile, ReadProfile, path_of, profile_of, reference
 from planner.api.schedule_file import lists_path, refuse_lists
@@ -19,7 +19,7 @@ from planner.core.values.profile import Profile
 from planner.core.values.sweep import Sweep
 from planner.core.values.units import counted, parse_us
 
-shown_in_notebooks(Sweep)
+enable_notebook_display(Sweep)
 
 PLAN_HEADER = """\
 Made by `gpipe-plan solve`. You may edit balance, stages[].recompute, micro_batches and micro_batch_size;

@@ -87,7 +87,7 @@ def count_or_auto(option: str, value: str | int) -> int:
     return 0 if value == "auto" else one(option, value)
 
 
-def number_of(option: str, value: int, noun: str, most: int | None = None) -> int:
+def parse_number(option: str, value: int, noun: str, most: int | None = None) -> int:
     """Return a number from 1 to `most`.
 
     Args:
@@ -115,7 +115,7 @@ def device_counts(value: Numbers) -> tuple[int, ...]:
         raise UsageError(f"`--devices {_shown(value)}`: expected one integer, or several separated by commas") from None
     if not counts or len(set(counts)) < len(counts):
         raise UsageError(f"expected different numbers of devices, got `--devices {_shown(value)}`")
-    return tuple(sorted((number_of("--devices", count, "device", MOST_DEVICES) for count in counts), reverse=True))
+    return tuple(sorted((parse_number("--devices", count, "device", MOST_DEVICES) for count in counts), reverse=True))
 
 
 def device_count(value: Numbers) -> int:
@@ -164,7 +164,7 @@ def micro_batch_sizes(value: Numbers, batch: int | None) -> tuple[int, ...]:
         if batch is not None:
             raise UsageError(f"`--batch {batch}` and `--batch-sizes {_shown(value)}`: give one of them")
         return tuple(sorted(set(integers("--batch-sizes", value))))
-    most = 8 if batch is None else number_of("--batch", batch, "sample")
+    most = 8 if batch is None else parse_number("--batch", batch, "sample")
     # The batch itself is included, so that each of its divisors is in the measured range.
     return (*(2**n for n in range(most.bit_length()) if 2**n < most), most)
 
@@ -248,7 +248,7 @@ def count(option: str, value: str | int | None) -> int:
         return 0
     if isinstance(value, str):
         return parse_count(value)
-    return number_of(option, value, "unit", LARGEST)
+    return parse_number(option, value, "unit", LARGEST)
 
 
 def price(option: str, value: str | float | None) -> float:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from planner import files
 from planner.api import texts
 from planner.api.keywords import on_plan
-from planner.api.notebooks import shown_in_notebooks
+from planner.api.notebooks import enable_notebook_display
 from planner.api.options.verifying import VerifyOptions
 from planner.api.question import calibrated_options
 from planner.api.reading import NOWHERE, ReadProfile, fresh_verdict, path_of, plan_of, profile_for
@@ -25,7 +25,7 @@ from planner.core.values.profile import Profile
 from planner.core.values.proof import Proof
 from planner.core.values.run_report import RunReport
 
-shown_in_notebooks(Verification)
+enable_notebook_display(Verification)
 
 if TYPE_CHECKING:
     from planner.model import LoadedModel
@@ -149,10 +149,10 @@ def _report_of(run: File | RunReport, plan: Plan, profile: Profile, place: str) 
 
 def _loaded(profile: Profile, folder: str) -> "LoadedModel":
     """Load the model of a profile in `folder`."""
-    from planner.model import load_again  # noqa: PLC0415 - torch
+    from planner.model import reload_model  # noqa: PLC0415 - torch
 
     source = str(Path(folder, profile.model.source))
-    return load_again(source, profile.model, precision_of(profile.environment.dtype))
+    return reload_model(source, profile.model, precision_of(profile.environment.dtype))
 
 
 def _other_losses(plan: Plan, loaded: "LoadedModel", report: RunReport) -> tuple[str, ...]:

@@ -5,7 +5,7 @@
 
 from typing import TYPE_CHECKING
 
-from planner import imported_when_asked
+from planner import lazy_attributes
 
 if TYPE_CHECKING:
     from planner.emit.engines import ENGINES, Written, check_engine, emit_engine, write_emitted
@@ -29,7 +29,7 @@ __all__ = [
     "write_emitted",
 ]
 
-__getattr__ = imported_when_asked(
+__getattr__ = lazy_attributes(
     __name__,
     {
         **dict.fromkeys(("ENGINES", "Written", "check_engine", "emit_engine", "write_emitted"), "engines"),

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from planner import __version__
 from planner.core.errors import UsageError
-from planner.core.values.balance import Balance, Planned, StageBalance, beside, launch_line
+from planner.core.values.balance import Balance, Planned, StageBalance, cuts_path, launch_line
 from planner.core.values.devices import training_kind
 from planner.core.values.plan import Inputs, Plan, Stage
 from planner.core.values.precision import precision_of
@@ -154,7 +154,7 @@ def emit_native(
     plans = (*emitted.plans, *fewer)
     for larger, other in pairwise(plans):
         _check_smaller(larger, other)
-    texts = {beside(Path("balance.yaml"), b.num_processes).name: signed(dump(b, header=_HEADER)) for b in fewer}
+    texts = {cuts_path(Path("balance.yaml"), b.num_processes).name: signed(dump(b, header=_HEADER)) for b in fewer}
     return replace(emitted, smaller=texts, plans=plans)
 
 
@@ -376,7 +376,7 @@ def _with_fewer(balance: Balance) -> str:
     """Return a sentence about the plans for fewer processes; empty if there are none."""
     if not balance.smaller:
         return ""
-    plans = ", ".join(f"{count} ({beside(Path('balance.yaml'), count)})" for count in balance.smaller)
+    plans = ", ".join(f"{count} ({cuts_path(Path('balance.yaml'), count)})" for count in balance.smaller)
     return f"\nWith fewer processes it uses another plan and continues from the same checkpoints: {plans}.\n"
 
 

@@ -330,7 +330,7 @@ class Checkpoints:
         of_device = kind_of(pipeline.device).generator
         if state["device_random"] is not None and of_device is not None:
             restored("the device's random numbers", of_device.set_state, state["device_random"], path)
-        self._place.begin_behind(source, index)
+        self._place.begin_after(source, index)
         self._saved_step = index.step
         how = (
             "" if checkpoint.is_same_plan else f" (written by {len(index.files)} ranks, balance {list(index.balance)})"

@@ -16,7 +16,7 @@ import torch.distributed as dist
 import torch.distributed.nn.functional
 
 from planner.core.errors import UsageError
-from planner.core.values.balance import Balance, beside
+from planner.core.values.balance import Balance, cuts_path
 from planner.device.kinds import DEVICE_KINDS, kind_of
 from planner.executor.run.placement import ProcessPlace, place_of
 from planner.executor.watch.failure import Watch
@@ -24,7 +24,7 @@ from planner.executor.watch.position import ANY, Position
 from planner.executor.watch.store import job_store, rank_here
 from planner.files import digest_of, read_balance
 from planner.model.load import LoadedModel
-from planner.model.precision import load_again
+from planner.model.precision import reload_model
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,14 +83,14 @@ def job_of(
 def _planned(path: Path, num_processes: int) -> Balance:
     """Return the balance at `path`, or the file next to it for the number of processes that were started."""
     balance = read_balance(str(path))
-    return read_balance(str(beside(path, num_processes))) if num_processes in balance.smaller else balance
+    return read_balance(str(cuts_path(path, num_processes))) if num_processes in balance.smaller else balance
 
 
 def load_planned(balance: Balance, folder: Path) -> LoadedModel:
     """Load the model of a balance configuration in `folder`, in the planned precision."""
     path, colon, entry = balance.model.source.rpartition(":")
     source = f"{os.path.relpath(folder / path)}{colon}{entry}"
-    return load_again(source, balance.model, balance.dtype, optimizer=balance.optimizer)
+    return reload_model(source, balance.model, balance.dtype, optimizer=balance.optimizer)
 
 
 def join(job: RankJob, timeout_s: float) -> bool:

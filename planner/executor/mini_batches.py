@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_map_only
 from planner.core.errors import UsageError
 from planner.core.schedule import schedule_of
 from planner.executor.job import RankJob
-from planner.executor.run.loader import Loader, check_sampler, checked_state, drawn_with_seed, epochs, example_of
+from planner.executor.run.loader import Loader, check_sampler, checked_state, epochs, example_of, seeded_batches
 from planner.executor.run.losses import UNCOUNTED, loss_counts
 from planner.executor.run.parts import MiniBatchPart, micro_batches_of, parts_of, size_of, tensors_of
 from planner.executor.run.same_batch import BatchDigest, check_same_batch, digest_of_batch
@@ -60,7 +60,7 @@ class MiniBatches:
         elif self._model.train_batches is None:
             drawn = map(self.example, range(begin, end))
         else:
-            drawn = islice(drawn_with_seed(epochs(self._model, self._job.balance.batch), self._job.seed), begin, end)
+            drawn = islice(seeded_batches(epochs(self._model, self._job.balance.batch), self._job.seed), begin, end)
         yield from starmap(self.own_part, drawn)  # no variable may hold a whole mini-batch through its step
 
     def example(self, step: int) -> Batch:

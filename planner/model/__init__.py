@@ -5,7 +5,7 @@ from planner.core.extras import importing
 with importing("train"):
     from planner.model.chain import Chain, Layer, chain_of
     from planner.model.load import Batch, LoadedModel, load_model, model_of
-    from planner.model.precision import in_precision, load_again
+    from planner.model.precision import in_precision, reload_model
 
 __all__ = [
     "Batch",
@@ -14,7 +14,7 @@ __all__ = [
     "LoadedModel",
     "chain_of",
     "in_precision",
-    "load_again",
     "load_model",
     "model_of",
+    "reload_model",
 ]

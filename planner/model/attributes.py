@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from planner.model.leaves import Value, is_plain
-from planner.model.nests import Nest, put_together, take_apart
+from planner.model.nests import Nest, flatten, unflatten
 
 _OF_EVERY_MODULE = frozenset(vars(nn.Module())) | {"forward"}
 
@@ -125,7 +125,7 @@ def put_back(model: nn.Module, change: AttributeChange, leaves: Sequence[Any]) -
     Raises:
         LookupError: The container of the attribute does not exist.
     """
-    value = put_together(leaves, change.nest)
+    value = unflatten(leaves, change.nest)
     container = _container(model, change)
     if change.kind == "extended":
         container.extend(value)
@@ -135,7 +135,7 @@ def put_back(model: nn.Module, change: AttributeChange, leaves: Sequence[Any]) -
         container[change.keys[-1]] = value
 
 
-def left_behind(model: nn.Module, change: AttributeChange) -> list[Any]:
+def left_leaves(model: nn.Module, change: AttributeChange) -> list[Any]:
     """Return the leaves that a call has just left at the place of a recorded change.
 
     Raises:
@@ -148,7 +148,7 @@ def left_behind(model: nn.Module, change: AttributeChange) -> list[Any]:
     else:
         number = len(change.nest.children) if change.kind == "extended" else len(container)
         value = tuple(container[len(container) - number :])
-    leaves, nest = take_apart(value)
+    leaves, nest = flatten(value)
     if nest != change.nest:
         raise LookupError
     return leaves
@@ -195,7 +195,7 @@ def _changes(container: _Container) -> Iterator[AttributeChange]:
 def _followed(
     path: str, keys: tuple[Any, ...], kind: Literal["set", "extended", "replaced"], value: Any
 ) -> Iterator[AttributeChange]:
-    leaves, nest = take_apart(value)
+    leaves, nest = flatten(value)
     if all(isinstance(leaf, Tensor) or is_plain(leaf) for leaf in leaves):
         yield AttributeChange(path=path, keys=keys, kind=kind, nest=nest, leaves=tuple(leaves))
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from planner.core.errors import ModelError
-from planner.model.nests import leaf_names, take_apart, tensors_in
+from planner.model.nests import flatten, leaf_names, tensors_in
 
 _OWN: Final = object()
 _MEAN: Final = object()
@@ -39,7 +39,7 @@ class DefaultLoss:
         if self._taken is _MEAN:
             floats = [tensor for tensor in tensors_in(output) if tensor.is_floating_point()]
             return torch.stack([tensor.float().mean() for tensor in floats]).mean()
-        leaves, nest = take_apart(output)
+        leaves, nest = flatten(output)
         return self._present(dict(zip(leaf_names(nest), leaves, strict=True)).get(str(self._taken)), self._described)
 
     @property
@@ -65,7 +65,7 @@ class DefaultLoss:
             if loss.numel() != 1:
                 raise self._unclear(f"the output's own `.loss` has shape {list(loss.shape)}, no scalar")
             return _OWN
-        leaves, nest = take_apart(output)
+        leaves, nest = flatten(output)
         named = zip(leaf_names(nest), leaves, strict=True)
         floats = {name: leaf for name, leaf in named if isinstance(leaf, Tensor) and leaf.is_floating_point()}
         if not floats:

@@ -129,8 +129,8 @@ def _shapes_of_call(call: Call, other: Call) -> Shapes:
     with contextlib.suppress(ModelError):
         shapes = _paired(call.path, call.leaves, other.leaves)
         call.leaves = _with_sample_counts(call.leaves, other.leaves)
-    call.changes, left_behind = _changes_in_both(call, other)
-    return left_behind | shapes
+    call.changes, left_leaves = _changes_in_both(call, other)
+    return left_leaves | shapes
 
 
 def _paired(path: str, leaves: Sequence[Leaf], other_leaves: Sequence[Leaf]) -> Shapes:

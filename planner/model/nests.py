@@ -29,20 +29,20 @@ class Nest:
 _LEAF = Nest()
 
 
-def take_apart(value: Any) -> tuple[list[Any], Nest]:
+def flatten(value: Any) -> tuple[list[Any], Nest]:
     """Return the leaves of `value` in order, and its structure."""
     leaves: list[Any] = []
     return leaves, _nest(value, leaves)
 
 
-def put_together(leaves: Iterable[Any], nest: Nest) -> Any:
+def unflatten(leaves: Iterable[Any], nest: Nest) -> Any:
     """Return the value of structure `nest` with the given leaves."""
     return _value(iter(leaves), nest)
 
 
 def tensors_in(value: Any) -> list[Tensor]:
     """Return the tensors in `value`, in order."""
-    return [leaf for leaf in take_apart(value)[0] if isinstance(leaf, Tensor)]
+    return [leaf for leaf in flatten(value)[0] if isinstance(leaf, Tensor)]
 
 
 def leaf_names(nest: Nest, prefix: str = "") -> list[str]:
@@ -55,7 +55,7 @@ def leaf_names(nest: Nest, prefix: str = "") -> list[str]:
 
 def aligned(value: Any, nest: Nest) -> list[Any]:
     """Return the leaves of `value` at the positions of `nest`; ABSENT where a part has another structure."""
-    leaves, structure = take_apart(value)
+    leaves, structure = flatten(value)
     return _aligned(iter(leaves), structure, nest)
 
 

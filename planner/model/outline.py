@@ -22,7 +22,7 @@ from planner.core.values.profile import Granularity
 from planner.model.cuts import Cuts
 from planner.model.growth import SIZES, Shapes, candidates_in_both, refusals_of_cuts, shape_at, shapes_in_both
 from planner.model.layout import shape_like
-from planner.model.nests import put_together, take_apart
+from planner.model.nests import flatten, unflatten
 from planner.model.recorder import record
 from planner.model.recording import END, Join, Recording
 from planner.model.refusals import raised_by
@@ -250,8 +250,8 @@ def _recorded(
 def _on_device_of(model: nn.Module, inputs: Any) -> Any:
     # An example batch is made on the CPU; a finished model may be on another device.
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
-    leaves, nest = take_apart(inputs)
-    return put_together((leaf.to(device) if isinstance(leaf, Tensor) else leaf for leaf in leaves), nest)
+    leaves, nest = flatten(inputs)
+    return unflatten((leaf.to(device) if isinstance(leaf, Tensor) else leaf for leaf in leaves), nest)
 
 
 def _prevented(problems: Sequence[str], num_tried: int) -> str:

@@ -43,7 +43,7 @@ def in_precision(loaded: LoadedModel, precision: Precision) -> LoadedModel:
     )
 
 
-def load_again(source: str, model: Model, precision: Precision, *, optimizer: str | None = None) -> LoadedModel:
+def reload_model(source: str, model: Model, precision: Precision, *, optimizer: str | None = None) -> LoadedModel:
     """Return the model in `source`, loaded with the settings, inputs and cuts that it was profiled with.
 
     Args:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from planner.model.attributes import Attributes, left_behind
+from planner.model.attributes import Attributes, left_leaves
 from planner.model.calling import arguments_of, wrapped
 from planner.model.differentiation import DifferentiatesError, quiet_about_shapes, watching_gradients
 from planner.model.functions import Called, FunctionWatch, in_transform
@@ -21,7 +21,7 @@ from planner.model.held import as_ghosts, replaced_tensors
 from planner.model.kept_state import Key, Rereads, attribute_states, key_of, written_states
 from planner.model.leaves import Constant, HeldTensor, Leaf, Meta, Passed, Value, is_plain
 from planner.model.loss_reads import addresses_read
-from planner.model.nests import take_apart, tensors_in
+from planner.model.nests import flatten, tensors_in
 from planner.model.operators import OperatorWatch, decides, written_tensors
 from planner.model.recording import END, Call, Join, KeptState, Operator, Recording
 from planner.model.refusals import explained_refusals, refuse_backward
@@ -164,7 +164,7 @@ class _ForwardRecorder:
 
     def note_inputs(self, inputs: Any) -> None:
         """Record the tensors among the inputs; floating-point ones are tainted."""
-        leaves, nest = take_apart(inputs)
+        leaves, nest = flatten(inputs)
         noted: list[Leaf] = []
         for leaf in leaves:
             if not isinstance(leaf, Tensor):
@@ -178,7 +178,7 @@ class _ForwardRecorder:
 
     def note_outputs(self, output: Any, read: set[int] | None) -> None:
         """Record a use of the outputs whose storages are at the addresses in `read`; if it is None, of all tensors."""
-        leaves, nest = take_apart(output)
+        leaves, nest = flatten(output)
         versions = [self._version_of(leaf) if isinstance(leaf, Tensor) else -1 for leaf in leaves]
         used = {version for version in versions if version >= 0}
         if read is not None:
@@ -227,7 +227,7 @@ class _ForwardRecorder:
         left: dict[Key, list[Tensor]] = {}
         for change in self.recording.calls[0].changes:
             with suppress(LookupError):
-                left[key_of(change)] = tensors_in(left_behind(model, change)) if change.holds_tensors else []
+                left[key_of(change)] = tensors_in(left_leaves(model, change)) if change.holds_tensors else []
         return {key: tensors for key, tensors in left.items() if tensors}
 
     def is_tainted(self, tensor: Tensor) -> bool:
@@ -245,7 +245,7 @@ class _ForwardRecorder:
         call.function = next((number for number in around if self.recording.regions[number].function), -1)
         for number in around:
             self.recording.regions[number].calls_modules = True
-        arguments = take_apart((args, kwargs))[0]
+        arguments = flatten((args, kwargs))[0]
         attributes = Attributes(self._modules_in(module))
         # A call may write into an argument and return it: then it is no longer the object that was passed.
         before = {id(leaf): self._version_of(leaf) for leaf in arguments if isinstance(leaf, Tensor)}
@@ -255,7 +255,7 @@ class _ForwardRecorder:
         self._watch.end_gap()
         self._finder.leave()
         self._stack.pop()
-        leaves, call.nest = take_apart(result)
+        leaves, call.nest = flatten(result)
         call.leaves = tuple(self._leaf(leaf, call, arguments, before) for leaf in leaves)
         call.changes = tuple(
             replace(change, leaves=tuple(self._leaf(leaf, call, arguments, before) for leaf in change.leaves))

@@ -18,7 +18,7 @@ from planner.model.chain import Chain
 from planner.model.lean import build_lean
 from planner.model.leaves import Constant, Leaf, Passed, Value
 from planner.model.load import LoadedModel
-from planner.model.nests import Nest, put_together, take_apart
+from planner.model.nests import Nest, flatten, unflatten
 
 _LONGEST_PERIOD = 8
 """Longest period of layers that repeat in groups, such as local and global attention."""
@@ -109,9 +109,9 @@ def _passing(skipped: Skipped) -> Callable[..., Any]:
     def forward(*args: Any, **kwargs: Any) -> Any:
         if skipped.nest is None:
             return args[0]
-        arguments = take_apart((args, kwargs))[0]
+        arguments = flatten((args, kwargs))[0]
         first = next(leaf for leaf in arguments if isinstance(leaf, Tensor))
-        return put_together([_leaf(leaf, arguments, first) for leaf in skipped.leaves], skipped.nest)
+        return unflatten([_leaf(leaf, arguments, first) for leaf in skipped.leaves], skipped.nest)
 
     return forward
 

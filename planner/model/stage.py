@@ -100,7 +100,7 @@ class ModelStage(nn.Module):
         return [self._part.model.get_submodule(path) for path in paths]
 
     @property
-    def needed_to_pass_over(self) -> list[Tensor]:
+    def read_before_stage(self) -> list[Tensor]:
         """Parameters and buffers that code before the stage reads, and that the stage has."""
         return [held_tensor(self._part.model, name) for name in self._part.repeated]
 

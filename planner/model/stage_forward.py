@@ -20,12 +20,12 @@ import torch
 from torch import Tensor, nn
 
 from planner.core.errors import ModelError
-from planner.model.attributes import left_behind, put_back, without_leftovers
+from planner.model.attributes import left_leaves, put_back, without_leftovers
 from planner.model.calling import arguments_of, wrapped
 from planner.model.functions import Called, FunctionWatch, in_transform
 from planner.model.ghosts import expect_present
 from planner.model.leaves import Constant, HeldTensor, Leaf, Passed, SampleCount, Value
-from planner.model.nests import ABSENT, aligned, leaf_names, put_together, take_apart
+from planner.model.nests import ABSENT, aligned, flatten, leaf_names, unflatten
 from planner.model.recording import END, Call, Join
 from planner.model.refusals import another_path
 from planner.model.regions import without_reentrance
@@ -105,11 +105,11 @@ class StageForward:
         if self._recording.unread:
             output = self._with_stand_ins(output)
         # No other output may depend on values that this stage does not have; zeros as stand-ins would hide that.
-        expect_present(take_apart(output)[0], "the model's output")
+        expect_present(flatten(output)[0], "the model's output")
         return output
 
     def _size_of_inputs(self, inputs: Any) -> int:
-        leaves, recorded = take_apart(inputs)[0], self._recording.inputs
+        leaves, recorded = flatten(inputs)[0], self._recording.inputs
         if len(leaves) != len(recorded):
             raise ModelError("the model's inputs have another structure than those of `example_batch`")
         self._keep(leaves, recorded)
@@ -132,7 +132,7 @@ class StageForward:
         call = self._expected(module)
         # A constant call, such as one that makes a mask of positions, is cheaper to repeat than to send.
         if call.exit < self._part.begin and not call.constant:
-            result = self._passed_over(call, take_apart((args, kwargs))[0])
+            result = self._passed_over(call, flatten((args, kwargs))[0])
         elif call.number in self._part.open:
             self._stack.append(call.number)
             self._next[call.number] = 0
@@ -154,7 +154,7 @@ class StageForward:
 
     def _keep_result(self, call: Call, result: Any) -> None:
         """Store the tensors that a call returned and left in attributes, if they are sent."""
-        leaves = take_apart(result)[0]
+        leaves = flatten(result)[0]
         if len(leaves) != len(call.leaves):
             if not (self._part.begin and call.number in self._part.open):
                 raise another_path(f'"{call.path}" returned something else')
@@ -253,7 +253,7 @@ class StageForward:
             if not any(isinstance(leaf, Value) and leaf.number in self._part.sent for leaf in change.leaves):
                 continue
             try:
-                self._keep(left_behind(self._part.model, change), change.leaves)
+                self._keep(left_leaves(self._part.model, change), change.leaves)
             except LookupError:
                 raise another_path(f'"{call.path}" left something else behind') from None
 
@@ -267,7 +267,7 @@ class StageForward:
         return self._rebuilt(call.leaves, call.nest, arguments)
 
     def _rebuilt(self, recorded: Sequence[Leaf], nest: Any, arguments: Sequence[Any]) -> Any:
-        return put_together([self._leaf(leaf, arguments) for leaf in recorded], nest)
+        return unflatten([self._leaf(leaf, arguments) for leaf in recorded], nest)
 
     def _leaf(self, leaf: Leaf, arguments: Sequence[Any]) -> Any:
         match leaf:
@@ -297,7 +297,7 @@ class StageForward:
                 leaves[number] = self._stand_ins.output(number, names[number], leaves[number])
             except LookupError:
                 raise another_path(f'it did not return "{names[number]}"') from None
-        return put_together(leaves, nest)
+        return unflatten(leaves, nest)
 
 
 def held_tensor(model: nn.Module, full: str) -> Any:

@@ -5,7 +5,7 @@ Names are imported on first use, because all but the formulas (`planner.profile.
 
 from typing import TYPE_CHECKING, Any
 
-from planner import imported_when_asked
+from planner import lazy_attributes
 from planner.core.extras import importing
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ __all__ = [
     "profile_model",
 ]
 
-_imported = imported_when_asked(
+_imported = lazy_attributes(
     __name__,
     {
         **dict.fromkeys(("InterruptedProfileError", "check_optimizer_of", "profile_model"), "profiler"),

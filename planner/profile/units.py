@@ -183,7 +183,7 @@ def _traced(
     if isinstance(layer.module, ModelStage):
         # The modules that a stage skips before its own are not part of the trace.
         layer.module.call_at_ends(begun=trace.clear)
-        held += [_shape(tensor) for tensor in layer.module.needed_to_pass_over]
+        held += [_shape(tensor) for tensor in layer.module.read_before_stage]
     with OperatorWatch(before=ran), saved_tensors_hooks(saved, lambda tensor: tensor), context:
         output = _call(layer, value, size)
         if check is not None:

@@ -11,7 +11,7 @@ from string import Template
 
 from planner.show.markup import element, number, safe
 from planner.show.step import Span, Step
-from planner.show.views.numbers import percent, place_word, time_ticks
+from planner.show.views.numbers import percent, row_noun, time_ticks
 from planner.show.views.spans import (
     BUBBLE_WORDS,
     BY_LABEL,
@@ -20,7 +20,7 @@ from planner.show.views.spans import (
     kind_rules,
     legend_looks,
     look_of,
-    number_of,
+    micro_batch_text,
     redone_look,
 )
 
@@ -94,7 +94,7 @@ def timeline_svg(step: Step, title: str, *, standalone: bool = True) -> str:
     Returns:
         Markup.
     """
-    name = place_word(step.chunks)
+    name = row_noun(step.chunks)
     # Digits are about 6.2 wide at 11 px; the margin grows with the number of devices.
     frame = _Frame(
         step=step,
@@ -239,7 +239,7 @@ def _labels(frame: _Frame, spans: Sequence[Span]) -> Iterator[str]:
         if kind is None:
             continue
         room = frame.x(span.end_us) - frame.x(span.start_us) - 3
-        text = number_of(span, frame.step)
+        text = micro_batch_text(span, frame.step)
         if room < _LETTER * longest:
             continue
         if room >= _LETTER * (longest + 1.4):

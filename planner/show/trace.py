@@ -8,15 +8,15 @@ from dataclasses import replace
 
 from planner.files.trace import TRACE_THREADS, TraceLevel, TraceSlice, trace_text
 from planner.show.step import Span, Step
-from planner.show.views.numbers import place_word
-from planner.show.views.spans import number_of
+from planner.show.views.numbers import row_noun
+from planner.show.views.spans import micro_batch_text
 
 
 def trace_json(step: Step, title: str) -> str:
     """Return the trace of `step` as text."""
     kinds = {"compute", *(span.kind for span in step.spans)}
     return trace_text(
-        {device: f"{place_word(step.chunks)} {device}" for device in range(step.num_devices)},
+        {device: f"{row_noun(step.chunks)} {device}" for device in range(step.num_devices)},
         (entry for span in step.spans for entry in _slices(span, step)),
         (TraceLevel(device, *level) for device, levels in enumerate(step.memory) for level in levels),
         threads=[thread for thread in TRACE_THREADS if thread in kinds],
@@ -31,7 +31,7 @@ def _slices(span: Span, step: Step) -> Iterator[TraceSlice]:
         args["chunk"] = span.stage // step.num_devices
     if span.kind != "optimizer":
         args["micro_batch"] = span.micro_batch
-        number = number_of(span, step)
+        number = micro_batch_text(span, step)
     whole = TraceSlice(
         kind=span.kind,
         process=span.device,

@@ -8,7 +8,7 @@ are in `chain` (one stage per device), `chunks` (several stages per device), `or
 
 from typing import TYPE_CHECKING
 
-from planner import imported_when_asked
+from planner import lazy_attributes
 
 if TYPE_CHECKING:
     from planner.solve.request import Request
@@ -16,4 +16,4 @@ if TYPE_CHECKING:
 
 __all__ = ["Request", "solve"]
 
-__getattr__ = imported_when_asked(__name__, {"Request": "request", "solve": "search"})
+__getattr__ = lazy_attributes(__name__, {"Request": "request", "solve": "search"})

@@ -35,7 +35,7 @@ from planner.profile.task import Task
 from planner.profile.timing import LayerTimes
 from planner.profile.units import Key
 from planner.tpu.compiler import Compiler
-from planner.tpu.extra import expect_no_tpu, tpu_called
+from planner.tpu.extra import expect_no_tpu, tpu_named
 from planner.tpu.optimizers import OptimizerRule, rule_of
 from planner.tpu.outcomes import CompiledLayer
 
@@ -88,7 +88,7 @@ class CompiledBackend:
         from planner.tpu.chips import attached_tpu  # noqa: PLC0415 - jax
 
         name, memory_bytes = attached_tpu()
-        rates = rates_of(f"{_TPU}{tpu_called(name) or 'v2'}")
+        rates = rates_of(f"{_TPU}{tpu_named(name) or 'v2'}")
         return cls(Device(kind="tpu", name=name, memory_bytes=memory_bytes), rates)
 
     def described(self) -> Device:

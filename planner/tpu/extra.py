@@ -40,9 +40,9 @@ _SETTINGS = {
 }
 
 
-def tpu_called(reported: str) -> str:
+def tpu_named(reported: str) -> str:
     """Return the TPU chip that reports this name, as in `--compile v2`; empty if it is unknown."""
-    chips = (known for known in ACCELERATORS if known.name.startswith("tpu:") and known.is_called(reported))
+    chips = (known for known in ACCELERATORS if known.name.startswith("tpu:") and known.matches_name(reported))
     return next((chip.name.removeprefix("tpu:") for chip in chips), "")
 
 

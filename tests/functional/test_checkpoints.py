@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from planner.cli.main import run
-from planner.executor.run.loader import drawn_with_seed
+from planner.executor.run.loader import seeded_batches
 from planner.model.load import load_model
 from tests.support.clocks import is_within, seconds_since
 from tests.support.ranks import run_ranks
@@ -234,7 +234,7 @@ def _plain_loss(state: dict[str, Tensor], *, step: int) -> float:
     for layer in model.children():
         layer.dropout = 0.0  # type: ignore[assignment]
     assert loaded.train_batches is not None
-    batches = drawn_with_seed((pair for _ in range(3) for pair in loaded.train_batches(8)), 0)
+    batches = seeded_batches((pair for _ in range(3) for pair in loaded.train_batches(8)), 0)
     pair = [next(batches) for _ in range(step + 1)][-1]
     losses = [loaded.loss_fn(model(x), y) for x, y in zip(pair[0].split(2), pair[1].split(2), strict=True)]
     return float(torch.stack(losses).mean().detach())

@@ -209,7 +209,7 @@ class Block:
         cluster, costs = self.inputs.cluster, self.tables.costs
         stages = range(self.num_devices * self.chunks)
         links = [
-            cluster.link_behind(s % self.num_devices, num_devices=self.num_devices, replicas=self.replicas)
+            cluster.link_after(s % self.num_devices, num_devices=self.num_devices, replicas=self.replicas)
             for s in stages
         ]
         crossing = [

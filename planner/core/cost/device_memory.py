@@ -274,7 +274,7 @@ def shared_bytes(costs: ChainCosts, cuts: IntArray, num_devices: int, placement:
     return SharedBytes(*shared)
 
 
-def most_handed_over_bytes(costs: ChainCosts, counts: IntArray | FloatArray) -> float:
+def most_shared_input_bytes(costs: ChainCosts, counts: IntArray | FloatArray) -> float:
     """Return an upper bound of the input bytes that `subtract_shared` removes, for these counts of `PARTS`."""
     largest = float(np.rint(costs.boundaries.input.max())) if costs.exact else 0.0
     return largest * float(counts[[_PLACE[name] for name in _WITH_INPUT]].sum())

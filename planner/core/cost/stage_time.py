@@ -118,7 +118,7 @@ def hidden_us(stage: BusyTimes | StageTimes, crossing_us: Numbers) -> FloatArray
     return np.asarray(stage.forward_us + alone_us + 2 * crossing_us)
 
 
-def tail_in_front_us(tail_us: Numbers, own_us: Numbers, hidden_us: Numbers) -> FloatArray:
+def extended_tail_us(tail_us: Numbers, own_us: Numbers, hidden_us: Numbers) -> FloatArray:
     """Return the delay of the next step by optimizers, for a pipeline that is extended by one stage at its front.
 
     Args:
@@ -143,7 +143,7 @@ def optimizer_tail_us(own_us: FloatArray, hidden_us: FloatArray) -> FloatArray:
     """
     tail: FloatArray = np.zeros(own_us.shape[:-1])
     for k in reversed(range(own_us.shape[-1])):
-        tail = tail_in_front_us(tail, own_us[..., k], hidden_us[..., k])
+        tail = extended_tail_us(tail, own_us[..., k], hidden_us[..., k])
     return tail
 
 

@@ -147,7 +147,7 @@ def _verdict(findings: list[Finding], plan: Plan | None, *, strict: bool) -> Ver
 def _elsewhere(profile: Profile, device: Accelerator) -> list[Finding]:
     profiled = profile.device
     called = profiled.name or profiled.kind
-    if device.is_called(called):
+    if device.matches_name(called):
         return []
     message = f"memory is judged for {device.name}, times are those of {called}, where the profile was taken"
     return [finding("GP204", message)]

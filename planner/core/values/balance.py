@@ -78,7 +78,7 @@ class Balance:
     order: tuple[str, ...] = ()
     """Actions of each device of a pipeline in order, if the schedule was made for the plan."""
     smaller: tuple[int, ...] = ()
-    """Numbers of processes, most first, that have a file with other cuts of the same model: see `beside`."""
+    """Numbers of processes, most first, that have a file with other cuts of the same model: see `cuts_path`."""
     planned: Planned | None = None
     """Predictions that are compared with the run at its end."""
 
@@ -122,7 +122,7 @@ class Balance:
         return tuple(sorted(named).index(device) for device in named)
 
 
-def beside(path: PurePath, num_processes: int) -> PurePath:
+def cuts_path(path: PurePath, num_processes: int) -> PurePath:
     """Return the path of the cuts for fewer processes, next to the balance configuration `path`: `balance-6.yaml`."""
     return path.with_name(f"{path.stem}-{num_processes}{path.suffix}")
 

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeVar
 
-from planner.core.values.nodes import are_apart
+from planner.core.values.nodes import are_on_different_nodes
 
 if TYPE_CHECKING:
     import numpy as np
@@ -86,7 +86,7 @@ class Cluster:
         """Return the speed of `device` relative to the profiled device."""
         return (self.speeds[device] if self.speeds else 1.0) / self.compute
 
-    def link_behind(self, device: int, *, num_devices: int, replicas: int = 1) -> Link:
+    def link_after(self, device: int, *, num_devices: int, replicas: int = 1) -> Link:
         """Return the link from `device` to the next device of its pipeline, from the last one to the first.
 
         Replicas occupy consecutive devices. The slowest of their links counts, because replicas wait for each other. If
@@ -108,7 +108,7 @@ class Cluster:
             return self.link
         follows = (device + 1) % num_devices
         places = [(r * num_devices + device, r * num_devices + follows) for r in range(replicas)]
-        leaves = any(are_apart(a, b, self.node_devices) for a, b in places)
+        leaves = any(are_on_different_nodes(a, b, self.node_devices) for a, b in places)
         return self.inter_link if leaves else self.link
 
     def link_between(self, device: int, neighbor: int, *, num_devices: int, replicas: int = 1) -> Link:
@@ -127,7 +127,7 @@ class Cluster:
             return Link()
         # The second stages of a V use the same links in the other direction.
         back = device == neighbor + 1
-        return self.link_behind(neighbor if back else device, num_devices=num_devices, replicas=replicas)
+        return self.link_after(neighbor if back else device, num_devices=num_devices, replicas=replicas)
 
     def allreduce_us(self, gradient_bytes: Size, replicas: int) -> Size:
         """Return the time to sum gradients over the replicas by a ring, in microseconds.

@@ -31,7 +31,7 @@ class Accelerator:
     called: tuple[str, ...]
     """Lower-case words that all occur in the name reported by such a device (`device.name` of a profile)."""
 
-    def is_called(self, reported: str) -> bool:
+    def matches_name(self, reported: str) -> bool:
         """Return True if a device that reports this name may be one of these."""
         return set(self.called) <= set(re.split(r"[^a-z0-9]+", reported.lower()))
 

@@ -21,6 +21,6 @@ class Nodes:
         return f"{self.count}x{self.devices}"
 
 
-def are_apart(rank: int, other: int, node_devices: int) -> bool:
+def are_on_different_nodes(rank: int, other: int, node_devices: int) -> bool:
     """Return True if two ranks are on different nodes of `node_devices` devices each."""
     return rank // node_devices != other // node_devices

@@ -91,7 +91,7 @@ def peak_flops_per_s(reported: str, dtype: str) -> float:
         return 0.0
     rates = next((of for of in RATES.values() if of.full_name.lower() == lower), None)
     if rates is None:
-        called = [kind.name for kind in ACCELERATORS if kind.name in RATES and kind.is_called(reported)]
+        called = [kind.name for kind in ACCELERATORS if kind.name in RATES and kind.matches_name(reported)]
         # `v100-32gb` also has the word of `v100`: the rates of both are the same.
         rates = RATES[called[0]] if called else None
     if rates is None:

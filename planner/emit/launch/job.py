@@ -17,8 +17,8 @@ from typing import Final
 
 from planner import __version__
 from planner.core.errors import UsageError
-from planner.core.values.balance import Balance, beside
-from planner.core.values.nodes import Nodes, are_apart
+from planner.core.values.balance import Balance, cuts_path
+from planner.core.values.nodes import Nodes, are_on_different_nodes
 from planner.core.values.placement import rank_of
 from planner.core.values.plan import Inputs
 from planner.core.values.printable import spelled_out
@@ -176,7 +176,7 @@ def _crossing(balance: Balance, node_devices: int) -> tuple[str, ...]:
             (rank_of(stage, r, order, balance.placement), rank_of(stage + 1, r, order, balance.placement))
             for r in range(balance.replicas)
         ]
-        ranks = ", ".join(f"{a} to {b}" for a, b in pairs if are_apart(a, b, node_devices))
+        ranks = ", ".join(f"{a} to {b}" for a, b in pairs if are_on_different_nodes(a, b, node_devices))
         if ranks:
             cuts.append(f"after {balance.stages[stage].layers[-1]}, stage {stage} to {stage + 1} (rank {ranks})")
     return tuple(cuts)
@@ -198,4 +198,4 @@ def _described(share: Nodes) -> str:
 
 
 def _balance_of(share: Nodes) -> str:
-    return beside(PurePath("balance.yaml"), share.num_processes).name
+    return cuts_path(PurePath("balance.yaml"), share.num_processes).name

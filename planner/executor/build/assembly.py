@@ -23,7 +23,7 @@ from planner.executor.run.parts import MiniBatchPart
 from planner.executor.run.placement import Groups
 from planner.executor.run.replicas import ReplicaGradients
 from planner.executor.run.shapes import Shapes, shapes_of
-from planner.executor.run.stage_module import StageModule, evaluating
+from planner.executor.run.stage_module import StageModule, evaluation_mode
 from planner.executor.run.ties import TiedGradients
 from planner.model.batch_norm import BatchStatistics
 from planner.model.chain import Chain, Layer, shared_parameters
@@ -119,7 +119,7 @@ class Assembly:
 
     def _shapes_for(self, size: int, *, training: bool) -> Shapes:
         inputs = tree_map_only(Tensor, lambda tensor: tensor[:size], self._example_inputs)
-        with nullcontext() if training else evaluating(self._chain.model):
+        with nullcontext() if training else evaluation_mode(self._chain.model):
             return shapes_of(self._chain, inputs, precision=self._job.balance.dtype, device=self._job.device)
 
     def _module(self, shapes: Shapes, index: int, layers: StageRange, built: Sequence[Layer]) -> StageModule:

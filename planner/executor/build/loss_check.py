@@ -26,7 +26,7 @@ from planner.device.machine import available_bytes
 from planner.executor.run.losses import loss_counts
 from planner.executor.run.parts import micro_batches_of
 from planner.executor.run.random_state import keeping_random_state
-from planner.executor.run.stage_module import evaluating
+from planner.executor.run.stage_module import evaluation_mode
 from planner.model.attributes import Attributes
 from planner.model.batch_norm import uses_batch_in_evaluation
 from planner.model.calling import arguments_of
@@ -34,7 +34,7 @@ from planner.model.held import as_ghosts, replaced_tensors
 from planner.model.label_counts import MASKED, label_count
 from planner.model.lean import build_lean
 from planner.model.load import Batch, LoadedModel, to_device
-from planner.model.nests import put_together, take_apart, tensors_in
+from planner.model.nests import flatten, tensors_in, unflatten
 
 _SAMPLES: Final = (4, 2)
 """Numbers of samples, of which the first that fits is used: with halves of one sample some models drop a dimension
@@ -124,7 +124,7 @@ def _checked(loaded: LoadedModel) -> CheckedLoss:
     if not fitting:
         return _assumed(loaded, lean, batches[0])
     model = loaded.build()
-    with _as_built(model), evaluating(model):
+    with _as_built(model), evaluation_mode(model):
         return _compared(loaded, model, fitting[0])
 
 
@@ -166,9 +166,9 @@ def _refuse_parameters_in_loss(loaded: LoadedModel, model: nn.Module, output: An
 
     The last stage does not hold the parameters of other stages, so that this part of their gradients would be lost.
     """
-    leaves, nest = take_apart(output)
+    leaves, nest = flatten(output)
     cut = [_cut_off(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-    read = _leaves_behind(_fresh_loss(loaded)(put_together(cut, nest), targets))
+    read = _leaves_behind(_fresh_loss(loaded)(unflatten(cut, nest), targets))
     names = [name for name, parameter in model.named_parameters() if id(parameter) in read]
     if names:
         more = f" and {counted(len(names) - 1, 'other')}" if len(names) > 1 else ""

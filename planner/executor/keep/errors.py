@@ -9,7 +9,7 @@ from planner.core.errors import FileError, PlannerError
 
 
 @contextmanager
-def readable(path: str | Path, subject: str) -> Iterator[None]:
+def reading_errors(path: str | Path, subject: str) -> Iterator[None]:
     """Turn errors in the block, except our own, into a `FileError`: a damaged file may raise errors of many kinds.
 
     Args:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Final, Literal
 
 from planner.core.errors import FileError, UsageError
-from planner.executor.keep.errors import check_file, readable
+from planner.executor.keep.errors import check_file, reading_errors
 from planner.executor.keep.rank_file import FileEntry, check_size
 from planner.files import parse_json
 
@@ -86,7 +86,7 @@ def read_index(folder: Path) -> CheckpointIndex:
         )
     if not (folder / INDEX).exists():
         raise FileError(f"is no checkpoint (it has no {INDEX})", path=str(folder))
-    with readable(folder, INDEX):
+    with reading_errors(folder, INDEX):
         check_file(folder / INDEX, most_bytes=_MOST_BYTES)
         index = parse_json(CheckpointIndex, (folder / INDEX).read_bytes())
         if index.digest != _digest(index):
@@ -118,7 +118,7 @@ def check_whole(folder: Path, index: CheckpointIndex) -> None:
         FileError: A file is missing, or has another size.
     """
     for rank, entry in enumerate(index.files):
-        with readable(folder / file_name(rank), ""):
+        with reading_errors(folder / file_name(rank), ""):
             check_size(folder / file_name(rank), entry)
 
 

@@ -23,7 +23,7 @@ from typing import Any, BinaryIO, cast
 from safetensors import safe_open
 from torch import Tensor
 
-from planner.executor.keep.errors import check_file, readable
+from planner.executor.keep.errors import check_file, reading_errors
 from planner.executor.keep.json_state import from_json
 from planner.executor.keep.tensor_bytes import bytes_of, type_name
 
@@ -52,7 +52,7 @@ class RankFile:
 
     def __init__(self, path: Path, entry: FileEntry) -> None:
         self._path = path
-        with readable(path, ""):
+        with reading_errors(path, ""):
             check_size(path, entry)
             self._file = cast("Any", safe_open(path, framework="pt"))
             text = self._file.metadata()["state"]
@@ -72,7 +72,7 @@ class RankFile:
         Raises:
             FileError: The tensor is missing or damaged.
         """
-        with readable(self._path, f'"{name}"'):
+        with reading_errors(self._path, f'"{name}"'):
             tensor: Tensor = self._file.get_tensor(name)
             if zlib.crc32(bytes_of(tensor)) != self._crc32[name]:
                 raise ValueError("its checksum is wrong")
@@ -84,7 +84,7 @@ class RankFile:
         Raises:
             FileError: The part is missing or damaged.
         """
-        with readable(self._path, f"the state of {part}"):
+        with reading_errors(self._path, f"the state of {part}"):
             return from_json(self._state[part], self._copied)
 
     def optimizer_state(self, name: str) -> dict[str, Any]:
@@ -93,7 +93,7 @@ class RankFile:
         Raises:
             FileError: The state is damaged.
         """
-        with readable(self._path, f'the optimizer state of "{name}"'):
+        with reading_errors(self._path, f'the optimizer state of "{name}"'):
             return dict(from_json(self._state["optimizer"].get(name, {}), self._copied))
 
     def _copied(self, name: str) -> Tensor:

@@ -9,9 +9,9 @@ from planner.executor.keep.folder_lock import FolderLock
 from planner.executor.keep.index import CheckpointIndex, is_checkpoint
 from planner.executor.keep.saved import (
     Lineage,
+    foreign_checkpoints,
     latest_checkpoint,
     lineage_of,
-    others_in,
     remove_leftovers,
     saved_in,
     set_aside,
@@ -68,7 +68,7 @@ class RunFolder:
             raise FileError("the folder has no checkpoint", path=resume)
         return candidates
 
-    def begin_behind(self, source: Path, index: CheckpointIndex) -> None:
+    def begin_after(self, source: Path, index: CheckpointIndex) -> None:
         """Continue the run that wrote the checkpoint `source`, or begin a branch of it.
 
         Raises:
@@ -138,7 +138,7 @@ class RunFolder:
             )
 
     def _set_others_aside(self, path: Path) -> None:
-        foreign = others_in(path, self.lineage)
+        foreign = foreign_checkpoints(path, self.lineage)
         if not foreign:
             return
         names = ", ".join(checkpoint.name for checkpoint in foreign)

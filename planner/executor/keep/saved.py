@@ -115,7 +115,7 @@ def prune(folder: Path, lineage: Lineage, keep: int) -> None:
         shutil.rmtree(doomed, ignore_errors=True)
 
 
-def others_in(folder: Path, lineage: Lineage) -> list[Path]:
+def foreign_checkpoints(folder: Path, lineage: Lineage) -> list[Path]:
     """Return the checkpoints in a folder that do not belong to a run's history."""
     return [path for path in saved_in(folder) if not _is_of(path, lineage)]
 

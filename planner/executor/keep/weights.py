@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from planner.core.errors import FileError, UsageError
-from planner.executor.keep.errors import first_line, readable
+from planner.executor.keep.errors import first_line, reading_errors
 from planner.executor.keep.index import check_whole
 from planner.executor.keep.stored import StoredCheckpoint
 from planner.files.writing import sync_folder
@@ -78,7 +78,7 @@ def load_weights(
             )
         _check_castable(path, name, found[name].dtype, target.dtype)
     for name, target in wanted.items():
-        with readable(path, f'"{name}"'):
+        with reading_errors(path, f'"{name}"'):
             target.copy_(found[name])
         _check_range(path, name, found[name].dtype, target)
     casts = {(found[name].dtype, target.dtype) for name, target in wanted.items()}
@@ -166,7 +166,7 @@ def _opened(path: str, *, num_names: int) -> Mapping[str, Tensor]:
     if not Path(path).is_file():
         raise FileError("no such file or folder", path=path)
     if path.endswith(".safetensors"):
-        with readable(path, ""):
+        with reading_errors(path, ""):
             return load_file(path)
     _check_size(path, num_names)
     return _opened_file(path)

@@ -102,7 +102,7 @@ class ForwardOnly:
         transfers = Transfers(self.device, None)
         with torch.no_grad(), keeping_casts(self.precision, self.device), ExitStack() as stack:
             for module in self.modules:
-                stack.enter_context(module.evaluating())
+                stack.enter_context(module.evaluation_mode())
             for chunk, micro_batch in self._order(len(inputs)):
                 message = Message("F", self.place.stages[chunk], micro_batch)
                 output = self._forward(chunk, message, inputs[micro_batch], transfers)

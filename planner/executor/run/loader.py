@@ -24,7 +24,7 @@ from planner.model.load import Batch, LoadedModel
 _SAMPLERS = ("", "sampler", "batch_sampler", "batch_sampler.sampler")
 
 
-def drawn_with_seed(batches: Iterable[Any], seed: int) -> Iterator[Any]:
+def seeded_batches(batches: Iterable[Any], seed: int) -> Iterator[Any]:
     """Yield `batches`, drawn with random states that start at `seed`; none may have been drawn before."""
     states = OwnStates(HostStates.seeded(seed))
     source = chain.from_iterable([batches])  # lazily, since `iter` of a loader draws, too

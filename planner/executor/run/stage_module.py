@@ -38,7 +38,7 @@ from planner.model.stage import ModelStage
 
 
 @contextmanager
-def evaluating(*modules: nn.Module) -> Iterator[None]:
+def evaluation_mode(*modules: nn.Module) -> Iterator[None]:
     """Set modules and their submodules to evaluation mode; afterwards each is in its former mode."""
     parts = [part for module in modules for part in module.modules()]
     modes = [part.training for part in parts]
@@ -155,9 +155,9 @@ class StageModule(nn.Module):
         for state in (self._state, *self._states.values(), *self._opened):
             state.forget()
 
-    def evaluating(self) -> AbstractContextManager[None]:
-        """Set every module that it runs to evaluation mode; see `evaluating`."""
-        return evaluating(*(_model_of(layer) for layer in self._layers))
+    def evaluation_mode(self) -> AbstractContextManager[None]:
+        """Set every module that it runs to evaluation mode; see `evaluation_mode`."""
+        return evaluation_mode(*(_model_of(layer) for layer in self._layers))
 
     def _forward(self, *tensors: Tensor) -> Tensor | tuple[Tensor, ...]:
         targets = self.targets[self.micro_batch] if self._loss_fn is not None else None

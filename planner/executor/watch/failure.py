@@ -195,7 +195,7 @@ class Watch:
             self._note_leaving()
             # If a rank still waits then, it reports that, and this process ends as failed, too.
             with suppress(dist.DistError):
-                self._liveness.wait_for_others(self._liveness.silent_s + 4 * self._liveness.beat_s)
+                self._liveness.wait_for_ranks(self._liveness.silent_s + 4 * self._liveness.beat_s)
                 if self._store.check(["failure"]):
                     self._leave_quietly(ExitCode.ERROR)
             return
@@ -293,7 +293,7 @@ class Watch:
         self._note_leaving()
         if holds_store():  # the other ranks must be able to read it
             with suppress(dist.DistError):
-                self._liveness.wait_for_others(3 * self._liveness.beat_s)
+                self._liveness.wait_for_ranks(3 * self._liveness.beat_s)
         # The interpreter's normal exit would wait for transfers and files that other ranks never finish.
         sys.stdout.flush()
         sys.stderr.flush()

@@ -47,7 +47,7 @@ class Liveness:
         self._store.set(f"left/{self._rank}", "1")
         self._store.add("left", 1)
 
-    def wait_for_others(self, seconds: float) -> None:
+    def wait_for_ranks(self, seconds: float) -> None:
         """Wait until all other ranks have left, at most for `seconds`; this rank must have left."""
         end = time.monotonic() + seconds
         while time.monotonic() < end and self._store.add("left", 0) < self._world:

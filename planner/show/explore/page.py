@@ -10,7 +10,7 @@ from planner.show.html.assets import asset, policy_for, scripts, style
 from planner.show.html.parts import Section, legend, scroll, section_markup
 from planner.show.html.timeline import live_canvas
 from planner.show.markup import element, safe
-from planner.show.views.memory import KINDS, kind_words
+from planner.show.views.memory import KINDS, component_title
 from planner.show.views.numbers import not_measured
 from planner.show.views.plan import headline
 
@@ -126,7 +126,7 @@ def _memory() -> Section:
         title="Memory",
         lead="Predicted peak of every device by component; the line is its memory limit.",
         body=scroll(element("div", class_="bars", id="bars"), "memory of every device")
-        + element("div", legend((f"m-{kind}", kind_words(kind)) for kind in KINDS), id="items"),
+        + element("div", legend((f"m-{kind}", component_title(kind)) for kind in KINDS), id="items"),
     )
 
 

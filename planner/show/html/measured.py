@@ -21,7 +21,7 @@ from planner.show.views.measured import (
     run_table,
     times_warning,
 )
-from planner.show.views.numbers import NOTHING, percent, place_word
+from planner.show.views.numbers import NOTHING, percent, row_noun
 
 
 def measured_section(plan: Plan, report: RunReport | None) -> Section:
@@ -36,7 +36,7 @@ def measured_section(plan: Plan, report: RunReport | None) -> Section:
     if ran_other_stages(plan, report):
         body = note("The run had other stages than the plan, so stages cannot be compared.")
         return Section(anchor="measured", title=title, body=body)
-    figures, place = compared_of(plan, report), place_word(plan.chunks)
+    figures, place = compared_of(plan, report), row_noun(plan.chunks)
     rows = [
         row
         for text, quantities in _SCALES

@@ -9,8 +9,8 @@ from planner.show.html.parts import Section, bar, legend, note, scroll
 from planner.show.markup import element, number
 from planner.show.step import Step
 from planner.show.views.held import held_bytes
-from planner.show.views.memory import DeviceMemory, device_memory, fullest, kind_words, kinds_there
-from planner.show.views.numbers import place_word
+from planner.show.views.memory import DeviceMemory, component_title, device_memory, fullest, present_components
+from planner.show.views.numbers import row_noun
 
 _ROOM_FOR_WORDS = 0.13
 _MANY = 24
@@ -26,14 +26,14 @@ def memory_section(plan: Plan, step: Step | None) -> Section:
     rows = [_row(device, full) for device in devices]
     nearest = fullest(devices)
     lead = (
-        f"Predicted peak of every {place_word(plan.chunks)} by component; the line is its memory limit. Fullest: "
+        f"Predicted peak of every {row_noun(plan.chunks)} by component; the line is its memory limit. Fullest: "
         f"{nearest.label}, {nearest.need_of_limit}."
     )
     if full < limit:
         lead += " The memory limits are beyond the right edge."
     bars = element("div", *rows, class_="bars many" if len(rows) > _MANY else "bars")
     body = scroll(bars, "memory of every device") if len(rows) > _MANY else bars
-    body += legend((f"m-{kind}", kind_words(kind)) for kind in kinds_there(devices))
+    body += legend((f"m-{kind}", component_title(kind)) for kind in present_components(devices))
     if step is not None and step.pipeline_us > 0:
         body += _over_time(devices, step, full)
     return Section(anchor="memory", title="Memory", lead=lead, body=body)
@@ -75,7 +75,7 @@ def _row(device: DeviceMemory, full: int) -> str:
     parts, edge, limit = [], 0, device.limit_bytes
     for kind, size in device.memory.items():
         if size:
-            share, words = size / full, kind_words(kind)
+            share, words = size / full, component_title(kind)
             named = element("span", words) if share >= _ROOM_FOR_WORDS else ""
             place = f"left:{number(edge / full * 100)}%;width:{number(share * 100)}%"
             parts.append(element("i", named, class_=f"m-{kind}", style=place, title=f"{words} {format_bytes(size)}"))

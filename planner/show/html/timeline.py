@@ -10,7 +10,7 @@ from planner.show.html.parts import Section, legend, note
 from planner.show.markup import element
 from planner.show.step import Span, Step
 from planner.show.svg import has_lanes, legend_kinds, timeline_svg
-from planner.show.views.numbers import layer_range, percent, place_word
+from planner.show.views.numbers import layer_range, percent, row_noun
 from planner.show.views.spans import BUBBLE_WORDS, BY_LABEL, REDONE, bubbles_of, redone_look
 
 _KINDS = (*BY_LABEL, "receive", "optimizer", "send forward", "send backward")
@@ -95,7 +95,7 @@ def timeline_data(plan: Plan, step: Step) -> str:
     places = [sorted({s.stage for s in step.spans if s.device == d}) for d in range(step.num_devices)]
     data = {
         **kinds_data(),
-        "row": place_word(step.chunks),
+        "row": row_noun(step.chunks),
         "chunks": step.chunks,
         "last": last,
         "end": round(step.end_us * 10),

@@ -11,7 +11,7 @@ from planner.show.terminal.style import Style
 from planner.show.terminal.timeline import BUBBLE_COLUMNS
 from planner.show.views.held import held_bytes
 from planner.show.views.memory import share_of_limit
-from planner.show.views.numbers import place_word
+from planner.show.views.numbers import row_noun
 
 _ENOUGH_TO_SEE = 0.25
 
@@ -23,7 +23,7 @@ def held_parts(plan: Plan, step: Step, style: Style) -> list[RenderableType]:
     """
     if step.pipeline_us <= 0:
         return []
-    called, limits = place_word(plan.chunks), [chunks[0].memory_bytes for chunks in plan.by_device()]
+    called, limits = row_noun(plan.chunks), [chunks[0].memory_bytes for chunks in plan.by_device()]
     margin = len(f"{called} {plan.num_devices - 1} ")
     columns = style.columns - margin - BUBBLE_COLUMNS
     needs = plan.device_bytes()

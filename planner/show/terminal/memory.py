@@ -10,8 +10,8 @@ from planner.core.values.plan import Stage
 from planner.core.values.units import format_bytes
 from planner.show.terminal.rendering import flow, heading
 from planner.show.terminal.style import Style
-from planner.show.views.memory import KINDS, DeviceMemory, device_memory, fullest, kind_words, kinds_there
-from planner.show.views.numbers import place_word
+from planner.show.views.memory import KINDS, DeviceMemory, component_title, device_memory, fullest, present_components
+from planner.show.views.numbers import row_noun
 
 # Blues and purple for the model's memory, warm colors for that of micro-batches, grays for the rest.
 _COLORS = {
@@ -50,7 +50,7 @@ def memory_parts(devices: Sequence[Sequence[Stage]], style: Style) -> list[Rende
     numbers = _numbers(needs, style)
     room = style.columns - margin - max(number.cell_len for number in numbers) - 4
     scale = room / max(1, need, limit if to_limits else 0)
-    title = heading(f"memory per {place_word(len(devices[0]))}")
+    title = heading(f"memory per {row_noun(len(devices[0]))}")
     if not to_limits:
         title.append(f", bars scaled to the largest peak ({format_bytes(need)}), far below the limits", "not bold")
     rows = [
@@ -91,8 +91,8 @@ def _legend(needs: Sequence[DeviceMemory], style: Style) -> Text:
     nearest = fullest(needs)
     sizes = dict(nearest.memory.items())
     items: list[Text | str] = [f"{nearest.label}:"]
-    for kind in kinds_there(needs):
-        words = f" {kind_words(kind)} {format_bytes(sizes[kind])}"
+    for kind in present_components(needs):
+        words = f" {component_title(kind)} {format_bytes(sizes[kind])}"
         items.append(Text.assemble((_fill(kind, style), _look(kind)), words))
     return flow(items, style, indent="  ") if len(items) > 1 else Text()
 

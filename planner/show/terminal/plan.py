@@ -16,12 +16,12 @@ from planner.show.terminal.grids import facts
 from planner.show.terminal.held import held_parts
 from planner.show.terminal.memory import memory_parts
 from planner.show.terminal.rendering import BLANK, flow, heading, plain, render
-from planner.show.terminal.stages import recomputed_layers, stages_drawn
+from planner.show.terminal.stages import recomputed_layers, stages_table
 from planner.show.terminal.style import Style
 from planner.show.terminal.timeline import timeline_parts
 from planner.show.views.certainty import fit_words, peak_words, why
 from planner.show.views.cluster import throughput_words, training_words
-from planner.show.views.numbers import method_name, not_measured, percent, place_word
+from planner.show.views.numbers import method_name, not_measured, percent, row_noun
 from planner.show.views.plan import claim, figures, has_unlike_devices, headline, ideal_bubble
 
 _LEAST_GAP = 0.0005
@@ -62,7 +62,7 @@ def _sections(plan: Plan, events: Sequence[Event], style: Style, step: Step | No
     notes = [not_measured(plan.inputs.profile.how), _not_a_pipeline(plan), _unused(plan)]
     return [
         [flow([note], style) for note in notes if note],
-        [stages_drawn(plan, style)],
+        [stages_table(plan, style)],
         [recomputed_layers(stage, style) for stage in plan.stages if stage.recompute == "layers"],
         memory_parts(plan.by_device(), style),
         timeline_parts(events, plan.num_devices, style) if events else [],
@@ -155,7 +155,7 @@ def _tightest(plan: Plan, insight: Insight) -> str:
     free = f"{format_bytes(insight.free_bytes)} free"
     if place >= plan.num_devices:
         return f"device {place}, {free}"
-    return f"{place_word(plan.chunks)} {place}, {free} of {format_bytes(plan.stages[place].memory_bytes)}"
+    return f"{row_noun(plan.chunks)} {place}, {free} of {format_bytes(plan.stages[place].memory_bytes)}"
 
 
 def _gain(what_if: WhatIf, step_us: float) -> str:

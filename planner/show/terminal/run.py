@@ -34,7 +34,7 @@ from planner.show.views.measured import (
     shares_peaks,
     times_warning,
 )
-from planner.show.views.numbers import NOTHING, TimeScale, percent, place_word, rate
+from planner.show.views.numbers import NOTHING, TimeScale, percent, rate, row_noun
 
 _Row = list[str | Text]
 _TEXTS: Mapping[Quantity, Callable[[float], str]] = {"bubble": percent, "peak_bytes": format_bytes}
@@ -127,7 +127,7 @@ def _compared(rows: Sequence[Compared], plan: Plan) -> Iterator[_Row]:
         measured = Text(text(row.measured) + over[0], style=over[1])
         # A bubble is a percentage; a relative difference of it would be misread as percentage points.
         off = "" if row.what == "bubble" else off_by(row)
-        yield [label_of(row, place_word(plan.chunks)), text(row.predicted), measured, off]
+        yield [label_of(row, row_noun(plan.chunks)), text(row.predicted), measured, off]
 
 
 def _notes(plan: Plan, report: RunReport, style: Style) -> list[Text]:

@@ -20,7 +20,7 @@ _DEVICE_COLUMN = 10
 _MOST_LINES = 3
 
 
-def stages_drawn(plan: Plan, style: Style) -> Table:
+def stages_table(plan: Plan, style: Style) -> Table:
     """Return a row per stage, the slowest one marked; with devices if they differ from the stage's number."""
     with_device = plan.chunks > 1 or has_unlike_devices(plan)
     taken = _DEVICE_COLUMN if with_device else 0

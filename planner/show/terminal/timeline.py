@@ -23,7 +23,7 @@ from planner.core.schedule.kinds import KINDS, WEIGHT_BACKWARD, ActionKind
 from planner.core.values.units import format_us
 from planner.show.terminal.rendering import flow, heading
 from planner.show.terminal.style import Glyphs, Style
-from planner.show.views.numbers import percent, place_word, time_ticks
+from planner.show.views.numbers import percent, row_noun, time_ticks
 from planner.show.views.spans import BUBBLE_WORDS, HUES, REDONE, bubble_of
 
 _BY_LETTER: Mapping[str, ActionKind] = {kind.letter: kind for kind in KINDS.values()}
@@ -93,7 +93,7 @@ def timeline_parts(events: Sequence[Event], num_devices: int, style: Style) -> l
         return [heading("timeline"), "nothing takes any time"]
     chunks = max(event.stage for event in computing) // num_devices + 1
     # With one stage per device, rows have the stages' names, as in tables.
-    called = place_word(chunks)
+    called = row_noun(chunks)
     margin = len(f"{called} {num_devices - 1} ")
     scale = Scale(total_us=total_us, columns=style.columns - margin - BUBBLE_COLUMNS)
     title = heading("timeline of one step").append(f", {format_us(total_us)} up to the last backward", "not bold")

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from planner.core.values.plan import Stage, StageMemory
 from planner.core.values.units import format_bytes
-from planner.show.views.numbers import NOTHING, percent, place_word
+from planner.show.views.numbers import NOTHING, percent, row_noun
 
 KINDS = tuple(name for name, _ in StageMemory().items())
 
@@ -39,7 +39,7 @@ class DeviceMemory:
 
 def device_memory(devices: Sequence[Sequence[Stage]]) -> tuple[DeviceMemory, ...]:
     """Return the required memory of every device, the sum over its stages."""
-    called = place_word(len(devices[0]))
+    called = row_noun(len(devices[0]))
     return tuple(
         DeviceMemory(label=f"{called} {device}", memory=_sum(chunks), limit_bytes=chunks[0].memory_bytes)
         for device, chunks in enumerate(devices)
@@ -51,12 +51,12 @@ def fullest(devices: Sequence[DeviceMemory]) -> DeviceMemory:
     return max(devices, key=lambda device: device.total_bytes / max(1, device.limit_bytes))
 
 
-def kinds_there(devices: Sequence[DeviceMemory]) -> tuple[str, ...]:
+def present_components(devices: Sequence[DeviceMemory]) -> tuple[str, ...]:
     """Return the components of memory that any device needs."""
     return tuple(kind for kind in KINDS if any(getattr(device.memory, kind) for device in devices))
 
 
-def kind_words(kind: str) -> str:
+def component_title(kind: str) -> str:
     """Return a component of memory in words."""
     return kind.replace("_", " ")
 

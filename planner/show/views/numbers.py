@@ -100,7 +100,7 @@ def method_name(method: str) -> str:
     return _METHODS.get(method, method)
 
 
-def place_word(chunks: int) -> str:
+def row_noun(chunks: int) -> str:
     """Return the name of rows per device: `stage` if every device has one stage, otherwise `device`."""
     return "stage" if chunks == 1 else "device"
 

@@ -60,7 +60,7 @@ def look_of(span: Span, num_devices: int) -> str:
     return span.kind[0] if kind is None else _look(kind, span.stage // num_devices)
 
 
-def number_of(span: Span, step: Step) -> str:
+def micro_batch_text(span: Span, step: Step) -> str:
     """Return the span's micro-batch as `3`, or as `3.1` on chunk 1 of several."""
     return f"{span.micro_batch}.{span.stage // step.num_devices}" if step.chunks > 1 else str(span.micro_batch)
 

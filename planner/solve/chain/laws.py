@@ -48,7 +48,7 @@ from typing import Protocol
 
 import numpy as np
 
-from planner.core.cost.stage_time import tail_in_front_us
+from planner.core.cost.stage_time import extended_tail_us
 from planner.solve.space.arrays import BoolArray, FloatArray
 from planner.solve.space.prefixes import BoundKind
 from planner.solve.space.problem import Bottlenecks, StageArrays
@@ -156,7 +156,7 @@ class GPipeLaw:
         F, C = stages.forward, stages.link
         x, a, d = self._pass((x, a, d), (C, C, C))
         x, a, d = self._pass((x, a, d), (F, stages.backward, stages.last_backward))
-        return np.maximum(np.maximum(f, C), F), x, a, d, tail_in_front_us(u, stages.own_us, stages.hidden_us)
+        return np.maximum(np.maximum(f, C), F), x, a, d, extended_tail_us(u, stages.own_us, stages.hidden_us)
 
     def _pass(self, label: _Passed, machine: _Machine) -> _Passed:
         """Return x, a and d with one more machine."""
@@ -226,7 +226,7 @@ class OneForwardOneBackwardLaw:
         trips = (M - 1) // w * s + r
         # The slowest later stage also bounds it, plus one forward, one backward and two transfers.
         g = np.maximum(np.maximum(work, first_back), np.maximum(trips, g + (F + q + 2 * C)))
-        return g, s, r, tail_in_front_us(u, stages.own_us, stages.hidden_us)
+        return g, s, r, extended_tail_us(u, stages.own_us, stages.hidden_us)
 
     def raised(self, label: Label, earlier: EarlierLayers) -> Label:
         """Raise u only; g, s and r always count."""

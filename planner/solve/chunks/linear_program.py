@@ -27,7 +27,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from planner.core.cost.device_memory import most_handed_over_bytes
+from planner.core.cost.device_memory import most_shared_input_bytes
 from planner.core.cost.linear import Linear
 from planner.core.cost.simulate import Times, clocks
 from planner.solve.space.arrays import FloatArray, IntArray
@@ -227,7 +227,7 @@ class LinearProgram:
                 room = Linear({}, evaluator.case.limits_bytes[device])
                 for chunk, s in enumerate(evaluator.chunks[device]):
                     counts = moments[moment, chunk]
-                    handed_over = most_handed_over_bytes(evaluator.case.costs, counts) * (
+                    handed_over = most_shared_input_bytes(evaluator.case.costs, counts) * (
                         s - 1 in evaluator.chunks[device]
                     )
                     room = room - self._least_bytes(whole, counts, recomputation[s], s) + handed_over

@@ -292,7 +292,7 @@ class Case:
             return (LinkTimes.of(link, self.sums),) * (num_stages + 1)
         behind = [
             LinkTimes.of(
-                self.cluster.link_behind(num_stages - 1 - level, num_devices=num_stages, replicas=self.replicas),
+                self.cluster.link_after(num_stages - 1 - level, num_devices=num_stages, replicas=self.replicas),
                 self.sums,
             )
             for level in range(1, num_stages)

@@ -70,23 +70,23 @@ def cluster(links: tuple[Link, ...] = LINKS) -> Cluster:
 def test_every_device_has_its_own_link() -> None:
     """A shorter pipeline uses the first ones; the one link for all does not count."""
     for count in (2, 3, 4):
-        behind = [cluster().link_behind(d, num_devices=count) for d in range(count - 1)]
+        behind = [cluster().link_after(d, num_devices=count) for d in range(count - 1)]
         assert behind == list(LINKS[: count - 1])
 
 
 def test_the_way_back_is_the_slowest_link_of_the_pipeline() -> None:
     """Nobody measured it; a pipeline of one device has none."""
-    assert cluster().link_behind(3, num_devices=4) == Link(latency_us=9.0, bytes_per_s=1e8, blocking=True)
-    assert cluster().link_behind(1, num_devices=2) == LINKS[0]
-    assert cluster().link_behind(0, num_devices=1) == Link()
+    assert cluster().link_after(3, num_devices=4) == Link(latency_us=9.0, bytes_per_s=1e8, blocking=True)
+    assert cluster().link_after(1, num_devices=2) == LINKS[0]
+    assert cluster().link_after(0, num_devices=1) == Link()
 
 
 def test_replicas_wait_for_the_slowest_of_their_links() -> None:
     """Two pipelines of two devices: links 0 and 2 lie within them, link 1 between them is not used."""
     slowest = Link(latency_us=2.0, bytes_per_s=1e8, blocking=True)
-    assert cluster().link_behind(0, num_devices=2, replicas=2) == slowest
-    assert cluster().link_behind(1, num_devices=2, replicas=2) == slowest
-    assert cluster().link_behind(0, num_devices=1, replicas=4) == Link()
+    assert cluster().link_after(0, num_devices=2, replicas=2) == slowest
+    assert cluster().link_after(1, num_devices=2, replicas=2) == slowest
+    assert cluster().link_after(0, num_devices=1, replicas=4) == Link()
 
 
 def test_the_slowest_of_links_without_a_limit_is_without_a_limit() -> None:

@@ -28,7 +28,7 @@ from planner.core.errors import FileError, UsageError
 from planner.executor import Pipeline, latest_checkpoint
 from planner.executor.checkpoints import Checkpoints
 from planner.executor.keep.json_state import to_json
-from planner.executor.run.loader import drawn_with_seed
+from planner.executor.run.loader import seeded_batches
 from tests.support.cli import MODEL
 from tests.unit.executor.test_pipeline import balance_of, edit
 
@@ -273,15 +273,15 @@ def test_batches_are_drawn_alike_whatever_else_draws() -> None:
             yield torch.randperm(5)
 
     torch.manual_seed(1)
-    expected = [batch.tolist() for batch in drawn_with_seed(loader(), 7)]
+    expected = [batch.tolist() for batch in seeded_batches(loader(), 7)]
     torch.manual_seed(2)
     before = torch.rand(1)
     got = []
     torch.manual_seed(2)
-    for batch in drawn_with_seed(loader(), 7):
+    for batch in seeded_batches(loader(), 7):
         got.append(batch.tolist())
         nn.functional.dropout(torch.ones(3))
     assert got == expected
     torch.manual_seed(2)
-    next(drawn_with_seed(loader(), 7))
+    next(seeded_batches(loader(), 7))
     assert torch.equal(torch.rand(1), before)

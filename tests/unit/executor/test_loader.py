@@ -20,7 +20,7 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampl
 from planner.core.errors import UsageError
 from planner.executor import Pipeline
 from planner.executor.checkpoints import Checkpoints
-from planner.executor.run.loader import Loader, drawn_with_seed
+from planner.executor.run.loader import Loader, seeded_batches
 from tests.support.cli import MODEL
 from tests.unit.executor.test_checkpoint import GROUPS
 from tests.unit.executor.test_pipeline import balance_of
@@ -211,7 +211,7 @@ def test_whatever_a_loader_gives_is_given() -> None:
 
 def test_no_batch_is_held_while_it_is_used() -> None:
     """It would be memory on every rank that no plan counts on."""
-    for batches in (iter(Loader(plain(), 5)), drawn_with_seed(plain(), 5)):
+    for batches in (iter(Loader(plain(), 5)), seeded_batches(plain(), 5)):
         pair = next(batches)
         held = weakref.ref(pair[0])
         del pair
