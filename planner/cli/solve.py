@@ -37,8 +37,7 @@ def solve(
     from planner.api.solving import PLAN_HEADER, family_paths, faster_schedule_for, with_schedules
     from planner.api.texts import device_counts
     from planner.core.cost.evaluate import Evaluation
-    from planner.core.judge.certainty import certainty_of
-    from planner.core.judge.verdict import tight_findings
+    from planner.core.judge.certainty import certainty_of, tight_findings
     from planner.show.terminal.plan import plan_text
     from planner.show.terminal.rendering import plain
 

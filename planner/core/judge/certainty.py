@@ -13,9 +13,11 @@ from typing import Final, Literal
 
 from planner.core.errors import UsageError
 from planner.core.values.devices import TORCH_KINDS
+from planner.core.values.findings import Finding, finding
 from planner.core.values.plan import Plan
 from planner.core.values.profile import LayerProfile, Profile
 from planner.core.values.rates import RATES
+from planner.core.values.units import format_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,6 +119,19 @@ def memory_fit(plan: Plan, certainty: Certainty | None = None) -> MemoryFit:
     if any(need > limit for need, limit in zip(plan.device_bytes(), limits, strict=True)):
         return "does not fit"
     return "tight" if certainty is not None and tight_devices(plan, certainty) else "fits"
+
+
+def tight_findings(plan: Plan, certainty: Certainty) -> Iterator[Finding]:
+    """Yield a finding for each device whose largest expected peak exceeds its memory."""
+    chunks = plan.by_device()
+    for device in tight_devices(plan, certainty):
+        most, limit = certainty.device_bytes[device], memory_of(plan, chunks[device][0].memory_bytes)
+        message = (
+            f"device {device} may need {format_bytes(most)}, {format_bytes(most - limit)} over its "
+            f"{format_bytes(limit)}, if the prediction is as far off as earlier ones were"
+        )
+        hint = "solve with `--headroom auto`, which keeps the error range free"
+        yield finding("GP103", message, hint=hint, stage=chunks[device][0].index)
 
 
 def tight_devices(plan: Plan, certainty: Certainty) -> tuple[int, ...]:

@@ -12,7 +12,7 @@ from planner.core.cost.costs import costs_at, covers
 from planner.core.cost.evaluate import Evaluation
 from planner.core.cost.partition import Partition, check_partition
 from planner.core.errors import UsageError
-from planner.core.judge.certainty import Certainty, MemoryFit, certainty_of, memory_fit, memory_of, tight_devices
+from planner.core.judge.certainty import Certainty, MemoryFit, certainty_of, memory_fit, tight_findings
 from planner.core.values.devices import Accelerator
 from planner.core.values.findings import Finding, Severity, finding
 from planner.core.values.plan import Plan, SolverReport, Stage
@@ -104,13 +104,12 @@ def judge(
         now = evaluation.plan(inputs, SolverReport(method="given", status="given"))
     for chunks in now.by_device():
         findings.extend(_memory_findings(chunks, headroom))
-    certainty = certainty_of(now, profile)
-    findings.extend(tight_findings(now, certainty))
     findings.extend(_unproven(profile, now))
     if not stale and memory_bytes is None:
         findings.extend(_edited(plan, now))
     findings.extend(_how_sure(now, profile))
-    verdict = _verdict(findings, now, strict=strict)
+    verdict, certainty = _verdict(findings, now, strict=strict), certainty_of(now, profile)
+    verdict = with_findings(verdict, tuple(tight_findings(now, certainty)))
     return replace(verdict, certainty=certainty, memory=memory_fit(now, certainty))
 
 
@@ -236,19 +235,6 @@ def _memory_findings(chunks: Sequence[Stage], headroom: float) -> list[Finding]:
         hint = f"{100 * headroom:.4g}% headroom was asked for"
         return [finding("GP102", message, hint=hint, stage=stage.index)]
     return []
-
-
-def tight_findings(plan: Plan, certainty: Certainty) -> Iterator[Finding]:
-    """Yield a finding for each device whose largest expected peak exceeds its memory."""
-    chunks = plan.by_device()
-    for device in tight_devices(plan, certainty):
-        most, limit = certainty.device_bytes[device], memory_of(plan, chunks[device][0].memory_bytes)
-        message = (
-            f"device {device} may need {format_bytes(most)}, {format_bytes(most - limit)} over its "
-            f"{format_bytes(limit)}, if the prediction is as far off as earlier ones were"
-        )
-        hint = "solve with `--headroom auto`, which keeps the error range free"
-        yield finding("GP103", message, hint=hint, stage=chunks[device][0].index)
 
 
 def _edited(plan: Plan, now: Plan) -> list[Finding]:
