@@ -112,6 +112,9 @@ def _plan_problems(plan: Plan) -> Iterator[Problem]:
     yield from _order_problems(plan)
     if plan.replicas < 1:
         yield ("replicas",), "must be at least 1", ""
+    if plan.tensor_parallel < 1 or plan.inputs.node_devices % plan.tensor_parallel:
+        text = f"nodes of {plan.inputs.node_devices} devices do not hold whole groups of {plan.tensor_parallel}"
+        yield ("tensor_parallel",), text if plan.tensor_parallel else "must be at least 1", ""
     for n, stage in enumerate(plan.stages):
         if stage.device is not None and stage.device >= plan.inputs.devices:
             yield ("stages", n, "device"), f"there are devices 0 to {plan.inputs.devices - 1}, got {stage.device}", ""

@@ -1,11 +1,13 @@
-"""Cases of a request: every allowed combination of schedule, chunks, replicas and M."""
+"""Cases of a request: every allowed combination of width, schedule, chunks, replicas and M."""
 
 from collections.abc import Iterator, Sequence
 from math import isqrt
 
-from planner.core.cost.costs import CostsAtSize, CostTable, covers
+from planner.core.cost.costs import CostsAtSize, covers
+from planner.core.cost.width import WidthTables, usable_widths
 from planner.core.errors import UsageError
 from planner.core.schedule import ListedSchedule, Schedule
+from planner.core.values.cluster import Cluster
 from planner.core.values.limits import MOST_ACTIONS, MOST_MICRO_BATCHES, short
 from planner.core.values.plan import Inputs
 from planner.core.values.profile import Profile
@@ -13,19 +15,19 @@ from planner.solve.request import MOST_CHUNKS, Request
 from planner.solve.space.case import Case, Rules, positions
 
 
-def cases_of(profile: Profile, request: Request, *, table: CostTable | None = None) -> list[Case]:
-    """Return every allowed combination of schedule, chunks, replicas and M.
+def cases_of(profile: Profile, request: Request, *, tables: WidthTables | None = None) -> list[Case]:
+    """Return every allowed combination of width, schedule, chunks, replicas and M.
 
     Args:
         profile: The profile to plan for.
         request: The request.
-        table: Costs of the profile, if they were read before.
+        tables: Costs of the profile, if they were read before.
 
     Returns:
         One case per combination.
 
     Raises:
-        UsageError: The request allows no number of micro-batches, or names unknown layers.
+        UsageError: The request allows no width or no number of micro-batches, or names unknown layers.
     """
     inputs = request.inputs
     names = [layer.name for layer in profile.layers]
@@ -34,19 +36,21 @@ def cases_of(profile: Profile, request: Request, *, table: CostTable | None = No
         apart=_named(inputs.apart, names, "--apart"),
         balance=request.balance,
     )
-    table = table or CostTable(profile)
-    costs: dict[tuple[int, bool], CostsAtSize] = {}
+    tables = tables or WidthTables(profile)
+    clusters = [inputs.cluster_of(width) for width in usable_widths(profile, inputs)]
+    costs: dict[tuple[int, int, bool], CostsAtSize] = {}
     cases = []
-    for replicas in _replica_counts(inputs):
+    for cluster, replicas in ((each, count) for each in clusters for count in _replica_counts(inputs, each)):
+        table = tables.at(cluster)
         for m in micro_batch_counts(profile, request, replicas=replicas, required=inputs.replicas != 0):
             size = inputs.batch // (m * replicas)
-            key = size, replicas > 1
+            key = cluster.tensor_parallel, size, replicas > 1
             if key not in costs:
                 costs[key] = CostsAtSize(table, size, extrapolate=inputs.extrapolate, replicas=replicas)
             cases += [
                 Case(
                     costs_at_size=costs[key],
-                    cluster=inputs.cluster,
+                    cluster=cluster,
                     schedule=schedule,
                     micro_batches=m,
                     num_devices=num_devices,
@@ -55,7 +59,7 @@ def cases_of(profile: Profile, request: Request, *, table: CostTable | None = No
                     rules=rules,
                     chunks=chunks,
                 )
-                for schedule, chunks, num_devices in _schedules(request, m, len(names), replicas)
+                for schedule, chunks, num_devices in _schedules(request, m, len(names), cluster.num_devices // replicas)
                 # Nothing is recommended on an assumption.
                 if inputs.schedule != "auto" or not (schedule.splits_backward and table.halves_assumed)
             ]
@@ -79,10 +83,10 @@ def _with_so_many_stages(cases: Sequence[Case], balance: tuple[int, ...]) -> lis
 
 
 def _schedules(
-    request: Request, micro_batches: int, num_layers: int, replicas: int
+    request: Request, micro_batches: int, num_layers: int, num_devices: int
 ) -> Iterator[tuple[Schedule, int, int]]:
     """Yield schedules with their chunks per device and the largest number of devices of a pipeline."""
-    devices = min(request.inputs.devices // replicas, num_layers, MOST_ACTIONS // micro_batches)
+    devices = min(num_devices, num_layers, MOST_ACTIONS // micro_batches)
     for schedule in request.schedules:
         if isinstance(schedule, ListedSchedule) and schedule.rows:
             count, chunks = len(schedule.rows), request.inputs.chunks
@@ -113,11 +117,11 @@ def _chunks(request: Request, schedule: Schedule, num_layers: int, devices: int)
     return [chunks for chunks in several if num_layers >= 2 * chunks and devices >= 2]
 
 
-def _replica_counts(inputs: Inputs) -> list[int]:
+def _replica_counts(inputs: Inputs, cluster: Cluster) -> list[int]:
     """Return the requested number of replicas, or else every number that divides the batch."""
     if inputs.replicas:
         return [inputs.replicas]
-    return [r for r in range(1, inputs.devices + 1) if inputs.batch % r == 0]
+    return [r for r in range(1, cluster.num_devices + 1) if inputs.batch % r == 0]
 
 
 def micro_batch_counts(

@@ -3,6 +3,7 @@
 from math import inf
 
 from planner.core.cost.partition import Partition, check_partition
+from planner.core.cost.width import usable_widths
 from planner.core.errors import UsageError
 from planner.core.schedule import GPIPE
 from planner.core.values.plan import Inputs, Recompute
@@ -31,10 +32,12 @@ def check_request(profile: Profile, request: Request) -> None:
             f"`torchrun --nproc-per-node {num_devices} -m planner profile-links`",
         )
     _check_replicas(inputs)
-    if num_devices > num_layers and inputs.replicas == 1:
+    widest = max(usable_widths(profile, inputs))
+    if num_devices // widest > num_layers and inputs.replicas == 1:
         raise UsageError(
             f"{num_devices} devices for {counted(num_layers, 'layer')}: every stage needs at least one layer",
-            hint=f"use `--devices {num_layers}` or fewer, `--replicas auto`, or profile the model in finer layers",
+            hint=f"use `--devices {num_layers * widest}` or fewer, `--replicas auto`, or profile the model in finer "
+            "layers",
         )
     _check_split_backward(profile, request)
     _check_solver(request)

@@ -6,14 +6,16 @@ short descent from even cuts then searches for cuts that fit. Its result is advi
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 
 from planner.core.cost.chain_costs import ChainCosts
+from planner.core.cost.width import with_layers
 from planner.core.errors import InfeasibleError
 from planner.core.schedule import GPIPE, ONE_FORWARD_ONE_BACKWARD, SPLITTING, Schedule
 from planner.core.values.plan import Inputs
-from planner.core.values.profile import Profile
+from planner.core.values.profile import LayerProfile, Profile
 from planner.core.values.units import bytes_option, counted, format_bytes
 from planner.solve.space.arrays import FloatArray, IntArray
 from planner.solve.space.case import Case
@@ -89,6 +91,8 @@ def _hints(query: InfeasibleQuery, cases: Sequence[Case], best: Case, smallest_b
     inputs = query.inputs
     devices = counted(inputs.devices, "device")
     side_by_side = f"{best.replicas} replicas, " if inputs.replicas != 1 else ""
+    if best.cluster.tensor_parallel > 1:
+        side_by_side += f"T = {best.cluster.tensor_parallel}, "
     limit = f"{bytes_option(int(smallest_bytes))} ({side_by_side}M = {best.micro_batches})"
     if len(cases) == len(query.cases):
         yield f"with {devices} the smallest `--mem` is {limit}"
@@ -174,15 +178,15 @@ def _with_known_moments(cases: Sequence[Case]) -> list[Case]:
 def _other_optimizers(profile: Profile) -> Iterator[tuple[str, Profile]]:
     """Yield optimizers with less state, and the profile with them; momentum in torch.optim has one state per value."""
     for name, copies in (("momentum", 1), ("sgd", 0)):
-        layers = []
-        for layer in profile.layers:
-            state = copies * layer.trained_bytes
-            layers.append(
-                replace(layer, optimizer_bytes=state, optimizer_peak_bytes=0, optimizer_boundary_peak_bytes=0)
-            )
-        other = replace(profile, layers=tuple(layers))
+        other = with_layers(profile, partial(_with_states, copies=copies))
         if sum(a.optimizer_bytes for a in other.layers) < sum(a.optimizer_bytes for a in profile.layers):
             yield name, other
+
+
+def _with_states(layer: LayerProfile, copies: int) -> LayerProfile:
+    """Return the layer with an optimizer that has `copies` states per parameter."""
+    state = copies * layer.trained_bytes
+    return replace(layer, optimizer_bytes=state, optimizer_peak_bytes=0, optimizer_boundary_peak_bytes=0)
 
 
 def smallest_limit_bytes(case: Case) -> float:
@@ -254,7 +258,7 @@ def _smallest_count(case: Case) -> tuple[int, int] | None:
         ends = np.flatnonzero(behind)
         behind = np.isin(layers, (ends[:, None] + np.arange(-width, 0))[fits[ends]])
         if behind[0]:
-            return count * case.replicas, case.micro_batches
+            return count * case.replicas * case.cluster.tensor_parallel, case.micro_batches
         if not behind.any():
             return None
     return None

@@ -8,21 +8,22 @@ from math import inf
 from types import MappingProxyType
 from typing import Final, NamedTuple
 
-from planner.core.cost.costs import CostTable
 from planner.core.cost.evaluate import Evaluation
-from planner.core.errors import InfeasibleError, SolverError, UsageError
+from planner.core.cost.width import WidthTables
+from planner.core.errors import SolverError
 from planner.core.extras import is_installed
 from planner.core.schedule import SCHEDULES, SEARCHED, Schedule
-from planner.core.values.plan import Inputs, Plan, ScheduleName, SolverReport
+from planner.core.values.plan import Plan, ScheduleName, SolverReport
 from planner.core.values.profile import Profile
-from planner.core.values.units import counted
 from planner.solve.answer import Answer, Search
-from planner.solve.cases import cases_of, micro_batch_counts
+from planner.solve.cases import cases_of
 from planner.solve.chain.gpipe import DYNAMIC_PROGRAMMING, search_gpipe, tie_broken
 from planner.solve.checks import check_request
 from planner.solve.deadline import Deadline, OutOfTimeError
+from planner.solve.refusals import infeasible, out_of_time
 from planner.solve.request import Request
 from planner.solve.space.case import Case
+from planner.solve.widths import quick_answers, shape_of, without_bubble_us
 
 MOST_ACTIONS_OF_SEARCH: Final = 3_000_000
 """Actions to simulate for all cases of a searched schedule: about ten seconds."""
@@ -40,17 +41,17 @@ MOST_WORK: Final = 20_000
 """Limit on layers times devices, above which no further requests are solved for hints."""
 
 
-def solve(profile: Profile, request: Request, *, table: CostTable | None = None, breaks_ties: bool = True) -> Plan:
+def solve(profile: Profile, request: Request, *, tables: WidthTables | None = None, breaks_ties: bool = True) -> Plan:
     """Return the plan with the smallest step time under the memory limits.
 
-    The search covers stage counts, cuts, M and recomputation, and schedules, chunks and replicas that are left open.
+    The search covers stage counts, cuts, M and recomputation, and widths, schedules, chunks and replicas that are open.
     Ties in step time are broken by the lowest peak memory, then the fewest bytes moved, then the evenest stages, then a
     fixed order. The same request therefore always gets the same plan.
 
     Args:
         profile: The profile to plan for.
         request: The request.
-        table: Costs of the profile, if they were read before; saves time for several requests on one profile.
+        tables: Costs of the profile, if they were read before; saves time for several requests on one profile.
         breaks_ties: Whether to break ties; if False, any of the fastest plans is returned.
 
     Returns:
@@ -63,13 +64,13 @@ def solve(profile: Profile, request: Request, *, table: CostTable | None = None,
     """
     check_request(profile, request)
     deadline = Deadline.after(request.time_limit_s)
-    cases = cases_of(profile, request, table=table)
+    cases = cases_of(profile, request, tables=tables)
     searched = _searched(cases, request, deadline)
     best, bound_us = searched.best, searched.bound_us
     if best is None and not searched.complete:
-        raise _out_of_time(request)
+        raise out_of_time(request)
     if best is None:
-        error = _infeasible(profile, request, cases)
+        error = infeasible(profile, request, cases)
         # If not everything was tried, the lack of a plan does not prove that none exists.
         raise error if bound_us == inf else SolverError(f"{error.message}, as far as was searched", hint=error.hint)
     answer = _tie_broken(best, deadline) if breaks_ties else best
@@ -107,10 +108,11 @@ class _Key(NamedTuple):
     chunks: int
     replicas: int
     micro_batches: int
+    tensor_parallel: int
 
     @classmethod
     def of(cls, case: Case) -> "_Key":
-        return cls(case.schedule, case.chunks, case.replicas, case.micro_batches)
+        return cls(case.schedule, case.chunks, case.replicas, case.micro_batches, case.cluster.tensor_parallel)
 
 
 class _Searched(NamedTuple):
@@ -146,6 +148,8 @@ def _in_passes(cases: Sequence[Case], request: Request, deadline: Deadline, *, u
     The second search of a schedule has the effort of a request for that schedule alone. So the answer is rarely slower
     than the answer to such a request. Giving every schedule that effort would take several times as long.
     """
+    if len({case.cluster.tensor_parallel for case in cases}) > 1:
+        return _over_widths(cases, request, deadline, upper_us=upper_us)
     first = _one_by_one(cases, request, deadline.share(0.5), upper_us=upper_us)
     if request.inputs.schedule != "auto" or request.actions is None or not request.searches_on:
         return first
@@ -172,6 +176,32 @@ def _in_passes(cases: Sequence[Case], request: Request, deadline: Deadline, *, u
     return _Searched(best, bounds_us, complete, answers)
 
 
+def _over_widths(cases: Sequence[Case], request: Request, deadline: Deadline, *, upper_us: float) -> _Searched:
+    """Search cases of several widths with about the effort of one.
+
+    A quick search under 1F1B ranks widths, replicas and M. The most promising of them come first under each schedule
+    and get most of its effort; the others count with their bounds once it is spent. If the schedule is open, the
+    nearest schedules then get more effort at the width and the replicas of the best plan.
+    """
+    is_open = request.inputs.schedule == "auto" and request.actions is not None
+    quick = quick_answers(cases, deadline, upper_us=upper_us) if is_open else []
+    found = min(quick, key=lambda answer: answer.step_us, default=None)
+    ranks = {shape_of(answer.case): without_bubble_us(answer) for answer in quick}
+    first = _one_by_one(cases, request, deadline.share(0.5), upper_us=upper_us, found=found, ranks=ranks)
+    best = first.best
+    if best is None or not is_open or not request.searches_on:
+        return first
+    width, replicas, _ = shape_of(best.case)
+    names = [*_nearest_schedules(first.answers.values()), SEARCHED.name]
+    for name in dict.fromkeys(names):
+        own = [case for case in cases if case.schedule.name == name and shape_of(case)[:2] == (width, replicas)]
+        named = replace(request, inputs=replace(request.inputs, schedule=name), searches_on=False)
+        budget = {name: request.actions or 0}
+        again = _one_by_one(own, named, deadline, upper_us=best.step_us, ranks=ranks, budget=budget)
+        best = again.best or best
+    return first._replace(best=best)
+
+
 def _nearest_schedules(answers: Iterable[Answer]) -> list[ScheduleName]:
     """Return the schedules that a longer search may improve, fastest first."""
     found_us: dict[ScheduleName, float] = {}
@@ -189,29 +219,49 @@ def _one_by_one(
     *,
     upper_us: float,
     by_stage: Mapping[_Key, Answer] = MappingProxyType({}),
+    found: Answer | None = None,
+    ranks: Mapping[tuple[int, int, int], float] | None = None,
+    budget: Mapping[ScheduleName, int] = MappingProxyType({}),
 ) -> _Searched:
-    """Search the cases one after the other; `by_stage` has their answers with whole stages recomputed."""
+    """Search the cases one after the other.
+
+    Args:
+        cases: The cases.
+        request: The request.
+        deadline: End of the search.
+        upper_us: Step time to beat.
+        by_stage: Answers of the cases with whole stages recomputed.
+        found: Plan that was found before.
+        ranks: Estimated step times by width, replicas and M, if widths share the effort; the fastest come first.
+        budget: Actions to simulate per schedule; empty for those of the request.
+    """
     is_open = request.inputs.schedule == "auto"
-    left = _budgets(request)
+    left = dict(budget) or _budgets(request)
     unseen = Counter(case.schedule.name for case in cases)
-    best: Answer | None = None
+    best: Answer | None = found
+    upper_us = upper_us if found is None else min(upper_us, found.step_us)
     answers: dict[_Key, Answer] = {}
     bounds_us: dict[ScheduleName, float] = {}
     complete = True
     # The most promising case comes first, because its plan rules out most others by their bounds. If the schedule is
     # open, GPipe comes before all others: its best plan is found and proven quickly.
     ordered = sorted(cases, key=_promise if is_open else _bound)
+    if ranks:
+        ordered.sort(key=lambda case: (_promise(case)[0], ranks.get(shape_of(case), inf)))
     for n, case in enumerate(ordered):
         unseen[case.schedule.name] -= 1
         if case.bound_us >= upper_us:
             continue
         whole = by_stage.get(_Key.of(case))
         is_hopeless = not case.schedule.has_closed_form and case.ideal_us >= upper_us
-        if is_open and left and is_hopeless and whole is None:
+        is_spent = ranks is not None and left.get(case.schedule.name, 1) <= 0
+        if is_spent or (is_open and left and is_hopeless and whole is None):
             _bound_by(bounds_us, case, case.bound_us)  # not worth the effort, but its bound still counts
             continue
         most_actions = left.get(case.schedule.name)
-        if most_actions is not None and case.schedule.is_to_be_made:
+        if most_actions is not None and ranks is not None:
+            most_actions = max(1, most_actions // 2)  # half of the effort for the nearest shape, and so on
+        elif most_actions is not None and case.schedule.is_to_be_made:
             # A search for action orders uses all of its effort, so each case has a share.
             most_actions //= unseen[case.schedule.name] + 1
         # Cases without time left count with a weak bound that ignores memory. Reserve half of the time for them.
@@ -339,7 +389,7 @@ def _has_linear_program(schedule: Schedule) -> bool:
 
 def _plan(answer: Answer, bound_us: float, request: Request) -> Plan:
     assert answer.partition is not None
-    evaluation = Evaluation(answer.case.costs, answer.partition, request.inputs.cluster)
+    evaluation = Evaluation(answer.case.costs, answer.partition, answer.case.cluster)
     step_us = evaluation.step_us
     if request.balance is not None:
         solver = SolverReport(method="given", status="given")
@@ -350,51 +400,3 @@ def _plan(answer: Answer, bound_us: float, request: Request) -> Plan:
         gap = 1 - bound_us / step_us
         solver = SolverReport(method=answer.method, status="feasible", gap=gap, lower_bound_us=bound_us)
     return evaluation.plan(request.inputs, solver)
-
-
-def _infeasible(profile: Profile, request: Request, cases: Sequence[Case]) -> InfeasibleError:
-    if not cases:
-        return _too_few(profile, request)
-
-    def cases_for(other: Profile, inputs: Inputs, micro_batches: int | None) -> Sequence[Case]:
-        try:
-            return cases_of(other, replace(request, inputs=inputs, micro_batches=micro_batches))
-        except UsageError:
-            return []  # the given cuts or rules leave no case
-
-    from planner.solve.explain import InfeasibleQuery, explain_infeasible  # noqa: PLC0415 - most questions have an answer
-
-    return explain_infeasible(
-        InfeasibleQuery(
-            profile=profile,
-            inputs=request.inputs,
-            micro_batches=request.micro_batches,
-            balance=request.balance,
-            schedules=request.schedules,
-            cases=tuple(cases),
-            cases_for=cases_for,
-        )
-    )
-
-
-def _too_few(profile: Profile, request: Request) -> InfeasibleError:
-    """Return the error for too few devices or layers for the schedule's stages on two devices."""
-    inputs, schedule = request.inputs, request.schedules[0]
-    devices = counted(inputs.devices // max(1, inputs.replicas), "device")
-    chunks = (schedule.exact_chunks or max(2, inputs.chunks)) if schedule.is_chunked else 1
-    try:
-        schedule.refuse(1, max(micro_batch_counts(profile, request)), chunks)
-    except UsageError as error:
-        return InfeasibleError(error.message, hint=error.hint)  # even one device is too many for the micro-batches
-    return InfeasibleError(
-        f"{schedule.title} needs at least 2 devices and {2 * chunks} layers for {counted(chunks, 'stage')} on each, "
-        f"not {devices} and {counted(len(profile.layers), 'layer')}",
-        hint="use `--schedule 1f1b` or `--schedule gpipe`",
-    )
-
-
-def _out_of_time(request: Request) -> SolverError:
-    return SolverError(
-        f"no plan was found within the time limit of {request.time_limit_s:g} s",
-        hint="allow more with `--time-limit`, or fix `--micro-batches`",
-    )

@@ -192,7 +192,8 @@ def fullest_plan() -> Plan:
         speeds=(1.0, 2.5),
         batch=2 * plan.inputs.batch,
         inter_link=Link(latency_us=9.0, bytes_per_s=1e9),
-        node_devices=1,
+        node_devices=2,
+        tensor_parallel=2,
         links=(Link(latency_us=1.5, bytes_per_s=1e8),) * (plan.inputs.devices - 1),
         allreduce=Link(bytes_per_s=2e9),
         chunks=2,
@@ -219,10 +220,15 @@ def fullest_plan() -> Plan:
         order=order_of(plan.micro_batches),
         chunks=2,
         replicas=2,
+        tensor_parallel=2,
         stages=stages,
         predicted=replace(plan.predicted, tokens_per_s=1e6, flops_utilization=0.4),
         training=TrainingRun(gpus=2, steps=1000, days=1.5, gpu_hours=72.0, cost=180.0),
-        frontier=(FrontierPoint(micro_batches=2, micro_batch_size=4, replicas=2, devices=2, step_us=1.5, bubble=0.25),),
+        frontier=(
+            FrontierPoint(
+                micro_batches=2, micro_batch_size=4, replicas=2, tensor_parallel=2, devices=2, step_us=1.5, bubble=0.25
+            ),
+        ),
         schedules=(FrontierPoint(micro_batches=2, micro_batch_size=4, schedule="1f1b", devices=2, step_us=1.5),),
         insight=Insight(
             pace="stage 0",

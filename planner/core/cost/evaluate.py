@@ -27,6 +27,7 @@ from planner.core.cost.stage_time import (
     shared_gradient_bytes,
 )
 from planner.core.cost.step_time import gpipe_step
+from planner.core.cost.width import profile_of_plan
 from planner.core.cost.workload import training_run
 from planner.core.schedule import Action
 from planner.core.values.cluster import Cluster
@@ -56,10 +57,11 @@ class Evaluation:
             profile: Profile that has the plan's layers.
 
         Raises:
-            UsageError: The profile does not cover the plan's micro-batch size, or lacks a recomputed layer.
+            UsageError: The profile lacks the plan's width or micro-batch size, or a recomputed layer.
         """
-        costs = costs_at(profile, plan.micro_batch_size, extrapolate=plan.inputs.extrapolate)
-        return cls(costs, Partition.of(plan, costs.names), plan.inputs.cluster)
+        priced = profile_of_plan(plan, profile)
+        costs = costs_at(priced, plan.micro_batch_size, extrapolate=plan.inputs.extrapolate)
+        return cls(costs, Partition.of(plan, costs.names), plan.cluster)
 
     @property
     def _splits_backward(self) -> bool:
@@ -283,6 +285,7 @@ class Evaluation:
             schedule=partition.schedule,
             chunks=partition.chunks,
             replicas=partition.replicas,
+            tensor_parallel=self.cluster.tensor_parallel,
             micro_batches=partition.micro_batches,
             micro_batch_size=self.costs.micro_batch_size,
             balance=partition.balance,

@@ -8,8 +8,10 @@ from planner.core.cost.chain_costs import ChainCosts
 from planner.core.cost.costs import costs_at
 from planner.core.cost.evaluate import Evaluation
 from planner.core.cost.partition import Partition, check_partition
+from planner.core.cost.width import at_width
 from planner.core.errors import UsageError
-from planner.core.values.plan import Inputs, Plan, Recompute, SolverReport
+from planner.core.values.cluster import Cluster
+from planner.core.values.plan import Plan, Recompute, RecomputePolicy, SolverReport
 from planner.core.values.profile import Profile
 
 _CHEAPEST_FIRST: Final[tuple[Recompute, ...]] = ("never", "except-last", "always")
@@ -36,6 +38,7 @@ def with_cuts(
         UsageError: The numbers of layers or devices are wrong, or the schedule cannot run so many stages.
     """
     inputs = plan.inputs if memory_bytes is None else replace(plan.inputs, memory_bytes=memory_bytes)
+    cluster = inputs.cluster_of(plan.tensor_parallel)
     partition = Partition(
         schedule=plan.schedule,
         micro_batches=plan.micro_batches,
@@ -46,9 +49,10 @@ def with_cuts(
         replicas=plan.replicas,
         devices=_devices(plan, len(balance)),
     )
-    check_partition(partition, num_layers=len(profile.layers), num_devices=inputs.devices)
-    costs = costs_at(profile, plan.micro_batch_size, extrapolate=inputs.extrapolate)
-    return _fastest_fitting(costs, partition, inputs).plan(inputs, SolverReport(method="given", status="given"))
+    check_partition(partition, num_layers=len(profile.layers), num_devices=cluster.num_devices)
+    costs = costs_at(at_width(profile, cluster), plan.micro_batch_size, extrapolate=inputs.extrapolate)
+    evaluation = _fastest_fitting(costs, partition, cluster, inputs.recompute)
+    return evaluation.plan(inputs, SolverReport(method="given", status="given"))
 
 
 def _devices(plan: Plan, num_stages: int) -> tuple[int, ...]:
@@ -63,9 +67,9 @@ def _devices(plan: Plan, num_stages: int) -> tuple[int, ...]:
     return tuple(plan.device_of(stage) for stage in plan.stages)
 
 
-def _fastest_fitting(costs: ChainCosts, partition: Partition, inputs: Inputs) -> Evaluation:
-    num_stages, num_devices, cluster = len(partition.balance), partition.num_devices, inputs.cluster
-    allowed = [choice for choice in _CHEAPEST_FIRST if inputs.recompute in (choice, "auto", "layers")]
+def _fastest_fitting(costs: ChainCosts, partition: Partition, cluster: Cluster, policy: RecomputePolicy) -> Evaluation:
+    num_stages, num_devices = len(partition.balance), partition.num_devices
+    allowed = [choice for choice in _CHEAPEST_FIRST if policy in (choice, "auto", "layers")]
     memories = {
         choice: Evaluation(costs, replace(partition, recompute=(choice,) * num_stages), cluster).memory
         for choice in allowed

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from planner.core.cost.costs import costs_at, covers
 from planner.core.cost.evaluate import Evaluation
 from planner.core.cost.partition import Partition, check_partition
+from planner.core.cost.width import at_width, widths_of
 from planner.core.errors import UsageError
 from planner.core.judge.certainty import Certainty, MemoryFit, certainty_of, memory_fit, tight_findings
 from planner.core.values.devices import Accelerator
@@ -94,10 +95,11 @@ def judge(
     if memory_bytes is not None and len(memory_bytes) != plan.inputs.devices:
         raise UsageError(f"{len(memory_bytes)} memory limits for {plan.inputs.devices} devices")
     partition = Partition.of(plan, [layer.name for layer in profile.layers])
-    check_partition(partition, num_layers=len(profile.layers), num_devices=plan.inputs.devices)
     inputs = plan.inputs if memory_bytes is None else replace(plan.inputs, memory_bytes=memory_bytes, headroom=0.0)
-    costs = costs_at(profile, plan.micro_batch_size, extrapolate=inputs.extrapolate)
-    evaluation = Evaluation(costs, partition, inputs.cluster)
+    cluster = inputs.cluster_of(plan.tensor_parallel)
+    check_partition(partition, num_layers=len(profile.layers), num_devices=cluster.num_devices)
+    costs = costs_at(at_width(profile, cluster), plan.micro_batch_size, extrapolate=inputs.extrapolate)
+    evaluation = Evaluation(costs, partition, cluster)
     now = evaluation.plan(inputs, plan.solver)
     if not is_same("step_us", plan.predicted.step_us, now.predicted.step_us):
         # The stored gap and bound are of other cuts, or of another profile.
@@ -194,6 +196,9 @@ def _stale(plan: Plan, digest: str) -> Finding:
 
 def _misfit(plan: Plan, profile: Profile, *, stale: bool) -> Finding | None:
     """Return a finding if a changed profile has other layers than the plan, since evaluating the plan would fail."""
+    if stale and plan.tensor_parallel not in widths_of(profile):
+        message = f"{plan.tensor_parallel} GPUs of the plan share each layer, the profile has no such layers"
+        return finding("GP202", message, hint="profile and solve again")
     if sum(plan.balance) == len(profile.layers) and min(plan.balance, default=0) > 0:
         return _renamed(plan, profile)
     if not stale:

@@ -76,6 +76,8 @@ class Cluster:
     """Context, libraries and allocator slack of every device; counted against the memory limit."""
     overhead_us: float = 0.0
     """Executor time per micro-batch, stage and direction."""
+    tensor_parallel: int = 1
+    """GPUs of a device (T): a group that shares every layer. All other fields are for one of its GPUs."""
 
     @property
     def num_devices(self) -> int:

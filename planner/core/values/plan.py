@@ -82,6 +82,8 @@ class Inputs:
     """Stages per device, if the schedule allows several; 0 lets the solver choose."""
     replicas: int = field(default=1, metadata=LEFT_OUT)
     """Number of pipelines that run in parallel; 0 lets the solver choose."""
+    tensor_parallel: int = field(default=0, metadata=LEFT_OUT)
+    """GPUs that share each layer; 0 lets the solver choose among those of the profile."""
     together: tuple[tuple[str, ...], ...] = ()
     """Groups of layers that must be in one stage."""
     apart: tuple[tuple[str, ...], ...] = ()
@@ -105,8 +107,20 @@ class Inputs:
 
     @property
     def cluster(self) -> Cluster:
-        """Devices and links that the plan is for."""
-        return Cluster(**{each.name: getattr(self, each.name) for each in fields(Cluster)})
+        """Cluster of single devices; `Plan.cluster` has the groups of a plan."""
+        return self.cluster_of(1)
+
+    def cluster_of(self, tensor_parallel: int) -> Cluster:
+        """Return the cluster whose devices are groups of `tensor_parallel` GPUs; spare GPUs are left out."""
+        same = {each.name: getattr(self, each.name) for each in fields(Cluster)}
+        count = self.devices // tensor_parallel
+        groups = {
+            "memory_bytes": self.memory_bytes[:count],
+            "speeds": self.speeds[:count],
+            "node_devices": self.node_devices // tensor_parallel,
+            "tensor_parallel": tensor_parallel,
+        }
+        return Cluster(**same | groups)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -221,6 +235,7 @@ class FrontierPoint:
     micro_batches: int
     micro_batch_size: int
     replicas: int = field(default=1, metadata=LEFT_OUT)
+    tensor_parallel: int = field(default=1, metadata=LEFT_OUT)
     fits: bool = True
     """True if there is a plan; if not, the figures are 0."""
     schedule: ScheduleName = "gpipe"
@@ -285,6 +300,8 @@ class Plan:
     """Placement of the stages on the devices."""
     replicas: int = field(default=1, metadata=LEFT_OUT)
     """R: number of pipelines that run in parallel, each with batch/R samples."""
+    tensor_parallel: int = field(default=1, metadata=LEFT_OUT)
+    """T: GPUs that share each layer. A device of the plan is a group of so many; all figures are for one GPU."""
     micro_batches: int
     """M, of each pipeline."""
     micro_batch_size: int
@@ -314,6 +331,16 @@ class Plan:
     def num_devices(self) -> int:
         """K: devices of one pipeline."""
         return len(self.balance) // self.chunks
+
+    @property
+    def num_gpus(self) -> int:
+        """Devices of all replicas; GPUs of all groups if these share layers."""
+        return self.num_devices * self.replicas * self.tensor_parallel
+
+    @property
+    def cluster(self) -> Cluster:
+        """Devices and links that the plan is for; each device is a group of `tensor_parallel` GPUs."""
+        return self.inputs.cluster_of(self.tensor_parallel)
 
     def device_of(self, stage: Stage) -> int:
         """Return the index into `Inputs.memory_bytes` of the device that runs `stage`."""

@@ -15,6 +15,7 @@ from planner.core.cost.costs import CostTable
 from planner.core.cost.moments import PARTS
 from planner.core.cost.partition import Partition
 from planner.core.cost.stage_time import CHOICES
+from planner.core.cost.width import profile_of_plan
 from planner.core.schedule import KINDS, Schedule
 from planner.core.values.placement import Placement
 from planner.core.values.plan import ITEMS
@@ -68,12 +69,12 @@ class _Chain:
     @classmethod
     def of(cls, question: Question) -> "_Chain":
         """Return the chain of a question."""
-        plan, table = question.plan, CostTable(question.profile)
+        plan, table = question.plan, CostTable(profile_of_plan(question.plan, question.profile))
         sizes = {m: plan.inputs.batch // plan.replicas // m for m in question.micro_batches}
         costs = {m: table.at(size, extrapolate=plan.inputs.extrapolate) for m, size in sizes.items()}
         partition = Partition.of(plan, costs[plan.micro_batches].names)
         places = [partition.device_of(stage) for stage in range(plan.num_devices)]
-        return cls(question=question, costs=costs, pipeline=DeviceGroup(plan.inputs.cluster, places, plan.replicas))
+        return cls(question=question, costs=costs, pipeline=DeviceGroup(plan.cluster, places, plan.replicas))
 
     @property
     def one(self) -> ChainCosts:

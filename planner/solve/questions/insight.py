@@ -5,10 +5,12 @@ Every figure comes from the best plan of a request with one change.
 
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 
 from planner.core.cost.evaluate import Evaluation
+from planner.core.cost.width import with_layers
 from planner.core.errors import PlannerError
 from planner.core.values.cluster import Link
 from planner.core.values.plan import FrontierPoint, Inputs, Insight, Noise, Plan, WhatIf
@@ -58,6 +60,7 @@ def point_of(plan: Plan) -> FrontierPoint:
         micro_batches=plan.micro_batches,
         micro_batch_size=plan.micro_batch_size,
         replicas=plan.replicas,
+        tensor_parallel=plan.tensor_parallel,
         schedule=plan.schedule,
         devices=plan.num_devices,
         step_us=predicted.step_us,
@@ -112,23 +115,23 @@ def _pace(profile: Profile, plan: Plan) -> str:
 
 
 def _what_if(profile: Profile, request: Request, plan: Plan) -> Iterator[WhatIf]:
-    for change, inputs in _changes(profile, request):
+    for change, inputs in _changes(profile, request, plan.tensor_parallel):
         best = _solved(profile, replace(request, inputs=inputs))
         if best is not None:
             # The plan stays possible and as fast after each change, although a heuristic search may miss it.
             yield WhatIf(change=change, step_us=min(best.predicted.step_us, plan.predicted.step_us))
 
 
-def _changes(profile: Profile, request: Request) -> Iterator[tuple[str, Inputs]]:
+def _changes(profile: Profile, request: Request, width: int) -> Iterator[tuple[str, Inputs]]:
     inputs = request.inputs
     more = tuple(limit + _GIGABYTE for limit in inputs.memory_bytes)
     yield "1 GB more on every device", replace(inputs, memory_bytes=more)
-    if inputs.replicas != 1 or (inputs.devices < len(profile.layers) and request.balance is None):
-        speeds = (*inputs.speeds, inputs.speeds[-1]) if inputs.speeds else ()
-        limits = (*inputs.memory_bytes, inputs.memory_bytes[-1])
+    if inputs.replicas != 1 or (inputs.devices // width < len(profile.layers) and request.balance is None):
+        speeds = inputs.speeds + inputs.speeds[-1:] * width
+        limits = inputs.memory_bytes + inputs.memory_bytes[-1:] * width
         links = (*inputs.links, *inputs.links[-1:])
-        bigger = replace(inputs, devices=inputs.devices + 1, memory_bytes=limits, speeds=speeds, links=links)
-        yield "one more device", bigger
+        bigger = replace(inputs, devices=inputs.devices + width, memory_bytes=limits, speeds=speeds, links=links)
+        yield "one more device" if width == 1 else f"{width} more GPUs", bigger
     if inputs.link != Link() or inputs.inter_link is not None or inputs.links:
         inter = None if inputs.inter_link is None else _faster(inputs.inter_link)
         links = tuple(map(_faster, inputs.links))
@@ -156,7 +159,7 @@ def _noise(profile: Profile, request: Request, plan: Plan) -> Noise | None:
     rng, request = np.random.default_rng(0), replace(request, searches_on=False)
     regrets, same = [], 0
     for _ in range(_DRAWS):
-        drawn = replace(profile, layers=tuple(_drawn(layer, rng) for layer in profile.layers))
+        drawn = with_layers(profile, partial(_drawn, rng=rng))
         best = solve(drawn, request)
         ours_us = Evaluation.of(plan, drawn).step_us
         best_us = best.predicted.step_us

@@ -8,7 +8,7 @@ the largest to the smallest, and a search is skipped if the answer is known.
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from planner.core.cost.costs import CostTable
+from planner.core.cost.width import WidthTables, widths_of
 from planner.core.cost.workload import Workload, training_run, workload_of
 from planner.core.errors import InfeasibleError, SolverError
 from planner.core.values.plan import Plan
@@ -48,16 +48,16 @@ def sweep_of(
         UsageError: The request contradicts itself or the profile.
     """
     counts, limits = sorted(set(devices)), sorted(set(memory_bytes))
-    table = CostTable(profile)
+    tables, widest = WidthTables(profile), max(widths_of(profile))
     answers: dict[tuple[int, int], _Answer] = {}
     for count in reversed(counts):
         for limit in reversed(limits):
             progress(f"{count} x {limit / 1e9:g} GB", len(answers), len(counts) * len(limits))
-            # A pipeline has no use for more devices than layers.
-            most = len(profile.layers) * request.inputs.replicas or count
+            # A pipeline has no use for more devices than layers, or groups of GPUs.
+            most = len(profile.layers) * widest * request.inputs.replicas or count
             question = _question(request, min(count, most), limit, headroom)
             larger = _answer_of_larger(answers, question, (count, limit))
-            answers[count, limit] = _solved(profile, question, table) if larger is None else larger
+            answers[count, limit] = _solved(profile, question, tables) if larger is None else larger
     workload = workload_of(profile)
     cells = tuple(_cell(count, limit, answers[count, limit], workload) for count in counts for limit in limits)
     return Sweep(
@@ -99,12 +99,12 @@ def _answer_of_larger(
 
 
 def _keeps_within(plan: Plan, devices: int, limit: int) -> bool:
-    return plan.num_devices * plan.replicas <= devices and max(plan.device_bytes()) <= limit
+    return plan.num_gpus <= devices and max(plan.device_bytes()) <= limit
 
 
-def _solved(profile: Profile, request: Request, table: CostTable) -> _Answer:
+def _solved(profile: Profile, request: Request, tables: WidthTables) -> _Answer:
     try:
-        return solve(profile, request, table=table)
+        return solve(profile, request, tables=tables)
     except (InfeasibleError, SolverError) as error:
         return error
 

@@ -1,0 +1,178 @@
+"""Tensor parallelism: each device of a plan is a group of T GPUs that share every layer.
+
+For one T, this module turns a profile into a plain one: the times of its layers include the collectives within a
+group. Together with `Inputs.cluster_of`, whose devices are groups, no other module needs a rule for groups.
+
+In a forward, the GPUs of a group sum the results of a layer by all-reduces, and in a backward those of its input
+gradients (Shoeybi et al., "Megatron-LM", arXiv:1909.08053). A ring moves 2 (T-1)/T of the bytes over the link of each
+GPU (Patarasuk and Yuan, 2009). Each all-reduce has the latency of the link once.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+
+from planner.core.cost.costs import CostTable
+from planner.core.errors import UsageError
+from planner.core.values.cluster import Cluster, Link
+from planner.core.values.plan import Inputs, Plan
+from planner.core.values.profile import LayerProfile, Profile
+from planner.core.values.units import counted
+
+
+def collectives_us(size_bytes: float, count: int, tensor_parallel: int, link: Link) -> float:
+    """Return the time of a layer's all-reduces within a group, for one direction of a micro-batch.
+
+    Args:
+        size_bytes: Bytes that all of them sum.
+        count: Number of all-reduces.
+        tensor_parallel: GPUs of a group (T).
+        link: Link within a node.
+
+    Returns:
+        The time in microseconds; 0 for T = 1.
+    """
+    if tensor_parallel == 1:
+        return 0.0
+    moved_bytes = 2 * (tensor_parallel - 1) / tensor_parallel * size_bytes
+    return count * link.latency_us + replace(link, latency_us=0.0).transfer_us(moved_bytes)
+
+
+def widths_of(profile: Profile) -> tuple[int, ...]:
+    """Return every T for which the profile has layers, ascending."""
+    return tuple(sorted(_layers_by_width(profile)))
+
+
+def at_width(profile: Profile, cluster: Cluster) -> Profile:
+    """Return a profile of one width, whose times include the collectives within a group.
+
+    Args:
+        profile: Profile with one or several widths.
+        cluster: Cluster whose devices are the groups.
+
+    Returns:
+        The profile; `profile` itself if that has only this width and no collectives.
+
+    Raises:
+        UsageError: The profile does not have the width.
+    """
+    width, layers = cluster.tensor_parallel, _layers_by_width(profile)
+    if width not in layers:
+        raise UsageError(_missing(width), hint="profile this width too, and solve again")
+    priced = tuple(map(partial(_priced, cluster=cluster), layers[width]))
+    if priced == profile.layers and not profile.widths:
+        return profile
+    return replace(profile, tensor_parallel=width, layers=priced, widths=())
+
+
+def profile_of_plan(plan: Plan, profile: Profile) -> Profile:
+    """Return the profile at the plan's width, with collectives; raises like `at_width`."""
+    return at_width(profile, plan.cluster)
+
+
+def usable_widths(profile: Profile, inputs: Inputs) -> tuple[int, ...]:
+    """Return every T that a request allows, ascending.
+
+    Args:
+        profile: The profile.
+        inputs: The request.
+
+    Returns:
+        At least one T.
+
+    Raises:
+        UsageError: There is none, or the link within a node is unknown.
+    """
+    problems = {width: _problem(profile, inputs, width) for width in _requested(profile, inputs)}
+    usable = tuple(width for width, problem in problems.items() if not problem)
+    if not usable:
+        raise UsageError(next(iter(problems.values())), hint=f"the profile is for T = {_listed(profile)}")
+    unpriced = [width for width in usable if width > 1 and _needs_link(profile, inputs, width)]
+    if unpriced:
+        alone = ", or `--tensor-parallel 1`" if usable[0] == 1 else ""
+        raise UsageError(
+            f"{unpriced[0]} GPUs that share layers sum their results, and the link within a node is unknown",
+            hint=f"give it: `--link 450GB/s,5us`{alone}",
+        )
+    return usable
+
+
+def with_layers(profile: Profile, change: Callable[[LayerProfile], LayerProfile]) -> Profile:
+    """Return the profile with every layer changed, at every width."""
+    widths = tuple(replace(width, layers=tuple(map(change, width.layers))) for width in profile.widths)
+    return replace(profile, layers=tuple(map(change, profile.layers)), widths=widths)
+
+
+class WidthTables:
+    """Cost tables of a profile at every width; each is made once."""
+
+    def __init__(self, profile: Profile) -> None:
+        self._profile = profile
+        self._tables: dict[tuple[int, Link, float], CostTable] = {}
+
+    def at(self, cluster: Cluster) -> CostTable:
+        """Return the costs of a cluster's groups; raises like `at_width`."""
+        key = cluster.tensor_parallel, cluster.link, cluster.speed(0)
+        if key not in self._tables:
+            self._tables[key] = CostTable(at_width(self._profile, cluster))
+        return self._tables[key]
+
+
+def _layers_by_width(profile: Profile) -> dict[int, tuple[LayerProfile, ...]]:
+    return {profile.tensor_parallel: profile.layers, **{each.tensor_parallel: each.layers for each in profile.widths}}
+
+
+def _priced(layer: LayerProfile, *, cluster: Cluster) -> LayerProfile:
+    """Return the layer with its collectives as part of its times."""
+    if cluster.tensor_parallel == 1 or not (layer.collectives or layer.collective_bytes):
+        return layer
+    sizes = layer.collective_bytes or (0,) * len(layer.forward_us)
+    # Stages divide all times by the speed, which makes no link faster.
+    more_us = [
+        cluster.speed(0) * collectives_us(size, layer.collectives, cluster.tensor_parallel, cluster.link)
+        for size in sizes
+    ]
+
+    def plus(times_us: tuple[float, ...]) -> tuple[float, ...]:
+        return tuple(time + more for time, more in zip(times_us, more_us, strict=True)) if times_us else ()
+
+    return replace(
+        layer,
+        forward_us=plus(layer.forward_us),
+        backward_us=plus(layer.backward_us),
+        backward_input_us=plus(layer.backward_input_us),
+        collective_bytes=(),
+        collectives=0,
+    )
+
+
+def _requested(profile: Profile, inputs: Inputs) -> tuple[int, ...]:
+    return (inputs.tensor_parallel,) if inputs.tensor_parallel else widths_of(profile)
+
+
+def _problem(profile: Profile, inputs: Inputs, width: int) -> str:
+    """Return why a request cannot have groups of `width` GPUs; empty if it can."""
+    unlike = len(set(inputs.memory_bytes)) > 1 or len(set(inputs.speeds)) > 1
+    problems = {
+        f"{counted(inputs.devices, 'GPU')} cannot be a group of {width} that share layers": width > inputs.devices,
+        f"nodes of {counted(inputs.node_devices, 'GPU')} do not hold whole groups of {width}": inputs.node_devices
+        % width,
+        f"groups of {width} need GPUs that are all alike, got unequal limits or speeds": unlike,
+        f"`--links` has a link for every GPU, groups of {width} need `--link` and `--inter-link`": inputs.links,
+    }
+    if width not in widths_of(profile):
+        return _missing(width)
+    return next((problem for problem, is_true in problems.items() if is_true and width > 1), "")
+
+
+def _needs_link(profile: Profile, inputs: Inputs, width: int) -> bool:
+    layers = _layers_by_width(profile)[width]
+    return inputs.link == Link() and any(layer.collectives or layer.collective_bytes for layer in layers)
+
+
+def _missing(width: int) -> str:
+    return f"the profile has no layers that {width} GPUs share (T = {width})"
+
+
+def _listed(profile: Profile) -> str:
+    return ", ".join(map(str, widths_of(profile)))

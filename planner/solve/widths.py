@@ -1,0 +1,50 @@
+"""Quick search over widths, replicas and M, which decides where longer searches begin."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from math import inf
+from typing import Final
+
+from planner.core.cost.evaluate import Evaluation
+from planner.solve.answer import Answer
+from planner.solve.deadline import Deadline, OutOfTimeError
+from planner.solve.space.case import Case
+
+_FAR: Final = 1.3
+"""Largest ratio of a plan's step time to the fastest one that was found."""
+
+_QUICK_ACTIONS: Final = 2_000
+"""Actions to simulate per case."""
+
+
+def quick_answers(cases: Sequence[Case], deadline: Deadline, *, upper_us: float) -> list[Answer]:
+    """Return plans under 1F1B that a short search finds, for each width, number of replicas and M."""
+    from planner.solve.chain.one_forward_one_backward import search_one_forward_one_backward  # noqa: PLC0415
+
+    answers: list[Answer] = []
+    for case in sorted(
+        (case for case in cases if case.schedule.is_one_forward_one_backward),
+        key=lambda case: (case.bound_us, *shape_of(case)),
+    ):
+        near_us = _FAR * min((answer.step_us for answer in answers), default=inf)
+        if case.bound_us >= min(near_us, upper_us):
+            continue
+        try:
+            short = replace(deadline.share(0.1), most_actions=_QUICK_ACTIONS)
+            answer = search_one_forward_one_backward(case, upper_us=min(near_us, upper_us), deadline=short)
+        except OutOfTimeError:
+            continue
+        answers += [answer] if answer.partition is not None else []
+    return answers
+
+
+def shape_of(case: Case) -> tuple[int, int, int]:
+    """Return width, replicas and M of a case."""
+    return case.cluster.tensor_parallel, case.replicas, case.micro_batches
+
+
+def without_bubble_us(answer: Answer) -> float:
+    """Return the step time without its bubble, which other schedules than 1F1B fill or make smaller."""
+    assert answer.partition is not None
+    evaluation = Evaluation(answer.case.costs, answer.partition, answer.case.cluster)
+    return evaluation.step_us - evaluation.predicted.bubble * evaluation.pipeline_us

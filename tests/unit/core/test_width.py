@@ -1,0 +1,127 @@
+"""Profiles of several widths: the price of collectives, and what a request may choose."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from planner.core.cost.evaluate import Evaluation
+from planner.core.cost.width import at_width, collectives_us, usable_widths
+from planner.core.errors import UsageError
+from planner.core.judge.recut import with_cuts
+from planner.core.judge.verdict import judge
+from planner.core.values.cluster import Link
+from planner.core.values.profile import Profile, Width
+from planner.solve import Request, solve
+from tests.support.profiles import inputs_of, profile_of
+
+LINK = Link(latency_us=3.0, bytes_per_s=100e6)
+
+
+def profile(*widths: int, collective_bytes: int = 400) -> Profile:
+    """Four layers whose times shrink with the width."""
+    made = {}
+    for width in widths:
+        alone = profile_of([80.0 / width] * 4, [160.0 / width] * 4, parameter_bytes=80 // width, output_bytes=100)
+        sums = {"collective_bytes": (collective_bytes,), "collectives": 2} if collective_bytes and width > 1 else {}
+        made[width] = tuple(replace(layer, **sums) for layer in alone.layers)
+    first, *more = widths
+    return replace(
+        alone,
+        tensor_parallel=first,
+        layers=made[first],
+        widths=tuple(Width(tensor_parallel=width, layers=made[width]) for width in more),
+    )
+
+
+def test_a_ring_moves_nearly_twice_the_bytes() -> None:
+    """Two GPUs move as many bytes as are summed, four one and a half times as many; each sum has one latency."""
+    assert collectives_us(1000, 2, 1, LINK) == 0
+    assert collectives_us(1000, 2, 2, LINK) == 2 * 3 + 10
+    assert collectives_us(1000, 2, 4, LINK) == 2 * 3 + 15
+    assert collectives_us(1000, 2, 4, Link(latency_us=3.0)) == 2 * 3
+
+
+def test_times_include_the_collectives_once() -> None:
+    """In both directions; weight gradients need none. Converting again changes nothing."""
+    wide = profile(1, 4)
+    split = tuple(
+        replace(layer, backward_input_us=(20.0,), backward_weight_us=(20.0,)) for layer in wide.widths[0].layers
+    )
+    wide = replace(wide, widths=(replace(wide.widths[0], layers=split),))
+    cluster = inputs_of(8, 4, link=LINK).cluster_of(4)
+    plain = at_width(wide, cluster)
+    assert plain.layers[0].forward_us == (20 + 6 + 6,)
+    assert plain.layers[0].backward_us == (40 + 6 + 6,)
+    assert plain.layers[0].backward_input_us == (20 + 6 + 6,)
+    assert plain.layers[0].backward_weight_us == (20,)
+    assert at_width(plain, cluster) is plain
+    assert at_width(profile(1), inputs_of(2, 4).cluster) == profile(1)
+
+
+def test_a_faster_device_has_no_faster_link() -> None:
+    """Stages divide times by the speed; the collectives take as long as before."""
+    inputs = replace(inputs_of(4, 4, link=LINK), tensor_parallel=4, schedule="gpipe")
+    times = []
+    for speed in (1.0, 2.0):
+        plan = solve(profile(4), Request(inputs=replace(inputs, speeds=(speed,) * 4), micro_batches=4))
+        times.append(Evaluation.of(plan, profile(4)).stage_times[0].forward_us)
+    assert times == [4 * (20 + 12), 4 * (10 + 12)]
+
+
+@pytest.mark.parametrize(
+    ("asked", "widths", "usable"),
+    [
+        ({}, (1, 2, 4), (1, 2, 4)),
+        ({"tensor_parallel": 2}, (1, 2, 4), (2,)),
+        ({"node_devices": 2}, (1, 2, 4), (1, 2)),
+        ({"devices": 3, "memory_bytes": (9,) * 3}, (1, 2, 4), (1, 2)),
+        ({"memory_bytes": (9, 9, 9, 9, 9, 9, 9, 8)}, (1, 2, 4), (1,)),
+        ({"speeds": (1.0,) * 7 + (2.0,)}, (1, 2, 4), (1,)),
+        ({"links": (LINK,) * 7}, (1, 2, 4), (1,)),
+    ],
+)
+def test_groups_are_inside_nodes_of_equal_devices(
+    asked: dict[str, Any], widths: tuple[int, ...], usable: tuple[int, ...]
+) -> None:
+    """Other widths of the profile are left out."""
+    assert usable_widths(profile(*widths), replace(inputs_of(8, 4, link=LINK), **asked)) == usable
+
+
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        ({"tensor_parallel": 8}, "the profile has no layers that 8 GPUs share"),
+        ({"tensor_parallel": 4, "node_devices": 2}, "nodes of 2 GPUs do not hold whole groups of 4"),
+        ({"tensor_parallel": 4, "devices": 3, "memory_bytes": (9,) * 3}, "3 GPUs cannot be a group of 4"),
+        ({"tensor_parallel": 2, "speeds": (1.0,) * 7 + (2.0,)}, "groups of 2 need GPUs that are all alike"),
+        ({"tensor_parallel": 2, "links": (LINK,) * 7}, "groups of 2 need `--link` and `--inter-link`"),
+        ({"link": Link()}, "the link within a node is unknown"),
+    ],
+)
+def test_what_no_group_can_do_is_refused(asked: dict[str, Any], said: str) -> None:
+    """With the values, before anything is searched."""
+    inputs = replace(inputs_of(8, 4, link=LINK), **asked)
+    with pytest.raises(UsageError, match=said):
+        solve(profile(1, 2, 4), Request(inputs=inputs))
+
+
+def test_no_link_is_needed_where_nothing_is_summed() -> None:
+    """Measured times include their collectives."""
+    assert usable_widths(profile(1, 2, collective_bytes=0), inputs_of(8, 4)) == (1, 2)
+
+
+def test_given_cuts_and_a_check_use_the_plans_width() -> None:
+    """`check --balance` and `check` evaluate groups; a changed profile without the width makes the plan stale."""
+    inputs = replace(inputs_of(8, 4, link=LINK), schedule="gpipe", tensor_parallel=4)
+    wide = profile(1, 2, 4)
+    plan = solve(wide, Request(inputs=inputs))
+    assert judge(plan, wide, profile_digest="sha256:0").plan == plan
+    other = with_cuts(plan, wide, (1, 3))
+    assert other.tensor_parallel == 4
+    assert other.stages[1].forward_us == 3 * (20 + 12)
+    with pytest.raises(UsageError, match="3 stages need 3 devices, there are 2"):
+        with_cuts(plan, wide, (1, 1, 2))
+    (*_, finding) = judge(plan, profile(1, 2), profile_digest="sha256:1").findings
+    assert finding.code == "GP202"
+    assert "4 GPUs of the plan share each layer" in finding.message
