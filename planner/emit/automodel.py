@@ -44,7 +44,9 @@ def emit_automodel(layout: Layout) -> EngineFile:
     if name != layout.schedule.torch_name:
         pipeline["pp_schedule_csv"] = SCHEDULE_FILE
         beside[SCHEDULE_FILE] = schedule_table(layout)
-    sizes = {"pp_size": plan.num_devices, **({"dp_size": plan.replicas} if plan.replicas > 1 else {})}
+    sizes = {"pp_size": plan.num_devices}
+    more = {"dp_size": plan.replicas, "tp_size": plan.tensor_parallel}
+    sizes |= {key: size for key, size in more.items() if size > 1}
     lines = ["distributed:", "  strategy: fsdp2", *(f"  {key}: {size}" for key, size in sizes.items()), "  pipeline:"]
     lines += [f"    {key}: {json.dumps(value)}" for key, value in pipeline.items()]
     lines += ["    module_fqns_per_model_part:", *_lists(layout)]

@@ -6,7 +6,7 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
-from typing import Any
+from typing import Any, Final
 
 from planner import __version__
 from planner.core.cost.partition import Partition, check_partition
@@ -20,6 +20,9 @@ from planner.emit.signature import signed
 
 _PATH = re.compile(r"\w+(\.\w+)*")
 _WIDTH = 110
+
+_SHARING: Final = ("megatron", "torchtitan", "automodel")
+"""Engines whose GPUs can share layers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,7 +54,7 @@ class Layout:
             UsageError: The plan does not match these layers.
         """
         partition = Partition.of(plan, [layer.name for layer in profile.layers])
-        check_partition(partition, num_layers=len(profile.layers), num_devices=plan.inputs.devices)
+        check_partition(partition, num_layers=len(profile.layers), num_devices=plan.cluster.num_devices)
         return cls(plan=plan, stages=tuple(profile.layers[first:end] for first, end in partition.intervals()))
 
     @property
@@ -190,6 +193,16 @@ class Layout:
         return [f"the stages are planned for devices {ids}, in this order (CUDA_VISIBLE_DEVICES={ids})"]
 
 
+def refuse_groups(engine: str, plan: Plan) -> None:
+    """Raise UsageError if GPUs of the plan share layers, and the engine's cannot."""
+    if plan.tensor_parallel > 1 and engine not in (*_SHARING, "csv"):
+        name = "the bundled executor" if engine == "native" else f"`--format {engine}`"
+        raise UsageError(
+            f"{plan.tensor_parallel} GPUs of the plan share each layer, which {name} does not support",
+            hint=f"emit `--format {'`, `'.join(_SHARING)}`; or solve with `--tensor-parallel 1`",
+        )
+
+
 def modules_of(layer: LayerProfile) -> tuple[str, ...]:
     """Return the module paths of a layer."""
     return layer.modules or (layer.name,)
@@ -220,7 +233,8 @@ def text_of(layout: Layout, body: str, *, engine: str, option: str, notes: Seque
         f"For {engine}: written by `gpipe-plan emit --format {option}` (gpipe-plan {__version__}).",
         f"Plan: {counted(len(layout.stages), 'stage')}, {layout.schedule_name}, M = {plan.micro_batches} "
         f"micro-batches of {counted(plan.micro_batch_size, 'sample')}"
-        + (f", {plan.replicas} replicas." if plan.replicas > 1 else "."),
+        + (f", {plan.replicas} replicas" if plan.replicas > 1 else "")
+        + (f", {plan.tensor_parallel} GPUs per stage." if plan.tensor_parallel > 1 else "."),
     ]
     lines += ["", *docstring.splitlines()] if docstring else []
     if notes:

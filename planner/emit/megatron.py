@@ -54,7 +54,8 @@ def emit_megatron(layout: Layout) -> EngineFile:
     ]
     body = (
         "PIPELINE_ARGS=(\n"
-        f"    --pipeline-model-parallel-size {plan.num_devices}\n"
+        + (f"    --tensor-model-parallel-size {plan.tensor_parallel}\n" if plan.tensor_parallel > 1 else "")
+        + f"    --pipeline-model-parallel-size {plan.num_devices}\n"
         f'    {_OPTION} "{text}"\n'
         f"    --micro-batch-size {plan.micro_batch_size}\n"
         f"    --global-batch-size {plan.inputs.batch}\n"

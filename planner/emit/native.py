@@ -15,7 +15,7 @@ from planner.core.values.plan import Inputs, Plan, Stage
 from planner.core.values.precision import precision_of
 from planner.core.values.profile import GENERATOR, Device, Profile
 from planner.core.values.units import counted, format_bytes, format_speed, format_us
-from planner.emit.layout import EngineFile, Layout
+from planner.emit.layout import EngineFile, Layout, refuse_groups
 from planner.emit.signature import is_edited, refuse_edited, runs_balance, signed
 from planner.files import digest_of, dump, reference_path, relocated, write_text
 
@@ -124,9 +124,10 @@ def emit_native(
         The texts.
 
     Raises:
-        UsageError: A plan does not match the profile, the profile names no model, or a plan in `smaller` trains
-            something else or is not smaller.
+        UsageError: A plan does not match the profile or has groups of GPUs, the profile names no model, or a plan in
+            `smaller` trains something else or is not smaller.
     """
+    refuse_groups("native", plan)
     layout = Layout.of(plan, profile)
     source = relocated(profile.model.source, profile_folder, folder)
     check_source(profile)

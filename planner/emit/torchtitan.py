@@ -67,6 +67,8 @@ def emit_torchtitan(layout: Layout) -> EngineFile:
     }
     if plan.replicas > 1:
         parallelism["data_parallel_replicate_degree"] = plan.replicas
+    if plan.tensor_parallel > 1:
+        parallelism["tensor_parallel_degree"] = plan.tensor_parallel
     beside: dict[str, str] = {}
     if not layout.schedule.torch_name:
         # The name then only places the stages.

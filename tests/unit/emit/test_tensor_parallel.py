@@ -1,0 +1,63 @@
+"""Engines whose GPUs can share layers get the plan's width; the others refuse such a plan."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+import planner
+from planner.core.errors import UsageError
+from planner.core.values.plan import Plan
+from planner.core.values.profile import Profile
+from planner.emit import emit_engine, write_emitted
+from planner.emit.engines import FORMATS
+from planner.emit.native import InputPaths
+from tests.unit.emit.test_engines import profile_of
+
+NAMES = ("embedding", "layers.0", "layers.1", "head")
+OF_ENGINES = {
+    "megatron": "    --tensor-model-parallel-size 4\n    --pipeline-model-parallel-size 2\n",
+    "torchtitan": '    "tensor_parallel_degree": 4,\n',
+    "automodel": "  pp_size: 2\n  tp_size: 4\n",
+}
+
+
+def planned(profile: Profile) -> tuple[Plan, Profile]:
+    """A plan for two stages of four GPUs each."""
+    profile = replace(profile, tensor_parallel=4)
+    plan = planner.solve(profile, devices=8, mem="1GB", batch=4, micro_batches=4, schedule="1f1b", balance=(2, 2))
+    assert (plan.tensor_parallel, plan.num_devices, plan.num_gpus) == (4, 2, 8)
+    return plan, profile
+
+
+@pytest.mark.parametrize("engine", OF_ENGINES)
+def test_an_engine_gets_the_width(engine: str) -> None:
+    """Without groups the option is left out."""
+    plan, profile = planned(profile_of(*NAMES))
+    text = emit_engine(engine, plan, profile).text
+    assert OF_ENGINES[engine] in text
+    assert "4 GPUs per stage." in text
+    alone = replace(profile, tensor_parallel=1)
+    plan = planner.solve(alone, devices=2, mem="1GB", batch=4, micro_batches=4, schedule="1f1b", balance=(2, 2))
+    text = emit_engine(engine, plan, alone).text
+    assert "GPUs per stage" not in text
+    assert OF_ENGINES[engine].splitlines()[-1] not in text or engine == "megatron"
+    assert "tensor-model-parallel" not in text
+
+
+@pytest.mark.parametrize("engine", ["native", *sorted(set(FORMATS) - set(OF_ENGINES) - {"csv"})])
+def test_other_engines_refuse(engine: str, tmp_path: Path) -> None:
+    """The error names engines that can run the plan."""
+    plan, profile = planned(profile_of(*NAMES))
+    with pytest.raises(UsageError, match="4 GPUs of the plan share each layer") as refused:
+        write_emitted(
+            plan,
+            profile,
+            engine=engine,
+            folder=str(tmp_path),
+            input_paths=InputPaths(plan="plan.yaml", profile="profile.yaml"),
+            force=False,
+            say=lambda _: None,
+        )
+    assert "`--format megatron`, `torchtitan`, `automodel`" in refused.value.hint
+    assert not list(tmp_path.iterdir())
