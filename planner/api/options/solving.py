@@ -21,7 +21,7 @@ _SEARCH: Final = "Search"
 _RUN: Final = "Training run"
 
 _FLAG: Final = Recorded(lambda _, value: value, lambda _: "")
-_COUNT: Final = Recorded(texts.count_or_auto, lambda count: str(count or "auto"))
+_COUNT_OR_AUTO: Final = Recorded(texts.count_or_auto, lambda count: str(count or "auto"))
 _LINK: Final = Recorded(lambda option, value: None if value is None else texts.link(value, option), texts.link_text)
 _COUNT: Final = Recorded(texts.count, count_option)
 _PRICE: Final = Recorded(texts.price, texts.decimal)
@@ -89,11 +89,16 @@ class SolverOptions:
     chunks: Annotated[str | int, Option("auto|V", "Stages per device, for interleaved schedules.", _BATCH)] = "auto"
     replicas: Annotated[
         str | int,
-        Option("auto|R", "Number of data-parallel pipelines, which share batch and devices.", _BATCH, recorded=_COUNT),
+        Option(
+            "auto|R",
+            "Number of data-parallel pipelines, which share batch and devices.",
+            _BATCH,
+            recorded=_COUNT_OR_AUTO,
+        ),
     ] = "1"
     tensor_parallel: Annotated[
         str | int,
-        Option("auto|T", "GPUs that share each layer; auto: best of the profile.", _BATCH, recorded=_COUNT),
+        Option("auto|T", "GPUs that share each layer; auto: best of the profile.", _BATCH, recorded=_COUNT_OR_AUTO),
     ] = "auto"
     recompute: Annotated[
         str,

@@ -33,8 +33,6 @@ class Workload:
     """Model FLOPs on each GPU of all stages together; 0 if the profile has none."""
     peak_flops_per_s: float = 0.0
     """Peak rate of a GPU in the profile's precision; 0 if it is not known."""
-    gpus_per_device: int = 1
-    """GPUs that run a stage together (tensor parallelism)."""
 
     def utilization(self, samples_per_s: float, devices: int) -> float:
         """Return the MFU of this many devices; 0 if it is not known."""
@@ -44,7 +42,7 @@ class Workload:
 
 def workload_of(profile: Profile) -> Workload:
     """Return the work of a sample of the profiled model, at the largest profiled micro-batch size."""
-    sizes, settings = profile.micro_batch_sizes, profile.model.settings
+    sizes = profile.micro_batch_sizes
     n = sizes.index(max(sizes))
     return Workload(
         tokens=_tokens(profile),
@@ -55,7 +53,6 @@ def workload_of(profile: Profile) -> Workload:
         )
         / sizes[n],
         peak_flops_per_s=peak_flops_per_s(profile.device.name, profile.environment.dtype),
-        gpus_per_device=int(settings.get("tensor_parallel", 1)),
     )
 
 
@@ -77,7 +74,7 @@ def training_run(inputs: Inputs, step_us: float, workload: Workload, *, devices:
     if not samples and (inputs.tokens or not inputs.price):
         return None
     steps = max(1, ceil(samples / inputs.batch))
-    gpus = (devices or inputs.devices) * workload.gpus_per_device
+    gpus = devices or inputs.devices
     hours = steps * step_us / _US_PER_HOUR
     return TrainingRun(
         gpus=gpus,

@@ -93,6 +93,7 @@ def transformer_profile(
         optimizer=optimizer,
         optimizer_peak="sum" if steps_at_once else "largest",
         micro_batch_sizes=micro_batch_sizes,
+        tensor_parallel=execution.tensor_parallel,
         layers=tuple(layers),
     )
 

@@ -47,7 +47,7 @@ def test_recomputation_and_unequal_stages_lower_the_utilization() -> None:
 def test_gpus_of_a_stage_share_its_flops() -> None:
     """Each of two GPUs computes half: the same utilization at twice the speed, and twice the GPUs to pay for."""
     one, two = (
-        api.solve(by_formula(tensor_parallel=t), devices=2, batch=8, recompute="never", tokens="1M", price=2)
+        api.solve(by_formula(tensor_parallel=t), devices=2 * t, batch=8, recompute="never", tokens="1M", price=2)
         for t in (1, 2)
     )
     assert one.training is not None
