@@ -18,12 +18,11 @@ from planner.core.values.profile import Profile
 from planner.solve.answer import Answer, Search
 from planner.solve.cases import cases_of
 from planner.solve.chain.gpipe import DYNAMIC_PROGRAMMING, search_gpipe, tie_broken
+from planner.solve.chain.quick import quick_answers, shape_of, without_bubble_us
 from planner.solve.checks import check_request
 from planner.solve.deadline import Deadline, OutOfTimeError
-from planner.solve.refusals import infeasible, out_of_time
 from planner.solve.request import Request
 from planner.solve.space.case import Case
-from planner.solve.widths import quick_answers, shape_of, without_bubble_us
 
 MOST_ACTIONS_OF_SEARCH: Final = 3_000_000
 """Actions to simulate for all cases of a searched schedule: about ten seconds."""
@@ -67,9 +66,11 @@ def solve(profile: Profile, request: Request, *, tables: WidthTables | None = No
     cases = cases_of(profile, request, tables=tables)
     searched = _searched(cases, request, deadline)
     best, bound_us = searched.best, searched.bound_us
-    if best is None and not searched.complete:
-        raise out_of_time(request)
     if best is None:
+        from planner.solve.explain import infeasible, out_of_time  # noqa: PLC0415 - most requests have an answer
+
+        if not searched.complete:
+            raise out_of_time(request)
         error = infeasible(profile, request, cases)
         # If not everything was tried, the lack of a plan does not prove that none exists.
         raise error if bound_us == inf else SolverError(f"{error.message}, as far as was searched", hint=error.hint)
