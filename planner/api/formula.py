@@ -102,7 +102,7 @@ def profile_by_formula(options: ProfileOptions, configuration: Configuration | N
     profile = transformer_profile(
         shape,
         execution,
-        _widths(options, precision, half=half),
+        _widths(options, precision, fused=execution.fused),
         pace,
         device=device,
         dtype=precision or "float32",
@@ -230,7 +230,8 @@ def _execution(options: ProfileOptions, shape: Transformer) -> Execution:
         sequence_parallel=options.sequence_parallel,
         keep_scores=options.keep_scores,
         recompute_attention=options.recompute_attention,
-        fused=options.fused_kernels,
+        # Layer norm and GELU of the papers are one kernel each.
+        fused=options.fused_kernels or shape.family == _GPT,
     )
 
 
@@ -244,15 +245,21 @@ def _capacity(value: float | str | None) -> float:
     return number
 
 
-def _widths(options: ProfileOptions, precision: Precision, *, half: bool) -> Widths:
-    activation = 2 if half else 4
+def _widths(options: ProfileOptions, precision: Precision, *, fused: bool) -> Widths:
+    """Return the bytes of activations and of the state."""
+    mixed = precision.endswith("-mixed")
+    activation = 4 if precision in ("", "fp32") else 2
+    # Under autocast, sums of half-precision results and float32 states are in float32. Megatron's are not.
+    residual = 4 if mixed and not fused else activation
     if options.state_bytes is not None:
         state = _state_bytes(options.state_bytes)
-        return Widths(activation=activation, parameter=state[0], gradient=state[1], optimizer=state[2])
-    mixed = precision.endswith("-mixed")
+        return Widths(
+            activation=activation, residual=residual, parameter=state[0], gradient=state[1], optimizer=state[2]
+        )
     width = 4 if mixed else activation
     return Widths(
         activation=activation,
+        residual=residual,
         parameter=width,
         gradient=width,
         optimizer=width * _STATES[_optimizer(options)],

@@ -293,5 +293,14 @@ def _flops(func: Any, args: Any, kwargs: dict[str, Any], result: Any) -> int:
         return int(sdpa_flop_count(args[0].shape, args[1].shape, args[2].shape))
     if func is torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default:
         return int(sdpa_backward_flop_count(*(tensor.shape for tensor in args[:4])))
+    if func._schema.name == "aten::_grouped_mm":
+        return _grouped_flops(args[0], args[1])
     formula = flop_registry.get(func._overloadpacket)
     return int(formula(*args, **kwargs, out_val=result)) if formula is not None else 0
+
+
+def _grouped_flops(a: Tensor, b: Tensor) -> int:
+    """Return the operations of a grouped product of experts: each row of tokens meets the weights of one expert."""
+    if a.dim() == 3 and b.dim() == 2:
+        return 2 * a.shape[-2] * b.numel()
+    return 2 * a.numel() * b.shape[-1]

@@ -55,7 +55,10 @@ class _Llama:
     mlp_bias: bool = False
     """True if `mlp_bias` adds biases to the feed-forward layer."""
     normalized_keys: bool = False
+    joined: bool = False
+    """True if one weight makes queries, keys and values, and one both inputs of the gate."""
     post_norms: int = 0
+    wide_norms: bool = False
     tied: bool = False
     capped: float = 0.0
     """Default of `final_logit_softcapping`."""
@@ -80,6 +83,7 @@ class _Llama:
             sequence=sequence,
             vocabulary=fields.integer("vocab_size"),
             blocks=blocks,
+            wide_norms=self.wide_norms,
             tied=fields.flag("tie_word_embeddings", default=self.tied),
             capped=fields.number("final_logit_softcapping", self.capped) > 0,
         )
@@ -99,8 +103,9 @@ class _Llama:
                 else fields.flag(self.qkv_bias, default=self.qkv_bias == "qkv_bias")
             ),
             out_bias=self.out_bias and biased,
-            rotary=True,
             normalized_keys=self.normalized_keys,
+            joined=self.joined,
+            capped=fields.number("attn_logit_softcapping", 50.0 if self.capped else 0.0) > 0,
         )
 
     def _windows(self, fields: Fields, layers: int) -> list[int]:
@@ -134,7 +139,11 @@ class _Llama:
                 shared_width=shared,
                 shared_gate=bool(shared),
             )
-        return FeedForward(width=fields.integer("intermediate_size"), bias=self.mlp_bias and fields.flag("mlp_bias"))
+        return FeedForward(
+            width=fields.integer("intermediate_size"),
+            bias=self.mlp_bias and fields.flag("mlp_bias"),
+            joined=self.joined,
+        )
 
 
 def _gpt2(fields: Fields, sequence: int) -> Transformer:
@@ -142,9 +151,11 @@ def _gpt2(fields: Fields, sequence: int) -> Transformer:
     layers, hidden = fields.integer("n_layer", "num_hidden_layers"), fields.integer("n_embd", "hidden_size")
     heads = fields.integer("n_head", "num_attention_heads")
     dim = max(1, hidden // heads)
-    attention = Attention(heads=heads, key_value_heads=heads, key_dim=dim, value_dim=dim, qkv_bias=True, out_bias=True)
-    width = fields.integer("n_inner", default=4 * hidden)
-    block = Block(attention=attention, feed_forward=FeedForward(width=width, gated=False, bias=True))
+    attention = Attention(
+        heads=heads, key_value_heads=heads, key_dim=dim, value_dim=dim, qkv_bias=True, out_bias=True, joined=True
+    )
+    width, kept = fields.integer("n_inner", default=4 * hidden), _kept(fields.text("activation_function", "gelu_new"))
+    block = Block(attention=attention, feed_forward=FeedForward(width=width, gated=False, bias=True, kept=kept))
     return Transformer(
         hidden=hidden,
         sequence=sequence,
@@ -169,11 +180,11 @@ def _phi(fields: Fields, sequence: int) -> Transformer:
         value_dim=dim,
         qkv_bias=True,
         out_bias=True,
-        rotary=True,
         normalized_keys=fields.flag("qk_layernorm"),
     )
-    width = fields.integer("intermediate_size")
-    block = Block(attention=attention, feed_forward=FeedForward(width=width, gated=False, bias=True), norms=1)
+    width, kept = fields.integer("intermediate_size"), _kept(fields.text("hidden_act", "gelu_new"))
+    feed_forward = FeedForward(width=width, gated=False, bias=True, kept=kept)
+    block = Block(attention=attention, feed_forward=feed_forward, norms=1)
     return Transformer(
         hidden=hidden,
         sequence=sequence,
@@ -198,7 +209,6 @@ def _deepseek(fields: Fields, sequence: int) -> Transformer:
         value_dim=fields.integer("v_head_dim"),
         qkv_bias=bias,
         out_bias=bias,
-        rotary=True,
         latent=Latent(
             query_rank=fields.integer("q_lora_rank", default=0),
             key_value_rank=fields.integer("kv_lora_rank"),
@@ -226,11 +236,12 @@ def _deepseek(fields: Fields, sequence: int) -> Transformer:
 
 def _t5(fields: Fields, sequence: int) -> Transformer:
     """Return the shape of T5: encoder and decoder with relative positions; samples of both have the same length."""
-    layers, hidden = fields.integer("num_layers"), fields.integer("d_model")
-    heads, dim = fields.integer("num_heads"), fields.integer("d_kv")
+    layers, hidden = fields.integer("num_layers", "num_hidden_layers"), fields.integer("d_model", "hidden_size")
+    heads, dim = fields.integer("num_heads", "num_attention_heads"), fields.integer("d_kv", "head_dim", default=64)
     attention = Attention(heads=heads, key_value_heads=heads, key_dim=dim, value_dim=dim)
-    gated = fields.text("feed_forward_proj", "relu").startswith("gated")
-    feed_forward = FeedForward(width=fields.integer("d_ff"), gated=gated)
+    gated, _, name = fields.text("feed_forward_proj", "relu").rpartition("-")
+    kept = _kept("gelu_new" if (gated, name) == ("gated", "gelu") else name)
+    feed_forward = FeedForward(width=fields.integer("d_ff", "intermediate_size"), gated=bool(gated), kept=kept)
     encoder = Block(attention=attention, feed_forward=feed_forward, kind="encoder")
     decoder = Block(attention=attention, cross_attention=attention, feed_forward=feed_forward, norms=3, kind="decoder")
     # The first block of each stack has the table of relative positions; the last one of the encoder a normalization.
@@ -254,7 +265,15 @@ def _t5(fields: Fields, sequence: int) -> Transformer:
     )
 
 
+def _kept(activation: str) -> int:
+    """Return the number of tensors that an activation function keeps, its result included."""
+    # relu keeps its result only; transformers computes `gelu_new` by eight operators.
+    return {"relu": 1, "gelu_new": 5}.get(activation, 2)
+
+
 _BIASED: Final = _Llama(qkv_bias="attention_bias", out_bias=True)
+
+_GEMMA: Final = replace(_BIASED, head_dim=256, tied=True, wide_norms=True)
 
 FAMILIES: Final[Mapping[str, Shape]] = {
     "gpt2": _gpt2,
@@ -262,13 +281,11 @@ FAMILIES: Final[Mapping[str, Shape]] = {
     "mistral": _Llama(key_value_heads=8, full_every=0),
     "qwen2": _Llama(qkv_bias=True),
     "qwen3": replace(_BIASED, head_dim=128, normalized_keys=True),
-    "gemma": replace(_BIASED, head_dim=256, key_value_heads=16, tied=True),
-    "gemma2": replace(_BIASED, head_dim=256, key_value_heads=4, tied=True, post_norms=2, capped=30.0, full_every=2),
-    "gemma3_text": replace(
-        _BIASED, head_dim=256, key_value_heads=4, tied=True, post_norms=2, normalized_keys=True, full_every=6
-    ),
+    "gemma": replace(_GEMMA, key_value_heads=16),
+    "gemma2": replace(_GEMMA, key_value_heads=4, post_norms=2, capped=30.0, full_every=2),
+    "gemma3_text": replace(_GEMMA, key_value_heads=4, post_norms=2, normalized_keys=True, full_every=6),
     "phi": _phi,
-    "phi3": _Llama(full_every=0),
+    "phi3": _Llama(full_every=0, joined=True),
     "mixtral": _Llama(key_value_heads=8, full_every=0, experts="mixtral"),
     "qwen2_moe": _Llama(qkv_bias="qkv_bias", experts="qwen2"),
     "qwen3_moe": replace(_BIASED, key_value_heads=4, normalized_keys=True, experts="qwen3"),

@@ -36,6 +36,8 @@ class Widths:
 
     activation: int
     """Bytes of an activation (e)."""
+    residual: int = 0
+    """Bytes of a hidden state between blocks, if they differ: autocast keeps these in float32."""
     parameter: int
     gradient: int
     optimizer: int
@@ -93,16 +95,20 @@ class _Layers:
     def __init__(self, shape: Transformer, execution: Execution, widths: Widths) -> None:
         self.shape, self.execution, self.widths = shape, execution, widths
         self.e, self.t = widths.activation, execution.tensor_parallel
+        self.residual = widths.residual or self.e
         # Elements of sh that each device has of a tensor that tensor parallelism leaves whole.
         self.whole = shape.sequence * shape.hidden / (self.t if execution.sequence_parallel else 1)
         # Encoder and decoder each pass a hidden state from block to block.
         self.streams = 2 if shape.is_encoder_decoder else 1
         self.eager_norms = not (shape.layer_norms or execution.fused)  # torch's layer norm is one kernel
+        # An eager norm of half-precision states keeps a float32 copy of these.
+        self.keeps_copies = self.eager_norms and self.residual < 4
+        self.normalized = (4 if shape.wide_norms else self.residual) if self.eager_norms else 0
 
     def embedding(self) -> LayerCosts:
         """Return the costs of the embedding."""
         words = self.shape.vocabulary * self.shape.hidden // self.t
-        output = self.e * self.whole * self.streams
+        output = self.residual * self.whole * self.streams
         return LayerCosts(
             name="embedding",
             parameters=words + self.shape.positions * self.shape.hidden,
@@ -112,7 +118,7 @@ class _Layers:
             input_flops=0.0,
             weight_flops=0.0,
             output_bytes=output,
-            saved_bytes=output + (self.whole * self.streams if self.shape.dropout else 0),
+            saved_bytes=(0 if self.keeps_copies else output) + (self.whole * self.streams if self.shape.dropout else 0),
             weight_held_bytes=output,
         )
 
@@ -126,11 +132,10 @@ class _Layers:
         attention = sum(
             2 * each.heads * s * self._span(each) * (each.key_dim + each.value_dim) / t for each in block.attentions
         )
-        # The softmax, the mask of its dropout, and the result of the dropout.
-        scores = sum(each.heads * s * self._span(each) * (2 * e + 1) / t for each in block.attentions)
-        keeps, again = self.execution.keep_scores, self.execution.recompute_attention
-        split = sum(map(self._attention_elements, block.attentions)) + self._feed_forward_elements(block.feed_forward)
-        latent = sum(map(self._latent_elements, block.attentions))
+        scores, again = sum(map(self._scores_bytes, block.attentions)), self.execution.recompute_attention
+        split = sum(map(self._attention_bytes, block.attentions))
+        split += e * self._feed_forward_elements(block.feed_forward)
+        latent = sum(map(self._latent_bytes, block.attentions))
         masks = block.norms if shape.dropout else 0
         return LayerCosts(
             name=block.kind,
@@ -141,12 +146,12 @@ class _Layers:
             forward_flops=products + attention,
             input_flops=products + (3 if again else 2) * attention,
             weight_flops=products,
-            output_bytes=e * self.whole * max(self.streams, 2 if block.kind == "mtp" else 1),
-            saved_bytes=self.whole * (self._norm_bytes(block) + masks)
-            + e * s * (split / t + latent)
-            + (scores if keeps and not again else 0),
+            output_bytes=self.residual * self.whole * max(self.streams, 2 if block.kind == "mtp" else 1),
+            saved_bytes=self.whole * (self._norm_bytes(block, linears) + masks)
+            + s * (split / t + latent)
+            + (0 if again else scores),
             weight_held_bytes=self._held_bytes(linears),
-            transient_bytes=scores if keeps and again else 0.0,
+            transient_bytes=scores if again else 0.0,
         )
 
     def head(self) -> LayerCosts:
@@ -157,7 +162,7 @@ class _Layers:
         uses = 1 + sum(block.kind == "mtp" for block in shape.blocks)
         logits = uses * shape.sequence * shape.vocabulary / self.t
         flops = 2 * shape.hidden * logits
-        normalized = max(e, 4) if self.eager_norms else 0
+        normalized = (4 if self.keeps_copies else 0) + self.normalized
         return LayerCosts(
             name="head",
             parameters=words + shape.norm_width * shape.hidden + (shape.vocabulary if shape.head_bias else 0),
@@ -184,41 +189,64 @@ class _Layers:
         window = attention.window if self.execution.fused else 0
         return min(window or self.shape.sequence, self.shape.sequence)
 
-    def _norm_bytes(self, block: Block) -> float:
-        """Return the bytes per channel that normalizations keep.
+    def _norm_bytes(self, block: Block, linears: list[Linear]) -> float:
+        """Return the bytes per channel that normalizations keep: inputs, normalized inputs, and results.
 
-        Inputs and outputs; the previous layer counts the first input as its output, and this layer counts its own
-        output instead. An RMS norm of several kernels also keeps its normalized input, and in half precision a float32
-        copy in place of the input.
+        The previous layer counts the first input as its output, and this layer counts its own output instead.
         """
-        e, norms, after = self.e, block.norms, block.post_norms
+        before = block.norms * ((4 if self.keeps_copies else self.residual) + self.normalized)
+        if self.residual == self.e:
+            results = block.norms
+        else:
+            # Autocast converts the result once for each weight that reads it.
+            readers = (each for each in linears if each.split != "inputs" and each.copies == 1)
+            results = sum(len(each.outputs) for each in readers if each.inputs == self.shape.hidden)
+        return before + self.e * results + block.post_norms * self._inner_norm_bytes()
+
+    def _inner_norm_bytes(self) -> int:
+        """Return the bytes per channel that a normalization of a product's result keeps, without its own result."""
         if not self.eager_norms:
-            return e * (2 * norms + after)
-        if e < 4:
-            return norms * (4 + 2 * e) + after * (4 + e) + e
-        return e * (3 * norms + 2 * after)
+            return self.e
+        return 4 + (4 if self.shape.wide_norms else self.e)
 
-    def _attention_elements(self, attention: Attention) -> float:
-        """Return the elements per token that attention keeps: queries, keys, values, result, normalized inputs."""
-        keys = attention.heads if attention.latent else attention.groups(self.t)
-        rotated = (attention.heads + keys) * attention.key_dim
-        elements = rotated + (keys + attention.heads) * attention.value_dim
-        if attention.normalized_keys:
-            elements += (1 if self.execution.fused else 2) * rotated
-        return elements
+    def _scores_bytes(self, attention: Attention) -> float:
+        """Return the bytes of scores that attention keeps without a fused kernel."""
+        elements = attention.heads * self.shape.sequence * self._span(attention) / self.t
+        if self.execution.keep_scores:
+            # The softmax, the mask of its dropout, and the result of the dropout.
+            return elements * (2 * self.e + 1)
+        # The tanh and the softmax, which is in float32, and its copy in half precision.
+        return elements * 8 if self._is_eager(attention) else 0.0
 
-    def _latent_elements(self, attention: Attention) -> int:
-        """Return the elements per token of latent vectors, whole on each device: inputs and outputs of their norms."""
+    def _is_eager(self, attention: Attention) -> bool:
+        return attention.capped and not self.execution.fused
+
+    def _attention_bytes(self, attention: Attention) -> float:
+        """Return the bytes per token that attention keeps: queries, keys, values, result, normalized inputs."""
+        groups = attention.heads if attention.latent or self._is_eager(attention) else attention.groups(self.t)
+        rotated = (attention.heads + groups) * attention.key_dim
+        values = groups * attention.value_dim
+        if attention.latent is not None:
+            # Values share a tensor with the part of the keys that is not rotated.
+            values += groups * (attention.key_dim - attention.latent.rotary_dim)
+        kept = self.e * (rotated + values + attention.heads * attention.value_dim)
+        return kept + (rotated * self._inner_norm_bytes() if attention.normalized_keys else 0)
+
+    def _latent_bytes(self, attention: Attention) -> int:
+        """Return the bytes per token of latent vectors, whole on each device: inputs and results of their norms."""
         if attention.latent is None:
             return 0
-        return (2 if self.execution.fused else 3) * (attention.latent.query_rank + attention.latent.key_value_rank)
+        return (self._inner_norm_bytes() + self.e) * (attention.latent.query_rank + attention.latent.key_value_rank)
 
     def _feed_forward_elements(self, layer: FeedForward | Experts) -> float:
         """Return the elements per token that a feed-forward layer or experts keep."""
-        gated = 3 if self.execution.fused else 4
+        fused = self.execution.fused
         if isinstance(layer, FeedForward):
-            # Input and output of the activation function.
-            return layer.width * (gated if layer.gated else 2)
+            if layer.gated:
+                # The gate's input and result, the other input, and their product.
+                return layer.width * (3 if fused else layer.kept + 2)
+            return layer.width * (2 if fused else layer.kept)
+        gated = 3 if fused else 4
         # Experts also keep the tokens that they got and their results, which the router's weights multiply.
         uses = layer.top_k * self.execution.capacity
         return uses * (gated * layer.width + 2 * self.shape.hidden) + gated * layer.shared_width

@@ -56,10 +56,12 @@ class Attention:
     value_dim: int
     qkv_bias: bool = False
     out_bias: bool = False
-    rotary: bool = False
-    """True if queries and keys are rotated."""
     normalized_keys: bool = False
     """True if queries and keys are normalized per head."""
+    joined: bool = False
+    """True if one weight makes queries, keys and values."""
+    capped: bool = False
+    """True if a tanh bounds the scores, which torch's fused kernels do not support."""
     window: int = 0
     """Number of tokens that a token attends to; 0: all."""
     latent: Latent | None = None
@@ -80,7 +82,8 @@ class Attention:
         queries = self.heads * self.key_dim
         if self.latent is None:
             keys, values = (self.groups(devices) * width for width in (self.key_dim, self.value_dim))
-            yield Linear(inputs=hidden, outputs=(queries, keys, values), bias=self.qkv_bias)
+            outputs = (queries + keys + values,) if self.joined else (queries, keys, values)
+            yield Linear(inputs=hidden, outputs=outputs, bias=self.qkv_bias)
         else:
             rank, rotary = self.latent.query_rank, self.latent.rotary_dim
             compressed = self.latent.key_value_rank + rotary
@@ -100,10 +103,15 @@ class FeedForward:
     width: int
     gated: bool = True
     bias: bool = False
+    joined: bool = False
+    """True if one weight makes both inputs of the gate."""
+    kept: int = 2
+    """Tensors that eager kernels of the activation function keep: its input, intermediate results and its result."""
 
     def linears(self, hidden: int) -> Iterator[Linear]:
         """Yield the products with weights."""
-        yield Linear(inputs=hidden, outputs=(self.width,) * (2 if self.gated else 1), bias=self.bias)
+        outputs = (self.width,) * (2 if self.gated else 1)
+        yield Linear(inputs=hidden, outputs=(sum(outputs),) if self.joined else outputs, bias=self.bias)
         yield Linear(inputs=self.width, outputs=(hidden,), bias=self.bias, split="inputs")
 
 
@@ -192,6 +200,8 @@ class Transformer:
     """Learned positions."""
     layer_norms: bool = False
     """True if normalizations have biases (layer norm); otherwise they only scale (RMS)."""
+    wide_norms: bool = False
+    """True if a normalized input stays in float32, whatever the precision."""
     dropout: bool = False
     """True if training drops results of the embedding and of each layer, which keeps masks."""
     tied: bool = False

@@ -237,3 +237,17 @@ def test_the_table_is_plausible(name: str) -> None:
 
 def _discard(_value: Any) -> None:
     """Drops what it is given."""
+
+
+@pytest.mark.skipif(not hasattr(nn.functional, "grouped_mm"), reason="torch has no grouped products")
+@pytest.mark.parametrize(
+    ("a", "b"),
+    [((12, 8), (3, 8, 4)), ((8, 12), (12, 4)), ((3, 4, 8), (8, 12))],
+    ids=["forward", "gradient of the weights", "transposed"],
+)
+def test_grouped_products_of_experts_count_each_token_once(a: tuple[int, ...], b: tuple[int, ...]) -> None:
+    """Twelve tokens on three experts of 8 by 4: as many operations as one product with 12 rows."""
+    offsets = torch.tensor([4, 8, 12], dtype=torch.int32)
+    clock = RooflineClock(rates_of("h100"))
+    clock.time_us(lambda: nn.functional.grouped_mm(torch.ones(a), torch.ones(b), offs=offsets))
+    assert clock.flops == 2 * 12 * 8 * 4

@@ -1,11 +1,13 @@
 """Parameters by formula, compared with the models that transformers builds from the same configurations."""
 
 import random
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from benchmarks.formulas import CONFIGURATIONS, compared
 from planner.core.errors import UsageError
 from planner.profile.formula.families import FAMILIES, shape_of
 
@@ -123,3 +125,28 @@ def test_wrong_files_are_refused_with_all_reasons(content: dict[str, object], to
     with pytest.raises(UsageError) as refused:
         shape_of(content, 32, source="config.json")
     assert told in refused.value.message
+
+
+CHECKED = {("llama", "bf16-mixed"), ("mixtral", "fp32")}
+"""Families and precisions that every run of the tests compares."""
+
+APART = {"t5": "relative positions", "mixtral": "autocast", "qwen2_moe": "autocast", "qwen3_moe": "autocast"}
+APART |= {"deepseek_v2": "autocast", "deepseek_v3": "autocast", "gpt2": "autocast", "phi": "autocast"}
+"""Families that differ from the layers in some precision, with the reason in `docs/measurements/formulas.md`."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "precision"),
+    [
+        pytest.param(name, precision, marks=() if (name, precision) in CHECKED else pytest.mark.nightly)
+        for name in CONFIGURATIONS
+        for precision in ("fp32", "bf16", "bf16-mixed")
+        if not (precision == "bf16-mixed" and APART.get(name) == "autocast") and name != "t5"
+    ],
+)
+def test_operations_and_bytes_are_those_of_the_layers(name: str, precision: str, tmp_path: Path) -> None:
+    """Within 3 %, compared with the layers that the estimating backend runs."""
+    row = compared(name, precision, tmp_path)
+    assert (row.parameters, row.flops) == pytest.approx((0, 0), abs=0.001)
+    assert row.saved == pytest.approx(0, abs=0.03)
