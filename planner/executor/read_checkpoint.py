@@ -42,7 +42,7 @@ def read_checkpoint(source: Path, pipeline: Pipeline, optimizer: OptimizerState)
         optimizer: Optimizer of this rank's parameters.
 
     Returns:
-        The other state.
+        State of this rank that is no weight: step, random states, data position and the like.
 
     Raises:
         FileError: It cannot be read, or is damaged.

@@ -150,7 +150,7 @@ class _NormCall:
     squares: Tensor
     """Sum of their squares, in float64."""
     new: int = 0
-    """Values per channel in the scratch pair; 0 before the layer has run."""
+    """Values per channel that `mean` and `variance` are of; 0 before the layer has run."""
     count: int = 0
     """Values per channel in the sums."""
 

@@ -53,7 +53,7 @@ class StateOwner:
 
     @classmethod
     def of(cls, path: str, module: nn.Module, elsewhere: frozenset[str] = frozenset()) -> "StateOwner":
-        """Return the module with its current plain attributes; those that are None may hold a tensor later.
+        """Return the module with its plain attributes; None counts as one, because it may become a tensor later.
 
         Args:
             path: Path of the module.

@@ -102,13 +102,13 @@ class Convolution:
         return self.call(*of, self.stride, self.padding, *rest)
 
     def input_gradient(self, gradient: Tensor, of: Operands) -> Tensor:
-        """Return the first of the three gradients of torch's kernel."""
+        """Return the gradient of the input, by torch's kernel."""
         kernel = torch.ops.aten.convolution_backward
         of_input, _, _ = kernel(gradient, of.x, of.weight, None, *self._numbers, [True, False, False])
         return of_input  # type: ignore[no-any-return]
 
     def weight_gradients(self, gradient: Tensor, of: Operands) -> tuple[Tensor, Tensor | None]:
-        """Return the second and third gradients of torch's kernel."""
+        """Return the gradients of the weight and of the bias, if there is one, by torch's kernel."""
         kernel, has_bias = torch.ops.aten.convolution_backward, of.bias is not None
         sizes = None if of.bias is None else list(of.bias.shape)
         _, *gradients = kernel(gradient, of.x, of.weight, sizes, *self._numbers, [False, True, has_bias])

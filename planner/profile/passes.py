@@ -125,7 +125,7 @@ class Idle:
 
     @classmethod
     def matching(cls, unit: Unit) -> "Idle":
-        """Return such a layer on the same device and in the same precision."""
+        """Return a layer that computes nothing, on the device and in the precision of `unit`."""
         values, spec = tree_flatten(torch.zeros(1, device=unit.device, requires_grad=True))
         nothing = replace(unit, name="nothing", module=nn.Identity(), loss_fn=None, digest="")
         return cls(nothing, UnitInput(tuple(values), spec, None))

@@ -73,7 +73,7 @@ class Records:
         return {digest: figure(unit, self.inputs[digest, self.sizes[0]]) for digest, unit in self.distinct.items()}
 
     def names_in(self, layer: int, names: Collection[str]) -> set[str]:
-        """Return the names that parameters have in a layer, from their names in its digest's first layer."""
+        """Translate parameter names of the first layer with the same digest to those of `layer`."""
         unit = self.units[layer]
         first = self.distinct[unit.digest].module.named_parameters()
         pairs = zip(unit.module.named_parameters(), first, strict=True)

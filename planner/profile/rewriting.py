@@ -26,7 +26,7 @@ def rewritten_bytes(unit: Unit, received: UnitInput) -> int:
 
 
 def _written(unit: Unit, received: UnitInput) -> dict[int, dict[int, int]]:
-    """Return the storages of the value at each location of the unit's state that a forward writes, with their bytes."""
+    """Return the storages that a forward writes, with their bytes, by location in the unit's state."""
     deferred = set(collecting_layers(unit.module))
     owners = [owner for owner in state_owners([(unit.name, unit.module)]) if owner.module not in deferred]
     places = [place for owner in owners for place in (*owner.locations(), *_nests(owner))]

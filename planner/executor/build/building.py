@@ -33,7 +33,7 @@ class StageRange(NamedTuple):
     """True if each layer must be a separate module; otherwise a model with an outline has one module for all."""
 
     def of(self, chain: Chain) -> tuple[Layer, ...]:
-        """Return these layers of a chain."""
+        """Return the layers `first` to `end - 1` of a chain."""
         if chain.outline is None or self.apart:
             return chain.layers[self.first : self.end]
         return (Layer(chain.names[self.first], chain.stage(self.first, self.end)),)

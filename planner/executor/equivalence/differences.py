@@ -15,7 +15,7 @@ LIMIT = 1e-4
 """Larger relative differences are no rounding errors, unless the model amplifies these as much (`largest_problem`)."""
 
 NUMBER = "the number"
-"""First words of the name of a module's number."""
+"""Prefix of the names of numbers that modules hold, in messages."""
 
 _WORST = 1e-2
 """Limit of any rounding error."""

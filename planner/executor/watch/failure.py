@@ -94,7 +94,7 @@ class Watch:
         self._process = os.getpid()
         self._has_left = False
         self._written_bytes = self._written_by_all_bytes = 0
-        """Bytes of checkpoints that this rank has reported, and that all ranks had at the last look."""
+        """Bytes of checkpoints that this rank has reported, and the sum over all ranks when it was last read."""
         self._thread: threading.Thread | None = None
 
     def __enter__(self) -> Self:
