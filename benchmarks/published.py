@@ -2,12 +2,13 @@
 
     python -m benchmarks.published > docs/measurements/published.md
 
-From the root of a checkout; half a minute on one core, without torch. Figures and sources: `benchmarks/data/published`.
+From the root of a checkout; a minute on one core, without torch. Figures and sources: `benchmarks/data/published`.
 """
 
 import textwrap
 from collections.abc import Iterable, Sequence
 
+from benchmarks import published_chips as chips
 from benchmarks import published_formulas as formulas
 from benchmarks import published_runs as runs
 from benchmarks.published_runs import Cuts, Row
@@ -40,6 +41,9 @@ def main() -> None:
         _even_stages,
         _memory,
         _formula_times,
+        _golden_memory,
+        _rates,
+        _other_chips,
         _left_out,
     ):
         section()
@@ -256,11 +260,80 @@ def _formula_times() -> None:
     table("devices | tokens | words | measured, s: | predicted, s: | difference:", map(cells, rows))
 
 
+def _golden_memory() -> None:
+    state, activations, peaks = (
+        list(rows()) for rows in (chips.golden_state_rows, chips.golden_activation_rows, chips.golden_peak_rows)
+    )
+    pipelined = [row for row in activations if "8 chunks" in row.name[1]]
+    print("## Memory of A100, H100 and GB200, by formula\n")
+    say(
+        f"""Megatron-LM's own reference values: bytes that torch had allocated on the last pipeline rank, between steps
+        and at the peak, in GB (10^9 bytes). Parameters have 2 bytes, gradients 4, and the optimizer's 12 are divided
+        by the replicas. State, where the number of GPUs is stated: {span(state)}. What is missing are buffers of
+        the engine. It is not stated for Mixtral, whose peaks here take the state as measured."""
+    )
+    header = "model | layout | chip | measured, GB: | predicted, GB: | difference:"
+    table(header, (cells(row, 2) for row in state))
+    say(
+        f"""Micro-batches in flight, beside what the measured peak has above the state. With 8 chunks per device,
+        where many micro-batches are in flight: {span(pipelined)}. The others are too low, because the peak of one
+        micro-batch in flight has the transients of its layers as well, which the next table includes. Layers of
+        Mixtral have kernels that fuse RMS normalizations and gated activations."""
+    )
+    table(header, (cells(row, 2) for row in activations))
+    say(f"Peaks, with transients: {span(peaks)}.")
+    table(header, (cells(row, 2) for row in peaks))
+
+
+def _rates() -> None:
+    rows = list(chips.rate_rows())
+    medians = ", ".join(
+        f"{chip}{' with experts' if experts else ''} {rate:.0f}" for (chip, experts), rate in chips.medians().items()
+    )
+    print("## Rates that were reached\n")
+    say(
+        f"""The TFLOP/s of a GPU in half precision at which the predicted step takes as long as the measured one, for
+        every run of known layout. FLOP are those of the formulas, attention without a causal mask; bubbles are
+        simulated, and communication lowers the rate. *Others* is the median of the other runs of the same kind;
+        the difference is that of a step predicted with it: {span(rows)}. The medians of all runs are the default
+        rates of `profile --device estimate:…` (`planner/core/values/sustained.py`): {medians}."""
+    )
+    say(
+        """Where a prediction misses by more than 15 %: BLOOM's runs with one or two samples have short kernels, and
+        transfers of 8 GPUs after each of them. GPT 1T is wider than all other models. GPT 7B ran with deterministic
+        kernels, and on GB200 nothing else without experts is known. DeepSeek-V3 on 1024 GPUs exchanges tokens of
+        its experts over more nodes, and Qwen3-30B over none."""
+    )
+    table(
+        "kind | model | source | reached, TFLOP/s: | others, TFLOP/s: | difference:",
+        ([*row.name, percent(row.error)] for row in rows),
+    )
+
+
+def _other_chips() -> None:
+    rows = list(chips.other_chip_rows())
+    between = [row for row in rows if "GB200" not in row.name]
+    print("## Steps of another chip\n")
+    say(
+        f"""GPT 7B of Megatron-LM's reference values on one chip, from its rate on another one. How many times as fast
+        the chip is follows from the run of the same model in the other layout. A100 and H100: {span(between)};
+        H100 and GB200: {span(row for row in rows if row not in between)}."""
+    )
+    table("layout | from | to | measured, s: | predicted, s: | difference:", map(cells, rows))
+
+
 def _left_out() -> None:
     print("## What has too little in it\n")
     for text in (
         """torchtitan's tables have 1F1B and interleaved 1F1B of a 405B model on 512 H100, but neither the micro-batch
-        size nor the number of chunks.""",
+        size nor the number of chunks. Its runs of 8B and 70B models are on H100 with 500 W and 2.4 TB/s, which are
+        other chips than those of the data sheet.""",
+        """Steps of Mixtral among Megatron-LM's reference values: the number of GPUs is not stated. Of the same layout,
+        8x22B takes 6.9 s on both A100 and H100, 8x7B with EP 8 3.7 s and 3.3 s, and with EP 4 22.2 s and 8.9 s. So
+        two of them are not bound by computing, or ran on different numbers of GPUs.""",
+        """Megatron-Bridge's tables on H100 are in 8-bit precision, except for GPT-OSS 120B, whose windows of attention
+        no formula here has.""",
+        """Memory of BLOOM's runs: what is counted besides tensors is not stated. Formulas give 14 % to 31 % less.""",
         f"""Megatron-LM's scaling tables ({MEGATRON}): one plan for each model, so that there is nothing to forecast.
         Its formulas are those of `profile --from-formula`.""",
         """Memory of the runs on GH200: all are of one cut, and neither what the engine holds of a parameter nor what

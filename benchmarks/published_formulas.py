@@ -46,7 +46,7 @@ def vocabulary_memory_rows(schedule: ScheduleName = "1f1b", *, most_devices: int
         if line["schedule"] != schedule or int(line["devices"]) > most_devices:
             continue
         for vocabulary, peak in zip(WORDS, numbers(line["peak_gib"]), strict=False):
-            highest = max(peaks_bytes(gpt(line, vocabulary), _baseline(line)))
+            highest = max(peaks_bytes(gpt(line, vocabulary), vocabulary_cut(line)))
             yield Row(name=_setting(line, vocabulary), measured=peak, predicted=highest / 2**30)
 
 
@@ -57,7 +57,7 @@ def vocabulary_step_rows() -> Iterator[Row]:
         if line["schedule"] != "1f1b":
             continue
         for vocabulary, percent in zip(WORDS, numbers(line["mfu_percent"]), strict=True):
-            profile, cut = gpt(line, vocabulary), _baseline(line)
+            profile, cut = gpt(line, vocabulary), vocabulary_cut(line)
             # Forward and backward of all layers at A100's 312 TFLOP/s.
             flop = cut.micro_batches * sum(3 * layer.forward_flops[0] for layer in profile.layers)
             measured = flop / (312e12 * percent / 100 * cut.num_devices)
@@ -67,7 +67,7 @@ def vocabulary_step_rows() -> Iterator[Row]:
         yield from scaled(rows, rows[0])
 
 
-def _baseline(line: dict[str, str]) -> Partition:
+def vocabulary_cut(line: dict[str, str]) -> Partition:
     """Equally many blocks on each stage."""
     devices, schedule = int(line["devices"]), line["schedule"]
     chunks = 2 if schedule == "v-half" else 1
@@ -111,6 +111,19 @@ def zero_bubble_memory_rows() -> Iterator[Row]:
 
 def recomputation_forecast_rows() -> Iterator[Row]:
     """Iterations in seconds with everything recomputed, by the formulas at the rate that the other run sustained."""
+    for line, never, always in _recomputation_steps():
+        rate = never / float(line["selective_s"])
+        yield Row(name=(line["model"], f"{rate:.0f}"), measured=float(line["everything_s"]), predicted=always / rate)
+
+
+def recomputation_rates() -> Iterator[tuple[str, float]]:
+    """Models, and the rates in TFLOP/s that their runs with selective recomputation sustained."""
+    for line, never, _ in _recomputation_steps():
+        yield line["model"], never / float(line["selective_s"])
+
+
+def _recomputation_steps() -> Iterator[tuple[dict[str, str], float, float]]:
+    """Lines, and their steps at 1 TFLOP/s without and with recomputation of everything."""
     for line in read("recomputation")[1:]:
         devices, chunks, micro_batches = int(line["devices"]), int(line["chunks"]), int(line["batch"])
         profile = formula(
@@ -132,5 +145,4 @@ def recomputation_forecast_rows() -> Iterator[Row]:
             )
             for recompute in ("never", "always")
         )
-        rate = never / float(line["selective_s"])
-        yield Row(name=(line["model"], f"{rate:.0f}"), measured=float(line["everything_s"]), predicted=always / rate)
+        yield line, never, always

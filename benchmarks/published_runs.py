@@ -17,7 +17,7 @@ from planner.core.cost.costs import costs_at
 from planner.core.cost.evaluate import Evaluation
 from planner.core.cost.partition import Partition
 from planner.core.values.cluster import Cluster, Link
-from planner.core.values.plan import Plan, Recompute, ScheduleName
+from planner.core.values.plan import Plan, Recompute, ScheduleName, Stage
 from planner.core.values.profile import Device, LayerProfile, Profile
 
 DATA = Path(__file__).parent / "data" / "published"
@@ -107,11 +107,15 @@ def predicted_s(profile: Profile, cut: Partition, **more: Any) -> float:
     return Evaluation(costs_at(profile, profile.micro_batch_sizes[0]), cut, cluster(cut, **more)).step_us / 1e6
 
 
+def stages(profile: Profile, cut: Partition) -> tuple[Stage, ...]:
+    """The stages with their memory."""
+    return Evaluation(costs_at(profile, profile.micro_batch_sizes[0]), cut, cluster(cut)).stages
+
+
 def peaks_bytes(profile: Profile, cut: Partition) -> list[int]:
     """The peak of every device."""
     totals = [0] * cut.num_devices
-    stages = Evaluation(costs_at(profile, profile.micro_batch_sizes[0]), cut, cluster(cut)).stages
-    for stage in stages:
+    for stage in stages(profile, cut):
         totals[cut.device_of(stage.index)] += stage.memory.total
     return totals
 
