@@ -276,9 +276,10 @@ def _golden_memory() -> None:
     table(header, (cells(row, 2) for row in state))
     say(
         f"""Micro-batches in flight, beside what the measured peak has above the state. With 8 chunks per device,
-        where many micro-batches are in flight: {span(pipelined)}. The others are too low, because the peak of one
-        micro-batch in flight has the transients of its layers as well, which the next table includes. Layers of
-        Mixtral have kernels that fuse RMS normalizations and gated activations."""
+        where many micro-batches are in flight: {span(pipelined)}. Mixtral's run on A100, of an older release, needed
+        more than the one on H100. The others are too low, because the peak of one micro-batch in flight has the
+        transients of its layers as well, which the next table includes. Layers of Mixtral have kernels that fuse RMS
+        normalizations and gated activations."""
     )
     table(header, (cells(row, 2) for row in activations))
     say(f"Peaks, with transients: {span(peaks)}.")
@@ -296,7 +297,7 @@ def _rates() -> None:
         every run of known layout. FLOP are those of the formulas, attention without a causal mask; bubbles are
         simulated, and communication lowers the rate. *Others* is the median of the other runs of the same kind;
         the difference is that of a step predicted with it: {span(rows)}. The medians of all runs are the default
-        rates of `profile --device estimate:…` (`planner/core/values/sustained.py`): {medians}."""
+        rates of `profile --device estimate:…` (`planner/core/values/sustained.py`), in TFLOP/s: {medians}."""
     )
     say(
         """Where a prediction misses by more than 15 %: BLOOM's runs with one or two samples have short kernels, and

@@ -15,7 +15,8 @@ from planner.core.values.devices import ASSUMED_RESERVE_BYTES, accelerator
 from planner.core.values.limits import LARGEST
 from planner.core.values.precision import Precision
 from planner.core.values.profile import Device, Profile
-from planner.core.values.rates import Rates, rates_of
+from planner.core.values.rates import Rates, rates_of, usual_precision
+from planner.core.values.sustained import sustained_rate
 from planner.profile.formula.costs import Pace, transformer_profile
 from planner.profile.formula.families import FAMILIES, shape_of
 from planner.profile.formula.layers import Execution, Widths
@@ -93,12 +94,9 @@ def profile_by_formula(options: ProfileOptions, configuration: Configuration | N
     if options.mtp_layers:
         shape = with_mtp(shape, texts.parse_number("--mtp-layers", options.mtp_layers, "block", 64))
     execution = _execution(options, shape)
-    precision = texts.precision(options.dtype)
-    if configuration is not None and not options.dtype:
-        precision = "bf16-mixed"
-        options.note("numbers are bf16-mixed, as in most training; change with `--dtype`")
+    precision = chosen_precision(options, default="" if configuration is None else "bf16-mixed")
     half = precision not in ("", "fp32")
-    pace, device = _pace(options, half=half)
+    pace, device = _pace(options, half=half, experts=shape.has_experts)
     profile = transformer_profile(
         shape,
         execution,
@@ -281,7 +279,26 @@ def _optimizer(options: ProfileOptions) -> str:
     return texts.choice("--optimizer", options.optimizer or "adamw", tuple(_STATES))
 
 
-def _pace(options: ProfileOptions, *, half: bool) -> tuple[Pace, Device]:
+def chosen_precision(options: ProfileOptions, *, default: Precision = "") -> Precision:
+    """Return the precision of the option, or the usual one on a GPU that is estimated.
+
+    Args:
+        options: Options of `profile`.
+        default: Precision for other devices.
+
+    Returns:
+        The precision; empty for that of the model as built.
+    """
+    if options.dtype:
+        return texts.precision(options.dtype)
+    if options.device.startswith(_ESTIMATE):
+        default = usual_precision(accelerator(options.device.removeprefix(_ESTIMATE)).name)
+    if default:
+        options.note(f"numbers are {default}, as in most training; change with `--dtype`")
+    return default
+
+
+def _pace(options: ProfileOptions, *, half: bool, experts: bool) -> tuple[Pace, Device]:
     """Return the compute rates, and the device as the profile names it."""
     rate = None if options.rate is None else texts.flops_per_s(options.rate)
     if not options.device.startswith(_ESTIMATE):
@@ -293,6 +310,13 @@ def _pace(options: ProfileOptions, *, half: bool) -> tuple[Pace, Device]:
         return Pace(flops_per_s=rate), Device(kind="cuda", name=f"at {rate / 1e12:g} TFLOP/s", how="estimated")
     absent = accelerator(options.device.removeprefix(_ESTIMATE))
     rates: Rates = rates_of(absent.name)
+    sustained = sustained_rate(absent.name, experts=experts) if half and rate is None else None
+    if sustained is not None:
+        rate = sustained.flops_per_s
+        options.note(
+            f"times assume {rate / 1e12:g} TFLOP/s, which published runs on {sustained.chip} sustained; "
+            "change with `--rate`"
+        )
     if rate is None:
         rate = rates.half_flops_per_s if half else rates.float32_flops_per_s
         options.note(

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, cast
 from planner import files
 from planner.api import texts
 from planner.api.configuration import Configuration, configuration_of, is_for_formula
-from planner.api.formula import profile_by_formula, refuse_shapes
+from planner.api.formula import chosen_precision, profile_by_formula, refuse_shapes
 from planner.api.keywords import on_model
 from planner.api.options.profiling import ProfileOptions
 from planner.api.reading import calibration_of, path_of
@@ -180,7 +180,7 @@ def _parsed_options(model: File | Any, options: ProfileOptions) -> _ParsedOption
         sizes=texts.micro_batch_sizes(options.batch_sizes, options.batch),
         time_budget_s=parse_us(options.time_budget) / 1e6,
         proof_budget_s=parse_us(options.proof_budget) / 1e6,
-        precision=texts.precision(options.dtype),
+        precision=chosen_precision(options),
         granularity=cast("Granularity", texts.choice("--granularity", options.granularity, Granularity)),
         settings=texts.settings(options.settings or {}),
         calibration=calibration_of(options.calibration),

@@ -4,13 +4,16 @@ Figures are what was met (`docs/measurements/published.md` has every row), in pe
 change of the laws that moves them is seen.
 """
 
+from collections import Counter
 from itertools import islice
 
 import pytest
 
+from benchmarks import published_chips as chips
 from benchmarks import published_formulas as formulas
 from benchmarks import published_runs as runs
 from benchmarks.published_runs import Row
+from planner.core.values.sustained import SUSTAINED
 
 
 def fitted(schedule: str) -> list[Row]:
@@ -33,6 +36,12 @@ MET = {
     "V-Half, memory": (lambda: islice(formulas.vocabulary_memory_rows("v-half"), 8), 8, (1.6, 5.1)),
     "halves, memory": (lambda: islice(formulas.zero_bubble_memory_rows(), 6), 6, (-4.0, 1.1)),
     "24 settings, time": (formulas.vocabulary_step_rows, 24, (-1.9, 3.1)),
+    "three chips, state": (chips.golden_state_rows, 6, (-5.8, -0.4)),
+    "8 chunks, in flight": (lambda: islice(chips.golden_activation_rows(), 3), 3, (1.8, 1.9)),
+    "three chips, peaks": (chips.golden_peak_rows, 12, (-1.8, 4.7)),
+    "A100 and H100": (lambda: (row for row in chips.other_chip_rows() if "GB200" not in row.name), 4, (-9.1, 10.0)),
+    "H100 and GB200": (lambda: (row for row in chips.other_chip_rows() if "GB200" in row.name), 4, (-10.6, 11.9)),
+    "rates": (chips.rate_rows, 30, (-28.0, 38.9)),
 }
 
 
@@ -43,6 +52,18 @@ def test_predictions_miss_by_no_more_and_no_less(name: str) -> None:
     errors = sorted(100 * row.error for row in rows())
     assert len(errors) == count
     assert (errors[0], errors[-1]) == pytest.approx(met, abs=0.051)
+
+
+def test_default_rates_are_the_medians_of_published_runs() -> None:
+    """To whole TFLOP/s; a kind of run has the errors of its own only if there are at least five runs."""
+    medians = {(each.chip, each.experts): each for each in SUSTAINED}
+    assert {kind: round(rate) for kind, rate in chips.medians().items()} == {
+        kind: each.flops_per_s / 1e12 for kind, each in medians.items()
+    }
+    runs = Counter((run.chip, run.experts) for run in chips.reached())
+    assert {kind for kind, each in medians.items() if each.errors == "many runs"} == {
+        kind for kind, count in runs.items() if count >= 5
+    }
 
 
 def test_cuts_are_no_worse_than_those_made_by_hand() -> None:

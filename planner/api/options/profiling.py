@@ -58,7 +58,7 @@ class FormulaOptions(ShapeOptions):
     ] = 0
     rate: Annotated[
         str | float | None,
-        Option("190TFLOP/s", "Sustained rate of a device; default: data sheet's peak.", _FORMULA),
+        Option("190TFLOP/s", "Sustained rate of a device; default: that of published runs.", _FORMULA),
     ] = None
     state_bytes: Annotated[
         str | Sequence[int] | None,

@@ -17,6 +17,7 @@ from planner.core.values.findings import Finding, finding
 from planner.core.values.plan import Plan
 from planner.core.values.profile import LayerProfile, Profile
 from planner.core.values.rates import RATES
+from planner.core.values.sustained import sustained_rate
 from planner.core.values.units import format_bytes
 
 
@@ -43,7 +44,10 @@ STEPS: Final = {
     "cuda": StepErrors(source="measured on GPUs", least=0.986, most=1.171),
     # Formulas with the rate of another run, and with the peak rate of the data sheet: published.md.
     "rate": StepErrors(source="estimated by formula at a sustained rate", least=0.970, most=1.019),
-    "peak": StepErrors(source="estimated by formula at the peak rate", least=1.479, most=1.835),
+    "many runs": StepErrors(source="estimated by formula at the rate of published runs", least=0.820, most=1.255),
+    # Fewer than five runs of a kind say little about the next one: errors of all kinds count.
+    "few runs": StepErrors(source="estimated by formula at the rate of a few published runs", least=0.720, most=1.389),
+    "peak": StepErrors(source="estimated by formula at the peak rate", least=1.479, most=5.208),
 }
 """Step errors by the basis of a prediction; a kind without timed runs has no entry."""
 
@@ -208,8 +212,12 @@ def _formula_errors(profile: Profile) -> StepErrors | None:
     settings = profile.model.settings
     if "formula" not in settings:
         return None
-    sheets = [rates for rates in RATES.values() if rates.full_name == profile.device.name]
+    names = [name for name, rates in RATES.items() if rates.full_name == profile.device.name]
+    sheets = [RATES[name] for name in names]
     peaks = {f"{rate / 1e12:g} TFLOP/s" for of in sheets for rate in (of.half_flops_per_s, of.float32_flops_per_s)}
+    for sustained in (sustained_rate(name, experts="experts" in settings) for name in names):
+        if sustained is not None and settings.get("rate") == f"{sustained.flops_per_s / 1e12:g} TFLOP/s":
+            return STEPS.get(sustained.errors)
     return STEPS["peak" if settings.get("rate") in peaks else "rate"]
 
 

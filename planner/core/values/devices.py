@@ -58,6 +58,8 @@ ACCELERATORS: Final = (
     Accelerator(name="h200", memory_bytes=141 * _GB, called=("h200",)),
     # NVIDIA DGX B200 datasheet: 1,440 GB over 8 GPUs.
     Accelerator(name="b200", memory_bytes=180 * _GB, called=("b200",)),
+    # NVIDIA GB200 NVL72 datasheet: 13.4 TB over 72 GPUs.
+    Accelerator(name="gb200", memory_bytes=186 * _GB, called=("gb200",)),
     # AMD Instinct data sheets: MI250X 128 GB over two dies, which are two devices; MI300X 192 GB HBM3.
     Accelerator(name="mi250x", memory_bytes=64 * _GB, called=("mi250x",)),
     Accelerator(name="mi300x", memory_bytes=192 * _GB, called=("mi300x",)),

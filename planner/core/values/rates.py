@@ -10,6 +10,7 @@ from typing import Final
 from planner.core.errors import UsageError
 from planner.core.values.cluster import Link
 from planner.core.values.devices import ACCELERATORS, accelerator
+from planner.core.values.precision import Precision
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,6 +52,10 @@ RATES: Final = {
                   half_flops_per_s=989.5e12, bytes_per_s=3350e9, source="NVIDIA H100 datasheet, SXM"),
     "h200": Rates(full_name="NVIDIA H200", float32_flops_per_s=67e12,
                   half_flops_per_s=989.5e12, bytes_per_s=4800e9, source="NVIDIA H200 datasheet, SXM"),
+    "b200": Rates(full_name="NVIDIA B200", float32_flops_per_s=75e12,
+                  half_flops_per_s=2250e12, bytes_per_s=8000e9, source="NVIDIA HGX B200 datasheet, a GPU of eight"),
+    "gb200": Rates(full_name="NVIDIA GB200", float32_flops_per_s=80e12,
+                   half_flops_per_s=2500e12, bytes_per_s=8000e9, source="NVIDIA GB200 NVL72 datasheet, a GPU of 72"),
     "mi300x": Rates(full_name="AMD Instinct MI300X", float32_flops_per_s=163.4e12,
                     half_flops_per_s=1307.4e12, bytes_per_s=5300e9, source="AMD Instinct MI300X data sheet"),
     # TPUs multiply bfloat16 numbers, also for float32 matrices unless the model requests another precision. Rates are
@@ -75,6 +80,16 @@ RATES: Final = {
                      link=Link(latency_us=1.0, bytes_per_s=112e9),
                      source="Google Cloud, TPU v6e: 918 TFLOPS, 1640 GB/s, 3584 Gbit/s over 4 links"),
 }  # fmt: skip
+
+
+_WITHOUT_BFLOAT16: Final = frozenset({"v100", "v100-32gb", "t4"})
+
+
+def usual_precision(name: str) -> Precision:
+    """Return the precision in which models are usually trained on an accelerator; empty for TPUs."""
+    if name.startswith("tpu"):
+        return ""
+    return "fp16-mixed" if name in _WITHOUT_BFLOAT16 else "bf16-mixed"
 
 
 _NARROW: Final = frozenset({"bf16", "bf16-mixed", "fp16-mixed", "bfloat16", "float16"})

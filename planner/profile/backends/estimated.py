@@ -4,9 +4,9 @@ A layer's forward and backward run on ghosts, tensors without values. The operat
 results, are those of a real run. They give
 
 - memory: storages from their creation to their release. Workspaces of kernels are not seen.
-- time: each operator takes its floating-point operations at the peak rate, or its bytes at the peak bandwidth,
-whichever is longer, and at least the launch of a kernel. No kernel reaches both peaks: real times are longer, by a
-factor that differs less between layers than the times do.
+- time: each operator takes its floating-point operations at the sustained rate if one is known, else at the peak rate,
+or its bytes at the peak bandwidth, whichever is longer, and at least the launch of a kernel. No kernel reaches both
+peaks: real times are longer, by a factor that differs less between layers than the times do.
 """
 
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -24,6 +24,7 @@ from planner.core.errors import ModelError
 from planner.core.values.devices import ASSUMED_RESERVE_BYTES, Accelerator
 from planner.core.values.profile import Device
 from planner.core.values.rates import Rates, rates_of
+from planner.core.values.sustained import sustained_rate
 from planner.device.cuda import Cuda
 from planner.device.meter import Usage
 from planner.model.batch_norm import BatchStatistics
@@ -66,6 +67,9 @@ class EstimatedBackend:
 
     def __init__(self, absent: Accelerator) -> None:
         self._absent, self._rates = absent, rates_of(absent.name)
+        sustained = sustained_rate(absent.name)
+        if sustained is not None:
+            self._rates = replace(self._rates, half_flops_per_s=sustained.flops_per_s)
 
     def described(self) -> Device:
         """Return the GPU of its data sheet, with an assumed reserve of memory that is not for tensors."""

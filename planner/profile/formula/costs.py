@@ -115,6 +115,7 @@ def _settings(shape: Transformer, execution: Execution, pace: Pace) -> dict[str,
         "vocabulary": shape.vocabulary,
         "feed_forward": block.feed_forward.width,
         **options,
+        **({"experts": True} if shape.has_experts else {}),
         **({"tied": True} if shape.tied else {}),
         "rate": f"{pace.flops_per_s / 1e12:g} TFLOP/s",
     }

@@ -216,6 +216,11 @@ class Transformer:
         return any(block.kind == "decoder" for block in self.blocks)
 
     @property
+    def has_experts(self) -> bool:
+        """True if blocks have experts."""
+        return any(isinstance(block.feed_forward, Experts) for block in self.blocks)
+
+    @property
     def norm_width(self) -> int:
         """Parameters of a normalization per channel."""
         return 2 if self.layer_norms else 1

@@ -65,6 +65,10 @@ def published(*sections):
     return [1 / (1 + shares(cells)[0]) for table in tables for cells in table if shares(cells)]
 
 
+def rates_reached():
+    return rows("published.md", "Rates that were reached")
+
+
 SEEN = {
     "one device": lambda: [1 / (1 + shares(cells)[-1]) for cells in rows("time.md", TIME)],
     "cpu": lambda: [ratio for slot_us, ratio in on_the_cpu() if slot_us >= SHORTEST_US],
@@ -78,12 +82,14 @@ SEEN = {
         "Schedules with backwards in halves, on A100",
     ),
     "rate": lambda: published("Time by formula"),
+    "many runs": lambda: [1 / (1 + shares(cells)[0]) for cells in rates_reached() if cells[0] == "A100"],
+    "few runs": lambda: [1 / (1 + shares(cells)[0]) for cells in rates_reached()],
     "peak": lambda: [
-        rates_of("a100-80gb").half_flops_per_s / 1e12 / float(cells[1])
-        for cells in rows("published.md", "Recomputation, on A100")
-        if cells[0] in ("175B", "530B", "1T")
+        rates_of(DEVICES[cells[0].partition(",")[0]]).half_flops_per_s / 1e12 / float(cells[3])
+        for cells in rates_reached()
     ],
 }
+DEVICES = {"A100": "a100-80gb", "H100": "h100", "GB200": "gb200"}
 TIME = "Sum of the layers against the whole step"
 
 

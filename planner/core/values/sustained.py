@@ -1,0 +1,50 @@
+"""Rates that published runs sustained, as defaults for GPUs that are not here.
+
+Each is the median of the runs of one kind in `docs/measurements/published.md`, section "Rates that were reached", which
+names all runs and their sources. `tests/unit/test_published.py` computes the medians from the published figures.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Final
+
+_CHIPS: Final = {"a100-40gb": "A100", "a100-80gb": "A100", "h100": "H100", "h200": "H100", "gb200": "GB200"}
+"""Chips of the runs, by accelerator; an H200 has the cores of an H100."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sustained:
+    """Rate of a GPU in half precision over whole steps, communication between GPUs included."""
+
+    chip: str
+    experts: bool = False
+    """True for a mixture of experts."""
+    flops_per_s: float
+    errors: str
+    """Range of predictions with this rate: a key of `planner.core.judge.certainty.STEPS`, or empty if unknown."""
+
+
+SUSTAINED: Final = (
+    Sustained(chip="A100", flops_per_s=174e12, errors="many runs"),
+    Sustained(chip="H100", flops_per_s=417e12, errors="few runs"),
+    Sustained(chip="H100", experts=True, flops_per_s=307e12, errors="few runs"),
+    Sustained(chip="GB200", flops_per_s=573e12, errors="few runs"),
+    Sustained(chip="GB200", experts=True, flops_per_s=919e12, errors="few runs"),
+)
+"""Rates by kind of run; other precisions and chips have no published runs here."""
+
+
+def sustained_rate(name: str, *, experts: bool = False) -> Sustained | None:
+    """Return the rate that runs on an accelerator sustained; None without runs.
+
+    Args:
+        name: Name of the accelerator, as in `planner.core.values.devices`.
+        experts: True for a mixture of experts. Without such runs the rate is that of other models.
+
+    Returns:
+        The rate.
+    """
+    found = [each for each in SUSTAINED if each.chip == _CHIPS.get(name)]
+    same = next((each for each in found if each.experts == experts), None)
+    if same is not None or not found:
+        return same
+    return replace(found[0], errors="")

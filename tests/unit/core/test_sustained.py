@@ -1,0 +1,48 @@
+"""Rates of published runs: by chip and kind of model, with the error range of such predictions."""
+
+from dataclasses import replace
+
+import pytest
+
+from planner import api
+from planner.core.judge.certainty import STEPS, certainty_of
+from planner.core.values.devices import ACCELERATORS
+from planner.core.values.sustained import SUSTAINED, sustained_rate
+
+DENSE = {"from_formula": "transformer", "layers": 4, "hidden": 64, "heads": 4, "sequence": 64, "vocabulary": 100}
+EXPERTS = {**DENSE, "from_formula": "mixtral", "feed_forward": 64, "experts": 4, "experts_per_token": 2}
+
+
+def test_rates_are_of_known_devices() -> None:
+    """Every rate is that of some accelerator, and other accelerators have none."""
+    found = [sustained_rate(of.name, experts=experts) for of in ACCELERATORS for experts in (False, True)]
+    assert set(SUSTAINED) <= {each for each in found if each is not None}
+    assert sustained_rate("v100") is None
+    assert sustained_rate("tpu:v4", experts=True) is None
+
+
+def test_a_kind_without_runs_has_another_kinds_rate_and_no_range() -> None:
+    """No mixture of experts on A100 is known."""
+    dense = sustained_rate("a100-80gb")
+    assert dense is not None
+    assert sustained_rate("a100-40gb", experts=True) == replace(dense, errors="")
+
+
+@pytest.mark.parametrize(
+    ("shape", "device", "more", "kind"),
+    [
+        (DENSE, "a100-80gb", {}, "many runs"),
+        (DENSE, "h100", {}, "few runs"),
+        (EXPERTS, "h100", {}, "few runs"),
+        (EXPERTS, "a100-80gb", {}, None),
+        (DENSE, "h100", {"rate": "380TFLOP/s"}, "rate"),
+        (DENSE, "h100", {"dtype": "fp32"}, "peak"),
+        (DENSE, "v100", {}, "peak"),
+    ],
+)
+def test_a_prediction_has_the_errors_of_its_rate(shape: dict, device: str, more: dict, kind: str | None) -> None:
+    """Steps at the rate of published runs are off as these are from each other."""
+    profile = api.profile(**shape, device=f"estimate:{device}", batch_sizes="1", **more)
+    plan = api.solve(profile, devices=2, batch=4, schedule="gpipe")
+    errors = None if kind is None else (STEPS[kind].least, STEPS[kind].most)
+    assert certainty_of(plan, profile).step_ratio == errors
