@@ -34,6 +34,9 @@ from planner.solve.space.arrays import FloatArray
 
 Act = tuple[int, Letter, int]
 
+_ROUNDING = 1e-9
+"""Relative error of sums of times."""
+
 
 class StageFootprint(NamedTuple):
     """Approximate memory of a stage, in bytes."""
@@ -66,6 +69,19 @@ class OrderProblem:
     """Memory limit of each device."""
     own_us: tuple[float, ...]
     """Time of each device between two steps: its optimizer steps and whole all-reduces."""
+
+    def busy_us(self, device: int) -> float:
+        """Return the time that the device's actions take, and the time between two steps."""
+        total_us, more = self.own_us[device], self.micro_batches - 1
+        for stage in self.chunks[device]:
+            times = self.times[stage]
+            total_us += self.micro_batches * times.forward_us
+            if self.is_whole[stage]:
+                total_us += more * times.backward_us + times.last_backward_us
+            else:
+                total_us += more * times.input_backward_us + times.last_input_backward_us
+                total_us += self.micro_batches * times.weight_backward_us
+        return total_us
 
 
 class ActionOrder(NamedTuple):
@@ -118,16 +134,29 @@ def footprint_of(always: float, parts: FloatArray, *, is_whole: bool) -> StageFo
     )
 
 
-def apply_rules(problem: OrderProblem, rules: DispatchRules) -> ActionOrder | None:
-    """Return the order that results from the rules; None if memory does not suffice for all micro-batches.
+def apply_rules(problem: OrderProblem, rules: DispatchRules, *, limit_us: float = inf) -> ActionOrder | None:
+    """Return the order that results from the rules.
+
+    Args:
+        problem: The stages.
+        rules: The rules.
+        limit_us: Period that the order must not exceed; a run that must exceed it stops at once.
+
+    Returns:
+        The order; None if it takes longer, or if memory does not suffice for all micro-batches.
 
     Complexity: O(S M (V + log S M)).
     """
-    return _RuleScheduler(problem, rules).run()
+    return _RuleScheduler(problem, rules, limit_us).run()
 
 
 def follow_order(
-    problem: OrderProblem, preferred: Sequence[Sequence[Act]], *, lookahead: int, patience: float
+    problem: OrderProblem,
+    preferred: Sequence[Sequence[Act]],
+    *,
+    lookahead: int,
+    patience: float,
+    limit_us: float = inf,
 ) -> ActionOrder | None:
     """Return an order close to a preferred one, as far as arrivals and memory allow.
 
@@ -139,30 +168,44 @@ def follow_order(
         preferred: All actions of each device, in the preferred order; micro-batches of a stage ascend.
         lookahead: Number of remaining preferred actions to choose from.
         patience: Time that an action waits for an earlier one, as a multiple of its own duration.
+        limit_us: Period that the order must not exceed; a run that must exceed it stops at once.
 
     Returns:
-        The order; None if memory does not suffice for all micro-batches.
+        The order; None if it takes longer, or if memory does not suffice for all micro-batches.
 
     Complexity: O(S M (lookahead + log S M)).
     """
-    return _OrderFollower(problem, preferred, lookahead, patience).run()
+    return _OrderFollower(problem, preferred, lookahead, patience, limit_us).run()
+
+
+class _TooSlowError(Exception):
+    """The order takes longer than the limit."""
+
+
+class _Route(NamedTuple):
+    """Way of a result to a neighboring stage."""
+
+    device: int
+    """Device of the receiving stage."""
+    link: int
+    """Index of the link; -1 if the device is the sender's own."""
+    send_us: float
+    blocking: bool
 
 
 class _ListScheduler(ABC):
     """Simulation of the devices in one step; subclasses choose the actions."""
 
-    def __init__(self, problem: OrderProblem) -> None:
-        self.problem = problem
+    def __init__(self, problem: OrderProblem, limit_us: float) -> None:
+        self.problem, self.times = problem, problem.times
         num_stages, self.num = len(problem.times), problem.micro_batches
         self.rows: list[list[Act]] = [[] for _ in problem.chunks]
-        self.num_done = 0
-        self.device = [0] * num_stages
-        for device, chunks in enumerate(problem.chunks):
-            for stage in chunks:
-                self.device[stage] = device
+        device = {stage: device for device, chunks in enumerate(problem.chunks) for stage in chunks}
         self.free_us = [0.0] * len(problem.chunks)
         self.begins_us = [0.0] * len(problem.chunks)
-        self.link_us: dict[tuple[int, int], float] = {}
+        self.link_us = [0.0] * len(problem.chunks) ** 2
+        self.down = [self._route(device[s], device[s + 1], s) for s in range(num_stages - 1)]
+        self.up = [self._route(device[s], device[s - 1], s - 1) for s in range(1, num_stages)]
         # When the next forward and gradient of each stage arrive, in the order of micro-batches.
         self.forwards: list[deque[float]] = [deque() for _ in range(num_stages)]
         self.gradients: list[deque[float]] = [deque() for _ in range(num_stages)]
@@ -173,7 +216,7 @@ class _ListScheduler(ABC):
         footprints = problem.footprints
         # Reserve the largest running action, and one micro-batch of each later chunk. Without that, the first chunk
         # could fill the device with micro-batches that can never continue.
-        self.size = [max(each.held, each.between) for each in footprints]
+        self.size = [max(footprint.held, footprint.between) for footprint in footprints]
         self.left = [
             limit - sum(footprints[s].always for s in chunks) - max(footprints[s].above for s in chunks)
             for limit, chunks in zip(problem.limits_bytes, problem.chunks, strict=True)
@@ -182,24 +225,39 @@ class _ListScheduler(ABC):
         for chunks in problem.chunks:
             for place, stage in enumerate(chunks):
                 self.spare[stage] = self.size[stage] + sum(self.size[s] for s in chunks[place + 1 :])
+        self.idle_us = [inf] * len(problem.chunks)
+        """Time that each device may still wait."""
+        if limit_us < inf:
+            self.idle_us = [
+                limit_us * (1 + _ROUNDING) - problem.busy_us(device) for device in range(len(problem.chunks))
+            ]
         self.turns: list[tuple[float, int]] = []
 
+    def _route(self, device: int, other: int, boundary: int) -> _Route:
+        times = self.times[boundary]
+        link = -1 if device == other else device * len(self.problem.chunks) + other
+        return _Route(other, link, times.send_us, times.blocking)
+
     def run(self) -> ActionOrder | None:
-        """Simulate all devices until nothing can run; return None if actions are left."""
-        heappush(self.turns, (0.0, self.device[0]))
-        while self.turns:
-            now_us, device = heappop(self.turns)
-            # A device that is busy by now has another turn when it is free.
-            if now_us >= self.free_us[device]:
-                self.turn(device, now_us)
-        if self.num_done < self.num * sum(2 if whole else 3 for whole in self.problem.is_whole):
+        """Run all devices until nothing is left to do; None if some actions can never run, or the limit is exceeded."""
+        turns, free_us = self.turns, self.free_us
+        turns.append((0.0, next(device for device, chunks in enumerate(self.problem.chunks) if 0 in chunks)))
+        try:
+            while turns:
+                now_us, device = heappop(turns)
+                # A device that is busy is woken when it is free.
+                if now_us >= free_us[device]:
+                    self.turn(device, now_us)
+        except _TooSlowError:
             return None
-        spans = zip(self.free_us, self.begins_us, self.problem.own_us, strict=True)
+        if sum(map(len, self.rows)) < self.num * sum(2 if whole else 3 for whole in self.problem.is_whole):
+            return None
+        spans = zip(free_us, self.begins_us, self.problem.own_us, strict=True)
         return ActionOrder(self.rows, max(free_us - begin_us + own_us for free_us, begin_us, own_us in spans))
 
     @abstractmethod
     def turn(self, device: int, now_us: float) -> None:
-        """Run an action on a free device, or wait."""
+        """Run an action on a free device, or wait for the next arrival."""
 
     def forward(self, device: int, stage: int, now_us: float) -> None:
         """Run F of the stage's next micro-batch."""
@@ -207,75 +265,70 @@ class _ListScheduler(ABC):
         self.num_forwards[stage] += 1
         self.forwards[stage].popleft()
         self.left[device] -= self.size[stage]
-        end_us = self.start(device, (stage, "F", micro_batch), now_us, self.problem.times[stage].forward_us)
-        if stage + 1 < len(self.device):
-            self.send(stage, stage + 1, end_us, self.forwards)
+        end_us = self.start(device, (stage, "F", micro_batch), now_us, self.times[stage].forward_us)
+        if stage < len(self.down):
+            self.send(self.down[stage], end_us, self.forwards[stage + 1])
         else:
             self.gradients[stage].append(end_us)
 
     def input_backward(self, device: int, stage: int, now_us: float) -> None:
         """Run I of the stage's next micro-batch, or B if the stage runs whole backwards."""
-        if self.problem.is_whole[stage]:
-            self.backward(device, stage, now_us)
-            return
-        times, micro_batch = self.problem.times[stage], self.num_inputs[stage]
-        self.num_inputs[stage] += 1
-        self.gradients[stage].popleft()
-        self.left[device] += self.size[stage] - self.problem.footprints[stage].between
+        times, micro_batch = self.times[stage], self.num_inputs[stage]
         is_last = micro_batch == self.num - 1
-        duration_us = times.last_input_backward_us if is_last else times.input_backward_us
-        self.waiting[device].append(stage)
-        end_us = self.start(device, (stage, "I", micro_batch), now_us, duration_us)
-        if stage > 0:
-            self.send(stage, stage - 1, end_us, self.gradients)
-
-    def backward(self, device: int, stage: int, now_us: float) -> None:
-        """Run B of the stage's next micro-batch."""
-        times, micro_batch = self.problem.times[stage], self.num_inputs[stage]
         self.num_inputs[stage] += 1
-        self.num_weights[stage] += 1
         self.gradients[stage].popleft()
         self.left[device] += self.size[stage]
-        duration_us = times.last_backward_us if micro_batch == self.num - 1 else times.backward_us
-        end_us = self.start(device, (stage, "B", micro_batch), now_us, duration_us)
+        if self.problem.is_whole[stage]:
+            self.num_weights[stage] += 1
+            duration_us = times.last_backward_us if is_last else times.backward_us
+            end_us = self.start(device, (stage, "B", micro_batch), now_us, duration_us)
+        else:
+            self.left[device] -= self.problem.footprints[stage].between
+            self.waiting[device].append(stage)
+            duration_us = times.last_input_backward_us if is_last else times.input_backward_us
+            end_us = self.start(device, (stage, "I", micro_batch), now_us, duration_us)
         if stage > 0:
-            self.send(stage, stage - 1, end_us, self.gradients)
+            self.send(self.up[stage - 1], end_us, self.gradients[stage - 1])
 
     def weight_backward(self, device: int, stage: int, now_us: float) -> None:
         """Run W of the stage's next micro-batch."""
         micro_batch = self.num_weights[stage]
         self.num_weights[stage] += 1
         self.left[device] += self.problem.footprints[stage].between
-        self.start(device, (stage, "W", micro_batch), now_us, self.problem.times[stage].weight_backward_us)
+        self.start(device, (stage, "W", micro_batch), now_us, self.times[stage].weight_backward_us)
 
     def start(self, device: int, act: Act, now_us: float, duration_us: float) -> float:
-        """Append an action to the device's order; return its end time."""
-        if not self.rows[device]:
+        """Append an action to the device's order; return its end time. Raises `_TooSlowError` if it starts too late."""
+        row, free_us = self.rows[device], self.free_us[device]
+        if not row:
             self.begins_us[device] = now_us
-        self.rows[device].append(act)
-        self.num_done += 1
+        elif now_us > free_us:
+            self.idle_us[device] -= now_us - free_us
+            if self.idle_us[device] < 0:
+                raise _TooSlowError
+        row.append(act)
         end_us = self.free_us[device] = now_us + duration_us
         heappush(self.turns, (end_us, device))
         return end_us
 
-    def send(self, stage: int, target: int, end_us: float, arrivals: Sequence[deque[float]]) -> None:
-        """Send the result of a stage to a neighboring stage."""
-        device, other = self.device[stage], self.device[target]
-        arrival_us = end_us
-        if device != other:
-            times = self.problem.times[min(stage, target)]
-            # A blocking link keeps the receiver busy; here it only delays the arrival.
-            begin_us = end_us if times.blocking else max(end_us, self.link_us.get((device, other), 0.0))
-            arrival_us = self.link_us[device, other] = begin_us + times.send_us
-        arrivals[target].append(arrival_us)
+    def send(self, route: _Route, end_us: float, arrivals: deque[float]) -> None:
+        """Send the result of an action to a neighboring stage."""
+        other, link, send_us, blocking = route
+        if link < 0:
+            arrivals.append(end_us)
+            return  # the device itself has a turn at that time
+        # A blocking link keeps the receiver busy; here it only delays the arrival.
+        begin_us = end_us if blocking or end_us > self.link_us[link] else self.link_us[link]
+        arrival_us = self.link_us[link] = begin_us + send_us
+        arrivals.append(arrival_us)
         heappush(self.turns, (arrival_us, other))
 
 
 class _RuleScheduler(_ListScheduler):
     """Simulation in which devices choose by rules."""
 
-    def __init__(self, problem: OrderProblem, rules: DispatchRules) -> None:
-        super().__init__(problem)
+    def __init__(self, problem: OrderProblem, rules: DispatchRules, limit_us: float) -> None:
+        super().__init__(problem, limit_us)
         self.rules = rules
         self.forward_order = [chunks[::-1] if rules.later_chunk_first else chunks for chunks in problem.chunks]
 
@@ -286,16 +339,11 @@ class _RuleScheduler(_ListScheduler):
             self.input_backward(device, gradient, now_us)
         elif forward_us <= now_us:
             self.forward(device, forward, now_us)
-        else:
-            next_us = min(gradient_us, forward_us)
-            waiting = self.waiting[device]
-            if waiting:
-                patience_us = self.rules.patience[device] * self.problem.times[waiting[0]].weight_backward_us
-                if is_full or next_us - now_us >= patience_us:
-                    self.weight_backward(device, waiting.popleft(), now_us)
-                    return
-            if next_us < inf:
-                heappush(self.turns, (next_us, device))
+        elif self.waiting[device]:
+            waiting, next_us = self.waiting[device], min(gradient_us, forward_us)
+            patience_us = self.rules.patience[device] * self.times[waiting[0]].weight_backward_us
+            if is_full or next_us - now_us >= patience_us:
+                self.weight_backward(device, waiting.popleft(), now_us)
 
     def _next_gradient(self, device: int) -> tuple[int, float]:
         best, best_us = -1, inf
@@ -323,24 +371,26 @@ class _OrderFollower(_ListScheduler):
     """Simulation in which devices follow a preferred order."""
 
     def __init__(
-        self, problem: OrderProblem, preferred: Sequence[Sequence[Act]], lookahead: int, patience: float
+        self,
+        problem: OrderProblem,
+        preferred: Sequence[Sequence[Act]],
+        lookahead: int,
+        patience: float,
+        limit_us: float,
     ) -> None:
-        super().__init__(problem)
+        super().__init__(problem, limit_us)
         self.remaining = [list(_split_backwards(row, problem.is_whole)) for row in preferred]
         self.lookahead, self.patience = lookahead, patience
 
     def turn(self, device: int, now_us: float) -> None:
         preferred, next_us = self.remaining[device], inf
-        for place in range(min(self.lookahead, len(preferred))):
-            stage, kind, micro_batch = preferred[place]
+        for place, (stage, kind, micro_batch) in enumerate(preferred[: self.lookahead]):
             arrival_us = self._arrival_us(device, stage, kind, micro_batch)
             if arrival_us > now_us:
                 next_us = min(next_us, arrival_us)
                 continue
-            times = self.problem.times[stage]
-            durations = {"F": times.forward_us, "I": times.input_backward_us, "W": times.weight_backward_us}
-            if next_us - now_us < self.patience * durations[kind]:
-                break
+            if next_us < inf and next_us - now_us < self._patience_us(stage, kind):
+                return
             del preferred[place]
             if kind == "F":
                 self.forward(device, stage, now_us)
@@ -350,8 +400,11 @@ class _OrderFollower(_ListScheduler):
                 self.waiting[device].remove(stage)
                 self.weight_backward(device, stage, now_us)
             return
-        if next_us < inf:
-            heappush(self.turns, (next_us, device))
+
+    def _patience_us(self, stage: int, kind: Letter) -> float:
+        times = self.times[stage]
+        duration_us = {"F": times.forward_us, "I": times.input_backward_us, "W": times.weight_backward_us}[kind]
+        return self.patience * duration_us if duration_us else 0.0
 
     def _arrival_us(self, device: int, stage: int, kind: Letter, micro_batch: int) -> float:
         """Return when the action can run; infinite while that is unknown."""

@@ -118,18 +118,21 @@ class OrderSearch:
         while self.spent < most_actions and not self._is_proven():
             is_by_rules = rng.random() < _RULES_SHARE
             changed = _change_rules(rules, rng) if is_by_rules else rules
+            # A slower order would be dropped.
+            limit_us = self._limit_us * (1 + SAME + _WORSE * max(0.0, (most_actions - self.spent) / whole))
             if is_by_rules:
-                found = apply_rules(self._problem, changed)
+                limit_us = max(limit_us, rules_us * (1 + SAME))
+                found = apply_rules(self._problem, changed, limit_us=limit_us)
             else:
                 preferred = _reorder(self._problem, order.rows, rng)
-                found = follow_order(self._problem, preferred, lookahead=_LOOKAHEAD[0], patience=inf)
+                found = follow_order(self._problem, preferred, lookahead=_LOOKAHEAD[0], patience=inf, limit_us=limit_us)
             is_better = self._keep_if_better(found)
-            if found is None or self.best is None:
+            if found is None:
                 continue
             if is_by_rules and (is_better or found.period_us <= rules_us * (1 + SAME)):
                 rules, rules_us = changed, found.period_us
             left = max(0.0, (most_actions - self.spent) / whole)
-            if found.period_us <= self.best.period_us * (1 + SAME + _WORSE * left):
+            if found.period_us <= self._limit_us * (1 + SAME + _WORSE * left):
                 order = found
 
     def _try_all_orders(self, most_actions: int) -> bool:
@@ -156,7 +159,10 @@ class OrderSearch:
             if self.spent >= most_actions:
                 return
             preferred = [[(action.stage, action.kind, action.micro_batch) for action in row] for row in rows]
-            self._keep_if_better(follow_order(self._problem, preferred, lookahead=lookahead, patience=patience))
+            found = follow_order(
+                self._problem, preferred, lookahead=lookahead, patience=patience, limit_us=self._limit_us
+            )
+            self._keep_if_better(found)
 
     def _is_proven(self) -> bool:
         return self.best is not None and self.best.period_us <= self._least_us
@@ -172,7 +178,12 @@ class OrderSearch:
 
     def _try_rules(self, rules: DispatchRules) -> bool:
         """Apply the rules; return True if the order is the best so far."""
-        return self._keep_if_better(apply_rules(self._problem, rules))
+        return self._keep_if_better(apply_rules(self._problem, rules, limit_us=self._limit_us))
+
+    @property
+    def _limit_us(self) -> float:
+        """Period of the best order so far; infinite before the first."""
+        return inf if self.best is None else self.best.period_us
 
     def _keep_if_better(self, order: ActionOrder | None) -> bool:
         """Record an order if it fits and is faster than the best; return True if so."""
