@@ -26,7 +26,7 @@ from planner.core.values.plan import Inputs, Plan
 from planner.core.values.profile import Device, LayerProfile, Profile
 from planner.device.machine import cpu_name
 from planner.solve import Request, solve
-from planner.solve.orders.list_scheduling import OrderProblem, StageFootprint
+from planner.solve.orders.order_problem import OrderProblem, StageFootprint
 from planner.solve.orders.order_search import OrderSearch, least_period_us
 
 # K, M; F, I, W, T in ms; M_W / M_B; 1F1B, ZB-H1, ZB-H2, ZB-1p, ZB-2p.

@@ -117,9 +117,9 @@ def _solved(source: ReadProfile, options: SolveOptions, output: str | None) -> P
     from planner.api.solver_request import request_of, requested_headroom  # noqa: PLC0415
     from planner.core.cost.costs import CostTable  # noqa: PLC0415
     from planner.solve import solve as solve_plan  # noqa: PLC0415
+    from planner.solve.methods import lacks_bound  # noqa: PLC0415
     from planner.solve.questions.insight import frontier_of, insight_of  # noqa: PLC0415
     from planner.solve.questions.trade_off import trade_off_of  # noqa: PLC0415
-    from planner.solve.search import lacks_bound  # noqa: PLC0415
 
     read = source.profile
     if options.batch is None:
@@ -134,7 +134,7 @@ def _solved(source: ReadProfile, options: SolveOptions, output: str | None) -> P
             "the profile has no split backward times: each pass is assumed to take half of the backward, and saved "
             "activations are assumed to be held until the weight-gradient pass; profile on the device to measure them"
         )
-    plan = solve_plan(read, request)
+    plan = solve_plan(read, replace(request, watch=options.watch))
     if read.model.batch_norm and plan.micro_batches > 1:
         options.note(
             f"batch normalization uses micro-batches of {counted(plan.micro_batch_size, 'sample')}, not the batch of "

@@ -106,6 +106,25 @@ class Console:
         return note
 
     @contextmanager
+    def latest(self, title: str) -> Iterator[Callable[[str], None]]:
+        """Show the latest text and the time on a terminal, otherwise a line every ten seconds; yields a function."""
+        if self._quiet or not sys.stderr.isatty():
+            note = self._noting(title)
+            yield lambda text: note(text, 0, 0)
+            return
+        from rich.console import Console as RichConsole
+        from rich.progress import Progress, TextColumn, TimeElapsedColumn
+
+        columns = (
+            TextColumn("{task.fields[title]}", markup=False),
+            TimeElapsedColumn(),
+            TextColumn("{task.fields[item]}", markup=False),
+        )
+        with Progress(*columns, console=RichConsole(stderr=True), transient=True) as line:
+            task = line.add_task("", title=title, item="", total=None)
+            yield lambda text: line.update(task, item=printable(text))
+
+    @contextmanager
     def later_progress(self, title: str) -> Iterator[_Progress]:
         """Yield a callback that starts the bar or line of `progress` at its first call, below earlier output."""
         with ExitStack() as begun:

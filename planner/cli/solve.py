@@ -1,13 +1,15 @@
 """`gpipe-plan solve`: find the fastest plan that fits."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from math import inf
 from typing import TYPE_CHECKING
 
 from planner.api.option import values_of
 from planner.api.options.solving import SolveOptions
 from planner.cli.console import Console, style_for_stdout
+from planner.cli.interrupt import stopped_by_interrupt
 from planner.cli.options import Debug, Format, Output, ProfileFile, Quiet, check_format
 from planner.cli.records import with_options
 from planner.core.schedule import schedule_of
@@ -16,8 +18,9 @@ from planner.core.values.devices import training_kind
 from planner.core.values.units import bytes_option, counted, format_bytes, format_rate, format_us
 
 if TYPE_CHECKING:
+    from planner.api.reading import ReadProfile
     from planner.core.judge.certainty import Certainty
-    from planner.core.values.plan import Inputs, Plan
+    from planner.core.values.plan import Inputs, Plan, ScheduleName
     from planner.core.values.profile import Profile
 
 
@@ -32,7 +35,7 @@ def solve(
     debug: Debug = False,  # noqa: ARG001 - read by main
 ) -> None:
     """Find the fastest plan that fits: cuts, micro-batches, schedule and recomputation."""
-    from planner import api, files
+    from planner import files
     from planner.api.reading import profile_of
     from planner.api.solving import PLAN_HEADER, family_paths, faster_schedule_for, with_schedules
     from planner.api.texts import device_counts
@@ -40,6 +43,7 @@ def solve(
     from planner.core.judge.certainty import certainty_of, tight_findings
     from planner.show.terminal.plan import plan_text
     from planner.show.terminal.rendering import plain
+    from planner.solve.deadline import Watch
 
     console = Console(quiet=quiet)
     as_json = check_format(format_)
@@ -49,8 +53,12 @@ def solve(
     )
     paths = family_paths(output, () if options.devices is None else device_counts(options.devices))
     began_s = time.monotonic()
-    plans = api.solve_family(source, **values_of(options))
+    with console.latest("solving") as show, stopped_by_interrupt() as is_stopped:
+        watch = Watch(is_stopped=is_stopped, found=_Best(show).found)
+        plans = _plans(source, replace(options, watch=watch))
     plan = plans[0]
+    if is_stopped():
+        console.note("note: interrupted: this is the best plan that was found so far")
     if output == "-":
         console.result(files.dump(plan, as_json=as_json, header=PLAN_HEADER))
         return
@@ -58,7 +66,7 @@ def solve(
     if as_json:
         console.result(files.json_text(plan if len(plans) == 1 else plans))
     else:
-        shown = plan if quiet else with_schedules(read, plan, options)
+        shown = plan if quiet or is_stopped() else with_schedules(read, plan, options)
         certainty = certainty_of(plan, read)
         console.result(plan_text(shown, Evaluation.of(plan, read).events, style_for_stdout(), certainty=certainty))
         for finding in tight_findings(plan, certainty):
@@ -66,12 +74,42 @@ def solve(
         for smaller in plans[1:]:
             console.result(plain(_in_a_line(smaller, certainty_of(smaller, read)), style_for_stdout()))
     _notes(console, plan.inputs, read, extrapolated=options.extrapolate)
-    if not quiet:
+    if not quiet and not is_stopped():
         _faster(console, plan, faster_schedule_for(read, plan, options, spent_s=time.monotonic() - began_s))
     if read.device.how == "estimated" and options.reserve is None and options.calibration is None:
         console.note(f"note: {_assumed_reserve(plan.inputs.reserve_bytes)}")
     console.note(f"wrote {', '.join(paths)}")
     console.next(_emit_line(plans, paths) + _format(read))
+
+
+def _plans(source: "ReadProfile", options: SolveOptions) -> "tuple[Plan, ...]":
+    """Return the plans; raise `KeyboardInterrupt` if the search was stopped before it found any."""
+    from planner import api
+    from planner.core.errors import SolverError
+
+    try:
+        return api.solve_family(source, **values_of(options))
+    except SolverError:
+        if options.watch.is_stopped():
+            raise KeyboardInterrupt from None
+        raise
+
+
+class _Best:
+    """Best plan so far, shown as text."""
+
+    def __init__(self, show: Callable[[str], None]) -> None:
+        self._show, self._step_us, self._text = show, inf, ""
+
+    def found(self, step_us: float, schedule: "ScheduleName", least_us: float) -> None:
+        """Show the best plan so far."""
+        from planner.show.views.numbers import percent
+
+        if step_us < self._step_us:
+            self._step_us = step_us
+            gap = percent(max(0.0, 1 - least_us / step_us)) if step_us else percent(0.0)
+            self._text = f"best step {format_us(step_us)}, {schedule_of(schedule).title}, gap at most {gap}"
+        self._show(self._text)
 
 
 def _in_a_line(plan: "Plan", certainty: "Certainty") -> str:

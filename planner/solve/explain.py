@@ -92,6 +92,8 @@ def _too_few_devices(profile: Profile, request: Request) -> InfeasibleError:
 
 def out_of_time(request: Request) -> SolverError:
     """Return the error for a request whose time limit passed before a plan was found."""
+    if request.time_limit_s is None:
+        return SolverError("the search was stopped before a plan was found")
     return SolverError(
         f"no plan was found within the time limit of {request.time_limit_s:g} s",
         hint="allow more with `--time-limit`, or fix `--micro-batches`",

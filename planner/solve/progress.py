@@ -120,6 +120,7 @@ class Progress:
         # Rounding makes equal times differ slightly. Keep the first of equal partitions.
         if step_us[at] < self.upper_us * (1 - SAME):
             self.upper_us = float(step_us[at])
+            self.deadline.note(self.upper_us, self.case.schedule.name)
             self.best = evaluator.case.partition(cuts[at], choices[at])
         return step_us
 

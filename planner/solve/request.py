@@ -1,10 +1,11 @@
 """Request to the solver."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Final, Literal
 
 from planner.core.schedule import GIVEN, ListedSchedule, Schedule, schedule_of, schedules_for
 from planner.core.values.plan import Inputs, Plan
+from planner.solve.deadline import UNWATCHED, Watch
 
 MOST_ACTIONS_OF_AUTO: Final = 400_000
 """Actions to simulate per schedule in the first pass of an open schedule: about a second."""
@@ -34,6 +35,8 @@ class Request:
     several chunks for some more seconds. Callers that solve many requests switch it off."""
     lists: ListedSchedule | None = None
     """Schedule with given action orders; then `inputs.schedule` is `given`."""
+    watch: Watch = field(default=UNWATCHED, compare=False)
+    """Observer of the search, which may stop it."""
     solver: Solver = "auto"
     """Solver: `auto` and `dp` use the dynamic program, `milp` the integer program."""
 

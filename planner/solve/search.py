@@ -3,7 +3,6 @@
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from math import inf
 from types import MappingProxyType
 from typing import Final, NamedTuple
@@ -11,16 +10,16 @@ from typing import Final, NamedTuple
 from planner.core.cost.evaluate import Evaluation
 from planner.core.cost.width import WidthTables
 from planner.core.errors import SolverError
-from planner.core.extras import is_installed
 from planner.core.schedule import SCHEDULES, SEARCHED, Schedule
 from planner.core.values.plan import Plan, ScheduleName, SolverReport
 from planner.core.values.profile import Profile
 from planner.solve.answer import Answer, Search
 from planner.solve.cases import cases_of
-from planner.solve.chain.gpipe import DYNAMIC_PROGRAMMING, search_gpipe, tie_broken
+from planner.solve.chain.gpipe import DYNAMIC_PROGRAMMING, tie_broken
 from planner.solve.chain.quick import quick_answers, shape_of, without_bubble_us
 from planner.solve.checks import check_request
 from planner.solve.deadline import Deadline, OutOfTimeError
+from planner.solve.methods import has_linear_program, is_improved, search_for
 from planner.solve.request import Request
 from planner.solve.space.case import Case
 
@@ -32,6 +31,12 @@ _IN_HALVES: Final = 2
 
 _NEAR: Final = 1.1
 """Largest ratio of a case's step time to the fastest one at which a longer search may still make it the fastest."""
+
+_NEARBY: Final = 1.06
+"""Largest such ratio in the second pass: its longer searches made plans up to 5.5 % faster."""
+
+_CLEARLY: Final = 1.01
+"""Ratio of step times above which more chunks per device were clearly slower."""
 
 _NEAREST_SCHEDULES, _NEAREST_CASES = 3, 2
 """Number of schedules in the second pass of an open schedule, and number of cases that `_searched_on` improves."""
@@ -62,8 +67,9 @@ def solve(profile: Profile, request: Request, *, tables: WidthTables | None = No
         SolverError: No plan was found within the time limit.
     """
     check_request(profile, request)
-    deadline = Deadline.after(request.time_limit_s)
+    deadline = Deadline.after(request.time_limit_s, request.watch)
     cases = cases_of(profile, request, tables=tables)
+    deadline = replace(deadline, least_us=min((case.bound_us for case in cases), default=0.0))
     searched = _searched(cases, request, deadline)
     best, bound_us = searched.best, searched.bound_us
     if best is None:
@@ -147,28 +153,30 @@ def _in_passes(cases: Sequence[Case], request: Request, deadline: Deadline, *, u
     """Search all cases; if the schedule is open, give the most promising schedules a second, longer search.
 
     The second search of a schedule has the effort of a request for that schedule alone. So the answer is rarely slower
-    than the answer to such a request. Giving every schedule that effort would take several times as long.
+    than the answer to such a request. Giving every schedule that effort would take several times as long. Searched
+    schedules are left to the second pass: their search begins with the plans of all others.
     """
     if len({case.cluster.tensor_parallel for case in cases}) > 1:
         return _over_widths(cases, request, deadline, upper_us=upper_us)
-    first = _one_by_one(cases, request, deadline.share(0.5), upper_us=upper_us)
     if request.inputs.schedule != "auto" or request.actions is None or not request.searches_on:
-        return first
+        return _one_by_one(cases, request, deadline, upper_us=upper_us)
+    named = [case for case in cases if not case.schedule.is_to_be_made]
+    first = _one_by_one(named, request, deadline.share(0.5), upper_us=upper_us)
     best, complete = first.best, first.complete
     bounds_us, answers = dict(first.bounds_us), dict(first.answers)
     upper_us = upper_us if best is None else best.step_us
-    names = _nearest_schedules(answers.values())
-    if SEARCHED.name in bounds_us and SEARCHED.name not in names:
-        names.append(SEARCHED.name)  # under tight limits only a longer search may find orders that fit
-    for name in names:
-        if bounds_us[name] >= upper_us:
-            continue
-        named = replace(request, inputs=replace(request.inputs, schedule=name))
+    found_us = _nearest_schedules(answers.values())
+    for name in (SEARCHED.name, *found_us):
         own = [case for case in cases if case.schedule.name == name]
-        again = _one_by_one(own, named, deadline, upper_us=upper_us * _NEAR)
+        if not own or bounds_us.get(name, 0.0) >= upper_us or found_us.get(name, 0.0) > upper_us * _NEARBY:
+            continue
+        alone = replace(request, inputs=replace(request.inputs, schedule=name))
+        rest = deadline.share(0.5) if name == SEARCHED.name else deadline
+        others_us = min((us for other, us in bounds_us.items() if other != name), default=inf)
+        again = _one_by_one(own, alone, replace(rest, enough_us=others_us), upper_us=upper_us * _NEARBY)
         complete = complete and again.complete
         # The second search ignores plans slower than its limit, so its lower bound holds up to that limit only.
-        bounds_us[name] = max(bounds_us[name], min(again.bound_us, upper_us * _NEAR))
+        bounds_us[name] = max(bounds_us.get(name, 0.0), min(again.bound_us, upper_us * _NEARBY))
         answers |= {
             key: one for key, one in again.answers.items() if key not in answers or one.step_us < answers[key].step_us
         }
@@ -203,14 +211,14 @@ def _over_widths(cases: Sequence[Case], request: Request, deadline: Deadline, *,
     return first._replace(best=best)
 
 
-def _nearest_schedules(answers: Iterable[Answer]) -> list[ScheduleName]:
-    """Return the schedules that a longer search may improve, fastest first."""
+def _nearest_schedules(answers: Iterable[Answer]) -> dict[ScheduleName, float]:
+    """Return the schedules that a longer search may improve, fastest first, with their step times."""
     found_us: dict[ScheduleName, float] = {}
     for answer in answers:
-        if answer.partition is not None and _is_improved(answer.case.schedule):
+        if answer.partition is not None and is_improved(answer.case.schedule):
             name = answer.case.schedule.name
             found_us[name] = min(answer.step_us, found_us.get(name, inf))
-    return sorted(found_us, key=found_us.__getitem__)[:_NEAREST_SCHEDULES]
+    return dict(sorted(found_us.items(), key=lambda item: item[1])[:_NEAREST_SCHEDULES])
 
 
 def _one_by_one(
@@ -236,7 +244,8 @@ def _one_by_one(
         ranks: Estimated step times by width, replicas and M, if widths share the effort; the fastest come first.
         budget: Actions to simulate per schedule; empty for those of the request.
     """
-    is_open = request.inputs.schedule == "auto"
+    is_open, first_us = request.inputs.schedule == "auto", upper_us
+    is_second = deadline.enough_us < inf
     left = dict(budget) or _budgets(request)
     unseen = Counter(case.schedule.name for case in cases)
     best: Answer | None = found
@@ -256,21 +265,17 @@ def _one_by_one(
         whole = by_stage.get(_Key.of(case))
         is_hopeless = not case.schedule.has_closed_form and case.ideal_us >= upper_us
         is_spent = ranks is not None and left.get(case.schedule.name, 1) <= 0
-        if is_spent or (is_open and left and is_hopeless and whole is None):
+        has_chunks = (is_second or case.schedule.is_to_be_made) and _has_enough_chunks(case, answers)
+        most_actions = _effort(case, left, unseen[case.schedule.name] + 1, is_ranked=ranks is not None)
+        if has_chunks or is_spent or (is_open and left and is_hopeless and whole is None):
             _bound_by(bounds_us, case, case.bound_us)  # not worth the effort, but its bound still counts
+            left |= {case.schedule.name: left[case.schedule.name] - (most_actions or 0)} if has_chunks and left else {}
             continue
-        most_actions = left.get(case.schedule.name)
-        if most_actions is not None and ranks is not None:
-            most_actions = max(1, most_actions // 2)  # half of the effort for the nearest shape, and so on
-        elif most_actions is not None and case.schedule.is_to_be_made:
-            # A search for action orders uses all of its effort, so each case has a share.
-            most_actions //= unseen[case.schedule.name] + 1
         # Cases without time left count with a weak bound that ignores memory. Reserve half of the time for them.
         share = deadline.share(0.5) if any(other.bound_us < upper_us for other in ordered[n + 1 :]) else deadline
-        try:
-            search, near_us = _search_for(case, request, whole), _near_us(upper_us, case, request)
-            answer = search(case, upper_us=near_us, deadline=replace(share, most_actions=most_actions))
-        except OutOfTimeError:
+        search, near_us = search_for(case, request, whole), _near_us(upper_us, case, request)
+        answer = _answer(search, case, upper_us=near_us, deadline=replace(share, most_actions=most_actions))
+        if answer is None:
             complete = False
             _bound_by(bounds_us, case, case.bound_us)
             continue
@@ -280,8 +285,40 @@ def _one_by_one(
         _bound_by(bounds_us, case, answer.lower_bound_us)
         if answer.partition is not None and answer.step_us < upper_us:
             best, upper_us = answer, answer.step_us
+            deadline.note(upper_us, case.schedule.name)
     searched = _Searched(best, bounds_us, complete, answers)
-    return _searched_on(searched, deadline) if request.searches_on and not left else searched
+    # In a second pass, only a plan near the best of all schedules may become the answer.
+    near_us = first_us if is_second else inf
+    return _searched_on(searched, deadline, near_us=near_us) if request.searches_on and not left else searched
+
+
+def _effort(case: Case, left: Mapping[ScheduleName, int], num_cases: int, *, is_ranked: bool) -> int | None:
+    """Return the actions that the case may simulate, if they are limited.
+
+    Ranked cases have half of what is left, the most promising first. A search for action orders uses all of its effort,
+    so each of the `num_cases` cases that are left has a share.
+    """
+    most_actions = left.get(case.schedule.name)
+    if most_actions is None:
+        return None
+    if is_ranked:
+        return max(1, most_actions // 2)
+    return most_actions // num_cases if case.schedule.is_to_be_made else most_actions
+
+
+def _answer(search: Search, case: Case, *, upper_us: float, deadline: Deadline) -> Answer | None:
+    """Return the answer of a case; None if there was no time."""
+    try:
+        return search(case, upper_us=upper_us, deadline=deadline)
+    except OutOfTimeError:
+        return None
+
+
+def _has_enough_chunks(case: Case, answers: Mapping[_Key, Answer]) -> bool:
+    """Return True if one chunk less per device was already slower than two less: more chunks then rarely pay."""
+    key = _Key.of(case)
+    fewer, fewest = (answers.get(key._replace(chunks=case.chunks - n)) for n in (1, 2))
+    return fewer is not None and fewest is not None and fewer.step_us > fewest.step_us * _CLEARLY
 
 
 def _bound_by(bounds_us: dict[ScheduleName, float], case: Case, bound_us: float) -> None:
@@ -291,18 +328,22 @@ def _bound_by(bounds_us: dict[ScheduleName, float], case: Case, bound_us: float)
 
 def _near_us(upper_us: float, case: Case, request: Request) -> float:
     """Return the step time that a case must beat: 1.1 times the fastest if a longer search may improve its plan."""
-    return upper_us * _NEAR if request.searches_on and _is_improved(case.schedule) else upper_us
+    return upper_us * _NEAR if request.searches_on and is_improved(case.schedule) else upper_us
 
 
-def _searched_on(searched: _Searched, deadline: Deadline) -> _Searched:
-    """Return the result after longer searches that start from the fastest plans, unless it is proven optimal."""
+def _searched_on(searched: _Searched, deadline: Deadline, *, near_us: float) -> _Searched:
+    """Return the result after longer searches that start from the fastest plans, unless it is proven optimal.
+
+    Plans slower than `near_us` are left as they are.
+    """
     best, answers = searched.best, dict(searched.answers)
     if best is None or searched.bound_us >= best.step_us:
         return searched
     from planner.solve.chunks.search import improve_answer  # noqa: PLC0415
 
-    able = [a for a in answers.values() if _has_linear_program(a.case.schedule) and a.case.policy != "layers"]
-    found = sorted((a for a in able if a.partition is not None), key=lambda answer: answer.step_us)
+    able = [a for a in answers.values() if has_linear_program(a.case.schedule) and a.case.policy != "layers"]
+    near = (a for a in able if a.partition is not None and a.step_us <= near_us)
+    found = sorted(near, key=lambda answer: answer.step_us)
     for answer in found[:_NEAREST_CASES]:
         better = answers[_Key.of(answer.case)] = improve_answer(answer, deadline=deadline)
         best = better if better.step_us < best.step_us else best
@@ -340,52 +381,6 @@ def _tie_broken(answer: Answer, deadline: Deadline) -> Answer:
     except OutOfTimeError:
         return answer
     return answer if cuts is None else answer._replace(partition=case.partition(cuts.cuts, cuts.choices))
-
-
-def _search_for(case: Case, request: Request, by_stage: Answer | None) -> Search:
-    """Return the search of the case; `by_stage` is its answer with whole stages recomputed, if it is known."""
-    # Import only the search that is needed, so that short requests, such as those of `check`, start quickly.
-    if request.solver == "milp":
-        from planner.solve.integer import search_integer_program  # noqa: PLC0415
-
-        return search_integer_program
-    if request.inputs.any_order:
-        from planner.solve.chain.any_order import search_any_order  # noqa: PLC0415
-
-        return search_any_order
-    if case.policy == "layers":
-        from planner.solve.layers.search import search_layers  # noqa: PLC0415
-
-        return partial(search_layers, by_stage=by_stage)
-    return search_gpipe if case.schedule.has_closed_form else _simulated_search(case.schedule)
-
-
-def _simulated_search(schedule: Schedule) -> Search:
-    if schedule.is_to_be_made:
-        from planner.solve.orders.search import search_orders  # noqa: PLC0415
-
-        return search_orders
-    if schedule.is_one_forward_one_backward:
-        from planner.solve.chain.one_forward_one_backward import search_one_forward_one_backward  # noqa: PLC0415
-
-        return search_one_forward_one_backward
-    from planner.solve.chunks.search import search_chunks  # noqa: PLC0415
-
-    return search_chunks
-
-
-def lacks_bound(schedules: Iterable[Schedule]) -> bool:
-    """Return True if answers under one of the schedules would have a better bound with HiGHS installed."""
-    return not is_installed("highspy") and any(map(_has_linear_program, schedules))
-
-
-def _is_improved(schedule: Schedule) -> bool:
-    """Return True if plans under the schedule are improved step by step, so that more effort may find faster ones."""
-    return schedule.is_to_be_made or _has_linear_program(schedule)
-
-
-def _has_linear_program(schedule: Schedule) -> bool:
-    return not (schedule.has_closed_form or schedule.is_to_be_made or schedule.is_one_forward_one_backward)
 
 
 def _plan(answer: Answer, bound_us: float, request: Request) -> Plan:

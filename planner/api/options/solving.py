@@ -12,6 +12,7 @@ from planner.core.values.calibration import Calibration
 from planner.core.values.cluster import Link
 from planner.core.values.plan import DEFAULT_SCHEDULE, Inputs, RecomputePolicy
 from planner.core.values.units import count_option
+from planner.solve.deadline import UNWATCHED, Watch
 
 _DEVICES: Final = "Devices"
 _LINKS: Final = "Links and overhead"
@@ -145,6 +146,7 @@ class SolveOptions(SolverOptions):
     ] = False
     output: Annotated[File | None, "File of the plan."] = None
     note: Annotated[Callable[[str], None], "Called with assumed defaults."] = ignore
+    watch: Annotated[Watch, "Observer of the search, which may stop it."] = UNWATCHED
 
 
 _SOLVER_OPTIONS: Final = {keyword.name: keyword.option for keyword in keywords_of(SolverOptions)}

@@ -193,6 +193,8 @@ def _improve(progress: Progress, evaluator: Evaluator, least_us: float) -> float
     fewer_us = max(progress.case.least_us(fewer), progress.case.bound_us) if fewer else inf
     progress.rest_us = min(least_us, fewer_us)
     CutSearch(progress, evaluator).search(starts, search_effort(progress, evaluator))
+    if least_us >= progress.deadline.enough_us:
+        return least_us
     return max(least_us, raised_bound_us(progress, evaluator, bounds))
 
 

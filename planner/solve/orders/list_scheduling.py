@@ -27,61 +27,13 @@ from heapq import heappop, heappush
 from math import inf
 from typing import NamedTuple
 
-from planner.core.cost.moments import BACKWARDS, FORWARDS, INPUT_BACKWARDS, PARTS, WEIGHT_BACKWARDS
-from planner.core.cost.simulate import StageTimes
 from planner.core.schedule import Action, Letter
-from planner.solve.space.arrays import FloatArray
+from planner.solve.orders.order_problem import OrderProblem
 
 Act = tuple[int, Letter, int]
 
 _ROUNDING = 1e-9
 """Relative error of sums of times."""
-
-
-class StageFootprint(NamedTuple):
-    """Approximate memory of a stage, in bytes."""
-
-    always: float
-    """Permanent memory: parameters, gradients and transfer buffers."""
-    held: float
-    """Size of a micro-batch between F and I."""
-    between: float
-    """Size of a micro-batch between I and W."""
-    above: float
-    """Most additional memory of a running action."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OrderProblem:
-    """Stages with their devices, times and memory, for which to find an action order."""
-
-    chunks: tuple[tuple[int, ...], ...]
-    """Stages of each device, in the order of the chain."""
-    micro_batches: int
-    """M."""
-    times: tuple[StageTimes, ...]
-    """Times of each stage."""
-    footprints: tuple[StageFootprint, ...]
-    """Memory of each stage."""
-    is_whole: tuple[bool, ...]
-    """True for stages that run B; False for stages that run I and W."""
-    limits_bytes: tuple[float, ...]
-    """Memory limit of each device."""
-    own_us: tuple[float, ...]
-    """Time of each device between two steps: its optimizer steps and whole all-reduces."""
-
-    def busy_us(self, device: int) -> float:
-        """Return the time that the device's actions take, and the time between two steps."""
-        total_us, more = self.own_us[device], self.micro_batches - 1
-        for stage in self.chunks[device]:
-            times = self.times[stage]
-            total_us += self.micro_batches * times.forward_us
-            if self.is_whole[stage]:
-                total_us += more * times.backward_us + times.last_backward_us
-            else:
-                total_us += more * times.input_backward_us + times.last_input_backward_us
-                total_us += self.micro_batches * times.weight_backward_us
-        return total_us
 
 
 class ActionOrder(NamedTuple):
@@ -109,29 +61,6 @@ class DispatchRules:
     """True to run an F before an I if both are possible."""
     later_chunk_first: bool
     """True to prefer the F of the device's last chunk, False for that of its first chunk."""
-
-
-def footprint_of(always: float, parts: FloatArray, *, is_whole: bool) -> StageFootprint:
-    """Return the approximate memory of a stage.
-
-    Args:
-        always: Permanent bytes.
-        parts: Bytes of each of `planner.core.cost.moments.PARTS`.
-        is_whole: Whether the stage runs B instead of I and W.
-    """
-    part = dict(zip(PARTS, parts.tolist(), strict=True))
-    held = max(part["held"], part["kept"])
-    between = 0.0 if is_whole else part["weight_held"]
-    backwards = (*BACKWARDS, "message") if is_whole else INPUT_BACKWARDS
-    running = max(part[name] for name in (*FORWARDS, *backwards))
-    weight = 0.0 if is_whole else max(part[name] for name in (*WEIGHT_BACKWARDS, "weight_message"))
-    transfers = part["input"] + part["output_gradient"] + part["input_gradient"]
-    return StageFootprint(
-        always=always + part["gradients"] + part["casts"] + transfers,
-        held=held,
-        between=between,
-        above=max(0.0, running - held, weight - between),
-    )
 
 
 def apply_rules(problem: OrderProblem, rules: DispatchRules, *, limit_us: float = inf) -> ActionOrder | None:
@@ -175,7 +104,7 @@ def follow_order(
 
     Complexity: O(S M (lookahead + log S M)).
     """
-    return _OrderFollower(problem, preferred, lookahead, patience, limit_us).run()
+    return _OrderFollower(problem, preferred, lookahead=lookahead, patience=patience, limit_us=limit_us).run()
 
 
 class _TooSlowError(Exception):
@@ -374,6 +303,7 @@ class _OrderFollower(_ListScheduler):
         self,
         problem: OrderProblem,
         preferred: Sequence[Sequence[Act]],
+        *,
         lookahead: int,
         patience: float,
         limit_us: float,

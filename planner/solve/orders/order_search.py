@@ -22,10 +22,10 @@ from planner.solve.orders.list_scheduling import (
     Act,
     ActionOrder,
     DispatchRules,
-    OrderProblem,
     apply_rules,
     follow_order,
 )
+from planner.solve.orders.order_problem import OrderProblem
 from planner.solve.orders.period_bound import LeastTimes, least_windows_us
 from planner.solve.progress import SAME
 from planner.solve.space.arrays import FloatArray

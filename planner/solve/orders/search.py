@@ -20,7 +20,7 @@ from planner.solve.answer import Answer
 from planner.solve.chunks.cut_search import CutSearch
 from planner.solve.chunks.search import start_cuts
 from planner.solve.deadline import NEVER, Deadline
-from planner.solve.orders.list_scheduling import OrderProblem, footprint_of
+from planner.solve.orders.order_problem import OrderProblem, footprint_of
 from planner.solve.orders.order_search import FoundOrder, OrderSearch
 from planner.solve.orders.period_bound import least_of_all_cuts_us, least_trip_us
 from planner.solve.progress import SAME, Progress, simulated_answer

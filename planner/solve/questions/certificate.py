@@ -91,8 +91,8 @@ def _contradiction(now: Plan, best: Plan) -> str:
 def _frontier(written: Plan, now: Plan, profile: Profile) -> tuple[str, bool]:
     if not written.frontier:
         return "", False
+    from planner.solve.methods import lacks_bound  # noqa: PLC0415 - few plans have a frontier
     from planner.solve.questions.insight import frontier_of  # noqa: PLC0415 - few plans have a frontier
-    from planner.solve.search import lacks_bound  # noqa: PLC0415 - few plans have a frontier
 
     fixed = now.micro_batches if len(written.frontier) == 1 else None
     request = Request.of_plan(now, micro_batches=fixed, time_limit_s=_TIME_LIMIT_S)

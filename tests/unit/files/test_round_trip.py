@@ -357,7 +357,7 @@ def test_a_plan_read_back_is_not_taken_for_edited(options: dict[str, Any], tmp_p
     write(str(tmp_path / "plan.yaml"), solve(profile, Request(inputs=inputs)))
     plan = read_plan(str(tmp_path / "plan.yaml"))
     assert plan.inputs == inputs
-    assert judge(plan, profile, profile_digest=inputs.profile.digest).findings == ()
+    assert judge(plan, profile, profile_digest=inputs.profile.digest, strict=True).fits
 
 
 @pytest.mark.parametrize("loss", [1e-9, 2.0**-24])

@@ -13,11 +13,13 @@ import pytest
 
 from planner.core.errors import InfeasibleError, SolverError
 from planner.core.judge.verdict import judge
+from planner.core.schedule import SCHEDULES, SEARCHED
 from planner.core.values.cluster import Link
 from planner.core.values.plan import Inputs, Plan, ScheduleName
 from planner.core.values.profile import Profile
 from planner.files import dump
 from planner.solve import Request, deadline, solve
+from planner.solve.deadline import Watch
 from tests.support.chains import random_profile
 from tests.support.house import modules
 from tests.support.profiles import inputs_of
@@ -72,7 +74,7 @@ def test_what_is_found_in_time_has_a_true_gap(question: str, clock: "count[int]"
         if plan is None:
             continue
         found, solver = plan.predicted.step_us, plan.solver
-        assert judge(plan, profile, profile_digest=inputs.profile.digest).findings == ()
+        assert judge(plan, profile, profile_digest=inputs.profile.digest, strict=True).fits
         assert solver.status in ("optimal", "feasible")
         assert solver.lower_bound_us <= best.predicted.step_us * (1 + 1e-9)
         assert best.solver.lower_bound_us <= found * (1 + 1e-9)
@@ -168,3 +170,22 @@ def test_every_kind_of_question_gets_the_same_bytes() -> None:
             timeout=120,
         )
         assert other.stdout == first
+
+
+def test_a_watched_search_can_be_stopped_and_returns_the_best_plan_so_far() -> None:
+    """Plans are reported as they are found, with a bound of all; the answer is the fastest of them."""
+    profile = random_profile(3, 12)
+    found: list[float] = []
+
+    def note(step_us: float, schedule: ScheduleName, least_us: float) -> None:
+        assert schedule in {*SCHEDULES, SEARCHED.name}
+        assert 0 < least_us <= step_us
+        found.append(step_us)
+
+    watch = Watch(is_stopped=lambda: len(found) >= 3, found=note)
+    plan = solve(profile, Request(inputs=QUESTIONS["auto"], watch=watch))
+    assert len(found) < 20
+    assert plan.solver.status == "feasible"
+    assert plan.predicted.step_us == pytest.approx(min(found))
+    with pytest.raises(SolverError, match="stopped before a plan was found"):
+        solve(profile, Request(inputs=QUESTIONS["auto"], watch=Watch(is_stopped=lambda: True)))

@@ -31,7 +31,7 @@ def inputs_for(schedule: ScheduleName, **changes: object) -> Inputs:
 def solved(profile: Profile, inputs: Inputs, *, balance: tuple[int, ...] | None = None) -> Plan:
     """The plan for four micro-batches, which `check` takes."""
     plan = solve(profile, Request(inputs=inputs, micro_batches=4, balance=balance))
-    assert judge(plan, profile, profile_digest=plan.inputs.profile.digest).findings == ()
+    assert judge(plan, profile, profile_digest=plan.inputs.profile.digest, strict=True).fits
     assert plan.solver.lower_bound_us <= plan.predicted.step_us
     return plan
 

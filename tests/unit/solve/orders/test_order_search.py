@@ -10,7 +10,7 @@ from planner.core.cost.simulate import StageTimes, period_us
 from planner.core.schedule import SCHEDULES, Action, Letter
 from planner.core.schedule.validity import check_lists
 from planner.core.values.placement import Placement, stages_on
-from planner.solve.orders.list_scheduling import OrderProblem, StageFootprint
+from planner.solve.orders.order_problem import OrderProblem, StageFootprint
 from planner.solve.orders.order_search import OrderSearch, least_period_us
 
 Rows = tuple[tuple[Action, ...], ...]

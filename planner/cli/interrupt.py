@@ -1,0 +1,31 @@
+"""Ctrl-C that ends a search with the best result so far."""
+
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+
+@contextmanager
+def stopped_by_interrupt() -> Iterator[Callable[[], bool]]:
+    """Within this context, the first Ctrl-C only sets a flag; yields a function that reads it. The next one interrupts.
+
+    Outside the main thread, which alone receives signals, nothing changes.
+    """
+    is_stopped = False
+
+    def stop(_number: int, _frame: FrameType | None) -> None:
+        nonlocal is_stopped
+        is_stopped = True
+        signal.signal(signal.SIGINT, before)
+
+    if threading.current_thread() is not threading.main_thread():
+        yield lambda: is_stopped
+        return
+    before = signal.getsignal(signal.SIGINT)
+    signal.signal(signal.SIGINT, stop)
+    try:
+        yield lambda: is_stopped
+    finally:
+        signal.signal(signal.SIGINT, before)
