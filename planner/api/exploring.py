@@ -63,7 +63,8 @@ def explore(plan: File | Plan, options: ExploreOptions) -> str:
 
 def solve_words(plan: Plan, profile: Profile) -> Iterator[str]:
     """Yield the words of the `solve` command for the plan's request, without options that the page can change."""
-    inputs = replace(plan.inputs, replicas=plan.replicas)
+    width = plan.tensor_parallel if profile.widths else plan.inputs.tensor_parallel
+    inputs = replace(plan.inputs, replicas=plan.replicas, tensor_parallel=width)
     yield f"gpipe-plan solve {inputs.profile.path}"
     yield from solve_options(inputs, profile.device, without=_ON_THE_PAGE)
 

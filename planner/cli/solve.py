@@ -123,10 +123,10 @@ def _in_a_line(plan: "Plan", certainty: "Certainty") -> str:
 def _emit_line(plans: "Sequence[Plan]", paths: Sequence[str]) -> str:
     """Return the `emit` command that usually follows; of several plans with equal numbers of devices it uses one."""
     words = ["gpipe-plan emit"] + [paths[0]] * (paths[0] != "plan.yaml")
-    fewest = plans[0].num_devices * plans[0].replicas
+    fewest = plans[0].num_gpus
     for plan, path in zip(plans[1:], paths[1:], strict=True):
-        if plan.num_devices * plan.replicas < fewest:
-            fewest = plan.num_devices * plan.replicas
+        if plan.num_gpus < fewest:
+            fewest = plan.num_gpus
             words.append(f"--smaller {path}")
     return " ".join(words)
 

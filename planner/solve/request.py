@@ -5,6 +5,7 @@ from typing import Final, Literal
 
 from planner.core.schedule import GIVEN, ListedSchedule, Schedule, schedule_of, schedules_for
 from planner.core.values.plan import Inputs, Plan
+from planner.core.values.profile import Profile
 from planner.solve.deadline import UNWATCHED, Watch
 
 MOST_ACTIONS_OF_AUTO: Final = 400_000
@@ -14,6 +15,13 @@ MOST_CHUNKS: Final = 4
 """Most chunks per device that the solver tries; more chunks rarely pay for their transfers."""
 
 Solver = Literal["auto", "dp", "milp"]
+
+
+def near(inputs: Inputs, plan: Plan, profile: Profile) -> Inputs:
+    """Return a request for short searches: if the profile has several widths, with T and R of the plan."""
+    if not profile.widths:
+        return inputs
+    return replace(inputs, tensor_parallel=plan.tensor_parallel, replicas=plan.replicas)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from string import Template
 
 from planner import __version__
+from planner.core.cost.width import profile_of_plan
 from planner.core.judge.certainty import Certainty, certainty_of
 from planner.core.values.plan import Plan
 from planner.core.values.profile import Profile
@@ -53,7 +54,7 @@ def plan_html(plan: Plan, profile: Profile | None, step: Step | None, report: Ru
         _stages(plan),
         frontier_section(plan),
         *filter(None, [schedules_section(plan)]),
-        layers_section(profile, plan),
+        layers_section(profile_of_plan(plan, profile) if profile else None, plan),
         measured_section(plan, report),
         *([run_section(report)] if report else []),
         _provenance(plan, profile, digest),
@@ -165,6 +166,7 @@ def _provenance(plan: Plan, profile: Profile | None, digest: str) -> Section:
         ("plan digest", digest),
         ("planned by", f"{written.name} {written.version}" if written else ""),
         ("certificate", f"{_certificate(plan)}; {method_name(plan.solver.method)}"),
+        ("GPUs that share each layer", str(plan.tensor_parallel) if plan.tensor_parallel > 1 else ""),
         ("devices", f"{inputs.devices}, memory limit {', '.join(map(format_bytes, limits))}"),
         ("batch", str(inputs.batch)),
         ("requested schedule", inputs.schedule),

@@ -105,9 +105,10 @@ def _not_a_pipeline(plan: Plan) -> str:
     if plan.num_devices > 1:
         return ""
     copies, inputs = plan.replicas, plan.inputs
-    here = f"{copies} copies of the whole model" if copies > 1 else "the whole model on one device"
+    alone = "one device" if plan.tensor_parallel == 1 else f"{plan.tensor_parallel} GPUs that share its layers"
+    here = f"{copies} copies of the whole model" if copies > 1 else f"the whole model on {alone}"
     # If there are as many replicas as devices, there was no choice.
-    had_a_choice = inputs.devices > max(1, inputs.replicas)
+    had_a_choice = inputs.devices // plan.tensor_parallel > max(1, inputs.replicas)
     if plan.solver.status == "given" or not had_a_choice:
         return f"not a pipeline: {here}"
     schedule = inputs.schedule
@@ -119,10 +120,10 @@ def _not_a_pipeline(plan: Plan) -> str:
 
 def _unused(plan: Plan) -> str:
     devices = plan.inputs.devices
-    spare = devices - plan.num_devices * plan.replicas
+    spare = devices - plan.num_gpus
     if spare <= 0:
         return ""
-    words = f"{spare} of {counted(devices, 'device')} left unused"
+    words = f"{spare} of {counted(devices, 'device' if plan.tensor_parallel == 1 else 'GPU')} left unused"
     if not has_unlike_devices(plan) or plan.replicas > 1:
         return words
     unused = sorted(set(range(devices)) - {plan.device_of(stage) for stage in plan.stages})

@@ -8,6 +8,7 @@ from itertools import groupby
 from rich.table import Table
 from rich.text import Text
 
+from planner.core.cost.width import widths_of
 from planner.core.values.profile import Device, LayerProfile, Profile
 from planner.core.values.units import counted, format_bytes
 from planner.show.terminal.grids import TextColumn, table
@@ -64,6 +65,7 @@ def _facts(profile: Profile, style: Style) -> list[Text]:
     gap = f" {style.glyphs.dot} "
     model = [
         counted(len(profile.layers), "layer"),
+        f"shared by {', '.join(map(str, widths_of(profile)))} GPUs" if max(widths_of(profile)) > 1 else "",
         f"{profile.model.parameters:,} parameters" if profile.model.parameters else "",
         plain(f"optimizer {profile.optimizer}", style) if profile.optimizer else "",
         *(plain(f"{name}={value}", style) for name, value in profile.model.settings.items()),

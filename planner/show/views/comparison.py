@@ -60,7 +60,7 @@ class _Change(NamedTuple):
 
 
 def _devices(row: ComparedPlan) -> int:
-    return row.plan.num_devices * row.plan.replicas
+    return row.plan.num_gpus
 
 
 def _per_s(row: ComparedPlan) -> float:
@@ -140,14 +140,15 @@ def _planned(value: Callable[[Plan], Value]) -> Callable[[SweepCell], Value]:
 
 
 def _shape(plan: Plan) -> str:
-    return f"{counted(len(plan.stages), 'stage')} x {counted(plan.micro_batches, 'micro-batch', 'es')}"
+    width = f"{plan.tensor_parallel} GPUs x " if plan.tensor_parallel > 1 else ""
+    return f"{counted(len(plan.stages), 'stage')} x {width}{counted(plan.micro_batches, 'micro-batch', 'es')}"
 
 
 def _notes(cell: SweepCell) -> str:
     plan = cell.plan
     if plan is None:
         return _NONE[cell.status]
-    used = plan.num_devices * plan.replicas
+    used = plan.num_gpus
     notes = [f"{cell.devices - used} unused"] if used < cell.devices else []
     if cell.status == "feasible":
         notes.append(f"gap {percent(plan.solver.gap)}")

@@ -10,7 +10,7 @@ from planner.core.values.units import counted, format_us
 from planner.show.views.certainty import rate_words, step_words
 from planner.show.views.memory import share_of_limit
 from planner.show.views.numbers import layer_range, percent
-from planner.show.views.table import Table, Value, column, table
+from planner.show.views.table import Column, Table, Value, column, table
 
 
 def headline(plan: Plan, *, of: str = " \u00d7 ", by: str = " \u00d7 ") -> str:
@@ -27,10 +27,21 @@ def headline(plan: Plan, *, of: str = " \u00d7 ", by: str = " \u00d7 ") -> str:
     shape = counted(plan.num_devices, "stage")
     if plan.chunks > 1:
         shape = f"{counted(plan.num_devices, 'device')}{of}{plan.chunks} chunks"
-    if plan.replicas > 1:
+    if plan.tensor_parallel > 1:
+        shape, by = shape_in_gpus(plan), ", "
+    elif plan.replicas > 1:
         shape = f"{plan.replicas} replicas of {shape}"
     micro_batches = f"{counted(plan.micro_batches, 'micro-batch', 'es')} of {counted(plan.micro_batch_size, 'sample')}"
     return f"{schedule_of(plan.schedule).title}, {shape}{by}{micro_batches}"
+
+
+def shape_in_gpus(plan: Plan) -> str:
+    """Return replicas, stages and GPUs per stage as a product: 64 GPUs = 2 replicas, times 4 stages, times 8."""
+    groups = counted(plan.num_devices, "stage" if plan.chunks == 1 else "device")
+    factors = [*([f"{plan.replicas} replicas"] if plan.replicas > 1 else []), groups, str(plan.tensor_parallel)]
+    chunks = f", {plan.chunks} chunks" if plan.chunks > 1 else ""
+    product = " \u00d7 ".join(factors)
+    return f"{counted(plan.num_gpus, 'GPU')} = {product}{chunks}"
 
 
 def figures(plan: Plan, certainty: Certainty | None = None) -> tuple[str, str, str]:
@@ -129,6 +140,7 @@ def frontier_table(plan: Plan) -> Table:
         points,
         column("micro_batches", "M", attrgetter("micro_batches"), "count", marked=marked),
         column("replicas", "replicas", attrgetter("replicas"), "count"),
+        *_width_column(points),
         column("micro_batch_size", "b", attrgetter("micro_batch_size"), "count"),
         column("schedule", "schedule", lambda p: schedule_of(p.schedule).title if p.fits else None, goes=1),
         column("devices", "devices" if chunked else "stages", _fitting("devices"), "count", goes=2),
@@ -148,6 +160,7 @@ def schedules_table(plan: Plan) -> Table:
         points,
         column("schedule", "schedule", lambda p: schedule_of(p.schedule).title, marked=marked),
         column("micro_batches", "M", _fitting("micro_batches"), "count", goes=2),
+        *_width_column(points),
         column("devices", "devices", _fitting("devices"), "count", goes=1),
         column("step", "step", _fitting("step_us", "none found"), "us", per="step"),
         column("bubble", "bubble", _fitting("bubble"), "percent"),
@@ -155,6 +168,13 @@ def schedules_table(plan: Plan) -> Table:
         column("share", "of its limit", lambda p: share_of_limit(p.peak_bytes, limit) if p.fits else None, "share"),
         column("fits", "fits", lambda p: "yes" if p.fits else "no"),
     )
+
+
+def _width_column(points: tuple[FrontierPoint, ...]) -> list[tuple[Column, Callable[[FrontierPoint], Value]]]:
+    """Return the column of GPUs that share each layer; empty if none do."""
+    if all(point.tensor_parallel == 1 for point in points):
+        return []
+    return [column("tensor_parallel", "GPUs per\nstage", _fitting("tensor_parallel"), "count")]
 
 
 def untried(plan: Plan) -> str:

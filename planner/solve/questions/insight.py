@@ -17,7 +17,7 @@ from planner.core.values.plan import FrontierPoint, Inputs, Insight, Noise, Plan
 from planner.core.values.profile import LayerProfile, Profile
 from planner.core.values.units import format_us
 from planner.solve.cases import cases_of
-from planner.solve.request import Request
+from planner.solve.request import Request, near
 from planner.solve.search import solve
 
 _DRAWS = 20
@@ -156,7 +156,8 @@ def _noise(profile: Profile, request: Request, plan: Plan) -> Noise | None:
     if not spreads or max(spreads) <= 0:
         return None
     # Each of the requests has less effort than the plan had, so its answer may be slower than the plan.
-    rng, request = np.random.default_rng(0), replace(request, searches_on=False)
+    rng = np.random.default_rng(0)
+    request = replace(request, inputs=near(request.inputs, plan, profile), searches_on=False)
     regrets, same = [], 0
     for _ in range(_DRAWS):
         drawn = with_layers(profile, partial(_drawn, rng=rng))

@@ -8,7 +8,7 @@ from planner.core.values.plan import FrontierPoint, Plan, ScheduleName
 from planner.core.values.profile import Profile
 from planner.solve.cases import cases_of
 from planner.solve.questions.insight import point_of
-from planner.solve.request import Request
+from planner.solve.request import Request, near
 from planner.solve.search import MOST_WORK, plan_under
 
 _ACTIONS: Final = 30_000
@@ -19,7 +19,8 @@ def trade_off_of(profile: Profile, plan: Plan, *, micro_batches: int | None = No
     """Return a point for each schedule; the point of the plan's own schedule is the plan.
 
     Each search has little effort: a schedule may do better than its point, and `fits` is false if no plan was found.
-    Schedules with a split backward are tried only if the profile has split backward times.
+    If the profile has several widths, T and R are those of the plan. Schedules with a split backward are tried only if
+    the profile has split backward times.
 
     Args:
         profile: The profile to plan for.
@@ -35,7 +36,9 @@ def trade_off_of(profile: Profile, plan: Plan, *, micro_batches: int | None = No
         return ()
     if len(profile.layers) * inputs.devices > MOST_WORK:
         return ()
-    request = Request(inputs=inputs, micro_batches=micro_batches, actions=_ACTIONS, searches_on=False)
+    request = Request(
+        inputs=near(inputs, plan, profile), micro_batches=micro_batches, actions=_ACTIONS, searches_on=False
+    )
     tried = {case.schedule.name for case in cases_of(profile, request)}
     names = [name for name in (*SCHEDULES, SEARCHED.name) if name in tried]
     points: dict[ScheduleName, FrontierPoint] = {}

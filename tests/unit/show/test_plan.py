@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from planner.core.values.plan import SolverReport
+from planner.core.values.plan import FrontierPoint, SolverReport
 from planner.core.values.units import format_bytes, format_us
 from planner.show.terminal.plan import plan_text
 from tests.unit.show.samples import MIB, events_of, interleaved, plan, profile, style, unlike
@@ -45,6 +45,23 @@ def test_headline_of_each_schedule():
     assert first_line(plan(replicas=2)) == "GPipe, 2 replicas of 3 stages \u00d7 4 micro-batches of 1 sample"
     both = plan((1,) * 6, micro_batches=6, schedule="interleaved", chunks=2, replicas=2)
     assert first_line(both).startswith("interleaved 1F1B, 2 replicas of 3 devices \u00d7 2 chunks \u00d7 6 ")
+
+
+def test_groups_of_gpus():
+    """The sizes are a product in GPUs; spare ones are counted in GPUs, and `not a pipeline` names the group."""
+    groups = replace(plan(replicas=2, devices=50), tensor_parallel=8)
+    assert first_line(groups) == "GPipe, 48 GPUs = 2 replicas \u00d7 3 stages \u00d7 8, 4 micro-batches of 1 sample"
+    assert "2 of 50 GPUs left unused" in plan_text(groups, (), WIDE)
+    several = first_line(replace(interleaved(), tensor_parallel=4))
+    assert several == "interleaved 1F1B, 12 GPUs = 3 devices \u00d7 4, 2 chunks, 6 micro-batches of 1 sample"
+    alone = replace(plan((6,), devices=9), tensor_parallel=4)
+    assert "than the whole model on 4 GPUs that share its layers" in plan_text(alone, (), WIDE)
+    points = tuple(
+        FrontierPoint(micro_batches=m, micro_batch_size=1, tensor_parallel=2 * m, devices=2, step_us=9.0, peak_bytes=5)
+        for m in (1, 2)
+    )
+    assert "GPUs per" in plan_text(replace(groups, frontier=points), (), WIDE)
+    assert "GPUs per" not in plan_text(replace(groups, frontier=points[:0]), (), WIDE)
 
 
 @pytest.mark.parametrize(
