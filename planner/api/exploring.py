@@ -78,5 +78,3 @@ def caveats(plan: Plan) -> Iterator[str]:
         yield "The plan was made with `--recompute layers`, which can recompute single layers and may be faster."
     if inputs.compute != 1.0:
         yield "The plan was made with a calibration: add its file with `--calibration`."
-    if any(stage.device is not None for stage in plan.stages):
-        yield "This page keeps the plan's order of devices; `solve` may choose another."

@@ -46,7 +46,6 @@ def solve_options(inputs: Inputs, device: Device, *, without: Collection[str] = 
         "--links": "links.yaml" if inputs.links else None,
         "--overhead": None if inputs.overhead_us == executor.overhead_us else f"{texts.decimal(inputs.overhead_us)}us",
         "--reserve": None if inputs.reserve_bytes == device.reserve_bytes else f"{inputs.reserve_bytes}B",
-        "--devices-any-order": "" if inputs.any_order else None,
     }
     pairs = [(name, value) for name, value in options.items() if value is not None]
     pairs += recorded_texts(inputs)

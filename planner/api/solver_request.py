@@ -74,7 +74,7 @@ def _inputs(
     """Return the request as a plan records it."""
     num_devices, node_devices = _devices(options.devices, options.nodes)
     recompute = _recompute(options.recompute, profile)
-    only_gpipe = options.solver == "milp" or options.devices_any_order
+    only_gpipe = options.solver == "milp"
     is_file = lists_path(options.schedule) is not None
     schedule = GIVEN if is_file else _schedule(str(options.schedule), profile, only_gpipe=only_gpipe)
     _check_run(options, profile)
@@ -102,7 +102,6 @@ def _inputs(
         schedule=schedule,
         # A balance means one stage per device, unless `--chunks` says otherwise.
         chunks=1 if cuts and schedule == "auto" and options.chunks == "auto" else _chunks(options.chunks, schedule),
-        any_order=options.devices_any_order,
         recompute=recompute,
         optimizer=profile.optimizer,
         dtype=precision_of(profile.environment.dtype),

@@ -126,5 +126,4 @@ def _notes(layout: Layout) -> list[str]:
         *notes,
         *layout.halves_notes(),
         *layout.recompute_notes("Automodel recomputes by layer, on all stages alike: set `activation_checkpointing`"),
-        *layout.order_notes(),
     ]

@@ -53,7 +53,7 @@ def emit_deepspeed(layout: Layout) -> EngineFile:
             hint=f"solve with `--together {first},{second}`; or write both as a `TiedLayerSpec` and set PARTS by hand",
         )
     choices = {stage.recompute for stage in plan.stages}
-    notes = layout.schedule_notes(_NAME, ONE_FORWARD_ONE_BACKWARD) + layout.order_notes()
+    notes = layout.schedule_notes(_NAME, ONE_FORWARD_ONE_BACKWARD)
     if choices & {"except-last", "layers"}:
         notes += layout.recompute_notes(
             "DeepSpeed recomputes a stage completely or not at all: stages that recompute anything recompute "

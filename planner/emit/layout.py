@@ -184,14 +184,6 @@ class Layout:
             return []
         return [f"{engine}'s format has one pipeline: start {count} of them and sum their gradients yourself"]
 
-    def order_notes(self) -> list[str]:
-        """Return a note if devices are in another order, which the engine does not apply."""
-        order = self.devices[: self.plan.num_devices]
-        if order == tuple(range(len(order))):
-            return []
-        ids = ",".join(map(str, order))
-        return [f"the stages are planned for devices {ids}, in this order (CUDA_VISIBLE_DEVICES={ids})"]
-
 
 def refuse_groups(engine: str, plan: Plan) -> None:
     """Raise UsageError if GPUs of the plan share layers, and the engine's cannot."""

@@ -50,7 +50,6 @@ def emit_megatron(layout: Layout) -> EngineFile:
     notes = [
         *layout.schedule_notes(_NAME, *runs),
         *layout.recompute_notes("Megatron-LM recomputes on all stages alike: set `--recompute-granularity`"),
-        *layout.order_notes(),
     ]
     body = (
         "PIPELINE_ARGS=(\n"

@@ -147,7 +147,6 @@ def emit_native(
         source,
         template=("planner.emit", "train_template.py.txt"),
         script=script,
-        notes=_skipped_devices(plan),
         use=launch_line(plan.num_devices * plan.replicas, str(script)),
         smaller=tuple(other.num_processes for other in fewer),
         planned=planned(plan, input_paths.plan),
@@ -182,8 +181,8 @@ def emit_with(
     *,
     template: tuple[str, str],
     script: Path,
-    notes: tuple[str, ...],
     use: str,
+    notes: tuple[str, ...] = (),
     smaller: tuple[int, ...] = (),
     planned: Planned | None = None,
     **more: int,
@@ -196,8 +195,8 @@ def emit_with(
         source: File and entry of the model, relative to the script's folder.
         template: Package and file of the template.
         script: Path of the script.
-        notes: Remarks about the files.
         use: Command that runs the script.
+        notes: Remarks about the files.
         smaller: Numbers of processes that have other plans.
         planned: Predictions that a run is compared with.
         **more: Additional values of the template.
@@ -221,14 +220,6 @@ def emit_with(
     )
 
 
-def _skipped_devices(plan: Plan) -> tuple[str, ...]:
-    used = sorted({plan.device_of(stage) for stage in plan.stages})
-    if used[-1] < len(used):
-        return ()
-    ids = ",".join(map(str, used))
-    return (f"the stages are planned for devices {ids} (CUDA_VISIBLE_DEVICES={ids})",)
-
-
 def check_source(profile: Profile) -> None:
     """Raise UsageError if the profile names no model file."""
     if profile.model.source:
@@ -248,7 +239,7 @@ def decisions_digest(plan: Plan) -> str:
         "batch": plan.inputs.batch,
         "schedule": [plan.schedule, plan.chunks, plan.replicas, plan.micro_batches],
         "balance": plan.balance,
-        "stages": [[stage.device, stage.recompute, stage.recomputed] for stage in plan.stages],
+        "stages": [[stage.recompute, stage.recomputed] for stage in plan.stages],
         **({"order": plan.order} if plan.order else {}),
     }
     return digest_of(decided)
@@ -309,7 +300,6 @@ def _balance(layout: Layout, profile: Profile, source: str) -> Balance:
         stages=tuple(
             StageBalance(
                 index=k,
-                device=stage.device,
                 recompute=stage.recompute,
                 layers=tuple(layer.name for layer in layers),
                 recomputed=tuple(layer.name for layer in layers if layer.name in stage.recomputed),

@@ -31,7 +31,6 @@ def emit_schedule_csv(layout: Layout) -> EngineFile:
         *layout.halves_notes(),
         *layout.recompute_notes("recomputation is not included"),
         *layout.replica_notes(_NAME),
-        *layout.order_notes(),
     ]
     return EngineFile(
         name=SCHEDULE_FILE,

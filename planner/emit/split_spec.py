@@ -51,7 +51,6 @@ def emit_split_spec(layout: Layout) -> EngineFile:
         *layout.halves_notes(),
         *layout.recompute_notes(f"{_NAME} does not recompute: wrap stages in `torch.utils.checkpoint` yourself"),
         *layout.replica_notes(_NAME),
-        *layout.order_notes(),
     ]
     entries = "".join(f'    "{path}": SplitPoint.BEGINNING,\n' for path in begins)
     body = "from torch.distributed.pipelining import SplitPoint\n\n"

@@ -77,7 +77,6 @@ def emit_torchtitan(layout: Layout) -> EngineFile:
     notes = [
         *layout.halves_notes(),
         *layout.recompute_notes("torchtitan recomputes by layer, on all stages alike: set `activation_checkpoint`"),
-        *layout.order_notes(),
     ]
     values = python_values(
         PARALLELISM=parallelism, MICRO_BATCHES=plan.micro_batches, MICRO_BATCH_SIZE=plan.micro_batch_size

@@ -115,9 +115,6 @@ def _plan_problems(plan: Plan) -> Iterator[Problem]:
     if plan.tensor_parallel < 1 or plan.inputs.node_devices % plan.tensor_parallel:
         text = f"nodes of {plan.inputs.node_devices} devices do not hold whole groups of {plan.tensor_parallel}"
         yield ("tensor_parallel",), text if plan.tensor_parallel else "must be at least 1", ""
-    for n, stage in enumerate(plan.stages):
-        if stage.device is not None and stage.device >= plan.inputs.devices:
-            yield ("stages", n, "device"), f"there are devices 0 to {plan.inputs.devices - 1}, got {stage.device}", ""
     if plan.micro_batches < 1:
         yield ("micro_batches",), "must be at least 1", ""
     elif plan.micro_batches * len(plan.balance) > MOST_ACTIONS:

@@ -65,18 +65,12 @@ def _check_chunks(request: Request) -> None:
 
 def _check_solver(request: Request) -> None:
     inputs = request.inputs
-    if not inputs.any_order and request.solver != "milp":
+    if request.solver != "milp":
         return
-    what = "`--devices-any-order`" if inputs.any_order else "`--solver milp`"
-    if inputs.any_order and request.solver == "milp":
-        raise UsageError("`--devices-any-order` needs the dynamic program, not `--solver milp`")
     if not all(schedule.has_closed_form for schedule in request.schedules):
-        raise UsageError(f"{what} plans for the GPipe schedule only, not `{inputs.schedule}`")
+        raise UsageError(f"`--solver milp` plans for the GPipe schedule only, not `{inputs.schedule}`")
     if inputs.recompute == "layers":
-        raise UsageError(f"{what} recomputes stage by stage only", hint="use `--recompute auto`")
-    if inputs.any_order and (inputs.inter_link is not None or inputs.links):
-        places = "links" if inputs.links else "nodes"
-        raise UsageError(f"{what} and {places}: which link lies between two stages would depend on the order")
+        raise UsageError("`--solver milp` recomputes stage by stage only", hint="use `--recompute auto`")
 
 
 def _check_balance(request: Request, balance: tuple[int, ...], num_layers: int) -> None:

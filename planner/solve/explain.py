@@ -204,8 +204,8 @@ def _other_schedules(query: InfeasibleQuery) -> Iterator[str]:
         if schedule.name not in names and _any_fits(query, query.profile, other, query.micro_batches):
             yield f"`--schedule {schedule.name}` fits"
             return
-    if inputs.any_order or query.balance is not None:
-        return  # only GPipe supports any order; the cuts are for one stage per device
+    if query.balance is not None:
+        return  # the cuts are for one stage per device
     for schedule in SPLITTING:
         other = replace(inputs, schedule=schedule.name, chunks=0)
         if schedule.name not in names and _measured_fits(query.cases_for(query.profile, other, query.micro_batches)):

@@ -18,10 +18,6 @@ def search_for(case: Case, request: Request, by_stage: Answer | None) -> Search:
         from planner.solve.integer import search_integer_program  # noqa: PLC0415
 
         return search_integer_program
-    if request.inputs.any_order:
-        from planner.solve.chain.any_order import search_any_order  # noqa: PLC0415
-
-        return search_any_order
     if case.policy == "layers":
         from planner.solve.layers.search import search_layers  # noqa: PLC0415
 

@@ -372,8 +372,7 @@ def _promise(case: Case) -> tuple[float, ...]:
 
 def _tie_broken(answer: Answer, deadline: Deadline) -> Answer:
     """Return the plan with the lowest peak memory among the fastest plans, if there is time for it."""
-    is_reordered = answer.partition is not None and bool(answer.partition.devices)
-    if answer.method != DYNAMIC_PROGRAMMING or answer.case.policy == "layers" or is_reordered:
+    if answer.method != DYNAMIC_PROGRAMMING or answer.case.policy == "layers":
         return answer
     case = answer.case
     try:

@@ -40,7 +40,6 @@ ANSWERED = (
     "explain GP101",
     UNPROVEN,
     "check unproven.yaml",
-    "check any-order.yaml",
 )
 REFUSED = {
     "profile model.py": TRAIN,
@@ -81,15 +80,13 @@ def without(absent: tuple[str, ...], lines: tuple[str, ...], folder: Path) -> di
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a committed profile, a longer one, a model, and a plan for devices in any order."""
+    """A folder with a committed profile, a longer one and a model."""
     folder = tmp_path_factory.mktemp("light")
     profile = (ROOT / "tests" / "fuzz" / "seeds" / "profile.yaml").read_text(encoding="utf-8")
     (folder / "profile.yaml").write_text(profile, encoding="utf-8")
     files.write(str(folder / "wide.yaml"), random_profile(1, 24))
     files.write(str(folder / "tpu.yaml"), compiled(files.read_profile(str(folder / "profile.yaml"))))
     (folder / "model.py").write_text(MODEL, encoding="utf-8")
-    line = f"{SOLVE} --devices-any-order --schedule gpipe -o any-order.yaml"
-    assert without((), (line,), folder)[line].code == 0
     return folder
 
 
@@ -123,7 +120,6 @@ def test_a_weaker_bound_is_told_once(ran: dict[str, Ran]) -> None:
     assert "highspy" not in gpipe.err
     assert "GP205" not in ran["check unproven.yaml"].out
     assert "not installed" in ran["check unproven.yaml"].out
-    assert "not installed" not in ran["check any-order.yaml"].out
 
 
 def test_a_script_says_it_too(folder: Path) -> None:

@@ -249,7 +249,6 @@ def test_replicas(tmp_path: Path) -> None:
         Case(model=FROZEN, balance=(3, 4), settings=(("frozen", "012"),), **common),
         Case(model=FROZEN, balance=(3, 4), dtype="fp16-mixed", **common),
         Case(model=TRANSFORMER, balance=(4,), settings=SMALL, replicas=4, micro_batches=2, steps=3),
-        Case(model=TRANSFORMER, balance=(2, 2), settings=SMALL, devices=(1, 0), schedule="1f1b", **common),
     ]
     people = {"settings": (("dropout", 0.3),), "sizes": (24, 20, 13), "clip": 0.3, "evaluate": 7, "replicas": 2}
     cases += [

@@ -1,6 +1,6 @@
 """The oracle: every plan of a small problem, judged by the cost model and the simulator, with nothing of the solver.
 
-All replicas, M, schedules, chunks, stage counts, cuts, recomputation choices and orders of devices that a question
+All replicas, M, schedules, chunks, stage counts, cuts and recomputation choices that a question
 leaves open are laid out as arrays (`Block`), and their step times are simulated, GPipe's too: that the closed form
 agrees is a result, not an assumption. `Space.judged` puts single plans to the cost model's own evaluation.
 """
@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from itertools import chain, combinations, pairwise, permutations, product
+from itertools import chain, combinations, pairwise, product
 
 import numpy as np
 from numpy.typing import NDArray
@@ -156,8 +156,8 @@ class Block:
     schedule: ScheduleName
     chunks: int
     replicas: int
-    devices: tuple[int, ...]
-    """Which device has which place in the pipeline."""
+    num_devices: int
+    """K."""
     cuts: IntArray
     """Shape (N, S+1)."""
     choices: IntArray
@@ -167,11 +167,6 @@ class Block:
     def micro_batches(self) -> int:
         """M."""
         return self.tables.micro_batches
-
-    @property
-    def num_devices(self) -> int:
-        """K."""
-        return len(self.devices)
 
     @cached_property
     def actions(self) -> tuple[tuple[Action, ...], ...]:
@@ -226,7 +221,7 @@ class Block:
     @cached_property
     def _times(self) -> tuple[FloatArray, ...]:
         cluster, tables = self.inputs.cluster, self.tables
-        speeds = np.array([cluster.speed(d) for d in self.devices * self.chunks])
+        speeds = np.array([cluster.speed(d) for d in range(self.num_devices)] * self.chunks)
         forward, backward, again, last_again = (
             self._at(table) / speeds for table in (tables.forward, tables.backward, tables.again, tables.last_again)
         )
@@ -250,11 +245,11 @@ class Block:
         own = np.zeros((len(self.cuts), num))
         hidden = np.zeros(len(self.cuts))
         tail = np.zeros(len(self.cuts))
-        for d, device in enumerate(self.devices):
+        for d in range(num):
             table = np.zeros(self.tables.forward.shape[:2])
             for first, end in self.tables.ways:
                 gradient_bytes = costs.gradients[first:end].sum() - shared_gradient_bytes(costs.ties, first, end)
-                table[first, end] = costs.optimizer_us[first:end].sum() / cluster.speed(device)
+                table[first, end] = costs.optimizer_us[first:end].sum() / cluster.speed(d)
                 table[first, end] += cluster.allreduce_us(gradient_bytes, self.replicas)
             for s in range(d, num * self.chunks, num):
                 own[:, d] += table[self.cuts[:, s], self.cuts[:, s + 1]]
@@ -265,7 +260,7 @@ class Block:
 
     def fits(self, caps: Sequence[float]) -> NDArray[np.bool_]:
         """Which plans fit under the caps of the cluster's devices, shape (N,)."""
-        fits: NDArray[np.bool_] = np.all(self.peaks <= np.array([float(caps[d]) for d in self.devices]), axis=1)
+        fits: NDArray[np.bool_] = np.all(self.peaks <= np.array(caps[: self.num_devices], float), axis=1)
         return fits
 
     def ranks(self) -> FloatArray:
@@ -280,7 +275,6 @@ class Block:
         cuts = [int(cut) for cut in self.cuts[row]]
         ways = [self.tables.ways[i][int(c)] for i, c in zip(pairwise(cuts), self.choices[row], strict=True)]
         some = any(way.recomputed for way in ways)
-        usual = self.devices == tuple(range(self.num_devices))
         return Partition(
             schedule=self.schedule,
             micro_batches=self.micro_batches,
@@ -289,7 +283,6 @@ class Block:
             recomputed=tuple(way.recomputed for way in ways) if some else (),
             chunks=self.chunks,
             replicas=self.replicas,
-            devices=() if usual else self.devices,
         )
 
 
@@ -344,17 +337,16 @@ class Space:
                 except UsageError:
                     continue
                 every = _with_choices(tuple(cuts), tuple(tuple(tables.counts[i] for i in pairwise(c)) for c in cuts))
-                for devices in permutations(range(most), num) if inputs.any_order else [tuple(range(num))]:
-                    yield Block(
-                        tables=tables,
-                        inputs=inputs,
-                        schedule=schedule,
-                        chunks=chunks,
-                        replicas=replicas,
-                        devices=devices,
-                        cuts=every[0],
-                        choices=every[1],
-                    )
+                yield Block(
+                    tables=tables,
+                    inputs=inputs,
+                    schedule=schedule,
+                    chunks=chunks,
+                    replicas=replicas,
+                    num_devices=num,
+                    cuts=every[0],
+                    choices=every[1],
+                )
 
     def _wanted(self, cuts: tuple[int, ...]) -> bool:
         if self._balance is not None and tuple(b - a for a, b in pairwise(cuts)) != self._balance:

@@ -137,7 +137,6 @@ def question(seed: int) -> Case:
         balance=cuts,
         recompute=("never",) * devices,
         replicas=replicas,
-        devices=tuple(rng.sample(range(devices), devices)) if replicas == 1 and rng.random() < 0.2 else (),
     )
     plan = _built(profile, partition, inputs)
     asked = Question(
@@ -180,7 +179,6 @@ def plan_of_edit(case: Case, edit: Edit, memory_bytes: tuple[int, ...]) -> Plan:
     """What `check` would judge: the plan with the edit in it."""
     plan, profile = case.question.plan, case.question.profile
     schedule = schedule_of(case.data["schedules"][edit["schedule"]]["name"])
-    places = tuple(plan.device_of(stage) for stage in plan.stages) if plan.stages[0].device is not None else ()
     partition = Partition(
         schedule=schedule.name,
         micro_batches=edit["micro_batches"],
@@ -190,7 +188,6 @@ def plan_of_edit(case: Case, edit: Edit, memory_bytes: tuple[int, ...]) -> Plan:
         else ("never",) * len(edit["balance"]),
         chunks=edit["chunks"],
         replicas=plan.replicas,
-        devices=places if len(places) == len(edit["balance"]) else (),
     )
     inputs = replace(plan.inputs, memory_bytes=memory_bytes)
     if isinstance(edit["recompute"], list):

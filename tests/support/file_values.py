@@ -200,7 +200,6 @@ def fullest_plan() -> Plan:
         replicas=2,
         together=(("h.0", "h.1"),),
         apart=(("h.1", "h.2"),),
-        any_order=True,
         dtype="bf16-mixed",
         compute=1.25,
         step_ratio=0.97,
@@ -209,8 +208,7 @@ def fullest_plan() -> Plan:
         price=2.5,
     )
     stages = tuple(
-        replace(stage, device=1 - stage.index, recompute="layers", recomputed=(stage.first,), backward_weight_us=1.5)
-        for stage in plan.stages
+        replace(stage, recompute="layers", recomputed=(stage.first,), backward_weight_us=1.5) for stage in plan.stages
     )
     return replace(
         plan,

@@ -85,7 +85,7 @@ show: plan profile run html svg trace format quiet
 check: mem device headroom balance against profile format strict
 compare: format
 solve: devices mem batch micro-batches speed schedule chunks replicas recompute link links nodes inter-link allreduce
-solve: overhead reserve calibration headroom balance together apart format devices-any-order frontier explain
+solve: overhead reserve calibration headroom balance together apart format frontier explain
 solve: extrapolate output quiet
 emit: output profile format force
 sweep: devices mem batch micro-batches schedule recompute link reserve format output
@@ -101,9 +101,7 @@ for _line in _OPTIONS_OF.strip().split("\n"):
     _name, _, _words = _line.partition(":")
     _OPTIONS.setdefault(_name, []).extend(f"--{_word}" for _word in _words.split())
 
-_FLAGS = frozenset(
-    f"--{name}" for name in ("quiet", "strict", "devices-any-order", "frontier", "explain", "extrapolate", "force")
-)
+_FLAGS = frozenset(f"--{name}" for name in ("quiet", "strict", "frontier", "explain", "extrapolate", "force"))
 
 
 class TooLongError(BaseException):

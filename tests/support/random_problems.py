@@ -53,7 +53,6 @@ class Features:
     rules: bool = False
     """Layers that must, or must not, be in one stage."""
     tied: bool = False
-    any_order: bool = False
     policies: tuple[RecomputePolicy, ...] = POLICIES
     most_layers: int = 6
     most_devices: int = 4
@@ -90,14 +89,11 @@ def problems(draw: st.DrawFn, features: Features = Features()) -> Problem:
         chunks=draw(st.sampled_from(chunks)) if schedule in ("interleaved", "auto") and chunks else 1,
         replicas=replicas,
         allreduce=draw(st.sampled_from([None, *LINKS[1:3]])) if replicas != 1 else None,
-        any_order=features.any_order,
     )
     if features.unlike or replicas != 1:
         inputs = draw(_nodes(inputs))
     if features.unlike:
         inputs = replace(inputs, speeds=draw(st.sampled_from([(), _drawn_speeds(draw, inputs.devices)])))
-    if features.any_order:
-        inputs = replace(inputs, inter_link=None, node_devices=0)
     if features.links:
         links = draw(st.lists(st.sampled_from(LINKS), min_size=max(1, inputs.devices - 1), max_size=inputs.devices))
         inputs = replace(inputs, link=Link(), inter_link=None, node_devices=0, links=tuple(links))
@@ -134,7 +130,7 @@ def _caps(draw: st.DrawFn, space: Space, features: Features) -> tuple[int, ...]:
     number = draw(st.integers(0, plans - 1))
     for block in space.blocks:
         if number < len(block.cuts):
-            needs = dict(zip(block.devices, block.peaks[number], strict=True))
+            needs = dict(enumerate(block.peaks[number]))
             break
         number -= len(block.cuts)
     others = draw(st.integers(0, 4000))

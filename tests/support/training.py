@@ -44,7 +44,6 @@ class Case:
     replicas: int = 1
     recomputes: tuple[Recompute, ...] = ()
     """Of each stage, where they differ."""
-    devices: tuple[int, ...] = ()
     """Of each stage, where the order is not the usual one."""
     settings: tuple[tuple[str, Setting], ...] = ()
     dtype: Precision = ""
@@ -93,7 +92,6 @@ def write_balance(case: Case, path: Path) -> None:
         stages=tuple(
             StageBalance(
                 index=k,
-                device=case.devices[k] if case.devices else None,
                 recompute=(choice := case.recomputes[k] if case.recomputes else case.recompute),
                 layers=names[first:end],
                 recomputed=names[first:end] if choice == "layers" else (),

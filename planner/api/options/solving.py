@@ -52,7 +52,6 @@ class SolverOptions:
         str | float,
         Option("5%|auto", "Share of memory kept free; auto: error range of predictions.", _DEVICES),
     ] = "0%"
-    devices_any_order: Annotated[bool, Option("", "Allow any order of unequal devices.", _DEVICES)] = False
     link: Annotated[
         str | Link | None,
         Option("25GB/s,5us", "Links between neighbors; `,blocking`: without overlap.", _LINKS),

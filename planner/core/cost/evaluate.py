@@ -96,8 +96,8 @@ class Evaluation:
             input_us, weight_us = costs.halves.input_us[first:end].sum(), costs.halves.weight_us[first:end].sum()
             durations |= half_times(busy, input_us, weight_us, speed=speed, overhead_us=cluster.overhead_us)._asdict()
         link = cluster.link_between(
-            partition.place_of(stage),
-            partition.place_of(stage + 1),
+            partition.device_of(stage),
+            partition.device_of(stage + 1),
             num_devices=partition.num_devices,
             replicas=partition.replicas,
         )
@@ -131,7 +131,7 @@ class Evaluation:
         partition, own_us = self.partition, np.zeros(self.partition.num_devices)
         for k, ((first, end), sum_us) in enumerate(zip(partition.intervals(), self.replica_sums_us, strict=True)):
             speed = self.cluster.speed(partition.device_of(k))
-            own_us[partition.place_of(k)] += float(self.costs.optimizer_us[first:end].sum() / speed) + sum_us
+            own_us[partition.device_of(k)] += float(self.costs.optimizer_us[first:end].sum() / speed) + sum_us
         if self._splits_backward and partition.replicas > 1:
             # A chunk that is done early has its gradients summed meanwhile.
             own_us -= summed_early_us(self.actions, self.stage_times, self.replica_sums_us)
@@ -171,7 +171,7 @@ class Evaluation:
         pair_us = [t.forward_us + self._backward_us(t) for t in times]
         device_us = [0.0] * num_devices
         for stage, us in enumerate(pair_us):
-            device_us[partition.place_of(stage)] += us
+            device_us[partition.device_of(stage)] += us
         samples = micro_batches * self.costs.micro_batch_size * partition.replicas
         workload, per_s = self.costs.workload, samples / self.step_us * 1e6 if self.step_us else 0.0
         return Predicted(
@@ -258,7 +258,6 @@ class Evaluation:
                 first=costs.names[first],
                 last=costs.names[end - 1],
                 layers=end - first,
-                device=partition.device_of(k) if partition.devices else None,
                 recompute=partition.recompute[k],
                 recomputed=tuple(costs.names[n] for n in partition.recomputed_in(k)),
                 forward_us=self.stage_times[k].forward_us,

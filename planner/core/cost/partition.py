@@ -14,7 +14,7 @@ from planner.core.values.units import counted
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Partition:
-    """Decisions that a plan records: cuts, micro-batches, schedule, recomputation, replicas and devices."""
+    """Decisions that a plan records: cuts, micro-batches, schedule, recomputation and replicas."""
 
     schedule: ScheduleName
     micro_batches: int
@@ -28,8 +28,6 @@ class Partition:
     order: tuple[str, ...] = ()
     """Action order of each device, if the schedule was computed for this partition; see `Plan.order`."""
     replicas: int = 1
-    devices: tuple[int, ...] = ()
-    """Device of the cluster that runs each stage; empty for the default order."""
 
     @classmethod
     def of(cls, plan: Plan, names: Sequence[str]) -> "Partition":
@@ -43,7 +41,6 @@ class Partition:
             UsageError: A recomputed layer does not exist.
         """
         some = any(stage.recomputed for stage in plan.stages)
-        usual = all(stage.device is None for stage in plan.stages)
         return cls(
             schedule=plan.schedule,
             micro_batches=plan.micro_batches,
@@ -53,7 +50,6 @@ class Partition:
             chunks=plan.chunks,
             order=plan.order,
             replicas=plan.replicas,
-            devices=() if usual else tuple(plan.device_of(stage) for stage in plan.stages),
         )
 
     @property
@@ -66,11 +62,7 @@ class Partition:
         return tuple(pairwise(accumulate(self.balance, initial=0)))
 
     def device_of(self, stage: int) -> int:
-        """Return the device of the cluster that runs `stage`."""
-        return self.devices[stage] if self.devices else self.place_of(stage)
-
-    def place_of(self, stage: int) -> int:
-        """Return the place in the pipeline, 0 to K-1, of the device that runs `stage`."""
+        """Return the device of a pipeline, 0 to K-1, that runs `stage`."""
         return device_of(stage, self.num_devices, self.placement)
 
     @property
@@ -141,8 +133,6 @@ def check_partition(partition: Partition, *, num_layers: int, num_devices: int) 
         raise UsageError(f"{pipelines} need {partition.num_devices * replicas} devices, there are {num_devices}")
     if len(partition.recompute) != len(balance):
         raise UsageError(f"{len(balance)} stages, but {len(partition.recompute)} recompute choices")
-    if partition.devices and len(set(partition.devices)) != len(balance):
-        raise UsageError(f"every stage needs a device of its own, got {list(partition.devices)}")
     for k, (first, end) in enumerate(partition.intervals()):
         layers = partition.recomputed_in(k)
         if bool(layers) != (partition.recompute[k] == "layers"):

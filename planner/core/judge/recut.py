@@ -9,7 +9,6 @@ from planner.core.cost.costs import costs_at
 from planner.core.cost.evaluate import Evaluation
 from planner.core.cost.partition import Partition, check_partition
 from planner.core.cost.width import at_width
-from planner.core.errors import UsageError
 from planner.core.values.cluster import Cluster
 from planner.core.values.plan import Plan, Recompute, RecomputePolicy, SolverReport
 from planner.core.values.profile import Profile
@@ -47,24 +46,11 @@ def with_cuts(
         chunks=plan.chunks,
         order=plan.order,
         replicas=plan.replicas,
-        devices=_devices(plan, len(balance)),
     )
     check_partition(partition, num_layers=len(profile.layers), num_devices=cluster.num_devices)
     costs = costs_at(at_width(profile, cluster), plan.micro_batch_size, extrapolate=inputs.extrapolate)
     evaluation = _fastest_fitting(costs, partition, cluster, inputs.recompute)
     return evaluation.plan(inputs, SolverReport(method="given", status="given"))
-
-
-def _devices(plan: Plan, num_stages: int) -> tuple[int, ...]:
-    """Return the device of each stage if the plan has chosen an order of devices, else an empty tuple."""
-    if all(stage.device is None for stage in plan.stages):
-        return ()
-    if num_stages != len(plan.stages):
-        raise UsageError(
-            f"the plan chose an order for {len(plan.stages)} devices, which {num_stages} stages do not have",
-            hint="ask the solver: `gpipe-plan solve --balance …`",
-        )
-    return tuple(plan.device_of(stage) for stage in plan.stages)
 
 
 def _fastest_fitting(costs: ChainCosts, partition: Partition, cluster: Cluster, policy: RecomputePolicy) -> Evaluation:
@@ -80,5 +66,5 @@ def _fastest_fitting(costs: ChainCosts, partition: Partition, cluster: Cluster, 
         need = {choice: sum(of[k].total for k in partition.chunks_of(device)) for choice, of in memories.items()}
         fits = [choice for choice in allowed if need[choice] <= limit]
         chosen.append(fits[0] if fits else min(need, key=lambda choice: need[choice]))
-    recompute = tuple(chosen[partition.place_of(stage)] for stage in range(num_stages))
+    recompute = tuple(chosen[partition.device_of(stage)] for stage in range(num_stages))
     return Evaluation(costs, replace(partition, recompute=recompute), cluster)

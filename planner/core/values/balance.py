@@ -20,8 +20,6 @@ class StageBalance:
     """Layers of one stage, by module path."""
 
     index: int
-    device: int | None = None
-    """Device of the pipeline that runs it; None for the default, `index` modulo K."""
     recompute: Recompute
     layers: tuple[str, ...]
     recomputed: tuple[str, ...] = ()
@@ -114,12 +112,6 @@ class Balance:
         """Return the stages of every device of a pipeline, in pipeline order."""
         devices = range(self.num_devices)
         return tuple(stages_on(device, self.num_devices, self.chunks, self.placement) for device in devices)
-
-    @property
-    def device_order(self) -> tuple[int, ...]:
-        """Pipeline device of each stage of a round, counted among the used devices."""
-        named = [stage.index if stage.device is None else stage.device for stage in self.stages[: self.num_devices]]
-        return tuple(sorted(named).index(device) for device in named)
 
 
 def cuts_path(path: PurePath, num_processes: int) -> PurePath:

@@ -10,7 +10,6 @@ et al. 2024, arXiv:2405.15362) the direction alternates, so that two consecutive
 both, chunk v of a device is one of the stages v K to (v + 1) K - 1.
 """
 
-from collections.abc import Sequence
 from typing import Literal
 
 Placement = Literal["loop", "v"]
@@ -49,16 +48,16 @@ def stages_on(device: int, num_devices: int, chunks: int = 1, placement: Placeme
     )
 
 
-def rank_of(stage: int, replica: int, order: Sequence[int], placement: Placement = "loop") -> int:
+def rank_of(stage: int, replica: int, num_devices: int, placement: Placement = "loop") -> int:
     """Return the rank of the process that runs `stage` in a replica; each replica has K consecutive ranks.
 
     Args:
         stage: Index of the stage in the pipeline.
         replica: Index of the replica.
-        order: Device at each of the K positions in the pipeline.
+        num_devices: K.
         placement: Placement of the stages.
 
     Returns:
         The rank.
     """
-    return replica * len(order) + order[device_of(stage, len(order), placement)]
+    return replica * num_devices + device_of(stage, num_devices, placement)

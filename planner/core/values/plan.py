@@ -88,8 +88,6 @@ class Inputs:
     """Groups of layers that must be in one stage."""
     apart: tuple[tuple[str, ...], ...] = ()
     """Groups of layers of which no two may be in one stage."""
-    any_order: bool = field(default=False, metadata=LEFT_OUT)
-    """True if devices may be put into any order."""
     recompute: RecomputePolicy = "auto"
     optimizer: str = ""
     dtype: Precision = ""
@@ -176,8 +174,6 @@ class Stage:
     """Stage with layers `first` to `last` on one device. Times are for one micro-batch."""
 
     index: int
-    device: int | None = None
-    """Index into `Inputs.memory_bytes`; None for the default, `index` modulo K."""
     first: str
     last: str
     layers: int
@@ -344,7 +340,7 @@ class Plan:
 
     def device_of(self, stage: Stage) -> int:
         """Return the index into `Inputs.memory_bytes` of the device that runs `stage`."""
-        return device_of(stage.index, self.num_devices, self.placement) if stage.device is None else stage.device
+        return device_of(stage.index, self.num_devices, self.placement)
 
     def chunks_of(self, device: int) -> tuple[Stage, ...]:
         """Return the stages of `device`, which is counted in pipeline order."""

@@ -170,10 +170,10 @@ def _shared(num_processes: int, nodes: Nodes) -> Nodes:
 
 def _crossing(balance: Balance, node_devices: int) -> tuple[str, ...]:
     """Return the cuts between ranks on different nodes, with these ranks, in all replicas."""
-    order, cuts = balance.device_order, []
+    num_devices, cuts = balance.num_devices, []
     for stage in range(balance.num_stages - 1):
         pairs = [
-            (rank_of(stage, r, order, balance.placement), rank_of(stage + 1, r, order, balance.placement))
+            (rank_of(stage, r, num_devices, balance.placement), rank_of(stage + 1, r, num_devices, balance.placement))
             for r in range(balance.replicas)
         ]
         ranks = ", ".join(f"{a} to {b}" for a, b in pairs if are_on_different_nodes(a, b, node_devices))

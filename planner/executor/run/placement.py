@@ -5,7 +5,7 @@
 `torchrun` numbers the processes of a machine in a row. So neighbors of a pipeline, which exchange tensors in every
 micro-batch, are as close together as possible; replicas, which sum their gradients once per step, may be on other
 machines. The planner assumes the same of nodes and links (`planner.core.values.cluster`). The stages of a device are in
-`planner.core.values.placement`; a plan with `--any-order` has devices in another order.
+`planner.core.values.placement`.
 """
 
 from dataclasses import dataclass
@@ -32,8 +32,6 @@ class ProcessPlace:
     """Devices of a pipeline (K)."""
     stages: tuple[int, ...]
     """Stages that it runs, first to last."""
-    order: tuple[int, ...]
-    """Device of each position, first to last."""
     placement: Placement = "loop"
     num_stages: int
     """Stages of the whole pipeline (K V)."""
@@ -55,7 +53,7 @@ class ProcessPlace:
     def rank_of(self, stage: int, replica: int | None = None) -> int:
         """Return the rank that runs `stage`, in this replica or the given one."""
         replica = self.replica if replica is None else replica
-        return rank_of(stage, replica, self.order, self.placement)
+        return rank_of(stage, replica, self.num_devices, self.placement)
 
 
 def place_of(balance: Balance, rank: int, num_processes: int) -> ProcessPlace:
@@ -79,8 +77,7 @@ def place_of(balance: Balance, rank: int, num_processes: int) -> ProcessPlace:
             f"{'was' if num_processes == 1 else 'were'} started",
             hint=f"run `{launch_line(balance.num_processes, 'train.py')}`{_other_sizes(balance)}",
         )
-    order = balance.device_order
-    position = order.index(rank % devices)
+    position = rank % devices
     return ProcessPlace(
         rank=rank,
         replica=rank // devices,
@@ -89,7 +86,6 @@ def place_of(balance: Balance, rank: int, num_processes: int) -> ProcessPlace:
         num_devices=devices,
         stages=stages_on(position, devices, balance.chunks, balance.placement),
         placement=balance.placement,
-        order=order,
         num_stages=balance.num_stages,
     )
 

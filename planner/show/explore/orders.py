@@ -127,14 +127,12 @@ def _schedules(question: Question) -> Iterator[Schedule]:
 def _cases(question: Question) -> Iterator[tuple[Schedule, int, int]]:
     """Yield schedule, chunks and micro-batches of every case."""
     plan, num_layers = question.plan, len(question.profile.layers)
-    # Devices in a chosen order have one stage each.
-    is_placed = any(stage.device is not None for stage in plan.stages)
     for schedule in _schedules(question):
         if schedule.texts:
             yield schedule, plan.chunks, plan.micro_batches
             continue
         for chunks in _chunks(schedule, plan):
-            can_run = chunks == 1 or (plan.num_devices > 1 and not is_placed)
+            can_run = chunks == 1 or plan.num_devices > 1
             if can_run and plan.num_devices * chunks <= num_layers:
                 yield from ((schedule, chunks, m) for m in question.micro_batches)
 

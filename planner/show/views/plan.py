@@ -74,10 +74,9 @@ def claim(plan: Plan) -> str:
 
 
 def has_unlike_devices(plan: Plan) -> bool:
-    """Return True if devices differ in memory or speed, or were reordered."""
+    """Return True if devices differ in memory or speed."""
     inputs = plan.inputs
-    placed = any(stage.device is not None for stage in plan.stages)
-    return placed or len(set(inputs.memory_bytes)) > 1 or len({1.0, *inputs.speeds}) > 1
+    return len(set(inputs.memory_bytes)) > 1 or len({1.0, *inputs.speeds}) > 1
 
 
 def stage_table(plan: Plan, *, brief: bool = False) -> Table:

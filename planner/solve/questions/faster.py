@@ -36,7 +36,7 @@ def faster_schedule(
         requested schedule supports, a TPU, or too many layers and devices.
     """
     inputs = plan.inputs
-    if inputs.schedule == "auto" or plan.solver.status == "given" or inputs.any_order:
+    if inputs.schedule == "auto" or plan.solver.status == "given":
         return None
     if profile.device.kind.startswith("tpu") or len(profile.layers) * inputs.devices > MOST_WORK:
         return None

@@ -25,7 +25,7 @@ def typed(words: str) -> SolverOptions:
     for word in of:
         name = word.removeprefix("--").replace("-", "_")
         assert name in names
-        value: Any = True if name in ("extrapolate", "devices_any_order") else next(of)
+        value: Any = True if name == "extrapolate" else next(of)
         if name in ("together", "apart"):
             value = [*options.get(name, ()), value]
         options[name] = int(value) if name == "batch" else value
@@ -39,7 +39,7 @@ def typed(words: str) -> SolverOptions:
         "--devices 2 --mem 1GB,3GiB --batch 8 --schedule 1f1b --recompute always --speed 1.0,2.5",
         f"--nodes 2x4 --mem 8GB --batch 8 --replicas auto --link {LINK} --inter-link 1GB/s,0.5us --allreduce 1GB/s,0us",
         "--nodes 2x4 --devices 7 --mem 8GB --batch 8 --schedule interleaved --chunks 2 --overhead 0.25us --reserve 5B",
-        "--devices 2 --mem 8GB --batch 8 --chunks 1 --devices-any-order --extrapolate --together 'a b,c' --apart d,e",
+        "--devices 2 --mem 8GB --batch 8 --chunks 1 --extrapolate --together 'a b,c' --apart d,e",
         "--devices 3 --mem 8000000001B --batch 6 --min-micro-batch 2 --schedule search --apart a,b",
     ],
 )

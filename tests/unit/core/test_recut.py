@@ -84,17 +84,6 @@ def test_cuts_that_make_no_sense(balance: tuple[int, ...], expected: str) -> Non
         with_cuts(plan_of(), PROFILE, balance)
 
 
-def test_the_order_of_devices_is_kept_for_as_many_stages() -> None:
-    """And there is none for another number of them."""
-    plan = plan_of()
-    plan = replace(plan, stages=tuple(replace(stage, device=2 - stage.index) for stage in plan.stages))
-    again = with_cuts(plan, PROFILE, (1, 1, 4))
-    assert [stage.device for stage in again.stages] == [2, 1, 0]
-    with pytest.raises(UsageError, match="an order for 3 devices") as caught:
-        with_cuts(plan, PROFILE, (3, 3))
-    assert "solve" in caught.value.hint
-
-
 def test_interleaved_stages_share_their_devices_choice() -> None:
     """Both chunks of a device."""
     plan = plan_of(schedule="interleaved", devices=2, chunks=2)

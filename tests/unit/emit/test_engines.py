@@ -310,17 +310,6 @@ def test_mixed_recomputation_for_torchgpipe() -> None:
     assert "solve with `--recompute except-last`" in file.notes[0]
 
 
-def test_devices_in_another_order() -> None:
-    """A torchgpipe file and device maps hold it; others are told how to start."""
-    profile = profile_of(*FLAT)
-    plan = plan_of(profile, (3, 3))
-    plan = replace(plan, stages=tuple(replace(stage, device=1 - stage.index) for stage in plan.stages))
-    assert "DEVICES = [1, 0]" in emit_engine("torchgpipe", plan, profile).text
-    assert '"embedding": 1' in emit_engine("device-map", plan, profile).text
-    for name in ("torch", "torchtitan", "deepspeed", "megatron"):
-        assert any("CUDA_VISIBLE_DEVICES=1,0" in note for note in emit_engine(name, plan, profile).notes)
-
-
 def tied() -> Profile:
     """The head shares the embedding's parameters."""
     profile = profile_of(*FLAT)

@@ -11,9 +11,7 @@ from planner.core.values.profile import Model
 from planner.executor.run.placement import place_of
 
 
-def balance_of(
-    stages: int, *, schedule: ScheduleName = "gpipe", chunks: int = 1, replicas: int = 1, devices: tuple[int, ...] = ()
-) -> Balance:
+def balance_of(stages: int, *, schedule: ScheduleName = "gpipe", chunks: int = 1, replicas: int = 1) -> Balance:
     """A plan of stages of one layer each."""
     return Balance(
         plan_digest="sha256:plan",
@@ -24,10 +22,7 @@ def balance_of(
         batch=8 * replicas,
         micro_batches=4,
         balance=(1,) * stages,
-        stages=tuple(
-            StageBalance(index=k, device=devices[k] if devices else None, recompute="never", layers=(str(k),))
-            for k in range(stages)
-        ),
+        stages=tuple(StageBalance(index=k, recompute="never", layers=(str(k),)) for k in range(stages)),
     )
 
 
@@ -42,15 +37,6 @@ def test_replicas_of_chunks_by_hand() -> None:
     assert [places[2].rank_of(stage) for stage in range(6)] == [2, 3, 2, 3, 2, 3]
     same = [[place.rank_of(place.stages[0], replica) for replica in range(2)] for place in places]
     assert same == [[0, 2], [1, 3], [0, 2], [1, 3]]
-
-
-@pytest.mark.parametrize(("devices", "order"), [((2, 0, 1), (2, 0, 1)), ((5, 0, 3), (2, 0, 1)), ((), (0, 1, 2))])
-def test_devices_in_another_order(devices: tuple[int, ...], order: tuple[int, ...]) -> None:
-    """A process runs the stage of its device; of a pipeline that uses some of the devices, they count one by one."""
-    balance = balance_of(3, devices=devices)
-    stages = {rank: place_of(balance, rank, 3).stages for rank in range(3)}
-    assert stages == {rank: (stage,) for stage, rank in enumerate(order)}
-    assert [place_of(balance, 0, 3).rank_of(stage) for stage in range(3)] == list(order)
 
 
 @pytest.mark.parametrize(

@@ -16,10 +16,8 @@ from tests.support.ranks import run_ranks
 from tests.support.training import ROOT, Case, write_balance
 
 TWO = Case(model=ROOT / "tests/zoo/models/mischief.py", balance=(2, 3))
-STAGE = ProcessPlace(
-    rank=1, replica=0, num_replicas=1, position=1, num_devices=2, stages=(1,), order=(0, 1), num_stages=2
-)
-REPLICA = replace(STAGE, replica=1, num_replicas=2, position=0, num_devices=1, stages=(0,), order=(0,), num_stages=1)
+STAGE = ProcessPlace(rank=1, replica=0, num_replicas=1, position=1, num_devices=2, stages=(1,), num_stages=2)
+REPLICA = replace(STAGE, replica=1, num_replicas=2, position=0, num_devices=1, stages=(0,), num_stages=1)
 DATA = TensorDataset(torch.arange(8.0))
 
 TRAIN = """

@@ -11,9 +11,7 @@ from planner.executor.run.placement import ProcessPlace
 from planner.executor.run.ties import TiedGradients
 
 SHARED = [[(0, "words.weight"), (2, "head.weight")]]
-PLACE = ProcessPlace(
-    rank=0, replica=0, num_replicas=1, position=0, num_devices=2, stages=(0,), order=(0, 1), num_stages=2
-)
+PLACE = ProcessPlace(rank=0, replica=0, num_replicas=1, position=0, num_devices=2, stages=(0,), num_stages=2)
 
 
 def tied(*trained: str) -> TiedGradients:

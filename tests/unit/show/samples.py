@@ -107,11 +107,10 @@ def plan(
     replicas: int = 1,
     caps: tuple[int, ...] = (),
     speeds: tuple[float, ...] = (),
-    order: tuple[int, ...] = (),
     recomputed: tuple[tuple[int, ...], ...] = (),
     of: Profile | None = None,
 ) -> Plan:
-    """`order`: the device of each stage; `recomputed`: the layers that each stage recomputes one by one."""
+    """`recomputed`: the layers that each stage recomputes one by one."""
     devices = devices or len(balance) // chunks * replicas
     inputs = Inputs(
         profile=ProfileReference(path="profile.yaml", digest="sha256:0"),
@@ -133,7 +132,6 @@ def plan(
         recomputed=recomputed,
         chunks=chunks,
         replicas=replicas,
-        devices=order,
     )
     solver = solver or SolverReport(method="dynamic-programming", status="optimal")
     return Evaluation(costs_at(of or profile(), 1), partition, inputs.cluster).plan(inputs, solver)
@@ -173,9 +171,9 @@ def compared_schedules() -> Plan:
 
 
 def unlike() -> Plan:
-    """Three of four devices, in an order of their own, one of them twice as fast."""
+    """Three of four devices, one of them twice as fast."""
     caps = (120 * MIB, 60 * MIB, 90 * MIB, 240 * MIB)
-    return plan((1, 3, 2), devices=4, caps=caps, speeds=(1.0, 1.0, 1.0, 2.0), order=(2, 3, 0))
+    return plan((1, 3, 2), devices=4, caps=caps, speeds=(1.0, 2.0, 1.0, 1.0))
 
 
 def explained(planned: Plan | None = None) -> Plan:

@@ -120,7 +120,7 @@ def typed(asked_of: Question, line: str) -> tuple[Any, ...]:
     for word in words:
         name = word.removeprefix("--").replace("-", "_")
         assert name in names, line
-        value = True if name in ("extrapolate", "devices_any_order") else next(words)
+        value = True if name == "extrapolate" else next(words)
         options[name] = int(value) if name in ("devices", "batch") else value
     return asked_of.profile, asked_of.plan.inputs.profile, SolverOptions(**options)
 

@@ -140,17 +140,9 @@ def test_1f1b_is_planned_for_by_its_own_times() -> None:
     assert (one.schedule, one.solver.status, one.predicted.step_us) == ("1f1b", "optimal", 3280.0)
 
 
-NODES = {"inter_link": Link(latency_us=1.0), "node_devices": 1}
-
-
 @pytest.mark.parametrize(
     ("changes", "options", "said"),
     [
-        ({"any_order": True}, {"solver": "milp"}, "`--devices-any-order` needs the dynamic program"),
-        ({"any_order": True, "schedule": "1f1b"}, {}, "`--devices-any-order` plans for the GPipe schedule only"),
-        ({"any_order": True, "recompute": "layers"}, {}, "`--devices-any-order` recomputes stage by stage"),
-        ({"any_order": True, **NODES}, {}, "`--devices-any-order` and nodes"),
-        ({"any_order": True, "links": (Link(), Link())}, {}, "`--devices-any-order` and links"),
         ({"schedule": "interleaved", "chunks": 2}, {"solver": "milp"}, "`--solver milp` plans for the GPipe"),
         ({"recompute": "layers"}, {"solver": "milp"}, "`--solver milp` recomputes stage by stage"),
         ({"chunks": 2}, {}, "`gpipe` runs 1 stage on each device, got 2 chunks"),
