@@ -83,8 +83,8 @@ def _trajectories(batch: int) -> dict[str, Tensor]:
     }
 
 
-def _vision(name: str, config: str, size: int = 32, **settings: Any) -> RealModel:
-    return from_transformers(name, config, inputs=pixels(size), family="vision", **settings)
+def _vision(name: str, size: int = 32, **settings: Any) -> RealModel:
+    return from_transformers(name, inputs=pixels(size), family="vision", **settings)
 
 
 _SOUND: dict[str, Any] = {
@@ -113,27 +113,15 @@ _TIMES: dict[str, Any] = {
 }
 
 MORE_MEDIA: dict[str, RealModel] = {
-    "Informer": from_transformers(
-        "InformerForPrediction", "InformerConfig", inputs=_known_times, family="time series", **_TIMES
-    ),
+    "Informer": from_transformers("InformerForPrediction", inputs=_known_times, family="time series", **_TIMES),
     "Autoformer": from_transformers(
-        "AutoformerForPrediction",
-        "AutoformerConfig",
-        inputs=_known_times,
-        family="time series",
-        label_length=4,
-        **_TIMES,
+        "AutoformerForPrediction", inputs=_known_times, family="time series", label_length=4, **_TIMES
     ),
     "Time Series Transformer": from_transformers(
-        "TimeSeriesTransformerForPrediction",
-        "TimeSeriesTransformerConfig",
-        inputs=_known_times,
-        family="time series",
-        **_TIMES,
+        "TimeSeriesTransformerForPrediction", inputs=_known_times, family="time series", **_TIMES
     ),
     "PatchTSMixer": from_transformers(
         "PatchTSMixerForPrediction",
-        "PatchTSMixerConfig",
         inputs=series,
         family="time series",
         num_input_channels=2,
@@ -144,19 +132,14 @@ MORE_MEDIA: dict[str, RealModel] = {
         num_layers=3,
         d_model=16,
     ),
-    "UniSpeech": from_transformers("UniSpeechModel", "UniSpeechConfig", inputs=sound, family="speech", **_SOUND),
-    "SEW": from_transformers("SEWModel", "SEWConfig", inputs=sound, family="speech", squeeze_factor=2, **_SOUND),
-    "WavLM": from_transformers("WavLMModel", "WavLMConfig", inputs=sound, family="speech", **_SOUND),
+    "UniSpeech": from_transformers("UniSpeechModel", inputs=sound, family="speech", **_SOUND),
+    "SEW": from_transformers("SEWModel", inputs=sound, family="speech", squeeze_factor=2, **_SOUND),
+    "WavLM": from_transformers("WavLMModel", inputs=sound, family="speech", **_SOUND),
     "Data2Vec (audio)": from_transformers(
-        "Data2VecAudioModel",
-        "Data2VecAudioConfig",
-        inputs=sound,
-        family="speech",
-        **{**_SOUND, "num_conv_pos_embeddings": 2},
+        "Data2VecAudioModel", inputs=sound, family="speech", **{**_SOUND, "num_conv_pos_embeddings": 2}
     ),
     "Audio Spectrogram Transformer": from_transformers(
         "ASTModel",
-        "ASTConfig",
         inputs=_spectrogram,
         family="speech",
         hidden_size=32,
@@ -171,7 +154,6 @@ MORE_MEDIA: dict[str, RealModel] = {
     ),
     "Speech2Text": from_transformers(
         "Speech2TextForConditionalGeneration",
-        "Speech2TextConfig",
         inputs=_speech,
         family="speech",
         input_feat_per_channel=8,
@@ -183,25 +165,13 @@ MORE_MEDIA: dict[str, RealModel] = {
         **{k: v for k, v in SEQ2SEQ.items() if k != "max_position_embeddings"},
     ),
     "TimeSformer": from_transformers(
-        "TimesformerModel",
-        "TimesformerConfig",
-        inputs=_video,
-        family="vision",
-        num_frames=4,
-        **{**VISION, "image_size": 16},
+        "TimesformerModel", inputs=_video, family="vision", num_frames=4, **{**VISION, "image_size": 16}
     ),
     "VideoMAE": from_transformers(
-        "VideoMAEModel",
-        "VideoMAEConfig",
-        inputs=_video,
-        family="vision",
-        num_frames=4,
-        tubelet_size=2,
-        **{**VISION, "image_size": 16},
+        "VideoMAEModel", inputs=_video, family="vision", num_frames=4, tubelet_size=2, **{**VISION, "image_size": 16}
     ),
     "ViViT": from_transformers(
         "VivitModel",
-        "VivitConfig",
         inputs=_video,
         family="vision",
         num_frames=4,
@@ -210,7 +180,6 @@ MORE_MEDIA: dict[str, RealModel] = {
     ),
     "ViTMAE": from_transformers(
         "ViTMAEForPreTraining",
-        "ViTMAEConfig",
         inputs=_masked_patches,
         family="vision",
         decoder_num_attention_heads=4,
@@ -222,7 +191,6 @@ MORE_MEDIA: dict[str, RealModel] = {
     ),
     "SegGPT": from_transformers(
         "SegGptForImageSegmentation",
-        "SegGptConfig",
         inputs=_prompts,
         family="vision",
         hidden_size=32,
@@ -239,7 +207,6 @@ MORE_MEDIA: dict[str, RealModel] = {
     ),
     "DETR": _vision(
         "DetrForObjectDetection",
-        "DetrConfig",
         size=64,
         d_model=32,
         encoder_layers=2,
@@ -264,18 +231,14 @@ MORE_MEDIA: dict[str, RealModel] = {
     ),
     "YOLOS": from_transformers(
         "YolosForObjectDetection",
-        "YolosConfig",
         inputs=pixels(32),
         family="vision",
         num_detection_tokens=5,
         **{**VISION, "image_size": [32, 32]},
     ),
-    "DINOv3": from_transformers(
-        "DINOv3ViTModel", "DINOv3ViTConfig", inputs=pixels(32), family="vision", num_register_tokens=2, **VISION
-    ),
+    "DINOv3": from_transformers("DINOv3ViTModel", inputs=pixels(32), family="vision", num_register_tokens=2, **VISION),
     "Hiera": _vision(
         "HieraForImageClassification",
-        "HieraConfig",
         embed_dim=16,
         image_size=[32, 32],
         patch_size=[3, 3],
@@ -289,7 +252,6 @@ MORE_MEDIA: dict[str, RealModel] = {
     ),
     "PVT-v2": _vision(
         "PvtV2ForImageClassification",
-        "PvtV2Config",
         size=64,
         image_size=64,
         hidden_sizes=[8, 16, 24, 32],
@@ -298,7 +260,6 @@ MORE_MEDIA: dict[str, RealModel] = {
     ),
     "LeViT": _vision(
         "LevitForImageClassification",
-        "LevitConfig",
         size=64,
         image_size=64,
         hidden_sizes=[16, 24, 32],
@@ -310,7 +271,6 @@ MORE_MEDIA: dict[str, RealModel] = {
     ),
     "FocalNet": _vision(
         "FocalNetForImageClassification",
-        "FocalNetConfig",
         image_size=32,
         patch_size=2,
         embed_dim=16,
@@ -321,7 +281,6 @@ MORE_MEDIA: dict[str, RealModel] = {
     ),
     "Swin-v2": _vision(
         "Swinv2ForImageClassification",
-        "Swinv2Config",
         image_size=32,
         patch_size=2,
         embed_dim=16,
@@ -331,7 +290,6 @@ MORE_MEDIA: dict[str, RealModel] = {
     ),
     "EfficientNet": _vision(
         "EfficientNetForImageClassification",
-        "EfficientNetConfig",
         size=64,
         image_size=64,
         width_coefficient=0.25,
@@ -339,16 +297,10 @@ MORE_MEDIA: dict[str, RealModel] = {
         hidden_dim=320,
     ),
     "BiT": _vision(
-        "BitForImageClassification",
-        "BitConfig",
-        embedding_size=8,
-        hidden_sizes=[16, 16, 32, 32],
-        depths=[1, 1, 2, 1],
-        num_groups=4,
+        "BitForImageClassification", embedding_size=8, hidden_sizes=[16, 16, 32, 32], depths=[1, 1, 2, 1], num_groups=4
     ),
     "CLIP (both towers)": from_transformers(
         "CLIPModel",
-        "CLIPConfig",
         inputs=_pairs,
         family="several inputs",
         text_config={**DECODER, "projection_dim": 16},
@@ -357,24 +309,16 @@ MORE_MEDIA: dict[str, RealModel] = {
     ),
     "SigLIP (both towers)": from_transformers(
         "SiglipModel",
-        "SiglipConfig",
         inputs=_pairs,
         family="several inputs",
         text_config={**DECODER, "projection_size": 32},
         vision_config={**VISION},
     ),
     "ViLT": from_transformers(
-        "ViltModel",
-        "ViltConfig",
-        inputs=_captions,
-        family="several inputs",
-        **VISION,
-        vocab_size=WORDS,
-        max_position_embeddings=64,
+        "ViltModel", inputs=_captions, family="several inputs", **VISION, vocab_size=WORDS, max_position_embeddings=64
     ),
     "BLIP": from_transformers(
         "BlipForConditionalGeneration",
-        "BlipConfig",
         inputs=_captions,
         family="several inputs",
         text_config={**DECODER, "encoder_hidden_size": 32, "is_decoder": True},
@@ -382,7 +326,6 @@ MORE_MEDIA: dict[str, RealModel] = {
     ),
     "LLaVA": from_transformers(
         "LlavaForConditionalGeneration",
-        "LlavaConfig",
         inputs=_picture_first,
         family="several inputs",
         text_config={"model_type": "llama", **GROUPED},
@@ -393,7 +336,6 @@ MORE_MEDIA: dict[str, RealModel] = {
     ),
     "Decision Transformer": from_transformers(
         "DecisionTransformerModel",
-        "DecisionTransformerConfig",
         inputs=_trajectories,
         family="several inputs",
         state_dim=7,
@@ -404,11 +346,6 @@ MORE_MEDIA: dict[str, RealModel] = {
         max_ep_len=16,
     ),
     "LayoutLM": from_transformers(
-        "LayoutLMForMaskedLM",
-        "LayoutLMConfig",
-        inputs=_boxes,
-        family="several inputs",
-        max_2d_position_embeddings=64,
-        **DECODER,
+        "LayoutLMForMaskedLM", inputs=_boxes, family="several inputs", max_2d_position_embeddings=64, **DECODER
     ),
 }

@@ -1,6 +1,5 @@
 """More models of `transformers` that read and write words."""
 
-from collections.abc import Callable
 from typing import Any
 
 from tests.zoo.real_model import (
@@ -12,6 +11,7 @@ from tests.zoo.real_model import (
     WORDS,
     RealModel,
     decoder,
+    encoder,
     from_transformers,
     language,
     masked,
@@ -21,27 +21,16 @@ from tests.zoo.real_model import (
 __all__ = ["MORE_TEXT"]
 
 
-def _moe(name: str, config: str, **settings: Any) -> RealModel:
-    return from_transformers(name, config, inputs=masked, family="mixture of experts", **settings)
-
-
-def _encoder(name: str, config: str, inputs: Callable[[int], Any] = masked, **settings: Any) -> RealModel:
-    return from_transformers(name, config, inputs=inputs, family="encoder", **settings)
+def _moe(name: str, **settings: Any) -> RealModel:
+    return from_transformers(name, inputs=masked, family="mixture of experts", **settings)
 
 
 MORE_TEXT: dict[str, RealModel] = {
     "Qwen3-MoE": _moe(
-        "Qwen3MoeForCausalLM",
-        "Qwen3MoeConfig",
-        num_experts=4,
-        num_experts_per_tok=2,
-        moe_intermediate_size=24,
-        head_dim=8,
-        **GROUPED,
+        "Qwen3MoeForCausalLM", num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24, head_dim=8, **GROUPED
     ),
     "Qwen3-MoE (router loss)": _moe(
         "Qwen3MoeForCausalLM",
-        "Qwen3MoeConfig",
         num_experts=4,
         num_experts_per_tok=2,
         moe_intermediate_size=24,
@@ -49,12 +38,9 @@ MORE_TEXT: dict[str, RealModel] = {
         output_router_logits=True,
         **GROUPED,
     ),
-    "OLMoE": _moe(
-        "OlmoeForCausalLM", "OlmoeConfig", num_experts=4, num_experts_per_tok=2, output_router_logits=True, **GROUPED
-    ),
+    "OLMoE": _moe("OlmoeForCausalLM", num_experts=4, num_experts_per_tok=2, output_router_logits=True, **GROUPED),
     "DBRX": _moe(
         "DbrxForCausalLM",
-        "DbrxConfig",
         d_model=32,
         n_heads=4,
         n_layers=3,
@@ -65,10 +51,9 @@ MORE_TEXT: dict[str, RealModel] = {
         output_router_logits=True,
         **SPECIAL,
     ),
-    "Phi-MoE": _moe("PhimoeForCausalLM", "PhimoeConfig", num_local_experts=4, num_experts_per_tok=2, **GROUPED),
+    "Phi-MoE": _moe("PhimoeForCausalLM", num_local_experts=4, num_experts_per_tok=2, **GROUPED),
     "Switch Transformers": from_transformers(
         "SwitchTransformersForConditionalGeneration",
-        "SwitchTransformersConfig",
         inputs=translation,
         family="mixture of experts",
         vocab_size=WORDS,
@@ -85,29 +70,19 @@ MORE_TEXT: dict[str, RealModel] = {
         router_dtype="float32",
         decoder_start_token_id=0,
     ),
-    "XLM-RoBERTa": _encoder("XLMRobertaForMaskedLM", "XLMRobertaConfig", **DECODER),
-    "MobileBERT": _encoder(
-        "MobileBertForMaskedLM",
-        "MobileBertConfig",
-        embedding_size=16,
-        intra_bottleneck_size=16,
-        num_feedforward_networks=2,
-        **DECODER,
+    "XLM-RoBERTa": encoder("XLMRobertaForMaskedLM", **DECODER),
+    "MobileBERT": encoder(
+        "MobileBertForMaskedLM", embedding_size=16, intra_bottleneck_size=16, num_feedforward_networks=2, **DECODER
     ),
-    "FNet": from_transformers("FNetForMaskedLM", "FNetConfig", inputs=language, family="encoder", **DECODER),
-    "Nystromformer": _encoder(
-        "NystromformerForMaskedLM", "NystromformerConfig", num_landmarks=TOKENS, segment_means_seq_len=TOKENS, **DECODER
-    ),
-    "SqueezeBERT": _encoder("SqueezeBertForMaskedLM", "SqueezeBertConfig", embedding_size=32, **DECODER),
-    "MPNet": _encoder("MPNetForMaskedLM", "MPNetConfig", **DECODER),
-    "ConvBERT": _encoder("ConvBertForMaskedLM", "ConvBertConfig", embedding_size=32, **DECODER),
-    "RoFormer": _encoder("RoFormerForMaskedLM", "RoFormerConfig", embedding_size=32, **DECODER),
-    "I-BERT": _encoder("IBertForMaskedLM", "IBertConfig", **DECODER),
-    "Perceiver": from_transformers(
+    "FNet": encoder("FNetForMaskedLM", inputs=language, **DECODER),
+    "Nystromformer": encoder("NystromformerForMaskedLM", num_landmarks=TOKENS, segment_means_seq_len=TOKENS, **DECODER),
+    "SqueezeBERT": encoder("SqueezeBertForMaskedLM", embedding_size=32, **DECODER),
+    "MPNet": encoder("MPNetForMaskedLM", **DECODER),
+    "ConvBERT": encoder("ConvBertForMaskedLM", embedding_size=32, **DECODER),
+    "RoFormer": encoder("RoFormerForMaskedLM", embedding_size=32, **DECODER),
+    "I-BERT": encoder("IBertForMaskedLM", **DECODER),
+    "Perceiver": encoder(
         "PerceiverForMaskedLM",
-        "PerceiverConfig",
-        inputs=masked,
-        family="encoder",
         vocab_size=WORDS,
         d_model=32,
         d_latents=32,
@@ -120,12 +95,9 @@ MORE_TEXT: dict[str, RealModel] = {
         qk_channels=32,
         v_channels=32,
     ),
-    "Data2Vec (text)": _encoder("Data2VecTextForMaskedLM", "Data2VecTextConfig", **DECODER),
-    "Reformer": from_transformers(
+    "Data2Vec (text)": encoder("Data2VecTextForMaskedLM", **DECODER),
+    "Reformer": decoder(
         "ReformerModelWithLMHead",
-        "ReformerConfig",
-        inputs=masked,
-        family="decoder",
         attention_head_size=8,
         attn_layers=["local", "local", "local"],
         axial_pos_embds=False,
@@ -143,7 +115,6 @@ MORE_TEXT: dict[str, RealModel] = {
     ),
     "CodeGen": decoder(
         "CodeGenForCausalLM",
-        "CodeGenConfig",
         vocab_size=WORDS,
         n_positions=64,
         n_ctx=64,
@@ -154,33 +125,15 @@ MORE_TEXT: dict[str, RealModel] = {
         **SPECIAL,
     ),
     "GPT-J": decoder(
-        "GPTJForCausalLM",
-        "GPTJConfig",
-        vocab_size=WORDS,
-        n_positions=64,
-        n_embd=32,
-        n_layer=4,
-        n_head=4,
-        rotary_dim=4,
-        **SPECIAL,
+        "GPTJForCausalLM", vocab_size=WORDS, n_positions=64, n_embd=32, n_layer=4, n_head=4, rotary_dim=4, **SPECIAL
     ),
     "GPT-BigCode": decoder(
-        "GPTBigCodeForCausalLM",
-        "GPTBigCodeConfig",
-        vocab_size=WORDS,
-        n_positions=64,
-        n_embd=32,
-        n_layer=4,
-        n_head=4,
-        **SPECIAL,
+        "GPTBigCodeForCausalLM", vocab_size=WORDS, n_positions=64, n_embd=32, n_layer=4, n_head=4, **SPECIAL
     ),
-    "CTRL": decoder(
-        "CTRLLMHeadModel", "CTRLConfig", vocab_size=WORDS, n_positions=64, n_embd=32, dff=48, n_layer=4, n_head=4
-    ),
-    "Nemotron": decoder("NemotronForCausalLM", "NemotronConfig", head_dim=8, **GROUPED),
+    "CTRL": decoder("CTRLLMHeadModel", vocab_size=WORDS, n_positions=64, n_embd=32, dff=48, n_layer=4, n_head=4),
+    "Nemotron": decoder("NemotronForCausalLM", head_dim=8, **GROUPED),
     "Gemma-3n": decoder(
         "Gemma3nForCausalLM",
-        "Gemma3nTextConfig",
         head_dim=8,
         layer_types=["sliding_attention", "full_attention", "sliding_attention", "full_attention"],
         num_kv_shared_layers=0,
@@ -192,10 +145,9 @@ MORE_TEXT: dict[str, RealModel] = {
         sliding_window=4,
         **{**GROUPED, "intermediate_size": [48] * 4},
     ),
-    "SmolLM3": decoder("SmolLM3ForCausalLM", "SmolLM3Config", **GROUPED),
+    "SmolLM3": decoder("SmolLM3ForCausalLM", **GROUPED),
     "RecurrentGemma": decoder(
         "RecurrentGemmaForCausalLM",
-        "RecurrentGemmaConfig",
         head_dim=8,
         lru_width=32,
         attention_window_size=8,
@@ -204,7 +156,6 @@ MORE_TEXT: dict[str, RealModel] = {
     ),
     "Bamba": from_transformers(
         "BambaForCausalLM",
-        "BambaConfig",
         inputs=masked,
         family="state space",
         attn_layer_indices=[1],
@@ -217,7 +168,6 @@ MORE_TEXT: dict[str, RealModel] = {
     ),
     "LongT5": from_transformers(
         "LongT5ForConditionalGeneration",
-        "LongT5Config",
         inputs=translation,
         family="encoder-decoder",
         vocab_size=WORDS,
@@ -230,13 +180,9 @@ MORE_TEXT: dict[str, RealModel] = {
         decoder_start_token_id=0,
     ),
     "M2M-100": from_transformers(
-        "M2M100ForConditionalGeneration", "M2M100Config", inputs=translation, family="encoder-decoder", **SEQ2SEQ
+        "M2M100ForConditionalGeneration", inputs=translation, family="encoder-decoder", **SEQ2SEQ
     ),
     "Blenderbot": from_transformers(
-        "BlenderbotForConditionalGeneration",
-        "BlenderbotConfig",
-        inputs=translation,
-        family="encoder-decoder",
-        **SEQ2SEQ,
+        "BlenderbotForConditionalGeneration", inputs=translation, family="encoder-decoder", **SEQ2SEQ
     ),
 }

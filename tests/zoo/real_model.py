@@ -22,6 +22,7 @@ __all__ = [
     "WORDS",
     "RealModel",
     "decoder",
+    "encoder",
     "from_timm",
     "from_transformers",
     "images",
@@ -69,7 +70,6 @@ class RealModel:
 
 def from_transformers(
     name: str,
-    config: str,
     *,
     inputs: Callable[[int], Any],
     family: str,
@@ -82,8 +82,8 @@ def from_transformers(
         import transformers
 
         transformers.logging.set_verbosity_error()
-        made = getattr(transformers, config)(**settings)
-        model: nn.Module = getattr(transformers, name)(made)
+        kind = getattr(transformers, name)
+        model: nn.Module = kind(kind.config_class(**settings))
         return model.train(train)  # dropout would draw other numbers in every run
 
     return RealModel(family=family, build=build, inputs=inputs, caveat=caveat, refusal=refusal)
@@ -177,5 +177,9 @@ VISION = {
 }
 
 
-def decoder(name: str, config: str, **settings: Any) -> RealModel:
-    return from_transformers(name, config, inputs=masked, family="decoder", **settings)
+def decoder(name: str, **settings: Any) -> RealModel:
+    return from_transformers(name, inputs=masked, family="decoder", **settings)
+
+
+def encoder(name: str, inputs: Callable[[int], Any] = masked, **settings: Any) -> RealModel:
+    return from_transformers(name, inputs=inputs, family="encoder", **settings)

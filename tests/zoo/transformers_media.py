@@ -14,11 +14,10 @@ from tests.zoo.real_model import (
 __all__ = ["MEDIA"]
 
 MEDIA: dict[str, RealModel] = {
-    "ViT": from_transformers("ViTModel", "ViTConfig", inputs=pixels(32), family="vision", **VISION),
-    "DINOv2": from_transformers("Dinov2Model", "Dinov2Config", inputs=pixels(32), family="vision", **VISION),
+    "ViT": from_transformers("ViTModel", inputs=pixels(32), family="vision", **VISION),
+    "DINOv2": from_transformers("Dinov2Model", inputs=pixels(32), family="vision", **VISION),
     "Swin": from_transformers(
         "SwinForImageClassification",
-        "SwinConfig",
         inputs=pixels(32),
         family="vision",
         image_size=32,
@@ -30,7 +29,6 @@ MEDIA: dict[str, RealModel] = {
     ),
     "ConvNeXt": from_transformers(
         "ConvNextForImageClassification",
-        "ConvNextConfig",
         inputs=pixels(32),
         family="vision",
         hidden_sizes=[8, 16, 24, 32],
@@ -38,7 +36,6 @@ MEDIA: dict[str, RealModel] = {
     ),
     "SegFormer": from_transformers(
         "SegformerForSemanticSegmentation",
-        "SegformerConfig",
         inputs=pixels(64),
         family="vision",
         hidden_sizes=[8, 16, 24, 32],
@@ -46,24 +43,20 @@ MEDIA: dict[str, RealModel] = {
         num_attention_heads=[1, 2, 2, 4],
         decoder_hidden_size=16,
     ),
-    "CLIP": from_transformers("CLIPVisionModel", "CLIPVisionConfig", inputs=pixels(32), family="vision", **VISION),
+    "CLIP": from_transformers("CLIPVisionModel", inputs=pixels(32), family="vision", **VISION),
     "ResNet (transformers)": from_transformers(
         "ResNetForImageClassification",
-        "ResNetConfig",
         inputs=pixels(32),
         family="vision",
         embedding_size=8,
         hidden_sizes=[8, 16, 24, 32],
         depths=[1, 2, 2, 1],
     ),
-    "BEiT": from_transformers("BeitForImageClassification", "BeitConfig", inputs=pixels(32), family="vision", **VISION),
-    "DeiT": from_transformers("DeiTForImageClassification", "DeiTConfig", inputs=pixels(32), family="vision", **VISION),
-    "SigLIP": from_transformers(
-        "SiglipVisionModel", "SiglipVisionConfig", inputs=pixels(32), family="vision", **VISION
-    ),
+    "BEiT": from_transformers("BeitForImageClassification", inputs=pixels(32), family="vision", **VISION),
+    "DeiT": from_transformers("DeiTForImageClassification", inputs=pixels(32), family="vision", **VISION),
+    "SigLIP": from_transformers("SiglipVisionModel", inputs=pixels(32), family="vision", **VISION),
     "DPT": from_transformers(
         "DPTForDepthEstimation",
-        "DPTConfig",
         inputs=pixels(32),
         family="vision",
         backbone_out_indices=[0, 1, 2, 3],
@@ -74,7 +67,6 @@ MEDIA: dict[str, RealModel] = {
     ),
     "ConvNeXt-V2": from_transformers(
         "ConvNextV2ForImageClassification",
-        "ConvNextV2Config",
         inputs=pixels(32),
         family="vision",
         hidden_sizes=[8, 16, 24, 32],
@@ -82,7 +74,6 @@ MEDIA: dict[str, RealModel] = {
     ),
     "MobileViT": from_transformers(
         "MobileViTForImageClassification",
-        "MobileViTConfig",
         inputs=pixels(64),
         family="vision",
         hidden_sizes=[24, 32, 40],
@@ -91,7 +82,6 @@ MEDIA: dict[str, RealModel] = {
     ),
     "Wav2Vec2": from_transformers(
         "Wav2Vec2Model",
-        "Wav2Vec2Config",
         inputs=sound,
         family="speech",
         hidden_size=32,
@@ -106,7 +96,6 @@ MEDIA: dict[str, RealModel] = {
     ),
     "HuBERT": from_transformers(
         "HubertModel",
-        "HubertConfig",
         inputs=sound,
         family="speech",
         hidden_size=32,
@@ -121,7 +110,6 @@ MEDIA: dict[str, RealModel] = {
     ),
     "Whisper": from_transformers(
         "WhisperForConditionalGeneration",
-        "WhisperConfig",
         inputs=spectrum,
         family="speech",
         **{k: v for k, v in SEQ2SEQ.items() if k not in ("max_position_embeddings", "forced_eos_token_id")},
@@ -131,7 +119,6 @@ MEDIA: dict[str, RealModel] = {
     ),
     "PatchTST": from_transformers(
         "PatchTSTForPrediction",
-        "PatchTSTConfig",
         inputs=series,
         family="time series",
         num_input_channels=2,

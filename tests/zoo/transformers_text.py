@@ -8,6 +8,7 @@ from tests.zoo.real_model import (
     WORDS,
     RealModel,
     decoder,
+    encoder,
     from_transformers,
     language,
     masked,
@@ -17,31 +18,25 @@ from tests.zoo.real_model import (
 __all__ = ["TEXT"]
 
 TEXT: dict[str, RealModel] = {
-    "GPT-2": decoder(
-        "GPT2LMHeadModel", "GPT2Config", n_layer=4, n_embd=32, n_head=4, vocab_size=WORDS, n_positions=64, **SPECIAL
-    ),
-    "Llama": decoder("LlamaForCausalLM", "LlamaConfig", **GROUPED),
-    "Mistral": decoder("MistralForCausalLM", "MistralConfig", sliding_window=4, **GROUPED),
-    "Qwen2": decoder("Qwen2ForCausalLM", "Qwen2Config", **GROUPED),
-    "Qwen3": decoder("Qwen3ForCausalLM", "Qwen3Config", head_dim=8, **GROUPED),
-    "Gemma": decoder("GemmaForCausalLM", "GemmaConfig", head_dim=8, **GROUPED),
-    "Gemma-2": decoder("Gemma2ForCausalLM", "Gemma2Config", head_dim=8, sliding_window=4, **GROUPED),
-    "Phi": decoder("PhiForCausalLM", "PhiConfig", **DECODER),
-    "GPT-NeoX": decoder("GPTNeoXForCausalLM", "GPTNeoXConfig", **DECODER),
+    "GPT-2": decoder("GPT2LMHeadModel", n_layer=4, n_embd=32, n_head=4, vocab_size=WORDS, n_positions=64, **SPECIAL),
+    "Llama": decoder("LlamaForCausalLM", **GROUPED),
+    "Mistral": decoder("MistralForCausalLM", sliding_window=4, **GROUPED),
+    "Qwen2": decoder("Qwen2ForCausalLM", **GROUPED),
+    "Qwen3": decoder("Qwen3ForCausalLM", head_dim=8, **GROUPED),
+    "Gemma": decoder("GemmaForCausalLM", head_dim=8, **GROUPED),
+    "Gemma-2": decoder("Gemma2ForCausalLM", head_dim=8, sliding_window=4, **GROUPED),
+    "Phi": decoder("PhiForCausalLM", **DECODER),
+    "GPT-NeoX": decoder("GPTNeoXForCausalLM", **DECODER),
     "OPT": decoder(
         "OPTForCausalLM",
-        "OPTConfig",
         ffn_dim=48,
         word_embed_proj_dim=32,
         **{k: v for k, v in DECODER.items() if k != "intermediate_size"},
     ),
-    "Bloom": decoder(
-        "BloomForCausalLM", "BloomConfig", vocab_size=WORDS, hidden_size=32, n_layer=4, n_head=4, **SPECIAL
-    ),
-    "Falcon": decoder("FalconForCausalLM", "FalconConfig", alibi=False, **DECODER),
+    "Bloom": decoder("BloomForCausalLM", vocab_size=WORDS, hidden_size=32, n_layer=4, n_head=4, **SPECIAL),
+    "Falcon": decoder("FalconForCausalLM", alibi=False, **DECODER),
     "XLNet": from_transformers(
         "XLNetLMHeadModel",
-        "XLNetConfig",
         inputs=language,
         family="decoder",
         vocab_size=WORDS,
@@ -50,38 +45,28 @@ TEXT: dict[str, RealModel] = {
         n_head=4,
         d_inner=48,
     ),
-    "OLMo-2": decoder("Olmo2ForCausalLM", "Olmo2Config", **GROUPED),
-    "Granite": decoder("GraniteForCausalLM", "GraniteConfig", **GROUPED),
-    "Cohere": decoder("CohereForCausalLM", "CohereConfig", **GROUPED),
-    "Gemma-3": decoder("Gemma3ForCausalLM", "Gemma3TextConfig", head_dim=8, sliding_window=8, **GROUPED),
-    "Phi-3": decoder("Phi3ForCausalLM", "Phi3Config", **GROUPED),
-    "StableLM": decoder("StableLmForCausalLM", "StableLmConfig", **GROUPED),
-    "MPT": decoder("MptForCausalLM", "MptConfig", vocab_size=WORDS, d_model=32, n_heads=4, n_layers=4, max_seq_len=64),
-    "LFM2": decoder("Lfm2ForCausalLM", "Lfm2Config", **GROUPED),
-    "BERT": from_transformers("BertForMaskedLM", "BertConfig", inputs=masked, family="encoder", **DECODER),
-    "RoBERTa": from_transformers("RobertaForMaskedLM", "RobertaConfig", inputs=masked, family="encoder", **DECODER),
-    "DeBERTa-v2": from_transformers(
+    "OLMo-2": decoder("Olmo2ForCausalLM", **GROUPED),
+    "Granite": decoder("GraniteForCausalLM", **GROUPED),
+    "Cohere": decoder("CohereForCausalLM", **GROUPED),
+    "Gemma-3": decoder("Gemma3ForCausalLM", head_dim=8, sliding_window=8, **GROUPED),
+    "Phi-3": decoder("Phi3ForCausalLM", **GROUPED),
+    "StableLM": decoder("StableLmForCausalLM", **GROUPED),
+    "MPT": decoder("MptForCausalLM", vocab_size=WORDS, d_model=32, n_heads=4, n_layers=4, max_seq_len=64),
+    "LFM2": decoder("Lfm2ForCausalLM", **GROUPED),
+    "BERT": encoder("BertForMaskedLM", **DECODER),
+    "RoBERTa": encoder("RobertaForMaskedLM", **DECODER),
+    "DeBERTa-v2": encoder(
         "DebertaV2ForMaskedLM",
-        "DebertaV2Config",
-        inputs=masked,
-        family="encoder",
         relative_attention=True,
         position_buckets=8,
         pos_att_type=["p2c", "c2p"],
         norm_rel_ebd="layer_norm",
         **DECODER,
     ),
-    "ELECTRA": from_transformers(
-        "ElectraForMaskedLM", "ElectraConfig", inputs=masked, family="encoder", embedding_size=16, **DECODER
-    ),
-    "ALBERT": from_transformers(
-        "AlbertForMaskedLM", "AlbertConfig", inputs=masked, family="encoder", embedding_size=16, **DECODER
-    ),
-    "DistilBERT": from_transformers(
+    "ELECTRA": encoder("ElectraForMaskedLM", embedding_size=16, **DECODER),
+    "ALBERT": encoder("AlbertForMaskedLM", embedding_size=16, **DECODER),
+    "DistilBERT": encoder(
         "DistilBertForMaskedLM",
-        "DistilBertConfig",
-        inputs=masked,
-        family="encoder",
         dim=32,
         hidden_dim=48,
         n_layers=4,
@@ -90,32 +75,11 @@ TEXT: dict[str, RealModel] = {
         max_position_embeddings=64,
         pad_token_id=0,
     ),
-    "ModernBERT": from_transformers(
-        "ModernBertForMaskedLM",
-        "ModernBertConfig",
-        inputs=masked,
-        family="encoder",
-        local_attention=4,
-        cls_token_id=1,
-        sep_token_id=2,
-        **DECODER,
-    ),
-    "Longformer": from_transformers(
-        "LongformerForMaskedLM", "LongformerConfig", inputs=masked, family="encoder", attention_window=4, **DECODER
-    ),
-    "BigBird": from_transformers(
-        "BigBirdForMaskedLM",
-        "BigBirdConfig",
-        inputs=masked,
-        family="encoder",
-        attention_type="original_full",
-        **DECODER,
-    ),
-    "Funnel": from_transformers(
+    "ModernBERT": encoder("ModernBertForMaskedLM", local_attention=4, cls_token_id=1, sep_token_id=2, **DECODER),
+    "Longformer": encoder("LongformerForMaskedLM", attention_window=4, **DECODER),
+    "BigBird": encoder("BigBirdForMaskedLM", attention_type="original_full", **DECODER),
+    "Funnel": encoder(
         "FunnelForMaskedLM",
-        "FunnelConfig",
-        inputs=masked,
-        family="encoder",
         vocab_size=WORDS,
         block_sizes=[2, 2],
         num_decoder_layers=1,
@@ -124,12 +88,9 @@ TEXT: dict[str, RealModel] = {
         d_head=8,
         d_inner=48,
     ),
-    "ESM": from_transformers(
-        "EsmForMaskedLM", "EsmConfig", inputs=masked, family="encoder", mask_token_id=3, **DECODER
-    ),
+    "ESM": encoder("EsmForMaskedLM", mask_token_id=3, **DECODER),
     "T5": from_transformers(
         "T5ForConditionalGeneration",
-        "T5Config",
         inputs=translation,
         family="encoder-decoder",
         vocab_size=WORDS,
@@ -141,18 +102,13 @@ TEXT: dict[str, RealModel] = {
         decoder_start_token_id=0,
         **SPECIAL,
     ),
-    "BART": from_transformers(
-        "BartForConditionalGeneration", "BartConfig", inputs=translation, family="encoder-decoder", **SEQ2SEQ
-    ),
-    "Marian": from_transformers(
-        "MarianMTModel", "MarianConfig", inputs=translation, family="encoder-decoder", **SEQ2SEQ
-    ),
+    "BART": from_transformers("BartForConditionalGeneration", inputs=translation, family="encoder-decoder", **SEQ2SEQ),
+    "Marian": from_transformers("MarianMTModel", inputs=translation, family="encoder-decoder", **SEQ2SEQ),
     "Pegasus": from_transformers(
-        "PegasusForConditionalGeneration", "PegasusConfig", inputs=translation, family="encoder-decoder", **SEQ2SEQ
+        "PegasusForConditionalGeneration", inputs=translation, family="encoder-decoder", **SEQ2SEQ
     ),
     "mT5": from_transformers(
         "MT5ForConditionalGeneration",
-        "MT5Config",
         inputs=translation,
         family="encoder-decoder",
         vocab_size=WORDS,
@@ -164,16 +120,10 @@ TEXT: dict[str, RealModel] = {
         decoder_start_token_id=0,
     ),
     "LED": from_transformers(
-        "LEDForConditionalGeneration",
-        "LEDConfig",
-        inputs=translation,
-        family="encoder-decoder",
-        attention_window=4,
-        **SEQ2SEQ,
+        "LEDForConditionalGeneration", inputs=translation, family="encoder-decoder", attention_window=4, **SEQ2SEQ
     ),
     "ProphetNet": from_transformers(
         "ProphetNetForConditionalGeneration",
-        "ProphetNetConfig",
         inputs=translation,
         family="encoder-decoder",
         vocab_size=WORDS,
@@ -188,7 +138,6 @@ TEXT: dict[str, RealModel] = {
     ),
     "Mixtral": from_transformers(
         "MixtralForCausalLM",
-        "MixtralConfig",
         inputs=masked,
         family="mixture of experts",
         num_local_experts=4,
@@ -197,7 +146,6 @@ TEXT: dict[str, RealModel] = {
     ),
     "Qwen2-MoE": from_transformers(
         "Qwen2MoeForCausalLM",
-        "Qwen2MoeConfig",
         inputs=masked,
         family="mixture of experts",
         num_experts=4,
@@ -208,7 +156,6 @@ TEXT: dict[str, RealModel] = {
     ),
     "Granite-MoE": from_transformers(
         "GraniteMoeForCausalLM",
-        "GraniteMoeConfig",
         inputs=masked,
         family="mixture of experts",
         num_local_experts=4,
@@ -217,7 +164,6 @@ TEXT: dict[str, RealModel] = {
     ),
     "DeepSeek-V3": from_transformers(
         "DeepseekV3ForCausalLM",
-        "DeepseekV3Config",
         inputs=masked,
         family="mixture of experts",
         num_key_value_heads=4,
@@ -237,7 +183,6 @@ TEXT: dict[str, RealModel] = {
     ),
     "GPT-OSS": from_transformers(
         "GptOssForCausalLM",
-        "GptOssConfig",
         inputs=masked,
         family="mixture of experts",
         head_dim=8,
@@ -248,7 +193,6 @@ TEXT: dict[str, RealModel] = {
     ),
     "Mamba": from_transformers(
         "MambaForCausalLM",
-        "MambaConfig",
         inputs=language,
         family="state space",
         vocab_size=WORDS,
@@ -259,7 +203,6 @@ TEXT: dict[str, RealModel] = {
     ),
     "Mamba-2": from_transformers(
         "Mamba2ForCausalLM",
-        "Mamba2Config",
         inputs=language,
         family="state space",
         vocab_size=WORDS,
@@ -274,7 +217,6 @@ TEXT: dict[str, RealModel] = {
     ),
     "RWKV": from_transformers(
         "RwkvForCausalLM",
-        "RwkvConfig",
         inputs=language,
         family="state space",
         vocab_size=WORDS,
@@ -288,7 +230,6 @@ TEXT: dict[str, RealModel] = {
     ),
     "Jamba": from_transformers(
         "JambaForCausalLM",
-        "JambaConfig",
         inputs=masked,
         family="state space",
         attn_layer_period=2,
@@ -303,7 +244,6 @@ TEXT: dict[str, RealModel] = {
     ),
     "Falcon-Mamba": from_transformers(
         "FalconMambaForCausalLM",
-        "FalconMambaConfig",
         inputs=language,
         family="state space",
         vocab_size=WORDS,
