@@ -26,7 +26,7 @@ demo: $(READY)
 test: $(READY)
 	$(BIN)/python -m pytest -n auto
 
-# What starts no processes and trains little, without compared times: at most 300 CPU seconds.
+# All that is not marked slow: at most 300 CPU seconds.
 quick: $(READY)
 	$(BIN)/python -m pytest -n auto -m "not slow and not nightly"
 

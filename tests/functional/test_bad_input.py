@@ -128,6 +128,7 @@ def _replace(pattern: str, new: str) -> Callable[[Path], None]:
     return change
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "arguments"), READERS)
 @pytest.mark.parametrize(
     ("spoil", "told"),
@@ -362,6 +363,7 @@ def test_bad_options_of_profile_are_refused(
     assert [part for part in told if part not in done.error] == [], done.error
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("text", "right"), [("x=maybe", False), ("x=TRUE", True), ("x=false", True)])
 def test_a_truth_value_is_true_or_false(here: Path, capsys: Capsys, *, text: str, right: bool) -> None:
     """Not yes, not 1: a setting of type bool takes these two words."""
@@ -391,6 +393,7 @@ def test_a_bad_input_shape_is_refused(here: Path, capsys: Capsys, shape: str, po
 BODY = BUILD + EXAMPLE + LOSS
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("text", "told"),
     [
@@ -467,6 +470,7 @@ def test_errors_in_user_code_name_file_and_line(here: Path, capsys: Capsys) -> N
     assert f"bad.py:{line}: `build_model()` raised RuntimeError: " in refused(capsys, here, "profile", "bad.py").error
 
 
+@pytest.mark.slow
 def test_a_file_without_a_loss_needs_targets_only_for_its_own(here: Path, capsys: Capsys) -> None:
     """`--input` gives no targets: with a `loss_fn` of the file's own, that is said, not a bug."""
     write_model(here, HEAD + BUILD + LOSS, name="bad.py")
@@ -519,6 +523,7 @@ def test_a_model_that_cannot_be_cut_says_where_and_why(here: Path, capsys: Capsy
     )
 
 
+@pytest.mark.slow
 def test_batch_norm_at_one_sample_names_the_size(here: Path, capsys: Capsys) -> None:
     """A layer that refuses micro-batches of 1 is named with that size."""
     write_model(here, MODEL.replace("nn.ReLU()", "nn.BatchNorm1d(width)"), name="bad.py")

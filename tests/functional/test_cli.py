@@ -111,6 +111,7 @@ def test_every_command_can_be_quiet_and_print_json(name: str, capsys: Capsys) ->
     assert "json" in option
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("reserve", "told"), [(10**9, "reserve of 1GB per device is"), (0, "try `--reserve 1GB`")])
 def test_an_estimate_says_what_it_keeps_free(here: Path, capsys: Capsys, reserve: int, told: str) -> None:
     """An allowance, or nothing at all; what the user says of it needs no note."""
@@ -122,6 +123,7 @@ def test_an_estimate_says_what_it_keeps_free(here: Path, capsys: Capsys, reserve
     assert told not in call(capsys, *solve, "--reserve", "2GB").err
 
 
+@pytest.mark.slow
 def test_the_commands_of_the_readme_work_as_typed(empty: Path, capsys: Capsys) -> None:
     """Profile, solve, emit, check and show, with default file names; each says which command comes next."""
     profiled = call(capsys, "profile", "model.py", *FAST)
@@ -149,6 +151,7 @@ def test_the_commands_of_the_readme_work_as_typed(empty: Path, capsys: Capsys) -
         assert "layer" in shown.out
 
 
+@pytest.mark.slow
 def test_every_next_command_names_the_files_that_were_written(here: Path, capsys: Capsys) -> None:
     """With names of one's own the next command carries them, and works as printed."""
     solved = call(capsys, *SOLVE, "-o", "plans/two.yaml")
@@ -159,6 +162,7 @@ def test_every_next_command_names_the_files_that_were_written(here: Path, capsys
     assert call(capsys, *shlex.split(command_line)).code == 0
 
 
+@pytest.mark.slow
 def test_the_answer_goes_to_stdout_and_all_else_to_stderr(here: Path, capsys: Capsys) -> None:
     """Notes, progress and the next command are on stderr, and gone with `--quiet`; the answer stays the same."""
     for arguments in (("profile", "model.py", *FAST), SOLVE, ("emit",), ("check",), ("show",)):
@@ -170,6 +174,7 @@ def test_the_answer_goes_to_stdout_and_all_else_to_stderr(here: Path, capsys: Ca
             assert loud.out == quiet.out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "schema"),
     [
@@ -194,6 +199,7 @@ def test_format_json_prints_exactly_one_document(
     assert document["schema"] == schema
 
 
+@pytest.mark.slow
 def test_what_the_users_model_prints_does_not_mix_with_the_answer(empty: Path, capsys: Capsys) -> None:
     """A model.py may print while it is imported, built and run; stdout still holds one JSON document."""
     noisy = MODEL + "print('imported')\n" + BUILD.replace("return", "print('built')\n    return", 1)
@@ -238,6 +244,7 @@ def test_a_plan_to_stdout_refers_to_the_profile_from_here(
         assert call(capsys, *arguments).code == 0, arguments
 
 
+@pytest.mark.slow
 def test_a_profile_to_stdout_can_be_solved(empty: Path, capsys: Capsys, monkeypatch: pytest.MonkeyPatch) -> None:
     """`profile -o -` writes the profile alone to stdout, and no file."""
     profiled = call(capsys, "profile", "model.py", *FAST, "-o", "-")
@@ -259,6 +266,7 @@ def test_a_plan_solved_from_stdin_asks_for_its_profile(
     assert call(capsys, "check", "--profile", "profile.yaml").code == 0
 
 
+@pytest.mark.slow
 def test_files_may_lie_in_folders_and_move_together(
     here: Path, capsys: Capsys, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -277,6 +285,7 @@ def test_files_may_lie_in_folders_and_move_together(
     assert call(capsys, "check", "q.yaml").code == 0
 
 
+@pytest.mark.slow
 def test_an_absolute_model_path_stays_absolute(here: Path, capsys: Capsys) -> None:
     """So that profiles of a shared model file may go anywhere."""
     assert call(capsys, "profile", str(here / "model.py"), *FAST, "-o", "a/p.yaml").code == 0
@@ -291,6 +300,7 @@ def test_json_is_written_where_the_suffix_says_so(here: Path, capsys: Capsys) ->
     assert call(capsys, "check", "plan.json").code == 0
 
 
+@pytest.mark.slow
 def test_solving_twice_gives_the_same_bytes(here: Path, capsys: Capsys) -> None:
     """A plan is a function of profile and options: no clock, no random order."""
     first = call(capsys, "solve", "--devices", "3", "--mem", "8GB", "-o", "one.yaml")
@@ -313,6 +323,7 @@ def test_a_special_file_is_written_to_not_replaced(here: Path, capsys: Capsys) -
 # profile
 
 
+@pytest.mark.slow
 def test_settings_reach_the_model_and_the_profile(empty: Path, capsys: Capsys) -> None:
     """`--set` is typed by the signature: 8·24 + 24 + 24·24 + 24 + 24·4 + 4 parameters."""
     assert call(capsys, "profile", "model.py", *FAST, "--set", "width=24").code == 0
@@ -323,6 +334,7 @@ def test_settings_reach_the_model_and_the_profile(empty: Path, capsys: Capsys) -
     assert profile.micro_batch_sizes == (1, 2, 4)
 
 
+@pytest.mark.slow
 def test_input_stands_in_for_an_example_batch(empty: Path, capsys: Capsys) -> None:
     """Shape, dtype and bound; without `loss_fn` the mean of the output is trained, and a note says so."""
     write_model(empty, HEAD + "model = nn.Sequential(nn.Embedding(50, 8), nn.Linear(8, 4))\n")
@@ -334,6 +346,7 @@ def test_input_stands_in_for_an_example_batch(empty: Path, capsys: Capsys) -> No
     assert profile.layers[0].output_bytes == tuple(b * 6 * 8 * 4 for b in (1, 2, 4))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("options", "name", "states"), [((), "adamw", 2), (("--optimizer", "sgd"), "sgd", 0)])
 def test_the_optimizer_is_the_one_asked_for(
     empty: Path, capsys: Capsys, options: tuple[str, ...], name: str, states: int
@@ -345,6 +358,7 @@ def test_the_optimizer_is_the_one_asked_for(
     assert profile.layers[0].optimizer_bytes // profile.layers[0].parameter_bytes == states
 
 
+@pytest.mark.slow
 def test_the_files_own_optimizer_comes_first_and_the_option_before_it(empty: Path, capsys: Capsys) -> None:
     """`build_optimizer` is used where there is one, unless `--optimizer` says otherwise."""
     write_model(empty, MODEL + "def build_optimizer(parameters):\n    return torch.optim.SGD(parameters, lr=1.0)\n")
@@ -362,6 +376,7 @@ def test_an_entry_is_named_after_a_colon(empty: Path, capsys: Capsys) -> None:
     assert (profile.model.source, len(profile.layers)) == ("model.py:tiny", 1)
 
 
+@pytest.mark.slow
 def test_an_in_place_layer_is_profiled(empty: Path, capsys: Capsys) -> None:
     """`nn.ReLU(inplace=True)` behind a layer with parameters, as in most vision models."""
     write_model(empty, MODEL.replace("nn.ReLU()", "nn.ReLU(inplace=True)"))
@@ -369,6 +384,7 @@ def test_an_in_place_layer_is_profiled(empty: Path, capsys: Capsys) -> None:
     assert done.code == 0, done.err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("error", [OSError, RuntimeError, ValueError, ProcessException])
 def test_a_profile_survives_a_failed_calibration(
     empty: Path, capsys: Capsys, monkeypatch: pytest.MonkeyPatch, error: type[Exception]
@@ -385,6 +401,7 @@ def test_a_profile_survives_a_failed_calibration(
     assert (empty / "profile.yaml").exists()
 
 
+@pytest.mark.slow
 def test_layer_names_are_shown_as_they_are(empty: Path, capsys: Capsys) -> None:
     """Brackets are no markup, and neither is anything else in a name."""
     build = """
@@ -411,6 +428,7 @@ def build_model():
     ]
 
 
+@pytest.mark.slow
 def test_names_that_the_terminal_cannot_show_do_not_stop_a_command(empty: Path, capsys: Capsys) -> None:
     """JSON and YAML of a layer called `ä` on an ASCII stdout: written with escapes, not refused as a bug."""
     build = "def build_model():\n    m = nn.Sequential()\n    m.add_module('\u00e4', nn.Linear(8, 4))\n    return m\n"
@@ -426,6 +444,7 @@ def test_names_that_the_terminal_cannot_show_do_not_stop_a_command(empty: Path, 
 # solve: the answer no
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("schedule", ["gpipe", "auto"])
 def test_an_impossible_cap_is_explained_and_the_advice_works(here: Path, capsys: Capsys, schedule: str) -> None:
     """Exit code 1, nothing written, the layer or stage in the way, and a `--mem` that does fit."""
@@ -482,6 +501,7 @@ def test_the_cap_is_echoed_in_both_units(here: Path, capsys: Capsys) -> None:
     assert "8 GB = 7.45 GiB" in call(capsys, *SOLVE).err
 
 
+@pytest.mark.slow
 def test_the_plan_records_what_was_asked(here: Path, capsys: Capsys) -> None:
     """Every option as it was resolved."""
     options = ("--batch", "4", "--recompute", "always", "--link", "25GB/s,5us", "--reserve", "1MB", "--headroom", "10%")
@@ -819,6 +839,7 @@ def test_a_run_is_shown_from_either_side(here: Path, capsys: Capsys) -> None:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("columns", ["60", "120"])
 def test_show_is_ascii_where_the_terminal_is(here: Path, capsys: Capsys, columns: str) -> None:
     """With an ASCII stream, no locale and no colour, plan, profile and run are told in ASCII, and files stay UTF-8."""
@@ -931,6 +952,7 @@ PIPED = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arguments", PIPED, ids=" ".join)
 @pytest.mark.parametrize("closed", ["stdout", "stderr"])
 def test_a_reader_that_went_away_changes_nothing(here: Path, arguments: tuple[str, ...], closed: str) -> None:
@@ -1010,6 +1032,7 @@ def test_ctrl_c_ends_profiling_quietly(empty: Path, profiling: "subprocess.Popen
     assert files.read_partial("profile.yaml.partial").measurements
 
 
+@pytest.mark.slow
 def test_an_interrupted_profile_goes_on(empty: Path, capsys: Capsys, monkeypatch: pytest.MonkeyPatch) -> None:
     """From the partial file, which is gone in the end; of another optimizer it is of no use, and that is said."""
 
@@ -1042,6 +1065,7 @@ def test_a_spoilt_partial_profile_is_refused(empty: Path, capsys: Capsys) -> Non
     assert visible(empty) == {"model.py", "profile.yaml.partial"}
 
 
+@pytest.mark.slow
 def test_auto_sizes_go_up_to_the_batch(empty: Path, capsys: Capsys) -> None:
     """Powers of two, and the batch itself."""
     fast = ("--repeat", "2", "--time-budget", "0s")

@@ -26,6 +26,7 @@ def plan_of(capsys: pytest.CaptureFixture[str], folder: Path, *arguments: str) -
     return files.read_plan(str(path))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "most_us"),
     [
@@ -51,12 +52,14 @@ def test_hard_cases_are_solved(
     assert call(capsys, "check", str(tmp_path / "plan.yaml")).code == 0
 
 
+@pytest.mark.slow
 def test_the_same_plan_every_time(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """Moves are drawn alike, and effort is counted in work."""
     first = plan_of(capsys, tmp_path, *TIGHT, "--schedule", "interleaved", "--chunks", "3")
     assert plan_of(capsys, tmp_path, *TIGHT, "--schedule", "interleaved", "--chunks", "3") == first
 
 
+@pytest.mark.slow
 def test_the_bound_is_not_that_of_the_work_alone(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """Of a gap of 13.5 % the linear program leaves less than 6 %."""
     solver = plan_of(capsys, tmp_path, *UNEVEN, "--schedule", "interleaved").solver

@@ -60,6 +60,7 @@ CODES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("format_", FORMATS)
 @pytest.mark.parametrize(
     ("arguments", "code"), CODES, ids=lambda value: " ".join(value) if value and not isinstance(value, int) else None
@@ -171,6 +172,7 @@ def test_compare_reads_what_sweep_wrote(here: Path, capsys: Capsys) -> None:
 # Pipes and signals
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash for `set -o pipefail`")
 @pytest.mark.parametrize("format_", FORMATS)
 def test_head_changes_no_exit_code(here: Path, format_: str) -> None:
@@ -180,6 +182,7 @@ def test_head_changes_no_exit_code(here: Path, format_: str) -> None:
     assert (done.returncode, done.stderr) == (1, "")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "arguments",
     [
@@ -223,6 +226,7 @@ def test_ctrl_c_is_130(here: Path, verb: str) -> None:
     assert "Traceback" not in err
 
 
+@pytest.mark.nightly
 def test_check_takes_less_than_half_a_second(here: Path) -> None:
     """Of processor time, the best of five: what other processes on this machine do must not count."""
     spent = []
@@ -281,6 +285,7 @@ def test_the_action_passes_a_plan_that_fits(here: Path) -> None:
     assert outputs == "fits=true\n"
 
 
+@pytest.mark.slow
 def test_the_action_fails_a_plan_that_does_not(here: Path) -> None:
     """With every input: files for code scanning and other servers are written all the same."""
     (here / "my plan.yaml").write_text((here / "plan.yaml").read_text())
@@ -302,6 +307,7 @@ def test_the_action_fails_a_plan_that_does_not(here: Path) -> None:
     assert (here / "c.xml").read_text().startswith("<?xml")
 
 
+@pytest.mark.slow
 def test_the_action_has_no_answer_to_a_broken_question(here: Path) -> None:
     """Exit code 2, no output: a missing file is not `does not fit`. A plan's name is never a piece of the script."""
     for plan in ("missing.yaml", "$(touch pwned).yaml", "--help"):
@@ -311,6 +317,7 @@ def test_the_action_has_no_answer_to_a_broken_question(here: Path) -> None:
     assert run_action(here, device="h100")[0].returncode == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("strict", "code"), [("True", 1), ("TRUE", 1), ("False", 0), ("", 0), ("yes", 2)])
 def test_the_action_reads_strict_as_yaml_writes_it(here: Path, strict: str, code: int) -> None:
     """A runner hands `strict: True` on as it is written; what is neither is no answer."""

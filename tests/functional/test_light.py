@@ -96,6 +96,7 @@ def ran(folder: Path) -> dict[str, Ran]:
     return without(ABSENT, (*ANSWERED, *REFUSED), folder)
 
 
+@pytest.mark.slow
 def test_all_that_needs_no_torch_answers(ran: dict[str, Ran], folder: Path) -> None:
     """With exit code 0, and the files that were asked for."""
     assert {line: (ran[line].code, ran[line].err) for line in ANSWERED if ran[line].code} == {}

@@ -50,6 +50,7 @@ def planned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+@pytest.mark.slow
 def test_the_same_model_passes(planned: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Also with other weights: they do not count."""
     capsys.readouterr()
@@ -57,6 +58,7 @@ def test_the_same_model_passes(planned: Path, capsys: pytest.CaptureFixture[str]
     assert "GP301" not in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_wider_block_is_named_with_its_bytes(planned: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Exit code 1, in every block, before and now."""
     write_model(planned, MODEL.replace("width: int = 32", "width: int = 48"))
@@ -67,6 +69,7 @@ def test_a_wider_block_is_named_with_its_bytes(planned: Path, capsys: pytest.Cap
     assert findings[0]["message"] == 'layer "blocks.0" has 6.25 KiB of parameters, 4.19 KiB when profiled'
 
 
+@pytest.mark.slow
 def test_a_plan_that_fits_is_not_said_to_be_too_large(planned: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The answer names the change; `train.py` names the command that finds the layers."""
     assert run(["emit", "-q"]) == 0
@@ -80,6 +83,7 @@ def test_a_plan_that_fits_is_not_said_to_be_too_large(planned: Path, capsys: pyt
     assert not dist.is_initialized()
 
 
+@pytest.mark.slow
 def test_a_model_that_cannot_be_built_is_no_answer(planned: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Exit code 2, neither yes nor no."""
     write_model(

@@ -5,6 +5,8 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
+
 from planner.api import emit, solve
 from planner.core.values.profile import Model
 from tests.support import gate
@@ -34,6 +36,7 @@ def run(script: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.slow
 def test_the_other_name_is_the_same_package(tmp_path: Path) -> None:
     """Whatever lies beside the script, and under both names each module is there once."""
     (tmp_path / "planner.py").write_text("raise SystemExit('mine')")
@@ -42,6 +45,7 @@ def test_the_other_name_is_the_same_package(tmp_path: Path) -> None:
     assert (done.stdout, done.stderr) == ("planner.executor\n", "")
 
 
+@pytest.mark.slow
 def test_an_emitted_script_begins(tmp_path: Path) -> None:
     """It would end in an import error, or in the user's own code."""
     (tmp_path / "planner.py").write_text("raise SystemExit('mine')")

@@ -50,6 +50,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captu
     return tmp_path
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "arguments",
     [

@@ -62,6 +62,7 @@ def untimed(text: bytes, folder: Path) -> Profile:
     return replace(profile, layers=tuple(without(layer) for layer in profile.layers))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("output", ["profile.yaml", "sub/deep/profile.yaml", "sub/profile.json"])
 def test_an_estimated_profile(here: Path, capsys: Capsys, output: str) -> None:
     """To the byte, in any folder; the model's path in it leads from there to the model."""
@@ -80,6 +81,7 @@ def test_an_estimated_profile(here: Path, capsys: Capsys, output: str) -> None:
     assert script.parent.joinpath(model).samefile("model.py")
 
 
+@pytest.mark.slow
 def test_a_measured_profile(here: Path, capsys: Capsys, monkeypatch: pytest.MonkeyPatch) -> None:
     """All but the times, with what the executor costs in either."""
     no_calibration(monkeypatch)
@@ -102,6 +104,7 @@ def test_a_measured_profile(here: Path, capsys: Capsys, monkeypatch: pytest.Monk
     assert b"Measured by `gpipe-plan profile model.py`" in headers.pop()
 
 
+@pytest.mark.slow
 def test_an_interrupted_profile_goes_on(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """From Python, too: what was measured is kept beside `output`, and gone when the profile is whole."""
 

@@ -92,6 +92,7 @@ def probe(folder: Path, *arguments: str) -> dict[str, Any]:
     return told
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "arguments",
     [
@@ -127,6 +128,7 @@ def test_torch_is_not_imported(here: Path, arguments: tuple[str, ...]) -> None:
     assert [name for name in HEAVY if name in told["modules"]] == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arguments", UNUSED, ids=" ".join)
 def test_what_is_not_used_is_not_imported(here: Path, arguments: tuple[str, ...]) -> None:
     """A command waits for its own modules alone."""
@@ -134,6 +136,7 @@ def test_what_is_not_used_is_not_imported(here: Path, arguments: tuple[str, ...]
     assert [name for name in UNUSED[arguments] if name in told["modules"]] == []
 
 
+@pytest.mark.slow
 def test_the_probe_sees_torch_where_it_is_imported(here: Path) -> None:
     """Profiling needs it: so the test above would notice."""
     (here / "model.py").write_text("raise ValueError\n")

@@ -40,6 +40,7 @@ def shell(script: str, folder: Path) -> Ran:
 SOLVE = "plan solve --devices 2 --mem 8GB --batch 4 --quiet"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "script",
     [
@@ -58,6 +59,7 @@ def test_plans_come_from_pipes(folder: Path, script: str) -> None:
     assert ran.code == 0, ran
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "script",
     [
@@ -81,6 +83,7 @@ def test_streams_that_are_full_or_closed(folder: Path, script: str) -> None:
     assert "bug" not in ran.err
 
 
+@pytest.mark.slow
 def test_messages_need_no_stderr(folder: Path) -> None:
     """The answer is the exit code; nothing strays to stdout."""
     for closed in ("2>&-", "2>/dev/full"):
@@ -89,6 +92,7 @@ def test_messages_need_no_stderr(folder: Path) -> None:
         assert "no such file" not in ran.out
 
 
+@pytest.mark.slow
 def test_standard_output_carries_the_result_alone(folder: Path) -> None:
     """Whatever a library prints: at once, or held back by C's `printf` until the process ends."""
     script = folder / "noisy.py"
@@ -125,6 +129,7 @@ MODULES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("module", [*MODULES, "the end"])
 @pytest.mark.parametrize("wrapped", [False, True])
 def test_an_interrupt_is_one_line_at_any_moment(folder: Path, module: str, wrapped: bool) -> None:  # noqa: FBT001

@@ -83,6 +83,7 @@ def test_what_torchrun_says_of_other_failures() -> None:
     assert "exit code 7" in trial._failure("", 7).message
 
 
+@pytest.mark.slow
 def test_a_run_that_is_over_is_judged(here: Path, capsys: Capsys, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without torch and with nothing started: the same answers and exit codes, and what plans with it."""
     monkeypatch.setattr("planner.api.verifying.check_installed", lambda _: pytest.fail("needs torch"))
@@ -123,6 +124,7 @@ def test_a_run_that_is_over_is_judged(here: Path, capsys: Capsys, monkeypatch: p
         assert (refused.code, said in refused.err) == (2, True), refused.err
 
 
+@pytest.mark.slow
 def test_options_are_checked_before_anything_runs(here: Path, capsys: Capsys) -> None:
     """With exit code 2."""
     for options, said in (
@@ -136,6 +138,7 @@ def test_options_are_checked_before_anything_runs(here: Path, capsys: Capsys) ->
         assert (done.code, said in done.err) == (2, True), done.err
 
 
+@pytest.mark.slow
 def test_a_stale_plan_is_not_run(here: Path, capsys: Capsys) -> None:
     """Exit code 1, as `emit` says it."""
     profile = files.read_profile("profile.yaml")
@@ -143,6 +146,7 @@ def test_a_stale_plan_is_not_run(here: Path, capsys: Capsys) -> None:
     assert call(capsys, "verify", "plans/plan.yaml").code == 1
 
 
+@pytest.mark.slow
 def test_too_few_cores_are_said(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Times of processes that share cores are not judged; those of CUDA devices are."""
     plan, profile = files.read_plan("plans/plan.yaml"), files.read_profile("profile.yaml")
@@ -154,6 +158,7 @@ def test_too_few_cores_are_said(here: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert trial.crowding(plan, profile) == ""
 
 
+@pytest.mark.slow
 def test_calibrations_of_other_devices_are_refused(here: Path, capsys: Capsys) -> None:
     """By `profile` and `solve`, before anything is measured."""
     files.write(

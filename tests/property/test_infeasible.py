@@ -159,6 +159,7 @@ def test_devices_of_all_replicas_are_counted(replicas: int, cap: int, batch: int
     assert DEVICES.search(error.hint) is not None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("features", "count"),
     [

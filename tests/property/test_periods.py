@@ -33,6 +33,7 @@ def stages(draw: st.DrawFn, count: int, *, blocking: bool) -> list[StageTimes]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("blocking", [True, False])
 @pytest.mark.parametrize("schedule", SCHEDULES.values(), ids=lambda schedule: schedule.name)
 def test_steps_do_not_follow_each_other_later_than_predicted(schedule: Schedule, blocking: bool) -> None:  # noqa: FBT001

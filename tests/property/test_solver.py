@@ -80,6 +80,7 @@ def first_by_rank(problem: Problem, plan: Plan) -> None:
     assert squares == pytest.approx(wanted[2], rel=EQUAL), "another plan as fast is evener"
 
 
+@pytest.mark.slow
 @examples(250)
 @given(problems(GPIPE))
 def test_gpipe_equals_brute_force(problem: Problem) -> None:
@@ -90,6 +91,7 @@ def test_gpipe_equals_brute_force(problem: Problem) -> None:
         first_by_rank(problem, plan)
 
 
+@pytest.mark.slow
 @examples(200)
 @given(problems(UNLIKE))
 def test_gpipe_on_unlike_devices_equals_brute_force(problem: Problem) -> None:
@@ -100,6 +102,7 @@ def test_gpipe_on_unlike_devices_equals_brute_force(problem: Problem) -> None:
         first_by_rank(problem, plan)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "features",
     [
@@ -121,6 +124,7 @@ def test_links_that_differ_one_by_one_equal_brute_force(features: Features) -> N
     equal()
 
 
+@pytest.mark.slow
 @examples(100)
 @given(problems(REPLICAS))
 def test_replicas_equal_brute_force(problem: Problem) -> None:
@@ -131,6 +135,7 @@ def test_replicas_equal_brute_force(problem: Problem) -> None:
         first_by_rank(problem, plan)
 
 
+@pytest.mark.slow
 @examples(150)
 @given(problems(RULES))
 def test_rules_and_tied_layers_equal_brute_force(problem: Problem) -> None:
@@ -141,6 +146,7 @@ def test_rules_and_tied_layers_equal_brute_force(problem: Problem) -> None:
         first_by_rank(problem, plan)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("features", "count"),
     [
@@ -171,6 +177,7 @@ def test_simulated_schedules_equal_brute_force(features: Features, count: int) -
     assert statuses["feasible"] <= 0.02 * statuses["optimal"], statuses
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("features", "count"),
     [
@@ -204,6 +211,7 @@ def test_the_integer_program_equals_brute_force(problem: Problem) -> None:
     honest(problem, plan)
 
 
+@pytest.mark.slow
 @examples(100)
 @given(st.data())
 def test_the_oracle_is_the_cost_model(data: st.DataObject) -> None:

@@ -45,6 +45,7 @@ MET = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MET)
 def test_predictions_miss_by_no_more_and_no_less(name: str) -> None:
     """The smallest and the largest difference of a table's rows."""

@@ -144,6 +144,7 @@ WORKSPACES: Changes = {
 }
 
 
+@pytest.mark.slow
 def test_a_memory_component_is_a_row_of_the_table(tmp_path: Path) -> None:
     """The plan, its total, the terminal, the report and the explorer have it, with one stage per device and several."""
     assert set(WORKSPACES) <= recipe("a memory component")
@@ -195,6 +196,7 @@ MOST_SAMPLES: Changes = {
 }
 
 
+@pytest.mark.slow
 def test_a_solver_option_is_a_row_and_what_it_does(tmp_path: Path) -> None:
     """The command, the function, the help and the plan have it, and the command that repeats the question."""
     assert set(MOST_SAMPLES) <= recipe("a solver option")

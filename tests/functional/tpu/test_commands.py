@@ -126,6 +126,7 @@ def test_a_compiled_program_fits_or_does_not(temporary: int, cap: int, last: str
     assert answer == code
 
 
+@pytest.mark.slow
 @installed
 def test_weights_go_in_and_out(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
@@ -230,6 +231,7 @@ def test_plans_that_one_program_cannot_run_are_refused(
     assert not (here / "train_jax.py").exists()
 
 
+@pytest.mark.slow
 def test_stages_too_unlike_for_one_program_are_refused(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """One has the parameters, another the activations: each fits, a device with as much of both does not."""
     _hand_written(here, (600, 1, 1, 1), saved=(1, 1, 1, 400))

@@ -132,6 +132,7 @@ ORDERS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("first", ORDERS)
 def test_a_verb_is_function_and_subpackage_in_every_order(here: Path, first: str) -> None:
     """Whatever is imported first, `planner.solve` is the function, and names are imported from `planner.solve`."""

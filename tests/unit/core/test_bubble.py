@@ -71,6 +71,7 @@ def test_gpipe_has_the_papers_bubble_simulated(
     assert idle / (num_stages * Fraction(end)) == ideal_bubble(num_stages, micro_batches)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_stages", range(1, MOST_STAGES + 1))
 def test_1f1b_has_the_same_bubble(num_stages: int) -> None:
     """Every M from K to 64."""

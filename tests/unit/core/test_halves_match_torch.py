@@ -75,6 +75,7 @@ def sizes(name: str) -> Iterator[tuple[int, int, int]]:
     yield from product(DEVICES, MICRO_BATCHES, range(1, 5) if name == "interleaved-zb" else (2,))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ENGINE)
 def test_lists_are_those_of_the_engine(name: str) -> None:
     """The same actions in the same order on every device; what one of the two refuses, the other refuses."""

@@ -40,6 +40,7 @@ def simulated(
     return max(event.end_us for event in simulate(actions, stages))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("schedule", "chunks"), KINDS)
 def test_equal_to_the_simulator(schedule: ScheduleName, chunks: int) -> None:
     """60 pipelines with 5 partitions each: no links, links, blocking links, and both kinds mixed."""

@@ -209,6 +209,7 @@ def test_an_output_that_is_not_saved_is_held_for_a_recomputed_layer() -> None:
 # ---- what holds for any chain
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_exact", [False, True])
 def test_nothing_recomputed_is_never(*, is_exact: bool) -> None:
     """To the byte, for every stage."""

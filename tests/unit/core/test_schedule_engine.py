@@ -119,6 +119,7 @@ def accepted(num_devices: int) -> Iterator[tuple[int, int]]:
             yield micro_batches, chunks
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_devices", DEVICES)
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
 def test_one_stage_per_device_runs_in_the_engines_order(schedule: ScheduleName, num_devices: int) -> None:
@@ -128,6 +129,7 @@ def test_one_stage_per_device_runs_in_the_engines_order(schedule: ScheduleName, 
         assert ours(schedule, num_devices, micro_batches) == executed(schedule, num_devices, micro_batches)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_devices", DEVICES)
 def test_interleaved_is_what_the_engine_announces(num_devices: int) -> None:
     """`pipeline_order` without its idle slots, for every M and V that the engine takes, M below K included."""
@@ -152,6 +154,7 @@ def test_interleaved_is_what_the_engine_executes(num_devices: int) -> None:
             assert ours("interleaved", num_devices, micro_batches, chunks) == engine
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("schedule", "chunks"), [("gpipe", 1), ("1f1b", 1), ("interleaved", 1), ("interleaved", 2), ("interleaved", 4)]
 )

@@ -65,6 +65,7 @@ def ours(schedule: ScheduleName, num_stages: int, micro_batches: int) -> list[li
     return [[f"{action.kind}{action.micro_batch}" for action in stage] for stage in stages]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
 @pytest.mark.parametrize(("num_stages", "micro_batches"), SIZES)
 def test_actions_are_those_the_engine_executes(schedule: ScheduleName, num_stages: int, micro_batches: int) -> None:

@@ -190,6 +190,7 @@ def test_bubbles_of_zero_bubble_by_formula(num_devices: int, times: tuple[float,
             assert idle("dualpipev", num_devices, micro_batches, times) == pytest.approx(interleaved)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_devices", range(1, 17))
 def test_bubbles_on_a_v_of_even_stages(num_devices: int) -> None:
     """F = I = W: ZB-V wastes nothing with 2K-1 micro-batches; V-Half half and V-Min two thirds of what 1F1B wastes."""

@@ -22,6 +22,7 @@ print(kept, resident_bytes() - before)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="glibc's settings, read from /proc")
 @pytest.mark.parametrize("below", [None, 2**20, 2**25])
 def test_large_blocks_are_kept_only_if_asked(below: int | None) -> None:

@@ -99,6 +99,7 @@ class Counts(nn.Module):
         return self.layer(value) * self.again()
 
 
+@pytest.mark.slow
 def test_a_right_model_is_verified_whole() -> None:
     """Every gradient, buffer and cut is compared, also with recomputation; the largest error is one of rounding."""
     found = checked(lambda: nn.Sequential(block(), nn.BatchNorm1d(WIDTH), nn.Dropout(0.5), block()))
@@ -110,12 +111,14 @@ def test_a_right_model_is_verified_whole() -> None:
     )
 
 
+@pytest.mark.slow
 def test_parameters_that_outputs_in_front_of_a_cut_read_are_there_behind_it() -> None:
     """A scale for every level of a detector."""
     found = checked(Scaled)
     assert (found.warnings, found.proof.recomputed) == ((), True)
 
 
+@pytest.mark.slow
 def test_zeros_in_place_of_such_a_parameter_would_be_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """As they stood there once: gradients of the stages behind were wrong, and nothing said so."""
 
@@ -133,6 +136,7 @@ def test_zeros_in_place_of_such_a_parameter_would_be_found(monkeypatch: pytest.M
     assert any(" differs by " in warning for warning in found.warnings)
 
 
+@pytest.mark.slow
 def test_cuts_between_a_module_that_leaves_something_behind_and_its_reader_are_taken_out() -> None:
     """Of a Sequential, which is cut like any other module then; those in front and behind stay."""
 
@@ -159,6 +163,7 @@ def test_a_model_without_a_right_cut_is_refused() -> None:
     assert "forward" in caught.value.hint
 
 
+@pytest.mark.slow
 def test_what_comes_out_otherwise_when_it_is_run_again_must_not_be_recomputed() -> None:
     """The cuts are right all the same."""
     found = checked(lambda: nn.Sequential(block(), Counts(), block()))
@@ -179,6 +184,7 @@ class Chaotic(nn.Module):
         return torch.sin(3e3 * (x if torch.is_grad_enabled() else x * (1 + self.error)) + self.shift)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("error", "recomputed"), [(3e-8, True), (1e-2, False)])
 def test_another_kernel_where_there_is_no_graph_is_no_other_computation(error: float, *, recomputed: bool) -> None:
     """As long as it differs by no more than rounding errors do, which this model enlarges."""
@@ -206,6 +212,7 @@ def test_a_model_that_does_not_train_is_not_compared() -> None:
     assert "no such target" in found.proof.reason
 
 
+@pytest.mark.slow
 def test_rounding_errors_that_the_model_itself_makes_much_of_are_none_of_the_stages(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -214,6 +221,7 @@ def test_rounding_errors_that_the_model_itself_makes_much_of_are_none_of_the_sta
     assert checked(Scaled).proof.cuts > 0
 
 
+@pytest.mark.slow
 def test_the_users_model_is_left_as_it_was() -> None:
     """Parameters, buffers and gradients of a finished model, and the random state."""
     model = nn.Sequential(block(), nn.BatchNorm1d(WIDTH), block())
@@ -283,12 +291,14 @@ class ClippingSGD(torch.optim.SGD):
         return super().step(closure)
 
 
+@pytest.mark.slow
 def test_a_module_level_count_is_found() -> None:
     """Every process counts for itself."""
     with pytest.raises(ModelError, match="cannot be cut"):
         checked(lambda: nn.Sequential(GloballyCounted(), GloballyCounted(), block()))
 
 
+@pytest.mark.slow
 def test_an_optimizer_that_looks_at_all_parameters_is_found() -> None:
     """The check by itself finds it, though `profile` refuses it earlier."""
     loaded = loaded_model(
@@ -310,6 +320,7 @@ def test_initial_values_that_differ_in_every_process_are_no_fault_by_themselves(
     assert (found.warnings, found.proof.recomputed) == ((), True)
 
 
+@pytest.mark.slow
 def test_copies_of_a_tied_weight_that_begin_differently_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """They are, where nothing makes them equal when a run starts."""
 
@@ -366,6 +377,7 @@ class Stack(nn.Module):
         return self.head(value)  # type: ignore[no-any-return]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("build", [Stack, lambda: nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(9)))])
 def test_a_large_model_is_compared_without_most_of_its_repeated_layers(
     build: Callable[[], nn.Module], monkeypatch: pytest.MonkeyPatch
@@ -390,6 +402,7 @@ class Logarithms(Stack):
         return super().forward(value + self.positive.log())
 
 
+@pytest.mark.slow
 def test_a_large_model_that_needs_its_own_initial_values_is_compared_with_them(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -434,6 +447,7 @@ def test_not_a_number_differs_from_every_number() -> None:
     assert largest_difference(torch.tensor([1 + 1j]), torch.tensor([1 - 1j])) == 2.0
 
 
+@pytest.mark.slow
 def test_what_does_not_fit_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     """First the optimizer is left out, then nothing can be compared."""
     monkeypatch.setattr(subject, "_MANY_PARAMETERS", 0)
@@ -534,6 +548,7 @@ class Grows(nn.Module):
         return self.head(value)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("frozen", [False, True])
 def test_code_that_takes_another_path_later_is_refused(*, frozen: bool) -> None:
     """A curriculum would end a run in the middle; blocks that are trained from some step on would stay as they are."""
@@ -551,6 +566,7 @@ class Clamped(nn.Linear):
         return super().forward(value)
 
 
+@pytest.mark.slow
 def test_weights_that_forward_changes_in_place_are_refused_with_what_to_do() -> None:
     """A plain loop can: it runs the backward of a micro-batch before the next forward."""
     with pytest.raises(ModelError, match=r"a parameter in place: do it after the optimizer's step"):
@@ -571,6 +587,7 @@ class Unmasked(nn.Module):
         return value + self.layer(value) * self.mask
 
 
+@pytest.mark.slow
 def test_buffers_that_a_later_forward_writes_before_a_backward_reads_them_are_refused() -> None:
     """Recomputed stages train right: those that keep the graphs of several micro-batches are compared as well."""
     with pytest.raises(ModelError, match="modified by an inplace operation"):

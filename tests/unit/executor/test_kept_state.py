@@ -166,6 +166,7 @@ STATEFUL: dict[str, Callable[[], nn.Module]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recompute", ["never", "always", "layers"])
 @pytest.mark.parametrize("name", STATEFUL)
 def test_state_of_one_stage_is_that_of_the_plain_loop(name: str, recompute: Recompute) -> None:

@@ -83,6 +83,7 @@ def check_own(build: Build, names: Sequence[str], *, needed: Sequence[str] = ())
     return own
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SMALL)
 def test_sample_models(name: str) -> None:
     """First stage, last stage, and one in the middle of every Sequential sample model."""

@@ -3,6 +3,8 @@
 import subprocess
 import sys
 
+import pytest
+
 LATE = """
 import gc, weakref
 import planner.executor
@@ -19,6 +21,7 @@ print("gone" if group() is None else "stays")
 """
 
 
+@pytest.mark.slow
 def test_nothing_that_is_imported_later_holds_the_group() -> None:
     """In a process of its own: here everything is imported."""
     done = subprocess.run([sys.executable, "-c", LATE], check=True, capture_output=True, text=True)

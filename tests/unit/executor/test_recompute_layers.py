@@ -114,6 +114,7 @@ def subsets(first: int, end: int) -> list[tuple[int, ...]]:
 # ---- the same numbers
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "settings"),
     [
@@ -263,6 +264,7 @@ def _like(meta: Tensor) -> Tensor:
     return torch.ones(meta.shape, dtype=meta.dtype).requires_grad_(meta.requires_grad)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("micro_batches", [1, 2, 4])
 @pytest.mark.parametrize(
     ("name", "first", "end"),
@@ -289,6 +291,7 @@ def test_predicted_peaks_are_the_allocators(name: str, first: int, end: int, mic
         assert LOWEST <= memory.total / truth - 1 <= HIGHEST, (recomputed, memory.total, truth)
 
 
+@pytest.mark.slow
 def test_recomputing_saves_memory() -> None:
     """Each further block that is recomputed makes the measured peak lower: nothing is kept by accident."""
     peaks = [measured("transformer_lm", 1, 5, range(1, 1 + count), 4) for count in range(5)]

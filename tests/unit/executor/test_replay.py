@@ -111,6 +111,7 @@ GPIPE = [*(("F", m) for m in range(MICRO_BATCHES)), *(("B", m) for m in range(MI
 ONE_BY_ONE = [("F", 0), ("F", 1), ("B", 0), ("F", 2), ("B", 1), ("F", 3), ("B", 2), ("B", 3)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sequential", ["True", "False"])
 @pytest.mark.parametrize("recompute", get_args(Recompute))
 @pytest.mark.parametrize("order", [GPIPE, ONE_BY_ONE], ids=["gpipe", "1f1b"])

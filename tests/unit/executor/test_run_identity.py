@@ -181,6 +181,7 @@ time.sleep(60)
 """
 
 
+@pytest.mark.slow
 def test_two_jobs_in_one_folder_are_noticed(path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As long as the other lives: what a killed one leaves holds nobody up."""
     monkeypatch.setattr(folder_lock, "_WAIT_S", 0.3)

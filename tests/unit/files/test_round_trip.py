@@ -233,6 +233,7 @@ def test_a_header_is_a_comment(tmp_path: Path) -> None:
     assert (tmp_path / "a.json").read_text().startswith("{\n")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("suffix", ["yaml", "json"])
 @pytest.mark.parametrize("name", ODD_NAMES)
 def test_a_layer_may_have_any_name(name: str, suffix: str, tmp_path: Path) -> None:

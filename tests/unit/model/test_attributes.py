@@ -184,6 +184,7 @@ def test_nothing_is_kept_when_a_stage_has_run() -> None:
         assert lists.losses == []
 
 
+@pytest.mark.slow
 def test_finding_the_layers_leaves_attributes_alone() -> None:
     """What a module computes once, when it first runs, is not computed from tensors without values."""
 

@@ -229,6 +229,7 @@ print(chain_digest(chain_of(nn.Sequential(Apply(lambda x: x))), {{}}))
 """
 
 
+@pytest.mark.slow
 def test_the_digest_holds_no_addresses() -> None:
     """A layer whose repr shows a function or an object is the same layer in the next process."""
     digests = set()

@@ -26,6 +26,7 @@ TRAINED = [name for name, real in OWN_MODELS.items() if not real.refusal]
 NAMES = TRAINED if os.environ.get("GPIPE_PLAN_ALL_MODELS") else IN_CI
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_a_step_of_stages_built_apart_is_that_of_the_model(name: str) -> None:
     """Loss, gradients and buffers: three stages that are recomputed, and one for each layer."""

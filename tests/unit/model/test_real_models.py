@@ -15,6 +15,7 @@ pytest.importorskip("timm")
 NAMES = tuple(REAL_MODELS) if os.environ.get("GPIPE_PLAN_ALL_MODELS") else IN_CI
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("granularity", ["coarse", "fine"])
 def test_loss_and_gradients_are_those_of_the_model(name: str, granularity: str) -> None:
@@ -30,6 +31,7 @@ def test_loss_and_gradients_are_those_of_the_model(name: str, granularity: str) 
     assert len(compared.chain.layers) >= 6
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("setting", ["use_cache", "output_hidden_states", "output_attentions"])
 def test_what_a_model_returns_beside_its_loss_costs_nothing(setting: str) -> None:
     """As many bytes cross as where it returns no more, and loss and gradients stay what they are."""
@@ -46,6 +48,7 @@ def test_what_a_model_returns_beside_its_loss_costs_nothing(setting: str) -> Non
     assert setting == "use_cache" or max(map(len, everything.crossings)) > max(compared.crossing)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["GPT-2", "T5", "ResNet-26 (timm)"])
 def test_finding_the_layers_leaves_no_trace(name: str) -> None:
     """Weights, buffers and the random state stay; the digest is the same the next time, whatever the weights."""

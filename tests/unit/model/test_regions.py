@@ -276,6 +276,7 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
+@pytest.mark.slow
 @REENTRANT
 @pytest.mark.usefixtures("one_thread")
 def test_gradient_checkpointing_of_transformers_keeps_its_layers(*, reentrant: bool) -> None:

@@ -278,6 +278,7 @@ class Transformed(nn.Module):
         return self.three(x)  # type: ignore[no-any-return]
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")  # torch.compile's
 @pytest.mark.parametrize(
     ("build", "number"),

@@ -73,6 +73,7 @@ def pieces(value: Any, count: int) -> list[Any]:
     return [tree_map_only(Tensor, lambda t, i=i: t[i * SIZE : (i + 1) * SIZE], value) for i in range(count)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("micro_batches", [1, 2, 4])
 @pytest.mark.parametrize("recompute", ["never", "except-last", "always"])
 @pytest.mark.parametrize("name", MODELS)
@@ -107,6 +108,7 @@ def test_the_whole_chain_as_one_stage(name: str, recompute: Recompute, micro_bat
         assert abs(total / truth - 1) < 0.001, (total, truth)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("micro_batches", [1, 2, 4])
 @pytest.mark.parametrize("recompute", ["never", "always"])
 @pytest.mark.parametrize(("name", "first", "end"), [("mlp", 2, 6), ("transformer_lm", 1, 3), ("amoebanet_d", 2, 6)])

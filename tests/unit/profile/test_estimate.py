@@ -86,6 +86,7 @@ def test_a_device_that_is_not_here_has_a_reserve() -> None:
     assert {stage.memory.reserve for stage in solve(profile, request).stages} == {10**9}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["blocks", "GPT-2", "ViT"])
 def test_memory_is_that_of_a_measured_profile(name: str) -> None:
     """What is kept, what crosses, parameters and state are equal; peaks lack only what kernels take for themselves."""
@@ -146,6 +147,7 @@ def test_a_sum_takes_its_bytes_at_the_peak_bandwidth() -> None:
     assert 0 < clock.time_us(lambda: _discard(a[:1] + 1)) < 10
 
 
+@pytest.mark.slow
 def test_a_faster_device_is_faster_and_a_larger_batch_slower() -> None:
     """Layer by layer, once launches no longer count."""
 
@@ -162,6 +164,7 @@ def test_a_faster_device_is_faster_and_a_larger_batch_slower() -> None:
         assert b.forward_us[1] > b.forward_us[0]
 
 
+@pytest.mark.slow
 def test_halves_of_a_backward_are_told_apart_by_what_their_operators_do() -> None:
     """Both add up to the whole. Of products each has one half; those of attention, without weights, are in I."""
 

@@ -178,6 +178,7 @@ def test_a_trace_on_ghosts_knows_the_units_of_a_trace_on_values() -> None:
         assert [v.shape for v in given.values] == [v.shape for v in ghosts[1][key].values]
 
 
+@pytest.mark.slow
 def test_a_layer_of_several_modules_lists_them() -> None:
     """In the order in which they run: other engines need every one of them to be somewhere."""
     profile = profile_of_model(real("GPT-2"), sizes=(2,))

@@ -54,6 +54,7 @@ def model_without_biases() -> nn.Sequential:
     return nn.Sequential(*(nn.Linear(a, b, bias=False) for a, b in pairwise(WIDTHS)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("build", [model, model_without_biases])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_the_peak_of_a_step(name: str, build: Callable[[], nn.Sequential]) -> None:
@@ -142,6 +143,7 @@ def profile_of_heads(device: str, *, shared: bool) -> Profile:
     return profile
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device", ["cpu", "estimate:a100-80gb"])
 def test_a_parameter_without_gradient_in_one_layer_may_get_it_in_another(device: str) -> None:
     """Its state counts where it is shared, though parameters of equal layers have other names."""

@@ -72,6 +72,7 @@ def versions(crossing: Tensor | tuple[Tensor, ...]) -> list[int]:
 # Parameter counts and layers of the papers
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layers", [3, 13, 103, 415, 1663])
 def test_transformer_has_the_papers_parameters(layers: int) -> None:
     """Transformer-L has 131,108,096 + 50,358,272*L parameters in L + 2 layers, every L of the GPipe paper's table 1."""
@@ -126,6 +127,7 @@ def test_mlp_has_the_parameters_its_docstring_states() -> None:
 # The contract of a user's model.py
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_default_model_runs_forward_and_backward(name: str) -> None:
     """With defaults, one step on the example batch gives a finite scalar loss and every parameter a finite gradient."""
@@ -172,6 +174,7 @@ def test_loss_is_the_mean_over_the_samples(name: str) -> None:
     torch.testing.assert_close(whole, (halves[0] + halves[1]) / 2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_loss_falls_in_training(name: str) -> None:
     """Twelve steps of the sample's own optimizer on one batch bring its loss down by more than a twentieth."""

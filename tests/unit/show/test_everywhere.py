@@ -15,6 +15,7 @@ ALL = pytest.mark.parametrize("show", EVERYTHING.values(), ids=EVERYTHING)
 ESCAPE = "\x1b"
 
 
+@pytest.mark.slow
 @ALL
 @pytest.mark.parametrize("width", [60, 76, 84, 96, 120])
 @pytest.mark.parametrize("unicode", [True, False])
@@ -24,6 +25,7 @@ def test_never_wider_than_the_terminal(show, width, unicode):
     assert max(map(cell_len, lines)) <= width
 
 
+@pytest.mark.slow
 @ALL
 @pytest.mark.parametrize("width", [1, 20])
 def test_tiny_terminals_are_survived(show, width):
@@ -60,6 +62,7 @@ def test_colour_says_nothing_of_its_own(show):
     assert bare(colored) == show(style(color=False))
 
 
+@pytest.mark.slow
 @ALL
 @pytest.mark.parametrize("variable", [("NO_COLOR", "1"), ("FORCE_COLOR", "1"), ("TERM", "dumb"), ("COLUMNS", "20")])
 def test_the_style_alone_decides(show, variable, monkeypatch):

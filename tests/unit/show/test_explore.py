@@ -39,6 +39,7 @@ def asked(planned: Plan, counts: tuple[int, ...] = (2, 4)) -> Question:
     return Question(plan=planned, profile=profile(), micro_batches=counts, command=("gpipe-plan solve",))
 
 
+@pytest.mark.slow
 @needs_node
 def test_random_edits_are_what_check_says(tmp_path: Path) -> None:
     """Times, bubble and recomputation to rounding, each device's bytes to the byte, in ten edits of every question.
@@ -61,6 +62,7 @@ def test_random_edits_are_what_check_says(tmp_path: Path) -> None:
     assert num_itemized > 0.9 * EDITS
 
 
+@pytest.mark.slow
 @needs_node
 def test_a_long_chain_has_numbers_near_its_cuts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Edits within the width agree with `check` too, a handle stops where the numbers end, and a remark says so."""
@@ -84,6 +86,7 @@ def test_a_long_chain_has_numbers_near_its_cuts(tmp_path: Path, monkeypatch: pyt
     assert "moves by at most" not in Page(explore_html(asked(plan()))).words
 
 
+@pytest.mark.slow
 def test_tables_of_any_size_fit_or_are_the_least(monkeypatch: pytest.MonkeyPatch) -> None:
     """However little room there is, the search for how far cuts may move ends."""
     widths = []

@@ -43,6 +43,7 @@ def test_levels_come_in_the_order_of_time(planned):
         assert times == sorted(times)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize("recompute", ["never", "except-last", "always"])
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])

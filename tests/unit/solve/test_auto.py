@@ -161,6 +161,7 @@ def narrower(inputs: Inputs) -> list[Inputs]:
     return [*schedules, *replicas, *chunks, *(replace(inputs, recompute=policy) for policy in policies)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("cap", [UNLIMITED, 2500])
 def test_it_is_never_slower_than_any_narrower_question(monkeypatch: pytest.MonkeyPatch, seed: int, cap: int) -> None:

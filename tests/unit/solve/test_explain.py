@@ -239,6 +239,7 @@ def test_recomputation_is_not_advised_to_who_allows_it() -> None:
         assert "--recompute" not in infeasible(random_profile(1, 4), Request(inputs=inputs)).hint
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", ["never", "except-last", "always"])
 def test_another_schedule_is_advised_exactly_if_it_fits_with_what_was_asked(policy: RecomputePolicy) -> None:
     """With the recomputation that was asked for, not with any."""
@@ -388,6 +389,7 @@ def fitting_interleaved(seed: int) -> tuple[Profile, Inputs, Partition]:
     return profile, dataclasses.replace(inputs, memory_bytes=(peak,) * 3), partition
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(6))
 def test_given_interleaved_cuts_that_fit_are_planned_with(seed: int) -> None:
     """With M given too, recomputation alone is left: however many other cuts there are, it is found."""
@@ -396,6 +398,7 @@ def test_given_interleaved_cuts_that_fit_are_planned_with(seed: int) -> None:
     assert judge(plan, profile, profile_digest=inputs.profile.digest).fits
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(6))
 def test_interleaved_is_called_infeasible_only_if_that_is_known(seed: int) -> None:
     """A plan fits, though too many have to be tried: it is found, or the error does not claim that there is none."""

@@ -62,6 +62,7 @@ def limited(profile: Profile, inputs: Inputs, limit_s: float, clock: "count[int]
     return plan
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("question", QUESTIONS)
 def test_what_is_found_in_time_has_a_true_gap(question: str, clock: "count[int]") -> None:
     """From no time at all to enough for some of it: a bound that the best plan known never beats, or no plan."""
@@ -143,6 +144,7 @@ def plans() -> str:
     return "\n".join(texts)
 
 
+@pytest.mark.slow
 def test_every_kind_of_question_gets_the_same_bytes() -> None:
     """Twice here, and in processes that hash strings in other orders."""
     first = plans()

@@ -8,6 +8,7 @@ import pytest
 from planner.tpu.extra import tpu_named
 
 
+@pytest.mark.slow
 def test_jax_is_imported_by_those_who_compile_alone() -> None:
     """Not by the profiler, nor by a script's command line: processes are forked, and settings made, before it is."""
     modules = "planner.profile, planner.tpu.backend, planner.tpu.training, planner.tpu.compiler"

@@ -148,6 +148,7 @@ def agrees(
             torch.testing.assert_close(gradient, parameter.grad, rtol=relative, atol=absolute)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("cuts", "micro_batches", "recompute"),
     [
@@ -194,6 +195,7 @@ def test_amoebanets_gradients_are_torchs_but_for_rounding() -> None:
         agrees(loaded, balance_of(loaded, (2, 2), 2), relative=1e-8, absolute=1e-12, **quickly)
 
 
+@pytest.mark.slow
 def test_eight_stages() -> None:
     """More stages than micro-batches: devices wait, and what they hold meanwhile does not matter."""
     loaded = uneven((8,) * 9)

@@ -80,6 +80,7 @@ def perceptron(width: int = 128) -> LoadedModel:
     )
 
 
+@pytest.mark.slow
 def test_layers_are_what_the_compiler_says() -> None:
     """Parameters and saved bytes are known beforehand: 256 columns and 256 rows need no padding on a TPU."""
     profile = profile_model(perceptron(256), replace(V2, micro_batch_sizes=(256, 512)))
@@ -157,6 +158,7 @@ def composed(tmp_path_factory: pytest.TempPathFactory) -> tuple[LoadedModel, Pro
         return loaded, profile_model(loaded, replace(V2, micro_batch_sizes=(256,)))
 
 
+@pytest.mark.slow
 def test_composed_memory_is_that_of_the_whole_program(composed: tuple[LoadedModel, Profile]) -> None:
     """Within 10 %; larger models, one by one: docs/measurements/tpu-composition.md."""
     loaded, profile = composed
@@ -166,6 +168,7 @@ def test_composed_memory_is_that_of_the_whole_program(composed: tuple[LoadedMode
         assert predicted == pytest.approx(compiled, rel=0.1), (recompute, micro_batches)
 
 
+@pytest.mark.slow
 def test_memory_of_a_program_of_several_stages_is_predicted(composed: tuple[LoadedModel, Profile]) -> None:
     """It takes more than its fullest stage by itself, and that much more is known."""
     found = compare(composed[1], stages=2, micro_batches=4, recompute="never")
@@ -183,6 +186,7 @@ def test_what_lies_in_places_is_recorded_with_its_shape(composed: tuple[LoadedMo
         assert [(array.plain_bytes, array.loop_bytes) for array in program.received] == [(256 * 256 * 4,) * 2]
 
 
+@pytest.mark.slow
 def test_half_the_precision_is_half_the_memory() -> None:
     """`--dtype bf16`: parameters and what is saved; autocast is torch's own and refused."""
     options = replace(V2, micro_batch_sizes=(16,))
@@ -194,6 +198,7 @@ def test_half_the_precision_is_half_the_memory() -> None:
         profile_model(in_precision(perceptron(), "bf16-mixed"), options)
 
 
+@pytest.mark.slow
 def test_what_was_compiled_is_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Layer by layer: what an interrupted profile had is not compiled again, and nothing is the second time."""
     loaded = perceptron()
@@ -226,6 +231,7 @@ def test_what_was_compiled_is_remembered(tmp_path: Path, monkeypatch: pytest.Mon
     assert len(compiled) == 12
 
 
+@pytest.mark.slow
 def test_layers_with_dropout_are_compiled() -> None:
     """Their programs take a random key, which has no dimensions and lies in memory as a vector of integers."""
     loaded = model_of(
@@ -258,6 +264,7 @@ def test_a_layer_that_fails_to_compile_keeps_the_traceback_of_its_process(monkey
     assert "in fails_here" in "".join(traceback.format_exception(failed.value))
 
 
+@pytest.mark.slow
 def test_an_attached_device_is_timed() -> None:
     """The same programs, run: here on JAX's CPU."""
     loaded = perceptron()
@@ -291,6 +298,7 @@ def test_operators_that_torchax_lacks_are_named() -> None:
         profile_model(loaded, replace(V2, micro_batch_sizes=(2,)))
 
 
+@pytest.mark.slow
 def test_sizes_that_need_too_much_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a device that is here: an error, or with `--batch-sizes auto` what fits."""
     import jax

@@ -71,6 +71,7 @@ class Block(nn.Module):
         return hidden + self.inner(mixed + self.table) + self.frozen(hidden)
 
 
+@pytest.mark.slow
 def test_the_halves_are_the_layer() -> None:
     """Outputs and gradients are torch's."""
     torch.manual_seed(0)
@@ -112,6 +113,7 @@ def test_an_output_that_is_an_input_is_told() -> None:
     assert halves.made_shapes == []
 
 
+@pytest.mark.slow
 def test_chance_is_the_keys() -> None:
     """Dropout draws from the key that is given, forward and backward alike."""
     import jax
@@ -127,6 +129,7 @@ def test_chance_is_the_keys() -> None:
     assert (halves.forward({}, {}, [ones], jax.random.key(4))[0][0] != outputs[0]).any()
 
 
+@pytest.mark.slow
 def test_torchax_still_names_named_tensors() -> None:
     """The mend of `_without_named_tensors` is needed as long as torchax does not import by itself."""
     done = subprocess.run([sys.executable, "-c", "import torchax"], capture_output=True, text=True, check=False)

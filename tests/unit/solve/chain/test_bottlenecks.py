@@ -51,6 +51,7 @@ def _cut_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bottlenecks, "_ENOUGH_LABELS", 1)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_cut_at_once")
 @pytest.mark.parametrize("micro_batches", [1, 2, 3, 8])
 @pytest.mark.parametrize("policy", ["auto", "never", "always"])
@@ -81,6 +82,7 @@ def test_stages_worked_out_level_by_level_make_the_same_labels(seed: int, monkey
     assert LabelSearch(problem, law).run(upper_us=np.inf) == at_once
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_cut_at_once")
 @pytest.mark.parametrize("seed", range(4))
 def test_the_bound_is_true_whenever_time_runs_out(seed: int) -> None:

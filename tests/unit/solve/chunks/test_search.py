@@ -93,6 +93,7 @@ def bounds_of(evaluator: Evaluator, scale_us: float) -> BranchAndBound:
     return BranchAndBound(LinearProgram(evaluator, np.array([0, 2, 4, 6, 7]), scale_us=scale_us))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize("schedule", SEVERAL)
 def test_the_bound_is_below_every_plan(schedule: ScheduleName, seed: int) -> None:
@@ -145,6 +146,7 @@ def test_the_bound_counts_memory(schedule: ScheduleName, seed: int) -> None:
     assert bounds[1].bound_us > bounds[0].bound_us * 1.02
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("schedule", SEVERAL)
 def test_the_plan_is_the_best_there_is_and_proven(schedule: ScheduleName, seed: int) -> None:
@@ -278,6 +280,7 @@ def test_the_bound_is_below_every_plan_with_single_layers(schedule: ScheduleName
         assert 0.3 * best_us < bound.bound_us <= best_us
 
 
+@pytest.mark.slow
 def test_the_best_of_all_cases_is_searched_on(monkeypatch: pytest.MonkeyPatch) -> None:
     """From where the search of each case ends; what is proven is not, and a time limit is kept."""
     rng = random.Random(8)
@@ -300,6 +303,7 @@ def test_the_best_of_all_cases_is_searched_on(monkeypatch: pytest.MonkeyPatch) -
     assert search.improve_answer(answer, deadline=Deadline.after(0.0)) == answer
 
 
+@pytest.mark.slow
 def test_what_noise_does_to_a_plan_is_not_searched_on(monkeypatch: pytest.MonkeyPatch) -> None:
     """Profiles that scatter by nothing to speak of: no plan of theirs beats the one that was searched on."""
     rng = random.Random(7)

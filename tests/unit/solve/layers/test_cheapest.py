@@ -55,6 +55,7 @@ def limits(least: int, most: int, rng: random.Random) -> list[int]:
     return [least - 1, least, least + 1, most - 1, most, *(rng.randint(least, most) for _ in range(6))]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["additive", "exact", "compiled"])
 @pytest.mark.parametrize("seed", range(20))
 def test_as_cheap_as_the_best_of_all_subsets(seed: int, kind: str) -> None:

@@ -80,6 +80,7 @@ def test_the_schedule_left_open() -> None:
         assert best.predicted.step_us <= other.predicted.step_us * (1 + 1e-9)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("exact", [False, True])
 @pytest.mark.parametrize("schedule", ["zb-h1", "interleaved", "zbv"])
 def test_what_a_device_recomputes(schedule: ScheduleName, *, exact: bool) -> None:

@@ -67,6 +67,7 @@ def most_held(row: Sequence[Action], between: float) -> float:
     return most
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("limit", [0, 1])
 @pytest.mark.parametrize(("size", "durations", "between", "bubbles"), PUBLISHED)
 def test_no_worse_than_published_searches(
@@ -144,6 +145,7 @@ def slow_period(rows: Sequence[Sequence[Action]], times: Sequence[StageTimes]) -
     return max(f - s for f, s in zip(free, starts, strict=True))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("devices", "micro_batches"), [(1, 3), (2, 1), (2, 2), (2, 3), (3, 1), (3, 2), (3, 3)])
 def test_equal_to_all_orders_of_tiny_pipelines(devices: int, micro_batches: int) -> None:
     """Under caps, with uneven stages and links: nothing is better than what is found, judged by another simulator."""

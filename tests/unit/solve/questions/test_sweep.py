@@ -27,6 +27,7 @@ def alone(profile: Profile, devices: int, cap: int, schedule: str) -> Plan | Non
         return None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
 def test_every_cell_is_the_plan_of_its_own_search(seed: int, schedule: str) -> None:
