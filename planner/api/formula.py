@@ -11,6 +11,7 @@ from planner.api.configuration import Configuration
 from planner.api.option import keywords_of
 from planner.api.options.profiling import FormulaOptions, ProfileOptions, ShapeOptions
 from planner.core.errors import UsageError
+from planner.core.values.cluster import ExecutorCost, Link
 from planner.core.values.devices import ASSUMED_RESERVE_BYTES, accelerator
 from planner.core.values.limits import LARGEST
 from planner.core.values.precision import Precision
@@ -56,6 +57,9 @@ _SHARED_OPTIONS: Final = (
 _STATES: Final = {"adamw": 2, "adam": 2, "momentum": 1, "rmsprop": 1, "sgd": 0}
 """Numbers of optimizer state per parameter, in the parameter's precision."""
 
+_WIDTHS: Final = (1, 2, 4, 8)
+"""Numbers of devices that may share each layer of a configuration."""
+
 _LIMITS: Final = {
     "layers": ("layer", 10_000),
     "hidden": ("channel", 2**20),
@@ -66,7 +70,6 @@ _LIMITS: Final = {
     "feed_forward": ("channel", 2**22),
     "experts": ("expert", 2**16),
     "experts_per_token": ("expert", 2**16),
-    "tensor_parallel": ("device", 2**16),
     "expert_parallel": ("group", 2**16),
 }
 """Noun and largest allowed value of an option."""
@@ -93,10 +96,12 @@ def profile_by_formula(options: ProfileOptions, configuration: Configuration | N
     shape = _shape(options) if configuration is None else _configured(configuration, options)
     if options.mtp_layers:
         shape = with_mtp(shape, texts.parse_number("--mtp-layers", options.mtp_layers, "block", 64))
-    execution = _execution(options, shape)
     precision = chosen_precision(options, default="" if configuration is None else "bf16-mixed")
     half = precision not in ("", "fp32")
     pace, device = _pace(options, half=half, experts=shape.has_experts)
+    # Without a link, no plan can compare several widths.
+    widths = _tensor_parallel(options, shape, several=configuration is not None and device.executor is not None)
+    execution = _execution(options, shape, widths)
     profile = transformer_profile(
         shape,
         execution,
@@ -108,6 +113,7 @@ def profile_by_formula(options: ProfileOptions, configuration: Configuration | N
         micro_batch_sizes=texts.micro_batch_sizes(options.batch_sizes, options.batch),
         # torch's optimizers step all parameters at once; `--state-bytes` describes another engine.
         steps_at_once=options.state_bytes is None,
+        others=widths[1:],
     )
     if max(max(each) for layer in profile.layers for each in (layer.saved_bytes, layer.forward_flops)) > LARGEST:
         raise UsageError("a model of that shape is too large to compute with")
@@ -205,15 +211,24 @@ def _gpt(options: ProfileOptions) -> Transformer:
     return gpt_shape(**sizes, feed_forward=wide, tied=options.tied)
 
 
-def _execution(options: ProfileOptions, shape: Transformer) -> Execution:
-    """Return the division of the layers among devices."""
+def _tensor_parallel(options: ProfileOptions, shape: Transformer, *, several: bool) -> tuple[int, ...]:
+    """Return the numbers of devices that may share each layer, in order."""
     heads = min(block.attention.heads for block in shape.blocks)
-    split = texts.parse_number("--tensor-parallel", options.tensor_parallel, "device", heads)
-    if heads % split:
-        raise UsageError(
-            f"`--tensor-parallel {split}` does not divide {heads} attention heads evenly",
-            hint="the number of heads must be a multiple of `--tensor-parallel`",
-        )
+    if options.tensor_parallel == "auto":
+        return tuple(t for t in _WIDTHS if heads % t == 0) if several else (1,)
+    widths = sorted(set(texts.integers("--tensor-parallel", options.tensor_parallel)))
+    texts.parse_number("--tensor-parallel", widths[-1], "device", heads)
+    for width in widths:
+        if heads % width:
+            raise UsageError(
+                f"`--tensor-parallel {width}` does not divide {heads} attention heads evenly",
+                hint="the number of heads must be a multiple of `--tensor-parallel`",
+            )
+    return tuple(widths)
+
+
+def _execution(options: ProfileOptions, shape: Transformer, widths: tuple[int, ...]) -> Execution:
+    """Return the division of the layers among devices."""
     experts = min((b.feed_forward.count for b in shape.blocks if isinstance(b.feed_forward, Experts)), default=0)
     groups = options.expert_parallel
     if groups > 1 and (not experts or experts % groups):
@@ -222,7 +237,9 @@ def _execution(options: ProfileOptions, shape: Transformer) -> Execution:
             hint="the number of experts must be a multiple of `--expert-parallel`",
         )
     return Execution(
-        tensor_parallel=split,
+        tensor_parallel=widths[0],
+        # The rate of a single width includes its collectives.
+        counts_collectives=len(widths) > 1,
         expert_parallel=groups,
         capacity=_capacity(options.capacity),
         sequence_parallel=options.sequence_parallel,
@@ -329,5 +346,6 @@ def _pace(options: ProfileOptions, *, half: bool, experts: bool) -> tuple[Pace, 
         memory_bytes=absent.memory_bytes,
         reserve_bytes=ASSUMED_RESERVE_BYTES,
         how="estimated",
+        executor=None if rates.link == Link() else ExecutorCost(overhead_us=0.0, link=rates.link),
     )
     return Pace(flops_per_s=rate, bytes_per_s=rates.bytes_per_s), device

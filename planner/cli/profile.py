@@ -76,7 +76,8 @@ def _devices(measured: "Profile") -> str:
     """Return options with about as many devices as a large model needs: its state takes up to 70 % of their memory."""
     memory_bytes = measured.device.memory_bytes
     need = ceil(sum(map(_state_bytes, measured.layers)) / (0.7 * memory_bytes)) if memory_bytes else 0
-    need = max(2, min(need, len(measured.layers)))
+    widest = max([measured.tensor_parallel, *(width.tensor_parallel for width in measured.widths)])
+    need = max(2, min(need * measured.tensor_parallel, len(measured.layers) * widest))
     return f"--devices {need}" if need <= 8 else f"--nodes {ceil(need / 8)}x8 --replicas auto"
 
 
@@ -88,13 +89,16 @@ def _too_large(measured: "Profile") -> str:
     """Return a remark if a layer by formula does not fit on a device."""
     from planner.core.values.units import format_bytes
 
-    largest = max(measured.layers, key=_state_bytes)
+    widest = (
+        max(measured.widths, key=lambda width: width.tensor_parallel).layers if measured.widths else measured.layers
+    )
+    largest = max(widest, key=_state_bytes)
     limit = measured.device.memory_bytes
     if "formula" not in measured.model.settings or not limit or _state_bytes(largest) < limit:
         return ""
     return (
-        f"parameters and optimizer of `{largest.name}` alone take {format_bytes(_state_bytes(largest))}; divide its "
-        "layers among devices with `--tensor-parallel`, and experts with `--expert-parallel`"
+        f"parameters and optimizer of `{largest.name}` alone take {format_bytes(_state_bytes(largest))}; "
+        "divide layers with `--tensor-parallel`, and experts with `--expert-parallel`"
     )
 
 

@@ -48,7 +48,10 @@ class FormulaOptions(ShapeOptions):
     preset: Annotated[
         str | None, Option("llama-3-70b", "Configuration of a well-known model, instead of a file.", _FORMULA)
     ] = None
-    tensor_parallel: Annotated[int, Option("T", "Devices that share each layer; a stage has T devices.", _FORMULA)] = 1
+    tensor_parallel: Annotated[
+        Numbers,
+        Option("auto|1,2,4,8", "GPUs that share each layer; auto: 1, of a configuration 1,2,4,8.", _FORMULA),
+    ] = "auto"
     expert_parallel: Annotated[int, Option("N", "Groups of devices that share the experts.", _FORMULA)] = 1
     capacity: Annotated[
         str | float | None, Option("1.25", "Tokens per expert, relative to an even distribution.", _FORMULA)

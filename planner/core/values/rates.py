@@ -29,11 +29,18 @@ class Rates:
     """Link to a neighbor, in one direction, if it is the same for all such devices; otherwise unknown."""
 
 
+_NVLINK_2, _NVLINK_3, _NVLINK_4, _NVLINK_5 = (
+    Link(latency_us=5.0, bytes_per_s=rate) for rate in (150e9, 300e9, 450e9, 900e9)
+)
+"""Half of the data sheets' 300, 600, 900 and 1800 GB/s, which count both directions. The latency is assumed."""
+
 RATES: Final = {
     "v100": Rates(full_name="Tesla V100-SXM2-16GB", float32_flops_per_s=15.7e12,
-                  half_flops_per_s=125e12, bytes_per_s=900e9, source="NVIDIA V100 datasheet, January 2020, SXM2"),
+                  half_flops_per_s=125e12, bytes_per_s=900e9,
+                  link=_NVLINK_2, source="NVIDIA V100 datasheet, January 2020, SXM2"),
     "v100-32gb": Rates(full_name="Tesla V100-SXM2-32GB", float32_flops_per_s=15.7e12,
-                       half_flops_per_s=125e12, bytes_per_s=900e9, source="NVIDIA V100 datasheet, January 2020, SXM2"),
+                       half_flops_per_s=125e12, bytes_per_s=900e9,
+                       link=_NVLINK_2, source="NVIDIA V100 datasheet, January 2020, SXM2"),
     "t4": Rates(full_name="Tesla T4", float32_flops_per_s=8.1e12, half_flops_per_s=65e12,
                 bytes_per_s=320e9, source="NVIDIA T4 datasheet"),
     "a10": Rates(full_name="NVIDIA A10", float32_flops_per_s=31.2e12, half_flops_per_s=125e12,
@@ -43,19 +50,23 @@ RATES: Final = {
     "rtx4090": Rates(full_name="NVIDIA GeForce RTX 4090", float32_flops_per_s=82.6e12,
                      half_flops_per_s=165.2e12, bytes_per_s=1008e9, source="NVIDIA Ada whitepaper"),
     "a100-40gb": Rates(full_name="NVIDIA A100-SXM4-40GB", float32_flops_per_s=19.5e12,
-                       half_flops_per_s=312e12, bytes_per_s=1555e9, source="NVIDIA A100 datasheet, SXM"),
+                       half_flops_per_s=312e12, bytes_per_s=1555e9,
+                       link=_NVLINK_3, source="NVIDIA A100 datasheet, SXM"),
     "a100-80gb": Rates(full_name="NVIDIA A100-SXM4-80GB", float32_flops_per_s=19.5e12,
-                       half_flops_per_s=312e12, bytes_per_s=2039e9, source="NVIDIA A100 datasheet, SXM"),
+                       half_flops_per_s=312e12, bytes_per_s=2039e9,
+                       link=_NVLINK_3, source="NVIDIA A100 datasheet, SXM"),
     "l40s": Rates(full_name="NVIDIA L40S", float32_flops_per_s=91.6e12,
                   half_flops_per_s=362e12, bytes_per_s=864e9, source="NVIDIA L40S datasheet"),
     "h100": Rates(full_name="NVIDIA H100 80GB HBM3", float32_flops_per_s=67e12,
-                  half_flops_per_s=989.5e12, bytes_per_s=3350e9, source="NVIDIA H100 datasheet, SXM"),
+                  half_flops_per_s=989.5e12, bytes_per_s=3350e9, link=_NVLINK_4, source="NVIDIA H100 datasheet, SXM"),
     "h200": Rates(full_name="NVIDIA H200", float32_flops_per_s=67e12,
-                  half_flops_per_s=989.5e12, bytes_per_s=4800e9, source="NVIDIA H200 datasheet, SXM"),
+                  half_flops_per_s=989.5e12, bytes_per_s=4800e9, link=_NVLINK_4, source="NVIDIA H200 datasheet, SXM"),
     "b200": Rates(full_name="NVIDIA B200", float32_flops_per_s=75e12,
-                  half_flops_per_s=2250e12, bytes_per_s=8000e9, source="NVIDIA HGX B200 datasheet, a GPU of eight"),
+                  half_flops_per_s=2250e12, bytes_per_s=8000e9,
+                  link=_NVLINK_5, source="NVIDIA HGX B200 datasheet, a GPU of eight"),
     "gb200": Rates(full_name="NVIDIA GB200", float32_flops_per_s=80e12,
-                   half_flops_per_s=2500e12, bytes_per_s=8000e9, source="NVIDIA GB200 NVL72 datasheet, a GPU of 72"),
+                   half_flops_per_s=2500e12, bytes_per_s=8000e9,
+                   link=_NVLINK_5, source="NVIDIA GB200 NVL72 datasheet, a GPU of 72"),
     "mi300x": Rates(full_name="AMD Instinct MI300X", float32_flops_per_s=163.4e12,
                     half_flops_per_s=1307.4e12, bytes_per_s=5300e9, source="AMD Instinct MI300X data sheet"),
     # TPUs multiply bfloat16 numbers, also for float32 matrices unless the model requests another precision. Rates are

@@ -26,14 +26,18 @@ From I to W a block keeps the inputs of its products and the gradients of their 
 gradient of a layer's largest weight, which exists before it is added to that of earlier micro-batches, and a second
 copy of the head's logits.
 
-Not counted: transfers between the t devices, operators that are bound by memory rather than by FLOP, workspaces of
-kernels. A measured rate of a device includes the effect of the first two.
+The t devices sum bsh e after each product whose inputs they share: twice per block in forward and as often in backward,
+once in forward after the embedding, and once in backward before the head. With sequence parallelism they gather and
+scatter as many bytes.
+
+Not counted: operators that are bound by memory rather than by FLOP, workspaces of kernels. A measured rate of a device
+includes the effect of the first.
 """
 
 from dataclasses import dataclass, fields, replace
 from hashlib import sha256
 
-from planner.core.values.profile import GENERATOR, Device, Environment, LayerProfile, Model, Profile, Setting
+from planner.core.values.profile import GENERATOR, Device, Environment, LayerProfile, Model, Profile, Setting, Width
 from planner.profile.formula.layers import Execution, LayerCosts, Widths, layer_costs
 from planner.profile.formula.shapes import Transformer
 
@@ -59,6 +63,7 @@ def transformer_profile(
     optimizer: str,
     micro_batch_sizes: tuple[int, ...],
     steps_at_once: bool,
+    others: tuple[int, ...] = (),
 ) -> Profile:
     """Return the profile of a transformer: embedding, blocks, head with the loss.
 
@@ -72,19 +77,24 @@ def transformer_profile(
         optimizer: Name of the optimizer.
         micro_batch_sizes: Sizes, in samples.
         steps_at_once: True if the optimizer steps all parameters at once, with a copy of them as transient.
+        others: Other numbers of devices that may share each layer.
 
     Returns:
         A profile with `how: estimated` in its device, including split backwards.
     """
-    layers = [
-        _layer_profile(layer, widths, pace, sizes=micro_batch_sizes, steps_at_once=steps_at_once)
-        for layer in layer_costs(shape, execution, widths)
-    ]
-    if shape.tied:
-        words = widths.parameter * (shape.vocabulary * shape.hidden // execution.tensor_parallel)
-        first, last = layers[0], layers[-1]
-        layers[0] = replace(first, tied=(f"{last.name}.weight",), tied_bytes=words)
-        layers[-1] = replace(last, tied=(f"{first.name}.weight",), tied_bytes=words)
+
+    def layers_of(execution: Execution) -> tuple[LayerProfile, ...]:
+        layers = [
+            _layer_profile(layer, widths, pace, sizes=micro_batch_sizes, steps_at_once=steps_at_once)
+            for layer in layer_costs(shape, execution, widths)
+        ]
+        if shape.tied:
+            words = widths.parameter * (shape.vocabulary * shape.hidden // execution.tensor_parallel)
+            first, last = layers[0], layers[-1]
+            layers[0] = replace(first, tied=(f"{last.name}.weight",), tied_bytes=words)
+            layers[-1] = replace(last, tied=(f"{first.name}.weight",), tied_bytes=words)
+        return tuple(layers)
+
     return Profile(
         generator=GENERATOR,
         model=Model(settings=_settings(shape, execution, pace), parameters=shape.parameters),
@@ -94,7 +104,8 @@ def transformer_profile(
         optimizer_peak="sum" if steps_at_once else "largest",
         micro_batch_sizes=micro_batch_sizes,
         tensor_parallel=execution.tensor_parallel,
-        layers=tuple(layers),
+        layers=layers_of(execution),
+        widths=tuple(Width(tensor_parallel=t, layers=layers_of(replace(execution, tensor_parallel=t))) for t in others),
     )
 
 
@@ -102,7 +113,8 @@ def _settings(shape: Transformer, execution: Execution, pace: Pace) -> dict[str,
     """Return the settings of the profile: sizes, options that differ from the default, and the rate."""
     block = shape.blocks[-1]
     # Formulas of models with layer norms have no eager variant.
-    names = [of.name for of in fields(execution) if of.name != "fused" or not shape.layer_norms]
+    left_out = {"tensor_parallel", "counts_collectives", *(["fused"] if shape.layer_norms else [])}
+    names = [of.name for of in fields(execution) if of.name not in left_out]
     options: dict[str, Setting] = {
         name: getattr(execution, name) for name in names if getattr(execution, name) != getattr(Execution(), name)
     }
@@ -154,4 +166,6 @@ def _layer_profile(
         forward_peak_bytes=each(layer.transient_bytes),
         backward_peak_bytes=each(layer.transient_bytes, widths.parameter * layer.largest_weight),
         forward_flops=each(layer.forward_flops),
+        collective_bytes=each(layer.collective_bytes) if layer.collectives else (),
+        collectives=layer.collectives,
     )

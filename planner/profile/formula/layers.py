@@ -26,6 +26,8 @@ class Execution:
     """True if attention keeps its scores for backward, as without a fused kernel."""
     recompute_attention: bool = False
     """True if backward computes attention's scores and products again (selective recomputation)."""
+    counts_collectives: bool = True
+    """True if sums over the devices that share a layer are counted; otherwise the rate includes them."""
     fused: bool = False
     """True if kernels fuse RMS normalizations, rotations and gated activations."""
 
@@ -64,6 +66,10 @@ class LayerCosts:
     weight_held_bytes: float
     transient_bytes: float = 0.0
     """Transient bytes in forward, and in backward in addition to the gradient of the largest weight."""
+    collectives: int = 0
+    """Number of sums over the devices that share the layer, in forward, and again in backward."""
+    collective_bytes: float = 0.0
+    """Bytes that these sum in forward, and again in backward."""
 
 
 _TORCHTITAN = {"embedding": "tok_embeddings", "block": "layers.", "mtp": "mtp.layers.", "head": "lm_head"}
@@ -103,6 +109,7 @@ class _Layers:
         self.eager_norms = not (shape.layer_norms or execution.fused)  # torch's layer norm is one kernel
         # An eager norm of half-precision states keeps a float32 copy of these.
         self.keeps_copies = self.eager_norms and self.residual < 4
+        self.sums = execution.counts_collectives and self.t > 1
         self.normalized = (4 if shape.wide_norms else self.residual) if self.eager_norms else 0
 
     def embedding(self) -> LayerCosts:
@@ -118,6 +125,9 @@ class _Layers:
             input_flops=0.0,
             weight_flops=0.0,
             output_bytes=output,
+            # One sum in forward here, and one in backward in the head: half of one in each direction in both.
+            collectives=int(self.sums),
+            collective_bytes=self._summed_bytes(0.5 * self.streams),
             saved_bytes=(0 if self.keeps_copies else output) + (self.whole * self.streams if self.shape.dropout else 0),
             weight_held_bytes=output,
         )
@@ -152,6 +162,9 @@ class _Layers:
             + (0 if again else scores),
             weight_held_bytes=self._held_bytes(linears),
             transient_bytes=scores if again else 0.0,
+            # One sum for each normalized input: attention and feed-forward layer of Phi share one.
+            collectives=block.norms if self.sums else 0,
+            collective_bytes=self._summed_bytes(block.norms),
         )
 
     def head(self) -> LayerCosts:
@@ -174,7 +187,13 @@ class _Layers:
             saved_bytes=(e + normalized) * self.whole + (4 + (e if shape.capped else 0)) * logits,
             weight_held_bytes=e * self.whole + e * logits,
             transient_bytes=e * logits,
+            collectives=int(self.sums),
+            collective_bytes=self._summed_bytes(0.5),
         )
+
+    def _summed_bytes(self, count: float) -> float:
+        """Return the bytes of some sums of hidden states over the devices that share a layer."""
+        return count * self.e * self.shape.sequence * self.shape.hidden if self.sums else 0.0
 
     def _weight(self, linear: Linear) -> int:
         """Return the number of elements of the largest weight."""

@@ -112,9 +112,39 @@ def test_a_large_model_is_planned_for_enough_devices(capsys: pytest.CaptureFixtu
     output = str(tmp_path / "profile.yaml")
     options = ("--device", "estimate:h100", "-o", output)
     assert "--nodes 3x8 --replicas auto" in call(capsys, "profile", "--preset", "llama-3-70b", *options).err
-    ran = call(capsys, "profile", "--preset", "deepseek-v3", *options)
+    assert "alone" not in call(capsys, "profile", "--preset", "deepseek-v3", *options).err
+    ran = call(capsys, "profile", "--preset", "deepseek-v3", "--tensor-parallel", "1", *options)
     assert "`layers.3` alone take 193 GiB" in ran.err
     assert "--expert-parallel" in ran.err
+
+
+def test_a_configuration_has_a_profile_of_each_width(tmp_path: Path) -> None:
+    """Each block sums its two results; embedding and head sum once, one in forward and one in backward."""
+    profile = of(tmp_path, dtype="bf16")
+    assert [profile.tensor_parallel, *(width.tensor_parallel for width in profile.widths)] == [1, 2, 4]
+    assert not any(layer.collectives for layer in profile.layers)
+    states = 2 * 32 * 64
+    for width in profile.widths:
+        assert [layer.collectives for layer in width.layers] == [1, 2, 2, 2, 2, 1]
+        assert [layer.collective_bytes[0] for layer in width.layers] == [
+            states // 2,
+            *[2 * states] * 4,
+            states // 2,
+        ]
+        alone = of(tmp_path, dtype="bf16", tensor_parallel=width.tensor_parallel).layers
+        assert [layer.saved_bytes for layer in alone] == [layer.saved_bytes for layer in width.layers]
+        # The rate of a single width includes its collectives.
+        assert not any(layer.collectives for layer in alone)
+    plan = planner.solve(profile, nodes="1x4", batch=4)
+    assert plan.tensor_parallel in (1, 2, 4)
+
+
+def test_devices_without_a_known_link_have_one_width(tmp_path: Path) -> None:
+    """A plan could not compare widths; NVLink of an H100 is in its data sheet."""
+    assert of(tmp_path, device="estimate:t4").widths == ()
+    executor = of(tmp_path).device.executor
+    assert executor is not None
+    assert executor.link.bytes_per_s == 450e9
 
 
 def test_one_device_of_several_has_its_part_of_the_experts(tmp_path: Path) -> None:
