@@ -481,7 +481,7 @@ def test_a_file_without_a_loss_needs_targets_only_for_its_own(here: Path, capsys
     ("source", "told"),
     [
         ("missing.py", "missing.py: error: no such file"),
-        (".", ".: error: is a directory"),
+        (".", ".: error: has no config.json"),
         ("profile.yaml", "profile.yaml: error: is not a Python file"),
         ("model.py:nothing", "model.py has no `nothing`"),
         ("model.py:torch", "torch"),

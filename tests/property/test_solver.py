@@ -62,9 +62,9 @@ def compared(problem: Problem, *, actions: int | None = MOST_ACTIONS_OF_AUTO) ->
 
 
 def honest(problem: Problem, plan: Plan) -> None:
-    """`check` accepts the plan, and the simulator takes as long as the plan says."""
+    """`check` accepts the plan, tight or not, and the simulator takes as long as the plan says."""
     verdict = judge(plan, problem.profile, profile_digest=plan.inputs.profile.digest)
-    assert (verdict.fits, verdict.findings) == (True, ())
+    assert (verdict.fits, [each for each in verdict.findings if each.code != "GP103"]) == (True, [])
     evaluation = Evaluation.of(plan, problem.profile)
     simulated = max(event.end_us for event in evaluation.events)
     assert plan.predicted.step_us == pytest.approx(simulated + evaluation.optimizer_us, rel=EQUAL)
