@@ -37,7 +37,9 @@ def percent(share: float, *, decimals: int = 1) -> str:
 
 
 def rate(per_s: float) -> str:
-    """Return a rate per second."""
+    """Return a rate per second; one below 0.1 has two digits, as the samples per device of a large model."""
+    if 0 < per_s < 0.1:
+        return f"{per_s:.{1 - floor(log10(per_s))}f}"
     return f"{per_s:,.{1 if per_s < 1000 else 0}f}"
 
 

@@ -14,6 +14,7 @@ from planner.show.html.page import plan_html
 from planner.show.terminal.plan import plan_text
 from planner.show.terminal.plans import sweep_text
 from planner.show.views.cluster import run_words, throughput_words, training_words
+from planner.show.views.numbers import rate
 from tests.support.profiles import inputs_of
 from tests.unit.show.samples import style
 
@@ -67,6 +68,15 @@ def test_short_runs_are_in_hours_or_seconds(days: float, words: str) -> None:
     assert length == f"1500 samples in {words}"
     assert hours.endswith(" on 1 GPU")
     assert run_words(run, inputs_of(1, 1))[0] == f"1 step in {words}"
+
+
+@pytest.mark.parametrize(
+    ("per_s", "text"),
+    [(0.0, "0.0"), (0.0503, "0.050"), (0.00123, "0.0012"), (0.1, "0.1"), (3.16, "3.2"), (1e4, "10,000")],
+)
+def test_small_rates_keep_two_digits(per_s: float, text: str) -> None:
+    """Samples per second and device of a large model are far below one."""
+    assert rate(per_s) == text
 
 
 def test_terminal_report_and_json_have_the_figures(profile: Profile, plan: Plan) -> None:
