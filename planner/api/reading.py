@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from planner import files
 from planner.api import texts
 from planner.api.texts import File, Numbers
+from planner.core.cost.width import merged
 from planner.core.errors import StaleError, UsageError
 from planner.core.judge.verdict import Verdict, judge
 from planner.core.values.calibration import Calibration
@@ -24,15 +25,29 @@ class ReadProfile:
 
     profile: Profile
     path: str
+    merged: tuple[str, ...] = ()
+    """Files of several widths that it was merged from; it has no file of its own."""
 
 
-AnyProfile = File | Profile | ReadProfile
+AnyProfile = File | Profile | ReadProfile | Sequence[File]
 
 
 def profile_of(profile: AnyProfile) -> ReadProfile:
-    """Return a profile with its path; raises `FileError` if it cannot be read."""
+    """Return a profile with its path; files of several widths are merged.
+
+    Raises:
+        FileError: A file cannot be read.
+        UsageError: The files are not of the same model.
+    """
     if isinstance(profile, ReadProfile):
         return profile
+    if isinstance(profile, Sequence) and not isinstance(profile, str):
+        paths = tuple(os.fspath(path) for path in profile)
+        if len(paths) == 1:
+            return profile_of(paths[0])
+        return ReadProfile(
+            profile=merged({path: files.read_profile(path) for path in paths}), path=NOWHERE, merged=paths
+        )
     if isinstance(profile, Profile):
         return ReadProfile(profile=profile, path=NOWHERE)
     path = os.fspath(profile)

@@ -14,10 +14,12 @@ from planner.api.reading import NOWHERE, AnyProfile, ReadProfile, path_of, profi
 from planner.api.schedule_file import lists_path, refuse_lists
 from planner.core.errors import InfeasibleError, UsageError
 from planner.core.extras import command_for
+from planner.core.values.cluster import Link
 from planner.core.values.plan import Plan
 from planner.core.values.profile import Profile
+from planner.core.values.rates import node_link
 from planner.core.values.sweep import Sweep
-from planner.core.values.units import counted, parse_us
+from planner.core.values.units import counted, format_rate, format_us, parse_us
 
 enable_notebook_display(Sweep)
 
@@ -31,7 +33,7 @@ def solve(profile: AnyProfile, options: SolveOptions) -> Plan:
     """Find the plan with the smallest step time that fits: cuts, micro-batches, recomputation.
 
     Args:
-        profile: A profile, or its file.
+        profile: A profile, or its file; or the files of several widths, which are merged to `plan-profile.yaml`.
         options: Options of `solve`.
 
     Returns:
@@ -43,10 +45,12 @@ def solve(profile: AnyProfile, options: SolveOptions) -> Plan:
         FileError: The profile cannot be read, or the plan cannot be written.
         SolverError: No plan was found in time.
     """
-    source, output = profile_of(profile), path_of(options.output)
+    output = path_of(options.output)
+    source = _placed(profile_of(profile), output)
     _check_output(output, source, options)
     plan = _solved(source, options, output)
     if output is not None:
+        _write_merged(source)
         files.write(output, plan, header=PLAN_HEADER)
     return plan
 
@@ -71,9 +75,9 @@ def solve_family(profile: AnyProfile, options: SolveOptions) -> tuple[Plan, ...]
         FileError: The profile cannot be read, or a plan cannot be written.
         SolverError: A plan was not found in time.
     """
-    source = profile_of(profile)
     counts = texts.device_counts(options.devices) if options.devices is not None else ()
     output = path_of(options.output)
+    source = _placed(profile_of(profile), output)
     paths = (None,) * max(1, len(counts)) if output is None else family_paths(output, counts)
     plans: list[Plan] = []
     for path, count in zip(paths, counts or (None,), strict=True):
@@ -86,6 +90,8 @@ def solve_family(profile: AnyProfile, options: SolveOptions) -> tuple[Plan, ...]
             if len(paths) == 1:
                 raise
             raise InfeasibleError(f"with {counted(count or 0, 'device')}: {error.message}", hint=error.hint) from None
+    if output is not None:
+        _write_merged(source)
     for path, plan in zip(paths, plans, strict=True):
         if path is not None:
             files.write(path, plan, header=PLAN_HEADER)
@@ -104,10 +110,31 @@ def family_paths(output: str, counts: Sequence[int]) -> tuple[str, ...]:
     return (output, *(str(path.with_name(f"{path.stem}-{count}{path.suffix}")) for count in counts[1:]))
 
 
+def merged_path(output: str) -> str:
+    """Return the path of the profile that is merged from several files, for a plan at `output`: plan-profile.yaml."""
+    path = Path(output)
+    return str(path.with_name(f"{path.stem}-profile.yaml"))
+
+
+def _placed(source: ReadProfile, output: str | None) -> ReadProfile:
+    """Return the profile with the path that a merged one will have next to the plan."""
+    if not source.merged or output in (None, NOWHERE):
+        return source
+    return replace(source, path=merged_path(str(output)))
+
+
+def _write_merged(source: ReadProfile) -> None:
+    """Write a merged profile, to which the plan refers."""
+    if source.merged and source.path != NOWHERE:
+        files.write(source.path, source.profile, header=f"Merged from {', '.join(source.merged)}.")
+
+
 def _check_output(output: str | None, source: ReadProfile, options: SolveOptions) -> None:
     """Check the output path before time is spent on the plan."""
     if output is not None:
-        files.check_outputs({"--output": output}, (source.path, *_files_of(options)))
+        merged = {"the merged profile": source.path} if source.merged else {}
+        read = source.merged or (source.path,)
+        files.check_outputs({"--output": output, **merged}, (*read, *_files_of(options)))
         files.check_writable(output)
 
 
@@ -126,6 +153,11 @@ def _solved(source: ReadProfile, options: SolveOptions, output: str | None) -> P
         largest = max(read.micro_batch_sizes)
         options.note(f"no `--batch`: planning for {largest} samples per step, the largest profiled size")
     request = request_of(read, reference(source, output or NOWHERE), options)
+    if options.link is None and request.inputs.link == node_link(read.device.name) != Link():
+        options.note(
+            f"no `--link`: {format_rate(request.inputs.link.bytes_per_s)} and "
+            f"{format_us(request.inputs.link.latency_us)} within a node are assumed, as of NVLink"
+        )
     if options.headroom == AUTO:
         share = requested_headroom(read, options)
         options.note(f"headroom {100 * share:.4g}% of every memory limit, the error range of such predictions")

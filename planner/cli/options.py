@@ -9,6 +9,10 @@ from planner.core.errors import UsageError
 
 PlanFile = Annotated[str, typer.Argument(metavar="PLAN", help="Plan; `-` is standard input.")]
 ProfileFile = Annotated[str, typer.Argument(metavar="PROFILE", help="Profile; `-` is standard input.")]
+ProfileFiles = Annotated[
+    list[str],
+    typer.Argument(metavar="PROFILE…", help="Profile, or profiles of several widths; `-` is standard input."),
+]
 Output = Annotated[str, typer.Option("--output", "-o", metavar="FILE", help="Output file.")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print only results, warnings and errors.")]
 Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of errors.")]

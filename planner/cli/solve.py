@@ -10,7 +10,7 @@ from planner.api.option import values_of
 from planner.api.options.solving import SolveOptions
 from planner.cli.console import Console, style_for_stdout
 from planner.cli.interrupt import stopped_by_interrupt
-from planner.cli.options import Debug, Format, Output, ProfileFile, Quiet, check_format
+from planner.cli.options import Debug, Format, Output, ProfileFiles, Quiet, check_format
 from planner.cli.records import with_options
 from planner.core.schedule import schedule_of
 from planner.core.values.cluster import Link
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 @with_options(SolveOptions)
 def solve(
     options: SolveOptions,
-    profile: ProfileFile = "profile.yaml",
+    profile: ProfileFiles = ["profile.yaml"],
     output: Output = "plan.yaml",
     format_: Format = "text",
     *,
@@ -37,7 +37,7 @@ def solve(
     """Find the fastest plan that fits: cuts, micro-batches, schedule and recomputation."""
     from planner import files
     from planner.api.reading import profile_of
-    from planner.api.solving import PLAN_HEADER, family_paths, faster_schedule_for, with_schedules
+    from planner.api.solving import PLAN_HEADER, family_paths, faster_schedule_for, merged_path, with_schedules
     from planner.api.texts import device_counts
     from planner.core.cost.evaluate import Evaluation
     from planner.core.judge.certainty import certainty_of, tight_findings
@@ -78,7 +78,8 @@ def solve(
         _faster(console, plan, faster_schedule_for(read, plan, options, spent_s=time.monotonic() - began_s))
     if read.device.how == "estimated" and options.reserve is None and options.calibration is None:
         console.note(f"note: {_assumed_reserve(plan.inputs.reserve_bytes)}")
-    console.note(f"wrote {', '.join(paths)}")
+    merged = [merged_path(output)] if source.merged else []
+    console.note(f"wrote {', '.join((*paths, *merged))}")
     console.next(_emit_line(plans, paths) + _format(read))
 
 

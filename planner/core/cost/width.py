@@ -8,15 +8,16 @@ gradients (Shoeybi et al., "Megatron-LM", arXiv:1909.08053). A ring moves 2 (T-1
 GPU (Patarasuk and Yuan, 2009). Each all-reduce has the latency of the link once.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
+from typing import Final
 
 from planner.core.cost.costs import CostTable
 from planner.core.errors import UsageError
 from planner.core.values.cluster import Cluster, Link
 from planner.core.values.plan import Inputs, Plan
-from planner.core.values.profile import LayerProfile, Profile
+from planner.core.values.profile import LayerProfile, Profile, Width
 from planner.core.values.units import counted
 
 
@@ -41,6 +42,12 @@ def collectives_us(size_bytes: float, count: int, tensor_parallel: int, link: Li
 def widths_of(profile: Profile) -> tuple[int, ...]:
     """Return every T for which the profile has layers, ascending."""
     return tuple(sorted(_layers_by_width(profile)))
+
+
+def has_collectives(profile: Profile, width: int) -> bool:
+    """Return True if groups of `width` GPUs sum bytes that the profile's times do not include."""
+    layers = _layers_by_width(profile)[width]
+    return width > 1 and any(layer.collectives or layer.collective_bytes for layer in layers)
 
 
 def at_width(profile: Profile, cluster: Cluster) -> Profile:
@@ -87,7 +94,7 @@ def usable_widths(profile: Profile, inputs: Inputs) -> tuple[int, ...]:
     usable = tuple(width for width, problem in problems.items() if not problem)
     if not usable:
         raise UsageError(next(iter(problems.values())), hint=f"the profile is for T = {_listed(profile)}")
-    unpriced = [width for width in usable if width > 1 and _needs_link(profile, inputs, width)]
+    unpriced = [width for width in usable if inputs.link == Link() and has_collectives(profile, width)]
     if unpriced:
         alone = ", or `--tensor-parallel 1`" if usable[0] == 1 else ""
         raise UsageError(
@@ -95,6 +102,50 @@ def usable_widths(profile: Profile, inputs: Inputs) -> tuple[int, ...]:
             hint=f"give it: `--link 450GB/s,5us`{alone}",
         )
     return usable
+
+
+def merged(profiles: Mapping[str, Profile]) -> Profile:
+    """Return one profile with the widths of several, which are of the same model on the same device.
+
+    Args:
+        profiles: The profiles by the names of their files.
+
+    Returns:
+        The profile; the smallest width comes first.
+
+    Raises:
+        UsageError: Two profiles differ in more than the width, or have the same width.
+    """
+    ordered = sorted(profiles.items(), key=lambda item: item[1].tensor_parallel)
+    (name, first), *others = ordered
+    widths = list(first.widths)
+    for other_name, other in others:
+        differs = next((what for what, of in _SAME.items() if of(first) != of(other)), "")
+        if differs:
+            raise UsageError(
+                f"`{name}` and `{other_name}` are not the same model at two widths: they differ in {differs}",
+                hint="profiles to merge differ only in the number of GPUs that share each layer (`tensor_parallel`)",
+            )
+        widths += [Width(tensor_parallel=other.tensor_parallel, layers=other.layers), *other.widths]
+    counts = [first.tensor_parallel, *(width.tensor_parallel for width in widths)]
+    twice = next((count for n, count in enumerate(counts) if count in counts[:n]), None)
+    if twice is not None:
+        raise UsageError(
+            f"two of the profiles are for {counted(twice, 'GPU')} per layer (`tensor_parallel`)",
+            hint="name one profile for each width",
+        )
+    return replace(first, widths=tuple(sorted(widths, key=lambda width: width.tensor_parallel)))
+
+
+_SAME: Final[Mapping[str, Callable[[Profile], object]]] = {
+    "their layers": lambda profile: [layer.name for layer in profile.layers],
+    "micro-batch sizes": lambda profile: profile.micro_batch_sizes,
+    "device": lambda profile: (profile.device.kind, profile.device.name, profile.device.how),
+    "optimizer": lambda profile: (profile.optimizer, profile.optimizer_peak),
+    "precision": lambda profile: profile.environment.dtype,
+    "model": lambda profile: (profile.model.source, profile.model.parameters),
+}
+"""What profiles of different widths have in common."""
 
 
 def with_layers(profile: Profile, change: Callable[[LayerProfile], LayerProfile]) -> Profile:
@@ -163,11 +214,6 @@ def _problem(profile: Profile, inputs: Inputs, width: int) -> str:
     if width not in widths_of(profile):
         return _missing(width)
     return next((problem for problem, is_true in problems.items() if is_true and width > 1), "")
-
-
-def _needs_link(profile: Profile, inputs: Inputs, width: int) -> bool:
-    layers = _layers_by_width(profile)[width]
-    return inputs.link == Link() and any(layer.collectives or layer.collective_bytes for layer in layers)
 
 
 def _missing(width: int) -> str:

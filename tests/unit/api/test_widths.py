@@ -1,0 +1,97 @@
+"""Profiles of several widths: merged from files, stored next to the plan, and planned for over NVLink."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import planner
+from planner import files
+from planner.core.errors import UsageError
+from planner.core.values.profile import Device, Environment, Profile, Width
+from planner.core.values.rates import node_link
+from tests.support.profiles import profile_of
+
+
+def one_width(width: int, *, collectives: bool = False, **more: Any) -> Profile:
+    """Four layers on H100, shared by `width` GPUs."""
+    alone = profile_of([80.0 / width] * 4, [160.0 / width] * 4, parameter_bytes=80 // width, output_bytes=100)
+    sums = {"collective_bytes": (10_000,), "collectives": 1} if collectives and width > 1 else {}
+    return replace(
+        alone,
+        device=Device(kind="cuda", name="NVIDIA H100 80GB HBM3"),
+        tensor_parallel=width,
+        layers=tuple(replace(layer, **sums) for layer in alone.layers),
+        **more,
+    )
+
+
+def written(folder: Path, *profiles: Profile) -> list[str]:
+    """Files of the profiles."""
+    paths = [str(folder / f"t{n}.yaml") for n, _ in enumerate(profiles)]
+    for path, profile in zip(paths, profiles, strict=True):
+        files.write(path, profile)
+    return paths
+
+
+def test_files_of_several_widths_are_one_profile(tmp_path: Path) -> None:
+    """It is stored next to the plan, which refers to it; a check finds nothing."""
+    paths = written(tmp_path, one_width(4), one_width(1), one_width(2))
+    plan = planner.solve(paths, devices=4, mem="1MB", batch=4, output=tmp_path / "best.yaml")
+    assert plan.inputs.profile.path == "best-profile.yaml"
+    merged = files.read_profile(str(tmp_path / "best-profile.yaml"))
+    assert merged == replace(
+        one_width(1), widths=tuple(Width(tensor_parallel=t, layers=one_width(t).layers) for t in (2, 4))
+    )
+    assert planner.check(tmp_path / "best.yaml").findings == ()
+    assert planner.solve(merged, devices=4, mem="1MB", batch=4).predicted == plan.predicted
+    assert planner.solve(paths[:1], devices=4, mem="1MB", batch=4).tensor_parallel == 4
+
+
+def test_no_input_is_overwritten(tmp_path: Path) -> None:
+    """Nor by the merged profile."""
+    paths = written(tmp_path, one_width(1), one_width(2))
+    Path(paths[1]).rename(tmp_path / "plan-profile.yaml")
+    with pytest.raises(UsageError, match="would overwrite"):
+        planner.solve(
+            [paths[0], str(tmp_path / "plan-profile.yaml")],
+            devices=2,
+            mem="1MB",
+            batch=4,
+            output=tmp_path / "plan.yaml",
+        )
+
+
+@pytest.mark.parametrize(
+    ("other", "said"),
+    [
+        (one_width(1), "two of the profiles are for 1 GPU per layer"),
+        (replace(one_width(2), layers=one_width(2).layers[:3]), "they differ in their layers"),
+        (replace(one_width(2), micro_batch_sizes=(2,)), "they differ in micro-batch sizes"),
+        (replace(one_width(2), device=Device(kind="cpu")), "they differ in device"),
+        (one_width(2, optimizer="adamw"), "they differ in optimizer"),
+        (one_width(2, environment=Environment(dtype="bf16")), "they differ in precision"),
+    ],
+)
+def test_other_models_are_not_merged(other: Profile, said: str, tmp_path: Path) -> None:
+    """The error names both files and what differs."""
+    with pytest.raises(UsageError, match=said):
+        planner.solve(written(tmp_path, one_width(1), other), devices=2, mem="1MB", batch=4)
+
+
+def test_collectives_without_a_link_are_priced_as_nvlink() -> None:
+    """With a note; a requested link, or one GPU per layer, needs none."""
+    profile = one_width(2, collectives=True)
+    notes: list[str] = []
+    options: dict[str, Any] = {"devices": 4, "mem": "1MB", "batch": 4, "note": notes.append}
+    plan = planner.solve(profile, **options)
+    assert plan.inputs.link == node_link("NVIDIA H100 80GB HBM3")
+    assert "no `--link`: 450 GB/s and 5.00 us within a node are assumed, as of NVLink" in notes
+    notes.clear()
+    planner.solve(profile, **options, link="100GB/s")
+    assert planner.solve(one_width(2), **options).inputs.link.bytes_per_s == 0
+    assert notes == []
+    for unknown in ("NVIDIA H100 PCIe", "Tesla T4"):
+        with pytest.raises(UsageError, match="the link within a node is unknown"):
+            planner.solve(replace(profile, device=Device(kind="cuda", name=unknown)), **options)
