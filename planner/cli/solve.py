@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 @with_options(SolveOptions)
 def solve(
     options: SolveOptions,
-    profile: ProfileFiles = ["profile.yaml"],
+    profile: ProfileFiles = ["profile.yaml"],  # noqa: B006 - typer needs a list
     output: Output = "plan.yaml",
     format_: Format = "text",
     *,

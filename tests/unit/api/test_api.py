@@ -71,7 +71,13 @@ def test_functions_have_the_options_of_their_commands(verb: str) -> None:
     parameters = inspect.signature(getattr(api, verb)).parameters
     ours = {name: p.default for name, p in parameters.items() if name != "progress"}
     theirs = command_options(verb)
-    for more in ("example_batch", "loss_fn", "note", "warn"):  # for models that are no file, and what is printed there
+    for more in (
+        "example_batch",
+        "loss_fn",
+        "note",
+        "warn",
+        "watch",
+    ):  # for models that are no file, and what is printed there
         ours.pop(more, None)
     assert set(ours) == set(theirs)
     for name, default in ours.items():
