@@ -25,7 +25,7 @@ from tests.support.cli import (
     no_calibration,
     write_model,
 )
-from tests.support.ranks import run_ranks
+from tests.support.ranks import end_ranks, run_ranks
 
 SAMPLE_MODELS = Path(__file__).parents[2] / "sample_models"
 SOLVE = ("solve", "--devices", "2", "--mem", "8GB")
@@ -548,6 +548,14 @@ def _train(folder: Path, *command: str) -> Ran:
     return Ran(done.returncode, done.stdout, done.stderr)
 
 
+def _refused(folder: Path, told: str, *arguments: str) -> None:
+    """Run the script as one rank, and check its exit code and message."""
+    done = end_ranks(1, arguments, folder)
+    assert done.codes == (2,), done
+    assert re.search(told, done.output), done.output
+    assert "Traceback" not in done.output
+
+
 @pytest.mark.slow
 def test_the_script_refuses_a_wrong_number_of_processes(here: Path) -> None:
     """Under torchrun or without: one message with the right command, no traceback of ours, exit code not 0."""
@@ -596,10 +604,7 @@ def test_the_script_refuses_a_changed_model(here: Path, capsys: Capsys, old: str
     assert call(capsys, "solve", "--devices", "1", "--mem", "8GB", "-o", "one.yaml").code == 0
     assert call(capsys, "emit", "one.yaml", "-o", "one").code == 0
     write_model(here, MODEL.replace(old, new))
-    changed = _train(here, "one/train.py", "--steps", "1", "--report", "run.json")
-    assert (changed.code, changed.out) == (2, "")
-    assert told in changed.err
-    assert "Traceback" not in changed.err
+    _refused(here, told, "one/train.py", "--steps", "1", "--report", "run.json")
     assert not (here / "run.json").exists()
 
 
@@ -609,10 +614,7 @@ def test_the_script_refuses_a_changed_model(here: Path, capsys: Capsys, old: str
 )
 def test_the_script_refuses_bad_options(here: Path, arguments: tuple[str, ...], told: str) -> None:
     """As any command: exit code 2, the option named."""
-    done = _train(here, "train.py", *arguments)
-    assert (done.code, done.out) == (2, "")
-    assert told in done.err
-    assert "Traceback" not in done.err
+    _refused(here, told, "train.py", *arguments)
 
 
 @pytest.mark.slow
@@ -620,10 +622,7 @@ def test_the_script_refuses_a_broken_balance(here: Path) -> None:
     """File, line and key, as everywhere."""
     balance = here / "balance.yaml"
     balance.write_text(balance.read_text().replace("micro_batches: 4", "micro_batches: four"))
-    done = _train(here, "train.py")
-    assert (done.code, done.out) == (2, "")
-    assert re.search(r"balance\.yaml:\d+: .*micro_batches", done.err)
-    assert "Traceback" not in done.err
+    _refused(here, r"balance\.yaml:\d+: .*micro_batches", "train.py")
 
 
 def test_an_unwritable_output_is_told_before_anything_is_measured(tmp_path: Path, capsys: Capsys) -> None:
