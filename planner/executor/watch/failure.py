@@ -310,22 +310,24 @@ class Watch:
 
     def _run(self, store: Any) -> None:
         liveness = Liveness(store, self._rank, self._world)
+        self._note_signals_for(liveness.first_beat_s)
         try:
             while not self._over.is_set():
                 liveness.write(self.position)
                 if not self._ending.is_set():
                     self._look(store, liveness)
-                self._wait_for_signals(liveness.beat_s)
+                self._note_signals_for(liveness.beat_s)
         except dist.DistError:  # the store's process ended: the main thread's next transfer fails
             if self._signal:
                 self._leave(128 + self._signal)
 
-    def _wait_for_signals(self, timeout_s: float) -> None:
-        if not select.select([self._wake[0]], [], [], timeout_s)[0]:
-            return
-        for number in self._wake[0].recv(16):
-            if number in _SIGNALS:
-                self._note_signal(number)
+    def _note_signals_for(self, seconds: float) -> None:
+        """Wait, and note signals meanwhile; a signal of all ranks at once must not make all of them look at once."""
+        end = time.monotonic() + seconds
+        while not self._over.is_set() and select.select([self._wake[0]], [], [], max(0.0, end - time.monotonic()))[0]:
+            for number in self._wake[0].recv(16):
+                if number in _SIGNALS:
+                    self._note_signal(number)
 
     def _look(self, store: Any, liveness: Liveness) -> None:
         if store.check(["news"]):

@@ -27,6 +27,8 @@ class Liveness:
         self._store, self._rank, self._world = store, rank, world
         self.beat_s = max(_BEAT_S, world / _MAX_BEATS_PER_S)
         """Time between two beats of a rank."""
+        self.first_beat_s = self.beat_s * rank / world
+        """Time until the first beat, so that the beats of all ranks are spread over the time between two."""
         self.silent_s = _BEATS_UNTIL_SILENT * self.beat_s
         """Time without a beat after which a rank is silent."""
         self._beats = 0

@@ -1,17 +1,21 @@
 """Access the key-value store that all processes of a job share."""
 
 import os
+import sys
 import time
 import uuid
+from collections.abc import Sequence
 from datetime import timedelta
 
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_store
 
 from planner.core.errors import TrainingError
+from planner.executor.watch.explain import MOST_NAMED, listed
 
 _HELLO, _ANSWER, _JOINED = "gpipe-plan/hello", "gpipe-plan/answer", "gpipe-plan/joined"
 _ASKED_EVERY_S = 0.05
+_REPORTED_EVERY_S = 10.0
 
 
 def rank_here() -> tuple[int, int]:
@@ -79,7 +83,7 @@ def _agree(store: Store, rank: int, world: int, timeout: timedelta) -> str:
     try:
         store.wait([f"{_ANSWER}/{name}"], timeout)
     except dist.DistError as error:
-        raise _missing("rank 0", timeout) from error
+        raise _missing([0], timeout) from error
     start = store.get(f"{_ANSWER}/{name}").decode()
     store.set(f"{_JOINED}/{start}/{rank}", "")
     return start
@@ -87,7 +91,7 @@ def _agree(store: Store, rank: int, world: int, timeout: timedelta) -> str:
 
 def _answer_all(store: Store, start: str, world: int, timeout: timedelta) -> None:
     """Answer until every rank has joined; announcements of earlier processes are answered too, but not read."""
-    end = time.monotonic() + timeout.total_seconds()
+    begin = reported = time.monotonic()
     answered: set[str] = set()
     missing = list(range(1, world))
     while missing:
@@ -97,14 +101,23 @@ def _answer_all(store: Store, start: str, world: int, timeout: timedelta) -> Non
                 store.set(f"{_ANSWER}/{hello}", start)
                 answered.add(hello)
         missing = [rank for rank in missing if not store.check([f"{_JOINED}/{start}/{rank}"])]
-        if missing and time.monotonic() > end:
-            raise _missing(f"rank {missing[0]}", timeout)
-        if missing:
-            time.sleep(_ASKED_EVERY_S)
+        if not missing:
+            return
+        now = time.monotonic()
+        if now - begin > timeout.total_seconds():
+            raise _missing(missing, timeout)
+        if now - reported > _REPORTED_EVERY_S:
+            reported = now
+            print(f"waiting for {_names(missing)} to join since {now - begin:.0f} s", file=sys.stderr, flush=True)
+        time.sleep(_ASKED_EVERY_S)
 
 
-def _missing(who: str, timeout: timedelta) -> TrainingError:
+def _missing(ranks: Sequence[int], timeout: timedelta) -> TrainingError:
     return TrainingError(
-        f"{who} did not join within {timeout.total_seconds():g} s",
+        f"{_names(ranks)} did not join within {timeout.total_seconds():g} s",
         hint="start the script on all machines, with as many processes as the plan needs",
     )
+
+
+def _names(ranks: Sequence[int]) -> str:
+    return listed([f"rank {rank}" for rank in ranks[:MOST_NAMED]], len(ranks), ", ")

@@ -1,6 +1,8 @@
 """What the watches of many ranks cost the store that they share."""
 
 import signal
+import threading
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -106,8 +108,31 @@ def test_a_beat_of_all_ranks_takes_a_number_of_keys_that_grows_as_the_ranks_do(w
 def test_beats_of_all_ranks_are_bounded_per_second() -> None:
     """Two operations each: at most 2,000 per second with any number of ranks, and fast beats in small jobs."""
     for count in (2, 300, 1000, 10_000):
-        assert 2 * count / Liveness(None, 0, count).beat_s <= 2000
+        ranks = [Liveness(None, rank, count) for rank in range(count)]
+        first_s, beat_s = sorted(rank.first_beat_s for rank in ranks), ranks[0].beat_s
+        times_s = [at + n * beat_s for n in range(round(2 / beat_s) + 1) for at in first_s]
+        assert max(2 * sum(begin <= at < begin + 1 for at in times_s) for begin in times_s[:: count // 2]) <= 1300
     assert Liveness(None, 0, 300).silent_s == 3.0
+
+
+@pytest.mark.parametrize("signals", [0, 1])
+def test_ranks_look_at_different_times(watches: Watches, monkeypatch: pytest.MonkeyPatch, signals: int) -> None:
+    """Also after a signal, which a launcher sends to all of them at once."""
+    store = CountingStore()
+    begin = time.monotonic()
+    looked = threading.Event()
+    monkeypatch.setattr(Watch, "_look", lambda *_: looked.set())
+    (*_, last) = watches(4, store)
+    thread = threading.Thread(target=last._run, args=[store])
+    thread.start()
+    if signals:
+        last._wake[1].send(bytes([signal.SIGTERM]))
+    assert looked.wait(60.0)
+    assert time.monotonic() - begin > 0.5 * 3 / 4
+    assert last._signal == (signal.SIGTERM if signals else 0)
+    last._over.set()
+    last._wake[1].send(b"\0")
+    thread.join()
 
 
 def test_of_all_ranks_that_look_one_names_the_silent_ones(monkeypatch: pytest.MonkeyPatch) -> None:

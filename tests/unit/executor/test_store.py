@@ -42,7 +42,20 @@ def test_a_rank_that_never_comes_is_named() -> None:
     """On the first rank, and the first rank on the others."""
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=SOON)
     server.set("gpipe-plan/hello/1", "one that is gone")
-    with pytest.raises(TrainingError, match=r"rank 1 did not join within 0\.5 s"):
+    with pytest.raises(TrainingError, match=r"^rank 1, rank 2 did not join within 0\.5 s"):
         store_module._agree(server, 0, 3, timedelta(seconds=0.5))
     with pytest.raises(TrainingError, match=r"rank 0 did not join within 0\.5 s"):
         store_module._agree(server, 2, 3, timedelta(seconds=0.5))
+
+
+def test_ranks_that_are_awaited_are_named_meanwhile(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Three of them, at intervals much shorter than the timeout."""
+    monkeypatch.setattr(store_module, "_REPORTED_EVERY_S", 0.2)
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=SOON)
+    with pytest.raises(TrainingError):
+        store_module._agree(server, 0, 6, timedelta(seconds=1.0))
+    lines = capsys.readouterr().err.splitlines()
+    assert 1 < len(lines) < 5
+    assert all(line.startswith("waiting for rank 1, rank 2, rank 3, 2 others to join since ") for line in lines)
