@@ -15,7 +15,7 @@ import torch.distributed as dist
 from planner.executor.watch.position import Position
 
 _BEAT_S = 0.5
-_MAX_BEATS_PER_S = 600
+_MAX_BEATS_PER_S = 500
 """Beats of all ranks together. Waiting ranks need three operations per beat, all others two."""
 _BEATS_UNTIL_SILENT = 6
 
