@@ -1,8 +1,6 @@
 """What the watches of many ranks cost the store that they share."""
 
 import signal
-import threading
-import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -115,24 +113,31 @@ def test_beats_of_all_ranks_are_bounded_per_second() -> None:
     assert Liveness(None, 0, 250).silent_s == 3.0
 
 
-@pytest.mark.parametrize("signals", [0, 1])
-def test_ranks_look_at_different_times(watches: Watches, monkeypatch: pytest.MonkeyPatch, signals: int) -> None:
-    """Also after a signal, which a launcher sends to all of them at once."""
+def test_ranks_look_at_different_times(watches: Watches, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Though their processes begin together."""
+    waits_s: list[float] = []
+
+    def wait(watch: Watch, seconds: float) -> None:
+        waits_s.append(seconds)
+        if len(waits_s) == 2:
+            watch._over.set()
+
+    monkeypatch.setattr(Watch, "_note_signals_for", wait)
     store = CountingStore()
-    begin = time.monotonic()
-    looked = threading.Event()
-    monkeypatch.setattr(Watch, "_look", lambda *_: looked.set())
     (*_, last) = watches(4, store)
-    thread = threading.Thread(target=last._run, args=[store])
-    thread.start()
-    if signals:
-        last._wake[1].send(bytes([signal.SIGTERM]))
-    assert looked.wait(60.0)
-    assert time.monotonic() - begin > 0.5 * 3 / 4
-    assert last._signal == (signal.SIGTERM if signals else 0)
-    last._over.set()
-    last._wake[1].send(b"\0")
-    thread.join()
+    last._run(store)
+    assert waits_s == [0.5 * 3 / 4, 0.5]
+
+
+def test_a_signal_does_not_end_the_wait_for_the_next_beat(watches: Watches, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A launcher sends it to all ranks at once."""
+    (watch,) = watches(1, CountingStore())
+    watch._wake[1].send(bytes([signal.SIGTERM]))
+    ready = [[watch._wake[0]], []]
+    monkeypatch.setattr(failure.select, "select", lambda *_: (ready.pop(0), [], []))
+    watch._note_signals_for(60.0)
+    assert watch._signal == signal.SIGTERM
+    assert not ready
 
 
 def test_of_all_ranks_that_look_one_names_the_silent_ones(monkeypatch: pytest.MonkeyPatch) -> None:
