@@ -107,9 +107,9 @@ def rate_rows() -> Iterator[Row]:
 
 
 def _golden(line: dict[str, str]) -> tuple[str, ...]:
-    layout = (
-        f"TP {line['tensor_parallel']}, PP {line['devices']}, {line['chunks']} chunks, EP {line['expert_parallel']}"
-    )
+    layout = f"TP {line['tensor_parallel']}, PP {line['devices']}"
+    layout += f", {line['chunks']} chunks" if line["chunks"] != "1" else ""
+    layout += f", EP {line['expert_parallel']}" if line["expert_parallel"] != "1" else ""
     return line["model"], layout, line["chip"]
 
 
@@ -240,7 +240,7 @@ def _bloom() -> Iterator[Reached]:
         micro_batches = int(line["batch"]) // replicas // samples
         cut = replace(even_cut(layers, devices, 1, micro_batches), recompute=("always",) * devices)
         rate = predicted_s(made, cut) / float(line["step_s"])
-        model = f"GPT {line['model']}, TP 8, {samples} samples"
+        model = f"GPT {line['model']}, TP 8, b = {samples}"
         yield Reached(chip="A100", model=model, source="BLOOM", tera_flops_per_s=rate)
 
 

@@ -81,6 +81,10 @@ class EstimatedBackend:
             how="estimated",
         )
 
+    def clock(self) -> "RooflineClock":
+        """Return a clock with the rates of the GPU."""
+        return RooflineClock(self._rates)
+
     def check_model(self, loaded: LoadedModel) -> None:
         """Accept any precision."""
 
@@ -98,7 +102,7 @@ class EstimatedBackend:
 
     def measure(self, task: Task) -> BackendResult:
         """Estimate every distinct layer once at each size: the estimates do not vary."""
-        meter, clock = GhostMeter(), RooflineClock(self._rates)
+        meter, clock = GhostMeter(), self.clock()
         hooks = RecordingHooks(
             device=self.device, record=partial(record_memory, task=task, meter=meter, in_halves=True)
         )

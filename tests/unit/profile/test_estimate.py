@@ -1,6 +1,7 @@
 """Costs of a device that is not here: the memory of a real run, and times by the data sheet."""
 
 from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
+from planner import api
 from planner.api.options.solving import SolverOptions
 from planner.api.solver_request import request_of
 from planner.core.cost.chain_costs import ChainCosts
@@ -16,14 +18,15 @@ from planner.core.cost.costs import CostTable, costs_at
 from planner.core.cost.memory import stage_memory
 from planner.core.cost.stages import stages_in
 from planner.core.errors import ModelError, UsageError
-from planner.core.values.devices import ASSUMED_RESERVE_BYTES
+from planner.core.values.devices import ASSUMED_RESERVE_BYTES, accelerator
 from planner.core.values.plan import ProfileReference
 from planner.core.values.profile import Profile
 from planner.core.values.rates import RATES, rates_of
+from planner.core.values.sustained import sustained_rate
 from planner.model.ghosts import ghost_like
 from planner.model.load import LoadedModel
 from planner.profile import ProfilerOptions, profile_model
-from planner.profile.backends.estimated import GhostMeter, RooflineClock
+from planner.profile.backends.estimated import EstimatedBackend, GhostMeter, RooflineClock
 from planner.show.terminal.profile import profile_text
 from planner.show.terminal.style import Style
 from planner.solve import solve
@@ -236,6 +239,50 @@ def test_the_table_is_plausible(name: str) -> None:
     assert rates.half_flops_per_s >= rates.float32_flops_per_s > 1e12
     assert 1e11 < rates.bytes_per_s < 1e13
     assert rates.source
+
+
+def large_product(dtype: torch.dtype) -> float:
+    """Microseconds of a product that is bound by its operations, on an H100."""
+    a = torch.empty(8192, 8192, dtype=dtype, device="meta")
+    return EstimatedBackend(accelerator("h100")).clock().time_us(lambda: a @ a)
+
+
+def test_products_in_half_precision_run_at_the_rate_of_published_runs() -> None:
+    """In float32 no such rate is known, and the data sheet's counts."""
+    sustained = sustained_rate("h100")
+    assert sustained is not None
+    flops = 2 * 8192**3
+    assert large_product(torch.bfloat16) == pytest.approx(1e6 * flops / sustained.flops_per_s)
+    assert large_product(torch.float32) == pytest.approx(1e6 * flops / rates_of("h100").float32_flops_per_s)
+
+
+MODEL = """\
+import torch
+from torch import nn
+
+
+def build_model():
+    return nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4))
+
+
+def example_batch(size):
+    return torch.randn(size, 8), torch.randn(size, 4)
+
+
+def loss_fn(output, target):
+    return nn.functional.mse_loss(output, target)
+"""
+
+
+def test_a_gpu_that_is_estimated_computes_in_mixed_precision(tmp_path: Path) -> None:
+    """As in most training, and a note says so; a given precision counts."""
+    (tmp_path / "model.py").write_text(MODEL)
+    notes: list[str] = []
+    options: dict[str, Any] = {"device": "estimate:h100", "batch_sizes": [1], "proof_budget": "0s"}
+    path = tmp_path / "model.py"
+    assert api.profile(path, **options, note=notes.append).environment.dtype == "bf16-mixed"
+    assert any("numbers are bf16-mixed" in note for note in notes)
+    assert api.profile(path, **options, dtype="fp32").environment.dtype == "fp32"
 
 
 def _discard(_value: Any) -> None:
