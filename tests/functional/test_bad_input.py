@@ -157,6 +157,7 @@ def test_a_broken_file_is_named(
     assert told in done.error
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "spoil", "key", "told"),
     [

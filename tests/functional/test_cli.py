@@ -1014,6 +1014,7 @@ def profiling(empty: Path) -> Iterator["subprocess.Popen[str]"]:
         process.wait()
 
 
+@pytest.mark.slow
 def test_ctrl_c_ends_profiling_quietly(empty: Path, profiling: "subprocess.Popen[str]") -> None:
     """Exit code 130, no traceback, no half-written profile; what was measured is kept."""
     assert profiling.stderr is not None

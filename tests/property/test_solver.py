@@ -196,6 +196,7 @@ def test_layers_recomputed_one_by_one_equal_brute_force(features: Features, coun
     equal()
 
 
+@pytest.mark.slow
 @examples(40)
 @given(problems(Features(unlike=True, rules=True)))
 def test_the_integer_program_equals_brute_force(problem: Problem) -> None:

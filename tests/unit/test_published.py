@@ -55,6 +55,7 @@ def test_predictions_miss_by_no_more_and_no_less(name: str) -> None:
     assert (errors[0], errors[-1]) == pytest.approx(met, abs=0.051)
 
 
+@pytest.mark.slow
 def test_default_rates_are_the_medians_of_published_runs() -> None:
     """To whole TFLOP/s; a kind of run has the errors of its own only if there are at least five runs."""
     medians = {(each.chip, each.experts): each for each in SUSTAINED}

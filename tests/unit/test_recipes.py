@@ -251,6 +251,7 @@ class Xpu(Cuda):
 }
 
 
+@pytest.mark.slow
 def test_a_device_is_one_class_and_its_place_in_two_tables(tmp_path: Path) -> None:
     """Commands and the script accept its name, its plans are for training on it, and its absence is one message."""
     assert set(XPU) - {"planner/device/xpu.py"} <= recipe("a device")
@@ -305,6 +306,7 @@ FEW_MICRO_BATCHES: Changes = {
 }
 
 
+@pytest.mark.slow
 def test_a_finding_is_a_row_and_what_reports_it(tmp_path: Path) -> None:
     """`check` reports it in every format, and `explain` has its texts."""
     assert set(FEW_MICRO_BATCHES) <= recipe("a finding")

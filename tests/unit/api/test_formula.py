@@ -34,6 +34,7 @@ def test_no_torch_is_imported() -> None:
     assert done.stdout == "False\n"
 
 
+@pytest.mark.slow
 def test_the_command_writes_what_the_function_returns(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Marked as estimated, for the named device, at the rate of published runs unless one is given; it can plan."""
     path = tmp_path / "profile.yaml"

@@ -65,6 +65,7 @@ def test_the_task_chooses_head_and_labels(
     assert loaded.loss_fn(model(**batch.inputs), batch.targets).isfinite()
 
 
+@pytest.mark.slow
 def test_a_model_without_formula_is_planned_and_emitted_as_a_script(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

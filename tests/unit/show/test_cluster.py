@@ -105,6 +105,7 @@ def test_a_plan_file_keeps_the_run(plan: Plan, tmp_path: Path) -> None:
     assert read.training.steps == plan.training.steps
 
 
+@pytest.mark.slow
 def test_a_sweep_names_the_smallest_and_the_cheapest_cluster(profile: Profile) -> None:
     """In one line each; the cheapest has the lowest cost of all cells, with all of its devices paid for."""
     sweep = api.sweep(profile, devices="1,2,3,16", batch=8, replicas="auto", samples="1M", price=2)

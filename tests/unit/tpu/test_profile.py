@@ -176,6 +176,7 @@ def test_memory_of_a_program_of_several_stages_is_predicted(composed: tuple[Load
     assert 0.95 * found.compiled < found.predicted < 1.15 * found.compiled
 
 
+@pytest.mark.slow
 def test_what_lies_in_places_is_recorded_with_its_shape(composed: tuple[LoadedModel, Profile]) -> None:
     """Parameters, what is kept, and what crosses a boundary add up to what the layer says in bytes."""
     for layer in composed[1].layers:
