@@ -8,7 +8,6 @@ from planner.api.options.solving import SolverOptions, recorded_values
 from planner.api.reading import calibration_of, cuts_of, links_of
 from planner.api.schedule_file import check_cuts, lists_of, lists_path, with_order_counts
 from planner.api.texts import Numbers, Sizes
-from planner.core.cost.width import has_collectives, widths_of
 from planner.core.cost.workload import workload_of
 from planner.core.errors import UsageError
 from planner.core.judge.calibration import calibrated_executor
@@ -19,7 +18,6 @@ from planner.core.values.limits import MOST_BATCH, short
 from planner.core.values.plan import Inputs, ProfileReference, RecomputePolicy, ScheduleName
 from planner.core.values.precision import precision_of
 from planner.core.values.profile import Profile
-from planner.core.values.rates import node_link
 from planner.core.values.units import parse_us
 from planner.solve.request import Request, Solver
 
@@ -93,7 +91,7 @@ def _inputs(
         memory_bytes=tuple(int(limit * (1 - headroom)) for limit in limits),
         speeds=texts.speeds(options.speed, num_devices) if options.speed is not None else (),
         batch=largest if options.batch is None else texts.parse_number("--batch", options.batch, "sample", MOST_BATCH),
-        link=Link() if links else _link(options, profile, executor.link),
+        link=Link() if links else executor.link if options.link is None else texts.link(options.link),
         node_devices=node_devices,
         links=links[: max(1, num_devices - 1)],
         reserve_bytes=_reserve(options.reserve, calibration, profile),
@@ -120,14 +118,6 @@ def _check_run(options: SolverOptions, profile: Profile) -> None:
             f"`--tokens {options.tokens}`: the profile does not state the tokens of a sample",
             hint="give the length of the run in samples: `--samples 300M`",
         )
-
-
-def _link(options: SolverOptions, profile: Profile, measured: Link) -> Link:
-    """Return the requested link, or the measured one; for the collectives of groups, that of the data sheet."""
-    if options.link is not None:
-        return texts.link(options.link)
-    shares = str(options.tensor_parallel) != "1" and any(has_collectives(profile, t) for t in widths_of(profile))
-    return node_link(profile.device.name) if shares and measured == Link() else measured
 
 
 def _reserve(reserve: str | int | None, calibration: Calibration | None, profile: Profile) -> int:

@@ -14,12 +14,10 @@ from planner.api.reading import NOWHERE, AnyProfile, ReadProfile, path_of, profi
 from planner.api.schedule_file import lists_path, refuse_lists
 from planner.core.errors import InfeasibleError, UsageError
 from planner.core.extras import command_for
-from planner.core.values.cluster import Link
 from planner.core.values.plan import Plan
 from planner.core.values.profile import Profile
-from planner.core.values.rates import node_link
 from planner.core.values.sweep import Sweep
-from planner.core.values.units import counted, format_rate, format_us, parse_us
+from planner.core.values.units import counted, parse_us
 
 enable_notebook_display(Sweep)
 
@@ -153,11 +151,6 @@ def _solved(source: ReadProfile, options: SolveOptions, output: str | None) -> P
         largest = max(read.micro_batch_sizes)
         options.note(f"no `--batch`: planning for {largest} samples per step, the largest profiled size")
     request = request_of(read, reference(source, output or NOWHERE), options)
-    if options.link is None and request.inputs.link == node_link(read.device.name) != Link():
-        options.note(
-            f"no `--link`: {format_rate(request.inputs.link.bytes_per_s)} and "
-            f"{format_us(request.inputs.link.latency_us)} within a node are assumed, as of NVLink"
-        )
     if options.headroom == AUTO:
         share = requested_headroom(read, options)
         options.note(f"headroom {100 * share:.4g}% of every memory limit, the error range of such predictions")

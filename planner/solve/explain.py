@@ -145,7 +145,7 @@ def _hints(query: InfeasibleQuery, cases: Sequence[Case], best: Case, smallest_b
     devices = counted(inputs.devices, "device")
     side_by_side = f"{best.replicas} replicas, " if inputs.replicas != 1 else ""
     if best.cluster.tensor_parallel > 1:
-        side_by_side += f"T = {best.cluster.tensor_parallel}, "
+        side_by_side += f"{best.cluster.tensor_parallel} GPUs per layer, "
     limit = f"{bytes_option(int(smallest_bytes))} ({side_by_side}M = {best.micro_batches})"
     if len(cases) == len(query.cases):
         yield f"with {devices} the smallest `--mem` is {limit}"

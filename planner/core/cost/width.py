@@ -93,7 +93,9 @@ def usable_widths(profile: Profile, inputs: Inputs) -> tuple[int, ...]:
     problems = {width: _problem(profile, inputs, width) for width in _requested(profile, inputs)}
     usable = tuple(width for width, problem in problems.items() if not problem)
     if not usable:
-        raise UsageError(next(iter(problems.values())), hint=f"the profile is for T = {_listed(profile)}")
+        raise UsageError(
+            next(iter(problems.values())), hint=f"widths of the profile (`--tensor-parallel`): {_listed(profile)}"
+        )
     unpriced = [width for width in usable if inputs.link == Link() and has_collectives(profile, width)]
     if unpriced:
         alone = ", or `--tensor-parallel 1`" if usable[0] == 1 else ""
@@ -217,7 +219,7 @@ def _problem(profile: Profile, inputs: Inputs, width: int) -> str:
 
 
 def _missing(width: int) -> str:
-    return f"the profile has no layers that {width} GPUs share (T = {width})"
+    return f"the profile has no layers that {width} GPUs share"
 
 
 def _listed(profile: Profile) -> str:

@@ -135,23 +135,3 @@ def rates_of(name: str) -> Rates:
     if device.name not in RATES:
         raise UsageError(f"the rates of `{device.name}` are not known", hint=f"one of {', '.join(RATES)}")
     return RATES[device.name]
-
-
-_NVLINK: Final = {
-    "v100": 150e9, "v100-32gb": 150e9, "a100-40gb": 300e9, "a100-80gb": 300e9, "h100": 450e9, "h200": 450e9,
-    "b200": 900e9, "gb200": 900e9,
-}  # fmt: skip
-"""Bandwidth of NVLink in one direction: half of the data sheet's, which counts both."""
-
-_NVLINK_LATENCY_US: Final = 5.0
-
-
-def node_link(reported: str) -> Link:
-    """Return the link within a node of devices that report this name; the default link if it is not known.
-
-    The bandwidth is the data sheet's, the latency is assumed.
-    """
-    called = [kind.name for kind in ACCELERATORS if kind.name in _NVLINK and kind.matches_name(reported)]
-    if not called or any(word in reported.lower() for word in _OTHER_BOARDS):
-        return Link()
-    return Link(latency_us=_NVLINK_LATENCY_US, bytes_per_s=_NVLINK[called[-1]])

@@ -1,4 +1,4 @@
-"""Profiles of several widths: merged from files, stored next to the plan, and planned for over NVLink."""
+"""Profiles of several widths: merged from files, stored next to the plan."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -10,19 +10,16 @@ import planner
 from planner import files
 from planner.core.errors import UsageError
 from planner.core.values.profile import Device, Environment, Profile, Width
-from planner.core.values.rates import node_link
 from tests.support.profiles import profile_of
 
 
-def one_width(width: int, *, collectives: bool = False, **more: Any) -> Profile:
-    """Four layers on H100, shared by `width` GPUs."""
+def one_width(width: int, **more: Any) -> Profile:
+    """Four layers, shared by `width` GPUs."""
     alone = profile_of([80.0 / width] * 4, [160.0 / width] * 4, parameter_bytes=80 // width, output_bytes=100)
-    sums = {"collective_bytes": (10_000,), "collectives": 1} if collectives and width > 1 else {}
     return replace(
         alone,
         device=Device(kind="cuda", name="NVIDIA H100 80GB HBM3"),
         tensor_parallel=width,
-        layers=tuple(replace(layer, **sums) for layer in alone.layers),
         **more,
     )
 
@@ -78,20 +75,3 @@ def test_other_models_are_not_merged(other: Profile, said: str, tmp_path: Path) 
     """The error names both files and what differs."""
     with pytest.raises(UsageError, match=said):
         planner.solve(written(tmp_path, one_width(1), other), devices=2, mem="1MB", batch=4)
-
-
-def test_collectives_without_a_link_are_priced_as_nvlink() -> None:
-    """With a note; a requested link, or one GPU per layer, needs none."""
-    profile = one_width(2, collectives=True)
-    notes: list[str] = []
-    options: dict[str, Any] = {"devices": 4, "mem": "1MB", "batch": 4, "note": notes.append}
-    plan = planner.solve(profile, **options)
-    assert plan.inputs.link == node_link("NVIDIA H100 80GB HBM3")
-    assert "no `--link`: 450 GB/s and 5.00 us within a node are assumed, as of NVLink" in notes
-    notes.clear()
-    planner.solve(profile, **options, link="100GB/s")
-    assert planner.solve(one_width(2), **options).inputs.link.bytes_per_s == 0
-    assert notes == []
-    for unknown in ("NVIDIA H100 PCIe", "Tesla T4"):
-        with pytest.raises(UsageError, match="the link within a node is unknown"):
-            planner.solve(replace(profile, device=Device(kind="cuda", name=unknown)), **options)
