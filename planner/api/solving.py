@@ -203,6 +203,14 @@ def faster_schedule_for(profile: Profile, plan: Plan, options: SolveOptions, *, 
     return faster_schedule(profile, plan, micro_batches=fixed, time_limit_s=min(MOST_HINT_S, left_s))
 
 
+def replicas_for(profile: Profile, plan: Plan, options: SolveOptions) -> Plan | None:
+    """Return a faster plan whose replicas use devices that `plan` leaves unused, if one is found soon."""
+    from planner.solve.questions.faster import plan_with_replicas  # noqa: PLC0415 - imports numpy
+
+    fixed = None if options.micro_batches == "auto" else plan.micro_batches
+    return None if options.time_limit is not None else plan_with_replicas(profile, plan, micro_batches=fixed)
+
+
 def with_schedules(profile: Profile, plan: Plan, options: SolveOptions) -> Plan:
     """Return `plan` with the best plan of each schedule, if `options` allow several schedules.
 

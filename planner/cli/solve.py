@@ -37,7 +37,14 @@ def solve(
     """Find the fastest plan that fits: cuts, micro-batches, schedule and recomputation."""
     from planner import files
     from planner.api.reading import profile_of
-    from planner.api.solving import PLAN_HEADER, family_paths, faster_schedule_for, merged_path, with_schedules
+    from planner.api.solving import (
+        PLAN_HEADER,
+        family_paths,
+        faster_schedule_for,
+        merged_path,
+        replicas_for,
+        with_schedules,
+    )
     from planner.api.texts import device_counts
     from planner.core.cost.evaluate import Evaluation
     from planner.core.judge.certainty import certainty_of, tight_findings
@@ -75,6 +82,7 @@ def solve(
             console.result(plain(_in_a_line(smaller, certainty_of(smaller, read)), style_for_stdout()))
     _notes(console, plan.inputs, read, extrapolated=options.extrapolate)
     if not quiet and not is_stopped():
+        _with_replicas(console, plan, replicas_for(read, plan, options))
         _faster(console, plan, faster_schedule_for(read, plan, options, spent_s=time.monotonic() - began_s))
     if read.device.how == "estimated" and options.reserve is None and options.calibration is None:
         console.note(f"note: {_assumed_reserve(plan.inputs.reserve_bytes)}")
@@ -157,6 +165,19 @@ def _notes(console: Console, inputs: "Inputs", profile: "Profile", *, extrapolat
         console.note("note: no `--link`: transfers between stages are assumed to cost nothing")
     if extrapolated:
         console.warning("micro-batch sizes outside the profiled range are extrapolated: peaks may be underestimated")
+
+
+def _with_replicas(console: Console, plan: "Plan", other: "Plan | None") -> None:
+    """Print a note on a plan that uses more of the devices, if there is one."""
+    from planner.show.views.numbers import percent
+
+    if other is not None:
+        less = percent(1 - other.predicted.step_us / plan.predicted.step_us)
+        free = "" if plan.inputs.allreduce else ", if summing gradients costs nothing (`--allreduce`)"
+        console.note(
+            f"note: {other.replicas} replicas on {other.num_gpus} of {plan.inputs.devices} devices would take "
+            f"{format_us(other.predicted.step_us)}, {less} less{free}: `--replicas auto`"
+        )
 
 
 def _faster(console: Console, plan: "Plan", other: "Plan | None") -> None:

@@ -8,10 +8,10 @@ from planner.core.cost.width import WidthTables, usable_widths
 from planner.core.errors import UsageError
 from planner.core.schedule import ListedSchedule, Schedule
 from planner.core.values.cluster import Cluster
-from planner.core.values.limits import MOST_ACTIONS, MOST_MICRO_BATCHES, short
+from planner.core.values.limits import MOST_ACTIONS, MOST_CHUNKS, MOST_MICRO_BATCHES, short
 from planner.core.values.plan import Inputs
 from planner.core.values.profile import Profile
-from planner.solve.request import MOST_CHUNKS, Request
+from planner.solve.request import Request
 from planner.solve.space.case import Case, Rules, positions
 
 

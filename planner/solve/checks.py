@@ -6,10 +6,11 @@ from planner.core.cost.partition import Partition, check_partition
 from planner.core.cost.width import usable_widths
 from planner.core.errors import UsageError
 from planner.core.schedule import GPIPE
+from planner.core.values.limits import MOST_CHUNKS
 from planner.core.values.plan import Inputs, Recompute
 from planner.core.values.profile import Profile
 from planner.core.values.units import counted
-from planner.solve.request import MOST_CHUNKS, Request
+from planner.solve.request import Request
 
 
 def check_request(profile: Profile, request: Request) -> None:

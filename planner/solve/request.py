@@ -11,9 +11,6 @@ from planner.solve.deadline import UNWATCHED, Watch
 MOST_ACTIONS_OF_AUTO: Final = 400_000
 """Actions to simulate per schedule in the first pass of an open schedule: about a second."""
 
-MOST_CHUNKS: Final = 4
-"""Most chunks per device that the solver tries; more chunks rarely pay for their transfers."""
-
 Solver = Literal["auto", "dp", "milp"]
 
 

@@ -9,6 +9,9 @@ MOST_DEVICES = 2**16
 MOST_BATCH = 10**9
 MOST_MICRO_BATCHES = 2**14
 
+MOST_CHUNKS = 4
+"""Most chunks per device that are tried; more chunks rarely pay for their transfers."""
+
 MOST_ACTIONS = 2**19
 """Largest number of stages times micro-batches of a pipeline that is simulated and drawn."""
 

@@ -12,14 +12,12 @@ from typing import Final
 from planner.core.cost.moments import PARTS, Change, changes_of
 from planner.core.errors import UsageError
 from planner.core.schedule import KINDS, SCHEDULES, Action, Schedule, schedule_of
+from planner.core.values.limits import MOST_CHUNKS
 from planner.core.values.plan import Plan
 from planner.show.explore.question import Question
 
 MOST_ACTIONS: Final = 400_000
 """Limit of the actions of all orders together; about equal to their bytes in the page."""
-
-MOST_CHUNKS: Final = 4
-"""Largest number of chunks per device that can be selected, as in the solver."""
 
 LETTERS: Final = tuple(KINDS)
 

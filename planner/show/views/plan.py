@@ -4,7 +4,8 @@ from collections.abc import Callable
 from operator import attrgetter
 
 from planner.core.judge.certainty import Certainty
-from planner.core.schedule import GIVEN, SPLITTING, schedule_of
+from planner.core.schedule import GIVEN, SPLITTING, Schedule, schedule_of
+from planner.core.values.limits import MOST_CHUNKS
 from planner.core.values.plan import FrontierPoint, Plan, Stage
 from planner.core.values.units import counted, format_us
 from planner.show.views.certainty import rate_words, step_words
@@ -64,6 +65,8 @@ def claim(plan: Plan) -> str:
     """Return what the solver proved; empty for given cuts."""
     solver, schedule = plan.solver, plan.inputs.schedule
     whole = "plan" if schedule == "auto" else f"{schedule_of(schedule).title} plan"
+    if schedule != "auto" and not plan.inputs.chunks and _is_open_in_chunks(schedule_of(schedule)):
+        whole += f" of 2 to {MOST_CHUNKS} chunks"
     if schedule == GIVEN:
         whole = "plan with this schedule"
     if solver.status == "optimal":
@@ -71,6 +74,10 @@ def claim(plan: Plan) -> str:
     if solver.status == "feasible":
         return f"no {whole} is faster than {format_us(solver.lower_bound_us)}"
     return ""
+
+
+def _is_open_in_chunks(schedule: Schedule) -> bool:
+    return schedule.is_chunked and schedule.exact_chunks is None and not schedule.is_to_be_made
 
 
 def has_unlike_devices(plan: Plan) -> bool:
@@ -165,7 +172,7 @@ def schedules_table(plan: Plan) -> Table:
         column("bubble", "bubble", _fitting("bubble"), "percent"),
         column("peak", "peak of the\nfullest device", _fitting("peak_bytes"), "bytes"),
         column("share", "of its limit", lambda p: share_of_limit(p.peak_bytes, limit) if p.fits else None, "share"),
-        column("fits", "fits", lambda p: "yes" if p.fits else "no"),
+        column("fits", "fits", lambda p: "yes" if p.fits else "unknown"),
     )
 
 

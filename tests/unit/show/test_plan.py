@@ -82,6 +82,17 @@ def test_how_good_the_plan_is(solver, words):
     assert words in plan_text(plan(solver=solver), (), WIDE)
 
 
+def test_a_claim_names_the_chunks_that_were_tried():
+    """Without `--chunks`, interleaved 1F1B is tried with some chunk counts only."""
+    tried = replace(plan().inputs, schedule="interleaved", chunks=0)
+    solver = SolverReport(method="simulated", status="optimal")
+    assert "no interleaved 1F1B plan of 2 to 4 chunks is faster" in plan_text(
+        replace(plan(solver=solver), inputs=tried), (), WIDE
+    )
+    fixed = replace(tried, chunks=3)
+    assert "no interleaved 1F1B plan is faster" in plan_text(replace(plan(solver=solver), inputs=fixed), (), WIDE)
+
+
 def test_stage_table():
     """One row per stage: its layers with their number, recomputation, times in ms, memory, cap and share."""
     planned = plan((1, 3, 2), recompute="except-last", cap=400 * MIB)

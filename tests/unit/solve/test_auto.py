@@ -14,13 +14,14 @@ from planner.cli.solve import solve as solve_command
 from planner.cli.sweep import sweep as sweep_command
 from planner.core.errors import PlannerError, UsageError
 from planner.core.schedule import SCHEDULES, SEARCHED
+from planner.core.values.limits import MOST_CHUNKS
 from planner.core.values.plan import DEFAULT_SCHEDULE, Inputs, Plan, ProfileReference, RecomputePolicy
 from planner.core.values.profile import Device, Profile
 from planner.solve import Request, search, solve
 from planner.solve.cases import cases_of
 from planner.solve.questions import insight
-from planner.solve.questions.faster import faster_schedule
-from planner.solve.request import MOST_ACTIONS_OF_AUTO, MOST_CHUNKS
+from planner.solve.questions.faster import faster_schedule, plan_with_replicas
+from planner.solve.request import MOST_ACTIONS_OF_AUTO
 from planner.solve.space import partitions
 from tests.support.chains import chain, layer, random_profile
 from tests.support.profiles import UNLIMITED, inputs_of, profile_of
@@ -128,6 +129,19 @@ def test_what_another_schedule_would_give() -> None:
     assert by_layers is not None
     assert by_layers.inputs.recompute == "layers"
     assert faster_schedule(profile, answer(profile, other.schedule)) is None
+
+
+def test_replicas_that_would_use_the_unused_devices() -> None:
+    """Only if devices are left over, one replica was requested, and replicas are faster."""
+    profile = profile_of([10.0] * 8, [20.0] * 8)
+    one = answer(profile, "gpipe", mem=UNLIMITED, link="1GB/s,100us")  # too slow for four devices
+    assert one.num_gpus < 4
+    several = plan_with_replicas(profile, one)
+    assert several is not None
+    assert several.num_gpus > one.num_gpus
+    assert several.predicted.step_us < one.predicted.step_us
+    assert plan_with_replicas(profile, several) is None
+    assert plan_with_replicas(profile, answer(profile, "gpipe", mem=UNLIMITED)) is None
 
 
 def test_nothing_is_said_of_other_schedules_where_there_is_nothing_to_compare() -> None:
