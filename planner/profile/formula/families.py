@@ -152,7 +152,14 @@ def _gpt2(fields: Fields, sequence: int) -> Transformer:
     heads = fields.integer("n_head", "num_attention_heads")
     dim = max(1, hidden // heads)
     attention = Attention(
-        heads=heads, key_value_heads=heads, key_dim=dim, value_dim=dim, qkv_bias=True, out_bias=True, joined=True
+        heads=heads,
+        key_value_heads=heads,
+        key_dim=dim,
+        value_dim=dim,
+        qkv_bias=True,
+        out_bias=True,
+        joined=True,
+        rotary=False,
     )
     width, kept = fields.integer("n_inner", default=4 * hidden), _kept(fields.text("activation_function", "gelu_new"))
     block = Block(attention=attention, feed_forward=FeedForward(width=width, gated=False, bias=True, kept=kept))
@@ -221,6 +228,7 @@ def _deepseek(fields: Fields, sequence: int) -> Transformer:
         top_k=fields.integer("num_experts_per_tok"),
         width=width,
         shared_width=width * fields.integer("n_shared_experts", default=0, least=0),
+        wide_router=True,
         shared_bias=fields.flag("mlp_bias"),
     )
     dense = FeedForward(width=fields.integer("intermediate_size"), bias=fields.flag("mlp_bias"))
@@ -238,7 +246,7 @@ def _t5(fields: Fields, sequence: int) -> Transformer:
     """Return the shape of T5: encoder and decoder with relative positions; samples of both have the same length."""
     layers, hidden = fields.integer("num_layers", "num_hidden_layers"), fields.integer("d_model", "hidden_size")
     heads, dim = fields.integer("num_heads", "num_attention_heads"), fields.integer("d_kv", "head_dim", default=64)
-    attention = Attention(heads=heads, key_value_heads=heads, key_dim=dim, value_dim=dim)
+    attention = Attention(heads=heads, key_value_heads=heads, key_dim=dim, value_dim=dim, rotary=False)
     gated, _, name = fields.text("feed_forward_proj", "relu").rpartition("-")
     kept = _kept("gelu_new" if (gated, name) == ("gated", "gelu") else name)
     feed_forward = FeedForward(width=fields.integer("d_ff", "intermediate_size"), gated=bool(gated), kept=kept)

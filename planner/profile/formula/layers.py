@@ -209,11 +209,12 @@ class _Layers:
         return min(window or self.shape.sequence, self.shape.sequence)
 
     def _norm_bytes(self, block: Block, linears: list[Linear]) -> float:
-        """Return the bytes per channel that normalizations keep: inputs, normalized inputs, and results.
+        """Return the bytes per channel that normalizations keep: inputs, normalized inputs, results and their copies.
 
         The previous layer counts the first input as its output, and this layer counts its own output instead.
         """
-        before = block.norms * ((4 if self.keeps_copies else self.residual) + self.normalized)
+        router = isinstance(block.feed_forward, Experts) and block.feed_forward.wide_router and self.keeps_copies
+        before = (4 if router else 0) + block.norms * ((4 if self.keeps_copies else self.residual) + self.normalized)
         if self.residual == self.e:
             results = block.norms
         else:
@@ -248,6 +249,9 @@ class _Layers:
         if attention.latent is not None:
             # Values share a tensor with the part of the keys that is not rotated.
             values += groups * (attention.key_dim - attention.latent.rotary_dim)
+        elif attention.joined and attention.rotary and not self.execution.fused:
+            # Values share a tensor with queries and keys before their rotation.
+            values += rotated
         kept = self.e * (rotated + values + attention.heads * attention.value_dim)
         return kept + (rotated * self._inner_norm_bytes() if attention.normalized_keys else 0)
 
@@ -268,7 +272,8 @@ class _Layers:
         gated = 3 if fused else 4
         # Experts also keep the tokens that they got and their results, which the router's weights multiply.
         uses = layer.top_k * self.execution.capacity
-        return uses * (gated * layer.width + 2 * self.shape.hidden) + gated * layer.shared_width
+        shared = gated * layer.shared_width + (self.shape.hidden if layer.shared_gate else 0)
+        return uses * (gated * layer.width + 2 * self.shape.hidden) + shared
 
     def _held_bytes(self, linears: list[Linear]) -> float:
         """Return what W needs of I: the inputs of the products and the gradients of their results."""

@@ -60,6 +60,8 @@ class Attention:
     """True if queries and keys are normalized per head."""
     joined: bool = False
     """True if one weight makes queries, keys and values."""
+    rotary: bool = True
+    """True if queries and keys are rotated."""
     capped: bool = False
     """True if a tanh bounds the scores, which torch's fused kernels do not support."""
     window: int = 0
@@ -125,6 +127,8 @@ class Experts:
     width: int
     shared_width: int = 0
     """Width of the shared experts, which all tokens use."""
+    wide_router: bool = False
+    """True if the router reads hidden states in float32, whatever the precision."""
     shared_bias: bool = False
     shared_gate: bool = False
     """True if a gate weighs the shared experts."""
@@ -243,7 +247,9 @@ def gpt_shape(
 ) -> Transformer:
     """Return the shape of a decoder with learned positions, biases and dropout, as in GPT-2 and GPT-3."""
     dim = hidden // heads
-    attention = Attention(heads=heads, key_value_heads=heads, key_dim=dim, value_dim=dim, qkv_bias=True, out_bias=True)
+    attention = Attention(
+        heads=heads, key_value_heads=heads, key_dim=dim, value_dim=dim, qkv_bias=True, out_bias=True, rotary=False
+    )
     block = Block(attention=attention, feed_forward=FeedForward(width=feed_forward, gated=False, bias=True))
     return Transformer(
         hidden=hidden,

@@ -130,9 +130,11 @@ def test_wrong_files_are_refused_with_all_reasons(content: dict[str, object], to
 CHECKED = {("llama", "bf16-mixed"), ("mixtral", "fp32")}
 """Families and precisions that every run of the tests compares."""
 
-APART = {"t5": "relative positions", "mixtral": "autocast", "qwen2_moe": "autocast", "qwen3_moe": "autocast"}
-APART |= {"deepseek_v2": "autocast", "deepseek_v3": "autocast", "gpt2": "autocast", "phi": "autocast"}
-"""Families that differ from the layers in some precision, with the reason in `docs/measurements/formulas.md`."""
+COPIES = dict.fromkeys(("phi", "phi3", "deepseek_v2", "deepseek_v3"), 0.06)
+"""Largest difference of families whose attention copies its result on a CPU; others differ by up to 0.03."""
+
+EXPERTS = ("mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v2", "deepseek_v3")
+"""Families whose experts autocast leaves in float32, which the formula does not follow."""
 
 
 @pytest.mark.slow
@@ -142,11 +144,12 @@ APART |= {"deepseek_v2": "autocast", "deepseek_v3": "autocast", "gpt2": "autocas
         pytest.param(name, precision, marks=() if (name, precision) in CHECKED else pytest.mark.nightly)
         for name in CONFIGURATIONS
         for precision in ("fp32", "bf16", "bf16-mixed")
-        if not (precision == "bf16-mixed" and APART.get(name) == "autocast") and name != "t5"
+        # A CPU keeps T5's scores.
+        if name != "t5" and not (precision == "bf16-mixed" and name in EXPERTS)
     ],
 )
 def test_operations_and_bytes_are_those_of_the_layers(name: str, precision: str, tmp_path: Path) -> None:
-    """Within 3 %, compared with the layers that the estimating backend runs."""
+    """Compared with the layers that the estimating backend runs; `docs/measurements/formulas.md` has the reasons."""
     row = compared(name, precision, tmp_path)
     assert (row.parameters, row.flops) == pytest.approx((0, 0), abs=0.001)
-    assert row.saved == pytest.approx(0, abs=0.03)
+    assert row.saved == pytest.approx(0, abs=COPIES.get(name, 0.03))
