@@ -17,11 +17,14 @@ from planner.show.views.table import Table, Value, column, table
 def comparison_table(comparison: Comparison) -> Table:
     """Return a row per plan; the last column names exceeded limits, or gives the speed relative to the first plan."""
     first = comparison.plans[0]
+    groups = any(row.plan.tensor_parallel > 1 for row in comparison.plans)
+    width = [column("tensor_parallel", "GPUs per\nstage", attrgetter("plan.tensor_parallel"), "count", goes=7)]
     return table(
         comparison.plans,
         column("plan", "plan", attrgetter("path")),
         column("schedule", "schedule", lambda row: schedule_of(row.plan.schedule).title, goes=2),
-        column("devices", "devices", _devices, "count"),
+        column("devices", "GPUs" if groups else "devices", _devices, "count"),
+        *(width if groups else ()),
         column("size", "M x b", lambda row: f"{row.plan.micro_batches} x {row.plan.micro_batch_size}", "count", goes=3),
         column("step", "step", attrgetter("plan.predicted.step_us"), "us", goes=1),
         column("samples", "samples/s", _per_s, "rate"),

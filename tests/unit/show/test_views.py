@@ -4,9 +4,11 @@ from dataclasses import replace
 
 import pytest
 
+from planner.core.judge.difference import ComparedPlan, Comparison
 from planner.show.html import run_html
 from planner.show.notebook import plan_html
 from planner.show.terminal.tables import fitted, width_of
+from planner.show.views.comparison import comparison_table
 from planner.show.views.measured import pipeline_words, run_table
 from planner.show.views.numbers import percent
 from planner.show.views.plan import headline, stage_table
@@ -33,6 +35,17 @@ def test_a_value_has_its_unit_or_that_of_its_column():
     times = WORDS.column("time")
     assert times.texts(WORDS.scales()["word"]) == ("1.500", "3.000")
     assert replace(times, values=(None, "no plan fits")).texts() == ("-", "no plan fits")
+
+
+def test_compared_groups_are_counted_in_gpus():
+    """With a column for the GPUs per stage, which plans without groups do not need."""
+    alone = ComparedPlan(path="a.yaml", recomputed=True, fits=True, plan=plan())
+    groups = replace(alone, path="b.yaml", plan=replace(plan(), tensor_parallel=4))
+    shown = comparison_table(Comparison(plans=(alone, groups)))
+    assert shown.column("devices").title == "GPUs"
+    assert shown.column("devices").values == (3, 12)
+    assert shown.column("tensor_parallel").values == (1, 4)
+    assert "tensor_parallel" not in [c.name for c in comparison_table(Comparison(plans=(alone,))).columns]
 
 
 def test_a_rounding_error_below_zero_is_no_negative_share():
