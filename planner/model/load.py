@@ -232,7 +232,8 @@ def _import(source: str) -> tuple[str, ModuleType, str | None]:
     if file.is_dir():
         raise FileError("is a directory, a model.py is needed", path=path)
     if not file.is_file():
-        raise FileError("no such file", path=path, hint="give the path of a Python file that defines your model")
+        hint = "give the path of a Python file that defines your model, or of a config.json; nothing is downloaded"
+        raise FileError("no such file", path=path, hint=hint)
     if file.suffix == ".json":
         return path, configuration_module(path), entry if colon else None
     if file.suffix != ".py":
