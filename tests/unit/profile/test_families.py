@@ -1,5 +1,6 @@
 """Parameters by formula, compared with the models that transformers builds from the same configurations."""
 
+import json
 import random
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import torch
 from benchmarks.formulas import CONFIGURATIONS, compared
 from planner.core.errors import UsageError
 from planner.profile.formula.families import FAMILIES, shape_of
+from tests.support.house import ROOT
 
 transformers = pytest.importorskip("transformers")
 
@@ -98,6 +100,16 @@ def test_parameters_are_those_of_the_model_in_every_block(name: str, seed: int) 
     if name == "t5":
         counted[configuration.num_layers - 1] += configuration.d_model
     assert [shape.block_parameters(block) for block in shape.blocks] == counted
+
+
+@pytest.mark.parametrize(
+    "path", sorted((ROOT / "sample_models" / "configurations").iterdir()), ids=lambda path: path.name
+)
+def test_parameters_of_large_models_are_those_that_transformers_builds(path: Path) -> None:
+    """The six configurations of the samples, on the meta device."""
+    configuration = transformers.AutoConfig.from_pretrained(path)
+    content = json.loads((path / "config.json").read_text())
+    assert shape_of(content, 32, source="config.json").parameters == count(built(configuration))
 
 
 @pytest.mark.parametrize("name", FAMILIES)
