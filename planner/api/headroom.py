@@ -8,11 +8,12 @@ from planner.core.values.profile import Profile
 AUTO = "auto"
 
 
-def headroom_of(headroom: str | float, profile: Profile, limits: Sequence[int]) -> float:
+def headroom_of(headroom: str | float | None, profile: Profile, limits: Sequence[int]) -> float:
     """Return the headroom as a fraction, from 0 to below 1.
 
     Args:
-        headroom: `5%`, 0.05, or `auto` for the error range of memory predictions from such a profile.
+        headroom: `5%`, 0.05, or `auto` for the error range of memory predictions from such a profile. None is `auto`
+            for an estimated profile, and otherwise nothing: a measured peak is hardly ever above its prediction.
         profile: The profile to plan from.
         limits: Memory limits of the devices, in bytes.
 
@@ -22,7 +23,9 @@ def headroom_of(headroom: str | float, profile: Profile, limits: Sequence[int]) 
     Raises:
         UsageError: The text is not a share, or `auto` is used and no measured peaks are known for such a profile.
     """
-    if headroom != AUTO:
+    if headroom is None and profile.device.how != "estimated":
+        return 0.0
+    if headroom not in (AUTO, None):
         return texts.share(headroom)
     from planner.core.judge.certainty import headroom_for  # noqa: PLC0415 - numpy, and rarely needed
 

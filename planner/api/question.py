@@ -37,6 +37,8 @@ def solve_options(inputs: Inputs, device: Device, *, without: Collection[str] = 
         "--nodes": f"{num_nodes}x{inputs.node_devices}" if num_nodes else None,
         "--devices": str(inputs.devices) if num_nodes * inputs.node_devices != inputs.devices else None,
         "--mem": _memory_option(inputs.memory_bytes),
+        # The limits above are less the headroom already.
+        "--headroom": "0%" if device.how == "estimated" else None,
         "--batch": str(inputs.batch),
         "--schedule": _schedule(inputs),
         "--chunks": str(inputs.chunks) if inputs.chunks and _may_choose_chunks(inputs) else None,

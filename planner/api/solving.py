@@ -151,9 +151,11 @@ def _solved(source: ReadProfile, options: SolveOptions, output: str | None) -> P
         largest = max(read.micro_batch_sizes)
         options.note(f"no `--batch`: planning for {largest} samples per step, the largest profiled size")
     request = request_of(read, reference(source, output or NOWHERE), options)
-    if options.headroom == AUTO:
-        share = requested_headroom(read, options)
-        options.note(f"headroom {100 * share:.4g}% of every memory limit, the error range of such predictions")
+    share = requested_headroom(read, options)
+    if share and options.headroom in (AUTO, None):
+        otherwise = "" if options.headroom else "; `--headroom 0%` uses all memory"
+        kept = f"headroom {100 * share:.4g}% of every memory limit"
+        options.note(f"{kept}, the error range of such predictions{otherwise}")
     if CostTable(read).halves_assumed and all(each.splits_backward for each in request.schedules):
         options.note(
             "the profile has no split backward times: each pass is assumed to take half of the backward, and saved "

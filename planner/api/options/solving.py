@@ -49,9 +49,9 @@ class SolverOptions:
         str | int | None, Option("500MB", "Memory kept free per device; default: calibrated or measured.", _DEVICES)
     ] = None
     headroom: Annotated[
-        str | float,
-        Option("5%|auto", "Share of memory kept free; auto: error range of predictions.", _DEVICES),
-    ] = "0%"
+        str | float | None,
+        Option("5%|auto", "Share of memory kept free; auto (default for estimates): error range.", _DEVICES),
+    ] = None
     link: Annotated[
         str | Link | None,
         Option("25GB/s,5us", "Links between neighbors; `,blocking`: without overlap.", _LINKS),
@@ -198,7 +198,7 @@ class SweepOptions:
     reserve: Annotated[
         str | int | None, _as_solved("reserve", help="Memory kept free per device; default: as measured.")
     ] = None
-    headroom: Annotated[str | float, _as_solved("headroom")] = "0%"
+    headroom: Annotated[str | float | None, _as_solved("headroom")] = None
     tokens: Annotated[str | int | None, _as_solved("tokens")] = None
     samples: Annotated[str | int | None, _as_solved("samples")] = None
     price: Annotated[str | float | None, _as_solved("price")] = None

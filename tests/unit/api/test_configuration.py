@@ -216,3 +216,14 @@ def test_all_missing_options_are_in_one_message() -> None:
     for name in ("heads", "sequence", "vocabulary", "feed-forward", "experts", "experts-per-token", "device"):
         assert f"`--{name}" in refused.value.message
     assert "--layers" not in refused.value.message
+
+
+def test_estimates_keep_their_error_range_free(tmp_path: Path) -> None:
+    """By default, and one note says how to use all memory; an explicit share counts as given."""
+    profile, notes = of(tmp_path), list[str]()
+    plan = planner.solve(profile, devices=2, mem="4GB", batch=4, note=notes.append)
+    assert 0.15 < plan.inputs.headroom < 0.2
+    assert plan.inputs.memory_bytes == (int(4 * 10**9 * (1 - plan.inputs.headroom)),) * 2
+    assert any("`--headroom 0%` uses all memory" in note for note in notes)
+    full = planner.solve(profile, devices=2, mem="4GB", batch=4, headroom="0%")
+    assert full.inputs.memory_bytes == (4 * 10**9,) * 2

@@ -57,6 +57,16 @@ def test_it_is_what_was_asked(words: str) -> None:
     assert ("--link" in names) == ("--inter-link" in words)
 
 
+def test_memory_kept_free_for_an_estimate_is_not_kept_free_twice() -> None:
+    """An estimated profile keeps its error range free by default; the limits of the plan are what is left."""
+    profile = random_profile(1, 8, sizes=(1, 2, 4))
+    profile = replace(profile, device=replace(profile.device, how="estimated"))
+    inputs = request_of(profile, REFERENCE, typed("--devices 2 --mem 8GB --batch 8")).inputs
+    assert inputs.headroom > 0
+    again = request_of(profile, REFERENCE, typed(as_typed(solve_options(inputs, profile.device)))).inputs
+    assert again == replace(inputs, headroom=0.0)
+
+
 def test_the_command_is_one_line() -> None:
     """Whatever stands in files is quoted; the plan is named where it does not stand in its usual place."""
     assert solve_again("my profile.yaml", ["--devices 2; ls"], calibration="c.yaml", plan="out/plan.yaml") == (
