@@ -279,4 +279,5 @@ def _of_largest(options: SweepOptions, devices: int) -> SolverOptions:
     """Return solver options for the largest cluster; headroom is subtracted later, for every memory limit."""
     shared = {of.name for of in fields(SweepOptions)} & {of.name for of in fields(SolverOptions)}
     same = {name: getattr(options, name) for name in shared - {"devices", "mem", "headroom"}}
-    return SolverOptions(devices=devices, mem=None if options.mem is None else max(texts.sizes(options.mem)), **same)
+    mem = None if options.mem is None else max(texts.sizes(options.mem))
+    return SolverOptions(devices=devices, mem=mem, headroom="0%", **same)

@@ -227,3 +227,7 @@ def test_estimates_keep_their_error_range_free(tmp_path: Path) -> None:
     assert any("`--headroom 0%` uses all memory" in note for note in notes)
     full = planner.solve(profile, devices=2, mem="4GB", batch=4, headroom="0%")
     assert full.inputs.memory_bytes == (4 * 10**9,) * 2
+    (cell,) = planner.sweep(profile, devices=2, batch=4).cells
+    assert cell.plan is not None
+    assert cell.memory_bytes == profile.device.memory_bytes
+    assert cell.plan.inputs.memory_bytes == (int(cell.memory_bytes * (1 - cell.plan.inputs.headroom)),) * 2
