@@ -174,7 +174,7 @@ class StageModule(nn.Module):
 
         def run(*values: Any) -> Any:
             with caching_only_with_graph():
-                result = timed(*values)
+                result = _with_graph(timed(*values), values[0])
             if not splits:
                 return result
             if not torch.is_grad_enabled():
@@ -258,6 +258,19 @@ class StageModule(nn.Module):
 
     def _seed(self, index: int, further: int = 0) -> None:
         self.seeds.plant(self._first_layer + index + further, self._running)
+
+
+def _with_graph(result: Any, anchor: Tensor) -> Any:
+    """Return outputs of which at least one depends on `anchor`, which is zero, if there is a graph.
+
+    Layers that are skipped by chance may leave outputs without a graph; the backward of checkpointing would fail.
+    """
+    outputs = [result] if isinstance(result, Tensor) else list(result)
+    if not torch.is_grad_enabled() or any(output.requires_grad for output in outputs):
+        return result
+    place = next(n for n, output in enumerate(outputs) if output.is_floating_point())
+    outputs[place] = outputs[place] + anchor
+    return outputs[0] if isinstance(result, Tensor) else tuple(outputs)
 
 
 def _called(work: Callable[[], Any]) -> Any:
