@@ -1,15 +1,18 @@
 """Repeat forwards of stages without training, to check that the model's code takes the same path every time.
 
 The comparison with the reference trains for two steps. Code that takes another path later, as in a curriculum or a loop
-that ends by the data, would end a run in the middle. Stages of the model's own forward detect it, and raise.
+that ends by the data, would end a run in the middle. Stages of the model's own forward detect it, and raise. Code that
+trains other parameters than in the first forward is refused, too.
 """
 
 import time
 from functools import partial
 from itertools import pairwise
 from multiprocessing.connection import Connection
+from typing import Any
 
 import torch
+from torch import nn
 
 from planner.executor.build.building import StageRange, build_stages
 from planner.executor.equivalence.isolation import Child, ChildError
@@ -23,6 +26,7 @@ from planner.model.stage import ModelStage
 
 _FORWARDS = 64
 _LIMIT_S = 1.0
+"""Seconds of this process: other processes do not reduce the number of forwards."""
 _MOST_STAGES = 4
 _SAMPLES = 2
 _MOST_PARAMETERS = 20_000_000
@@ -40,7 +44,7 @@ def rehearse(loaded: LoadedModel, chain: Chain, *, limit_s: float) -> None:
     Raises:
         ChildError: A forward took another path, which is an error of the model.
     """
-    if chain.outline is None or sum(p.numel() for p in chain.model.parameters()) > _MOST_PARAMETERS:
+    if sum(p.numel() for p in chain.model.parameters()) > _MOST_PARAMETERS:
         return
     child = Child(partial(_forwards, loaded, chain), limit_s=limit_s)
     try:
@@ -61,29 +65,37 @@ def _forwards(loaded: LoadedModel, chain: Chain, _connection: Connection) -> Non
     ranges = [StageRange(first, end) for first, end in pairwise(edges)]
     # Built apart, so that each lacks the parameters of the others, as in a run.
     built = [build_stages(loaded, chain, [one], seed=0, device=device)[0] for one in ranges]
-    modules = [layers[0].module for layers in built]
+    modules = [layer.module for layers in built for layer in layers]
     now = [0]
-    for first, module in zip(edges, modules, strict=False):
-        assert isinstance(module, ModelStage)
-        module.keep_state()
-        module.call_at_layers(partial(_plant, now, first))
-    end = time.monotonic() + _LIMIT_S
+    # Every layer of a Sequential is a module; the others are in one module for each stage.
+    starts = edges if chain.outline is not None else range(count)
+    for first, module in zip(starts, modules, strict=False):
+        if isinstance(module, ModelStage):
+            module.keep_state()
+            module.call_at_layers(partial(_plant, now, first))
+    end = time.process_time() + _LIMIT_S
     first_trained: list[bool] = []
-    while now[0] < _FORWARDS and time.monotonic() < end:
+    while now[0] < _FORWARDS and time.process_time() < end:
         torch.manual_seed(now[0])
         batch = loaded.example_batch(_SAMPLES)
         value, trained = batch.inputs, [p.requires_grad for module in modules for p in module.parameters()]
         with layers_in(loaded.precision, device):
-            for module in modules:
+            for first, module in zip(starts, modules, strict=False):
+                _plant(now, first, 0)
                 value = module(value)
-                trained += [tensor.requires_grad for tensor in tensors_in(value)]
+                trained += _trained_outputs(module, value)
             loss = loaded.loss_fn(value, batch.targets)
-        if not torch.isfinite(loss.detach()).all():
+        if chain.outline is not None and not torch.isfinite(loss.detach()).all():
             raise another_path(f"the loss of forward {now[0] + 1} is no number: code may read tensors of other stages")
         first_trained = first_trained or trained
         if trained != first_trained:
             raise another_path(f"forward {now[0] + 1} computes gradients of other tensors than the first")
         now[0] += 1
+
+
+def _trained_outputs(module: nn.Module, value: Any) -> list[bool]:
+    """Return which outputs of a stage require a gradient; a layer of a Sequential may be skipped by chance."""
+    return [tensor.requires_grad for tensor in tensors_in(value)] if isinstance(module, ModelStage) else []
 
 
 def _plant(now: list[int], first: int, layer: int) -> None:
