@@ -355,7 +355,10 @@ def _checked_optimizer(path: str, build: Builder) -> Builder:
         with user_code(path, "`build_optimizer(parameters)`"):
             optimizer: Any = build(parameters)
         if not isinstance(optimizer, torch.optim.Optimizer):
-            raise ModelError(f"{path}: `build_optimizer` returned {type(optimizer).__name__}, not an optimizer")
+            raise ModelError(
+                f"{path}: `build_optimizer` returned {type(optimizer).__name__}, not an optimizer",
+                hint="return a `torch.optim.Optimizer`; derive a class of your own from it",
+            )
         return optimizer
 
     return checked
