@@ -18,7 +18,7 @@ After the gradients and after the optimizer's step, the state is written to a fi
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -39,6 +39,7 @@ from planner.model.label_counts import label_count
 from planner.model.lean import fill
 from planner.model.load import Batch, LoadedModel
 from planner.model.precision import converted
+from planner.model.python_state import file_numbers, module_numbers
 from planner.model.reference_state import ReferenceState, initial_state, state_after_backward, state_after_update
 from planner.model.seeding import layer_seed, seed_host, seed_process
 from planner.model.shortened import Skipped, shortened
@@ -104,6 +105,7 @@ def train_reference(
     seed_process(options.seed)
     model = _built(loaded, options)
     losses: list[float] = []
+    names = {name for name, _ in model.named_parameters()}
     write("initial", partial(initial_state, loaded, model))
     if folder is not None and options.lean:
         ReferenceState.load(folder / "initial").lend_parameters(dict(model.named_parameters(remove_duplicate=False)))
@@ -118,6 +120,7 @@ def train_reference(
                 batches = _micro_batches(mini_batch(loaded, options, step), options)
                 begin = partial(begin_micro_batch, step)
                 loss = _accumulate(model, loaded, batches, scale=scale, begin_micro_batch=begin)
+            _refuse_new_parameters(model, names)
             if scale == 1.0 and not math.isfinite(loss):
                 with_samples = f"with micro-batches of {counted(options.micro_batch_size, 'sample')}"
                 hint = "check `loss_fn` and the learning rate; deviations over the batch need two samples or more"
@@ -179,8 +182,43 @@ def _accumulate(
             loss = loaded.loss_fn(model(*args, **kwargs), batch.targets)
         total += float(loss.detach()) * weight
         if _has_gradient(model, loss):
+            before = _values(model, loaded)
             (loss * weight * scale).sum().backward()
+            _refuse_changes(before, _values(model, loaded))
     return total
+
+
+def _refuse_new_parameters(model: nn.Module, names: Collection[str]) -> None:
+    """Check that forwards have made no parameters besides those with these names.
+
+    Raises:
+        ModelError: They have.
+    """
+    new = next((name for name, _ in model.named_parameters() if name not in names), "")
+    if new:
+        raise ModelError(
+            f'`forward` makes the parameter "{new}" after the optimizer was built, so nothing would train it',
+            hint="make it in `__init__`, or run the model once in `build_model`",
+        )
+
+
+def _values(model: nn.Module, loaded: LoadedModel) -> dict[str, float]:
+    return module_numbers(dict(model.named_modules())) | file_numbers(model, loaded.loss_fn)
+
+
+def _refuse_changes(before: Mapping[str, float], after: Mapping[str, float]) -> None:
+    """Check that a backward changed no value that `forward` may read.
+
+    Raises:
+        ModelError: It did.
+    """
+    for name, value in after.items():
+        if name in before and value != before[name] and not math.isnan(value):
+            raise ModelError(
+                f'a backward changes the number "{name.rpartition(":")[2]}", which `forward` may read: a pipeline runs '
+                "forwards of several micro-batches before the first backward",
+                hint="keep what only hooks use in a variable of the function that makes the hooks (`nonlocal`)",
+            )
 
 
 def _has_gradient(model: nn.Module, loss: Tensor) -> bool:

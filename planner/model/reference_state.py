@@ -1,7 +1,6 @@
 """States of a training loop that the equivalence check compares, and their files."""
 
 import math
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -10,12 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from planner.model.load import LoadedModel
+from planner.model.python_state import file_numbers, hook_numbers, module_numbers
 from planner.model.state import NUMBERS
-
-_OF_EVERY_MODULE = frozenset(vars(nn.Module()))
-
-_LIBRARIES = ("torch", "transformers", "timm", "planner")
-"""Packages whose module-level numbers are no part of a model."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,7 +132,8 @@ def _buffers(model: nn.Module) -> dict[str, Tensor | None]:
 
 
 def _numbers(loaded: LoadedModel, model: nn.Module) -> dict[str, float]:
-    return module_numbers(dict(model.named_modules())) | file_numbers(loaded, model)
+    modules = dict(model.named_modules())
+    return module_numbers(modules) | hook_numbers(modules) | file_numbers(model, loaded.loss_fn)
 
 
 def optimizer_state(
@@ -158,25 +154,3 @@ def optimizer_state(
             kept = {key: value for key, value in state if isinstance(value, Tensor | int | float)}
             tensors |= {f"optimizer:{name}:{key}": torch.as_tensor(value) for key, value in kept.items()}
     return tensors, groups
-
-
-def module_numbers(modules: Mapping[str, nn.Module]) -> dict[str, float]:
-    """Return the numbers that modules hold in plain attributes, by path and name."""
-    return {
-        f"{path}.{name}": value
-        for path, module in modules.items()
-        for name, value in vars(module).items()
-        if type(value) in NUMBERS and name not in _OF_EVERY_MODULE
-    }
-
-
-def file_numbers(loaded: LoadedModel, model: nn.Module) -> dict[str, float]:
-    """Return the module-level numbers of the files that the model's classes and its loss are written in."""
-    names = {type(module).__module__ for module in model.modules()} | {getattr(loaded.loss_fn, "__module__", "")}
-    own = sorted(name for name in names if name in sys.modules and not name.startswith(_LIBRARIES))
-    return {
-        f"{name}:{variable}": value
-        for name in own
-        for variable, value in vars(sys.modules[name]).items()
-        if type(value) in NUMBERS
-    }

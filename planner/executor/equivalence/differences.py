@@ -43,7 +43,7 @@ class Differences:
         self.relative[name] = max(ratio if not math.isnan(ratio) else math.inf, self.relative.get(name, 0.0))
 
     def compare_number(self, name: str, value: float, right: float) -> None:
-        """Compare a number with the reference's.
+        """Compare a number with the reference's; of integers, every difference counts.
 
         Args:
             name: Name in messages.
@@ -51,7 +51,8 @@ class Differences:
             right: Number of the reference.
         """
         equal = value == right or (math.isnan(value) and math.isnan(right))
-        self.note(name, 0.0 if equal else abs(value - right) / max(abs(right), 1e-30))
+        least = 1.0 if isinstance(value, int) and isinstance(right, int) else 0.0
+        self.note(name, 0.0 if equal else max(least, abs(value - right) / max(abs(right), 1e-30)))
 
     def compare_tensor(self, name: str, value: Tensor | None, right: Tensor | None, least: float = 0.0) -> None:
         """Compare a tensor with the reference's, relative to the largest number in it, at least `least`.
@@ -111,14 +112,15 @@ def largest_problem(relative: Mapping[str, float], noise: Callable[[], Mapping[s
         return ""
     may_be_noise = any(size <= _WORST or what.startswith(NUMBER) for what, size in large.items())
     usual = noise() if may_be_noise else {}
-    wrong = {
-        what: size
-        for what, size in large.items()
-        # A number that differs in every run is random.
-        if not (usual.get(what, 0.0) if what.startswith(NUMBER) else size <= min(_WORST, 10 * usual.get(what, 0.0)))
-    }
+    wrong = {what: size for what, size in large.items() if not size <= _allowed(what, usual.get(what, 0.0))}
     what = max(wrong, key=wrong.__getitem__, default="")
     return what and f"{what} differs by {wrong[what]:.1e}"
+
+
+def _allowed(what: str, usual: float) -> float:
+    """Return the limit of a difference whose size from rounding errors is `usual`."""
+    # A number that differs in every run is random.
+    return 1e3 * usual if what.startswith(NUMBER) else min(_WORST, 10 * usual)
 
 
 def compare_gradients(differences: Differences, gradients: Mapping[str, Tensor | None], right: ReferenceState) -> None:

@@ -30,12 +30,11 @@ from planner.executor.pipeline import Pipeline
 from planner.model.chain import Chain
 from planner.model.held import loose_tensors
 from planner.model.load import LoadedModel
+from planner.model.python_state import file_numbers, hook_numbers, module_numbers, variables_read
 from planner.model.reference import ReferenceOptions, mini_batch
 from planner.model.reference_state import (
     ReferenceState,
-    file_numbers,
     largest,
-    module_numbers,
     optimizer_state,
     sample_of,
 )
@@ -92,7 +91,7 @@ class _Rank:
         """Train and compare."""
         pipeline, loaded, options = self._pipeline, self._trial.loaded, self._trial.options
         self._begin_as_reference()
-        at_start = file_numbers(loaded, self._trial.chain.model)
+        at_start = self._file_numbers()
         optimizer = pipeline.optimizer(loaded.build_optimizer) if options.updates else None
         for step in range(options.steps):
             inputs, targets = pipeline.own_part(*mini_batch(loaded, options, step))
@@ -158,16 +157,22 @@ class _Rank:
             if gradient is not None and parameter.grad is not None:
                 parameter.grad.copy_(gradient)
 
+    def _file_numbers(self) -> dict[str, float]:
+        return file_numbers(self._trial.chain.model, self._trial.loaded.loss_fn)
+
     def _compare_numbers(self, right: ReferenceState, at_start: dict[str, float]) -> None:
-        """Compare the numbers of modules whose forward ends here, and module-level ones that this rank has changed."""
-        found = self._found
+        """Compare the numbers of modules whose forward ends here, and module-level ones that this rank uses."""
+        found, used = self._found, set[str]()
         for module in self._pipeline.modules:
-            for name, number in module_numbers(module.finished_modules()).items():
+            finished = module.finished_modules()
+            used |= variables_read(finished)
+            for name, number in {**module_numbers(finished), **hook_numbers(finished)}.items():
                 if name in right.numbers:
                     found.compare_number(f'{NUMBER} "{name}"', number, right.numbers[name])
-        for name, number in file_numbers(self._trial.loaded, self._trial.chain.model).items():
-            if number != at_start.get(name) and name in right.numbers:
-                variable = name.rpartition(":")[2]
+        for name, number in self._file_numbers().items():
+            file, _, variable = name.rpartition(":")
+            is_used = number != at_start.get(name) or f"{file}:{variable.partition('.')[0]}" in used
+            if is_used and name in right.numbers:
                 found.compare_number(f'the module-level number "{variable}"', number, right.numbers[name])
 
     def _compare_update(self, optimizer: torch.optim.Optimizer, step: int) -> None:

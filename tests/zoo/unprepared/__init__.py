@@ -10,10 +10,12 @@ from pathlib import Path
 from tests.zoo.unprepared import (
     globals_,
     hooks,
+    late_effects,
     losses,
     modules,
     optimizers,
     random_draws,
+    second_look,
     state,
     structures,
     ties,
@@ -94,6 +96,8 @@ def unprepared_models() -> tuple[UnpreparedModel, ...]:
         "structures": structures,
         "modules": modules,
         "tricks": training_tricks,
+        "late": late_effects,
+        "more": second_look,
     }
     return tuple(
         UnpreparedModel(kind=kind, name=name, text=text)

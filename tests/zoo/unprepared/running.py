@@ -395,7 +395,7 @@ def _difference(trained: _Trained, plain: _Trained) -> tuple[float, str]:
         if name not in trained.tensors:
             worst = max(worst, (float("inf"), f"`{name}` is on no stage"))
             continue
-        ours, right, start = (_wide(t) for t in (trained.tensors[name], expected, trained.initial[name]))
+        ours, right, start = (_wide(t) for t in (trained.tensors[name], expected, trained.initial.get(name, expected)))
         if not right.numel():
             continue
         if ours.shape != right.shape:

@@ -1,0 +1,233 @@
+"""Read the Python values that the code of a model keeps between forwards: counters, lengths, states of generators.
+
+Such values may change what is computed only after many steps, later than the equivalence check trains. So the check
+compares the values themselves, each as a number by its path:
+
+    self.calls = 3                 blocks.0.calls
+    self.stats = {"seen": 3}       blocks.0.stats.seen, blocks.0.stats.length
+    nonlocal n (of a function)     blocks.0.tick.n
+    STATE = {"seen": 3}            STATE.seen, STATE.length
+
+Followed are lists, dicts, other containers, objects of the user's classes, modules in plain attributes, closures,
+defaults and attributes of functions, and class attributes. Tensors are not: leftovers of a forward are no state.
+"""
+
+import functools
+import itertools
+import operator
+import random
+import sys
+import zlib
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from types import CodeType, FunctionType, MethodType, ModuleType, SimpleNamespace
+from typing import Any, cast
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from planner.model.state import NUMBERS
+
+_OF_EVERY_MODULE = frozenset(vars(nn.Module())) | {"forward"}
+
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_TENSOR_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
+
+_DEEPEST = 4
+"""Depth to which values within values are followed."""
+
+_MOST_ITEMS = 64
+"""Number of items of a container that are followed."""
+
+_MOST_BYTES = 2**20
+"""Larger arrays and texts are data."""
+
+_MOST_NUMBERS = 20_000
+
+_LIBRARIES = ("torch", "transformers", "timm", "planner")
+"""Packages whose objects and module-level values are no part of a model."""
+
+
+def module_numbers(modules: Mapping[str, nn.Module]) -> dict[str, float]:
+    """Return the values that modules hold in plain attributes, by path and name."""
+    found: dict[str, float] = {}
+    for path, module in modules.items():
+        _add_attributes(found, path, module, 0)
+    return found
+
+
+def hook_numbers(modules: Mapping[str, nn.Module]) -> dict[str, float]:
+    """Return the values that hooks of modules and of their parameters hold in closures, by path and name."""
+    found: dict[str, float] = {}
+    for path, module in modules.items():
+        for table in _HOOKS:
+            _add(found, f"{path}.hooks", list(vars(module)[table].values()), 0)
+        for name, parameter in module.named_parameters(path, recurse=False):
+            hooks = [hook for table in _TENSOR_HOOKS for hook in (getattr(parameter, table, None) or {}).values()]
+            _add(found, f"{name}.hooks", hooks, 0)
+    return found
+
+
+def file_numbers(model: nn.Module, loss_fn: Callable[..., Any]) -> dict[str, float]:
+    """Return the module-level values of the user's files that the model's classes and its loss are written in."""
+    found: dict[str, float] = {}
+    for file in _files(model, loss_fn):
+        for variable, value in list(vars(file).items()):
+            if not variable.startswith("__"):
+                _add_variable(found, f"{file.__name__}:{variable}", value, file.__name__)
+    return found
+
+
+def variables_read(modules: Mapping[str, nn.Module]) -> set[str]:
+    """Return the module-level variables, as `file:name`, that the code of modules may read, calls included."""
+    classes = {cls for module in modules.values() for cls in type(module).__mro__ if _is_users(cls.__module__)}
+    found = {f"{cls.__module__}:{cls.__name__}" for cls in classes}
+    waiting: list[Any] = [value for cls in classes for value in vars(cls).values()]
+    waiting += [value for module in modules.values() for value in vars(module).values()]
+    seen: set[int] = set()
+    while waiting:
+        function = _function_of(waiting.pop())
+        if function is None or id(function) in seen or not _is_users(function.__module__):
+            continue
+        seen.add(id(function))
+        for name in _names_in(function.__code__) & function.__globals__.keys():
+            found.add(f"{function.__module__}:{name}")
+            waiting.append(function.__globals__[name])
+    return found
+
+
+def _add(found: dict[str, float], name: str, value: Any, depth: int) -> None:
+    """Add the numbers of a value, and of what it contains."""
+    if len(found) >= _MOST_NUMBERS:
+        return
+    number = _number_of(value)
+    if number is not None:
+        found[name] = number
+    elif depth < _DEEPEST:
+        _add_content(found, name, value, depth + 1)
+
+
+def _number_of(value: Any) -> float | None:
+    """Return a number that differs if the value of a plain type, array, generator or iterator does, else None."""
+    if type(value) in NUMBERS:
+        return cast("float", value)
+    if isinstance(value, np.generic | np.ndarray):
+        is_numeric = value.nbytes <= _MOST_BYTES and (np.issubdtype(value.dtype, np.number) or value.dtype == bool)
+        return float(np.abs(value).sum()) if is_numeric else None
+    for kinds, state in _STATES.items():
+        if isinstance(value, kinds):
+            return zlib.crc32(state(value))
+    return operator.length_hint(value, 0) if isinstance(value, Iterator) else None
+
+
+_STATES: Mapping[Any, Callable[[Any], bytes]] = {
+    str: lambda text: text[:_MOST_BYTES].encode(),
+    torch.Generator: lambda generator: generator.get_state().numpy().tobytes(),
+    np.random.Generator: lambda generator: repr(generator.bit_generator.state).encode(),
+    np.random.RandomState: lambda generator: repr(generator.get_state(legacy=False)).encode(),
+    random.Random: lambda generator: repr(generator.getstate()).encode(),
+    itertools.count: lambda counter: repr(counter).encode(),
+}
+
+
+def _add_content(found: dict[str, float], name: str, value: Any, depth: int) -> None:
+    if isinstance(value, list | tuple | deque | dict | set | frozenset):
+        found[f"{name}.length"] = len(value)
+        items = value.items() if isinstance(value, dict) else enumerate(value)
+        if not isinstance(value, set | frozenset):
+            for key, item in itertools.islice(items, _MOST_ITEMS):
+                _add(found, f"{name}.{key}", item, depth)
+    elif isinstance(value, partial):
+        _add(found, name, (value.func, value.args, value.keywords), depth)
+    elif isinstance(value, MethodType):
+        _add(found, name, (value.__func__, value.__self__), depth)
+    elif isinstance(value, FunctionType):
+        _add_function(found, name, value, depth)
+    elif isinstance(value, nn.Module):
+        _add_attributes(found, name, value, depth)
+    elif isinstance(value, SimpleNamespace) or _is_object_of_users(value):
+        for key, item in list(vars(value).items()):
+            _add(found, f"{name}.{key}", item, depth)
+
+
+def _add_attributes(found: dict[str, float], path: str, module: nn.Module, depth: int) -> None:
+    for name, value in list(vars(module).items()):
+        if name not in _OF_EVERY_MODULE:
+            _add(found, f"{path}.{name}", value, depth)
+
+
+def _add_function(found: dict[str, float], name: str, function: FunctionType, depth: int) -> None:
+    if not _is_users(function.__module__):
+        return
+    for variable, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+        try:
+            _add(found, f"{name}.{variable}", cell.cell_contents, depth)
+        except ValueError:  # the cell is still empty
+            continue
+    for key, value in {**vars(function), **(function.__kwdefaults__ or {})}.items():
+        _add(found, f"{name}.{key}", value, depth)
+    _add(found, f"{name}.defaults", function.__defaults__ or (), depth)
+
+
+def _add_variable(found: dict[str, float], name: str, value: Any, file: str) -> None:
+    if not isinstance(value, type):
+        _add(found, name, value, 0)
+    elif value.__module__ == file:
+        for key, item in list(vars(value).items()):
+            if not key.startswith("__"):
+                _add(found, f"{name}.{key}", _function_of(item) or item, 1)
+
+
+def _function_of(value: Any) -> FunctionType | None:
+    """Return the function of a function, method, property or the like, else None."""
+    if isinstance(value, property):
+        value = value.fget
+    elif isinstance(value, staticmethod | classmethod | MethodType):
+        value = value.__func__
+    elif isinstance(value, partial):
+        value = value.func
+    elif isinstance(value, functools._lru_cache_wrapper):
+        value = value.__wrapped__
+    return value if isinstance(value, FunctionType) else None
+
+
+def _names_in(code: CodeType) -> set[str]:
+    names = set(code.co_names)
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            names |= _names_in(constant)
+    return names
+
+
+def _files(model: nn.Module, loss_fn: Callable[..., Any]) -> list[ModuleType]:
+    """Return the user's Python files that the model and its loss are written in, and those that they import from."""
+    waiting = sorted({type(module).__module__ for module in model.modules()} | {getattr(loss_fn, "__module__", "")})
+    found: dict[str, ModuleType] = {}
+    while waiting:
+        name = waiting.pop()
+        if name in found or not _is_users(name):
+            continue
+        found[name] = sys.modules[name]
+        for value in vars(found[name]).values():
+            other = value.__name__ if isinstance(value, ModuleType) else getattr(value, "__module__", None)
+            if isinstance(other, str):
+                waiting.append(other)
+    return list(found.values())
+
+
+def _is_object_of_users(value: Any) -> bool:
+    is_thing = isinstance(value, Tensor | type | ModuleType | torch.optim.Optimizer)
+    return not is_thing and hasattr(value, "__dict__") and _is_users(type(value).__module__)
+
+
+def _is_users(module_name: str | None) -> bool:
+    """Return True if a module is a file of the user's, not of the standard library or an installed package."""
+    top = (module_name or "").partition(".")[0]
+    file = getattr(sys.modules.get(module_name or ""), "__file__", None) or ""
+    return bool(file) and top not in sys.stdlib_module_names and not top.startswith(_LIBRARIES) and _is_local(file)
+
+
+def _is_local(file: str) -> bool:
+    return "site-packages" not in file and "dist-packages" not in file

@@ -1,0 +1,181 @@
+"""The equivalence check finds state that changes the training only later than it trains itself."""
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from planner.core.errors import ModelError
+from planner.executor.equivalence.check import Checked, check_equivalence
+from tests.support.measure import loaded_model
+
+WIDTH = 8
+LATE = 1000
+"""Number of forwards from which on a layer computes something else."""
+
+STATE = {"calls": 0}
+
+
+def checked(build: Callable[[], nn.Module]) -> Checked:
+    """What is found of a model."""
+    return check_equivalence(loaded_model(build, WIDTH, loss_fn=lambda out, _target: out.square().mean()), budget_s=60)
+
+
+class Late(nn.Module):
+    """Counts its forwards with a function, and computes something else when there were many."""
+
+    def __init__(self, tick: Callable[["Late"], int]) -> None:
+        super().__init__()
+        self.layer, self.tick = nn.Linear(WIDTH, WIDTH), tick
+        self.stats: dict[str, int] = {"calls": 0}
+        self.numbers = itertools.count(1)
+        self.backwards: list[int] = []
+        self.calls = 0
+
+    def forward(self, value: Tensor) -> Tensor:
+        return torch.tanh(self.layer(value)) * (1.0 if self.tick(self) < LATE else 0.2)
+
+
+def in_a_dict(layer: Late) -> int:
+    """Count in a dict of the layer."""
+    layer.stats["calls"] += 1
+    return layer.stats["calls"]
+
+
+def by_iterator(layer: Late) -> int:
+    """Count with an iterator of the layer."""
+    return next(layer.numbers)
+
+
+def in_the_file(_layer: Late) -> int:
+    """Count in a module-level dict, for all layers."""
+    STATE["calls"] += 1
+    return STATE["calls"]
+
+
+def read_from_the_file(_layer: Late) -> int:
+    """Read what other layers count."""
+    return STATE["calls"]
+
+
+def of_backwards(layer: Late) -> int:
+    """Read what a hook counts."""
+    return len(layer.backwards)
+
+
+def layers(*ticks: Callable[[Late], int]) -> Callable[[], nn.Module]:
+    """A model of such layers, with others between them."""
+    return lambda: nn.Sequential(*(layer for tick in ticks for layer in (Late(tick), nn.Linear(WIDTH, WIDTH))))
+
+
+@pytest.mark.parametrize("tick", [in_a_dict, by_iterator])
+def test_a_layer_that_would_count_twice_is_not_recomputed(tick: Callable[[Late], int]) -> None:
+    """No difference of two steps shows it."""
+    found = checked(layers(tick, tick))
+    assert found.warnings == ()
+    assert found.proof.cuts == 3
+    assert "the number" in found.proof.differs_recomputed
+
+
+@pytest.mark.parametrize("last", [in_the_file, read_from_the_file])
+def test_a_count_of_all_layers_in_a_module_level_dict_is_refused(last: Callable[[Late], int]) -> None:
+    """Each process counts its own layers; one that only reads the count sees zero."""
+    with pytest.raises(ModelError, match=r'the module-level number "STATE.calls" differs'):
+        checked(layers(in_the_file, last))
+
+
+def test_an_object_that_layers_share_stays_in_one_stage() -> None:
+    """Cuts between the first layer that counts in it and the last are removed."""
+
+    def build() -> nn.Module:
+        first, last = Late(in_a_dict), Late(in_a_dict)
+        last.stats = first.stats
+        return nn.Sequential(first, last, nn.Linear(WIDTH, WIDTH))
+
+    found = checked(build)
+    assert found.proof.cuts == 1
+    assert 'behind "0": the number "0.stats.calls" differs' in found.warnings[0]
+
+
+def test_a_number_that_a_backward_changes_is_refused() -> None:
+    """Stages run forwards of several micro-batches before the first backward."""
+
+    def build() -> nn.Module:
+        model = layers(of_backwards, of_backwards)()
+        first: Any = model.get_submodule("0")
+        first.layer.weight.register_hook(lambda _gradient: first.backwards.append(1))
+        return model
+
+    with pytest.raises(ModelError, match=r'a backward changes the number "0.backwards.length"') as refused:
+        checked(build)
+    assert "nonlocal" in refused.value.hint
+
+
+def test_a_hook_that_counts_for_all_parameters_is_refused() -> None:
+    """Each process counts for its own."""
+
+    def build() -> nn.Module:
+        model, calls = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(3))), []
+        for parameter in model.parameters():
+            parameter.register_hook(lambda gradient: calls.append(1) or gradient)
+        return model
+
+    with pytest.raises(ModelError, match=r"hooks.0.calls.length"):
+        checked(build)
+
+
+class Lazy(nn.Module):
+    """Makes its parameter in the first forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+        self.register_parameter("gain", None)
+
+    def forward(self, value: Tensor) -> Tensor:
+        if self.gain is None:
+            self.gain = nn.Parameter(torch.ones(WIDTH))
+        return self.layer(value) * self.gain
+
+
+def test_parameters_that_the_first_forward_makes_are_refused() -> None:
+    """The optimizer of a plain loop does not have them."""
+    with pytest.raises(ModelError, match=r'`forward` makes the parameter "0.gain"') as refused:
+        checked(lambda: nn.Sequential(Lazy(), Lazy()))
+    assert "run the model once in `build_model`" in refused.value.hint
+
+
+class Freezes(Late):
+    """Is no longer trained when there were some forwards."""
+
+    def forward(self, value: Tensor) -> Tensor:
+        self.layer.weight.requires_grad_(in_a_dict(self) < 10)
+        return super().forward(value)
+
+
+def test_layers_of_a_sequential_that_freeze_themselves_later_are_refused() -> None:
+    """A recomputed stage would fail, or send no gradient."""
+    with pytest.raises(ModelError, match="took another path than when it was profiled: forward"):
+        checked(lambda: nn.Sequential(Freezes(by_iterator), nn.Linear(WIDTH, WIDTH)))
+
+
+class Skips(Late):
+    """Returns its input in every other forward."""
+
+    def forward(self, value: Tensor) -> Tensor:
+        return value if in_a_number(self) % 2 else super().forward(value)
+
+
+def in_a_number(layer: Late) -> int:
+    """Count in an attribute."""
+    layer.calls += 1
+    return layer.calls
+
+
+def test_a_recomputed_stage_whose_outputs_have_no_graph_trains() -> None:
+    """The first layer is skipped, as layers are that are dropped by chance."""
+    found = checked(lambda: nn.Sequential(Skips(of_backwards), nn.Linear(WIDTH, WIDTH)))
+    assert (found.proof.cuts, found.proof.differs_recomputed) == (1, "")

@@ -1,0 +1,124 @@
+"""Python values that code of a model keeps between forwards are read by their paths."""
+
+import functools
+import itertools
+import random
+from collections import deque
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from planner.model.python_state import file_numbers, hook_numbers, module_numbers, variables_read
+
+STATE = {"calls": 1}
+UNREAD = 5
+
+
+class Clock:
+    """An object of the user's."""
+
+    def __init__(self) -> None:
+        self.ticks = 3
+
+
+def counter(value: int) -> Any:
+    """Return a function that holds a number in a closure."""
+
+    def tick() -> int:
+        return value
+
+    return tick
+
+
+def count() -> int:
+    """Read a module-level dict."""
+    return STATE["calls"]
+
+
+class Reads(nn.Module):
+    """Reads a module-level dict in a function."""
+
+    seen: list[int] = [7]  # noqa: RUF012 - it is shared on purpose
+
+    def forward(self, value: Tensor) -> Tensor:
+        return value * count()
+
+
+CASES = {
+    "number": (3, {"x": 3}),
+    "dict": ({"calls": 3}, {"x.calls": 3, "x.length": 1}),
+    "deque": (deque([1.0, 2.0]), {"x.length": 2, "x.0": 1.0, "x.1": 2.0}),
+    "array": (np.array([1, -2]), {"x": 3.0}),
+    "object": (Clock(), {"x.ticks": 3}),
+    "namespace": (SimpleNamespace(ticks=3), {"x.ticks": 3}),
+    "closure": (counter(4), {"x.value": 4, "x.defaults.length": 0}),
+    "partial": (functools.partial(counter(4), 2), {"x.0.value": 4, "x.1.0": 2}),
+    "iterator": (iter(range(9)), {"x": 9}),
+    "tensor": (torch.ones(2), {}),
+    "library": (torch.nn.init.xavier_normal_, {}),
+}
+
+
+def numbers(value: Any) -> dict[str, float]:
+    """What is found of a module with one attribute."""
+    module = nn.Module()
+    vars(module)["x"] = value
+    return {name.removeprefix("m."): number for name, number in module_numbers({"m": module}).items()}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_values_are_found_in(case: str) -> None:
+    """Numbers by path, lengths of containers."""
+    value, expected = CASES[case]
+    found = numbers(value)
+    assert expected.items() <= found.items()
+    assert bool(found) == bool(expected)
+
+
+@pytest.mark.parametrize(
+    "draw",
+    [
+        (torch.Generator(), lambda g: torch.rand(1, generator=g)),
+        (np.random.default_rng(0), lambda g: g.random()),
+        (np.random.RandomState(0), lambda g: g.rand()),
+        (random.Random(0), lambda g: g.random()),
+        (itertools.count(), next),
+        (iter([1, 2, 3]), next),
+    ],
+)
+def test_a_draw_changes_the_number_of_a_generator(draw: Any) -> None:
+    """Two stages that share a generator draw other numbers than one process does."""
+    generator, call = draw
+    before = numbers(generator)
+    call(generator)
+    assert numbers(generator) != before
+
+
+def test_objects_that_refer_to_each_other_end() -> None:
+    """A cycle is followed to a limited depth."""
+    one, other = Clock(), Clock()
+    one.other, other.other = other, one  # type: ignore[attr-defined]
+    assert len(numbers(one)) < 10
+
+
+def test_hooks_of_modules_and_parameters_are_looked_into() -> None:
+    """A hook that counts in a closure."""
+    module = nn.Linear(2, 2)
+    module.weight.register_hook(counter(4))
+    module.register_forward_hook(counter(5))
+    found = hook_numbers({"m": module})
+    assert found["m.weight.hooks.0.value"] == 4
+    assert found["m.hooks.0.value"] == 5
+
+
+def test_module_level_values_are_found_and_who_reads_them() -> None:
+    """Also what a called function reads; class attributes belong to the class."""
+    found = {name.rpartition(":")[2]: number for name, number in file_numbers(Reads(), count).items()}
+    assert (found["STATE.calls"], found["UNREAD"], found["Reads.seen.0"]) == (1, 5, 7)
+    read = {name.rpartition(":")[2] for name in variables_read({"": Reads()})}
+    assert {"STATE", "count", "Reads"} <= read
+    assert "UNREAD" not in read
