@@ -33,6 +33,11 @@ Use it (micro_batch: example inputs of MICRO_BATCH_SIZE samples; STAGES: the sta
 _USE_NAME: Final = """\
     schedule = get_schedule_class(SCHEDULE)(stages, n_microbatches=MICRO_BATCHES, loss_fn=loss_fn)"""
 
+_RECEIVES: Final = (
+    "some releases of torch hold receive buffers for all micro-batches from the start; the planned peaks do not"
+)
+"""Note on memory that depends on the release: 2.13 allocates each buffer when it receives."""
+
 _USE_TABLE: Final = f"""\
     schedule = _PipelineScheduleRuntime(stages, n_microbatches=MICRO_BATCHES, loss_fn=loss_fn)
     schedule._load_csv("{SCHEDULE_FILE}", format="compute_only")
@@ -49,6 +54,7 @@ def emit_split_spec(layout: Layout) -> EngineFile:
     begins = [stage[0] for stage in layout.module_paths(_NAME)[1:]]
     notes = [
         *layout.halves_notes(),
+        *([_RECEIVES] if len(plan.stages) > 1 and plan.micro_batches > 1 else []),
         *layout.recompute_notes(f"{_NAME} does not recompute: wrap stages in `torch.utils.checkpoint` yourself"),
         *layout.replica_notes(_NAME),
     ]
