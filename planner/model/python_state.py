@@ -134,8 +134,10 @@ _STATES: Mapping[Any, Callable[[Any], bytes]] = {
 
 def _add_content(found: dict[str, float], name: str, value: Any, depth: int) -> None:
     if isinstance(value, list | tuple | deque | dict | set | frozenset):
-        found[f"{name}.length"] = len(value)
         items = value.items() if isinstance(value, dict) else enumerate(value)
+        # Stages delete the tensors that a forward left, so the number of tensors is no state.
+        held = value.values() if isinstance(value, dict) else value
+        found[f"{name}.length"] = sum(not isinstance(item, Tensor) for item in held)
         if not isinstance(value, set | frozenset):
             for key, item in itertools.islice(items, _MOST_ITEMS):
                 _add(found, f"{name}.{key}", item, depth)

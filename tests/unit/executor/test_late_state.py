@@ -179,3 +179,25 @@ def test_a_recomputed_stage_whose_outputs_have_no_graph_trains() -> None:
     """The first layer is skipped, as layers are that are dropped by chance."""
     found = checked(lambda: nn.Sequential(Skips(of_backwards), nn.Linear(WIDTH, WIDTH)))
     assert (found.proof.cuts, found.proof.differs_recomputed) == (1, "")
+
+
+class Captures(nn.Module):
+    """Reads what a hook of its first layer put into a dict."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(3)))
+        self.features: dict[str, Tensor] = {}
+        self.body[0].register_forward_hook(self.keep)
+
+    def keep(self, _module: nn.Module, _args: Any, output: Tensor) -> None:
+        """Keep the output of the first layer."""
+        self.features["first"] = output
+
+    def forward(self, value: Tensor) -> Tensor:
+        return self.body(value) + self.features["first"]
+
+
+def test_tensors_that_a_hook_leaves_in_a_dict_are_no_count() -> None:
+    """Stages delete them after they have run, a plain loop does not."""
+    assert checked(Captures).proof.cuts

@@ -59,6 +59,7 @@ CASES = {
     "partial": (functools.partial(counter(4), 2), {"x.0.value": 4, "x.1.0": 2}),
     "iterator": (iter(range(9)), {"x": 9}),
     "tensor": (torch.ones(2), {}),
+    "leftover": ({"first": torch.ones(2)}, {"x.length": 0}),
     "library": (torch.nn.init.xavier_normal_, {}),
 }
 
