@@ -23,7 +23,7 @@ from typing import NamedTuple, cast
 from planner.core.errors import ModelError
 from planner.core.values.proof import Proof
 from planner.executor.build.building import build_structure
-from planner.executor.equivalence.isolation import Child, ChildError
+from planner.executor.equivalence.isolation import Child, ChildError, return_large_blocks
 from planner.executor.equivalence.rehearsal import rehearse
 from planner.executor.equivalence.rounds import Round, RoundResult
 from planner.executor.equivalence.subject import STEPS, CheckRequest, Digests, Subject, layer_starts
@@ -155,7 +155,9 @@ def _round(request: CheckRequest, folder: Path, connection: Connection) -> Round
 
 def _reference(loaded: LoadedModel, folder: Path, connection: Connection) -> None:
     """Train the reference with the options that `connection` sends."""
-    options = connection.recv()
+    options: ReferenceOptions = connection.recv()
+    if not options.updates:
+        return_large_blocks()
     folder.mkdir(exist_ok=True)
     train_reference(loaded, options, folder)
 

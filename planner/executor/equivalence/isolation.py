@@ -28,6 +28,14 @@ with FakeTensorMode():
     torch.empty(0)
 
 
+_LARGE_BYTES = 2**22
+
+
+def return_large_blocks() -> None:
+    """Make this process return large blocks of freed memory to the system, which takes time, and needs less memory."""
+    keep_freed_memory(below=_LARGE_BYTES)
+
+
 class ChildError(Exception):
     """Error of a child process that ended without a result.
 

@@ -24,7 +24,7 @@ from planner.executor.equivalence.differences import (
     largest_problem,
     shaking,
 )
-from planner.executor.equivalence.isolation import Child, ChildError
+from planner.executor.equivalence.isolation import Child, ChildError, return_large_blocks
 from planner.executor.equivalence.stages import Trial, run_rank
 from planner.executor.equivalence.subject import CheckRequest, Subject
 from planner.model.load import LoadedModel
@@ -33,6 +33,9 @@ from planner.model.reference_state import ReferenceState
 
 _MOST_STAGES = 8
 """Limit of ranks that run at a time."""
+
+_FEW_STAGES = 4
+"""Limit for a model that barely fits in memory; each process takes 100 MB for itself."""
 
 _IN_PLACE_HINT = (
     "stages run forwards of several micro-batches before the first backward, so neither `forward` nor a hook may "
@@ -93,7 +96,7 @@ class Round:
         num_layers = len(self.subject.whole.layers)
         wanted = list(shown.values() if ends is None else (end for end in ends if end < num_layers))
         standing_for = {place: cut for cut, place in shown.items()}
-        most = _MOST_STAGES - 1 if ends is None else len(wanted)
+        most = (_MOST_STAGES if self.subject.options.updates else _FEW_STAGES) - 1 if ends is None else len(wanted)
         compared: list[int] = []
         recomputed, took_s = "", 0.0
         relative: dict[str, float] = {}
@@ -275,6 +278,8 @@ class _GroupResult(NamedTuple):
 
 
 def _run_rank(trial: Trial, rank: int, rendezvous: Path, _connection: Connection) -> Differences:
+    if not trial.options.updates:
+        return_large_blocks()
     return run_rank(trial, rank, rendezvous)
 
 

@@ -127,7 +127,8 @@ class _Rank:
             right = self._before.tensors.get(f"{kind}:{name}")
             if right is None or right.shape != tensor.shape or tensor.is_meta:
                 continue
-            if not torch.equal(tensor.detach(), right):
+            is_lent = tensor.data_ptr() == right.data_ptr()
+            if not is_lent and not torch.equal(tensor.detach(), right):
                 self._found.own_values[self._pipeline.first_names.get(name, name)] = digest_of_values(tensor)
                 tensor.detach().copy_(right)
 
@@ -146,7 +147,10 @@ class _Rank:
         found, pipeline = self._found, self._pipeline
         if pipeline.is_last:
             found.compare_number("the loss", loss, right.loss)
-        compare_gradients(found, {n: p.grad for n, p in self._named.items() if p.requires_grad}, right)
+        if self._trial.options.updates:
+            compare_gradients(found, {n: p.grad for n, p in self._named.items() if p.requires_grad}, right)
+        else:
+            self._compare_and_release(step)
         for name, buffer in self._held_tensors().items():
             if f"buffer:{name}" in right.tensors:
                 expected = right.tensors[f"buffer:{name}"]
@@ -156,6 +160,14 @@ class _Rank:
             gradient = right.tensors.get(f"gradient:{name}")
             if gradient is not None and parameter.grad is not None:
                 parameter.grad.copy_(gradient)
+
+    def _compare_and_release(self, step: int) -> None:
+        """Compare the gradients of a model that barely fits in memory, and release each of them."""
+        for name, parameter in self._named.items():
+            if parameter.requires_grad:
+                # A state of its own for each gradient: what has been read of the file is released with it.
+                compare_gradients(self._found, {name: parameter.grad}, self._state(f"gradients-{step}"))
+                parameter.grad = None
 
     def _file_numbers(self) -> dict[str, float]:
         return file_numbers(self._trial.chain.model, self._trial.loaded.loss_fn)
