@@ -56,12 +56,6 @@ def request_of(profile: Profile, reference: ProfileReference, options: SolverOpt
     )
 
 
-def requested_headroom(profile: Profile, options: SolverOptions) -> float:
-    """Return the share of every memory limit that must stay free; raises `UsageError` like `request_of`."""
-    devices, _ = _devices(options.devices, options.nodes)
-    return headroom_of(options.headroom, profile, _memory_limits(options.mem, devices, profile))
-
-
 def _inputs(
     profile: Profile,
     reference: ProfileReference,

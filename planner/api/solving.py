@@ -139,7 +139,7 @@ def _check_output(output: str | None, source: ReadProfile, options: SolveOptions
 def _solved(source: ReadProfile, options: SolveOptions, output: str | None) -> Plan:
     """Return the plan for one number of devices, which will be written to `output`."""
     # `planner.solve` is slow to import, and `--help` does not need it.
-    from planner.api.solver_request import request_of, requested_headroom  # noqa: PLC0415
+    from planner.api.solver_request import request_of  # noqa: PLC0415
     from planner.core.cost.costs import CostTable  # noqa: PLC0415
     from planner.solve import solve as solve_plan  # noqa: PLC0415
     from planner.solve.methods import lacks_bound  # noqa: PLC0415
@@ -151,7 +151,7 @@ def _solved(source: ReadProfile, options: SolveOptions, output: str | None) -> P
         largest = max(read.micro_batch_sizes)
         options.note(f"no `--batch`: planning for {largest} samples per step, the largest profiled size")
     request = request_of(read, reference(source, output or NOWHERE), options)
-    share = requested_headroom(read, options)
+    share = request.inputs.headroom
     if share and options.headroom in (AUTO, None):
         otherwise = "" if options.headroom else "; `--headroom 0%` uses all memory"
         kept = f"headroom {100 * share:.4g}% of every memory limit"
