@@ -80,7 +80,6 @@ def prepare(page: str, folder: Path) -> None:
         )
     if page in {"README", "guide"}:
         (folder / "model.py").write_text(next(b for b in blocks(PAGES[page], "python") if "def build_model" in b))
-    if page == "guide":
         shutil.copy(ROOT / "sample_models" / "configurations" / "llama-3-70b" / "config.json", folder)
     if page == "training":
         (folder / "model.py").write_text(BLOCKS)

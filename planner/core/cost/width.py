@@ -3,9 +3,9 @@
 For one T, this module turns a profile into a plain one: the times of its layers include the collectives within a
 group. Together with `Inputs.cluster_of`, whose devices are groups, no other module needs a rule for groups.
 
-In a forward, the GPUs of a group sum the results of a layer by all-reduces, and in a backward those of its input
-gradients (Shoeybi et al., "Megatron-LM", arXiv:1909.08053). A ring moves 2 (T-1)/T of the bytes over the link of each
-GPU (Patarasuk and Yuan, 2009). Each all-reduce has the latency of the link once.
+In a forward, the GPUs of a group all-reduce the results of a layer, and in a backward its input gradients (Shoeybi et
+al., "Megatron-LM", arXiv:1909.08053). A ring moves 2 (T-1)/T of the bytes over the link of each GPU (Patarasuk and
+Yuan, 2009). The latency of the link counts once per all-reduce, not per hop.
 """
 
 from collections.abc import Callable, Mapping
@@ -25,7 +25,7 @@ def collectives_us(size_bytes: float, count: int, tensor_parallel: int, link: Li
     """Return the time of a layer's all-reduces within a group, for one direction of a micro-batch.
 
     Args:
-        size_bytes: Bytes that all of them sum.
+        size_bytes: Bytes of all these all-reduces together.
         count: Number of all-reduces.
         tensor_parallel: GPUs of a group (T).
         link: Link within a node.
@@ -45,7 +45,7 @@ def widths_of(profile: Profile) -> tuple[int, ...]:
 
 
 def has_collectives(profile: Profile, width: int) -> bool:
-    """Return True if groups of `width` GPUs sum bytes that the profile's times do not include."""
+    """Return True if the profile's times leave out all-reduces in groups of `width` GPUs."""
     layers = _layers_by_width(profile)[width]
     return width > 1 and any(layer.collectives or layer.collective_bytes for layer in layers)
 

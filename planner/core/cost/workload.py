@@ -1,10 +1,10 @@
 """Workload: tokens and floating-point operations of a training step, and duration and cost of a training run.
 
 The model FLOPs of a sample are those of one forward and one backward without recomputation. A backward takes twice the
-forward, because both gradients of a product take as many operations as the product: three forwards together. With
-the 2 N operations per token of a forward of N parameters, this is the 6 N of Kaplan et al., arXiv:2001.08361. The model
-FLOPs utilization (MFU) is their share of what the devices could compute in the same time (Chowdhery et al., "PaLM",
-arXiv:2204.02311, appendix B).
+forward, because each of a product's two gradients takes as many operations as the product. With the 2 N operations per
+token of a forward of N parameters, forward and backward have the 6 N of Kaplan et al., arXiv:2001.08361. The model
+FLOPs utilization (MFU) is the model FLOPs as a share of what the devices could compute in the same time (Chowdhery et
+al., "PaLM", arXiv:2204.02311, appendix B).
 """
 
 import re

@@ -1,4 +1,4 @@
-"""Rates that published runs sustained, as defaults for GPUs that are not here.
+"""Rates that published runs sustained, as defaults for GPUs that this machine lacks.
 
 Each is the median of the runs of one kind in `docs/measurements/published.md`, section "Rates that were reached", which
 names all runs and their sources. `tests/unit/test_published.py` computes the medians from the published figures.

@@ -6,7 +6,7 @@
 
 FLOP of one micro-batch, on all t devices together (Narayanan et al., "Efficient Large-Scale Language Model Training on
 GPU Clusters Using Megatron-LM", arXiv:2104.04473; split backward as in Qi et al., "Zero Bubble Pipeline Parallelism",
-arXiv:2401.10241, table 1; both have f = 4h):
+arXiv:2401.10241, table 1; both have f = 4h). F is the forward, I computes gradients of inputs, W those of weights:
 
                   F                           I                           W
     block         8bsh^2 + 4bshf + 4bs^2h     8bsh^2 + 4bshf + 8bs^2h     8bsh^2 + 4bshf
@@ -18,19 +18,19 @@ part of split tensors, and all of whole tensors, unless sequence parallelism spl
 
                   whole                split
     embedding     bsh (e + 1)          -
-    block         bsh (4e + 2)         e (4bsh + 2bsf) / t, and with kept scores abs^2 (2e + 1) / t
+    block         bsh (4e + 2)         e (4bsh + 2bsf) / t; if scores are kept, also b a s^2 (2e + 1) / t
     head          bsh e                4bsV / t: logits in float32
 
 From I to W a block keeps the inputs of its products and the gradients of their results: 4bsh e whole, and split e (4bsh
-+ 2bsf) / t, which is 32bsh in the papers' case. The formulas include no transients of a layer. This module adds the
-gradient of a layer's largest weight, which exists before it is added to that of earlier micro-batches, and a second
-copy of the head's logits.
++ 2bsf) / t; together 32bsh in the papers' case with t = 1. The papers' formulas include no transients of a layer. This
+module adds two: the newest gradient of a layer's largest weight, until it is accumulated, and a second copy of the
+head's logits.
 
-The t devices sum bsh e after each product whose inputs they share: twice per block in forward and as often in backward,
-once in forward after the embedding, and once in backward before the head. With sequence parallelism they gather and
-scatter as many bytes.
+The t devices sum bsh e after each product whose inputs are split among them: twice per block in forward and as often in
+backward, once in forward after the embedding, and once in backward before the head. With sequence parallelism they
+gather and scatter as many bytes.
 
-Not counted: operators that are bound by memory rather than by FLOP, workspaces of kernels. A measured rate of a device
+Not counted: operators that are bound by memory rather than by FLOP, workspaces of kernels. A rate measured in runs
 includes the effect of the first.
 """
 

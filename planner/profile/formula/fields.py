@@ -19,7 +19,7 @@ class Fields:
     def integer(self, *names: str, default: int | None = None, least: int = 1) -> int:
         """Return the integer of the first present key; all of these keys mean the same.
 
-        Without a key and a default, a placeholder is returned, and `check` raises.
+        With neither a key nor a default, a placeholder is returned, and `check` raises.
         """
         for name in names:
             value = self._content.get(name)

@@ -192,7 +192,7 @@ class _Layers:
         )
 
     def _summed_bytes(self, count: float) -> float:
-        """Return the bytes of some sums of hidden states over the devices that share a layer."""
+        """Return the bytes of `count` sums of hidden states over the devices that share a layer."""
         return count * self.e * self.shape.sequence * self.shape.hidden if self.sums else 0.0
 
     def _weight(self, linear: Linear) -> int:
@@ -203,7 +203,7 @@ class _Layers:
     def _span(self, attention: Attention) -> int:
         """Return the number of tokens that each token attends to.
 
-        A causal mask saves nothing, as the papers count. Only fused kernels skip tokens outside of a window.
+        As in the papers, tokens behind a causal mask are counted. Only fused kernels skip tokens outside of a window.
         """
         window = attention.window if self.execution.fused else 0
         return min(window or self.shape.sequence, self.shape.sequence)
@@ -211,7 +211,7 @@ class _Layers:
     def _norm_bytes(self, block: Block, linears: list[Linear]) -> float:
         """Return the bytes per channel that normalizations keep: inputs, normalized inputs, results and their copies.
 
-        The previous layer counts the first input as its output, and this layer counts its own output instead.
+        The block's output is counted here. Its input is not, because it is the output of the previous layer.
         """
         router = isinstance(block.feed_forward, Experts) and block.feed_forward.wide_router and self.keeps_copies
         before = (4 if router else 0) + block.norms * ((4 if self.keeps_copies else self.residual) + self.normalized)

@@ -24,7 +24,7 @@ class Linear:
     """Number of products per token."""
 
     def parameters(self, devices: int = 1) -> int:
-        """Return the parameters that each of some devices has."""
+        """Return the parameters of each of `devices` that share the layer."""
         weights = self.copies * self.inputs * sum(self.outputs)
         biases = self.copies * sum(self.outputs) if self.bias else 0
         if self.split == "none":
@@ -69,7 +69,7 @@ class Attention:
     latent: Latent | None = None
 
     def groups(self, devices: int) -> int:
-        """Return the number of key-value heads on all devices; each device has at least one."""
+        """Return the number of key-value heads of all devices together, with copies if the devices are more."""
         return max(self.key_value_heads, devices)
 
     @property
