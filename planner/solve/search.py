@@ -173,7 +173,8 @@ def _in_passes(cases: Sequence[Case], request: Request, deadline: Deadline, *, u
         alone = replace(request, inputs=replace(request.inputs, schedule=name))
         rest = deadline.share(0.5) if name == SEARCHED.name else deadline
         others_us = min((us for other, us in bounds_us.items() if other != name), default=inf)
-        again = _one_by_one(own, alone, replace(rest, enough_us=others_us), upper_us=upper_us * _NEARBY)
+        near = {key for key, one in first.answers.items() if one.step_us <= upper_us * _NEARBY}
+        again = _one_by_one(own, alone, replace(rest, enough_us=others_us), upper_us=upper_us * _NEARBY, near=near)
         complete = complete and again.complete
         # The second search ignores plans slower than its limit, so its lower bound holds up to that limit only.
         bounds_us[name] = max(bounds_us.get(name, 0.0), min(again.bound_us, upper_us * _NEARBY))
@@ -231,6 +232,7 @@ def _one_by_one(
     found: Answer | None = None,
     ranks: Mapping[tuple[int, int, int], float] | None = None,
     budget: Mapping[ScheduleName, int] = MappingProxyType({}),
+    near: Collection[_Key] = (),
 ) -> _Searched:
     """Search the cases one after the other.
 
@@ -243,6 +245,7 @@ def _one_by_one(
         found: Plan that was found before.
         ranks: Estimated step times by width, replicas and M, if widths share the effort; the fastest come first.
         budget: Actions to simulate per schedule; empty for those of the request.
+        near: Cases that are searched with any number of chunks, because an earlier pass found good plans.
     """
     is_open, first_us = request.inputs.schedule == "auto", upper_us
     is_second = deadline.enough_us < inf
@@ -265,7 +268,8 @@ def _one_by_one(
         whole = by_stage.get(_Key.of(case))
         is_hopeless = not case.schedule.has_closed_form and case.ideal_us >= upper_us
         is_spent = ranks is not None and left.get(case.schedule.name, 1) <= 0
-        has_chunks = (is_second or case.schedule.is_to_be_made) and _has_enough_chunks(case, answers)
+        is_cut_short = (is_second or case.schedule.is_to_be_made) and _Key.of(case) not in near
+        has_chunks = is_cut_short and _has_enough_chunks(case, answers)
         most_actions = _effort(case, left, unseen[case.schedule.name] + 1, is_ranked=ranks is not None)
         if has_chunks or is_spent or (is_open and left and is_hopeless and whole is None):
             _bound_by(bounds_us, case, case.bound_us)  # not worth the effort, but its bound still counts

@@ -4,7 +4,9 @@ import inspect
 import random
 from contextlib import suppress
 from dataclasses import replace
+from math import inf
 
+import numpy as np
 import pytest
 
 from planner import api
@@ -18,11 +20,14 @@ from planner.core.values.limits import MOST_CHUNKS
 from planner.core.values.plan import DEFAULT_SCHEDULE, Inputs, Plan, ProfileReference, RecomputePolicy
 from planner.core.values.profile import Device, Profile
 from planner.solve import Request, search, solve
+from planner.solve.answer import Answer
 from planner.solve.cases import cases_of
+from planner.solve.deadline import Deadline
 from planner.solve.questions import insight
 from planner.solve.questions.faster import faster_schedule, plan_with_replicas
 from planner.solve.request import MOST_ACTIONS_OF_AUTO
 from planner.solve.space import partitions
+from planner.solve.space.case import Case
 from tests.support.chains import chain, layer, random_profile
 from tests.support.profiles import UNLIMITED, inputs_of, profile_of
 
@@ -203,3 +208,24 @@ def test_no_change_for_the_better_makes_a_plan_slower(monkeypatch: pytest.Monkey
     found = insight.insight_of(profile, request, plan).what_if
     assert len(found) == 2
     assert all(change.step_us == plan.predicted.step_us for change in found)
+
+
+def test_more_chunks_are_left_out_once_they_are_slower(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a second pass, but not if an earlier pass found a good plan with so many chunks."""
+    inputs = replace(inputs_of(2, 4), schedule="interleaved", chunks=0)
+    cases = cases_of(uneven(0), request := Request(inputs=inputs, micro_batches=4, searches_on=False))
+    assert [case.chunks for case in cases] == [2, 3, 4]
+    upper_us = 2 * max(case.bound_us for case in cases)
+    steps_us = {2: 0.9 * upper_us, 3: 0.95 * upper_us, 4: 0.8 * upper_us}
+
+    def found(case: Case, **_: object) -> Answer:
+        return Answer(case, case.partition(np.array([0, 16]), np.array([0])), steps_us[case.chunks], 0.0, "simulated")
+
+    monkeypatch.setattr(search, "search_for", lambda *_: found)
+    second = Deadline(ends_s=inf, enough_us=1.0)
+    tried = search._one_by_one(cases, request, second, upper_us=upper_us).answers
+    assert [key.chunks for key in tried] == [2, 3]
+    near = {search._Key.of(cases[2])}
+    best = search._one_by_one(cases, request, second, upper_us=upper_us, near=near).best
+    assert best is not None
+    assert best.case.chunks == 4
