@@ -14,10 +14,9 @@ from planner.core.schedule import SCHEDULES, SEARCHED, Schedule
 from planner.core.values.plan import Plan, ScheduleName, SolverReport
 from planner.core.values.profile import Profile
 from planner.solve.answer import Answer, Search
-from planner.solve.cases import cases_of
+from planner.solve.cases import cases_of, check_request
 from planner.solve.chain.gpipe import DYNAMIC_PROGRAMMING, tie_broken
 from planner.solve.chain.quick import quick_answers, shape_of, without_bubble_us
-from planner.solve.checks import check_request
 from planner.solve.deadline import Deadline, OutOfTimeError
 from planner.solve.methods import has_linear_program, is_improved, search_for
 from planner.solve.request import Request
