@@ -32,7 +32,7 @@ def shape_of(content: Mapping[str, Any], sequence: int, *, source: str) -> Trans
         raise UsageError(
             f"{source}: there is no formula for "
             + (f"`model_type: {name}`" if name else "a file without `model_type`"),
-            hint=f"formulas exist for {', '.join(FAMILIES)}",
+            hint=f"build the model with transformers: `--from-formula never`; formulas exist for {', '.join(FAMILIES)}",
         )
     fields = Fields(content)
     shape = FAMILIES[name](fields, sequence)

@@ -209,6 +209,13 @@ def test_wrong_requests_are_refused(content: Any, options: dict[str, Any], told:
     assert told in refused.value.message
 
 
+def test_an_unknown_family_can_be_built(tmp_path: Path) -> None:
+    """The hint names the option that profiles the real model."""
+    with pytest.raises(UsageError) as refused:
+        of(tmp_path, {"model_type": "mamba"})
+    assert "`--from-formula never`" in refused.value.hint
+
+
 def test_all_missing_options_are_in_one_message() -> None:
     """Sizes and device together."""
     with pytest.raises(UsageError) as refused:
