@@ -164,7 +164,7 @@ def _halves() -> None:
         counts, and none of the optimizer. *Fitted* takes from the 1F1B row with the smallest M of each model how
         much longer computing takes; then 1F1B is at {span(fitted["1f1b"])}, ZB-1p (here as ZB-H1, whose bubbles
         are the same in the paper) at {span(fitted["zb1p"])}, ZB-2p (here `--schedule search` where each device
-        may hold 2K micro-batches) at {span(fitted["zb2p"])} (theirs need not wait for each other in the
+        may hold 2·K micro-batches) at {span(fitted["zb2p"])} (theirs need not wait for each other in the
         optimizer's step, which is worth 8 % to them), interleaved 1F1B at {span(fitted["interleaved"])}. Of
         interleaved 1F1B every layer is a chunk, and Megatron-LM's stages wait for its transfers, where the link
         here overlaps: do not choose interleaving over halves for a few percent."""
@@ -269,17 +269,17 @@ def _golden_memory() -> None:
     say(
         f"""Megatron-LM's own reference values: bytes that torch had allocated on the last pipeline rank, between steps
         and at the peak, in GB (10^9 bytes). Parameters have 2 bytes, gradients 4, and the optimizer's 12 are divided
-        by the replicas. State, where the number of GPUs is stated: {span(state)}. What is missing are buffers of
-        the engine. It is not stated for Mixtral, whose peaks here take the state as measured."""
+        by the replicas. State, where the number of GPUs is stated: {span(state)}. What is missing are probably
+        buffers of the engine. It is not stated for Mixtral, whose peaks here take the state as measured."""
     )
     header = "model | layout | chip | measured, GB: | predicted, GB: | difference:"
     table(header, (cells(row, 2) for row in state))
     say(
-        f"""Micro-batches in flight, beside what the measured peak has above the state. With 8 chunks per device,
-        where many micro-batches are in flight: {span(pipelined)}. Mixtral's run on A100, of an older release, needed
-        more than the one on H100. The others are too low, because the peak of one micro-batch in flight has the
-        transients of its layers as well, which the next table includes. Layers of Mixtral have kernels that fuse RMS
-        normalizations and gated activations."""
+        f"""Predicted bytes of the micro-batches in flight, beside measured peak minus measured state. With 8 chunks
+        per device, where many micro-batches are in flight: {span(pipelined)}. Mixtral's run on A100, of an older
+        release, needed more than the one on H100. The others are too low, because the peak of one micro-batch in
+        flight has the transients of its layers as well, which the next table includes. Layers of Mixtral have kernels
+        that fuse RMS normalizations and gated activations."""
     )
     table(header, (cells(row, 2) for row in activations))
     say(f"Peaks, with transients: {span(peaks)}.")
@@ -331,10 +331,11 @@ def _left_out() -> None:
         other chips than those of the data sheet.""",
         """Steps of Mixtral among Megatron-LM's reference values: the number of GPUs is not stated. Of the same layout,
         8x22B takes 6.9 s on both A100 and H100, 8x7B with EP 8 3.7 s and 3.3 s, and with EP 4 22.2 s and 8.9 s. So
-        two of them are not bound by computing, or ran on different numbers of GPUs.""",
+        the first two are not bound by computing, or ran on different numbers of GPUs.""",
         """Megatron-Bridge's tables on H100 are in 8-bit precision, except for GPT-OSS 120B, whose windows of attention
         no formula here has.""",
-        """Memory of BLOOM's runs: what is counted besides tensors is not stated. Formulas give 14 % to 31 % less.""",
+        """Memory of BLOOM's runs: not compared, because it is not stated what they count besides tensors. Formulas give
+        14 % to 31 % less.""",
         f"""Megatron-LM's scaling tables ({MEGATRON}): one plan for each model, so that there is nothing to forecast.
         Its formulas are those of `profile --from-formula`.""",
         """Memory of the runs on GH200: all are of one cut, and neither what the engine holds of a parameter nor what
