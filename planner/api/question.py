@@ -7,10 +7,10 @@ from typing import Final
 from planner.api import texts
 from planner.api.options.solving import recorded_texts
 from planner.core.schedule import GIVEN, schedules_for
+from planner.core.values.balance import memory_options
 from planner.core.values.cluster import ExecutorCost, Link
 from planner.core.values.plan import DEFAULT_SCHEDULE, Inputs
 from planner.core.values.profile import Device
-from planner.core.values.units import exact_bytes_option
 
 _CALIBRATED: Final = frozenset({"--overhead", "--reserve"})
 """Options whose values `--calibration` provides, unless they are set."""
@@ -36,9 +36,7 @@ def solve_options(inputs: Inputs, device: Device, *, without: Collection[str] = 
     options: dict[str, str | None] = {
         "--nodes": f"{num_nodes}x{inputs.node_devices}" if num_nodes else None,
         "--devices": str(inputs.devices) if num_nodes * inputs.node_devices != inputs.devices else None,
-        "--mem": _memory_option(inputs.memory_bytes),
-        # The limits above are less the headroom already.
-        "--headroom": "0%" if device.how == "estimated" else None,
+        **dict(option.split(" ", 1) for option in memory_options(inputs, device.how)),
         "--batch": str(inputs.batch),
         "--schedule": _schedule(inputs),
         "--chunks": str(inputs.chunks) if inputs.chunks and _may_choose_chunks(inputs) else None,
@@ -59,11 +57,6 @@ def calibrated_options(inputs: Inputs, device: Device) -> tuple[str, ...]:
     # If links between nodes differ, a calibration does not change them: see `calibration_of`.
     without = _CALIBRATED if inputs.inter_link is not None else _CALIBRATED | {"--link"}
     return solve_options(inputs, device, without=without)
-
-
-def _memory_option(memory_bytes: tuple[int, ...]) -> str:
-    limits = memory_bytes[:1] if len(set(memory_bytes)) == 1 else memory_bytes
-    return ",".join(map(exact_bytes_option, limits))
 
 
 def _schedule(inputs: Inputs) -> str | None:

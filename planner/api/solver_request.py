@@ -15,7 +15,7 @@ from planner.core.schedule import GIVEN, GPIPE, SCHEDULE_CHOICES, schedules_for
 from planner.core.values.calibration import Calibration
 from planner.core.values.cluster import ExecutorCost, Link
 from planner.core.values.limits import MOST_BATCH, short
-from planner.core.values.plan import Inputs, ProfileReference, RecomputePolicy, ScheduleName
+from planner.core.values.plan import Inputs, ProfileReference, RecomputePolicy, ScheduleName, limit_of
 from planner.core.values.precision import precision_of
 from planner.core.values.profile import Profile
 from planner.core.values.units import parse_us
@@ -82,7 +82,7 @@ def _inputs(
         profile=reference,
         model_digest=profile.model.digest,
         devices=num_devices,
-        memory_bytes=tuple(int(limit * (1 - headroom)) for limit in limits),
+        memory_bytes=tuple(limit_of(limit, headroom) for limit in limits),
         speeds=texts.speeds(options.speed, num_devices) if options.speed is not None else (),
         batch=largest if options.batch is None else texts.parse_number("--batch", options.batch, "sample", MOST_BATCH),
         link=Link() if links else executor.link if options.link is None else texts.link(options.link),

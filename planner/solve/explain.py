@@ -132,7 +132,7 @@ def _explain_by_descent(query: InfeasibleQuery) -> InfeasibleError:
         return InfeasibleError(f"no {titles} plan fits {_limits_text(inputs)}", hint="; ".join(others))
     limit = inputs.memory_bytes[0] + least
     cuts = "of the given cuts" if query.balance is not None else "in the best cuts found"
-    enough = f"with {counted(inputs.devices, 'device')} `--mem` {bytes_option(int(limit))} is enough (M = {most})"
+    enough = f"with {counted(inputs.devices, 'device')} `--mem` {_mem_option(inputs, limit)} is enough (M = {most})"
     return InfeasibleError(
         f"no {titles} plan fits {_limits_text(inputs)}: {cuts} with M = {most} a device needs {format_bytes(limit)}, "
         f"{format_bytes(least)} over",
@@ -146,7 +146,7 @@ def _hints(query: InfeasibleQuery, cases: Sequence[Case], best: Case, smallest_b
     side_by_side = f"{best.replicas} replicas, " if inputs.replicas != 1 else ""
     if best.cluster.tensor_parallel > 1:
         side_by_side += f"{best.cluster.tensor_parallel} GPUs per layer, "
-    limit = f"{bytes_option(int(smallest_bytes))} ({side_by_side}M = {best.micro_batches})"
+    limit = f"{_mem_option(inputs, smallest_bytes)} ({side_by_side}M = {best.micro_batches})"
     if len(cases) == len(query.cases):
         yield f"with {devices} the smallest `--mem` is {limit}"
     else:
@@ -350,11 +350,17 @@ def _reason(query: InfeasibleQuery, case: Case) -> str:
     return f"{cannot}; in the best cut with M = {m} a stage is {format_bytes(least)} over its device's memory limit"
 
 
+def _mem_option(inputs: Inputs, limit_bytes: float) -> str:
+    """Return the value of `--mem` of which the headroom leaves a limit."""
+    return bytes_option(inputs.device_bytes(int(limit_bytes)))
+
+
 def _limits_text(inputs: Inputs) -> str:
+    less = f", without {100 * inputs.headroom:.4g} % headroom" if inputs.headroom else ""
     if len(set(inputs.memory_bytes)) == 1:
         each = format_bytes(inputs.memory_bytes[0])
-        return f"{each} on each of {counted(inputs.devices, 'device')}"
-    return f"the memory limits {', '.join(format_bytes(limit) for limit in inputs.memory_bytes)}"
+        return f"{each} on each of {counted(inputs.devices, 'device')}{less}"
+    return f"the memory limits {', '.join(format_bytes(limit) for limit in inputs.memory_bytes)}{less}"
 
 
 def _least_over_bytes_found(case: Case) -> float:

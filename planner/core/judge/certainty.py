@@ -129,7 +129,7 @@ def tight_findings(plan: Plan, certainty: Certainty) -> Iterator[Finding]:
     """Yield a finding for each device whose largest expected peak exceeds its memory."""
     chunks = plan.by_device()
     for device in tight_devices(plan, certainty):
-        most, limit = certainty.device_bytes[device], memory_of(plan, chunks[device][0].memory_bytes)
+        most, limit = certainty.device_bytes[device], plan.inputs.device_bytes(chunks[device][0].memory_bytes)
         message = (
             f"device {device} may need {format_bytes(most)}, {format_bytes(most - limit)} over its "
             f"{format_bytes(limit)}, if the prediction is as far off as earlier ones were"
@@ -144,13 +144,8 @@ def tight_devices(plan: Plan, certainty: Certainty) -> tuple[int, ...]:
     return tuple(
         device
         for device, (chunks, need, most) in enumerate(devices)
-        if need <= chunks[0].memory_bytes and most > memory_of(plan, chunks[0].memory_bytes)
+        if need <= chunks[0].memory_bytes and most > plan.inputs.device_bytes(chunks[0].memory_bytes)
     )
-
-
-def memory_of(plan: Plan, limit_bytes: int) -> int:
-    """Return the memory of a device with this limit: the limit and the headroom of the plan."""
-    return ceil((limit_bytes + 1) / (1 - plan.inputs.headroom)) if plan.inputs.headroom else limit_bytes
 
 
 def sampling_error(plan: Plan, profile: Profile) -> float:

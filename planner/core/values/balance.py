@@ -8,9 +8,10 @@ from typing import Final, Literal
 
 from planner.core.values.left_out import LEFT_OUT
 from planner.core.values.placement import Placement, stages_on
-from planner.core.values.plan import Recompute, ScheduleName
+from planner.core.values.plan import Inputs, Recompute, ScheduleName
 from planner.core.values.precision import Precision
 from planner.core.values.profile import Generator, Model
+from planner.core.values.units import exact_bytes_option
 
 BALANCE_SCHEMA: Final = "gpipe-plan/balance/v1"
 
@@ -131,6 +132,22 @@ def as_typed(options: Iterable[str]) -> str:
     """Return options as a shell takes them; values may come from a file, so they are quoted."""
     words = (option.partition(" ") for option in options)
     return " ".join(shlex.join(filter(None, (name, value))) for name, _, value in words)
+
+
+def memory_options(inputs: Inputs, how: str) -> tuple[str, ...]:
+    """Return the options of `solve` that give a request's memory limits and headroom.
+
+    Args:
+        inputs: The request.
+        how: Origin of the profile's values, as in `Device.how`: estimated ones have another default headroom.
+
+    Returns:
+        Options such as `--mem 8GB`.
+    """
+    sizes = tuple(map(inputs.device_bytes, inputs.memory_bytes))
+    limits = sizes[:1] if len(set(sizes)) == 1 else sizes
+    free = (f"--headroom {100 * inputs.headroom:.12g}%",) if inputs.headroom or how == "estimated" else ()
+    return (f"--mem {','.join(map(exact_bytes_option, limits))}", *free)
 
 
 def solve_again(

@@ -6,6 +6,7 @@ profile and is recomputed when a plan is read.
 """
 
 from dataclasses import dataclass, field, fields
+from math import ceil
 from typing import Final, Literal
 
 from planner.core.values.cluster import Cluster, Link
@@ -103,6 +104,16 @@ class Inputs:
     price: float = field(default=0.0, metadata=LEFT_OUT)
     """Price of a GPU-hour, in any currency; 0 if it was not given."""
 
+    def device_bytes(self, limit_bytes: int) -> int:
+        """Return the smallest memory of a device of which the headroom leaves a limit; inverts `limit_of`."""
+        size = ceil(limit_bytes / (1 - self.headroom))
+        return size if limit_of(size, self.headroom) >= limit_bytes else size + 1
+
+    @property
+    def are_devices_alike(self) -> bool:
+        """True if all devices have the same memory limit and the same speed."""
+        return len(set(self.memory_bytes)) <= 1 and len(set(self.speeds)) <= 1
+
     @property
     def cluster(self) -> Cluster:
         """Cluster of single devices; `Plan.cluster` has the groups of a plan."""
@@ -119,6 +130,11 @@ class Inputs:
             "tensor_parallel": tensor_parallel,
         }
         return Cluster(**same | groups)
+
+
+def limit_of(device_bytes: int, headroom: float) -> int:
+    """Return the memory limit of a device of which the share `headroom` stays free."""
+    return int(device_bytes * (1 - headroom))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,10 +4,11 @@ from typing import Any
 
 from planner.core.errors import InfeasibleError, PlannerError
 from planner.core.schedule import GIVEN
+from planner.core.values.balance import memory_options
 from planner.core.values.devices import accelerators_with
 from planner.core.values.plan import DEFAULT_SCHEDULE, Inputs, Plan
 from planner.core.values.profile import Profile
-from planner.core.values.units import bytes_option, exact_bytes_option, format_us
+from planner.core.values.units import bytes_option, format_us
 from planner.solve.request import Request
 from planner.solve.search import MOST_WORK, solve
 
@@ -60,11 +61,9 @@ def _solved_again(plan: Plan, profile: Profile) -> tuple[str, ...]:
 
 def _command(inputs: Inputs, profile: Profile) -> str:
     """Return the command that solves the same request, with less common options as `…`."""
-    limits = inputs.memory_bytes[:1] if len(set(inputs.memory_bytes)) == 1 else inputs.memory_bytes
-    words = [
-        f"gpipe-plan solve {inputs.profile.path} --devices {inputs.devices}",
-        f"--mem {','.join(map(exact_bytes_option, limits))} --batch {inputs.batch}",
-    ]
+    words = [f"gpipe-plan solve {inputs.profile.path} --devices {inputs.devices}"]
+    words += memory_options(inputs, profile.device.how)
+    words.append(f"--batch {inputs.batch}")
     if inputs.schedule != DEFAULT_SCHEDULE:
         words.append("--schedule FILE.csv" if inputs.schedule == GIVEN else f"--schedule {inputs.schedule}")
     if inputs.chunks > 1:
@@ -77,7 +76,7 @@ def _command(inputs: Inputs, profile: Profile) -> str:
     return " ".join(words)
 
 
-_SPELLED_OUT = ("profile", "devices", "memory_bytes", "batch", "schedule", "recompute", "chunks")
+_SPELLED_OUT = ("profile", "devices", "memory_bytes", "headroom", "batch", "schedule", "recompute", "chunks")
 
 
 def _defaults(profile: Profile) -> dict[str, Any]:

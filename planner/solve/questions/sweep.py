@@ -11,7 +11,7 @@ from dataclasses import replace
 from planner.core.cost.width import WidthTables, widths_of
 from planner.core.cost.workload import Workload, training_run, workload_of
 from planner.core.errors import InfeasibleError, SolverError
-from planner.core.values.plan import Plan
+from planner.core.values.plan import Plan, limit_of
 from planner.core.values.profile import Profile
 from planner.core.values.sweep import Sweep, SweepCell
 from planner.solve.request import Request
@@ -48,12 +48,13 @@ def sweep_of(
         UsageError: The request contradicts itself or the profile.
     """
     counts, limits = sorted(set(devices)), sorted(set(memory_bytes))
-    tables, widest = WidthTables(profile), max(widths_of(profile))
+    tables = WidthTables(profile)
     answers: dict[tuple[int, int], _Answer] = {}
     for count in reversed(counts):
         for limit in reversed(limits):
             progress(f"{count} x {limit / 1e9:g} GB", len(answers), len(counts) * len(limits))
             # A pipeline has no use for more devices than layers, or groups of GPUs.
+            widest = max((width for width in widths_of(profile) if width <= count), default=1)
             most = len(profile.layers) * widest * request.inputs.replicas or count
             question = _question(request, min(count, most), limit, headroom)
             larger = _answer_of_larger(answers, question, (count, limit))
@@ -78,7 +79,7 @@ def _cheapest(cells: Sequence[SweepCell]) -> int | None:
 
 
 def _question(request: Request, devices: int, limit: int, headroom: float) -> Request:
-    usable = (int(limit * (1 - headroom)),) * devices
+    usable = (limit_of(limit, headroom),) * devices
     return replace(request, inputs=replace(request.inputs, devices=devices, memory_bytes=usable, headroom=headroom))
 
 

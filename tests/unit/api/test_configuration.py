@@ -1,6 +1,7 @@
 """`profile config.json` and `profile --preset`: by formula, as a command and as a function, without torch."""
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -214,6 +215,59 @@ def test_an_unknown_family_can_be_built(tmp_path: Path) -> None:
     with pytest.raises(UsageError) as refused:
         of(tmp_path, {"model_type": "mamba"})
     assert "`--from-formula never`" in refused.value.hint
+
+
+def test_the_configuration_is_not_overwritten(tmp_path: Path) -> None:
+    """Also if its folder is named."""
+    of(tmp_path)
+    with pytest.raises(PlannerError):
+        planner.profile(tmp_path, device="estimate:h100", output=tmp_path / "config.json")
+    assert json.loads((tmp_path / "config.json").read_text()) == SMALL
+
+
+def test_key_value_heads_are_divided_evenly(tmp_path: Path) -> None:
+    """Or copied, to as many devices each; 6 heads on 4 devices are neither."""
+    content = {**SMALL, "num_attention_heads": 24, "num_key_value_heads": 6, "head_dim": 16}
+    profile = of(tmp_path, content)
+    assert [width.tensor_parallel for width in profile.widths] == [2]
+    assert of(tmp_path, content, tensor_parallel=12).tensor_parallel == 12
+    with pytest.raises(UsageError, match="does not divide 6 key-value heads"):
+        of(tmp_path, content, tensor_parallel=4)
+
+
+def test_products_with_whole_weights_take_all_tokens_on_each_device(tmp_path: Path) -> None:
+    """A router is not divided, so eight devices do not compute eight times as fast; with divided tokens they do."""
+    one, eight, divided = (
+        of(tmp_path, {**ROUTED, "num_attention_heads": 8, "num_key_value_heads": 8}, **options).layers[1]
+        for options in (
+            {"tensor_parallel": 1},
+            {"tensor_parallel": 8},
+            {"tensor_parallel": 8, "sequence_parallel": True},
+        )
+    )
+    router = 2 * 32 * SMALL["hidden_size"] * ROUTED["num_local_experts"]
+    assert eight.forward_flops[0] == pytest.approx((one.forward_flops[0] - router) / 8 + router, abs=1)
+    assert divided.forward_flops[0] == pytest.approx(one.forward_flops[0] / 8, abs=1)
+
+
+def test_replicas_that_divide_experts_are_all_there(tmp_path: Path) -> None:
+    """Fewer replicas would lack experts; an open number of replicas is a multiple."""
+    profile = of(tmp_path, ROUTED, expert_parallel=2, tensor_parallel=1)
+    with pytest.raises(UsageError, match="divides experts among 2 replicas"):
+        planner.solve(profile, devices=4, batch=8)
+    assert planner.solve(profile, devices=4, batch=8, replicas="auto").replicas % 2 == 0
+    assert planner.solve(profile, devices=4, batch=8, replicas=2).replicas == 2
+
+
+def test_the_memory_that_a_hint_names_is_enough(tmp_path: Path) -> None:
+    """With the headroom that an estimate has by default."""
+    profile = of(tmp_path, tensor_parallel=1)
+    options = {"devices": 2, "batch": 4, "schedule": "gpipe"}
+    with pytest.raises(PlannerError) as refused:
+        planner.solve(profile, mem="1MB", reserve="0B", **options)
+    named = re.search(r"`--mem` (?:is )?(\S+)", refused.value.hint)
+    assert named is not None
+    assert planner.solve(profile, mem=named[1], reserve="0B", **options).stages
 
 
 def test_all_missing_options_are_in_one_message() -> None:

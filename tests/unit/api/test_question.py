@@ -2,7 +2,7 @@
 
 import shlex
 from dataclasses import fields, replace
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 
@@ -57,14 +57,16 @@ def test_it_is_what_was_asked(words: str) -> None:
     assert ("--link" in names) == ("--inter-link" in words)
 
 
-def test_memory_kept_free_for_an_estimate_is_not_kept_free_twice() -> None:
+@pytest.mark.parametrize("more", ["", "--headroom 0%", "--headroom 3.7%"])
+@pytest.mark.parametrize("how", ["measured", "estimated"])
+@pytest.mark.parametrize("limits", ["8GB", "7B,8000000001B"])
+def test_memory_is_kept_free_once(limits: str, how: Literal["measured", "estimated"], more: str) -> None:
     """An estimated profile keeps its error range free by default; the limits of the plan are what is left."""
     profile = random_profile(1, 8, sizes=(1, 2, 4))
-    profile = replace(profile, device=replace(profile.device, how="estimated"))
-    inputs = request_of(profile, REFERENCE, typed("--devices 2 --mem 8GB --batch 8")).inputs
-    assert inputs.headroom > 0
-    again = request_of(profile, REFERENCE, typed(as_typed(solve_options(inputs, profile.device)))).inputs
-    assert again == replace(inputs, headroom=0.0)
+    profile = replace(profile, device=replace(profile.device, how=how))
+    inputs = request_of(profile, REFERENCE, typed(f"--devices 2 --mem {limits} --batch 8 {more}")).inputs
+    assert (inputs.headroom > 0) == (more == "--headroom 3.7%" or (how == "estimated" and not more))
+    assert request_of(profile, REFERENCE, typed(as_typed(solve_options(inputs, profile.device)))).inputs == inputs
 
 
 def test_the_command_is_one_line() -> None:

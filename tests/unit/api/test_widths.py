@@ -75,3 +75,27 @@ def test_other_models_are_not_merged(other: Profile, said: str, tmp_path: Path) 
     """The error names both files and what differs."""
     with pytest.raises(UsageError, match=said):
         planner.solve(written(tmp_path, one_width(1), other), devices=2, mem="1MB", batch=4)
+
+
+def test_profiles_of_other_settings_are_not_merged(tmp_path: Path) -> None:
+    """Samples of another length are other work."""
+    asked: dict[str, Any] = {"preset": "llama-2-7b", "device": "estimate:h100", "batch_sizes": 1}
+    long = planner.profile(**asked, sequence=4096, tensor_parallel=1)
+    short = planner.profile(**asked, sequence=1024, tensor_parallel=8)
+    with pytest.raises(UsageError, match="they differ in settings"):
+        planner.solve(written(tmp_path, long, short), devices=8, batch=8)
+    same = planner.profile(**asked, sequence=4096, tensor_parallel=8)
+    assert planner.solve(written(tmp_path, long, same), devices=8, batch=8).stages
+
+
+def test_replicas_of_groups_need_all_their_gpus() -> None:
+    """Counted in GPUs, not in groups."""
+    with pytest.raises(UsageError, match="4 replicas with 4 GPUs per layer need 16 GPUs or more, there are 8"):
+        planner.solve(one_width(4), devices=8, mem="1MB", batch=4, replicas=4)
+
+
+def test_a_sweep_uses_the_widths_that_a_cluster_can_have() -> None:
+    """With 6 GPUs, groups of 8 do not allow more stages than there are layers."""
+    merged = replace(one_width(1), widths=(Width(tensor_parallel=8, layers=one_width(8).layers),))
+    sweep = planner.sweep(merged, devices=[2, 6, 8], mem="1MB", batch=4)
+    assert all(cell.plan is not None for cell in sweep.cells)

@@ -178,6 +178,14 @@ def test_what_would_fit_is_true() -> None:
     assert max(other.device_bytes()) <= 900_000
 
 
+def test_the_advised_command_uses_all_memory_that_was_checked() -> None:
+    """Of an estimate, `solve` would keep some of it free by default."""
+    profile = replace(gate.profile(), device=replace(gate.profile().device, how="estimated"))
+    plan = api.solve(profile, devices=3, mem="1MB", batch=4, schedule="gpipe", headroom="0%")
+    verdict = api.check(plan, profile=profile, mem="900kB")
+    assert "--devices 3 --mem 900kB --headroom 0% --batch 4 --schedule gpipe" in verdict.would_fit[1]
+
+
 @pytest.mark.parametrize(("schedule", "chunks"), [("auto", "auto"), ("interleaved", "auto"), ("interleaved", "2")])
 def test_cuts_for_several_stages_on_a_device_can_be_typed_as_they_are_advised(schedule: str, chunks: str) -> None:
     """With the schedule and chunks that the advice names, also where `auto` chose them."""
