@@ -137,7 +137,7 @@ class _Layers:
         shape, s, e, t = self.shape, self.shape.sequence, self.e, self.t
         linears = list(block.linears(shape.hidden, t, self.execution.capacity))
         local = [replace(each, copies=max(1, each.copies // self.execution.expert_parallel)) for each in linears]
-        products = sum(2 * s * each.uses * each.inputs * sum(each.outputs) for each in linears) / t
+        products = sum(self._product_flops(each) for each in linears)
         # Products without weights: two in forward, of which the backward makes four, all in I.
         attention = sum(
             2 * each.heads * s * self._span(each) * (each.key_dim + each.value_dim) / t for each in block.attentions
@@ -166,6 +166,12 @@ class _Layers:
             collectives=block.norms if self.sums else 0,
             collective_bytes=self._summed_bytes(block.norms),
         )
+
+    def _product_flops(self, linear: Linear) -> float:
+        """Return the FLOP of a product on one device; one whose weights are whole takes each token of the device."""
+        is_divided = linear.split != "none" or self.execution.sequence_parallel
+        flops = 2 * self.shape.sequence * linear.uses * linear.inputs * sum(linear.outputs)
+        return flops / self.t if is_divided else flops
 
     def head(self) -> LayerCosts:
         """Return the costs of the head with the loss."""
@@ -255,11 +261,15 @@ class _Layers:
         kept = self.e * (rotated + values + attention.heads * attention.value_dim)
         return kept + (rotated * self._inner_norm_bytes() if attention.normalized_keys else 0)
 
-    def _latent_bytes(self, attention: Attention) -> int:
-        """Return the bytes per token of latent vectors, whole on each device: inputs and results of their norms."""
+    def _latent_bytes(self, attention: Attention) -> float:
+        """Return the bytes per token of latent vectors: inputs and results of their norms.
+
+        They are whole on each device, unless sequence parallelism divides the tokens.
+        """
         if attention.latent is None:
-            return 0
-        return (self._inner_norm_bytes() + self.e) * (attention.latent.query_rank + attention.latent.key_value_rank)
+            return 0.0
+        ranks = attention.latent.query_rank + attention.latent.key_value_rank
+        return (self._inner_norm_bytes() + self.e) * ranks / (self.t if self.execution.sequence_parallel else 1)
 
     def _feed_forward_elements(self, layer: FeedForward | Experts) -> float:
         """Return the elements per token that a feed-forward layer or experts keep."""
