@@ -228,7 +228,7 @@ def _is_users(module_name: str | None) -> bool:
     """Return True if a module is a file of the user's, not of the standard library or an installed package."""
     top = (module_name or "").partition(".")[0]
     file = getattr(sys.modules.get(module_name or ""), "__file__", None) or ""
-    return bool(file) and top not in sys.stdlib_module_names and not top.startswith(_LIBRARIES) and _is_local(file)
+    return bool(file) and top not in sys.stdlib_module_names and top not in _LIBRARIES and _is_local(file)
 
 
 def _is_local(file: str) -> bool:

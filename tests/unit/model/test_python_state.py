@@ -1,9 +1,12 @@
 """Python values that code of a model keeps between forwards are read by their paths."""
 
 import functools
+import importlib
 import itertools
 import random
+import sys
 from collections import deque
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -123,3 +126,12 @@ def test_module_level_values_are_found_and_who_reads_them() -> None:
     read = {name.rpartition(":")[2] for name in variables_read({"": Reads()})}
     assert {"STATE", "count", "Reads"} <= read
     assert "UNREAD" not in read
+
+
+def test_a_users_file_may_begin_with_the_name_of_a_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`torch_layers.py` next to model.py is no part of torch."""
+    (tmp_path / "torch_layers.py").write_text("from torch import nn\nCALLS = 4\nclass Layer(nn.Module):\n    pass\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    layers = importlib.import_module("torch_layers")
+    monkeypatch.setitem(sys.modules, "torch_layers", layers)
+    assert file_numbers(layers.Layer(), count)["torch_layers:CALLS"] == 4
