@@ -74,10 +74,11 @@ def _measured(console: Console, model: str | None, options: ProfileOptions) -> "
 
 def _devices(measured: "Profile") -> str:
     """Return options with about as many devices as a large model needs: its state takes up to 70 % of their memory."""
+    from planner.core.cost.width import widths_of
+
     memory_bytes = measured.device.memory_bytes
     need = ceil(sum(map(_state_bytes, measured.layers)) / (0.7 * memory_bytes)) if memory_bytes else 0
-    widest = max([measured.tensor_parallel, *(width.tensor_parallel for width in measured.widths)])
-    need = max(2, min(need * measured.tensor_parallel, len(measured.layers) * widest))
+    need = max(2, min(need * measured.tensor_parallel, len(measured.layers) * widths_of(measured)[-1]))
     return f"--devices {need}" if need <= 8 else f"--nodes {ceil(need / 8)}x8 --replicas auto"
 
 
@@ -87,12 +88,10 @@ def _state_bytes(layer: "LayerProfile") -> int:
 
 def _too_large(measured: "Profile") -> str:
     """Return a remark if a layer by formula does not fit on a device."""
+    from planner.core.cost.width import layers_by_width, widths_of
     from planner.core.values.units import format_bytes
 
-    widest = (
-        max(measured.widths, key=lambda width: width.tensor_parallel).layers if measured.widths else measured.layers
-    )
-    largest = max(widest, key=_state_bytes)
+    largest = max(layers_by_width(measured)[widths_of(measured)[-1]], key=_state_bytes)
     limit = measured.device.memory_bytes
     if "formula" not in measured.model.settings or not limit or _state_bytes(largest) < limit:
         return ""

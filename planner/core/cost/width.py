@@ -41,12 +41,12 @@ def collectives_us(size_bytes: float, count: int, tensor_parallel: int, link: Li
 
 def widths_of(profile: Profile) -> tuple[int, ...]:
     """Return every T for which the profile has layers, ascending."""
-    return tuple(sorted(_layers_by_width(profile)))
+    return tuple(sorted(layers_by_width(profile)))
 
 
 def has_collectives(profile: Profile, width: int) -> bool:
     """Return True if the profile's times leave out all-reduces in groups of `width` GPUs."""
-    layers = _layers_by_width(profile)[width]
+    layers = layers_by_width(profile)[width]
     return width > 1 and any(layer.collectives or layer.collective_bytes for layer in layers)
 
 
@@ -63,7 +63,7 @@ def at_width(profile: Profile, cluster: Cluster) -> Profile:
     Raises:
         UsageError: The profile does not have the width.
     """
-    width, layers = cluster.tensor_parallel, _layers_by_width(profile)
+    width, layers = cluster.tensor_parallel, layers_by_width(profile)
     if width not in layers:
         raise UsageError(_missing(width), hint="profile this width too, and solve again")
     priced = tuple(map(partial(_priced, cluster=cluster), layers[width]))
@@ -145,9 +145,11 @@ _SAME: Final[Mapping[str, Callable[[Profile], object]]] = {
     "device": lambda profile: (profile.device.kind, profile.device.name, profile.device.how),
     "optimizer": lambda profile: (profile.optimizer, profile.optimizer_peak),
     "precision": lambda profile: profile.environment.dtype,
-    "model": lambda profile: (profile.model.source, profile.model.parameters),
+    "the division of experts": lambda profile: profile.expert_parallel,
+    "model": lambda profile: (profile.model.source, profile.model.parameters, profile.model.inputs),
+    "settings": lambda profile: {**profile.model.settings, "tensor_parallel": None},
 }
-"""What profiles of different widths have in common."""
+"""Parts in which profiles of different widths are equal."""
 
 
 def with_layers(profile: Profile, change: Callable[[LayerProfile], LayerProfile]) -> Profile:
@@ -171,7 +173,8 @@ class WidthTables:
         return self._tables[key]
 
 
-def _layers_by_width(profile: Profile) -> dict[int, tuple[LayerProfile, ...]]:
+def layers_by_width(profile: Profile) -> dict[int, tuple[LayerProfile, ...]]:
+    """Return the layers by T, for every T that the profile has."""
     return {profile.tensor_parallel: profile.layers, **{each.tensor_parallel: each.layers for each in profile.widths}}
 
 
@@ -205,12 +208,11 @@ def _requested(profile: Profile, inputs: Inputs) -> tuple[int, ...]:
 
 def _problem(profile: Profile, inputs: Inputs, width: int) -> str:
     """Return why a request cannot have groups of `width` GPUs; empty if it can."""
-    unlike = len(set(inputs.memory_bytes)) > 1 or len(set(inputs.speeds)) > 1
     problems = {
         f"{counted(inputs.devices, 'GPU')} cannot be a group of {width} that share layers": width > inputs.devices,
         f"nodes of {counted(inputs.node_devices, 'GPU')} do not hold whole groups of {width}": inputs.node_devices
         % width,
-        f"groups of {width} need GPUs that are all alike, got unequal limits or speeds": unlike,
+        f"groups of {width} need GPUs that are all alike, got unequal limits or speeds": not inputs.are_devices_alike,
         f"`--links` has a link for every GPU, groups of {width} need `--link` and `--inter-link`": inputs.links,
     }
     if width not in widths_of(profile):
