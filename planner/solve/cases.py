@@ -36,8 +36,15 @@ def check_request(profile: Profile, request: Request) -> None:
             hint=f"measure them between {num_devices} processes: "
             f"`torchrun --nproc-per-node {num_devices} -m planner profile-links`",
         )
-    _check_replicas(inputs)
-    widest = max(usable_widths(profile, inputs))
+    _check_replicas(profile, inputs)
+    widths = usable_widths(profile, inputs)
+    narrowest, widest = min(widths), max(widths)
+    if inputs.replicas * narrowest > num_devices:
+        raise UsageError(
+            f"{counted(inputs.replicas, 'replica')} with {counted(narrowest, 'GPU')} per layer need "
+            f"{inputs.replicas * narrowest} GPUs or more, there are {num_devices}",
+            hint="choose fewer `--replicas`, or a smaller `--tensor-parallel`",
+        )
     if num_devices // widest > num_layers and inputs.replicas == 1:
         raise UsageError(
             f"{num_devices} devices for {counted(num_layers, 'layer')}: every stage needs at least one layer",
@@ -80,7 +87,7 @@ def cases_of(profile: Profile, request: Request, *, tables: WidthTables | None =
     clusters = [inputs.cluster_of(width) for width in usable_widths(profile, inputs)]
     costs: dict[tuple[int, int, bool], CostsAtSize] = {}
     cases = []
-    for cluster, replicas in ((each, count) for each in clusters for count in _replica_counts(inputs, each)):
+    for cluster, replicas in ((each, count) for each in clusters for count in _replica_counts(profile, inputs, each)):
         table = tables.at(cluster)
         for m in micro_batch_counts(profile, request, replicas=replicas, required=inputs.replicas != 0):
             size = inputs.batch // (m * replicas)
@@ -157,11 +164,12 @@ def _chunks(request: Request, schedule: Schedule, num_layers: int, devices: int)
     return [chunks for chunks in several if num_layers >= 2 * chunks and devices >= 2]
 
 
-def _replica_counts(inputs: Inputs, cluster: Cluster) -> list[int]:
-    """Return the requested number of replicas, or else every number that divides the batch."""
+def _replica_counts(profile: Profile, inputs: Inputs, cluster: Cluster) -> list[int]:
+    """Return the requested number of replicas, or else every one that divides the batch and can divide experts."""
     if inputs.replicas:
         return [inputs.replicas]
-    return [r for r in range(1, cluster.num_devices + 1) if inputs.batch % r == 0]
+    step = profile.expert_parallel
+    return [r for r in range(step, cluster.num_devices + 1, step) if inputs.batch % r == 0]
 
 
 def micro_batch_counts(
@@ -257,9 +265,8 @@ def _check_balance(request: Request, balance: tuple[int, ...], num_layers: int) 
     check_partition(cuts, num_layers=num_layers, num_devices=request.inputs.devices * chunks)
 
 
-def _check_replicas(inputs: Inputs) -> None:
-    unlike = len(set(inputs.memory_bytes)) > 1 or len(set(inputs.speeds)) > 1
-    if inputs.replicas != 1 and unlike:
+def _check_replicas(profile: Profile, inputs: Inputs) -> None:
+    if inputs.replicas != 1 and not inputs.are_devices_alike:
         raise UsageError("replicas of a pipeline need devices that are all alike, got unequal memory limits or speeds")
     if inputs.replicas > inputs.devices:
         raise UsageError(f"{inputs.replicas} replicas need at least as many devices, there are {inputs.devices}")
@@ -267,6 +274,12 @@ def _check_replicas(inputs: Inputs) -> None:
         raise UsageError(
             f"a batch of {inputs.batch} cannot be shared equally by {inputs.replicas} replicas",
             hint="choose a `--batch` that the replicas divide",
+        )
+    if inputs.replicas % profile.expert_parallel:
+        raise UsageError(
+            f"the profile divides experts among {profile.expert_parallel} replicas (`--expert-parallel`), "
+            f"got {counted(inputs.replicas, 'replica')}",
+            hint=f"use `--replicas {profile.expert_parallel}` or a multiple, or `--replicas auto`",
         )
 
 

@@ -161,7 +161,9 @@ def full_profile() -> Profile:
 def fullest_profile() -> Profile:
     """The same layers shared by two GPUs, and by four."""
     profile = full_profile()
-    return replace(profile, tensor_parallel=2, widths=(Width(tensor_parallel=4, layers=profile.layers),))
+    return replace(
+        profile, tensor_parallel=2, expert_parallel=2, widths=(Width(tensor_parallel=4, layers=profile.layers),)
+    )
 
 
 def full_plan() -> Plan:

@@ -327,6 +327,8 @@ class Profile:
     micro_batch_sizes: tuple[int, ...]
     tensor_parallel: int = field(default=1, metadata=LEFT_OUT)
     """GPUs that share each layer; every figure of `layers` is for one of them."""
+    expert_parallel: int = field(default=1, metadata=LEFT_OUT)
+    """Replicas that divide the experts of each layer among them; a number of replicas must be a multiple of it."""
     layers: tuple[LayerProfile, ...]
     widths: tuple[Width, ...] = ()
     """The same layers, shared by other numbers of GPUs."""

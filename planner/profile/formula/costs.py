@@ -104,6 +104,7 @@ def transformer_profile(
         optimizer_peak="sum" if steps_at_once else "largest",
         micro_batch_sizes=micro_batch_sizes,
         tensor_parallel=execution.tensor_parallel,
+        expert_parallel=execution.expert_parallel,
         layers=layers_of(execution),
         widths=tuple(Width(tensor_parallel=t, layers=layers_of(replace(execution, tensor_parallel=t))) for t in others),
     )
