@@ -3,6 +3,7 @@
 torch is not imported. The formulas are in `planner.profile.formula`.
 """
 
+from collections.abc import Collection
 from dataclasses import fields, replace
 from typing import Any, Final
 
@@ -214,8 +215,9 @@ def _gpt(options: ProfileOptions) -> Transformer:
 def _tensor_parallel(options: ProfileOptions, shape: Transformer, *, several: bool) -> tuple[int, ...]:
     """Return the numbers of devices that may share each layer, in order."""
     heads = min(block.attention.heads for block in shape.blocks)
+    groups = {block.attention.key_value_heads for block in shape.blocks if block.attention.latent is None}
     if options.tensor_parallel == "auto":
-        return tuple(t for t in _WIDTHS if heads % t == 0) if several else (1,)
+        return tuple(t for t in _WIDTHS if heads % t == 0 and _divides(t, groups)) if several else (1,)
     widths = sorted(set(texts.integers("--tensor-parallel", options.tensor_parallel)))
     texts.parse_number("--tensor-parallel", widths[-1], "device", heads)
     for width in widths:
@@ -224,7 +226,17 @@ def _tensor_parallel(options: ProfileOptions, shape: Transformer, *, several: bo
                 f"`--tensor-parallel {width}` does not divide {heads} attention heads evenly",
                 hint="the number of heads must be a multiple of `--tensor-parallel`",
             )
+        if not _divides(width, groups):
+            raise UsageError(
+                f"`--tensor-parallel {width}` does not divide {min(groups)} key-value heads evenly",
+                hint="one of the two numbers must be a multiple of the other",
+            )
     return tuple(widths)
+
+
+def _divides(width: int, groups: Collection[int]) -> bool:
+    """Return True if `width` devices have whole key-value heads, or each of them a copy of one."""
+    return all(count % width == 0 or width % count == 0 for count in groups)
 
 
 def _execution(options: ProfileOptions, shape: Transformer, widths: tuple[int, ...]) -> Execution:

@@ -113,7 +113,9 @@ def _by_formula(model: File | Any | None, configuration: Configuration | None, o
         raise UsageError(f"`--from-formula {options.from_formula}` takes no model, got `{_name_of(model)}`")
     output = path_of(options.output)
     if output is not None:
-        files.check_outputs({"--output": output}, (path_of(model),))
+        is_file = configuration is not None and configuration.kind == "configuration"
+        read = configuration.name if configuration is not None and is_file else None
+        files.check_outputs({"--output": output}, (read,))
         files.check_writable(output)
     profile = profile_by_formula(options, configuration)
     if output is not None:
