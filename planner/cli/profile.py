@@ -78,8 +78,12 @@ def _devices(measured: "Profile") -> str:
 
     memory_bytes = measured.device.memory_bytes
     need = ceil(sum(map(_state_bytes, measured.layers)) / (0.7 * memory_bytes)) if memory_bytes else 0
-    need = max(2, min(need * measured.tensor_parallel, len(measured.layers) * widths_of(measured)[-1]))
-    return f"--devices {need}" if need <= 8 else f"--nodes {ceil(need / 8)}x8 --replicas auto"
+    most = len(measured.layers) * widths_of(measured)[-1]
+    need = max(2, min(need * measured.tensor_parallel, most)) * measured.expert_parallel
+    devices = f"--devices {need}" if need <= 8 else f"--nodes {ceil(need / 8)}x8"
+    if measured.expert_parallel > 1:
+        return f"{devices} --replicas auto --batch {measured.expert_parallel * max(measured.micro_batch_sizes)}"
+    return devices if need <= 8 else f"{devices} --replicas auto"
 
 
 def _state_bytes(layer: "LayerProfile") -> int:

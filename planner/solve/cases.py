@@ -39,10 +39,11 @@ def check_request(profile: Profile, request: Request) -> None:
     _check_replicas(profile, inputs)
     widths = usable_widths(profile, inputs)
     narrowest, widest = min(widths), max(widths)
-    if inputs.replicas * narrowest > num_devices:
+    replicas = max(inputs.replicas, profile.expert_parallel)
+    if replicas * narrowest > num_devices:
         raise UsageError(
-            f"{counted(inputs.replicas, 'replica')} with {counted(narrowest, 'GPU')} per layer need "
-            f"{inputs.replicas * narrowest} GPUs or more, there are {num_devices}",
+            f"{counted(replicas, 'replica')} with {counted(narrowest, 'GPU')} per layer need "
+            f"{replicas * narrowest} GPUs or more, there are {num_devices}",
             hint="choose fewer `--replicas`, or a smaller `--tensor-parallel`",
         )
     if num_devices // widest > num_layers and inputs.replicas == 1:
@@ -274,6 +275,12 @@ def _check_replicas(profile: Profile, inputs: Inputs) -> None:
         raise UsageError(
             f"a batch of {inputs.batch} cannot be shared equally by {inputs.replicas} replicas",
             hint="choose a `--batch` that the replicas divide",
+        )
+    if inputs.batch % profile.expert_parallel:
+        raise UsageError(
+            f"a batch of {inputs.batch} cannot be shared equally by {profile.expert_parallel} replicas, among which "
+            "the profile divides experts (`--expert-parallel`)",
+            hint=f"use `--batch {profile.expert_parallel}` or a multiple",
         )
     if inputs.replicas % profile.expert_parallel:
         raise UsageError(

@@ -81,13 +81,14 @@ def test_no_torch_is_imported(tmp_path: Path) -> None:
     assert done.stdout == "False\n"
 
 
+@pytest.mark.parametrize("more", [(), ("--expert-parallel", "4")])
 def test_a_plan_of_a_configuration_can_be_emitted_as_the_next_line_says(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    more: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Every `next:` line is a command that works; torchtitan finds its own names of modules."""
     monkeypatch.chdir(tmp_path)
-    Path("config.json").write_text(json.dumps(SMALL))
-    ran = call(capsys, "profile", "config.json", "--device", "estimate:h100")
+    Path("config.json").write_text(json.dumps(ROUTED if more else SMALL))
+    ran = call(capsys, "profile", "config.json", "--device", "estimate:h100", *more)
     assert "samples have 32 tokens" in ran.err
     assert "bf16-mixed" in ran.err
     ran = call(capsys, *_next(ran.err))
@@ -255,6 +256,10 @@ def test_replicas_that_divide_experts_are_all_there(tmp_path: Path) -> None:
     profile = of(tmp_path, ROUTED, expert_parallel=2, tensor_parallel=1)
     with pytest.raises(UsageError, match="divides experts among 2 replicas"):
         planner.solve(profile, devices=4, batch=8)
+    with pytest.raises(UsageError, match="a batch of 7 cannot be shared equally by 2 replicas"):
+        planner.solve(profile, devices=4, batch=7, replicas="auto")
+    with pytest.raises(UsageError, match="need 2 GPUs or more, there are 1"):
+        planner.solve(profile, devices=1, batch=8, replicas="auto")
     assert planner.solve(profile, devices=4, batch=8, replicas="auto").replicas % 2 == 0
     assert planner.solve(profile, devices=4, batch=8, replicas=2).replicas == 2
 
