@@ -9,7 +9,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from statistics import median
 
-from benchmarks.published_formulas import MEGATRON_FP16, formula, gpt, recomputation_rates, vocabulary_cut
+from benchmarks.published_formulas import (
+    formula,
+    gpt,
+    recomputation_rates,
+    vocabulary_cut,
+    zero_bubble_profile,
+)
 from benchmarks.published_runs import Row, partition, predicted_s, read, stages
 from planner.core.cost.partition import Partition
 from planner.core.values.plan import StageMemory
@@ -202,17 +208,7 @@ def _zero_bubble() -> Iterator[Reached]:
     lines = {line["model"]: line for line in read("zero-bubble")}  # the largest M of each
     for line in lines.values():
         devices, layers, samples = int(line["devices"]), int(line["layers"]), int(line["samples"])
-        made = formula(
-            layers=layers,
-            hidden=int(line["hidden"]),
-            heads=int(line["heads"]),
-            sequence=1024,
-            vocabulary=50_304,
-            keep_scores=True,
-            state_bytes=MEGATRON_FP16,
-            batch_sizes=samples,
-        )
-        micro_batches = int(line["micro_batches"])
+        made, micro_batches = zero_bubble_profile(line), int(line["micro_batches"])
         step_s = micro_batches * samples / (float(line["1f1b_per_s"]) * devices)
         rate = predicted_s(made, partition([(layers + 2) // devices] * devices, micro_batches)) / step_s
         yield Reached(chip="A100", model=f"GPT {line['model']}", source="2401.10241", tera_flops_per_s=rate)

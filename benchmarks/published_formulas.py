@@ -81,22 +81,27 @@ def _setting(line: dict[str, str], vocabulary: int) -> tuple[str, ...]:
     return line["devices"], line["tokens"], f"{vocabulary // 1000}k"
 
 
+def zero_bubble_profile(line: dict[str, str]) -> Profile:
+    """Return the profile of a model of the zero-bubble paper, by formula."""
+    return formula(
+        layers=int(line["layers"]),
+        hidden=int(line["hidden"]),
+        heads=int(line["heads"]),
+        sequence=1024,
+        vocabulary=50_304,
+        keep_scores=True,
+        state_bytes=MEGATRON_FP16,
+        batch_sizes=int(line["samples"]),
+    )
+
+
 def zero_bubble_memory_rows() -> Iterator[Row]:
     """Peaks in GB (10^9 bytes), by the formulas; attention keeps its scores."""
     lines = {line["model"]: line for line in read("zero-bubble")}
     for line in lines.values():
         devices, layers = int(line["devices"]), int(line["layers"])
         each = (layers + 2) // devices
-        profile = formula(
-            layers=layers,
-            hidden=int(line["hidden"]),
-            heads=int(line["heads"]),
-            sequence=1024,
-            vocabulary=50_304,
-            keep_scores=True,
-            state_bytes=MEGATRON_FP16,
-            batch_sizes=int(line["samples"]),
-        )
+        profile = zero_bubble_profile(line)
         for theirs, ours in SCHEDULES.items():
             chunks = each if theirs == "interleaved" else 1
             balance = [each // chunks] * (devices * chunks)
