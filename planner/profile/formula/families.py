@@ -15,6 +15,9 @@ from planner.profile.formula.shapes import Attention, Block, Experts, FeedForwar
 Shape = Callable[[Fields, int], Transformer]
 """Function from a configuration and the number of tokens of a sample to the shape."""
 
+_MOST_LAYERS: Final = 10_000
+"""Largest number of layers of a stack; a shape has an entry for each."""
+
 
 def shape_of(content: Mapping[str, Any], sequence: int, *, source: str) -> Transformer:
     """Return the shape of the model that a configuration describes.
@@ -68,7 +71,8 @@ class _Llama:
 
     def __call__(self, fields: Fields, sequence: int) -> Transformer:
         """Return the shape."""
-        layers, hidden = fields.integer("num_hidden_layers"), fields.integer("hidden_size")
+        layers = fields.integer("num_hidden_layers", most=_MOST_LAYERS)
+        hidden = fields.integer("hidden_size")
         attention = self._attention(fields, hidden)
         blocks = tuple(
             Block(
@@ -148,7 +152,8 @@ class _Llama:
 
 def _gpt2(fields: Fields, sequence: int) -> Transformer:
     """Return the shape of GPT-2: learned positions, biases, dropout."""
-    layers, hidden = fields.integer("n_layer", "num_hidden_layers"), fields.integer("n_embd", "hidden_size")
+    layers = fields.integer("n_layer", "num_hidden_layers", most=_MOST_LAYERS)
+    hidden = fields.integer("n_embd", "hidden_size")
     heads = fields.integer("n_head", "num_attention_heads")
     dim = max(1, hidden // heads)
     attention = Attention(
@@ -177,7 +182,8 @@ def _gpt2(fields: Fields, sequence: int) -> Transformer:
 
 def _phi(fields: Fields, sequence: int) -> Transformer:
     """Return the shape of Phi-1 and Phi-2: attention and feed-forward layer read the same normalized input."""
-    layers, hidden = fields.integer("num_hidden_layers"), fields.integer("hidden_size")
+    layers = fields.integer("num_hidden_layers", most=_MOST_LAYERS)
+    hidden = fields.integer("hidden_size")
     heads = fields.integer("num_attention_heads")
     dim = fields.integer("head_dim", default=max(1, hidden // heads))
     attention = Attention(
@@ -206,7 +212,8 @@ def _phi(fields: Fields, sequence: int) -> Transformer:
 
 def _deepseek(fields: Fields, sequence: int) -> Transformer:
     """Return the shape of DeepSeek-V2 and V3: latent attention; the first blocks have no experts."""
-    layers, hidden = fields.integer("num_hidden_layers"), fields.integer("hidden_size")
+    layers = fields.integer("num_hidden_layers", most=_MOST_LAYERS)
+    hidden = fields.integer("hidden_size")
     heads, bias = fields.integer("num_attention_heads"), fields.flag("attention_bias")
     rotary = fields.integer("qk_rope_head_dim")
     attention = Attention(
@@ -244,7 +251,8 @@ def _deepseek(fields: Fields, sequence: int) -> Transformer:
 
 def _t5(fields: Fields, sequence: int) -> Transformer:
     """Return the shape of T5: encoder and decoder with relative positions; samples of both have the same length."""
-    layers, hidden = fields.integer("num_layers", "num_hidden_layers"), fields.integer("d_model", "hidden_size")
+    layers = fields.integer("num_layers", "num_hidden_layers", most=_MOST_LAYERS)
+    hidden = fields.integer("d_model", "hidden_size")
     heads, dim = fields.integer("num_heads", "num_attention_heads"), fields.integer("d_kv", "head_dim", default=64)
     attention = Attention(heads=heads, key_value_heads=heads, key_dim=dim, value_dim=dim, rotary=False)
     gated, _, name = fields.text("feed_forward_proj", "relu").rpartition("-")
@@ -259,7 +267,7 @@ def _t5(fields: Fields, sequence: int) -> Transformer:
         *(replace(encoder, more_parameters=table * (n == 0) + hidden * (n == last)) for n in range(layers)),
         *(
             replace(decoder, more_parameters=table * (n == 0))
-            for n in range(fields.integer("num_decoder_layers", default=layers))
+            for n in range(fields.integer("num_decoder_layers", default=layers, most=_MOST_LAYERS))
         ),
     ]
     return Transformer(

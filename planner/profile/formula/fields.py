@@ -16,7 +16,7 @@ class Fields:
         self._missing: list[str] = []
         self._wrong: list[str] = []
 
-    def integer(self, *names: str, default: int | None = None, least: int = 1) -> int:
+    def integer(self, *names: str, default: int | None = None, least: int = 1, most: int = _LARGEST) -> int:
         """Return the integer of the first present key; all of these keys mean the same.
 
         With neither a key nor a default, a placeholder is returned, and `check` raises.
@@ -25,9 +25,9 @@ class Fields:
             value = self._content.get(name)
             if value is None:
                 continue
-            if isinstance(value, int) and not isinstance(value, bool) and least <= value <= _LARGEST:
+            if isinstance(value, int) and not isinstance(value, bool) and least <= value <= most:
                 return value
-            self._wrong.append(f"`{name}` is {value!r}")
+            self._wrong.append(f"`{name}` is {value!r}, expected an integer from {least} to {most}")
             return 1
         if default is None:
             self._missing.append(f"`{names[0]}`")

@@ -122,6 +122,14 @@ def test_keys_that_a_file_leaves_out_have_the_defaults_of_transformers(name: str
     assert shape_of(short, 32, source="config.json") == shape_of(full, 32, source="config.json")
 
 
+ENDLESS = (
+    *({"model_type": name, "num_hidden_layers": 4 * 10**9} for name in FAMILIES if name != "gpt2"),
+    {"model_type": "gpt2", "n_layer": 4 * 10**9},
+    {"model_type": "t5", "num_layers": 2, "num_decoder_layers": 4 * 10**9},
+)
+"""Configurations whose layers, one entry each, no memory would hold."""
+
+
 @pytest.mark.parametrize(
     ("content", "told"),
     [
@@ -130,6 +138,7 @@ def test_keys_that_a_file_leaves_out_have_the_defaults_of_transformers(name: str
         ({"model_type": "llama"}, "`num_hidden_layers` is missing, `hidden_size` is missing"),
         ({"model_type": "t5", "num_layers": -1}, "`num_layers` is -1"),
         ({"model_type": "gpt2", "n_layer": "many"}, "`n_layer` is 'many'"),
+        *((content, "is 4000000000, expected an integer from 1 to 10000") for content in ENDLESS),
     ],
 )
 def test_wrong_files_are_refused_with_all_reasons(content: dict[str, object], told: str) -> None:
