@@ -96,6 +96,8 @@ def profile_by_formula(options: ProfileOptions, configuration: Configuration | N
             texts.parse_number(_spelled(name), value, *of)
     shape = _shape(options) if configuration is None else _configured(configuration, options)
     if options.mtp_layers:
+        if shape.is_encoder_decoder:
+            raise UsageError("`--mtp-layers`: an encoder-decoder has no multi-token prediction", hint="leave it out")
         shape = with_mtp(shape, texts.parse_number("--mtp-layers", options.mtp_layers, "block", 64))
     precision = chosen_precision(options, default="" if configuration is None else "bf16-mixed")
     half = precision not in ("", "fp32")

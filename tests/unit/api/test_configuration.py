@@ -201,6 +201,7 @@ def test_a_formula_by_name_is_that_of_its_configuration(tmp_path: Path) -> None:
         (SMALL, {"expert_parallel": 2}, "does not divide 0 experts"),
         (ROUTED, {"expert_parallel": 3}, "does not divide 8 experts"),
         (ROUTED, {"capacity": "much"}, "`--capacity much`"),
+        (presets()["t5-11b"], {"mtp_layers": 1}, "an encoder-decoder has no multi-token prediction"),
         (SMALL, {"preset": "llama-3-8b"}, "takes no model"),
     ],
 )
