@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from math import ceil, sqrt
 from typing import Final, Literal
 
+from planner.core.cost.width import profile_of_plan
 from planner.core.errors import UsageError
 from planner.core.values.devices import TORCH_KINDS
 from planner.core.values.findings import Finding, finding
@@ -99,7 +100,8 @@ def certainty_of(plan: Plan, profile: Profile) -> Certainty:
         plan: Plan with current predictions.
         profile: Profile of the plan.
     """
-    errors, sampling, step_us = _step_errors(plan, profile), sampling_error(plan, profile), plan.predicted.step_us
+    errors, step_us = _step_errors(plan, profile), plan.predicted.step_us
+    sampling = sampling_error(plan, profile_of_plan(plan, profile))
     if errors is None:
         source, step_ratio, range_us = f"{profile.device.how} for {profile.device.kind}", None, None
     else:
@@ -154,6 +156,10 @@ def sampling_error(plan: Plan, profile: Profile) -> float:
     A step is a maximum over sums of stage times. So its relative error is at most the largest one of the stages.
     Links are assumed to be exact. Layers that were measured separately have independent errors. Layers with the same
     digest were measured once, and have the same error.
+
+    Args:
+        plan: The plan.
+        profile: Profile at the plan's width.
     """
     size, sizes = plan.micro_batch_size, profile.micro_batch_sizes
     below = max((each for each in sizes if each <= size), default=min(sizes))

@@ -19,7 +19,7 @@ from planner.core.judge.certainty import (
     certainty_of,
     headroom_for,
 )
-from planner.core.values.profile import Device, Model
+from planner.core.values.profile import Device, Model, Width
 from planner.core.values.rates import rates_of
 from planner.solve import Request, solve
 from tests.support.profiles import inputs_of, profile_of
@@ -139,6 +139,17 @@ def test_a_step_lies_between_what_rows_and_repeats_leave():
     assert certainty.device_bytes == tuple(-int(-need / 0.99 // 1) + SLACK_BYTES for need in plan.device_bytes())
     apart = replace(profile, layers=tuple(replace(layer, digest="") for layer in profile.layers))
     assert certainty_of(plan, apart).sampling == pytest.approx(0.1 / sqrt(2))
+
+
+def test_repeats_are_those_of_the_layers_that_run():
+    """With several widths, those of the plan's count."""
+    profile, _ = on()
+    calm = tuple(replace(layer, spread=(0.02,)) for layer in profile.layers)
+    both = replace(profile, widths=(Width(tensor_parallel=2, layers=calm),))
+    for width, spread in ((1, 0.1), (2, 0.02)):
+        inputs = replace(inputs_of(2 * width, 4), tensor_parallel=width)
+        plan = solve(both, Request(inputs=inputs, balance=(2, 2)))
+        assert certainty_of(plan, both).sampling == pytest.approx(spread)
 
 
 def test_a_calibration_says_what_came_true_instead():
