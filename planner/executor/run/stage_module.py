@@ -174,12 +174,12 @@ class StageModule(nn.Module):
 
         def run(*values: Any) -> Any:
             with caching_only_with_graph():
-                result = _with_graph(timed(*values), values[0])
-            if not splits:
-                return result
-            if not torch.is_grad_enabled():
-                others.extend(t for t, does in zip(result, carries, strict=True) if not does)
-            return tuple(t for t, does in zip(result, carries, strict=True) if does)
+                result = timed(*values)
+            if splits:
+                if not torch.is_grad_enabled():
+                    others.extend(t for t, does in zip(result, carries, strict=True) if not does)
+                result = tuple(t for t, does in zip(result, carries, strict=True) if does)
+            return _with_graph(result, values[0])
 
         result: Tensor | tuple[Tensor, ...] = checkpoint(run, *arguments, use_reentrant=True, preserve_rng_state=False)
         if isinstance(result, Tensor) or not carries:

@@ -402,6 +402,35 @@ def test_what_carries_no_gradient_asks_for_none(recompute: Recompute) -> None:
     assert torch.equal(given.grad, module.linear.weight.sum(0).expand(2, 4))
 
 
+class MaskedAndSkipped(nn.Module):
+    """A floating-point mask, and a layer's result or, in training, its input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, value: Tensor) -> tuple[Tensor, Tensor]:
+        """(b, 4) and (b, 4)."""
+        return torch.zeros(len(value), 4), value if self.training else self.linear(value)
+
+
+def test_a_recomputed_stage_of_skipped_layers_trains_nothing() -> None:
+    """Its output has no graph when its layer is skipped, and nor has the mask before it, which gets no gradient."""
+    stage = StageModule(
+        [Layer("0", MaskedAndSkipped())],
+        received=Boundary.of(torch.empty(2, 4, device="meta")),
+        recompute="always",
+        micro_batches=1,
+        loss_fn=None,
+        copies_input=False,
+        carries=(False, True),
+    )
+    mask, value = stage(torch.randn(2, 4))
+    assert (mask.requires_grad, value.requires_grad) == (False, True)
+    value.sum().backward()
+    assert all(parameter.grad is None for parameter in stage.parameters())
+
+
 class WithTable(nn.Module):
     """Returns a small output and a large table that carries no gradient."""
 
