@@ -10,7 +10,7 @@ from planner.api import texts
 from planner.api.options.profiling import ProfileOptions
 from planner.api.reading import path_of
 from planner.core.errors import FileError, UsageError
-from planner.core.extras import absent_from, is_installed
+from planner.core.extras import absent_for_configurations, check_for_configurations
 from planner.profile.formula.presets import presets
 
 _FILE: Final = "config.json"
@@ -62,19 +62,16 @@ def is_for_formula(configuration: Configuration, options: ProfileOptions) -> boo
     not installed.
 
     Raises:
-        UsageError: The real model is requested and cannot be built.
+        UsageError: The real model of a preset is requested, which has none.
+        MissingPackageError: The real model is requested, and a package that builds it is not installed.
     """
-    lacking = [*absent_from("train"), *([] if is_installed("transformers") else ["transformers"])]
     if options.from_formula != "never":
         estimated = options.device.startswith("estimate:") or options.rate is not None
-        return options.from_formula is not None or estimated or configuration.kind == "preset" or bool(lacking)
+        requested = options.from_formula is not None or estimated or configuration.kind == "preset"
+        return requested or bool(absent_for_configurations())
     if configuration.kind == "preset":
         raise UsageError("`--from-formula never` needs a file", hint=f"name the {_FILE} of {configuration.name}")
-    if lacking:
-        raise UsageError(
-            f"`--from-formula never` builds the model, but {', '.join(lacking)} is not installed",
-            hint=f"pip install {' '.join(lacking)}",
-        )
+    check_for_configurations()
     return False
 
 

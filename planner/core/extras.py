@@ -6,6 +6,7 @@
     tpu                 jax, libtpu, torchax, and train          profile --device tpu:v2, train_jax.py
 
 Packages that need an extra import it within `importing`. Code that imports it later calls `check_installed` first.
+The model of a config.json also needs transformers, which is in no extra.
 """
 
 import ctypes
@@ -67,7 +68,24 @@ def check_installed(extra: Extra) -> None:
         MissingPackageError: A package of the extra is not installed.
     """
     if absent := absent_from(extra):
-        raise _missing(extra, absent)
+        raise _missing(absent, _EXTRAS[extra].purpose, command_for(extra))
+
+
+def absent_for_configurations() -> tuple[str, ...]:
+    """Return the packages that build the model of a config.json and are not installed."""
+    return (*absent_from("train"), *(() if is_installed("transformers") else ("transformers",)))
+
+
+def check_for_configurations() -> None:
+    """Check that the packages that build the model of a config.json are installed, without an import of them.
+
+    Raises:
+        MissingPackageError: One of them is not installed.
+    """
+    if absent := absent_for_configurations():
+        command = command_for("train") if absent_from("train") else "pip install"
+        hint = command + " transformers" * ("transformers" in absent)
+        raise _missing(absent, "building the model of a config.json needs", hint)
 
 
 @contextmanager
@@ -83,16 +101,13 @@ def importing(extra: Extra) -> Iterator[None]:
         absent = absent_from(extra)
         if error.name is None or error.name.partition(".")[0] not in absent:
             raise
-        raise _missing(extra, absent) from error
+        raise _missing(absent, _EXTRAS[extra].purpose, command_for(extra)) from error
 
 
-def _missing(extra: Extra, absent: tuple[str, ...]) -> MissingPackageError:
+def _missing(absent: tuple[str, ...], purpose: str, hint: str) -> MissingPackageError:
     *others, last = absent
     names = f"{', '.join(others)} and {last}" if others else last
-    hint = command_for(extra)
-    error = MissingPackageError(
-        f"{names} {'are' if others else 'is'} not installed, which {_EXTRAS[extra].purpose}", hint=hint
-    )
+    error = MissingPackageError(f"{names} {'are' if others else 'is'} not installed, which {purpose}", hint=hint)
     # Commands print the hint. The traceback of a script shows this note instead.
     error.add_note(f"hint: {hint}")
     return error

@@ -12,8 +12,8 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from planner.core.errors import MissingPackageError, UsageError
-from planner.core.extras import is_installed
+from planner.core.errors import UsageError
+from planner.core.extras import check_for_configurations
 
 
 class _Task(NamedTuple):
@@ -46,10 +46,7 @@ def configuration_module(path: str) -> ModuleType:
     Raises:
         MissingPackageError: transformers is not installed.
     """
-    if not is_installed("transformers"):
-        raise MissingPackageError(
-            "transformers is not installed, which builds the model of a config.json", hint="pip install transformers"
-        )
+    check_for_configurations()
     transformers = import_module("transformers")
 
     def build_model(sequence: int, task: str = "") -> nn.Module:  # noqa: ARG001 - a setting of the batch

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 import planner
-from planner.core.errors import PlannerError, UsageError
+from planner.core import extras
+from planner.core.errors import MissingPackageError, PlannerError, UsageError
 from planner.core.values.profile import Profile
 from planner.profile.formula.families import shape_of
 from planner.profile.formula.presets import presets
@@ -274,6 +275,13 @@ def test_the_memory_that_a_hint_names_is_enough(tmp_path: Path) -> None:
     named = re.search(r"`--mem` (?:is )?(\S+)", refused.value.hint)
     assert named is not None
     assert planner.solve(profile, mem=named[1], reserve="0B", **options).stages
+
+
+def test_without_its_packages_no_model_is_built(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The request is refused before a model is looked for."""
+    monkeypatch.setattr(extras, "find_spec", lambda name: None if name == "transformers" else name)
+    with pytest.raises(MissingPackageError, match="transformers is not installed"):
+        of(tmp_path, from_formula="never")
 
 
 def test_all_missing_options_are_in_one_message() -> None:

@@ -4,7 +4,7 @@ import pytest
 
 from planner.core import extras
 from planner.core.errors import ExitCode, MissingPackageError
-from planner.core.extras import check_installed, command_for, importing
+from planner.core.extras import check_for_configurations, check_installed, command_for, importing
 
 
 def leave_only(monkeypatch: pytest.MonkeyPatch, *installed: str) -> None:
@@ -39,6 +39,30 @@ def test_the_torch_that_is_there_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     assert command_for("train") == "pip install fvcore networkx safetensors"
     leave_only(monkeypatch, "torch", "fvcore", "networkx", "safetensors")
     check_installed("train")
+
+
+@pytest.mark.parametrize(
+    ("installed", "missing", "hint"),
+    [
+        (("torch", "fvcore", "networkx", "safetensors"), "transformers is", "pip install transformers"),
+        (("torch", "fvcore", "networkx"), "safetensors and transformers are", "pip install safetensors transformers"),
+        (("transformers",), "torch, fvcore, networkx and safetensors are", "pip install 'gpipe-plan[train]'"),
+        (
+            (),
+            "torch, fvcore, networkx, safetensors and transformers are",
+            "pip install 'gpipe-plan[train]' transformers",
+        ),
+    ],
+)
+def test_a_configuration_needs_transformers_too(
+    monkeypatch: pytest.MonkeyPatch, installed: tuple[str, ...], missing: str, hint: str
+) -> None:
+    """It is in no extra: the command names it."""
+    leave_only(monkeypatch, *installed)
+    with pytest.raises(MissingPackageError) as refused:
+        check_for_configurations()
+    assert refused.value.message == f"{missing} not installed, which building the model of a config.json needs"
+    assert refused.value.hint == hint
 
 
 def test_an_import_that_fails_for_another_reason_fails_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
