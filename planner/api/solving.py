@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import fields, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from planner import files
 from planner.api import texts
@@ -18,6 +19,10 @@ from planner.core.values.plan import Plan
 from planner.core.values.profile import Profile
 from planner.core.values.sweep import Sweep
 from planner.core.values.units import counted, parse_us
+from planner.solve.deadline import Watch
+
+if TYPE_CHECKING:
+    from planner.solve.request import Request
 
 enable_notebook_display(Sweep)
 
@@ -143,8 +148,6 @@ def _solved(source: ReadProfile, options: SolveOptions, output: str | None) -> P
     from planner.core.cost.costs import CostTable  # noqa: PLC0415
     from planner.solve import solve as solve_plan  # noqa: PLC0415
     from planner.solve.methods import lacks_bound  # noqa: PLC0415
-    from planner.solve.questions.insight import frontier_of, insight_of  # noqa: PLC0415
-    from planner.solve.questions.trade_off import trade_off_of  # noqa: PLC0415
 
     read = source.profile
     if options.batch is None:
@@ -176,11 +179,25 @@ def _solved(source: ReadProfile, options: SolveOptions, output: str | None) -> P
         options.note(
             f"highspy is not installed; with it the gap may be smaller and the plan faster (`{command_for('milp')}`)"
         )
-    if options.frontier:
-        schedules = trade_off_of(read, plan, micro_batches=request.micro_batches)
-        plan = replace(plan, frontier=frontier_of(read, request, plan), schedules=schedules)
-    if options.explain:
-        plan = replace(plan, insight=insight_of(read, request, plan))
+    return _with_details(read, request, plan, options)
+
+
+def _with_details(profile: Profile, request: "Request", plan: Plan, options: SolveOptions) -> Plan:
+    """Return the plan with the frontier and the insight that options ask for, without those that were interrupted."""
+    from planner.solve.questions.insight import frontier_of, insight_of  # noqa: PLC0415 - as in `_solved`
+    from planner.solve.questions.trade_off import trade_off_of  # noqa: PLC0415
+
+    is_stopped = options.watch.is_stopped
+    # The watch's `found` is for plans of the request itself.
+    request = replace(request, watch=Watch(is_stopped=is_stopped))
+    if options.frontier and not is_stopped():
+        points = frontier_of(profile, request, plan)
+        schedules = trade_off_of(profile, plan, micro_batches=request.micro_batches, watch=request.watch)
+        # The last points may not have been searched to the end.
+        plan = plan if is_stopped() else replace(plan, frontier=points, schedules=schedules)
+    if options.explain and not is_stopped():
+        insight = insight_of(profile, request, plan)
+        plan = plan if is_stopped() else replace(plan, insight=insight)
     return plan
 
 

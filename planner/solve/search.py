@@ -102,7 +102,7 @@ def plan_under(
     """
     check_request(profile, request)
     cases = [case for case in cases_of(profile, request) if case.schedule.name in schedules]
-    searched = _searched(cases, request, Deadline.after(request.time_limit_s), upper_us=upper_us)
+    searched = _searched(cases, request, Deadline.after(request.time_limit_s, request.watch), upper_us=upper_us)
     best = searched.best
     return None if best is None else _plan(best, min(searched.bound_us, best.step_us), request)
 

@@ -29,7 +29,8 @@ _INTERVAL = 1.96
 def frontier_of(profile: Profile, request: Request, plan: Plan) -> tuple[FrontierPoint, ...]:
     """Return a point for each number of replicas and micro-batches, ascending.
 
-    If the schedule is open, each point has one search pass, so a longer search of its numbers may find a faster plan.
+    After the request's watch stops the searches, the points are not usable. If the schedule is open, each point has one
+    search pass, so a longer search of its numbers may find a faster plan.
 
     Args:
         profile: The profile of the plan.
@@ -72,7 +73,7 @@ def point_of(plan: Plan) -> FrontierPoint:
 
 
 def insight_of(profile: Profile, request: Request, plan: Plan) -> Insight:
-    """Return what limits a plan, and what would improve it.
+    """Return what limits a plan, and what would improve it; not usable after the request's watch stops the searches.
 
     Args:
         profile: The profile of the plan.
@@ -161,7 +162,9 @@ def _noise(profile: Profile, request: Request, plan: Plan) -> Noise | None:
     regrets, same = [], 0
     for _ in range(_DRAWS):
         drawn = with_layers(profile, partial(_drawn, rng=rng))
-        best = solve(drawn, request)
+        best = _solved(drawn, request)
+        if best is None:
+            return None
         ours_us = Evaluation.of(plan, drawn).step_us
         best_us = best.predicted.step_us
         regrets.append(max(0.0, ours_us / best_us - 1) if best_us else 0.0)

@@ -7,6 +7,7 @@ from planner.core.schedule import SCHEDULES, SEARCHED
 from planner.core.values.plan import FrontierPoint, Plan, ScheduleName
 from planner.core.values.profile import Profile
 from planner.solve.cases import cases_of
+from planner.solve.deadline import UNWATCHED, Watch
 from planner.solve.questions.insight import point_of
 from planner.solve.request import Request, near
 from planner.solve.search import MOST_WORK, plan_under
@@ -15,7 +16,9 @@ _ACTIONS: Final = 30_000
 """Actions to simulate per schedule: some tenths of a second."""
 
 
-def trade_off_of(profile: Profile, plan: Plan, *, micro_batches: int | None = None) -> tuple[FrontierPoint, ...]:
+def trade_off_of(
+    profile: Profile, plan: Plan, *, micro_batches: int | None = None, watch: Watch = UNWATCHED
+) -> tuple[FrontierPoint, ...]:
     """Return a point for each schedule; the point of the plan's own schedule is the plan.
 
     Each search has little effort: a schedule may do better than its point, and `fits` is false if no plan was found.
@@ -26,6 +29,7 @@ def trade_off_of(profile: Profile, plan: Plan, *, micro_batches: int | None = No
         profile: The profile to plan for.
         plan: The answer to a request that left the schedule open.
         micro_batches: M, if it was fixed.
+        watch: Observer of the searches; after it stops them, the points are not usable.
 
     Returns:
         The points, in the usual order of schedules. Empty if there is nothing to compare: a requested schedule, given
@@ -37,7 +41,11 @@ def trade_off_of(profile: Profile, plan: Plan, *, micro_batches: int | None = No
     if len(profile.layers) * inputs.devices > MOST_WORK:
         return ()
     request = Request(
-        inputs=near(inputs, plan, profile), micro_batches=micro_batches, actions=_ACTIONS, searches_on=False
+        inputs=near(inputs, plan, profile),
+        micro_batches=micro_batches,
+        actions=_ACTIONS,
+        searches_on=False,
+        watch=watch,
     )
     tried = {case.schedule.name for case in cases_of(profile, request)}
     names = [name for name in (*SCHEDULES, SEARCHED.name) if name in tried]

@@ -8,9 +8,11 @@ from dataclasses import replace
 from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+import planner
 from planner.core.errors import InfeasibleError, SolverError
 from planner.core.judge.verdict import judge
 from planner.core.schedule import SCHEDULES, SEARCHED
@@ -20,6 +22,7 @@ from planner.core.values.profile import Profile
 from planner.files import dump
 from planner.solve import Request, deadline, solve
 from planner.solve.deadline import Watch
+from planner.solve.questions import insight
 from tests.support.chains import random_profile
 from tests.support.house import modules
 from tests.support.profiles import inputs_of
@@ -189,3 +192,36 @@ def test_a_watched_search_can_be_stopped_and_returns_the_best_plan_so_far() -> N
     assert plan.predicted.step_us == pytest.approx(min(found))
     with pytest.raises(SolverError, match="stopped before a plan was found"):
         solve(profile, Request(inputs=QUESTIONS["auto"], watch=Watch(is_stopped=lambda: True)))
+
+
+def with_spread(profile: Profile) -> Profile:
+    """With repeats that differ, so that `explain` asks for the effect of noise."""
+    return replace(profile, layers=tuple(replace(each, spread=(0.1,)) for each in profile.layers))
+
+
+@pytest.mark.parametrize(("option", "name"), [("frontier", "frontier_of"), ("explain", "insight_of")])
+def test_a_stop_after_the_plan_ends_the_further_searches(
+    option: str, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The plan is as without them, and no point that was not searched is reported as one that does not fit."""
+    profile, stopped = with_spread(random_profile(3, 12)), list[bool]()
+    request: dict[str, Any] = {"devices": 4, "mem": "1TB", "batch": 12, "schedule": "auto"}
+    search, tried = getattr(insight, name), list[bool]()
+
+    def stop_before(*arguments: Any) -> Any:
+        stopped.append(True)
+        return search(*arguments)
+
+    def counted(*arguments: Any, **more: Any) -> Any:
+        plan = whole(*arguments, **more)
+        tried.append(True)
+        return plan
+
+    whole = insight.solve
+    monkeypatch.setattr(insight, name, stop_before)
+    monkeypatch.setattr(insight, "solve", counted)
+    watch = Watch(is_stopped=lambda: bool(stopped))
+    plan = planner.solve(profile, watch=watch, **request, **{option: True})
+    assert stopped
+    assert not tried
+    assert plan == planner.solve(profile, **request)
