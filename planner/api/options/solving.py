@@ -190,6 +190,7 @@ class SweepOptions:
     batch: Annotated[int | None, _as_solved("batch")] = None
     micro_batches: Annotated[str | int, _as_solved("micro_batches")] = "auto"
     replicas: Annotated[str | int, _as_solved("replicas")] = "1"
+    tensor_parallel: Annotated[str | int, _as_solved("tensor_parallel")] = "auto"
     schedule: Annotated[str, _as_solved("schedule", metavar="NAME", help=_ORDER)] = DEFAULT_SCHEDULE
     recompute: Annotated[str, _as_solved("recompute", help="Recomputation of activations.")] = "auto"
     link: Annotated[str | Link | None, _as_solved("link", help="Links between neighbors.")] = None

@@ -9,7 +9,7 @@ import pytest
 import planner
 from planner import files
 from planner.core.errors import UsageError
-from planner.core.values.profile import Device, Environment, Profile, Width
+from planner.core.values.profile import Device, Environment, LayerProfile, Profile, Width
 from tests.support.profiles import profile_of
 
 
@@ -99,3 +99,22 @@ def test_a_sweep_uses_the_widths_that_a_cluster_can_have() -> None:
     merged = replace(one_width(1), widths=(Width(tensor_parallel=8, layers=one_width(8).layers),))
     sweep = planner.sweep(merged, devices=[2, 6, 8], mem="1MB", batch=4)
     assert all(cell.plan is not None for cell in sweep.cells)
+
+
+def test_a_sweep_has_the_width_that_is_asked_for() -> None:
+    """One of the profile's, or the best of them; without links only one GPU per layer can be priced."""
+    widths = tuple(Width(tensor_parallel=t, layers=one_width(t).layers) for t in (2, 4))
+    both = replace(one_width(1), widths=widths)
+    sizes: dict[str, Any] = {"devices": "4", "mem": "1MB", "batch": 8}
+    for asked in (1, 2):
+        cells = planner.sweep(both, tensor_parallel=asked, **sizes).cells
+        assert [cell.plan and cell.plan.tensor_parallel for cell in cells] == [asked]
+    priced = replace(both, widths=tuple(replace(each, layers=_with_sums(each.layers)) for each in widths))
+    with pytest.raises(UsageError) as refused:
+        planner.sweep(priced, **sizes)
+    assert "`--tensor-parallel 1`" in refused.value.hint
+    assert planner.sweep(priced, tensor_parallel=1, **sizes).smallest == 0
+
+
+def _with_sums(layers: tuple[LayerProfile, ...]) -> tuple[LayerProfile, ...]:
+    return tuple(replace(layer, collectives=1, collective_bytes=(100,)) for layer in layers)
