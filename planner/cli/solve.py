@@ -20,7 +20,7 @@ from planner.core.values.units import bytes_option, counted, format_bytes, forma
 if TYPE_CHECKING:
     from planner.api.reading import ReadProfile
     from planner.core.judge.certainty import Certainty
-    from planner.core.values.plan import Inputs, Plan, ScheduleName
+    from planner.core.values.plan import Plan, ScheduleName
     from planner.core.values.profile import Profile
 
 
@@ -80,7 +80,7 @@ def solve(
             console.warning(f"{finding.message}: {finding.hint}")
         for smaller in plans[1:]:
             console.result(plain(_in_a_line(smaller, certainty_of(smaller, read)), style_for_stdout()))
-    _notes(console, plan.inputs, read, extrapolated=options.extrapolate)
+    _notes(console, plan, read, extrapolated=options.extrapolate)
     if not quiet and not is_stopped():
         _with_replicas(console, plan, replicas_for(read, plan, options))
         _faster(console, plan, faster_schedule_for(read, plan, options, spent_s=time.monotonic() - began_s))
@@ -150,7 +150,8 @@ def _format(profile: "Profile") -> str:
     )
 
 
-def _notes(console: Console, inputs: "Inputs", profile: "Profile", *, extrapolated: bool) -> None:
+def _notes(console: Console, plan: "Plan", profile: "Profile", *, extrapolated: bool) -> None:
+    inputs, node_devices = plan.inputs, plan.cluster.node_devices
     for limit in sorted(set(inputs.memory_bytes)):
         console.note(f"note: memory limit {limit / 1e9:g} GB = {format_bytes(limit)} per device")
     if inputs.links:
@@ -159,6 +160,10 @@ def _notes(console: Console, inputs: "Inputs", profile: "Profile", *, extrapolat
         kind = ", not overlapping with compute" if inputs.link.blocking else ""
         rate = format_rate(inputs.link.bytes_per_s) if inputs.link.bytes_per_s else "unlimited"
         console.note(f"note: link {rate}, {format_us(inputs.link.latency_us)}{kind}")
+    # Pipelines occupy consecutive devices: they are within nodes if each node holds whole ones.
+    spans_nodes = 0 < node_devices < plan.num_devices * plan.replicas and node_devices % plan.num_devices
+    if spans_nodes and inputs.inter_link is None and inputs.link != Link():
+        console.note("note: no `--inter-link`: links between nodes are assumed to be as fast as within a node")
     if inputs.replicas != 1 and inputs.allreduce is None:
         console.note("note: no `--allreduce`: summing gradients over replicas is assumed to cost nothing")
     if inputs.link == Link() and not inputs.links and training_kind(profile.device.kind) != "cpu":

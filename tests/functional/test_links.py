@@ -75,6 +75,33 @@ def test_links_go_with_every_question(here: Path, capsys: Capsys, options: tuple
     assert call(capsys, "check").code == 0
 
 
+@pytest.mark.parametrize(
+    ("options", "is_noted"),
+    [
+        (("--nodes", "3x1", "--link", "1GB/s"), True),
+        (("--nodes", "2x2", "--link", "1GB/s", "--replicas", "1"), True),
+        (("--nodes", "2x2", "--link", "1GB/s", "--inter-link", "1GB/s"), False),
+        (("--nodes", "2x2", "--link", "1GB/s", "--replicas", "2"), False),
+        (("--nodes", "1x3", "--link", "1GB/s"), False),
+        (
+            (
+                "--nodes",
+                "3x1",
+            ),
+            False,
+        ),
+        (("--devices", "3", "--link", "1GB/s"), False),
+    ],
+)
+def test_links_between_nodes_are_assumed_aloud(
+    here: Path, capsys: Capsys, options: tuple[str, ...], *, is_noted: bool
+) -> None:
+    """Where a pipeline leaves its node, over links of which only those within a node are known."""
+    done = call(capsys, "solve", "--mem", "1GB", "--batch", "16", *options)
+    assert done.code == 0, done.err
+    assert ("note: no `--inter-link`: links between nodes are assumed" in done.err) == is_noted
+
+
 def test_another_file_is_no_list_of_links(here: Path, capsys: Capsys) -> None:
     """Nor is one that is not there, which has to be made by another command."""
     asked = ("solve", "--devices", "3", "--mem", "1GB", "--links")
