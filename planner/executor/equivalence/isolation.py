@@ -28,12 +28,14 @@ with FakeTensorMode():
     torch.empty(0)
 
 
-_LARGE_BYTES = 2**22
+_RETURNED_BYTES = 2**22
+"""Size of the smallest freed blocks that are returned; it is below `planner.device.machine.LARGE_BYTES`, the largest
+size that glibc accepts, so that most gradients and activations are returned as well."""
 
 
 def return_large_blocks() -> None:
     """Make this process return large blocks of freed memory to the system, which takes time, and needs less memory."""
-    keep_freed_memory(below=_LARGE_BYTES)
+    keep_freed_memory(below=_RETURNED_BYTES)
 
 
 class ChildError(Exception):
