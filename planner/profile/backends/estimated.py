@@ -6,7 +6,8 @@ results, are those of a real run. They give
 - memory: storages from their creation to their release. Workspaces of kernels are not seen.
 - time: each operator takes its floating-point operations at the sustained rate if one is known, else at the peak rate,
 or its bytes at the peak bandwidth, whichever is longer, and at least the launch of a kernel. No kernel reaches both
-peaks: real times are longer, by a factor that differs less between layers than the times do.
+peaks: real times are longer, by a factor that differs less between layers than the times do. If a layer runs a grouped
+product, the sustained rate is that of models with experts, for all layers.
 """
 
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -59,6 +60,8 @@ _LAUNCH_US = 3.0
 _ROWS_ONLY = frozenset(("aten::embedding", "aten::index", "aten::index_select", "aten::gather", "aten::slice_backward"))
 """Operators that read no more of a table than they return."""
 
+_GROUPED_PRODUCT = "aten::_grouped_mm"
+
 
 class EstimatedBackend:
     """Backend that runs the layers on ghosts, for a GPU that is not here."""
@@ -67,9 +70,6 @@ class EstimatedBackend:
 
     def __init__(self, absent: Accelerator) -> None:
         self._absent, self._rates = absent, rates_of(absent.name)
-        sustained = sustained_rate(absent.name)
-        if sustained is not None:
-            self._rates = replace(self._rates, half_flops_per_s=sustained.flops_per_s)
 
     def described(self) -> Device:
         """Return the GPU of its data sheet, with an assumed reserve of memory that is not for tensors."""
@@ -81,9 +81,12 @@ class EstimatedBackend:
             how="estimated",
         )
 
-    def clock(self) -> "RooflineClock":
-        """Return a clock with the rates of the GPU."""
-        return RooflineClock(self._rates)
+    def clock(self, *, experts: bool = False) -> "RooflineClock":
+        """Return a clock with the rates of the GPU, for a mixture of experts or another model."""
+        sustained = sustained_rate(self._absent.name, experts=experts)
+        if sustained is None:
+            return RooflineClock(self._rates)
+        return RooflineClock(replace(self._rates, half_flops_per_s=sustained.flops_per_s))
 
     def check_model(self, loaded: LoadedModel) -> None:
         """Accept any precision."""
@@ -108,6 +111,8 @@ class EstimatedBackend:
         )
         with as_ghosts_if_lean(task):
             records = record_sizes(task, hooks)
+            flops = records.of_each(clock.flops_of)
+            clock = self.clock(experts=clock.has_experts)
             peaks_add = _peaks_add(task)
             whole = ModelOptimizer(task.loaded.build_optimizer, task.chain.model.parameters())
             units, idle = records.units, idle_parameters(task, records)
@@ -133,7 +138,7 @@ class EstimatedBackend:
                 idle=idle,
                 optimizer=optimizer,
                 boundary_peaks=boundary_peaks(stepped, whole, device=self.device, meter=meter),
-                flops=records.of_each(clock.flops_of),
+                flops=flops,
                 times=times,
                 half_times_us=half_times_us,
             )
@@ -198,6 +203,8 @@ class RooflineClock:
         self._total_us = 0.0
         self.flops = 0
         """Floating-point operations of the last measured function."""
+        self.has_experts = False
+        """True if a measured function has run a grouped product: tokens times the weights of their experts."""
 
     def time_us(self, work: Callable[[], object]) -> float:
         """Return the microseconds that `work` would take on the device."""
@@ -210,6 +217,7 @@ class RooflineClock:
                 return
             flops = _flops(func, args, kwargs, result)
             self.flops += flops
+            self.has_experts |= func._schema.name == _GROUPED_PRODUCT
             half = bool(results) and all(t.element_size() < 4 for t in results if t.is_floating_point())
             rate = self._rates.half_flops_per_s if half else self._rates.float32_flops_per_s
             moved = _moved_bytes(func, _read(func, args, received), results)
@@ -301,7 +309,7 @@ def _flops(func: Any, args: Any, kwargs: dict[str, Any], result: Any) -> int:
         return int(sdpa_flop_count(args[0].shape, args[1].shape, args[2].shape))
     if func is torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default:
         return int(sdpa_backward_flop_count(*(tensor.shape for tensor in args[:4])))
-    if func._schema.name == "aten::_grouped_mm":
+    if func._schema.name == _GROUPED_PRODUCT:
         return _grouped_flops(args[0], args[1])
     formula = flop_registry.get(func._overloadpacket)
     return int(formula(*args, **kwargs, out_val=result)) if formula is not None else 0

@@ -301,3 +301,35 @@ def test_grouped_products_of_experts_count_each_token_once(a: tuple[int, ...], b
     clock = RooflineClock(rates_of("h100"))
     clock.time_us(lambda: nn.functional.grouped_mm(torch.ones(a), torch.ones(b), offs=offsets))
     assert clock.flops == 2 * 12 * 8 * 4
+
+
+class Routed(nn.Module):
+    """Two experts, each with half of the tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(2, 4096, 4096))
+
+    def forward(self, value: Tensor) -> Tensor:
+        """(b, 4096) to (b, 4096)."""
+        offsets = torch.arange(1, 3, dtype=torch.int32, device=value.device) * (len(value) // 2)
+        return nn.functional.grouped_mm(value, self.weight, offs=offsets)
+
+
+@pytest.mark.skipif(not hasattr(nn.functional, "grouped_mm"), reason="torch has no grouped products")
+def test_models_with_grouped_products_run_at_the_rate_of_experts() -> None:
+    """In all of their layers, because the rate is that of whole steps."""
+
+    def tokens(size: int) -> Tensor:
+        return torch.zeros(size, 4096, dtype=torch.bfloat16)
+
+    def first_us(*others: type[nn.Module]) -> float:
+        def build() -> nn.Module:
+            return nn.Sequential(nn.Linear(4096, 4096), *(of() for of in others), nn.Linear(4096, 4096)).bfloat16()
+
+        return estimated(loaded_model(build, tokens), 2048).layers[0].forward_us[0]
+
+    dense, routed = sustained_rate("h100"), sustained_rate("h100", experts=True)
+    assert dense is not None
+    assert routed is not None
+    assert first_us(Routed) / first_us() == pytest.approx(dense.flops_per_s / routed.flops_per_s, rel=1e-3)
