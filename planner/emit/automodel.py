@@ -126,4 +126,9 @@ def _notes(layout: Layout) -> list[str]:
         *notes,
         *layout.halves_notes(),
         *layout.recompute_notes("Automodel recomputes by layer, on all stages alike: set `activation_checkpointing`"),
+        *layout.assumption_notes(
+            sequence="distributed.sequence_parallel",
+            experts="distributed.ep_size",
+            attention="activation_checkpointing",
+        ),
     ]

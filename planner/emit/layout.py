@@ -45,6 +45,12 @@ class Layout:
 
     plan: Plan
     stages: tuple[tuple[LayerProfile, ...], ...]
+    expert_parallel: int = 1
+    """Replicas that divide the experts of each layer among them."""
+    sequence_parallel: bool = False
+    """True if GPUs that share layers also divide other tensors along the sequence."""
+    recompute_attention: bool = False
+    """True if backward recomputes attention only."""
 
     @classmethod
     def of(cls, plan: Plan, profile: Profile) -> "Layout":
@@ -55,7 +61,16 @@ class Layout:
         """
         partition = Partition.of(plan, [layer.name for layer in profile.layers])
         check_partition(partition, num_layers=len(profile.layers), num_devices=plan.cluster.num_devices)
-        return cls(plan=plan, stages=tuple(profile.layers[first:end] for first, end in partition.intervals()))
+        settings = profile.model.settings
+        # Settings of a measured model may have any names.
+        assumed = settings if "formula" in settings else {}
+        return cls(
+            plan=plan,
+            stages=tuple(profile.layers[first:end] for first, end in partition.intervals()),
+            expert_parallel=profile.expert_parallel,
+            sequence_parallel=bool(assumed.get("sequence_parallel")) and plan.tensor_parallel > 1,
+            recompute_attention=bool(assumed.get("recompute_attention")),
+        )
 
     @property
     def schedule(self) -> Schedule:
@@ -176,6 +191,21 @@ class Layout:
         places = (f"stages {run[0]} to {run[-1]}" if len(run) > 1 else f"stage {run[0]}" for _, run in runs)
         planned = ", ".join(f"{choice} on {place}" for (choice, _), place in zip(runs, places, strict=True))
         return [f"{text} (planned: {planned})"]
+
+    def assumption_notes(self, *, sequence: str = "", experts: str = "", attention: str = "") -> list[str]:
+        """Return a note for each assumption of the memory that has to be set by hand.
+
+        Args:
+            sequence: Option for sequence parallelism; empty if the engine needs none, like the following.
+            experts: Option for the number of replicas that divide experts.
+            attention: Option for recomputation of attention.
+        """
+        assumed = {
+            "division along the sequence": sequence if self.sequence_parallel else "",
+            f"experts divided among {self.expert_parallel} replicas": experts if self.expert_parallel > 1 else "",
+            "recomputed attention": attention if self.recompute_attention else "",
+        }
+        return [f"the memory assumes {what}: set `{option}`" for what, option in assumed.items() if option]
 
     def replica_notes(self, engine: str) -> list[str]:
         """Return a note if the plan has several replicas but the engine's format only one pipeline."""

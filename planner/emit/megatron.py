@@ -8,7 +8,7 @@ the order of the model. If there are more stages than devices, they are interlea
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
 from typing import Final
 
@@ -51,9 +51,13 @@ def emit_megatron(layout: Layout) -> EngineFile:
         *layout.schedule_notes(_NAME, *runs),
         *layout.recompute_notes("Megatron-LM recomputes on all stages alike: set `--recompute-granularity`"),
     ]
+    if layout.expert_parallel > 1 and plan.tensor_parallel > 1 and not layout.sequence_parallel:
+        notes.append(
+            f"{_NAME} divides experts and shares layers only with `--sequence-parallel`: profile with it as well"
+        )
     body = (
         "PIPELINE_ARGS=(\n"
-        + (f"    --tensor-model-parallel-size {plan.tensor_parallel}\n" if plan.tensor_parallel > 1 else "")
+        + "".join(f"    {option}\n" for option in _divisions(layout))
         + f"    --pipeline-model-parallel-size {plan.num_devices}\n"
         f'    {_OPTION} "{text}"\n'
         f"    --micro-batch-size {plan.micro_batch_size}\n"
@@ -68,6 +72,19 @@ def emit_megatron(layout: Layout) -> EngineFile:
         notes=tuple(notes),
         use='`source plan_megatron.sh`, then `pretrain_gpt.py "${PIPELINE_ARGS[@]}" …`',
     )
+
+
+def _divisions(layout: Layout) -> Iterator[str]:
+    """Yield the options for what the profile's costs assume, except for pipeline stages."""
+    if layout.plan.tensor_parallel > 1:
+        yield f"--tensor-model-parallel-size {layout.plan.tensor_parallel}"
+    if layout.sequence_parallel:
+        yield "--sequence-parallel"
+    if layout.expert_parallel > 1:
+        yield f"--expert-model-parallel-size {layout.expert_parallel}"
+    # The granularity is one for all stages; if one recomputes whole layers, a note says so.
+    if layout.recompute_attention and all(stage.recompute == "never" for stage in layout.plan.stages):
+        yield "--recompute-granularity selective"
 
 
 def balance_of_layout(text: str, layers: Sequence[LayerProfile]) -> tuple[int, ...]:

@@ -77,6 +77,8 @@ def emit_torchtitan(layout: Layout) -> EngineFile:
     notes = [
         *layout.halves_notes(),
         *layout.recompute_notes("torchtitan recomputes by layer, on all stages alike: set `activation_checkpoint`"),
+        # torchtitan divides along the sequence by default.
+        *layout.assumption_notes(experts="expert_parallel_degree", attention="activation_checkpoint"),
     ]
     values = python_values(
         PARALLELISM=parallelism, MICRO_BATCHES=plan.micro_batches, MICRO_BATCH_SIZE=plan.micro_batch_size

@@ -8,7 +8,7 @@ import pytest
 import planner
 from planner.core.errors import UsageError
 from planner.core.values.plan import Plan
-from planner.core.values.profile import Profile
+from planner.core.values.profile import Model, Profile
 from planner.emit import emit_engine, write_emitted
 from planner.emit.engines import FORMATS
 from planner.emit.native import InputPaths
@@ -43,6 +43,57 @@ def test_an_engine_gets_the_width(engine: str) -> None:
     assert "GPUs per stage" not in text
     assert OF_ENGINES[engine].splitlines()[-1] not in text or engine == "megatron"
     assert "tensor-model-parallel" not in text
+
+
+MEGATRON = """\
+    --tensor-model-parallel-size 4
+    --sequence-parallel
+    --expert-model-parallel-size 2
+    --recompute-granularity selective
+"""
+ASSUMED = {
+    "megatron": (MEGATRON, ()),
+    "torchtitan": ("", ("`expert_parallel_degree`", "`activation_checkpoint`")),
+    "automodel": ("", ("`distributed.sequence_parallel`", "`distributed.ep_size`", "`activation_checkpointing`")),
+}
+
+
+def assuming(*, replicas: int = 2, recompute: str = "never", **settings: bool) -> tuple[Plan, Profile]:
+    """A plan from formulas for groups of four GPUs, in replicas that divide experts."""
+    profile = replace(
+        profile_of(*NAMES),
+        tensor_parallel=4,
+        expert_parallel=2,
+        model=Model(settings={"formula": "mixtral", **settings}),
+    )
+    sizes = {"devices": 8 * replicas, "mem": "1GB", "batch": 4 * replicas, "micro_batches": 4, "balance": (2, 2)}
+    return planner.solve(profile, replicas=replicas, schedule="1f1b", recompute=recompute, **sizes), profile
+
+
+@pytest.mark.parametrize("engine", ASSUMED)
+def test_what_the_memory_assumes_is_set_or_named(engine: str) -> None:
+    """A division or a recomputation that the engine does not make needs more memory than planned."""
+    options, named = ASSUMED[engine]
+    file = emit_engine(engine, *assuming(sequence_parallel=True, recompute_attention=True))
+    assert options in file.text
+    notes = [note for note in file.notes if note.startswith("the memory assumes")]
+    assert len(notes) == len(named)
+    assert all(f"set {option}" in note for option, note in zip(named, notes, strict=True))
+    plan, profile = planned(profile_of(*NAMES))
+    measured = replace(profile, model=Model(settings={"sequence_parallel": True, "recompute_attention": True}))
+    file = emit_engine(engine, plan, measured)
+    assert "sequence-parallel" not in file.text
+    assert not any(note.startswith("the memory assumes") for note in file.notes)
+
+
+def test_megatron_recomputes_layers_or_attention() -> None:
+    """Not both; and with shared layers it divides experts only with sequence parallelism."""
+    file = emit_engine("megatron", *assuming(recompute="always", recompute_attention=True))
+    assert "--recompute-granularity selective" not in file.text
+    assert any("set `--recompute-granularity`" in note for note in file.notes)
+    assert any("only with `--sequence-parallel`" in note for note in file.notes)
+    file = emit_engine("megatron", *assuming(sequence_parallel=True))
+    assert not any("--sequence-parallel" in note for note in file.notes)
 
 
 @pytest.mark.parametrize("engine", ["native", *sorted(set(FORMATS) - set(OF_ENGINES) - {"csv"})])
