@@ -1,7 +1,7 @@
-"""What the site has beyond the pages of `docs/`, for mkdocs (mkdocs.yml).
+"""Hooks of mkdocs (mkdocs.yml): add to the site what the pages of `docs/` do not contain.
 
-Links that lead out of `docs/` go to the repository, measurements say when they were last changed, and the explorer's
-page has one to try, made from the example of the README.
+The title has the version, and links to files outside `docs/` lead to the repository. Pages of measurements have the
+date of their last change. The explorer's page links to an example.
 """
 
 import re
@@ -16,6 +16,8 @@ from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 from readme_example import COMMANDS, PAGES, said  # this folder is on the path while mkdocs loads hooks
 
+import planner
+
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
 
@@ -29,9 +31,21 @@ Profile and plan were made by the commands that the README shows.
 """
 
 
-def on_page_markdown(markdown: str, *, page: Page, **_: object) -> str:
-    """The page with addresses in the repository for files outside `docs/`; raises `PluginError` for one not there."""
-    repository = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["urls"]["Homepage"]
+def on_config(config: MkDocsConfig) -> MkDocsConfig:
+    """Set the repository's address, from `Homepage` in pyproject.toml, and the version."""
+    homepage = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["urls"]["Homepage"]
+    config.repo_url = homepage
+    config.repo_name = homepage.removeprefix("https://github.com/")
+    config.site_name = f"{config.site_name} {planner.__version__}"
+    return config
+
+
+def on_page_markdown(markdown: str, *, page: Page, config: MkDocsConfig, **_: object) -> str:
+    """Replace links to files outside `docs/` by addresses in the repository.
+
+    Raises:
+        PluginError: A file does not exist.
+    """
 
     def address(link: re.Match[str]) -> str:
         target = (DOCS / page.file.src_uri).parent.joinpath(link["path"]).resolve()
@@ -39,7 +53,7 @@ def on_page_markdown(markdown: str, *, page: Page, **_: object) -> str:
             return link[0]
         if not target.exists():
             raise PluginError(f"{page.file.src_uri}: there is no {link['path']}")
-        return f"]({repository}/blob/main/{target.relative_to(ROOT).as_posix()}{link['anchor'] or ''})"
+        return f"]({config.repo_url}/blob/main/{target.relative_to(ROOT).as_posix()}{link['anchor'] or ''})"
 
     text = _OUTSIDE.sub(address, markdown)
     if page.file.src_uri.startswith("measurements/"):
@@ -49,7 +63,7 @@ def on_page_markdown(markdown: str, *, page: Page, **_: object) -> str:
 
 
 def _last_changed(path: str | None) -> str:
-    """When the rows were committed, as git knows it; in a copy without history nobody knows."""
+    """Return a line with the date of the page's last commit; empty in a checkout without its history."""
     if _git("rev-parse", "--is-shallow-repository") != "false":
         return ""
     date = _git("log", "-1", "--format=%as", "--", str(path))
@@ -61,7 +75,7 @@ def _git(*words: str) -> str:
 
 
 def on_files(files: Files, *, config: MkDocsConfig) -> Files:
-    """The files of the site with the example's pages."""
+    """Add the report and the explorer of the example."""
     with TemporaryDirectory() as folder:
         for line in (*COMMANDS, *PAGES):
             said(line, Path(folder))

@@ -1,6 +1,7 @@
 """The documents hold together: links lead somewhere, the site has every page, figures are those of their rows."""
 
 import re
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from statistics import median
@@ -8,6 +9,7 @@ from typing import Any
 
 import yaml
 
+from planner import __version__
 from tests.support.docs import ROOT
 
 DOCS = ROOT / "docs"
@@ -53,6 +55,37 @@ def test_the_site_has_every_page_once() -> None:
     """A page that is not in its navigation is found by nobody."""
     nav = yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))["nav"]
     assert sorted(named(nav)) == sorted(page.relative_to(DOCS).as_posix() for page in DOCS.rglob("*.md"))
+
+
+def addresses() -> dict[str, set[str]]:
+    """Return `owner/name` of this repository, as the files write it, with the files."""
+    files = [*PAGES, ROOT / "pyproject.toml", ROOT / "CITATION.cff", *ROOT.glob(".github/**/*.yml")]
+    found: dict[str, set[str]] = {}
+    for path in files:
+        for name in re.findall(r"(?:github\.com/|uses: )([\w-]+/gpipe-plan)\b", path.read_text(encoding="utf-8")):
+            found.setdefault(name, set()).add(path.name)
+    return found
+
+
+def test_the_repository_has_one_address() -> None:
+    """All files write the address that `Homepage` in pyproject.toml has."""
+    homepage = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["urls"]["Homepage"]
+    assert set(addresses()) == {homepage.removeprefix("https://github.com/")}
+
+
+def test_a_release_has_no_placeholder() -> None:
+    """A version that CHANGELOG.md lists as released has a repository with an owner."""
+    is_released = f"## [{__version__}]" in (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    assert not (is_released and "OWNER/gpipe-plan" in addresses())
+
+
+def test_the_site_loads_its_search_from_its_own_folder() -> None:
+    """The theme loads a script from another server unless one of this name is listed."""
+    site = yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))
+    assert "offline" in site["plugins"]
+    assert [script for script in site["extra"]["polyfills"] if "iframe-worker" in script]
+    files = [*site["extra"]["polyfills"], site["theme"]["logo"]]
+    assert [name for name in files if not (ROOT / site["theme"]["custom_dir"] / name).is_file()] == []
 
 
 def tables(page: str) -> list[dict[str, list[str]]]:
