@@ -15,6 +15,9 @@ from planner.profile.formula.presets import presets
 
 _FILE: Final = "config.json"
 _USUAL_SEQUENCE: Final = 4096
+_PARTS: Final = ("text_config", "llm_config", "language_config")
+"""Keys of the language model in the configuration of a model that also has other parts."""
+
 _LONGEST: Final = ("max_position_embeddings", "n_positions")
 """Keys of the largest number of tokens."""
 
@@ -27,6 +30,8 @@ class Configuration:
     name: str
     """Path of its file, or name of the preset."""
     content: Mapping[str, Any]
+    part: str = ""
+    """Key of the language model, whose configuration `content` is, if the model also has other parts."""
 
     @property
     def usual_sequence(self) -> int:
@@ -52,7 +57,12 @@ def configuration_of(model: Any, options: ProfileOptions) -> Configuration | Non
     if path is None or not (path.endswith(".json") or Path(path).is_dir()):
         return None
     file = Path(path) / _FILE if Path(path).is_dir() else Path(path)
-    return Configuration(kind="configuration", name=str(file), content=_content(file))
+    content = _content(file)
+    part = next((key for key in _PARTS if isinstance(content.get(key), dict)), "")
+    if not part:
+        return Configuration(kind="configuration", name=str(file), content=content)
+    shared = {key: content[key] for key in ("tie_word_embeddings",) if key in content}
+    return Configuration(kind="configuration", name=str(file), content={**shared, **content[part]}, part=part)
 
 
 def is_for_formula(configuration: Configuration, options: ProfileOptions) -> bool:

@@ -151,6 +151,8 @@ def _configured(configuration: Configuration, options: ProfileOptions) -> Transf
     for name in _SHAPE_OPTIONS:
         if getattr(options, name):
             raise UsageError(f"`{_spelled(name)}`: {configuration.name} has this size", hint="leave it out")
+    if configuration.part:
+        options.note(f"only the language model (`{configuration.part}`) is planned, without its vision or audio parts")
     family = configuration.content.get("model_type")
     if options.from_formula not in (None, "auto", family):
         raise UsageError(
@@ -162,7 +164,7 @@ def _configured(configuration: Configuration, options: ProfileOptions) -> Transf
         options.note(f"samples have {sequence} tokens; change with `--sequence`")
     if configuration.content.get("num_nextn_predict_layers") and not options.mtp_layers:
         options.note("multi-token prediction is left out, as transformers does; `--mtp-layers 1` includes it")
-    return shape_of(configuration.content, sequence, source=configuration.name)
+    return shape_of(configuration.content, sequence, source=configuration.name, note=options.note)
 
 
 def _shape(options: ProfileOptions) -> Transformer:
@@ -176,8 +178,10 @@ def _shape(options: ProfileOptions) -> Transformer:
         content |= dict.fromkeys(("intermediate_size", "moe_intermediate_size", "n_inner"), options.feed_forward)
     content |= {"tie_word_embeddings": True} if options.tied else {}
     content["max_position_embeddings"] = options.sequence
+    content.setdefault("num_key_value_heads", options.heads)
     assert options.sequence is not None
-    shape = shape_of({**content, "model_type": family}, options.sequence, source=f"--from-formula {family}")
+    source = f"--from-formula {family}"
+    shape = shape_of({**content, "model_type": family}, options.sequence, source=source, note=options.note)
     if options.experts is not None and not any(isinstance(block.feed_forward, Experts) for block in shape.blocks):
         raise UsageError(f"`--experts`: the formula `{family}` has no experts", hint="`mixtral` and `qwen3_moe` have")
     return shape

@@ -1,7 +1,7 @@
 """Shapes of the models of Hugging Face transformers, from their config.json.
 
-Defaults are those of the configuration classes of transformers 5. `tests/unit/profile/test_families.py` compares the
-parameters with the models that transformers builds.
+Defaults are those of the configuration classes of transformers 5 (`defaults.json`).
+`tests/unit/profile/test_families.py` compares both and the parameters with transformers.
 """
 
 from collections.abc import Callable, Mapping
@@ -10,6 +10,7 @@ from typing import Any, Final, Literal
 
 from planner.core.errors import UsageError
 from planner.profile.formula.fields import Fields
+from planner.profile.formula.presets import defaults
 from planner.profile.formula.shapes import Attention, Block, Experts, FeedForward, Latent, Transformer
 
 Shape = Callable[[Fields, int], Transformer]
@@ -19,13 +20,16 @@ _MOST_LAYERS: Final = 10_000
 """Largest number of layers of a stack; a shape has an entry for each."""
 
 
-def shape_of(content: Mapping[str, Any], sequence: int, *, source: str) -> Transformer:
+def shape_of(
+    content: Mapping[str, Any], sequence: int, *, source: str, note: Callable[[str], None] | None = None
+) -> Transformer:
     """Return the shape of the model that a configuration describes.
 
     Args:
         content: Content of config.json.
         sequence: Tokens of a sample.
         source: Name of the file, for messages.
+        note: Called with the sizes that are assumed because the file leaves them out.
 
     Raises:
         UsageError: The family is not known, or keys are missing or wrong.
@@ -37,9 +41,12 @@ def shape_of(content: Mapping[str, Any], sequence: int, *, source: str) -> Trans
             + (f"`model_type: {name}`" if name else "a file without `model_type`"),
             hint=f"build the model with transformers: `--from-formula never`; formulas exist for {', '.join(FAMILIES)}",
         )
-    fields = Fields(content)
+    fields = Fields(content, defaults()[name])
     shape = FAMILIES[name](fields, sequence)
     fields.check(source)
+    if fields.assumed and note is not None:
+        listed = ", ".join(f"`{key}` {value}" for key, value in fields.assumed.items())
+        note(f"{source} leaves out sizes, which are those of transformers: {listed}")
     return replace(shape, family=name)
 
 
@@ -47,10 +54,6 @@ def shape_of(content: Mapping[str, Any], sequence: int, *, source: str) -> Trans
 class _Llama:
     """Llama, and families that differ from it in a few choices."""
 
-    head_dim: int | None = None
-    """Default width of a head; None: the model's width divided by the number of heads."""
-    key_value_heads: int | None = None
-    """Default of `num_key_value_heads`; None: the number of heads."""
     qkv_bias: Literal["attention_bias", "qkv_bias"] | bool = False
     """Key that decides on biases of queries, keys and values, or the decision."""
     out_bias: bool = False
@@ -62,9 +65,6 @@ class _Llama:
     """True if one weight makes queries, keys and values, and one both inputs of the gate."""
     post_norms: int = 0
     wide_norms: bool = False
-    tied: bool = False
-    capped: float = 0.0
-    """Default of `final_logit_softcapping`."""
     full_every: int = 1
     """Every n-th block attends to all tokens, the others to a window; 0: all to a window if there is one."""
     experts: Literal["mixtral", "qwen2", "qwen3"] | None = None
@@ -88,28 +88,24 @@ class _Llama:
             vocabulary=fields.integer("vocab_size"),
             blocks=blocks,
             wide_norms=self.wide_norms,
-            tied=fields.flag("tie_word_embeddings", default=self.tied),
-            capped=fields.number("final_logit_softcapping", self.capped) > 0,
+            tied=fields.flag("tie_word_embeddings"),
+            capped=fields.number("final_logit_softcapping") > 0,
         )
 
     def _attention(self, fields: Fields, hidden: int) -> Attention:
         heads = fields.integer("num_attention_heads")
-        dim = fields.integer("head_dim", default=self.head_dim or max(1, hidden // heads))
+        dim = fields.integer("head_dim", default=max(1, hidden // heads))
         biased = fields.flag("attention_bias")
         return Attention(
             heads=heads,
-            key_value_heads=fields.integer("num_key_value_heads", default=self.key_value_heads or heads),
+            key_value_heads=fields.integer("num_key_value_heads", default=heads),
             key_dim=dim,
             value_dim=dim,
-            qkv_bias=(
-                self.qkv_bias
-                if isinstance(self.qkv_bias, bool)
-                else fields.flag(self.qkv_bias, default=self.qkv_bias == "qkv_bias")
-            ),
+            qkv_bias=self.qkv_bias if isinstance(self.qkv_bias, bool) else fields.flag(self.qkv_bias),
             out_bias=self.out_bias and biased,
             normalized_keys=self.normalized_keys,
             joined=self.joined,
-            capped=fields.number("attn_logit_softcapping", 50.0 if self.capped else 0.0) > 0,
+            capped=fields.number("attn_logit_softcapping") > 0,
         )
 
     def _windows(self, fields: Fields, layers: int) -> list[int]:
@@ -173,40 +169,76 @@ def _gpt2(fields: Fields, sequence: int) -> Transformer:
         sequence=sequence,
         vocabulary=fields.integer("vocab_size"),
         blocks=(block,) * layers,
-        positions=fields.integer("n_positions", "max_position_embeddings", default=1024),
+        positions=fields.integer("n_positions", "max_position_embeddings"),
         layer_norms=True,
-        dropout=fields.number("resid_pdrop", 0.1) > 0,
-        tied=fields.flag("tie_word_embeddings", default=True),
+        dropout=fields.number("resid_pdrop") > 0,
+        tied=fields.flag("tie_word_embeddings"),
     )
 
 
 def _phi(fields: Fields, sequence: int) -> Transformer:
     """Return the shape of Phi-1 and Phi-2: attention and feed-forward layer read the same normalized input."""
-    layers = fields.integer("num_hidden_layers", most=_MOST_LAYERS)
-    hidden = fields.integer("hidden_size")
+    attention = _plain_attention(fields, bias=True, normalized_keys=fields.flag("qk_layernorm"))
+    feed_forward = _plain(fields.integer("intermediate_size"), fields.text("hidden_act", "gelu_new"), bias=True)
+    block = Block(attention=attention, feed_forward=feed_forward, norms=1)
+    return replace(_with_layer_norms(fields, sequence, block, dropout="resid_pdrop"), head_bias=True)
+
+
+def _starcoder2(fields: Fields, sequence: int) -> Transformer:
+    """Return the shape of StarCoder2."""
+    bias = fields.flag("use_bias")
+    attention = _plain_attention(fields, bias=bias)
+    feed_forward = _plain(fields.integer("intermediate_size"), fields.text("hidden_act", "gelu"), bias=bias)
+    block = Block(attention=attention, feed_forward=feed_forward)
+    return _with_layer_norms(fields, sequence, block, dropout="residual_dropout")
+
+
+def _gpt_neox(fields: Fields, sequence: int) -> Transformer:
+    """Return the shape of GPT-NeoX and Pythia."""
+    attention = _plain_attention(fields, bias=fields.flag("attention_bias"), joined=True, grouped=False)
+    feed_forward = _plain(fields.integer("intermediate_size"), fields.text("hidden_act", "gelu"), bias=True)
+    block = Block(attention=attention, feed_forward=feed_forward)
+    return _with_layer_norms(fields, sequence, block, dropout="hidden_dropout")
+
+
+def _plain_attention(
+    fields: Fields,
+    *,
+    bias: bool,
+    joined: bool = False,
+    normalized_keys: bool = False,
+    grouped: bool = True,
+) -> Attention:
+    """Return attention whose products all have biases, or none; `grouped`: False if each head has its own keys."""
     heads = fields.integer("num_attention_heads")
-    dim = fields.integer("head_dim", default=max(1, hidden // heads))
-    attention = Attention(
+    dim = fields.integer("head_dim", default=max(1, fields.integer("hidden_size") // heads))
+    return Attention(
         heads=heads,
-        key_value_heads=fields.integer("num_key_value_heads", default=heads),
+        key_value_heads=fields.integer("num_key_value_heads", default=heads) if grouped else heads,
         key_dim=dim,
         value_dim=dim,
-        qkv_bias=True,
-        out_bias=True,
-        normalized_keys=fields.flag("qk_layernorm"),
+        qkv_bias=bias,
+        out_bias=bias,
+        normalized_keys=normalized_keys,
+        joined=joined,
     )
-    width, kept = fields.integer("intermediate_size"), _kept(fields.text("hidden_act", "gelu_new"))
-    feed_forward = FeedForward(width=width, gated=False, bias=True, kept=kept)
-    block = Block(attention=attention, feed_forward=feed_forward, norms=1)
+
+
+def _plain(width: int, activation: str, *, bias: bool) -> FeedForward:
+    """Return a feed-forward layer without a gate."""
+    return FeedForward(width=width, gated=False, bias=bias, kept=_kept(activation))
+
+
+def _with_layer_norms(fields: Fields, sequence: int, block: Block, *, dropout: str) -> Transformer:
+    """Return a decoder of equal blocks with layer norms; `dropout`: key of the rate after each layer."""
     return Transformer(
-        hidden=hidden,
+        hidden=fields.integer("hidden_size"),
         sequence=sequence,
         vocabulary=fields.integer("vocab_size"),
-        blocks=(block,) * layers,
+        blocks=(block,) * fields.integer("num_hidden_layers", most=_MOST_LAYERS),
         layer_norms=True,
-        dropout=fields.number("resid_pdrop") > 0,
+        dropout=fields.number(dropout) > 0,
         tied=fields.flag("tie_word_embeddings"),
-        head_bias=True,
     )
 
 
@@ -253,7 +285,7 @@ def _t5(fields: Fields, sequence: int) -> Transformer:
     """Return the shape of T5: encoder and decoder with relative positions; samples of both have the same length."""
     layers = fields.integer("num_layers", "num_hidden_layers", most=_MOST_LAYERS)
     hidden = fields.integer("d_model", "hidden_size")
-    heads, dim = fields.integer("num_heads", "num_attention_heads"), fields.integer("d_kv", "head_dim", default=64)
+    heads, dim = fields.integer("num_heads", "num_attention_heads"), fields.integer("d_kv", "head_dim")
     attention = Attention(heads=heads, key_value_heads=heads, key_dim=dim, value_dim=dim, rotary=False)
     gated, _, name = fields.text("feed_forward_proj", "relu").rpartition("-")
     kept = _kept("gelu_new" if (gated, name) == ("gated", "gelu") else name)
@@ -261,7 +293,7 @@ def _t5(fields: Fields, sequence: int) -> Transformer:
     encoder = Block(attention=attention, feed_forward=feed_forward, kind="encoder")
     decoder = Block(attention=attention, cross_attention=attention, feed_forward=feed_forward, norms=3, kind="decoder")
     # The first block of each stack has the table of relative positions; the last one of the encoder a normalization.
-    table = heads * fields.integer("relative_attention_num_buckets", default=32)
+    table = heads * fields.integer("relative_attention_num_buckets")
     last = layers - 1
     blocks = [
         *(replace(encoder, more_parameters=table * (n == 0) + hidden * (n == last)) for n in range(layers)),
@@ -275,7 +307,7 @@ def _t5(fields: Fields, sequence: int) -> Transformer:
         sequence=sequence,
         vocabulary=fields.integer("vocab_size"),
         blocks=tuple(blocks),
-        dropout=fields.number("dropout_rate", 0.1) > 0,
+        dropout=fields.number("dropout_rate") > 0,
         # transformers ties the words of encoder, decoder and head, whatever the file says.
         tied=True,
     )
@@ -289,22 +321,28 @@ def _kept(activation: str) -> int:
 
 _BIASED: Final = _Llama(qkv_bias="attention_bias", out_bias=True)
 
-_GEMMA: Final = replace(_BIASED, head_dim=256, tied=True, wide_norms=True)
+_GEMMA: Final = replace(_BIASED, wide_norms=True)
+
+_LLAMA: Final = replace(_BIASED, mlp_bias=True)
 
 FAMILIES: Final[Mapping[str, Shape]] = {
     "gpt2": _gpt2,
-    "llama": replace(_BIASED, mlp_bias=True),
-    "mistral": _Llama(key_value_heads=8, full_every=0),
+    "llama": _LLAMA,
+    "granite": _LLAMA,
+    "smollm3": _LLAMA,
+    "mistral": _Llama(full_every=0),
     "qwen2": _Llama(qkv_bias=True),
-    "qwen3": replace(_BIASED, head_dim=128, normalized_keys=True),
-    "gemma": replace(_GEMMA, key_value_heads=16),
-    "gemma2": replace(_GEMMA, key_value_heads=4, post_norms=2, capped=30.0, full_every=2),
-    "gemma3_text": replace(_GEMMA, key_value_heads=4, post_norms=2, normalized_keys=True, full_every=6),
+    "qwen3": replace(_BIASED, normalized_keys=True),
+    "gemma": _GEMMA,
+    "gemma2": replace(_GEMMA, post_norms=2, full_every=2),
+    "gemma3_text": replace(_GEMMA, post_norms=2, normalized_keys=True, full_every=6),
     "phi": _phi,
     "phi3": _Llama(full_every=0, joined=True),
-    "mixtral": _Llama(key_value_heads=8, full_every=0, experts="mixtral"),
+    "starcoder2": _starcoder2,
+    "gpt_neox": _gpt_neox,
+    "mixtral": _Llama(full_every=0, experts="mixtral"),
     "qwen2_moe": _Llama(qkv_bias="qkv_bias", experts="qwen2"),
-    "qwen3_moe": replace(_BIASED, key_value_heads=4, normalized_keys=True, experts="qwen3"),
+    "qwen3_moe": replace(_BIASED, normalized_keys=True, experts="qwen3"),
     "deepseek_v2": _deepseek,
     "deepseek_v3": _deepseek,
     "t5": _t5,

@@ -82,6 +82,18 @@ def test_no_torch_is_imported(tmp_path: Path) -> None:
     assert done.stdout == "False\n"
 
 
+@pytest.mark.parametrize("key", ["text_config", "llm_config"])
+def test_the_language_model_of_a_model_with_several_parts_is_planned(key: str, tmp_path: Path) -> None:
+    """Its configuration is nested; files often leave out what transformers assumes."""
+    notes: list[str] = []
+    part = {name: value for name, value in SMALL.items() if name != "vocab_size"}
+    nested = {"model_type": "llava", key: part, "vision_config": {"hidden_size": 8}, "tie_word_embeddings": True}
+    made = of(tmp_path, nested, note=notes.append)
+    assert made.layers == of(tmp_path, {**SMALL, "vocab_size": 32_000, "tie_word_embeddings": True}).layers
+    assert any(f"only the language model (`{key}`)" in note for note in notes)
+    assert any(note.endswith("leaves out sizes, which are those of transformers: `vocab_size` 32000") for note in notes)
+
+
 @pytest.mark.parametrize("more", [(), ("--expert-parallel", "4")])
 def test_a_plan_of_a_configuration_can_be_emitted_as_the_next_line_says(
     more: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
