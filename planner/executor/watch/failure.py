@@ -310,13 +310,13 @@ class Watch:
 
     def _run(self, store: Any) -> None:
         liveness = Liveness(store, self._rank, self._world)
-        self._note_signals_for(liveness.first_beat_s)
+        self._note_signals_for(liveness.until_next_beat_s())
         try:
             while not self._over.is_set():
                 liveness.write(self.position)
                 if not self._ending.is_set():
                     self._look(store, liveness)
-                self._note_signals_for(liveness.beat_s)
+                self._note_signals_for(liveness.until_next_beat_s())
         except dist.DistError:  # the store's process ended: the main thread's next transfer fails
             if self._signal:
                 self._leave(128 + self._signal)

@@ -27,8 +27,7 @@ class Liveness:
         self._store, self._rank, self._world = store, rank, world
         self.beat_s = max(_BEAT_S, world / _MAX_BEATS_PER_S)
         """Time between two beats of a rank."""
-        self.first_beat_s = self.beat_s * rank / world
-        """Time until the first beat, so that the beats of all ranks are spread over the time between two."""
+        self._phase_s = self.beat_s * rank / world
         self.silent_s = _BEATS_UNTIL_SILENT * self.beat_s
         """Time without a beat after which a rank is silent."""
         self._beats = 0
@@ -43,6 +42,13 @@ class Liveness:
         """Write the position of this rank: a sign of life."""
         self._beats += 1
         self._store.set(f"at/{self._rank}", json.dumps({"beat": self._beats, **position.summary()}))
+
+    def until_next_beat_s(self) -> float:
+        """Return the time until the next beat of this rank; beats of all ranks are spread over the time between two.
+
+        A slow store may answer many ranks at once, so the time does not depend on when the last beat ended.
+        """
+        return (self._phase_s - time.monotonic()) % self.beat_s
 
     def leave(self) -> None:
         """Announce that this rank leaves in order; call it once."""

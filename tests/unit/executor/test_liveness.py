@@ -2,6 +2,7 @@
 
 import signal
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -103,18 +104,29 @@ def test_a_beat_of_all_ranks_takes_a_number_of_keys_that_grows_as_the_ranks_do(w
     assert keys[160] <= {"at rest": 2, "waiting": 3, "signalled": 11}[when]
 
 
-def test_beats_of_all_ranks_are_bounded_per_second() -> None:
+def test_beats_of_all_ranks_are_bounded_per_second(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two operations each: about 1,000 in any second with any number of ranks, and fast beats in small jobs."""
+    monkeypatch.setattr(liveness.time, "monotonic", lambda: 1000.0)
     for count in (2, 250, 1000, 10_000):
         ranks = [Liveness(None, rank, count) for rank in range(count)]
-        first_s, beat_s = sorted(rank.first_beat_s for rank in ranks), ranks[0].beat_s
+        first_s, beat_s = sorted(rank.until_next_beat_s() for rank in ranks), ranks[0].beat_s
         times_s = [at + n * beat_s for n in range(round(2 / beat_s) + 1) for at in first_s]
         assert max(2 * sum(begin <= at < begin + 1 for at in times_s) for begin in times_s[:: count // 2]) <= 1100
     assert Liveness(None, 0, 250).silent_s == 3.0
 
 
-def test_ranks_look_at_different_times(watches: Watches, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Though their processes begin together."""
+def test_late_beats_do_not_fall_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A slow store answers the waiting ranks at once; their next beats must not come at once, too."""
+    for answered_s in (1000.0, 1000.3, 1001.9):
+        monkeypatch.setattr(liveness.time, "monotonic", lambda answered_s=answered_s: answered_s)
+        waits_s = sorted(Liveness(None, rank, 1000).until_next_beat_s() for rank in range(1000))
+        assert waits_s[0] >= 0.0
+        assert waits_s[-1] < 2.0
+        assert all(after - before == pytest.approx(2.0 / 1000) for before, after in pairwise(waits_s))
+
+
+def test_a_rank_waits_before_each_look(watches: Watches, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The processes of all ranks begin together, and a look of the one must not fall on a look of the other."""
     waits_s: list[float] = []
 
     def wait(watch: Watch, seconds: float) -> None:
@@ -123,10 +135,11 @@ def test_ranks_look_at_different_times(watches: Watches, monkeypatch: pytest.Mon
             watch._over.set()
 
     monkeypatch.setattr(Watch, "_note_signals_for", wait)
+    monkeypatch.setattr(liveness.time, "monotonic", lambda: 1000.0)
     store = CountingStore()
     (*_, last) = watches(4, store)
     last._run(store)
-    assert waits_s == [0.5 * 3 / 4, 0.5]
+    assert waits_s == [0.5 * 3 / 4, 0.5 * 3 / 4]
 
 
 def test_a_signal_does_not_end_the_wait_for_the_next_beat(watches: Watches, monkeypatch: pytest.MonkeyPatch) -> None:
