@@ -154,28 +154,6 @@ def one_stage(
     return stages, "never" if stages.forward_only[0, -1] else recompute
 
 
-def interval_totals(
-    costs: ChainCosts, firsts: NDArray[np.int64], stop: int, moments: Moments, *, choices: Sequence[Recompute]
-) -> list[FloatArray]:
-    """Return peak bytes of stages whose last layer is one of `firsts[0]`..`stop - 1`, for each recompute choice.
-
-    Args:
-        costs: Costs of the chain at the plan's micro-batch size.
-        firsts: First layers; must ascend.
-        stop: One past the last layer of the longest stages.
-        moments: Points in the step of each stage's device.
-        choices: Recompute choices except `layers`, whose layers differ from stage to stage.
-
-    Returns:
-        Arrays of shape (firsts, stop - firsts[0]), equal to the totals of `stage_memory`. Values before a row's own
-        first
-        layer are meaningless.
-
-    Complexity: O(firsts * (stop - firsts[0])).
-    """
-    return totals_of(costs, firsts, slice(int(firsts[0]), stop), moments, choices=choices)
-
-
 def totals_of(
     costs: ChainCosts,
     firsts: NDArray[np.int64],
@@ -186,9 +164,11 @@ def totals_of(
 ) -> list[FloatArray]:
     """Return peak bytes of stages for each recompute choice: arrays of shape (firsts, columns).
 
+    They are equal to the totals of `stage_memory`. Values where the last layer comes before the first are meaningless.
+
     Args:
         costs: Costs of the chain at the plan's micro-batch size.
-        firsts: First layers.
+        firsts: First layers; must ascend.
         columns: Last layers, or number of lengths, as in `stages_in`.
         moments: Points in the step of each stage's device.
         choices: Recompute choices except `layers`.

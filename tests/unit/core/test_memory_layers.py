@@ -11,7 +11,7 @@ from planner.core.cost.chain_costs import ChainCosts
 from planner.core.cost.costs import costs_at
 from planner.core.cost.device_memory import chunk_by_layers, chunk_memory
 from planner.core.cost.layer_memory import StageLayers, least_levels, most_savings
-from planner.core.cost.memory import interval_totals, linear_moments, stage_memory
+from planner.core.cost.memory import linear_moments, stage_memory, totals_of
 from planner.core.values.plan import StageMemory
 from tests.support.chains import chain, layer, random_profile, record, tensor
 from tests.support.moments import moments_with
@@ -275,7 +275,7 @@ def test_no_choice_is_below_the_bounds(*, is_exact: bool) -> None:
 def test_which_layers_must_be_said() -> None:
     """All stages at once know nothing of single layers."""
     with pytest.raises(ValueError, match="one stage at a time"):
-        interval_totals(exact(), np.arange(3), 3, moments_with(2), choices=["layers"])
+        totals_of(exact(), np.arange(3), slice(0, 3), moments_with(2), choices=["layers"])
 
 
 @pytest.mark.parametrize("in_halves", [False, True])

@@ -7,7 +7,7 @@ import pytest
 
 from planner.core.cost.chain_costs import ChainCosts, Tie
 from planner.core.cost.costs import costs_at
-from planner.core.cost.memory import interval_totals, one_stage, stage_memory
+from planner.core.cost.memory import one_stage, stage_memory, totals_of
 from planner.core.cost.parts import parts_of
 from planner.core.cost.waiting import waiting_in, waiting_rows
 from planner.core.values.plan import Recompute
@@ -54,7 +54,7 @@ def test_what_many_stages_hold_is_what_each_holds() -> None:
     for first in range(6):
         for last in range(first, 6):
             assert table[first, first : last + 1, last].tolist() == waiting_in(costs, "later", first, last + 1).tolist()
-    whole = interval_totals(costs, layers, 6, moments_with(3), choices=["never"])[0]
+    whole = totals_of(costs, layers, slice(0, 6), moments_with(3), choices=["never"])[0]
     for first in range(6):
         for last in range(first, 6):
             alone = stage_memory(costs, first, last + 1, moments_with(3), recompute="never")
