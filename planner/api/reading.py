@@ -106,7 +106,19 @@ def reference(source: ReadProfile, plan_path: str) -> ProfileReference:
 
 
 def fresh_verdict(plan: Plan, profile: Profile, place: str) -> Verdict:
-    """Return the verdict on a plan; raises `StaleError` if the plan was made from another profile."""
+    """Return the verdict on a plan.
+
+    Args:
+        plan: The plan.
+        profile: Its profile.
+        place: Path of the plan, for the error.
+
+    Returns:
+        The verdict, with the recomputed plan.
+
+    Raises:
+        StaleError: The plan was made from another profile.
+    """
     verdict = judge(plan, profile, profile_digest=files.digest_of(profile))
     for finding in verdict.findings:
         if finding.code in ("GP201", "GP202"):

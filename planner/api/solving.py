@@ -223,7 +223,16 @@ def faster_schedule_for(profile: Profile, plan: Plan, options: SolveOptions, *, 
 
 
 def replicas_for(profile: Profile, plan: Plan, options: SolveOptions) -> Plan | None:
-    """Return a faster plan whose replicas use devices that `plan` leaves unused, if one is found soon."""
+    """Return a faster plan whose replicas use devices that `plan` leaves unused, if a short search finds one.
+
+    Args:
+        profile: The profile.
+        plan: Plan with one replica.
+        options: Options that the plan was made with.
+
+    Returns:
+        The faster plan, or None.
+    """
     from planner.solve.questions.faster import plan_with_replicas  # noqa: PLC0415 - imports numpy
 
     fixed = None if options.micro_batches == "auto" else plan.micro_batches

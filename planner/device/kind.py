@@ -31,7 +31,7 @@ class PeakWatch(Protocol):
     """Watch of all the memory of a process, from the time the watch is made."""
 
     def begin(self) -> None:
-        """Begin the span whose peak is measured; live memory counts."""
+        """Begin the period whose peak is measured; memory that is in use counts."""
         ...
 
     def paused(self) -> AbstractContextManager[None]:
@@ -43,7 +43,11 @@ class PeakWatch(Protocol):
         ...
 
     def close(self) -> Peak | None:
-        """Stop watching; return the peak of the whole time if `end` was never called and the watch counts itself."""
+        """Stop watching.
+
+        Returns:
+            The peak of the whole time if `end` was never called and the watch counts allocations itself; else None.
+        """
         ...
 
 

@@ -36,7 +36,8 @@ _USE_NAME: Final = """\
 _RECEIVES: Final = (
     "some releases of torch hold receive buffers for all micro-batches from the start; the planned peaks do not"
 )
-"""Note on memory that depends on the release: 2.13 allocates each buffer when it receives."""
+"""Note on receive buffers. Whether it applies depends on the release: torch 2.13 allocates each buffer when it
+receives."""
 
 _USE_TABLE: Final = f"""\
     schedule = _PipelineScheduleRuntime(stages, n_microbatches=MICRO_BATCHES, loss_fn=loss_fn)

@@ -5,7 +5,7 @@ from pydantic_core.core_schema import DataclassSchema
 
 
 class JsonSchema(GenerateJsonSchema):
-    """JSON Schema that forbids unknown keys; not every version of pydantic adds this by itself."""
+    """JSON Schema that forbids unknown keys, which some versions of pydantic allow."""
 
     def dataclass_schema(self, schema: DataclassSchema) -> JsonSchemaValue:
         """Return the schema of one class."""

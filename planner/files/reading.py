@@ -81,7 +81,7 @@ read_partial: "_Reader[Partial]" = partial(_read_as, "partial")
 
 
 def stage_lines(path: str) -> tuple[int, ...]:
-    """Return the line of every stage in a plan's file, from 1; empty if the file cannot be read again."""
+    """Return the line number of each stage in a plan's file; empty if the file can be read only once, like a pipe."""
     if not is_replayable(path):
         return ()
     document = Document.parse(path, read_text(path, _made_by(path, "plan")))

@@ -68,7 +68,7 @@ class _Frame:
 
     @property
     def every(self) -> int:
-        """Distance between rows with names: 1 for all rows, more if rows are low."""
+        """Number of rows per row name: 1 if rows are high enough for all names."""
         return 1 if self.row >= 11 else 4 if self.row >= 8 else 8
 
     @property
@@ -76,7 +76,7 @@ class _Frame:
         return self.y(self.step.num_devices)
 
     def lane(self, name: str) -> tuple[float, float]:
-        """Return middle and height of a lane, relative to its row."""
+        """Return the vertical middle and the height of a lane, relative to the top of its row."""
         edge = 3.0 if has_lanes(self.step) else 0.0
         if name == "compute":
             return self.row / 2, self.row - 2 * edge - 1

@@ -36,7 +36,7 @@ class Deadline:
     """Number of actions that a search may simulate; tables count as well. None: a limit of some seconds, in which only
     simulation counts."""
     enough_us: float = inf
-    """Lower bound beyond which a better one is of no use, because other cases have none."""
+    """Lower bound at which a search stops to improve its bound: the cases of other schedules have no higher one."""
     least_us: float = 0.0
     """Lower bound of all plans of the request, for `watch`."""
     watch: Watch = UNWATCHED

@@ -50,7 +50,16 @@ class InfeasibleQuery:
 
 
 def infeasible(profile: Profile, request: Request, cases: Sequence[Case]) -> InfeasibleError:
-    """Return the error for a request without a plan: the obstacle and what would fit."""
+    """Return the error for a request without a plan: the obstacle and what would fit.
+
+    Args:
+        profile: The profile.
+        request: The request.
+        cases: Cases that were searched.
+
+    Returns:
+        The error, with a hint.
+    """
     if not cases:
         return _too_few_devices(profile, request)
 

@@ -43,7 +43,7 @@ _METHOD: Final = "integer-programming"
 _EQUAL: Final = 1e-6
 _SCALED_STEP: Final = 1000.0
 _MAX_TERMS: Final = 1_000_000
-"""A program of more layers summed over all arcs is refused: PuLP takes microseconds to state each."""
+"""Limit of the layers of all arcs together; PuLP needs microseconds for each, so a larger program is refused."""
 
 
 def search_integer_program(case: Case, *, upper_us: float = inf, deadline: Deadline = NEVER) -> Answer:

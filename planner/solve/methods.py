@@ -12,7 +12,16 @@ from planner.solve.space.case import Case
 
 
 def search_for(case: Case, request: Request, by_stage: Answer | None) -> Search:
-    """Return the search of the case; `by_stage` is its answer with whole stages recomputed, if it is known."""
+    """Return the search of a case.
+
+    Args:
+        case: The case.
+        request: The request.
+        by_stage: Answer of the case with whole stages recomputed, if it is known.
+
+    Returns:
+        The search.
+    """
     # Import only the search that is needed, so that short requests, such as those of `check`, start quickly.
     if request.solver == "milp":
         from planner.solve.integer import search_integer_program  # noqa: PLC0415

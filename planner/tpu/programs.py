@@ -102,7 +102,16 @@ def compile_program(
 
 
 def filled_between(outputs: Sequence[Any], gradients: Sequence[Any], num_bytes: int) -> list[Any]:
-    """Return the gradients, made to depend on an array of `num_bytes` that is computed from the outputs."""
+    """Make gradients depend on an array of this size, so that a compiled program must hold the array.
+
+    Args:
+        outputs: Arrays that the array is computed from.
+        gradients: The gradients.
+        num_bytes: Size of the array.
+
+    Returns:
+        The gradients, with values that depend on the array.
+    """
     seed = sum((jnp.sum(output.astype(jnp.float32)) for output in outputs), jnp.zeros(()))
     rows = num_bytes // (4 * _ROW)
     filling = jax.lax.optimization_barrier(jnp.broadcast_to(seed, (rows, _ROW)))

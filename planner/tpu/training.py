@@ -74,7 +74,16 @@ def fitting(
 
 
 def jax_arguments(description: str | None, *, steps: int, seed: int) -> JaxArguments:
-    """Parse the command line; the defaults are the script's constants."""
+    """Parse the command line of an emitted `train_jax.py`.
+
+    Args:
+        description: Description for `--help`.
+        steps: Default of `--steps`.
+        seed: Default of `--seed`.
+
+    Returns:
+        The arguments.
+    """
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )

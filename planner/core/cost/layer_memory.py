@@ -62,7 +62,8 @@ class Pending(NamedTuple):
     until: int
     """Index of the last layer that reads it."""
     bytes: tuple[float, float]
-    """Bytes of it that the layer that creates it does not save: if that layer is not recomputed, and if it is."""
+    """Bytes of the storage that its creating layer does not save. Entry 0: that layer is not recomputed; entry 1: it
+    is."""
 
 
 class StageLevels(NamedTuple):

@@ -111,7 +111,7 @@ def _single(window: Stages, rows: NDArray[np.int64], columns: NDArray[np.int64])
 
 
 def _itemised(stages: Stages, recompute: Recompute, moments: Moments, reserve_bytes: int) -> list[StageMemory]:
-    """Return the peak memory by component of the stages in the last column, where it is first reached."""
+    """Return the memory of the stages in the last column, by component, at the first point with their peak."""
     parts = parts_of(stages, recompute, in_flight=moments.in_flight)
     every = [
         {item: np.rint(np.broadcast_to(size, stages.shape)[:, -1]) for item, size in parts.at(moment).items()}

@@ -303,7 +303,7 @@ class _Walk:
                     self._set(other, "input_gradient", int(other == base))
 
     def _begin(self, instruction: Instruction) -> PartName:
-        """Remove what the micro-batch brings along, and return the part that exists while it runs."""
+        """Remove the inputs of the action's micro-batch, and return the part that exists while the action runs."""
         base, is_last = self._bases[instruction.stage], instruction.micro_batch == self._last
         if instruction.kind == "F":
             self._take(base, "input")

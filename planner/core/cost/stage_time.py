@@ -119,7 +119,7 @@ def hidden_us(stage: BusyTimes | StageTimes, crossing_us: Numbers) -> FloatArray
 
 
 def extended_tail_us(tail_us: Numbers, own_us: Numbers, hidden_us: Numbers) -> FloatArray:
-    """Return the delay of the next step by optimizers, for a pipeline that is extended by one stage at its front.
+    """Return the delay of the next step by optimizers, for a pipeline with one more stage before its first stage.
 
     Args:
         tail_us: Delay for the pipeline without that stage.
@@ -148,7 +148,16 @@ def optimizer_tail_us(own_us: FloatArray, hidden_us: FloatArray) -> FloatArray:
 
 
 def shared_gradient_bytes(ties: Sequence[Tie], first: IntArray | int, end: IntArray | int) -> FloatArray:
-    """Return the bytes of gradients that layers first..end-1 share, which a sum over these layers counts twice."""
+    """Return the bytes of gradients that layers first..end-1 share, which a sum over these layers counts twice.
+
+    Args:
+        ties: Shared parameters of the chain.
+        first: First layer of each stage.
+        end: One past the last layer of each stage; arrays are broadcast.
+
+    Returns:
+        Bytes of each stage.
+    """
     shared = np.zeros(np.broadcast_shapes(np.shape(first), np.shape(end)))
     for tie in ties:
         shared += np.where((first <= tie.first) & (tie.second < end), tie.gradient_bytes, 0.0)
@@ -195,7 +204,18 @@ class ChainSums:
     def busy_times(
         self, first: IntArray, end: IntArray, recompute: ArrayLike, *, speed: Numbers, layers_us: Numbers = 0.0
     ) -> BusyTimes:
-        """Return how long stages of layers first..end-1 are busy with one micro-batch; see `busy_times`."""
+        """Return how long stages of layers first..end-1 are busy with one micro-batch, by the function `busy_times`.
+
+        Args:
+            first: First layer of each stage.
+            end: One past the last layer of each stage; arrays are broadcast.
+            recompute: Index into `CHOICES`, or `LAYERS`.
+            speed: Speed of the stage's device, relative to the profiled device.
+            layers_us: Forward times of the recomputed layers, if the choice is `LAYERS`.
+
+        Returns:
+            Times of each stage in microseconds.
+        """
         return busy_times(
             self.forward_us[end] - self.forward_us[first],
             self.backward_us[end] - self.backward_us[first],
@@ -207,7 +227,17 @@ class ChainSums:
         )
 
     def half_times(self, busy: BusyTimes, first: IntArray, end: IntArray, *, speed: Numbers) -> HalfTimes:
-        """Return the times of both backward passes of stages of layers first..end-1, see the function `half_times`."""
+        """Return the times of both passes of a split backward of layers first..end-1, by the function `half_times`.
+
+        Args:
+            busy: Times of the same stages without a split.
+            first: First layer of each stage.
+            end: One past the last layer of each stage; arrays are broadcast.
+            speed: Speed of the stage's device, relative to the profiled device.
+
+        Returns:
+            Times of each stage in microseconds.
+        """
         input_us, weight_us = self._halves_us
         return half_times(
             busy,
@@ -223,7 +253,16 @@ class ChainSums:
         return sums_before(self.costs.halves.input_us), sums_before(self.costs.halves.weight_us)
 
     def own_us(self, first: IntArray, end: IntArray, speed: Numbers) -> FloatArray:
-        """Return U of stages of layers first..end-1: all-reduce and optimizer's step, in microseconds."""
+        """Return the time of the all-reduce and the optimizer's step (U) of stages of layers first..end-1.
+
+        Args:
+            first: First layer of each stage.
+            end: One past the last layer of each stage; arrays are broadcast.
+            speed: Speed of the stage's device, relative to the profiled device.
+
+        Returns:
+            Time of each stage in microseconds.
+        """
         optimizer_us = (self.optimizer_us[end] - self.optimizer_us[first]) / speed
         return optimizer_us if self.replicas == 1 else optimizer_us + self.replica_sums_us(first, end)
 

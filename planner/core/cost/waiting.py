@@ -83,7 +83,17 @@ def _next_use(costs: ChainCosts, layer: int) -> float:
 
 
 def waiting_in(costs: ChainCosts, backward: Backward, first: int, end: int) -> FloatArray:
-    """Return the gradients that wait while the backward of each layer of a stage `first`..`end - 1` runs, in bytes."""
+    """Return the gradients that wait while the backward of each layer of one stage runs.
+
+    Args:
+        costs: Costs of the chain.
+        backward: Backward of the first micro-batch, or of a later one.
+        first: First layer of the stage.
+        end: One past its last layer.
+
+    Returns:
+        Bytes, shape (end - first,).
+    """
     firsts, layers = np.array([first]), np.arange(first, end)
     for waiting in waiting_rows(costs, backward, firsts, layers=layers, ends=layers[-1:]):
         return waiting.bytes[:, 0]

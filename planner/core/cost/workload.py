@@ -94,7 +94,7 @@ def _tokens(profile: Profile) -> int:
 
 
 def _passes(layers: tuple[LayerProfile, ...]) -> list[int]:
-    """Return how often each layer computes as much as its forward: three times, less often if it is frozen."""
+    """Return the FLOP of each layer's forward and backward relative to its forward: 3, or less for frozen layers."""
     if not any(layer.trained_bytes for layer in layers):
         return [3] * len(layers)  # The profile does not say what is trained.
     passes, trained = [], False

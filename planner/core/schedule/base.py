@@ -101,7 +101,16 @@ class Schedule(ABC):
         """
 
     def stages_on(self, device: int, num_devices: int, chunks: int) -> tuple[int, ...]:
-        """Return the stages of `device`, by chunk."""
+        """Return the stages of a device.
+
+        Args:
+            device: Index of the device.
+            num_devices: K.
+            chunks: V.
+
+        Returns:
+            V indices of stages, by chunk.
+        """
         return stages_on(device, num_devices, chunks, self.placement)
 
     @property

@@ -38,7 +38,7 @@ class ActionKind:
     flow: Flow | None
     """Message that it sends and waits for; None if it exchanges nothing with other stages."""
     follows: Flow | None
-    """Message that the same stage must have made for the micro-batch, if no other stage sends one."""
+    """Message of the same stage and micro-batch that must exist first, if no other stage sends a message."""
     paper: tuple[str, ...]
     """Colors of its boxes in pictures, one per chunk in turn, as hex; readable on dark and light backgrounds."""
     ink: str

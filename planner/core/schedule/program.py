@@ -46,19 +46,46 @@ class Instruction:
 
 
 def message_from(kind: Letter, stage: int, num_stages: int) -> int | None:
-    """Return the stage whose message the action needs; None for the first stage of its direction."""
+    """Return the stage whose message an action needs.
+
+    Args:
+        kind: Kind of the action.
+        stage: Stage that runs it.
+        num_stages: Stages of the pipeline.
+
+    Returns:
+        Index of the stage; None for the first stage of the action's direction.
+    """
     source = stage - KINDS[kind].direction
     return source if source != stage and 0 <= source < num_stages else None
 
 
 def message_to(kind: Letter, stage: int, num_stages: int) -> int | None:
-    """Return the stage that waits for the action's message; None for the last stage of its direction."""
+    """Return the stage that waits for an action's message.
+
+    Args:
+        kind: Kind of the action.
+        stage: Stage that runs it.
+        num_stages: Stages of the pipeline.
+
+    Returns:
+        Index of the stage; None for the last stage of the action's direction.
+    """
     target = stage + KINDS[kind].direction
     return target if target != stage and 0 <= target < num_stages else None
 
 
 def needed_for(kind: Letter, stage: int, num_stages: int) -> Need | None:
-    """Return what must exist before an action can start on a stage; None for the first stage's forward."""
+    """Return the message that must exist before an action can start.
+
+    Args:
+        kind: Kind of the action.
+        stage: Stage that runs it.
+        num_stages: Stages of the pipeline.
+
+    Returns:
+        The message and the stage that makes it; None for the first stage's forward.
+    """
     source, flow, follows = message_from(kind, stage, num_stages), KINDS[kind].flow, KINDS[kind].follows
     if source is not None and flow is not None:
         return Need(flow, source)

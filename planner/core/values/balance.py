@@ -121,7 +121,16 @@ def cuts_path(path: PurePath, num_processes: int) -> PurePath:
 
 
 def launch_line(num_processes: int, script: str, *, nodes: int = 1) -> str:
-    """Return the command that starts `script` on one machine, or on each of `nodes` machines."""
+    """Return the command that starts a script on one machine, or on each of several.
+
+    Args:
+        num_processes: Processes on all machines together.
+        script: Path of the script.
+        nodes: Number of machines.
+
+    Returns:
+        A shell command.
+    """
     if nodes == 1:
         return f"torchrun --nproc-per-node {num_processes} {script}"
     several = f"torchrun --nnodes {nodes} --nproc-per-node {num_processes // nodes}"

@@ -201,13 +201,13 @@ class ProgramMemory:
     padding_bytes: int = 0
     """Padding of its trained parameters, and again of their gradients."""
     reshaped_bytes: int = 0
-    """Transient copies in the layer's shape, of what its backward reads and loops hold in rows."""
+    """Transient copies, in the layer's shape, of arrays that loops store in rows and its backward reads."""
     input_bytes: int = 0
     """First layer only: its part of the mini-batch."""
     narrowed_input_bytes: int = 0
     """First layer only: copy of the mini-batch's part in the type of matmul operands, which a loop holds throughout."""
     laid_out_bytes: int = 0
-    """First layer only: the same for the running micro-batch, in the layout of the layer."""
+    """First layer only: such a copy of the running micro-batch, in the layer's layout."""
     target_bytes: int = 0
     """Last layer only: the targets that its loss reads, of the mini-batch's part."""
     trained: tuple[ArrayKind, ...] = ()

@@ -80,6 +80,14 @@ def layer_costs(shape: Transformer, execution: Execution, widths: Widths) -> Ite
     """Yield the costs of embedding, blocks and head.
 
     Layers of a decoder with a configuration have torchtitan's names, so that a plan can be emitted for it.
+
+    Args:
+        shape: The model.
+        execution: Its division among devices, and its kernels.
+        widths: Bytes of its numbers.
+
+    Yields:
+        Costs of each layer for one sample, on one of the devices that share it.
     """
     layers = _Layers(shape, execution, widths)
     names = {} if shape.family == "transformer" or shape.is_encoder_decoder else _TORCHTITAN

@@ -168,7 +168,16 @@ class Block:
         return (self.attention,) if self.cross_attention is None else (self.attention, self.cross_attention)
 
     def linears(self, hidden: int, devices: int = 1, capacity: float = 1.0) -> Iterator[Linear]:
-        """Yield the products with weights."""
+        """Yield the products with weights.
+
+        Args:
+            hidden: Width of the model (h).
+            devices: Devices that share the block.
+            capacity: Tokens per expert, relative to an even distribution.
+
+        Yields:
+            The products, in the order of the forward.
+        """
         for attention in self.attentions:
             yield from attention.linears(hidden, devices)
         if isinstance(self.feed_forward, Experts):

@@ -28,7 +28,7 @@ SHARED: with other stages. IN_PLACE: with other stages, and its input was made b
 """
 
 ALWAYS: Final = -1
-"""Pseudo part: bytes that are held whatever runs."""
+"""Index for bytes that exist during the whole step, used like the index of a part."""
 
 _MOST_AT_ONCE: Final = 1 << 14
 """Number of stages whose bytes are computed together; limits transient memory."""

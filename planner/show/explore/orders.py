@@ -22,7 +22,8 @@ MOST_ACTIONS: Final = 400_000
 LETTERS: Final = tuple(KINDS)
 
 Step = tuple[int, Change]
-"""Action (4 * chunk + kind; -1 for the optimizer's step), and its changes of the counted memory."""
+"""Step of a device: 4 * chunk + kind of its action (-1 for the optimizer's step), and its changes of the counts of
+memory parts."""
 
 Order = tuple[str] | tuple[str, list[int]]
 """Steps of a device, and its micro-batches if a stage does not process them in order."""

@@ -18,7 +18,7 @@ def style() -> str:
 
 
 def policy_for(script: str) -> str:
-    """Return the content security policy of a page with one script: nothing is loaded, whatever names files contain."""
+    """Return the content security policy of a page with one script; it blocks all other scripts and resources."""
     allowed = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode("ascii")
     return f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{allowed}'"
 

@@ -30,7 +30,7 @@ class _Figure:
 
 
 def frontier_section(plan: Plan) -> Section:
-    """Return charts of the best plan for each M, and their numbers, or how to get them."""
+    """Return charts and numbers of the best plan for each M; without these, the command that computes them."""
     points = plan.frontier
     if not points:
         body = note("The plan has no figures for other numbers of micro-batches: run `gpipe-plan solve --frontier`.")

@@ -36,7 +36,16 @@ def facts(rows: Sequence[tuple[str, str | Text]], style: Style) -> Table:
 
 
 def table(columns: Sequence[TextColumn], rows: Iterable[Sequence[str | Text] | None], style: Style) -> Table:
-    """Return a table with a rule below its header (and above its footer); None among the rows is a gap."""
+    """Return a table with a rule below its header, and above its footer if it has one.
+
+    Args:
+        columns: Headers and footers.
+        rows: Cells of each row; None is an empty row.
+        style: Style of the output.
+
+    Returns:
+        The table.
+    """
     drawn = Table(
         box=SIMPLE if style.unicode else _ASCII_BOX,
         show_edge=False,

@@ -17,9 +17,17 @@ _ENOUGH_TO_SEE = 0.25
 
 
 def held_parts(plan: Plan, step: Step, style: Style) -> list[RenderableType]:
-    """Return a row per device, as high as the used share of its limit, with the peak's share at the right.
+    """Return the memory of each device over the step, as a row of bars.
 
-    If no device ever uses a quarter of its limit, a full row is the largest peak instead.
+    A full bar is the device's memory limit. If no device ever uses a quarter of its limit, it is the largest peak.
+
+    Args:
+        plan: The plan.
+        step: One step of it.
+        style: Style of the output.
+
+    Returns:
+        A title, and a row for each device with its peak as a share of the limit at the right.
     """
     if step.pipeline_us <= 0:
         return []

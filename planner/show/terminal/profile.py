@@ -165,7 +165,10 @@ def _notes(profile: Profile, style: Style) -> list[Text]:
 
 
 def _ties(profile: Profile, style: Style) -> Iterator[tuple[str, tuple[str, ...]]]:
-    """Yield groups of layers that share parameters; a group in which all share with each other is one item."""
+    """Yield groups of layers that share parameters, each as a title and the names of layers.
+
+    Layers that all name each other are one group; otherwise each layer has a group with its own partners.
+    """
     groups: dict[frozenset[str], list[LayerProfile]] = {}
     for layer in profile.layers:
         if layer.tied:

@@ -42,7 +42,16 @@ _TEXTS: Mapping[Quantity, Callable[[float], str]] = {"bubble": percent, "peak_by
 
 
 def run_text(report: RunReport, plan: Plan | None, style: Style) -> str:
-    """Return the measurements of a run, compared with its plan if there is one."""
+    """Return the measurements of a run.
+
+    Args:
+        report: Report of the run.
+        plan: Its plan, to compare with the predictions; None if it is not known.
+        style: Style of the output.
+
+    Returns:
+        The text.
+    """
     parts: list[RenderableType] = [heading(f"run of {len(report.losses)} steps on {pipeline_words(report, plan)}")]
     parts += [_facts(report, style), _steps(report, style)]
     if warning := times_warning(report):
@@ -58,7 +67,16 @@ def run_text(report: RunReport, plan: Plan | None, style: Style) -> str:
 
 
 def comparison_text(plan: Plan, report: RunReport, style: Style) -> str:
-    """Return predicted and measured values: the step, times of stages, and peaks of devices."""
+    """Return predicted and measured values: the step, times of stages, and peaks of devices.
+
+    Args:
+        plan: The plan.
+        report: Report of a run of the plan.
+        style: Style of the output.
+
+    Returns:
+        The text.
+    """
     return render(style, *_comparison(plan, report, style))
 
 

@@ -59,7 +59,7 @@ class Style:
     """Style of text."""
 
     width: int
-    """Columns; pictures fill them, at least `MIN_WIDTH`."""
+    """Width in columns of text; pictures are as wide, and at least `MIN_WIDTH`."""
     unicode: bool
     """True if block and line characters may be used; otherwise all output is ASCII."""
     color: bool

@@ -16,7 +16,16 @@ GAP = 2
 
 
 def drawn(view: Table, style: Style, marks: Mapping[str, tuple[str, str]] | None = None) -> Drawn:
-    """Return the table; `marks` has for each column the suffix of marked values and their look."""
+    """Return a view as a table of the terminal.
+
+    Args:
+        view: The view.
+        style: Style of the output.
+        marks: By column, the suffix of marked values and their color.
+
+    Returns:
+        The table.
+    """
     columns = [grids.TextColumn(header=_header(column, view), number=column.unit != "text") for column in view.columns]
     rows = list(zip(*(_cells(column, view, style, marks or {}) for column in view.columns), strict=True))
     lines: list[tuple[Text, ...] | None] = []

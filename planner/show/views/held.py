@@ -8,7 +8,7 @@ from planner.show.step import Level, Step
 
 
 def held_bytes(step: Step, *, columns: int, end_us: float) -> list[list[int]]:
-    """Return bytes per device and column; a column has its highest level, so that no peak is lost.
+    """Return the highest memory of each device within each column of time.
 
     Args:
         step: The step.

@@ -30,7 +30,7 @@ _LABELS: Mapping[Quantity, str] = {
 
 
 def label_of(row: Compared, place: str) -> str:
-    """Return the label of a figure; `place` is the word for where peaks are."""
+    """Return the label of a figure; `place` names what has a peak: a stage or a device."""
     label = _LABELS[row.what] + (f" {place}" if row.what == "peak_bytes" else "")
     return label if row.index is None else f"{label} {row.index}"
 

@@ -62,7 +62,16 @@ def format_count(count: float) -> str:
 
 
 def layer_range(first: str, last: str, count: int | None = None) -> str:
-    """Return consecutive layers as `block_0 … block_7 (8)`; the count may be unknown."""
+    """Return consecutive layers as `block_0 … block_7 (8)`.
+
+    Args:
+        first: Name of the first layer.
+        last: Name of the last layer.
+        count: Number of layers; left out if None.
+
+    Returns:
+        The text.
+    """
     names = first if first == last else f"{first} … {last}"
     return names if count is None else f"{names} ({count})"
 

@@ -9,7 +9,7 @@ from planner.show.views.numbers import NOTHING, TimeScale, percent, rate
 
 Unit = Literal["text", "count", "us", "bytes", "percent", "share", "rate"]
 Value = str | float | None
-"""Value of a cell; a string explains a missing number, and None is nothing."""
+"""Value of a cell: a number; a text, for example why a number is missing; or None for an empty cell."""
 Row = TypeVar("Row")
 
 _TEXTS: Final[Mapping[Unit, Callable[[float], str]]] = {

@@ -114,7 +114,16 @@ def _faster(best: ChainCuts | None, other: ChainCuts | None) -> ChainCuts | None
 
 
 def gpipe_searches(case: Case, width: int, deadline: Deadline) -> Iterator[BottleneckSearch]:
-    """Yield searches that together cover every stage count, for stages of at most `width` layers."""
+    """Yield searches that together cover every stage count.
+
+    Args:
+        case: The case.
+        width: Layers of the longest stage.
+        deadline: Time limit of the searches.
+
+    Yields:
+        One search per group of stage counts.
+    """
     for count in _stage_counts(case):
         yield BottleneckSearch(case.problem(count, width=width), case.micro_batches, deadline=deadline)
 

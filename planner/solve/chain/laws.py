@@ -243,7 +243,7 @@ class OneForwardOneBackwardLaw:
         return bound + np.where(earlier.exist, earlier.own_us, u)
 
     def rank_bound(self, label: Label, earlier: EarlierLayers, bound_us: FloatArray) -> Label:  # noqa: ARG002 - time is all
-        """Return the bound of the step time."""
+        """Return the bound of the step time, by which this law ranks plans."""
         return (bound_us,)
 
 

@@ -177,7 +177,7 @@ class BranchAndBound:
         return self._made
 
     def _undecided_cut(self, columns: FloatArray, layer_us: FloatArray) -> tuple[float, tuple[_CutSide, ...]]:
-        """Return the largest time of divided layers at a cut, and both sides of its most divided layer."""
+        """Return the most undecided cut: the time of the layers that it divides, and both decisions on one of them."""
         fractions = self._cut_variables(columns)
         if not fractions.size:
             return 0.0, ()
@@ -191,7 +191,7 @@ class BranchAndBound:
     def _undecided_recomputation(
         self, columns: FloatArray, rows: FloatArray, forward_us: FloatArray
     ) -> tuple[float, tuple[_RecomputeOption, ...]]:
-        """Return the largest time of layers that differ in recomputation from their stage, and its options."""
+        """Return the most undecided stage: the time of layers that differ from the stage's choice, and all choices."""
         doubts = [(0.0, 0)]
         for s, stage in enumerate(self._stages()):
             layers, own = list(stage.rows), list(stage.rows.values())

@@ -20,13 +20,13 @@ _MOST_PICKED = 12
 """Number of moves of a batch whose recomputation is chosen again: the fastest ones."""
 
 _FRUITLESS, _FRUITLESS_ALONE = 4, 12
-"""Restarts in a row without a better plan after which the search ends; with bounded effort, and without."""
+"""Successive restarts without a better plan that end a search: with bounded effort, and with unbounded effort."""
 
 _FRUITLESS_FROM_BEST = 100
 """The same limit for a search that starts from the best plan of a request."""
 
 _PROMISING, _PROMISING_ALONE = 1.05, 1.25
-"""Largest ratio to the best step time for a restart; with bounded effort, and without."""
+"""Largest step time from which to restart, relative to the best: with bounded effort, and with unbounded effort."""
 
 
 class CutSearch(Descent[Candidate]):

@@ -34,19 +34,22 @@ from planner.solve.space.partitions import Evaluator
 from planner.solve.space.prefixes import BoundKind, Prefixes
 
 _MOST_OF_SEARCH, _BATCHES, _SHARE = 20_000, 60, 4
-"""Limits of one search with bounded effort: actions, or batches if that is more, and a divisor of the effort left."""
+"""Limits of one search with bounded effort: simulated actions; simulated batches, if these allow more; and the divisor
+of the effort left, of which a search uses at most one part.
+"""
 
 _MOST_OF_SEARCH_ALONE = 100_000
 """Most actions of one search with unbounded effort: some tenths of a second."""
 
 _MOST_OF_BOUND_ALONE = 400_000
-"""Most expensive linear program with unbounded effort, in simulated actions that take as long."""
+"""Size limit of a linear program with unbounded effort, in simulated actions that take as long."""
 
 _MOST_FROM_BEST = 600_000
 """Most actions of a search that starts from the best plan of a case."""
 
 _MOST_OF_BOUND, _ROWS_SQUARED = 10_000, 50
-"""Most expensive linear program with bounded effort, in actions; squared rows that take as long as one action."""
+"""Size limit of a linear program with bounded effort, in simulated actions, and the squared rows of a program that take
+as long as one action."""
 
 _ITERATIONS = 20
 """Most simplex iterations per row."""

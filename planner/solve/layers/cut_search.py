@@ -27,7 +27,7 @@ _MOST_PICKED = 4
 """Number of moves of a batch whose recomputation is chosen again: the fastest ones."""
 
 _FRUITLESS = 8
-"""Restarts in a row without a better plan, after which there are no more."""
+"""Successive restarts without a better plan that end a search."""
 
 _SOLVED = 600
 """Actions that take as long as a walk through the layers of a stage."""

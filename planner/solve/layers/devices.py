@@ -267,9 +267,11 @@ def _recomputation(options: Sequence[_Option], limit: float) -> Recomputation:
 
 
 def _solve_jointly(chunks: Sequence[_Chunk], limit: float) -> list[list[_Option]]:
-    """Compare all combinations; return the fastest, then for each chunk one that is nearly as fast and spares it most.
+    """Compare all combinations of the chunks' recomputations.
 
-    Return nothing if there are too many combinations, or none fits.
+    Returns:
+        The fastest combination. Then, for each chunk, a combination that is nearly as fast and recomputes least of that
+        chunk. Empty if there are too many combinations, or none fits.
     """
     tables = [chunk.options for chunk in chunks]
     recompute_us, places = np.zeros(1), np.zeros((1, 0), dtype=np.int64)

@@ -40,7 +40,7 @@ _ROUNDS, _FEW_ROUNDS = 40, 4
 """Most runs of the dynamic program for one bound; with unbounded effort, and bounded."""
 
 _ORDER, _CELLS = 3, 5
-"""Cost of computing the action order, in simulated partitions; table entries that take as long as one action."""
+"""Cost of computing an action order, in simulated partitions; and the number of table entries that cost one action."""
 
 _MOST_SOLVED, _FEW_SOLVED = 400, 40
 """Most stages solved exactly to simulate all partitions below the best; with unbounded effort, and bounded."""

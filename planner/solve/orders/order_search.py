@@ -205,7 +205,8 @@ class _Tuning(NamedTuple):
 
     waiting: float = 1.0
     shape: int = 0
-    """0 for the micro-batches in flight after each stage, 1 for the number of later stages plus one."""
+    """Index into two series of micro-batches by stage: those in flight during a round trip, or the number of later
+    stages plus one."""
     extra: int = 0
     patience: float = 0.5
     forward_first: bool = False

@@ -59,7 +59,7 @@ class LeastTimes:
 
     forward_us: FloatArray
     gradient_us: FloatArray
-    """G."""
+    """Least time to compute the gradient of a stage's input (G)."""
     last_us: FloatArray
     """Whole backward of a micro-batch, split or not."""
     work_us: FloatArray
