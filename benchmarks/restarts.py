@@ -27,7 +27,7 @@ ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
 from planner import files  # noqa: E402
-from planner.core.values.units import counted  # noqa: E402
+from planner.core.values.units import pluralize  # noqa: E402
 from planner.device.machine import cpu_name  # noqa: E402
 from tests.support.ranks import EndedRanks, end_ranks  # noqa: E402
 from tests.support.training import Case, write_balance  # noqa: E402
@@ -155,7 +155,7 @@ def main() -> int:
 
 
 def _counts(begun: Sequence[int]) -> str:
-    return ", ".join(f"{steps} ({counted(count, 'run')})" for steps, count in sorted(Counter(begun).items()))
+    return ", ".join(f"{steps} ({pluralize(count, 'run')})" for steps, count in sorted(Counter(begun).items()))
 
 
 def _run(folder: Path, case: Case = _TWO, *arguments: str, **environment: str) -> EndedRanks:

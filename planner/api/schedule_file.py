@@ -11,7 +11,7 @@ from planner.api.texts import File
 from planner.core.errors import UsageError
 from planner.core.schedule import ListedSchedule
 from planner.core.values.profile import Profile
-from planner.core.values.units import counted
+from planner.core.values.units import pluralize
 
 _SUFFIX = ".csv"
 
@@ -48,7 +48,8 @@ def with_order_counts(options: SolverOptions, lists: ListedSchedule, profile: Pr
     num_stages = len({action.stage for row in lists.rows for action in row})
     if len(profile.layers) < num_stages:
         raise UsageError(
-            f"`{path}` is for {counted(num_stages, 'stage')}, the profile has {counted(len(profile.layers), 'layer')}",
+            f"`{path}` is for {pluralize(num_stages, 'stage')}, "
+            f"the profile has {pluralize(len(profile.layers), 'layer')}",
             hint="every stage needs at least one layer",
         )
     replicas = max(1, texts.count_or_auto("--replicas", options.replicas))
@@ -56,15 +57,15 @@ def with_order_counts(options: SolverOptions, lists: ListedSchedule, profile: Pr
     if available is not None and available < needed:
         each = f", in {replicas} replicas {needed}" if replicas > 1 else ""
         raise UsageError(
-            f"`{path}` is for {counted(num_devices, 'device')}{each}, but there are {available}",
+            f"`{path}` is for {pluralize(num_devices, 'device')}{each}, but there are {available}",
             hint=f"use `--devices {needed}`",
         )
     batch = max(profile.micro_batch_sizes) if options.batch is None else options.batch
     if batch > 0 and batch % (num_micro_batches * replicas):
         shared = f" in each of {replicas} replicas" if replicas > 1 else ""
         raise UsageError(
-            f"`{path}` is for {counted(num_micro_batches, 'micro-batch', 'es')}{shared}, into which a batch of {batch} "
-            "cannot be split",
+            f"`{path}` is for {pluralize(num_micro_batches, 'micro-batch', 'es')}{shared}, "
+            f"into which a batch of {batch} cannot be split",
             hint=f"use `--batch {num_micro_batches * replicas}` or a multiple of it",
         )
     return replace(
@@ -90,7 +91,7 @@ def check_cuts(options: SolverOptions, lists: ListedSchedule, cuts: Sequence[int
     num_stages = len({action.stage for row in lists.rows for action in row})
     if len(cuts) != num_stages:
         raise UsageError(
-            f"`--balance` has {counted(len(cuts), 'stage')}, but `{lists_path(options.schedule)}` has {num_stages}",
+            f"`--balance` has {pluralize(len(cuts), 'stage')}, but `{lists_path(options.schedule)}` has {num_stages}",
             hint=f"give {num_stages} numbers of layers, or remove `--balance`",
         )
 

@@ -18,7 +18,7 @@ from planner.core.extras import command_for
 from planner.core.values.plan import Plan
 from planner.core.values.profile import Profile
 from planner.core.values.sweep import Sweep
-from planner.core.values.units import counted, parse_us
+from planner.core.values.units import parse_us, pluralize
 from planner.solve.deadline import Watch
 
 if TYPE_CHECKING:
@@ -92,7 +92,7 @@ def solve_family(profile: AnyProfile, options: SolveOptions) -> tuple[Plan, ...]
         except InfeasibleError as error:
             if len(paths) == 1:
                 raise
-            raise InfeasibleError(f"with {counted(count or 0, 'device')}: {error.message}", hint=error.hint) from None
+            raise InfeasibleError(f"with {pluralize(count or 0, 'device')}: {error.message}", hint=error.hint) from None
     if output is not None:
         _write_merged(source)
     for path, plan in zip(paths, plans, strict=True):
@@ -167,12 +167,12 @@ def _solved(source: ReadProfile, options: SolveOptions, output: str | None) -> P
     plan = solve_plan(read, replace(request, watch=options.watch))
     if read.model.batch_norm and plan.micro_batches > 1:
         options.note(
-            f"batch normalization uses micro-batches of {counted(plan.micro_batch_size, 'sample')}, not the batch of "
+            f"batch normalization uses micro-batches of {pluralize(plan.micro_batch_size, 'sample')}, not the batch of "
             f"{plan.inputs.batch}; `--min-micro-batch 8` sets a smallest size"
         )
     if read.proof is not None and read.proof.uncovered and len(plan.stages) > 1:
         options.note(
-            f"{counted(read.proof.uncovered, 'cut')} of {len(read.layers) - 1} were not compared with "
+            f"{pluralize(read.proof.uncovered, 'cut')} of {len(read.layers) - 1} were not compared with "
             "the unpartitioned model; `gpipe-plan verify` compares those of this plan"
         )
     if plan.solver.status == "feasible" and lacks_bound(request.schedules):

@@ -15,7 +15,7 @@ from planner.cli.records import with_options
 from planner.core.schedule import schedule_of
 from planner.core.values.cluster import Link
 from planner.core.values.devices import training_kind
-from planner.core.values.units import bytes_option, counted, format_bytes, format_rate, format_us
+from planner.core.values.units import bytes_option, format_bytes, format_rate, format_us, pluralize
 
 if TYPE_CHECKING:
     from planner.api.reading import ReadProfile
@@ -126,7 +126,7 @@ def _in_a_line(plan: "Plan", certainty: "Certainty") -> str:
     from planner.show.views.plan import figures, headline
 
     step, speed, bubble = figures(plan, certainty)
-    return f"{counted(plan.inputs.devices, 'device')}: {headline(plan)}, {step}, {speed}, {bubble}"
+    return f"{pluralize(plan.inputs.devices, 'device')}: {headline(plan)}, {step}, {speed}, {bubble}"
 
 
 def _emit_line(plans: "Sequence[Plan]", paths: Sequence[str]) -> str:
@@ -155,7 +155,7 @@ def _notes(console: Console, plan: "Plan", profile: "Profile", *, extrapolated: 
     for limit in sorted(set(inputs.memory_bytes)):
         console.note(f"note: memory limit {limit / 1e9:g} GB = {format_bytes(limit)} per device")
     if inputs.links:
-        console.note(f"note: {counted(len(inputs.links), 'measured link')}")
+        console.note(f"note: {pluralize(len(inputs.links), 'measured link')}")
     if inputs.link != Link():
         kind = ", not overlapping with compute" if inputs.link.blocking else ""
         rate = format_rate(inputs.link.bytes_per_s) if inputs.link.bytes_per_s else "unlimited"

@@ -15,7 +15,7 @@ from planner.core.schedule import SCHEDULES, Schedule, schedule_of
 from planner.core.values.plan import Plan
 from planner.core.values.printable import spelled_out
 from planner.core.values.profile import LayerProfile, Profile
-from planner.core.values.units import counted
+from planner.core.values.units import pluralize
 from planner.emit.signature import signed
 
 _PATH = re.compile(r"\w+(\.\w+)*")
@@ -253,8 +253,8 @@ def text_of(layout: Layout, body: str, *, engine: str, option: str, notes: Seque
     plan = layout.plan
     lines = [
         f"For {engine}: written by `gpipe-plan emit --format {option}` (gpipe-plan {__version__}).",
-        f"Plan: {counted(len(layout.stages), 'stage')}, {layout.schedule_name}, M = {plan.micro_batches} "
-        f"micro-batches of {counted(plan.micro_batch_size, 'sample')}"
+        f"Plan: {pluralize(len(layout.stages), 'stage')}, {layout.schedule_name}, M = {plan.micro_batches} "
+        f"micro-batches of {pluralize(plan.micro_batch_size, 'sample')}"
         + (f", {plan.replicas} replicas" if plan.replicas > 1 else "")
         + (f", {plan.tensor_parallel} GPUs per stage." if plan.tensor_parallel > 1 else "."),
     ]

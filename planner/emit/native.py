@@ -14,7 +14,7 @@ from planner.core.values.devices import training_kind
 from planner.core.values.plan import Inputs, Plan, Stage
 from planner.core.values.precision import precision_of
 from planner.core.values.profile import GENERATOR, Device, Profile
-from planner.core.values.units import counted, format_bytes, format_speed, format_us
+from planner.core.values.units import format_bytes, format_speed, format_us, pluralize
 from planner.emit.layout import EngineFile, Layout, refuse_groups
 from planner.emit.signature import is_edited, refuse_edited, runs_balance, signed
 from planner.files import digest_of, dump, reference_path, relocated, write_text
@@ -162,13 +162,13 @@ def _check_smaller(larger: Balance, other: Balance) -> None:
     """Raise UsageError unless `other` trains the same as `larger`, in fewer processes."""
     if other.num_processes >= larger.num_processes:
         raise UsageError(
-            f"a plan for {counted(other.num_processes, 'process', 'es')} is not smaller than the plan for "
+            f"a plan for {pluralize(other.num_processes, 'process', 'es')} is not smaller than the plan for "
             f"{larger.num_processes}",
             hint="give `--smaller` plans with fewer processes than PLAN, each with another number of them",
         )
     if other.batch != larger.batch:
         raise UsageError(
-            f"the plan for {counted(other.num_processes, 'process', 'es')} has a batch of {other.batch}, the one "
+            f"the plan for {pluralize(other.num_processes, 'process', 'es')} has a batch of {other.batch}, the one "
             f"for {larger.num_processes} of {larger.batch}: training would differ",
             hint=f"solve it with `--batch {larger.batch}`",
         )
@@ -342,9 +342,9 @@ def _script(template: tuple[str, str], path: str, layout: Layout, balance: Balan
 
 def _stages(plan: Plan) -> str:
     """Return `4 stages`, `4 stages on 2 devices`, or `4 stages on 2 devices, in 2 replicas`."""
-    text = counted(len(plan.stages), "stage")
+    text = pluralize(len(plan.stages), "stage")
     if plan.chunks > 1:
-        text += f" on {counted(plan.num_devices, 'device')}"
+        text += f" on {pluralize(plan.num_devices, 'device')}"
     return text + (f", in {plan.replicas} replicas" if plan.replicas > 1 else "")
 
 
@@ -385,7 +385,7 @@ def stage_table(plan: Plan) -> str:
 def _recomputed(stage: Stage) -> str:
     if stage.recompute != "layers":
         return stage.recompute
-    return counted(len(stage.recomputed), "layer")
+    return pluralize(len(stage.recomputed), "layer")
 
 
 def in_docstring(text: str) -> str:

@@ -32,7 +32,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.utils._pytree import tree_map_only
 
 from planner.core.errors import ModelError
-from planner.core.values.units import counted
+from planner.core.values.units import pluralize
 from planner.model.autocast import autocast_dtype
 from planner.model.calling import arguments_of
 from planner.model.label_counts import label_count
@@ -122,7 +122,7 @@ def train_reference(
                 loss = _accumulate(model, loaded, batches, scale=scale, begin_micro_batch=begin)
             _refuse_new_parameters(model, names)
             if scale == 1.0 and not math.isfinite(loss):
-                with_samples = f"with micro-batches of {counted(options.micro_batch_size, 'sample')}"
+                with_samples = f"with micro-batches of {pluralize(options.micro_batch_size, 'sample')}"
                 hint = "check `loss_fn` and the learning rate; deviations over the batch need two samples or more"
                 raise ModelError(f"the loss is {loss} in step {step} of a plain loop, {with_samples}", hint=hint)
             scale = _unscale(trained, scale)

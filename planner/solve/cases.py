@@ -12,7 +12,7 @@ from planner.core.values.cluster import Cluster
 from planner.core.values.limits import MOST_ACTIONS, MOST_CHUNKS, MOST_MICRO_BATCHES, short
 from planner.core.values.plan import Inputs, Recompute
 from planner.core.values.profile import Profile
-from planner.core.values.units import counted
+from planner.core.values.units import pluralize
 from planner.solve.request import Request
 from planner.solve.space.case import Case, Rules, positions
 
@@ -42,13 +42,13 @@ def check_request(profile: Profile, request: Request) -> None:
     replicas = max(inputs.replicas, profile.expert_parallel)
     if replicas * narrowest > num_devices:
         raise UsageError(
-            f"{counted(replicas, 'replica')} with {counted(narrowest, 'GPU')} per layer need "
+            f"{pluralize(replicas, 'replica')} with {pluralize(narrowest, 'GPU')} per layer need "
             f"{replicas * narrowest} GPUs or more, there are {num_devices}",
             hint="choose fewer `--replicas`, or a smaller `--tensor-parallel`",
         )
     if num_devices // widest > num_layers and inputs.replicas == 1:
         raise UsageError(
-            f"{num_devices} devices for {counted(num_layers, 'layer')}: every stage needs at least one layer",
+            f"{num_devices} devices for {pluralize(num_layers, 'layer')}: every stage needs at least one layer",
             hint=f"use `--devices {num_layers * widest}` or fewer, `--replicas auto`, or profile the model in finer "
             "layers",
         )
@@ -57,7 +57,7 @@ def check_request(profile: Profile, request: Request) -> None:
     _check_chunks(request)
     if inputs.chunks > 1 and inputs.chunks * 2 > num_layers:
         raise UsageError(
-            f"{inputs.chunks} chunks on each of 2 devices or more: there are only {counted(num_layers, 'layer')}"
+            f"{inputs.chunks} chunks on each of 2 devices or more: there are only {pluralize(num_layers, 'layer')}"
         )
     if request.balance is not None:
         _check_balance(request, request.balance, num_layers)
@@ -242,8 +242,8 @@ def _check_chunks(request: Request) -> None:
         return
     schedule = request.schedules[0]
     raise UsageError(
-        f"`{schedule.name}` runs {counted(schedule.exact_chunks or 1, 'stage')} on each device, "
-        f"got {counted(inputs.chunks, 'chunk')}",
+        f"`{schedule.name}` runs {pluralize(schedule.exact_chunks or 1, 'stage')} on each device, "
+        f"got {pluralize(inputs.chunks, 'chunk')}",
         hint="leave `--chunks` out, or use `--schedule interleaved` or `interleaved-zb`",
     )
 
@@ -285,7 +285,7 @@ def _check_replicas(profile: Profile, inputs: Inputs) -> None:
     if inputs.replicas % profile.expert_parallel:
         raise UsageError(
             f"the profile divides experts among {profile.expert_parallel} replicas (`--expert-parallel`), "
-            f"got {counted(inputs.replicas, 'replica')}",
+            f"got {pluralize(inputs.replicas, 'replica')}",
             hint=f"use `--replicas {profile.expert_parallel}` or a multiple, or `--replicas auto`",
         )
 

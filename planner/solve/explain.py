@@ -16,7 +16,7 @@ from planner.core.errors import InfeasibleError, SolverError, UsageError
 from planner.core.schedule import GPIPE, ONE_FORWARD_ONE_BACKWARD, SPLITTING, Schedule
 from planner.core.values.plan import Inputs
 from planner.core.values.profile import LayerProfile, Profile
-from planner.core.values.units import bytes_option, counted, format_bytes
+from planner.core.values.units import bytes_option, format_bytes, pluralize
 from planner.solve.cases import cases_of, micro_batch_counts
 from planner.solve.request import Request
 from planner.solve.space.arrays import FloatArray, IntArray
@@ -50,16 +50,7 @@ class InfeasibleQuery:
 
 
 def infeasible(profile: Profile, request: Request, cases: Sequence[Case]) -> InfeasibleError:
-    """Return the error for a request without a plan: the obstacle and what would fit.
-
-    Args:
-        profile: The profile.
-        request: The request.
-        cases: Cases that were searched.
-
-    Returns:
-        The error, with a hint.
-    """
+    """Return the error for a request without a plan: the obstacle and what would fit."""
     if not cases:
         return _too_few_devices(profile, request)
 
@@ -86,15 +77,15 @@ def _too_few_devices(profile: Profile, request: Request) -> InfeasibleError:
     """Return the error for too few devices or layers for the schedule's stages on two devices."""
     inputs, schedule = request.inputs, request.schedules[0]
     groups = inputs.cluster_of(min(usable_widths(profile, inputs))).num_devices
-    devices = counted(groups // max(1, inputs.replicas), "device")
+    devices = pluralize(groups // max(1, inputs.replicas), "device")
     chunks = (schedule.exact_chunks or max(2, inputs.chunks)) if schedule.is_chunked else 1
     try:
         schedule.refuse(1, max(micro_batch_counts(profile, request)), chunks)
     except UsageError as error:
         return InfeasibleError(error.message, hint=error.hint)  # even one device is too many for the micro-batches
     return InfeasibleError(
-        f"{schedule.title} needs at least 2 devices and {2 * chunks} layers for {counted(chunks, 'stage')} on each, "
-        f"not {devices} and {counted(len(profile.layers), 'layer')}",
+        f"{schedule.title} needs at least 2 devices and {2 * chunks} layers for {pluralize(chunks, 'stage')} on each, "
+        f"not {devices} and {pluralize(len(profile.layers), 'layer')}",
         hint="use `--schedule 1f1b` or `--schedule gpipe`",
     )
 
@@ -119,7 +110,7 @@ def explain_infeasible(query: InfeasibleQuery) -> InfeasibleError:
     smallest = [smallest_limit_bytes(case) for case in cases]
     best = min(range(len(cases)), key=lambda n: (smallest[n], cases[n].micro_batches))
     if not np.isfinite(smallest[best]):
-        devices = counted(inputs.devices, "device")
+        devices = pluralize(inputs.devices, "device")
         return InfeasibleError(
             f"no cut for {devices} keeps layers together and apart as asked, whatever their memory",
             hint="change `--together` or `--apart`, or allow more `--devices`",
@@ -141,7 +132,7 @@ def _explain_by_descent(query: InfeasibleQuery) -> InfeasibleError:
         return InfeasibleError(f"no {titles} plan fits {_limits_text(inputs)}", hint="; ".join(others))
     limit = inputs.memory_bytes[0] + least
     cuts = "of the given cuts" if query.balance is not None else "in the best cuts found"
-    enough = f"with {counted(inputs.devices, 'device')} `--mem` {_mem_option(inputs, limit)} is enough (M = {most})"
+    enough = f"with {pluralize(inputs.devices, 'device')} `--mem` {_mem_option(inputs, limit)} is enough (M = {most})"
     return InfeasibleError(
         f"no {titles} plan fits {_limits_text(inputs)}: {cuts} with M = {most} a device needs {format_bytes(limit)}, "
         f"{format_bytes(least)} over",
@@ -151,7 +142,7 @@ def _explain_by_descent(query: InfeasibleQuery) -> InfeasibleError:
 
 def _hints(query: InfeasibleQuery, cases: Sequence[Case], best: Case, smallest_bytes: float) -> Iterator[str]:
     inputs = query.inputs
-    devices = counted(inputs.devices, "device")
+    devices = pluralize(inputs.devices, "device")
     side_by_side = f"{best.replicas} replicas, " if inputs.replicas != 1 else ""
     if best.cluster.tensor_parallel > 1:
         side_by_side += f"{best.cluster.tensor_parallel} GPUs per layer, "
@@ -349,7 +340,7 @@ def _reason(query: InfeasibleQuery, case: Case) -> str:
         return f'layer "{costs.names[worst]}" alone needs {format_bytes(single[worst])} with M = {m}, {over_bytes} over'
     if query.inputs.together or query.inputs.apart:
         return f"no cut keeps layers together and apart as asked and fits (M = {m})"
-    cannot = f"every layer fits alone, but {counted(case.num_devices, 'stage')} do not hold them all"
+    cannot = f"every layer fits alone, but {pluralize(case.num_devices, 'stage')} do not hold them all"
     if len(set(limits)) == 1:
         smallest = smallest_limit_bytes(case)
         over_bytes = format_bytes(smallest - limits[0])
@@ -368,7 +359,7 @@ def _limits_text(inputs: Inputs) -> str:
     less = f", without {100 * inputs.headroom:.4g} % headroom" if inputs.headroom else ""
     if len(set(inputs.memory_bytes)) == 1:
         each = format_bytes(inputs.memory_bytes[0])
-        return f"{each} on each of {counted(inputs.devices, 'device')}{less}"
+        return f"{each} on each of {pluralize(inputs.devices, 'device')}{less}"
     return f"the memory limits {', '.join(format_bytes(limit) for limit in inputs.memory_bytes)}{less}"
 
 

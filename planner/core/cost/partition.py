@@ -9,7 +9,7 @@ from planner.core.schedule import Action, Schedule, schedule_of
 from planner.core.values.limits import short
 from planner.core.values.placement import Placement, device_of, stages_on
 from planner.core.values.plan import Plan, Recompute, ScheduleName, Stage
-from planner.core.values.units import counted
+from planner.core.values.units import pluralize
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,7 +119,7 @@ def check_partition(partition: Partition, *, num_layers: int, num_devices: int) 
         raise UsageError(f"every stage needs at least one layer, got the balance {short(list(balance), 200)}")
     if sum(balance) != num_layers:
         raise UsageError(
-            f"the balance {short(list(balance), 200)} adds up to {counted(sum(balance), 'layer')}, "
+            f"the balance {short(list(balance), 200)} adds up to {pluralize(sum(balance), 'layer')}, "
             f"the profile has {num_layers}",
             hint="every layer belongs to exactly one stage: make the sum right",
         )

@@ -18,7 +18,7 @@ from planner.core.errors import UsageError
 from planner.core.values.cluster import Cluster, Link
 from planner.core.values.plan import Inputs, Plan
 from planner.core.values.profile import LayerProfile, Profile, Width
-from planner.core.values.units import counted
+from planner.core.values.units import pluralize
 
 
 def collectives_us(size_bytes: float, count: int, tensor_parallel: int, link: Link) -> float:
@@ -133,7 +133,7 @@ def merged(profiles: Mapping[str, Profile]) -> Profile:
     twice = next((count for n, count in enumerate(counts) if count in counts[:n]), None)
     if twice is not None:
         raise UsageError(
-            f"two of the profiles are for {counted(twice, 'GPU')} per layer (`tensor_parallel`)",
+            f"two of the profiles are for {pluralize(twice, 'GPU')} per layer (`tensor_parallel`)",
             hint="name one profile for each width",
         )
     return replace(first, widths=tuple(sorted(widths, key=lambda width: width.tensor_parallel)))
@@ -209,8 +209,8 @@ def _requested(profile: Profile, inputs: Inputs) -> tuple[int, ...]:
 def _problem(profile: Profile, inputs: Inputs, width: int) -> str:
     """Return why a request cannot have groups of `width` GPUs; empty if it can."""
     problems = {
-        f"{counted(inputs.devices, 'GPU')} cannot be a group of {width} that share layers": width > inputs.devices,
-        f"nodes of {counted(inputs.node_devices, 'GPU')} do not hold whole groups of {width}": inputs.node_devices
+        f"{pluralize(inputs.devices, 'GPU')} cannot be a group of {width} that share layers": width > inputs.devices,
+        f"nodes of {pluralize(inputs.node_devices, 'GPU')} do not hold whole groups of {width}": inputs.node_devices
         % width,
         f"groups of {width} need GPUs that are all alike, got unequal limits or speeds": not inputs.are_devices_alike,
         f"`--links` has a link for every GPU, groups of {width} need `--link` and `--inter-link`": inputs.links,

@@ -16,7 +16,7 @@ from planner.core.judge.verification import (
 )
 from planner.core.values.balance import Balance
 from planner.core.values.run_report import RunReport
-from planner.core.values.units import counted, format_bytes, format_us
+from planner.core.values.units import format_bytes, format_us, pluralize
 
 ENOUGH_STEPS: Final = 10
 """Least number of steps after the warm-up for a comparison; `verify` measures as many."""
@@ -63,7 +63,7 @@ def drift_text(drift: Sequence[Compared], tolerance: Tolerance = DEFAULT_TOLERAN
         said.append(
             f"the peak of device {worst.index} was {format_bytes(worst.measured)}, planned "
             f"{format_bytes(worst.predicted)} ({_off(worst)}, {allowed})"
-            + (f", and {counted(further, 'other')} {'is' if further == 1 else 'are'} off" if further else "")
+            + (f", and {pluralize(further, 'other')} {'is' if further == 1 else 'are'} off" if further else "")
         )
     return f"not as planned: {'; '.join(said)}"
 

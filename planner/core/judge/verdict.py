@@ -18,7 +18,7 @@ from planner.core.values.devices import Accelerator
 from planner.core.values.findings import Finding, Severity, finding
 from planner.core.values.plan import Plan, SolverReport, Stage
 from planner.core.values.profile import Profile
-from planner.core.values.units import counted, format_bytes
+from planner.core.values.units import format_bytes, pluralize
 
 if TYPE_CHECKING:
     from planner.core.judge.difference import Difference
@@ -203,7 +203,7 @@ def _misfit(plan: Plan, profile: Profile, *, stale: bool) -> Finding | None:
         return _renamed(plan, profile)
     if not stale:
         return None
-    message = f"the plan cuts {counted(sum(plan.balance), 'layer')}, the profile has {len(profile.layers)}"
+    message = f"the plan cuts {pluralize(sum(plan.balance), 'layer')}, the profile has {len(profile.layers)}"
     return finding("GP202", message, hint="profile and solve again")
 
 

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from planner.core.values.units import counted
+from planner.core.values.units import pluralize
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,11 +41,11 @@ class Proof:
         """Return one line for people."""
         if not self.cuts:
             return f"not compared with the unpartitioned model: {self.reason}"
-        parts = ["loss", counted(self.gradients, "gradient")]
-        parts += [counted(self.buffers, "buffer")] if self.buffers else []
-        parts += [counted(self.states, "optimizer state")] if self.states else []
+        parts = ["loss", pluralize(self.gradients, "gradient")]
+        parts += [pluralize(self.buffers, "buffer")] if self.buffers else []
+        parts += [pluralize(self.states, "optimizer state")] if self.states else []
         all_cuts = self.cuts + self.uncovered
-        parts += [f"{self.cuts} of {counted(all_cuts, 'cut')}"]
+        parts += [f"{self.cuts} of {pluralize(all_cuts, 'cut')}"]
         also = " (also with recomputation)" if self.recomputed else ""
         text = (
             f"verified against the unpartitioned model: {', '.join(parts)}{also}; max relative error {self.worst:.0e}"

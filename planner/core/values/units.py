@@ -227,7 +227,7 @@ def three_digits_end(value: float) -> int:
     return 0
 
 
-def counted(count: int, noun: str, plural: str = "s") -> str:
+def pluralize(count: int, noun: str, plural: str = "s") -> str:
     """Return a number with its noun: `1 stage`, `4 micro-batches`.
 
     Args:

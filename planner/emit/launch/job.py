@@ -22,7 +22,7 @@ from planner.core.values.nodes import Nodes, are_on_different_nodes
 from planner.core.values.placement import rank_of
 from planner.core.values.plan import Inputs
 from planner.core.values.printable import spelled_out
-from planner.core.values.units import counted
+from planner.core.values.units import pluralize
 from planner.emit.signature import signed
 
 _WIDTH: Final = 110
@@ -162,8 +162,8 @@ def _shared(num_processes: int, nodes: Nodes) -> Nodes:
         if num_processes % count == 0:
             return Nodes(count=count, devices=num_processes // count)
     raise UsageError(
-        f"{counted(num_processes, 'process', 'es')} cannot be shared evenly by nodes of "
-        f"{counted(nodes.devices, 'device')}, of which there {'is' if nodes.count == 1 else 'are'} {nodes.count}",
+        f"{pluralize(num_processes, 'process', 'es')} cannot be shared evenly by nodes of "
+        f"{pluralize(nodes.devices, 'device')}, of which there {'is' if nodes.count == 1 else 'are'} {nodes.count}",
         hint="solve for a number of devices that fills nodes, or give the available nodes: `--nodes 4x8`",
     )
 
@@ -194,7 +194,7 @@ def _notes(inputs: Inputs, share: Nodes) -> tuple[str, ...]:
 
 
 def _described(share: Nodes) -> str:
-    return f"{counted(share.count, 'node')} of {counted(share.devices, 'process', 'es')}"
+    return f"{pluralize(share.count, 'node')} of {pluralize(share.devices, 'process', 'es')}"
 
 
 def _balance_of(share: Nodes) -> str:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from planner.core.errors import ModelError
 from planner.core.values.balance import Balance
-from planner.core.values.units import counted
+from planner.core.values.units import pluralize
 from planner.executor.build.own_stage import BuildError, build_only, emptied
 from planner.executor.run.shapes import shapes_of
 from planner.model.chain import Chain, Layer, chain_digest, outlined, refuse_sparse
@@ -92,9 +92,9 @@ def check_same_model(balance: Balance, loaded: LoadedModel, chain: Chain) -> Non
     names, planned = chain.names, tuple(name for stage in balance.stages for name in stage.layers)
     changed = [(a, b) for a, b in zip(planned, names, strict=False) if a != b]
     if planned != names:
-        what = f'"{changed[0][1]}" stands where "{changed[0][0]}" was' if changed else counted(len(names), "layer")
+        what = f'"{changed[0][1]}" stands where "{changed[0][0]}" was' if changed else pluralize(len(names), "layer")
         raise ModelError(
-            f"the model is not the one that was planned: {what} (planned were {counted(len(planned), 'layer')})",
+            f"the model is not the one that was planned: {what} (planned were {pluralize(len(planned), 'layer')})",
             hint="profile, solve and emit again",
         )
     digest = chain_digest(chain, loaded.settings, balance.dtype)

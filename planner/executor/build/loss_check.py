@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from planner.core.errors import ModelError
 from planner.core.values.profile import CountedLabels
-from planner.core.values.units import counted
+from planner.core.values.units import pluralize
 from planner.device.machine import available_bytes
 from planner.executor.run.losses import loss_counts
 from planner.executor.run.parts import micro_batches_of
@@ -171,7 +171,7 @@ def _refuse_parameters_in_loss(loaded: LoadedModel, model: nn.Module, output: An
     read = _leaves_behind(_fresh_loss(loaded)(unflatten(cut, nest), targets))
     names = [name for name, parameter in model.named_parameters() if id(parameter) in read]
     if names:
-        more = f" and {counted(len(names) - 1, 'other')}" if len(names) > 1 else ""
+        more = f" and {pluralize(len(names) - 1, 'other')}" if len(names) > 1 else ""
         raise RefusedLossError(
             f'`loss_fn` reads parameters of the model ("{names[0]}"{more}): the last stage of a pipeline does not have '
             "those of other stages, and this part of their gradients would be lost",

@@ -15,7 +15,7 @@ from planner.core.values.balance import Balance, StageBalance
 from planner.core.values.plan import Recompute
 from planner.core.values.profile import Model
 from planner.core.values.proof import Proof
-from planner.core.values.units import counted
+from planner.core.values.units import pluralize
 from planner.executor.equivalence.coverage import groups_of
 from planner.executor.equivalence.differences import (
     NUMBER,
@@ -124,7 +124,7 @@ class Round:
     def _proof(self, cuts: Collection[int], relative: Mapping[str, float], recomputed: str) -> Proof:
         ends, num_layers = self.request.ends, len(self.subject.whole.layers)
         missing = (num_layers - 1 if ends is None else len([end for end in ends if end < num_layers])) - len(cuts)
-        late = [f"{counted(missing, 'cut')} not compared within {self.request.budget_s:g} s"] if missing else []
+        late = [f"{pluralize(missing, 'cut')} not compared within {self.request.budget_s:g} s"] if missing else []
         names = list(relative)
         sizes = [size for what, size in relative.items() if math.isfinite(size) and not what.startswith(NUMBER)]
         return Proof(

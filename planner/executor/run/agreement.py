@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from planner.core.errors import TrainingError
-from planner.core.values.units import counted
+from planner.core.values.units import pluralize
 from planner.executor.run.placement import Groups, ProcessPlace
 from planner.executor.run.relay import transfer
 from planner.executor.watch.position import ANY, Position
@@ -65,7 +65,7 @@ class _Begun(NamedTuple):
             named = "a mini-batch" if len(self.sizes) == 1 else "mini-batches"
             samples = " and ".join(map(str, self.sizes))
             return f"at step {self.step}" + (f" with {named} of {samples} samples" if samples else "")
-        after = f"after {counted(self.step, 'step')}"
+        after = f"after {pluralize(self.step, 'step')}"
         if self.phase == "end":
             return f"at the end of its loop {after}"
         if self.phase == "checkpoint":

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from planner.core.errors import UsageError
 from planner.core.values.balance import Balance, launch_line
 from planner.core.values.placement import Placement, device_of, rank_of, stages_on
-from planner.core.values.units import counted
+from planner.core.values.units import pluralize
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,7 +73,7 @@ def place_of(balance: Balance, rank: int, num_processes: int) -> ProcessPlace:
     devices = balance.num_devices
     if num_processes != balance.num_processes:
         raise UsageError(
-            f"the plan needs {_needed(balance)}, but {counted(num_processes, 'process', 'es')} "
+            f"the plan needs {_needed(balance)}, but {pluralize(num_processes, 'process', 'es')} "
             f"{'was' if num_processes == 1 else 'were'} started",
             hint=f"run `{launch_line(balance.num_processes, 'train.py')}`{_other_sizes(balance)}",
         )
@@ -120,6 +120,6 @@ def _other_sizes(balance: Balance) -> str:
 def _needed(balance: Balance) -> str:
     """Return a text such as `4 processes (2 replicas of 2 devices with 3 stages each)`."""
     devices, replicas, chunks = balance.num_devices, balance.replicas, balance.chunks
-    what = f"{counted(devices, 'device')} with {chunks} stages each" if chunks > 1 else counted(devices, "stage")
+    what = f"{pluralize(devices, 'device')} with {chunks} stages each" if chunks > 1 else pluralize(devices, "stage")
     of_replicas = f"{replicas} replicas of {what}" if replicas > 1 else what
-    return f"{counted(balance.num_processes, 'process', 'es')} ({of_replicas})"
+    return f"{pluralize(balance.num_processes, 'process', 'es')} ({of_replicas})"

@@ -3,7 +3,7 @@
 from string import Template
 
 from planner import __version__
-from planner.core.values.units import counted
+from planner.core.values.units import pluralize
 from planner.show.explore.data import PageData, page_data
 from planner.show.explore.question import Question
 from planner.show.html.assets import asset, policy_for, scripts, style
@@ -105,7 +105,8 @@ def _remarks(question: Question, data: PageData) -> list[str]:
     if min(data.widths.values()) < len(question.profile.layers):
         remarks.append(
             f"The model has too many layers for all stages: each cut of the plan moves by at most "
-            f"{counted(width, 'layer')}, and cuts of more stages by fewer. `gpipe-plan check --balance` takes any cuts."
+            f"{pluralize(width, 'layer')}, and cuts of more stages by fewer. "
+            "`gpipe-plan check --balance` takes any cuts."
         )
     return remarks
 

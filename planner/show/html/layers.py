@@ -7,7 +7,7 @@ from itertools import accumulate
 
 from planner.core.values.plan import Plan
 from planner.core.values.profile import LayerProfile, Profile
-from planner.core.values.units import counted, format_bytes, format_us
+from planner.core.values.units import format_bytes, format_us, pluralize
 from planner.show.html.parts import Section, details, figure, legend, line, note, scroll, view
 from planner.show.markup import element, number, safe
 from planner.show.views.table import column, table
@@ -49,7 +49,7 @@ def layers_section(profile: Profile | None, plan: Plan | None) -> Section:
         _chart("time", profile.layers, times, cuts=cuts, text=format_us),
         _chart("bytes", profile.layers, sums, cuts=cuts, text=format_bytes),
     ]
-    lead = f"One micro-batch of {sizes[n]}, {counted(len(profile.layers), 'layer')} from left to right"
+    lead = f"One micro-batch of {sizes[n]}, {pluralize(len(profile.layers), 'layer')} from left to right"
     lead += "; dashed lines mark the starts of stages, with their numbers below." if cuts else "."
     body = "".join(charts) + details("Every layer", scroll(_numbers(profile, n, cuts), "layers"))
     return Section(anchor="layers", title="Layers", lead=lead, body=body)

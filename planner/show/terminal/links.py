@@ -1,7 +1,7 @@
 """Measured links as a table."""
 
 from planner.core.values.links import Links
-from planner.core.values.units import counted, format_bytes, format_rate, format_us
+from planner.core.values.units import format_bytes, format_rate, format_us, pluralize
 from planner.show.terminal.grids import TextColumn, table
 from planner.show.terminal.rendering import BLANK, flow, heading, plain, render
 from planner.show.terminal.style import Style
@@ -28,7 +28,7 @@ def links_text(links: Links, style: Style) -> str:
         )
     return render(
         style,
-        heading(f"{counted(len(links.boundaries), 'link')} between neighbors"),
+        heading(f"{pluralize(len(links.boundaries), 'link')} between neighbors"),
         flow((plain(item, style) for item in machine), style, gap=f" {style.glyphs.dot} "),
         BLANK,
         table(columns, rows, style),

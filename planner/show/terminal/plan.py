@@ -9,7 +9,7 @@ from planner.core.cost.simulate import Event
 from planner.core.judge.certainty import Certainty
 from planner.core.schedule import schedule_of
 from planner.core.values.plan import Insight, Noise, Plan, WhatIf
-from planner.core.values.units import counted, format_bytes, format_us
+from planner.core.values.units import format_bytes, format_us, pluralize
 from planner.show.step import Step
 from planner.show.terminal.frontier import frontier_parts, schedules_parts
 from planner.show.terminal.grids import facts
@@ -123,7 +123,7 @@ def _unused(plan: Plan) -> str:
     spare = devices - plan.num_gpus
     if spare <= 0:
         return ""
-    words = f"{spare} of {counted(devices, 'device' if plan.tensor_parallel == 1 else 'GPU')} left unused"
+    words = f"{spare} of {pluralize(devices, 'device' if plan.tensor_parallel == 1 else 'GPU')} left unused"
     if not has_unlike_devices(plan) or plan.replicas > 1:
         return words
     unused = sorted(set(range(devices)) - {plan.device_of(stage) for stage in plan.stages})

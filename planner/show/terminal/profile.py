@@ -10,7 +10,7 @@ from rich.text import Text
 
 from planner.core.cost.width import widths_of
 from planner.core.values.profile import Device, LayerProfile, Profile
-from planner.core.values.units import counted, format_bytes
+from planner.core.values.units import format_bytes, pluralize
 from planner.show.terminal.grids import TextColumn, table
 from planner.show.terminal.rendering import BLANK, flow, heading, plain, render
 from planner.show.terminal.style import Style
@@ -64,7 +64,7 @@ def _facts(profile: Profile, style: Style) -> list[Text]:
     device, environment = profile.device, profile.environment
     gap = f" {style.glyphs.dot} "
     model = [
-        counted(len(profile.layers), "layer"),
+        pluralize(len(profile.layers), "layer"),
         f"shared by {', '.join(map(str, widths_of(profile)))} GPUs" if max(widths_of(profile)) > 1 else "",
         f"{profile.model.parameters:,} parameters" if profile.model.parameters else "",
         plain(f"optimizer {profile.optimizer}", style) if profile.optimizer else "",
@@ -77,7 +77,7 @@ def _facts(profile: Profile, style: Style) -> list[Text]:
         _reserve(device),
         plain(environment.dtype, style),
         plain(f"torch {environment.torch}", style) if environment.torch else "",
-        counted(environment.threads, "thread"),
+        pluralize(environment.threads, "thread"),
     ]
     sizes = ", ".join(map(str, profile.micro_batch_sizes))
     return [

@@ -9,7 +9,7 @@ from rich.text import Text
 from planner.core.judge.verdict import Verdict
 from planner.core.values.findings import Finding, Rule
 from planner.core.values.findings import rule as rule_of
-from planner.core.values.units import counted
+from planner.core.values.units import pluralize
 from planner.show.terminal.memory import memory_parts
 from planner.show.terminal.rendering import BLANK, heading, plain, render
 from planner.show.terminal.style import Style
@@ -46,7 +46,7 @@ def _finding(finding: Finding, style: Style) -> Iterator[RenderableType]:
 def answer(verdict: Verdict) -> str:
     """Return a line that says if the plan fits, with the number of findings."""
     severities = [finding.severity for finding in verdict.findings]
-    counts = [counted(severities.count(name), name) for name in ("error", "warning", "note") if name in severities]
+    counts = [pluralize(severities.count(name), name) for name in ("error", "warning", "note") if name in severities]
     words = (verdict.memory or "fits") if verdict.fits else _refusal(verdict)
     return f"{words} ({', '.join(counts)})" if counts else words
 

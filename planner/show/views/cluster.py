@@ -2,7 +2,7 @@
 
 from planner.core.judge.certainty import Certainty
 from planner.core.values.plan import Inputs, Plan, TrainingRun
-from planner.core.values.units import count_option, counted
+from planner.core.values.units import count_option, pluralize
 from planner.show.views.certainty import amount_words
 from planner.show.views.numbers import percent
 
@@ -57,7 +57,7 @@ def length_words(inputs: Inputs) -> str:
 
 def hours_words(run: TrainingRun, ratios: tuple[float, float] | None) -> str:
     """Return the GPU-hours of a run with their range."""
-    return f"{amount_words(run.gpu_hours, ratios, 'GPU-hours')} on {counted(run.gpus, 'GPU')}"
+    return f"{amount_words(run.gpu_hours, ratios, 'GPU-hours')} on {pluralize(run.gpus, 'GPU')}"
 
 
 def days_words(run: TrainingRun, ratios: tuple[float, float] | None) -> str:

@@ -8,7 +8,7 @@ from planner.core.judge.difference import ComparedPlan, Comparison, Difference
 from planner.core.schedule import schedule_of
 from planner.core.values.plan import Plan
 from planner.core.values.sweep import Sweep, SweepCell
-from planner.core.values.units import counted, exact_bytes_option, format_bytes
+from planner.core.values.units import exact_bytes_option, format_bytes, pluralize
 from planner.show.views.cluster import run_words
 from planner.show.views.numbers import NOTHING, difference, percent, rate
 from planner.show.views.table import Table, Value, column, table
@@ -130,7 +130,7 @@ def _run(cell: SweepCell) -> str:
 
 
 def _cluster(cell: SweepCell) -> str:
-    return f"{counted(cell.devices, 'device')} with {exact_bytes_option(cell.memory_bytes)}"
+    return f"{pluralize(cell.devices, 'device')} with {exact_bytes_option(cell.memory_bytes)}"
 
 
 def _cell_per_s(cell: SweepCell) -> float:
@@ -144,7 +144,7 @@ def _planned(value: Callable[[Plan], Value]) -> Callable[[SweepCell], Value]:
 
 def _shape(plan: Plan) -> str:
     width = f"{plan.tensor_parallel} GPUs x " if plan.tensor_parallel > 1 else ""
-    return f"{counted(len(plan.stages), 'stage')} x {width}{counted(plan.micro_batches, 'micro-batch', 'es')}"
+    return f"{pluralize(len(plan.stages), 'stage')} x {width}{pluralize(plan.micro_batches, 'micro-batch', 'es')}"
 
 
 def _notes(cell: SweepCell) -> str:

@@ -7,7 +7,7 @@ from planner.core.judge.calibration import stage_runs
 from planner.core.judge.verification import Compared, Quantity, lack_of_cores
 from planner.core.values.plan import Plan
 from planner.core.values.run_report import RunReport, StageRun
-from planner.core.values.units import counted
+from planner.core.values.units import pluralize
 from planner.show.views.numbers import NOTHING, difference, layer_range
 from planner.show.views.table import Table, column, table
 
@@ -58,7 +58,7 @@ def ran_other_stages(plan: Plan, report: RunReport) -> bool:
 def pipeline_words(report: RunReport, plan: Plan | None = None) -> str:
     """Return the number of stages of a run, of devices if several stages share one, and of replicas."""
     replicas = len({stage.replica for stage in report.stages})
-    stages = counted(len(report.stages) // max(1, replicas), "stage")
+    stages = pluralize(len(report.stages) // max(1, replicas), "stage")
     if plan is not None and shares_peaks(plan, report):
         stages += f" on {plan.num_devices} devices"
     return f"{stages} in {replicas} replicas" if replicas > 1 else stages

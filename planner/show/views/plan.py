@@ -7,7 +7,7 @@ from planner.core.judge.certainty import Certainty
 from planner.core.schedule import GIVEN, SPLITTING, Schedule, schedule_of
 from planner.core.values.limits import MOST_CHUNKS
 from planner.core.values.plan import FrontierPoint, Plan, Stage
-from planner.core.values.units import counted, format_us
+from planner.core.values.units import format_us, pluralize
 from planner.show.views.certainty import rate_words, step_words
 from planner.show.views.memory import share_of_limit
 from planner.show.views.numbers import layer_range, percent
@@ -25,24 +25,25 @@ def headline(plan: Plan, *, of: str = " \u00d7 ", by: str = " \u00d7 ") -> str:
     Returns:
         The line.
     """
-    shape = counted(plan.num_devices, "stage")
+    shape = pluralize(plan.num_devices, "stage")
     if plan.chunks > 1:
-        shape = f"{counted(plan.num_devices, 'device')}{of}{plan.chunks} chunks"
+        shape = f"{pluralize(plan.num_devices, 'device')}{of}{plan.chunks} chunks"
     if plan.tensor_parallel > 1:
         shape, by = shape_in_gpus(plan), ", "
     elif plan.replicas > 1:
         shape = f"{plan.replicas} replicas of {shape}"
-    micro_batches = f"{counted(plan.micro_batches, 'micro-batch', 'es')} of {counted(plan.micro_batch_size, 'sample')}"
-    return f"{schedule_of(plan.schedule).title}, {shape}{by}{micro_batches}"
+    micro_batches = pluralize(plan.micro_batches, "micro-batch", "es")
+    samples = pluralize(plan.micro_batch_size, "sample")
+    return f"{schedule_of(plan.schedule).title}, {shape}{by}{micro_batches} of {samples}"
 
 
 def shape_in_gpus(plan: Plan) -> str:
     """Return replicas, stages and GPUs per stage as a product: 64 GPUs = 2 replicas, times 4 stages, times 8."""
-    groups = counted(plan.num_devices, "stage" if plan.chunks == 1 else "device")
+    groups = pluralize(plan.num_devices, "stage" if plan.chunks == 1 else "device")
     factors = [*([f"{plan.replicas} replicas"] if plan.replicas > 1 else []), groups, str(plan.tensor_parallel)]
     chunks = f", {plan.chunks} chunks" if plan.chunks > 1 else ""
     product = " \u00d7 ".join(factors)
-    return f"{counted(plan.num_gpus, 'GPU')} = {product}{chunks}"
+    return f"{pluralize(plan.num_gpus, 'GPU')} = {product}{chunks}"
 
 
 def figures(plan: Plan, certainty: Certainty | None = None) -> tuple[str, str, str]:
@@ -117,7 +118,7 @@ def _both_ends(stage: Stage) -> str:
 
 
 def _recompute(stage: Stage) -> str:
-    return f"{len(stage.recomputed)} of {counted(stage.layers, 'layer')}" if stage.recomputed else stage.recompute
+    return f"{len(stage.recomputed)} of {pluralize(stage.layers, 'layer')}" if stage.recomputed else stage.recompute
 
 
 def _placed(stage: Stage, plan: Plan) -> str:

@@ -19,7 +19,7 @@ from planner.core.errors import StaleError
 from planner.core.judge.recut import with_cuts
 from planner.core.schedule import SCHEDULES
 from planner.core.values.plan import Plan
-from planner.core.values.units import counted
+from planner.core.values.units import pluralize
 from planner.show.explore import Question, explore_html
 from planner.show.explore.orders import menu_of
 from planner.show.explore.page import page_script
@@ -81,7 +81,7 @@ def test_a_long_chain_has_numbers_near_its_cuts(tmp_path: Path, monkeypatch: pyt
     (at,), (free,) = (reached(one, edit, moves, tmp_path) for one in (case, wide))
     assert at == {"at": first + width, "isEnd": True}
     assert free == {"at": first + second - 1, "isEnd": False}
-    assert f"moves by at most {counted(width, 'layer')}" in Page(explore_html(case.question)).words
+    assert f"moves by at most {pluralize(width, 'layer')}" in Page(explore_html(case.question)).words
     monkeypatch.undo()
     assert "moves by at most" not in Page(explore_html(asked(plan()))).words
 
