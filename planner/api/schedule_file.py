@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from planner import files
 from planner.api import texts
+from planner.api.batch import default_batch
 from planner.api.options.solving import SolverOptions
 from planner.api.texts import File
 from planner.core.errors import UsageError
@@ -60,7 +61,7 @@ def with_order_counts(options: SolverOptions, lists: ListedSchedule, profile: Pr
             f"`{path}` is for {pluralize(num_devices, 'device')}{each}, but there are {available}",
             hint=f"use `--devices {needed}`",
         )
-    batch = max(profile.micro_batch_sizes) if options.batch is None else options.batch
+    batch = default_batch(profile, available or needed) if options.batch is None else options.batch
     if batch > 0 and batch % (num_micro_batches * replicas):
         shared = f" in each of {replicas} replicas" if replicas > 1 else ""
         raise UsageError(

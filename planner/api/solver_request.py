@@ -3,6 +3,7 @@
 from typing import cast
 
 from planner.api import texts
+from planner.api.batch import default_batch
 from planner.api.headroom import headroom_of
 from planner.api.options.solving import SolverOptions, recorded_values
 from planner.api.reading import calibration_of, cuts_of, links_of
@@ -77,14 +78,14 @@ def _inputs(
         executor = calibrated_executor(calibration, profile.device.kind, executor)
     limits = _memory_limits(options.mem, num_devices, profile)
     headroom = headroom_of(options.headroom, profile, limits)
-    largest = max(profile.micro_batch_sizes)
+    batch = default_batch(profile, num_devices) if options.batch is None else options.batch
     return Inputs(
         profile=reference,
         model_digest=profile.model.digest,
         devices=num_devices,
         memory_bytes=tuple(limit_of(limit, headroom) for limit in limits),
         speeds=texts.speeds(options.speed, num_devices) if options.speed is not None else (),
-        batch=largest if options.batch is None else texts.parse_number("--batch", options.batch, "sample", MOST_BATCH),
+        batch=texts.parse_number("--batch", batch, "sample", MOST_BATCH),
         link=Link() if links else executor.link if options.link is None else texts.link(options.link),
         node_devices=node_devices,
         links=links[: max(1, num_devices - 1)],

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from planner import files
 from planner.api import texts
+from planner.api.batch import default_batch_note
 from planner.api.headroom import AUTO, headroom_of
 from planner.api.keywords import on_profile
 from planner.api.notebooks import enable_notebook_display
@@ -86,7 +87,9 @@ def solve_family(profile: AnyProfile, options: SolveOptions) -> tuple[Plan, ...]
     for path, count in zip(paths, counts or (None,), strict=True):
         _check_output(path, source, options)
         # The notes on the options are the same for all plans.
-        asked = replace(options, devices=count, note=options.note if not plans else lambda _: None)
+        asked = replace(options, devices=count)
+        if plans:
+            asked = replace(asked, batch=plans[0].inputs.batch, note=lambda _: None)
         try:
             plans.append(_solved(source, asked, path))
         except InfeasibleError as error:
@@ -150,10 +153,9 @@ def _solved(source: ReadProfile, options: SolveOptions, output: str | None) -> P
     from planner.solve.methods import lacks_bound  # noqa: PLC0415
 
     read = source.profile
-    if options.batch is None:
-        largest = max(read.micro_batch_sizes)
-        options.note(f"no `--batch`: planning for {largest} samples per step, the largest profiled size")
     request = request_of(read, reference(source, output or NOWHERE), options)
+    if options.batch is None:
+        options.note(default_batch_note(read, request.inputs.batch))
     share = request.inputs.headroom
     if share and options.headroom in (AUTO, None):
         otherwise = "" if options.headroom else "; `--headroom 0%` uses all memory"
@@ -284,10 +286,12 @@ def sweep(profile: AnyProfile, options: SweepOptions) -> Sweep:
     from planner.solve.questions.sweep import sweep_of  # noqa: PLC0415
 
     refuse_lists(options.schedule, "sweep")
-    counts = texts.integers("--devices", options.devices)
+    counts, nodes = _sizes(options)
     source, output = profile_of(profile), path_of(options.output)
     place = reference(source, NOWHERE if output is None else str(Path(output, "plan.yaml")))
-    request = request_of(source.profile, place, _of_largest(options, max(counts)))
+    request = request_of(source.profile, place, _of_largest(options, max(counts), nodes))
+    if options.batch is None:
+        options.note(default_batch_note(source.profile, request.inputs.batch))
     limits = request.inputs.memory_bytes[:1] if options.mem is None else texts.sizes(options.mem)
     share = headroom_of(options.headroom, source.profile, limits)
     answers = sweep_of(
@@ -301,9 +305,25 @@ def sweep(profile: AnyProfile, options: SweepOptions) -> Sweep:
     return answers
 
 
-def _of_largest(options: SweepOptions, devices: int) -> SolverOptions:
+def _sizes(options: SweepOptions) -> tuple[tuple[int, ...], str | None]:
+    """Return the numbers of devices of all clusters, and `NxD` of the largest one if they have nodes."""
+    if options.nodes is None:
+        return texts.integers("--devices", options.devices or "1,2,4,8"), None
+    if options.devices is not None:
+        raise UsageError(f"`--devices {options.devices}` and `--nodes {options.nodes}`: give one of them")
+    clusters = [texts.nodes(each) for each in options.nodes.split(",")]
+    if len({each for _, each in clusters}) > 1:
+        raise UsageError(
+            f"`--nodes {options.nodes}`: nodes have different numbers of devices",
+            hint="try other numbers of equal nodes: `--nodes 1x8,2x8,4x8`",
+        )
+    largest = max(clusters)
+    return tuple(count * each for count, each in clusters), f"{largest[0]}x{largest[1]}"
+
+
+def _of_largest(options: SweepOptions, devices: int, nodes: str | None) -> SolverOptions:
     """Return solver options for the largest cluster; headroom is subtracted later, for every memory limit."""
     shared = {of.name for of in fields(SweepOptions)} & {of.name for of in fields(SolverOptions)}
-    same = {name: getattr(options, name) for name in shared - {"devices", "mem", "headroom"}}
+    same = {name: getattr(options, name) for name in shared - {"devices", "nodes", "mem", "headroom"}}
     mem = None if options.mem is None else max(texts.sizes(options.mem))
-    return SolverOptions(devices=devices, mem=mem, headroom="0%", **same)
+    return SolverOptions(devices=devices, nodes=nodes, mem=mem, headroom="0%", **same)

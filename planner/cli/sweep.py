@@ -26,7 +26,7 @@ def sweep(
     from planner.show.gate import sweep_markdown
     from planner.show.terminal.plans import sweep_text
 
-    console = Console(quiet=quiet)
+    console, notes = Console(quiet=quiet), list[str]()
     writers = {
         "text": lambda answers: sweep_text(answers, style_for_stdout()),
         "json": files.json_text,
@@ -34,9 +34,9 @@ def sweep(
     }
     check_format(format_, writers)
     with console.progress("solving every cell") as progress:
-        answers = api.sweep(profile, **values_of(replace(options, progress=progress)))
-    if options.batch is None:
-        console.note(f"note: no `--batch`: planning for {answers.batch} samples per step, the largest profiled size")
+        answers = api.sweep(profile, **values_of(replace(options, progress=progress, note=notes.append)))
+    for note in notes:
+        console.note(f"note: {note}")
     console.result(writers[format_](answers))
     if options.output is not None:
         console.note(f"wrote {sum(cell.plan is not None for cell in answers.cells)} plans to {options.output}")

@@ -71,9 +71,10 @@ class SolverOptions:
         File | Calibration | None,
         Option("FILE", "Costs of this machine measured by `verify`.", _LINKS),
     ] = None
-    batch: Annotated[int | None, Option("B", "Samples per optimizer step; default: largest profiled size.", _BATCH)] = (
-        None
-    )
+    batch: Annotated[
+        int | None,
+        Option("B", "Samples per optimizer step; default: largest profiled size, at least one per device.", _BATCH),
+    ] = None
     micro_batches: Annotated[str | int, Option("auto|M", "Number of micro-batches.", _BATCH)] = "auto"
     min_micro_batch: Annotated[
         int, Option("N", "Smallest micro-batch size, for batch normalization.", _BATCH, recorded=Recorded(texts.one))
@@ -185,7 +186,13 @@ def _as_solved(name: str, **other: Any) -> Option:
 class SweepOptions:
     """Options of `sweep`."""
 
-    devices: Annotated[Numbers, _as_solved("devices", metavar="1,2,4,8", help="Numbers of devices to try.")] = "1,2,4,8"
+    devices: Annotated[
+        Numbers | None,
+        _as_solved("devices", metavar="1,2,4,8", help="Numbers of devices to try; without --nodes: 1,2,4,8."),
+    ] = None
+    nodes: Annotated[
+        str | None, _as_solved("nodes", metavar="1x8,2x8", help="Cluster sizes to try: nodes x devices per node.")
+    ] = None
     mem: Annotated[Sizes | None, _as_solved("mem", metavar="16GB,80GB", help="Memory limits to try.")] = None
     batch: Annotated[int | None, _as_solved("batch")] = None
     micro_batches: Annotated[str | int, _as_solved("micro_batches")] = "auto"
@@ -194,6 +201,7 @@ class SweepOptions:
     schedule: Annotated[str, _as_solved("schedule", metavar="NAME", help=_ORDER)] = DEFAULT_SCHEDULE
     recompute: Annotated[str, _as_solved("recompute", help="Recomputation of activations.")] = "auto"
     link: Annotated[str | Link | None, _as_solved("link", help="Links between neighbors.")] = None
+    inter_link: Annotated[str | Link | None, _as_solved("inter_link")] = None
     allreduce: Annotated[str | Link | None, _as_solved("allreduce")] = None
     overhead: Annotated[str | None, _as_solved("overhead")] = None
     reserve: Annotated[
@@ -209,3 +217,4 @@ class SweepOptions:
     output: Annotated[File | None, Option("DIR", "Folder for the plan of every cell.", forms="--output -o")] = None
     extrapolate: Annotated[bool, _as_solved("extrapolate")] = False
     progress: Annotated[Progress, "Called before every cell."] = ignore
+    note: Annotated[Callable[[str], None], "Called with assumed defaults."] = ignore

@@ -143,8 +143,10 @@ def _planned(value: Callable[[Plan], Value]) -> Callable[[SweepCell], Value]:
 
 
 def _shape(plan: Plan) -> str:
+    replicas = f"{plan.replicas} replicas x " if plan.replicas > 1 else ""
     width = f"{plan.tensor_parallel} GPUs x " if plan.tensor_parallel > 1 else ""
-    return f"{pluralize(len(plan.stages), 'stage')} x {width}{pluralize(plan.micro_batches, 'micro-batch', 'es')}"
+    stages = pluralize(len(plan.stages), "stage")
+    return f"{replicas}{stages} x {width}{pluralize(plan.micro_batches, 'micro-batch', 'es')}"
 
 
 def _notes(cell: SweepCell) -> str:

@@ -118,3 +118,32 @@ def test_a_sweep_has_the_width_that_is_asked_for() -> None:
 
 def _with_sums(layers: tuple[LayerProfile, ...]) -> tuple[LayerProfile, ...]:
     return tuple(replace(layer, collectives=1, collective_bytes=(100,)) for layer in layers)
+
+
+def test_a_sweep_over_nodes_plans_for_the_links_between_them() -> None:
+    """Sizes are numbers of equal nodes; `--devices` is the other way to give them."""
+    profile = one_width(1)
+    asked = {"mem": "1MB", "batch": 4, "link": "1GB/s", "inter_link": "1KB/s,1s", "micro_batches": 4}
+    swept = planner.sweep(profile, nodes="1x2,2x2", **asked)
+    assert swept.devices == (2, 4)
+    assert [cell.plan.inputs.node_devices for cell in swept.cells if cell.plan is not None] == [2, 2]
+    alone = planner.solve(profile, nodes="2x2", **asked)
+    assert swept.cell(4, 10**6).plan == alone
+    for wrong in ({"nodes": "1x2,2x4"}, {"nodes": "1x2", "devices": 2}):
+        with pytest.raises(UsageError, match="--nodes"):
+            planner.sweep(profile, **{**asked, **wrong})
+
+
+def test_many_devices_get_a_batch_that_they_can_share() -> None:
+    """Without a batch, a multiple of the largest profiled size, so that no device is without a sample."""
+    notes: list[str] = []
+    profile = one_width(1)
+    largest = max(profile.micro_batch_sizes)
+    few, many = (
+        planner.solve(profile, devices=n, mem="1MB", replicas="auto", note=notes.append) for n in (1, largest + 1)
+    )
+    assert (few.inputs.batch, many.inputs.batch) == (largest, 2 * largest)
+    assert notes[0].endswith("the largest profiled size")
+    assert notes[-1].endswith(f"`--batch {16 * largest} --replicas auto`")
+    family = planner.solve_family(profile, devices=f"{largest + 1},1", mem="1MB", replicas="auto")
+    assert [plan.inputs.batch for plan in family] == [2 * largest] * 2

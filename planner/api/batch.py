@@ -1,0 +1,19 @@
+"""Batch of requests without `--batch`."""
+
+from math import ceil
+
+from planner.core.values.profile import Profile
+
+
+def default_batch(profile: Profile, devices: int) -> int:
+    """Return the batch of requests without `--batch`: the largest profiled size, or a multiple for more devices."""
+    largest = max(profile.micro_batch_sizes)
+    return largest * max(1, ceil(devices / largest))
+
+
+def default_batch_note(profile: Profile, batch: int) -> str:
+    """Return a note that says which batch is assumed, and how to ask for another."""
+    assumed = f"no `--batch`: planning for {batch} samples per step"
+    if batch == max(profile.micro_batch_sizes):
+        return f"{assumed}, the largest profiled size"
+    return f"{assumed}, about one per device; training usually has more: `--batch {8 * batch} --replicas auto`"
