@@ -10,7 +10,6 @@ To add a schedule, write a module with a subclass and add it to `planner.core.sc
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass
 from math import inf
 from typing import ClassVar, Final, NamedTuple
 
@@ -25,8 +24,7 @@ _NUMBER: Final = "(0|[1-9][0-9]{0,8})"
 _ACTION: Final = re.compile(f"{_NUMBER}([{''.join(KINDS)}]){_NUMBER}")
 
 
-@dataclass(frozen=True, slots=True)
-class Action:
+class Action(NamedTuple):
     """One forward, backward, input-gradient or weight-gradient pass of a micro-batch on a stage."""
 
     stage: int

@@ -21,7 +21,7 @@ Source: the heuristic of Qi et al. 2023 (arXiv:2401.10241), section 3.1, for any
 
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
 from math import inf
@@ -94,7 +94,8 @@ def follow_order(
 
     Args:
         problem: The stages.
-        preferred: All actions of each device, in the preferred order; micro-batches of a stage ascend.
+        preferred: All actions of each device, in the preferred order; micro-batches of a stage ascend. A stage may
+            run B for some micro-batches, and I and W for others.
         lookahead: Number of remaining preferred actions to choose from.
         patience: Time that an action waits for an earlier one, as a multiple of its own duration.
         limit_us: Period that the order must not exceed; a run that must exceed it stops at once.
@@ -126,7 +127,7 @@ class _ListScheduler(ABC):
     """Simulation of the devices in one step; subclasses choose the actions."""
 
     def __init__(self, problem: OrderProblem, limit_us: float) -> None:
-        self.problem, self.times = problem, problem.times
+        self.problem, self.times, self.footprints = problem, problem.times, problem.footprints
         num_stages, self.num = len(problem.times), problem.micro_batches
         self.rows: list[list[Act]] = [[] for _ in problem.chunks]
         device = {stage: device for device, chunks in enumerate(problem.chunks) for stage in chunks}
@@ -139,9 +140,9 @@ class _ListScheduler(ABC):
         self.forwards: list[deque[float]] = [deque() for _ in range(num_stages)]
         self.gradients: list[deque[float]] = [deque() for _ in range(num_stages)]
         self.forwards[0].extend([0.0] * self.num)
-        self.num_forwards, self.num_inputs, self.num_weights = [0] * num_stages, [0] * num_stages, [0] * num_stages
-        self.waiting: list[deque[int]] = [deque() for _ in problem.chunks]
-        """Stages of each device whose next W may run, oldest first."""
+        self.num_forwards, self.num_backwards = [0] * num_stages, [0] * num_stages
+        self.waiting: list[deque[tuple[int, int]]] = [deque() for _ in problem.chunks]
+        """Stage and micro-batch of every W that may run, oldest first; for each device."""
         footprints = problem.footprints
         # Reserve the largest running action, and one micro-batch of each later chunk. Without that, the first chunk
         # could fill the device with micro-batches that can never continue.
@@ -179,7 +180,7 @@ class _ListScheduler(ABC):
                     self.turn(device, now_us)
         except _TooSlowError:
             return None
-        if sum(map(len, self.rows)) < self.num * sum(2 if whole else 3 for whole in self.problem.is_whole):
+        if min(self.num_backwards) < self.num or any(self.waiting):
             return None
         spans = zip(free_us, self.begins_us, self.problem.own_us, strict=True)
         return ActionOrder(self.rows, max(free_us - begin_us + own_us for free_us, begin_us, own_us in spans))
@@ -200,39 +201,38 @@ class _ListScheduler(ABC):
         else:
             self.gradients[stage].append(end_us)
 
-    def input_backward(self, device: int, stage: int, now_us: float) -> None:
-        """Run I of the stage's next micro-batch, or B if the stage runs whole backwards."""
-        times, micro_batch = self.times[stage], self.num_inputs[stage]
+    def backward(self, device: int, stage: int, now_us: float, *, is_whole: bool) -> None:
+        """Run I or, if `is_whole`, B of the stage's next micro-batch."""
+        times, micro_batch = self.times[stage], self.num_backwards[stage]
         is_last = micro_batch == self.num - 1
-        self.num_inputs[stage] += 1
+        self.num_backwards[stage] += 1
         self.gradients[stage].popleft()
         self.left[device] += self.size[stage]
-        if self.problem.is_whole[stage]:
-            self.num_weights[stage] += 1
+        input_us = times.last_input_backward_us if is_last else times.input_backward_us
+        if is_whole:
             duration_us = times.last_backward_us if is_last else times.backward_us
+            if not self.problem.is_whole[stage]:
+                self.idle_us[device] += input_us + times.weight_backward_us - duration_us
             end_us = self.start(device, (stage, "B", micro_batch), now_us, duration_us)
         else:
-            self.left[device] -= self.problem.footprints[stage].between
-            self.waiting[device].append(stage)
-            duration_us = times.last_input_backward_us if is_last else times.input_backward_us
-            end_us = self.start(device, (stage, "I", micro_batch), now_us, duration_us)
+            self.left[device] -= self.footprints[stage].between
+            self.waiting[device].append((stage, micro_batch))
+            end_us = self.start(device, (stage, "I", micro_batch), now_us, input_us)
         if stage > 0:
             self.send(self.up[stage - 1], end_us, self.gradients[stage - 1])
 
-    def weight_backward(self, device: int, stage: int, now_us: float) -> None:
-        """Run W of the stage's next micro-batch."""
-        micro_batch = self.num_weights[stage]
-        self.num_weights[stage] += 1
-        self.left[device] += self.problem.footprints[stage].between
+    def weight_backward(self, device: int, stage: int, micro_batch: int, now_us: float) -> None:
+        """Run a W that is not in `waiting` any more."""
+        self.left[device] += self.footprints[stage].between
         self.start(device, (stage, "W", micro_batch), now_us, self.times[stage].weight_backward_us)
 
     def start(self, device: int, act: Act, now_us: float, duration_us: float) -> float:
         """Append an action to the device's order; return its end time. Raises `_TooSlowError` if it starts too late."""
-        row, free_us = self.rows[device], self.free_us[device]
+        row, waited_us = self.rows[device], now_us - self.free_us[device]
         if not row:
             self.begins_us[device] = now_us
-        elif now_us > free_us:
-            self.idle_us[device] -= now_us - free_us
+        elif waited_us > 0:
+            self.idle_us[device] -= waited_us
             if self.idle_us[device] < 0:
                 raise _TooSlowError
         row.append(act)
@@ -250,7 +250,8 @@ class _ListScheduler(ABC):
         begin_us = end_us if blocking or end_us > self.link_us[link] else self.link_us[link]
         arrival_us = self.link_us[link] = begin_us + send_us
         arrivals.append(arrival_us)
-        heappush(self.turns, (arrival_us, other))
+        if arrival_us >= self.free_us[other]:
+            heappush(self.turns, (arrival_us, other))  # else the receiver has a later turn when it is free
 
 
 class _RuleScheduler(_ListScheduler):
@@ -258,36 +259,36 @@ class _RuleScheduler(_ListScheduler):
 
     def __init__(self, problem: OrderProblem, rules: DispatchRules, limit_us: float) -> None:
         super().__init__(problem, limit_us)
-        self.rules = rules
+        self.forward_first, self.most_waiting, self.patience = rules.forward_first, rules.most_waiting, rules.patience
         self.forward_order = [chunks[::-1] if rules.later_chunk_first else chunks for chunks in problem.chunks]
 
     def turn(self, device: int, now_us: float) -> None:
-        gradient, gradient_us = self._next_gradient(device)
-        forward, forward_us, is_full = self._next_forward(device, now_us)
-        if gradient_us <= now_us and not (self.rules.forward_first and forward_us <= now_us):
-            self.input_backward(device, gradient, now_us)
-        elif forward_us <= now_us:
-            self.forward(device, forward, now_us)
-        elif self.waiting[device]:
-            waiting, next_us = self.waiting[device], min(gradient_us, forward_us)
-            patience_us = self.rules.patience[device] * self.times[waiting[0]].weight_backward_us
-            if is_full or next_us - now_us >= patience_us:
-                self.weight_backward(device, waiting.popleft(), now_us)
-
-    def _next_gradient(self, device: int) -> tuple[int, float]:
-        best, best_us = -1, inf
+        gradient, gradient_us = -1, inf
         for stage in self.problem.chunks[device]:
             gradients = self.gradients[stage]
-            if gradients and gradients[0] < best_us:
-                best, best_us = stage, gradients[0]
-        return best, best_us
+            if gradients and gradients[0] < gradient_us:
+                gradient, gradient_us = stage, gradients[0]
+        is_ready = gradient_us <= now_us
+        if is_ready and not self.forward_first:
+            self.backward(device, gradient, now_us, is_whole=self.problem.is_whole[gradient])
+            return
+        forward, forward_us, is_full = self._next_forward(device, now_us)
+        if forward_us <= now_us:
+            self.forward(device, forward, now_us)
+        elif is_ready:
+            self.backward(device, gradient, now_us, is_whole=self.problem.is_whole[gradient])
+        elif self.waiting[device]:
+            waiting, next_us = self.waiting[device], min(gradient_us, forward_us)
+            patience_us = self.patience[device] * self.times[waiting[0][0]].weight_backward_us
+            if is_full or next_us - now_us >= patience_us:
+                self.weight_backward(device, *waiting.popleft(), now_us)
 
     def _next_forward(self, device: int, now_us: float) -> tuple[int, float, bool]:
         """Return stage and arrival time of the next F, and True if only memory prevents an F from running now."""
         best, best_us, is_full = -1, inf, False
         for stage in self.forward_order[device]:
             forwards = self.forwards[stage]
-            if not forwards or self.num_forwards[stage] - self.num_inputs[stage] >= self.rules.most_waiting[stage]:
+            if not forwards or self.num_forwards[stage] - self.num_backwards[stage] >= self.most_waiting[stage]:
                 continue
             if self.left[device] < self.spare[stage]:
                 is_full = is_full or forwards[0] <= now_us
@@ -309,12 +310,13 @@ class _OrderFollower(_ListScheduler):
         limit_us: float,
     ) -> None:
         super().__init__(problem, limit_us)
-        self.remaining = [list(_split_backwards(row, problem.is_whole)) for row in preferred]
+        self.remaining = [*map(list, preferred)]
         self.lookahead, self.patience = lookahead, patience
 
     def turn(self, device: int, now_us: float) -> None:
         preferred, next_us = self.remaining[device], inf
-        for place, (stage, kind, micro_batch) in enumerate(preferred[: self.lookahead]):
+        for place in range(min(self.lookahead, len(preferred))):
+            stage, kind, micro_batch = preferred[place]
             arrival_us = self._arrival_us(device, stage, kind, micro_batch)
             if arrival_us > now_us:
                 next_us = min(next_us, arrival_us)
@@ -324,36 +326,39 @@ class _OrderFollower(_ListScheduler):
             del preferred[place]
             if kind == "F":
                 self.forward(device, stage, now_us)
-            elif kind == "I":
-                self.input_backward(device, stage, now_us)
+            elif kind == "W":
+                self.waiting[device].remove((stage, micro_batch))
+                self.weight_backward(device, stage, micro_batch, now_us)
             else:
-                self.waiting[device].remove(stage)
-                self.weight_backward(device, stage, now_us)
+                self.backward(device, stage, now_us, is_whole=kind == "B")
             return
 
     def _patience_us(self, stage: int, kind: Letter) -> float:
         times = self.times[stage]
-        duration_us = {"F": times.forward_us, "I": times.input_backward_us, "W": times.weight_backward_us}[kind]
+        duration_us = {"F": times.forward_us, "W": times.weight_backward_us}.get(kind, times.input_backward_us)
         return self.patience * duration_us if duration_us else 0.0
 
     def _arrival_us(self, device: int, stage: int, kind: Letter, micro_batch: int) -> float:
         """Return when the action can run; infinite while that is unknown."""
         if kind == "W":
-            ready = micro_batch == self.num_weights[stage] and micro_batch < self.num_inputs[stage]
-            return 0.0 if ready else inf
-        if kind == "I":
-            arrivals, done = self.gradients[stage], self.num_inputs[stage]
-        else:
+            return 0.0 if (stage, micro_batch) in self.waiting[device] else inf
+        if kind == "F":
             arrivals, done = self.forwards[stage], self.num_forwards[stage]
             if self.left[device] < self.spare[stage]:
                 return inf
+        else:
+            arrivals, done = self.gradients[stage], self.num_backwards[stage]
         return arrivals[0] if arrivals and micro_batch == done else inf
 
 
-def _split_backwards(row: Sequence[Act], is_whole: Sequence[bool]) -> Iterator[Act]:
-    """Yield the actions with every B replaced by I and W; stages with whole backwards keep only I."""
+def split_backwards(row: Sequence[Act], is_whole: Sequence[bool]) -> list[Act]:
+    """Return the actions with every B split into I and W; on stages with whole backwards, without W and with only B."""
+    actions: list[Act] = []
     for stage, kind, micro_batch in row:
-        if kind != "W" or not is_whole[stage]:
-            yield stage, "I" if kind == "B" else kind, micro_batch
-        if kind == "B" and not is_whole[stage]:
-            yield stage, "W", micro_batch
+        if kind == "F":
+            actions.append((stage, kind, micro_batch))
+        elif is_whole[stage] and kind != "W":
+            actions.append((stage, "B", micro_batch))
+        elif not is_whole[stage]:
+            actions += [(stage, each, micro_batch) for each in (("I", "W") if kind == "B" else (kind,))]
+    return actions

@@ -5,7 +5,6 @@ counts only if it fits according to the exact memory model.
 """
 
 import random
-from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -17,13 +16,14 @@ import numpy as np
 
 from planner.core.cost.simulate import StageTimes, period_us
 from planner.core.cost.stage_time import BusyTimes, HalfTimes
-from planner.core.schedule import Action, Letter
+from planner.core.schedule import Action
 from planner.solve.orders.list_scheduling import (
     Act,
     ActionOrder,
     DispatchRules,
     apply_rules,
     follow_order,
+    split_backwards,
 )
 from planner.solve.orders.order_problem import OrderProblem
 from planner.solve.orders.period_bound import LeastTimes, least_windows_us
@@ -31,11 +31,13 @@ from planner.solve.progress import SAME
 from planner.solve.space.arrays import FloatArray
 
 Rows = tuple[tuple[Action, ...], ...]
+_Rows = Sequence[Sequence[Act]]
 
 # Values to try for the fields of `_Tuning`, most promising first.
 _WAITING = (1.0, 1.5, 0.8, 1.25, 1.7, 1.9, 2.0, 1.1, 1.35, 1.6, 1.8, 2.3, 3.0, 0.65, 0.5)
 _EXTRA = (0, 1, -1)
 _PATIENCE = (0.5, 0.0, 1.0, 0.25, 0.75)
+_PATIENT = (0.0, 0.25)
 _EITHER = (True, False)
 
 _TRY_ACTIONS = 60
@@ -46,6 +48,9 @@ _LOOKAHEAD = (3, 8, 20)
 
 _RULES_SHARE, _PATIENCE_SHARE = 0.3, 0.3
 """Probability of changing the rules instead of the order; and of changing patience among the rules."""
+
+_MERGE_SHARE = 0.2
+"""Probability of merging or splitting backwards instead of moving actions, if a split takes more time."""
 
 _WORSE = 1.5e-4
 """Initial threshold: the search continues from orders slower than the best by less than this, relatively."""
@@ -73,8 +78,8 @@ class OrderSearch:
 
     def __init__(self, problem: OrderProblem, fits: Callable[[Rows], bool], known_orders: Sequence[Rows] = ()) -> None:
         self._problem, self._fits, self._known_orders = problem, fits, known_orders
-        num_stages = len(problem.times)
-        self._shapes = _in_flight(problem), tuple(float(num_stages - s) for s in range(num_stages))
+        later = tuple(float(len(problem.times) - s) for s in range(len(problem.times)))
+        self._shapes = _in_flight(problem), later, _until_back(problem)
         self._least_us = least_period_us(problem) * (1 + 1e-9)
         self.best: FoundOrder | None = None
         self.spent = 0
@@ -87,34 +92,41 @@ class OrderSearch:
         self._follow(most_actions)
         if self._is_proven():
             return self.best
-        tuning = _Tuning()
-        best: DispatchRules | None = None
+        tuning, rules, rules_us = _Tuning(), self._make_rules(_Tuning()), inf
 
         def try_each(changes: Iterable[_Tuning]) -> None:
-            nonlocal tuning, best
+            nonlocal tuning, rules, rules_us
             for changed in changes:
-                if self.spent < most_actions and self._try_rules(rules := self._make_rules(changed)):
-                    tuning, best = changed, rules
+                if self.spent < most_actions and self._try_rules(made := self._make_rules(changed)):
+                    tuning, rules, rules_us = changed, made, self._limit_us
 
         # One field after the other, twice, because the best values of the first depend on the others.
         for _ in range(2):
             try_each(tuning._replace(waiting=waiting, shape=shape) for shape in (0, 1) for waiting in _WAITING)
+            try_each(
+                tuning._replace(waiting=1.0, shape=2, extra=extra, patience=patience)
+                for extra, patience in product(_EXTRA, _PATIENT)
+            )
             try_each(tuning._replace(extra=extra) for extra in _EXTRA)
             try_each(tuning._replace(patience=patience) for patience in _PATIENCE)
             try_each(tuning._replace(forward_first=first, later_first=later) for first in _EITHER for later in _EITHER)
-        if best is not None:
-            self._threshold_accepting(best, most_actions)
+        if self.best is not None:
+            self._threshold_accepting(self.best.rows, rules, rules_us, most_actions)
         return self.best
 
-    def _threshold_accepting(self, rules: DispatchRules, most_actions: int) -> None:
-        """Change the rules, or the order itself, step by step, and accept slightly slower orders at first.
+    def _threshold_accepting(self, rows: _Rows, rules: DispatchRules, rules_us: float, most_actions: int) -> None:
+        """Change the order or the rules step by step, and accept slightly slower orders at first.
+
+        Args:
+            rows: Best order so far.
+            rules: Best rules so far.
+            rules_us: Period of their order; infinite if it is slower than the best one.
+            most_actions: Limit on `spent`.
 
         Source: threshold accepting, Dueck and Scheuer 1990 (doi:10.1016/0021-9991(90)90201-B).
         """
         rng = random.Random(0)  # noqa: S311 - a fixed seed: the same plan every time
-        order = apply_rules(self._problem, rules)
-        assert order is not None  # these rules made the best order so far
-        rules_us, whole = order.period_us, most_actions - self.spent
+        whole, merges = most_actions - self.spent, not split_costs_nothing(self._problem)
         while self.spent < most_actions and not self._is_proven():
             is_by_rules = rng.random() < _RULES_SHARE
             changed = _change_rules(rules, rng) if is_by_rules else rules
@@ -124,7 +136,8 @@ class OrderSearch:
                 limit_us = max(limit_us, rules_us * (1 + SAME))
                 found = apply_rules(self._problem, changed, limit_us=limit_us)
             else:
-                preferred = _reorder(self._problem, order.rows, rng)
+                change = _merge_or_split if merges and rng.random() < _MERGE_SHARE else _reorder
+                preferred = change(self._problem, rows, rng)
                 found = follow_order(self._problem, preferred, lookahead=_LOOKAHEAD[0], patience=inf, limit_us=limit_us)
             is_better = self._keep_if_better(found)
             if found is None:
@@ -133,32 +146,31 @@ class OrderSearch:
                 rules, rules_us = changed, found.period_us
             left = max(0.0, (most_actions - self.spent) / whole)
             if found.period_us <= self._limit_us * (1 + SAME + _WORSE * left):
-                order = found
+                rows = found.rows
 
     def _try_all_orders(self, most_actions: int) -> bool:
         """Try every order of every device and return True, if there are few enough."""
         problem = self._problem
         if len(problem.chunks) != len(problem.times):
             return False
-        every = [
-            _all_orders(stage, problem.micro_batches, problem.is_whole[stage]) for stage in range(len(problem.times))
-        ]
-        if any(orders is None for orders in every):
-            return False
-        actions = sum(2 if whole else 3 for whole in problem.is_whole) * problem.micro_batches
-        if prod(len(orders) for orders in every if orders is not None) * actions > most_actions:
-            return False
-        for rows in product(*(orders for orders in every if orders is not None)):
-            with suppress(ValueError):  # the devices wait for each other
-                self._simulate(rows)
-            self.spent += actions
-        return True
+        merges, actions = not split_costs_nothing(problem), sum(2 if w else 3 for w in problem.is_whole)
+        actions *= problem.micro_batches
+        for kinds in ("IB", "I") if merges else ("I",):
+            every = [_all_orders(s, problem.micro_batches, "B" if w else kinds) for s, w in enumerate(problem.is_whole)]
+            if not all(every) or prod(map(len, every)) * actions > most_actions:
+                continue
+            for rows in product(*every):
+                with suppress(ValueError):  # the devices wait for each other
+                    self._simulate(rows)
+                self.spent += actions
+            return len(kinds) == 2 or not merges
+        return False
 
     def _follow(self, most_actions: int) -> None:
         for rows, lookahead, patience in product(self._known_orders, _LOOKAHEAD, _PATIENCE[:3]):
             if self.spent >= most_actions:
                 return
-            preferred = [[(action.stage, action.kind, action.micro_batch) for action in row] for row in rows]
+            preferred = [split_backwards(row, self._problem.is_whole) for row in rows]
             found = follow_order(
                 self._problem, preferred, lookahead=lookahead, patience=patience, limit_us=self._limit_us
             )
@@ -205,8 +217,8 @@ class _Tuning(NamedTuple):
 
     waiting: float = 1.0
     shape: int = 0
-    """Index into two series of micro-batches by stage: those in flight during a round trip, or the number of later
-    stages plus one."""
+    """Index into three series of micro-batches by stage: those in flight during a round trip, the number of later stages
+    plus one, or the forwards that the stage can run until its first gradient arrives."""
     extra: int = 0
     patience: float = 0.5
     forward_first: bool = False
@@ -237,24 +249,33 @@ _MOST_ORDERS = 3
 """Most micro-batches for which all orders of a device are tried: 42 orders of F, I and W."""
 
 
-def _all_orders(stage: int, micro_batches: int, is_whole: bool) -> list[tuple[Action, ...]] | None:  # noqa: FBT001
-    """Return all orders of a stage's actions with ascending micro-batches; None if there are too many.
+def _all_orders(stage: int, micro_batches: int, backwards: str) -> list[tuple[Action, ...]]:
+    """Return all orders of a stage's actions with ascending micro-batches; none if there are too many.
 
     All micro-batches are equal, so no other order is better.
+
+    Args:
+        stage: The stage.
+        micro_batches: M.
+        backwards: Allowed backwards: B, I with a later W, or both.
     """
-    if micro_batches > _MOST_ORDERS:
-        return None
-    kinds: tuple[Letter, ...] = ("F", "B") if is_whole else ("F", "I", "W")
     orders: list[tuple[Action, ...]] = []
 
-    def extend(row: tuple[Action, ...], done: tuple[int, ...]) -> None:
-        if len(row) == len(kinds) * micro_batches:
+    def extend(row: tuple[Action, ...], num_forwards: int, num_backwards: int, waiting: tuple[int, ...]) -> None:
+        if num_backwards == micro_batches and not waiting:
             orders.append(row)
-        for n, kind in enumerate(kinds):
-            if done[n] < (done[n - 1] if n else micro_batches):
-                extend((*row, Action(stage, kind, done[n])), (*done[:n], done[n] + 1, *done[n + 1 :]))
+        if num_forwards < micro_batches:
+            extend((*row, Action(stage, "F", num_forwards)), num_forwards + 1, num_backwards, waiting)
+        if num_backwards < num_forwards and "I" in backwards:
+            after = (*waiting, num_backwards)
+            extend((*row, Action(stage, "I", num_backwards)), num_forwards, num_backwards + 1, after)
+        if num_backwards < num_forwards and "B" in backwards:
+            extend((*row, Action(stage, "B", num_backwards)), num_forwards, num_backwards + 1, waiting)
+        if waiting:
+            extend((*row, Action(stage, "W", waiting[0])), num_forwards, num_backwards, waiting[1:])
 
-    extend((), (0,) * len(kinds))
+    if micro_batches <= _MOST_ORDERS:
+        extend((), 0, 0, ())
     return orders
 
 
@@ -279,6 +300,14 @@ def _in_flight(problem: OrderProblem) -> tuple[float, ...]:
     )
 
 
+def _until_back(problem: OrderProblem) -> tuple[float, ...]:
+    """Return for each stage how many forwards take as long as a round trip."""
+    return tuple(
+        _round_trip_us(problem.times, stage) / times.forward_us if times.forward_us else 1.0
+        for stage, times in enumerate(problem.times)
+    )
+
+
 def _change_rules(rules: DispatchRules, rng: random.Random) -> DispatchRules:
     """Return the rules with a random change, for one or several consecutive devices or stages."""
     if rng.random() < _PATIENCE_SHARE:
@@ -290,13 +319,19 @@ def _change_rules(rules: DispatchRules, rng: random.Random) -> DispatchRules:
     return replace(rules, most_waiting=most)
 
 
+def split_costs_nothing(problem: OrderProblem) -> bool:
+    """Return True if I and W together take no stage longer than B."""
+    halves = ((t.input_backward_us + t.weight_backward_us, t.backward_us) for t in problem.times)
+    return all(both_us <= whole_us * (1 + 1e-9) for both_us, whole_us in halves)
+
+
 def _random_range(number: int, rng: random.Random) -> range:
     """Return a random range of one or several of `number` indices."""
     first = rng.randrange(number)
     return range(first, rng.choice((first + 1, first + 1, min(number, first + 2), number)))
 
 
-def _reorder(problem: OrderProblem, rows: Sequence[Sequence[Act]], rng: random.Random) -> list[list[Act]]:
+def _reorder(problem: OrderProblem, rows: _Rows, rng: random.Random) -> list[list[Act]]:
     """Return the order with an action moved, on one device or on all later or earlier devices as well.
 
     The micro-batches of each kind of action still ascend.
@@ -306,13 +341,42 @@ def _reorder(problem: OrderProblem, rows: Sequence[Sequence[Act]], rng: random.R
         kind, micro_batch = rng.choice(rows[0])[1], rng.randrange(problem.micro_batches)
         chunk, device, step = rng.randrange(len(problem.chunks[0])), rng.randrange(len(rows)), rng.choice(_PLACES)
         for each in rng.choice((range(device, device + 1), range(device, len(rows)), range(device + 1))):
-            row, act = changed[each], (problem.chunks[each][chunk], kind, micro_batch)
-            if act not in row:
-                continue  # this stage splits its backward, or the first device's does
-            place = row.index(act)
-            row.insert(min(max(0, place + step), len(row) - 1), row.pop(place))
-            counts: Counter[tuple[int, Letter]] = Counter()
-            for n, (stage, letter, _) in enumerate(row):
-                row[n] = stage, letter, counts[stage, letter]
-                counts[stage, letter] += 1
+            _move(changed[each], (problem.chunks[each][chunk], kind, micro_batch), step)
+    return changed
+
+
+def _move(row: list[Act], act: Act, step: int) -> None:
+    """Move an action by a number of positions, if the row has it."""
+    if act not in row:
+        return  # this stage splits its backward, or the first device's does
+    place = row.index(act)
+    target = min(max(0, place + step), len(row) - 1)
+    row.insert(target, row.pop(place))
+    passed = range(min(place, target), max(place, target) + 1)
+    alike = [n for n in passed if row[n][:2] == act[:2]]
+    for n, number in zip(alike, sorted(row[n][2] for n in alike), strict=True):
+        row[n] = (*act[:2], number)
+
+
+def _merge_or_split(problem: OrderProblem, rows: _Rows, rng: random.Random) -> list[list[Act]]:
+    """Return the order with another kind of backward for a stage of one device, or of all later or earlier ones.
+
+    One micro-batch changes, or all of them: I and W become B, or B becomes I and W.
+    """
+    changed = [*map(list, rows)]
+    chunk, device, first = (rng.randrange(n) for n in (len(problem.chunks[0]), len(rows), problem.micro_batches))
+    devices = rng.choice((range(device, device + 1), range(device, len(rows)), range(device + 1)))
+    numbers = rng.choice((range(first, first + 1), range(problem.micro_batches)))
+    to_whole = rng.choice(_EITHER)
+    for each in devices:
+        stage = problem.chunks[each][chunk]
+        chosen = {(stage, "I" if to_whole else "B", m) for m in numbers}.intersection(changed[each])
+        whole = {(stage, m) for _, _, m in chosen}
+        row: list[Act] = []
+        for act in changed[each]:
+            if act in chosen:
+                row += [(stage, "B", act[2])] if to_whole else [(stage, "I", act[2]), (stage, "W", act[2])]
+            elif act[1] != "W" or (act[0], act[2]) not in whole:
+                row.append(act)
+        changed[each] = row
     return changed

@@ -21,7 +21,7 @@ from planner.solve.chunks.cut_search import CutSearch
 from planner.solve.chunks.search import start_cuts
 from planner.solve.deadline import NEVER, Deadline
 from planner.solve.orders.order_problem import OrderProblem, footprint_of
-from planner.solve.orders.order_search import FoundOrder, OrderSearch
+from planner.solve.orders.order_search import FoundOrder, OrderSearch, split_costs_nothing
 from planner.solve.orders.period_bound import least_of_all_cuts_us, least_trip_us
 from planner.solve.progress import SAME, Progress, simulated_answer
 from planner.solve.space.arrays import IntArray
@@ -130,7 +130,7 @@ class _JointSearch:
         best: FoundOrder | None = None
         for is_whole in (False, True):
             problem = _order_problem(evaluator, partition[0], partition[1], is_whole=is_whole)
-            if is_whole and best is not None and _split_costs_nothing(problem):
+            if is_whole and best is not None and split_costs_nothing(problem):
                 break
             search = OrderSearch(problem, fits, [named.actions for named in self._named])
             found = search.search(max(0, effort.left) // _SHARE)
@@ -177,9 +177,3 @@ def _order_problem(evaluator: Evaluator, cuts: IntArray, choices: IntArray, *, i
         limits_bytes=evaluator.case.limits_bytes[: evaluator.num_devices],
         own_us=tuple(own[0].tolist()),
     )
-
-
-def _split_costs_nothing(problem: OrderProblem) -> bool:
-    """Return True if I and W together take no stage longer than B."""
-    halves = ((t.input_backward_us + t.weight_backward_us, t.backward_us) for t in problem.times)
-    return all(both_us <= whole_us * (1 + 1e-9) for both_us, whole_us in halves)

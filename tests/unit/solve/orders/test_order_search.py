@@ -2,6 +2,8 @@
 
 import random
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import replace
 from itertools import product
 
 import pytest
@@ -22,6 +24,7 @@ PUBLISHED = [
     ((8, 32), (18.513, 18.086, 9.331, 0.626), 0.366, (0.1242, 0.0039)),
     ((8, 24), (29.718, 29.444, 19.927, 0.527), 0.432, (0.1323, 0.0029)),
     ((8, 32), (29.802, 29.428, 19.530, 0.577), 0.432, (0.1045, 0.0022)),
+    ((32, 96), (10.419, 10.207, 7.715, 0.408), 0.432, (0.1421, 0.0038)),
 ]
 
 
@@ -172,6 +175,60 @@ def test_equal_to_all_orders_of_tiny_pipelines(devices: int, micro_batches: int)
         assert found is not None
         assert least_period_us(asked) <= best * (1 + 1e-9)
         assert found.period_us == pytest.approx(best, rel=1e-9)
+
+
+def every_mixed_order(micro_batches: int, stage_index: int) -> Iterator[tuple[Action, ...]]:
+    """All orders of a stage in which each micro-batch has B, or I and a later W, and no kind overtakes itself."""
+    either: tuple[Letter, ...] = ("B", "I")
+    for kinds in product(either, repeat=micro_batches):
+        backwards = [Action(stage_index, kind, n) for n, kind in enumerate(kinds)]
+        weights = [Action(stage_index, "W", a.micro_batch) for a in backwards if a.kind == "I"]
+        forwards = tuple(Action(stage_index, "F", n) for n in range(micro_batches))
+        for row in interleavings(forwards, tuple(backwards), tuple(weights)):
+            place = {(a.kind, a.micro_batch): n for n, a in enumerate(row)}
+            if all(place["F", a.micro_batch] < place[a.kind, a.micro_batch] for a in backwards) and all(
+                place["I", a.micro_batch] < place["W", a.micro_batch] for a in weights
+            ):
+                yield row
+
+
+def costly_split(forward: float, inputs: float, weights: float, send: float = 0.0) -> StageTimes:
+    """A stage whose split backward takes a fifth longer than its whole backward."""
+    whole = (inputs + weights) / 1.2
+    return replace(stage(forward, inputs, weights, send), backward_us=whole, last_backward_us=whole)
+
+
+def test_whole_and_split_backwards_are_mixed() -> None:
+    """All orders of two devices are searched, and some pipelines are faster than with one kind of backward alone."""
+    rng, num_mixed = random.Random(2), 0
+    for _ in range(8):
+        times = [costly_split(rng.uniform(1, 4), rng.uniform(1, 4), rng.uniform(0.5, 3)) for _ in range(2)]
+        asked = problem(times, 2, [2.0, 2.0])
+        found = OrderSearch(asked, lambda _: True).search(20_000)
+        assert found is not None
+        periods = {}
+        for rows in product(*(list(every_mixed_order(2, s)) for s in range(2))):
+            with suppress(ValueError):
+                periods[rows] = period_us(rows, times, (0.0, 0.0))
+        assert found.period_us == pytest.approx(min(periods.values()), rel=1e-9)
+        kinds = [{a.kind for row in rows for a in row} for rows in periods]
+        pure = min(us for us, some in zip(periods.values(), kinds, strict=True) if not {"B", "I"} <= some)
+        num_mixed += found.period_us < pure * (1 - 1e-9)
+    assert num_mixed
+
+
+def test_backwards_are_merged_where_a_split_gains_nothing() -> None:
+    """With too many orders to try all, the search still makes some backwards whole, and is faster for it."""
+    times = [costly_split(1, 1, 1)] * 4
+    asked = problem(times, 8, [4.0] * 4)
+    found = OrderSearch(asked, lambda _: True).search(150_000)
+    assert found is not None
+    assert {a.kind for row in found.rows for a in row} == {"F", "I", "W", "B"}
+    check_lists(found.rows, 8)
+    assert found.period_us == pytest.approx(period_us(found.rows, times, (0.0,) * 4), rel=1e-9)
+    whole = OrderSearch(replace(asked, is_whole=(True,) * 4), lambda _: True).search(150_000)
+    assert whole is not None
+    assert found.period_us < whole.period_us
 
 
 def interleavings(*rows: tuple[Action, ...]) -> Iterator[tuple[Action, ...]]:
