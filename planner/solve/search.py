@@ -20,6 +20,7 @@ from planner.solve.chain.quick import quick_answers, shape_of, without_bubble_us
 from planner.solve.deadline import Deadline, OutOfTimeError
 from planner.solve.methods import has_linear_program, is_improved, search_for
 from planner.solve.request import Request
+from planner.solve.space.any_order import any_order_us
 from planner.solve.space.case import Case
 
 MOST_ACTIONS_OF_SEARCH: Final = 3_000_000
@@ -262,7 +263,8 @@ def _one_by_one(
         ordered.sort(key=lambda case: (_promise(case)[0], ranks.get(shape_of(case), inf)))
     for n, case in enumerate(ordered):
         unseen[case.schedule.name] -= 1
-        if case.bound_us >= upper_us:
+        least_us = _least_us(case, upper_us)
+        if least_us >= upper_us:
             continue
         whole = by_stage.get(_Key.of(case))
         is_hopeless = not case.schedule.has_closed_form and case.ideal_us >= upper_us
@@ -271,7 +273,7 @@ def _one_by_one(
         has_chunks = is_cut_short and _has_enough_chunks(case, answers)
         most_actions = _effort(case, left, unseen[case.schedule.name] + 1, is_ranked=ranks is not None)
         if has_chunks or is_spent or (is_open and left and is_hopeless and whole is None):
-            _bound_by(bounds_us, case, case.bound_us)  # not worth the effort, but its bound still counts
+            _bound_by(bounds_us, case, least_us)  # not worth the effort, but its bound still counts
             left |= {case.schedule.name: left[case.schedule.name] - (most_actions or 0)} if has_chunks and left else {}
             continue
         # Cases without time left count with a weak bound that ignores memory. Reserve half of the time for them.
@@ -280,12 +282,12 @@ def _one_by_one(
         answer = _answer(search, case, upper_us=near_us, deadline=replace(share, most_actions=most_actions))
         if answer is None:
             complete = False
-            _bound_by(bounds_us, case, case.bound_us)
+            _bound_by(bounds_us, case, least_us)
             continue
         if left:
             left[case.schedule.name] -= answer.actions
         answers[_Key.of(case)] = answer
-        _bound_by(bounds_us, case, answer.lower_bound_us)
+        _bound_by(bounds_us, case, max(least_us, answer.lower_bound_us))
         if answer.partition is not None and answer.step_us < upper_us:
             best, upper_us = answer, answer.step_us
             deadline.note(upper_us, case.schedule.name)
@@ -322,6 +324,13 @@ def _has_enough_chunks(case: Case, answers: Mapping[_Key, Answer]) -> bool:
     key = _Key.of(case)
     fewer, fewest = (answers.get(key._replace(chunks=case.chunks - n)) for n in (1, 2))
     return fewer is not None and fewest is not None and fewer.step_us > fewest.step_us * _CLEARLY
+
+
+def _least_us(case: Case, upper_us: float) -> float:
+    """Return a lower bound of the case; memory counts only if the bound without it is below `upper_us`."""
+    if case.bound_us >= upper_us or case.schedule.has_closed_form:
+        return case.bound_us
+    return max(case.bound_us, any_order_us(case))
 
 
 def _bound_by(bounds_us: dict[ScheduleName, float], case: Case, bound_us: float) -> None:

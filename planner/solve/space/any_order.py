@@ -1,0 +1,95 @@
+"""Lower bound of the step time for every action order and all cuts, from whole layers and memory limits.
+
+    T       step time; the sum of speeds below is over the devices of a pipeline
+    F, B    forward of a layer; its backward, split or not
+    a       bytes that a layer saves for its backward
+    D       least time from the forward of a layer to the end of its input gradient: F and input gradients of this layer
+            and all later ones
+    r       share of the micro-batches for which the layer is recomputed
+
+Every layer is on one device. Of the q K + 1 longest layers, some device has q + 1:
+
+    T >= M times the q + 1 shortest of these layers
+
+For D, a micro-batch occupies a bytes of its layer, unless the layer is recomputed. All devices together have T times
+the memory that parameters, gradients and optimizer states leave:
+
+    T * (sum of limits - sum of these) >= M * sum of (1 - r) a D
+    T * sum of speeds                  >= M * sum of (F + B + r F), and optimizer steps
+
+The smallest T follows from recomputing the layers with the least F / (a D) first. With r between 0 and 1, this holds
+for stages that are recomputed whole or for all micro-batches but the last one, and for single layers.
+"""
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from planner.core.cost.chain_costs import ChainCosts
+from planner.solve.space.arrays import FloatArray
+
+if TYPE_CHECKING:
+    from planner.solve.space.case import Case
+
+_ROUNDED_BYTES = 64.0
+"""Tolerance in bytes per layer, because the memory model rounds every part."""
+
+_SAFE = 1 - 1e-9
+"""Factor against rounding of sums."""
+
+_HALVINGS = 50
+
+
+def any_order_us(case: "Case") -> float:
+    """Return a lower bound of the step time of all plans of a case, in microseconds."""
+    pair_us = case.micro_batches * (case.costs.forward_us + case.least_backward_us) / case.fastest
+    return max(_whole_layers_us(pair_us, case.num_devices), _least_recomputation_us(case)) * _SAFE
+
+
+def _whole_layers_us(layer_us: FloatArray, num_devices: int) -> float:
+    """Return the least time of the busiest device, if every layer is on one device."""
+    longest_first = np.sort(layer_us)[::-1]
+    rounds = range((len(layer_us) - 1) // num_devices + 1)
+    return max(float(longest_first[q * num_devices - q : q * num_devices + 1].sum()) for q in rounds)
+
+
+def stays_bytes(costs: ChainCosts) -> FloatArray:
+    """Return the least bytes that each layer adds to its stage from its forward to the end of its backward, shape (L,).
+
+    Exact records may show less memory during a backward than is saved before. A stage may also receive a tensor that
+    one of its layers saves.
+    """
+    saved, levels = costs.levels.saved, costs.levels
+    if costs.exact:
+        saved = np.minimum(levels.internal, levels.backward - levels.end_twice - (np.cumsum(saved) - saved))
+    return np.where(costs.has_backward, np.maximum(saved, 0.0), 0.0)
+
+
+def _least_recomputation_us(case: "Case") -> float:
+    """Return the smallest T that leaves enough time for the recomputation that memory requires."""
+    costs, num = case.costs, case.micro_batches
+    if costs.law is not None:
+        return 0.0  # the memory model of compiled programs
+    speeds = sum(case.cluster.speed(d) for d in range(case.num_devices))
+    work_us = float(num * (costs.forward_us + case.least_backward_us).sum() + costs.optimizer_us.sum()) / speeds
+    state = costs.state.always if costs.exact else costs.state.always + costs.gradients
+    shared = sum(tie.parameter_bytes + tie.gradient_bytes + tie.optimizer_bytes for tie in costs.ties)
+    room = sum(case.limits_bytes) - float(state.sum()) + shared + _ROUNDED_BYTES * costs.num_layers
+    gradient_us = costs.backward_us
+    if case.schedule.splits_backward:
+        gradient_us = np.minimum(gradient_us, costs.halves.input_us)
+    stay_us = np.cumsum((costs.forward_us + gradient_us)[::-1])[::-1] / case.fastest
+    held = num * stays_bytes(costs) * stay_us
+    if room <= 0 or held.sum() <= work_us * room:
+        return work_us
+    again_us = np.where(held > 0, num * costs.forward_us / speeds, 0.0)
+    order = np.argsort(again_us / np.maximum(held, 1e-30))
+    saved, longer_us = (np.concatenate([[0.0], np.cumsum(each[order])]) for each in (held, again_us))
+    low_us, high_us = work_us, work_us + float(again_us.sum())
+    if case.policy == "never":
+        return float(held.sum()) / room
+    for _ in range(_HALVINGS):
+        middle_us = (low_us + high_us) / 2
+        least_us = work_us + np.interp(held.sum() - middle_us * room, saved, longer_us)
+        low_us, high_us = (middle_us, high_us) if middle_us < least_us else (low_us, middle_us)
+    return low_us
