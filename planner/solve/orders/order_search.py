@@ -217,8 +217,8 @@ class _Tuning(NamedTuple):
 
     waiting: float = 1.0
     shape: int = 0
-    """Index into three series of micro-batches by stage: those in flight during a round trip, the number of later stages
-    plus one, or the forwards that the stage can run until its first gradient arrives."""
+    """Index into three series of micro-batches by stage: those in flight during a round trip, the number of later
+    stages plus one, or the forwards that the stage can run until its first gradient arrives."""
     extra: int = 0
     patience: float = 0.5
     forward_first: bool = False
