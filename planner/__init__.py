@@ -5,11 +5,17 @@
     planner.emit(plan, profile=profile)                          # balance.yaml and train.py
     verdict = planner.check("plan.yaml", device="h100")          # does it still fit?
 
-`planner.load_plan` reads a plan, `planner.solve_family` makes one for each of several numbers of devices,
-`planner.compare` sets plans side by side, `planner.sweep` finds the smallest cluster, `planner.explore` writes a page
-on which a plan is changed by hand, `planner.verify` runs a plan and compares the run with its prediction, and
-`planner.export` writes the weights of a checkpoint as one file. They are imported when first used: `import planner`
-itself costs nothing.
+Other functions:
+
+    load_plan       read a plan
+    solve_family    make a plan for each of several numbers of devices
+    compare         compare plans
+    sweep           find the smallest cluster
+    explore         write an interactive report with adjustable cuts
+    verify          run a plan and compare the run with its prediction
+    export          write the weights of a checkpoint as one file
+
+They are imported on first use, so `import planner` itself takes no time.
 """
 
 from collections.abc import Callable, Mapping
@@ -56,7 +62,7 @@ __version__ = "0.1.0"
 
 
 def lazy_attributes(package: str, modules: Mapping[str, str]) -> Callable[[str], Any]:
-    """The `__getattr__` of a package whose names are imported when first asked for, each from a module of its own."""
+    """Return the `__getattr__` of a package whose names are imported on first use, each from a module of its own."""
 
     def get(name: str) -> Any:
         if name in modules:

@@ -1,4 +1,4 @@
-"""`python -m planner` is the command `gpipe-plan`: as little as there must be before Ctrl-C is one line."""
+"""Entry point of `gpipe-plan` and of `python -m planner`; it imports little, so that Ctrl-C is handled early."""
 
 import fcntl
 import gc
@@ -16,7 +16,7 @@ _MOMENT_S = 0.01
 
 
 def main() -> NoReturn:
-    """The console script; Ctrl-C ends it with one line and exit code 130, also while modules are imported."""
+    """Run the console script; Ctrl-C ends it with one line and exit code 130, also while modules are imported."""
     signal.signal(signal.SIGINT, _leave)
     sys.unraisablehook = _once_more
     _keep_output_for_results()
@@ -37,9 +37,9 @@ def main() -> NoReturn:
 
 
 def _keep_output_for_results() -> None:
-    """Move standard output to a descriptor that no library knows; what they print goes to standard error.
+    """Move standard output to another descriptor, so that output of libraries goes to standard error.
 
-    Until the process ends: what C's `printf` holds back is written then.
+    It is not moved back: the C library writes the rest of its buffer only when the process ends.
     """
     if sys.stdout is not sys.__stdout__ or not isinstance(sys.stdout, io.TextIOWrapper):
         return  # closed, or put in place by a program that calls this one

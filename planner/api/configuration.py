@@ -19,7 +19,7 @@ _PARTS: Final = ("text_config", "llm_config", "language_config")
 """Keys of the language model in the configuration of a model that also has other parts."""
 
 _LONGEST: Final = ("max_position_embeddings", "n_positions")
-"""Keys of the largest number of tokens."""
+"""Keys of a configuration that give the largest number of tokens of a sample."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

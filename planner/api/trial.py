@@ -61,7 +61,7 @@ def run_plan(
 
 
 def crowding(plan: Plan, profile: Profile) -> str:
-    """Return why times measured on this machine would not be valid; empty if they are."""
+    """Return the reason why times measured on this machine are not valid; empty if they are."""
     if training_kind(profile.device.kind) != "cpu":
         return ""
     return crowding_of(plan.num_devices * plan.replicas, profile.environment.threads, usable_cores())

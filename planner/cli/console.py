@@ -107,7 +107,7 @@ class Console:
 
     @contextmanager
     def latest(self, title: str) -> Iterator[Callable[[str], None]]:
-        """Show the latest text and the time on a terminal, otherwise a line every ten seconds; yields a function."""
+        """Yield a function that shows its text and the time on a terminal, otherwise a line every ten seconds."""
         if self._quiet or not sys.stderr.isatty():
             note = self._noting(title)
             yield lambda text: note(text, 0, 0)

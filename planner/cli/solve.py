@@ -61,7 +61,7 @@ def solve(
     paths = family_paths(output, () if options.devices is None else device_counts(options.devices))
     began_s = time.monotonic()
     with console.latest("solving") as show, stopped_by_interrupt() as is_stopped:
-        watch = Watch(is_stopped=is_stopped, found=_Best(show).found)
+        watch = Watch(is_stopped=is_stopped, on_plan=_Best(show).update)
         plans = _plans(source, replace(options, watch=watch))
     plan = plans[0]
     if is_stopped():
@@ -110,8 +110,8 @@ class _Best:
     def __init__(self, show: Callable[[str], None]) -> None:
         self._show, self._step_us, self._text = show, inf, ""
 
-    def found(self, step_us: float, schedule: "ScheduleName", least_us: float) -> None:
-        """Show the best plan so far."""
+    def update(self, step_us: float, schedule: "ScheduleName", least_us: float) -> None:
+        """Record a plan that was found, and show the best one so far."""
         from planner.show.views.numbers import percent
 
         if step_us < self._step_us:
@@ -141,7 +141,7 @@ def _emit_line(plans: "Sequence[Plan]", paths: Sequence[str]) -> str:
 
 
 def _format(profile: "Profile") -> str:
-    """Return the `--format` of a plan that no script can train, because its model exists as a formula only."""
+    """Return the `--format` option for a plan that no training script can run, because its model is a formula."""
     if "formula" not in profile.model.settings:
         return ""
     # Megatron-LM has decoders only.

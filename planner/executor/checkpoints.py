@@ -9,8 +9,8 @@ A checkpoint is written into a hidden folder and renamed when every rank has wri
 (`run_folder`). Replicas hold the same tensors, which the first replica stores. A tied weight is stored by each stage
 that has it, so that a rank need not open another stage's file.
 
-A stage resumes bit for bit under the plan that wrote. Under another one it finds its parameters and their optimizer
-state by name, and takes the rest, which is the same on all ranks, from the first rank.
+Under the plan that wrote the checkpoint, a stage resumes bit for bit. Under another plan, it finds its parameters and
+their optimizer state by name. It takes the rest, which is the same on all ranks, from the first rank.
 """
 
 import json
@@ -356,7 +356,7 @@ class _Problem(NamedTuple):
 
 
 def _union(reports: Sequence[str]) -> str:
-    """Return all casts of all ranks, each once."""
+    """Return the casts that any rank reports, each once."""
     return json.dumps(sorted({cast for report in reports for cast in json.loads(report)}))
 
 

@@ -146,7 +146,7 @@ def _device_of_rank(name: str) -> torch.device:
 
 
 def _difference(must_agree: Mapping[str, Any]) -> UsageError | None:
-    """Return the error of a value that differs between ranks; keys are the names of the values."""
+    """Return the error for the first of these values that differs between ranks, or None; keys are their names."""
     everybody: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everybody, dict(must_agree))
     for what, value in everybody[0].items():

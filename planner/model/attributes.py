@@ -66,11 +66,11 @@ class Attributes:
             self._look_into(path, (), vars(module))
 
     def changes(self) -> list[AttributeChange]:
-        """Return the changes since the snapshot, as far as they are followed."""
+        """Return the attributes that changed since the snapshot, except in objects that are nested too deeply."""
         return [change for container in self._containers.values() for change in _changes(container)]
 
     def tensors(self) -> list[Tensor]:
-        """Return the tensors that the attributes hold now, as far as they are followed."""
+        """Return the tensors that the attributes hold now, except in objects that are nested too deeply."""
         leaves: list[Any] = []
         for container in self._containers.values():
             live = dict(enumerate(container.live)) if isinstance(container.live, list) else container.live

@@ -77,7 +77,7 @@ class BatchStatistics:
 
     @contextmanager
     def collecting(self) -> Iterator[None]:
-        """Collect in one forward of a micro-batch; forwards outside of the block leave no statistics."""
+        """Collect the statistics of one micro-batch's forward; forwards outside of the block are not counted."""
         self.is_collecting = True
         try:
             yield
@@ -144,7 +144,7 @@ class _NormCall:
     module: _BatchNorm
     mean: Tensor
     variance: Tensor
-    """Unbiased variance; both tensors are scratch, of the micro-batch that has just run."""
+    """Unbiased variance. This tensor and `mean` are overwritten by each micro-batch."""
     sum: Tensor
     """Sum of all values so far; float64, because a difference of large sums follows."""
     squares: Tensor

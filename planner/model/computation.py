@@ -98,7 +98,7 @@ def _name_of(thing: Any) -> str:
 
 
 def _is_own(thing: Any) -> bool:
-    """Return True if it is defined in the user's files, not in installed ones."""
+    """Return True if an object is defined in the user's files, not in installed packages."""
     try:
         file = Path(inspect.getsourcefile(thing) or "<none>")
     except TypeError:  # builtins

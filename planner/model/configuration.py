@@ -21,7 +21,7 @@ class _Task(NamedTuple):
 
     auto_class: str
     endings: tuple[str, ...]
-    """Ends of the names of such classes, as in `architectures`."""
+    """Suffixes of the names of classes with this head, as in `architectures`."""
     labels_per_sample: bool = False
     """True if there is one label per sample; otherwise there is one per token."""
 

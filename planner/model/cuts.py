@@ -38,7 +38,7 @@ _WIDEST = 3.0
 """Limit of the bytes of a cut inside a block, relative to the cuts around the block."""
 
 _Life = tuple[int, int, int, list[int]]
-"""Version that is used: its number, its time of creation, time of last use, and times of all uses."""
+"""Life of a version that is used: its number, time of creation, time of the last use, and times of all uses."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class CutCrossing:
     values: tuple[int, ...]
     """Numbers of tensors in `Recording.values`."""
     holds: frozenset[str]
-    """Parameters and buffers that the code that runs again after the cut reads."""
+    """Parameters and buffers that later stages read when they repeat code from before the cut."""
     problem: str | None
     """Reason why the model cannot be cut here; or None."""
 
@@ -123,16 +123,20 @@ class Cuts:
 
     @property
     def joins(self) -> tuple[Join, ...]:
-        """Joins, which cross cuts where their code would run again."""
+        """Joins, which are sent across a cut if they would otherwise be computed again after it."""
         return tuple(self._joins.values())
 
     def join(self, operator: int, cut: int) -> Join | None:
-        """Return the join that an operator made, if it crosses the cut and its code would run again after it."""
+        """Return the join that an operator made, if it is sent across the cut; None if it is not."""
         join = self._joins.get(operator)
         return join if join is not None and join.exit < cut and self.repetition.repeats(operator, cut) else None
 
     def parts(self, cut: int) -> tuple[int, int]:
-        """Return how many tensors cross a cut only for code that runs again, and how many results that code has."""
+        """Return the costs of repeating code after a cut.
+
+        Returns:
+            Number of tensors that cross the cut only for the repeated code, and number of results of that code.
+        """
         flow = self.recording.flow.nodes
         read_behind = {flow[v]["storage"] for v, _, last, _ in self._lives if last >= cut}
         crossing = {self.recording.values[value][0] for value in self.crossing(cut).values}
@@ -257,7 +261,7 @@ class Cuts:
         return not call.constant and call.exit <= self._last_trained
 
     def _no_wider_than_around(self, cuts: list[int], calls: Sequence[Call]) -> list[int]:
-        """Return the cuts that are hardly wider than the boundaries of each of `calls` that they go through.
+        """Return the cuts that are hardly wider than the boundaries around each of `calls` that they divide.
 
         Unread outputs count in the width of a module: the width does not depend on what the loss reads. An example is a
         model with its loss inside that also returns its logits.
@@ -394,7 +398,7 @@ class _Needs:
         return self._cuts.recording.calls[operator.call].path or "the model itself"
 
     def _was_made_outside(self, storage: int) -> bool:
-        """Return True if code that runs again made the storage, and a call that does not then wrote into it."""
+        """Return True if code that is repeated after the cut made the storage."""
         creator = self._cuts._creator[storage]
         return creator >= 0 and self._cuts.repetition.repeats(creator, self._cut)
 

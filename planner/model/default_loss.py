@@ -102,6 +102,10 @@ def _own_loss(output: Any) -> Tensor | None:
 
 
 def _is_scalar(tensor: Tensor, beside: Sequence[Tensor]) -> bool:
-    """Return True if the tensor holds a single number that is not just one number of a single sample."""
+    """Return True if a tensor can be a loss: it has one element.
+
+    A one-element tensor with dimensions counts only if another tensor of the output has several samples. Otherwise
+    it may be the output of the only sample.
+    """
     of_several = any(other.numel() and other.shape[:1] > (1,) for other in beside)
     return tensor.ndim == 0 or (tensor.numel() == 1 and of_several)

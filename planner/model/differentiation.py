@@ -17,7 +17,7 @@ class DifferentiatesError(BaseException):
 
 @contextmanager
 def watching_gradients(begin: Callable[[Any], Callable[[], None]]) -> Iterator[None]:
-    """Call `begin` with the inputs of each `torch.autograd.grad`; call the function that it returns when that ends."""
+    """Call `begin` with the inputs of each `torch.autograd.grad`, and then, when that ends, what `begin` returned."""
     grad = torch.autograd.grad
 
     def watched(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:

@@ -33,7 +33,7 @@ class FunctionWatch(TorchFunctionMode):
         self._is_running = False
 
     def begin_gap(self, run: Run) -> None:
-        """Pass each following call, and a function that makes it, to `run`, whose result the model's code receives."""
+        """Pass each of the following calls to `run`, with a function that makes the call; `run` returns the result."""
         if self._run is not None:
             return  # A function that calls modules: torch has removed the mode, and puts it back after the call.
         self._run = run

@@ -25,10 +25,10 @@ SIZES = (2, 4)
 """Samples in the two batches. Not 1, because batch normalization and broadcasting treat one sample differently."""
 
 ShapePair = tuple[tuple[int, ...], tuple[int, ...]]
-"""Shapes of one value, in a batch of either size."""
+"""Shapes of one value in the batches of `SIZES[0]` and `SIZES[1]` samples."""
 
 Shapes = dict[int, ShapePair]
-"""Shapes by value."""
+"""Shapes of values by their numbers in `Recording.values`."""
 
 
 def shape_at(pair: ShapePair, size: int) -> tuple[int, ...]:
@@ -109,7 +109,7 @@ def refusals_of_cuts(
 
 
 def _candidates_by_place(recording: Recording) -> Iterator[tuple[tuple[Any, ...], Join]]:
-    """Yield the candidates for joins with a position that is comparable between recordings.
+    """Yield the candidates for joins, each with a position that is the same in every recording.
 
     Numbers of calls are not: a module may call more modules for another batch.
     """

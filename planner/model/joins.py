@@ -90,7 +90,7 @@ class _Finder:
                 yield version
 
     def _is_over(self, time: int, operator: int, cut: int) -> bool:
-        """Return True if the use at `time` is the operator's own, or does not run again after the cut."""
+        """Return True if the use at `time` is by the operator itself, or by code that is not repeated after the cut."""
         if time >= cut:
             return False
         number = bisect_right(self._times, time) - 1

@@ -58,7 +58,7 @@ def move_buffers(model: nn.Module, device: torch.device) -> None:
 def _without_parameters() -> Iterator[None]:
     register = nn.Module.register_parameter
     at_place: dict[tuple[object, ...], Tensor] = {}
-    """Replacement of each memory that parameters were made of. The weak references keep addresses unique."""
+    """New memory by the address of the parameters' original memory; weak references keep these addresses unique."""
 
     def register_empty(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
         register(module, name, parameter)

@@ -102,7 +102,7 @@ class LoadedModel:
         return chain
 
     def _choose_loss(self, model: nn.Module) -> None:
-        """Call the loss once with an output that has a graph, because finding the layers of a Sequential did not."""
+        """Call the loss once, so that a default loss is chosen; finding the layers of a Sequential does not call it."""
         attributes = Attributes(model.named_modules())
         # Its errors are raised again when layers run on values.
         with torch.random.fork_rng(), as_ghosts(model), contextlib.suppress(Exception, SystemExit):

@@ -19,9 +19,8 @@ from planner.model.optimizers import Builder, ModelOptimizer, ParameterGroup
 _STEPS = ((1.0, 1.0), (1.0, 1.0), (1e3, 1e-3), (1e3, 1e3), (1e-2, 1e-2), (1.0, 1.0), (1.0, 1.0))
 """Scales of the gradients of each step, in the first part and in the second.
 
-They are above the limit of any clip, and below. Where one part is above and the other below, a limit on the largest
-gradient of all is found.
-"""
+Some exceed the limit of any gradient clip, others do not. If only one part exceeds it, the comparison also finds a
+limit on the largest gradient of all parameters."""
 
 _MOST_PARAMETERS = 32
 """Parameters that are stepped; the others are absent."""

@@ -36,10 +36,10 @@ from planner.model.spans import (
 )
 
 _MANY_PARTS = 2
-"""Number of avoidable tensors across a boundary from which on a note is given."""
+"""Least number of avoidable tensors across a boundary for which a note is given."""
 
 _MANY_PREVENTED = 0.25
-"""Share of all possible cuts that are prevented, from which on a note is given."""
+"""Least share of possible cuts that are prevented for which a note is given."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,7 +54,7 @@ class Outline:
     names: tuple[str, ...]
     """Names of the layers, one more than there are cuts."""
     ends: tuple[str, ...]
-    """Name, for each cut, that the layer before it has if nothing is left uncut."""
+    """Name of the layer before each cut, if the model is cut everywhere."""
     modules: tuple[tuple[str, ...], ...]
     """Paths, for each layer, of the largest modules that run as a whole in it, in order."""
     holds: tuple[frozenset[str], ...]
@@ -62,15 +62,15 @@ class Outline:
     crossings: tuple[tuple[int, ...], ...]
     """Values that cross each cut."""
     repeated_holds: tuple[frozenset[str], ...]
-    """Parameters and buffers read by the code that runs again after each cut."""
+    """Parameters and buffers that code reads that later stages repeat after each cut."""
     overwritten: tuple[frozenset[int], ...]
-    """Storages written by the code that runs again after each cut."""
+    """Storages that code writes that later stages repeat after each cut."""
     writes: tuple[bool, ...]
     """True for each layer that writes into a tensor that it receives."""
     aliases: tuple[bool, ...]
     """True for each layer that sends memory that it received."""
     parts: tuple[tuple[int, int], ...]
-    """Number of tensors that cross each cut only for code that runs again after it, and number of results of that
+    """Number of tensors that cross each cut only for code that is repeated after it, and number of results of that
     code."""
     prevented: str
     """Reason why there are few cuts; empty if nearly all possible cuts are made."""
@@ -81,7 +81,7 @@ class Outline:
 
     @property
     def widened(self) -> str:
-        """Note on the boundary where most tensors cross only for code that runs again; empty if few do."""
+        """Note on the boundary with most tensors that cross it only for repeated code; empty if they are few."""
         layer = max(range(len(self.parts)), key=lambda n: self.parts[n][0] - self.parts[n][1])
         parts, results = self.parts[layer]
         if parts - results < _MANY_PARTS:

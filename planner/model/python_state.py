@@ -42,7 +42,7 @@ _MOST_ITEMS = 64
 """Number of items of a container that are followed."""
 
 _MOST_BYTES = 2**20
-"""Larger arrays and texts are data."""
+"""Largest arrays and texts in bytes that count as state; larger ones are data."""
 
 _MOST_NUMBERS = 20_000
 
@@ -52,32 +52,32 @@ _LIBRARIES = ("torch", "transformers", "timm", "planner")
 
 def module_numbers(modules: Mapping[str, nn.Module]) -> dict[str, float]:
     """Return the values that modules hold in plain attributes, by path and name."""
-    found: dict[str, float] = {}
+    numbers: dict[str, float] = {}
     for path, module in modules.items():
-        _add_attributes(found, path, module, 0)
-    return found
+        _add_attributes(numbers, path, module, 0)
+    return numbers
 
 
 def hook_numbers(modules: Mapping[str, nn.Module]) -> dict[str, float]:
     """Return the values that hooks of modules and of their parameters hold in closures, by path and name."""
-    found: dict[str, float] = {}
+    numbers: dict[str, float] = {}
     for path, module in modules.items():
         for table in _HOOKS:
-            _add(found, f"{path}.hooks", list(vars(module)[table].values()), 0)
+            _add(numbers, f"{path}.hooks", list(vars(module)[table].values()), 0)
         for name, parameter in module.named_parameters(path, recurse=False):
             hooks = [hook for table in _TENSOR_HOOKS for hook in (getattr(parameter, table, None) or {}).values()]
-            _add(found, f"{name}.hooks", hooks, 0)
-    return found
+            _add(numbers, f"{name}.hooks", hooks, 0)
+    return numbers
 
 
 def file_numbers(model: nn.Module, loss_fn: Callable[..., Any]) -> dict[str, float]:
     """Return the module-level values of the user's files that the model's classes and its loss are written in."""
-    found: dict[str, float] = {}
+    numbers: dict[str, float] = {}
     for file in _files(model, loss_fn):
         for variable, value in list(vars(file).items()):
             if not variable.startswith("__"):
-                _add_variable(found, f"{file.__name__}:{variable}", value, file.__name__)
-    return found
+                _add_variable(numbers, f"{file.__name__}:{variable}", value, file.__name__)
+    return numbers
 
 
 def variables_read(modules: Mapping[str, nn.Module]) -> set[str]:
@@ -98,19 +98,19 @@ def variables_read(modules: Mapping[str, nn.Module]) -> set[str]:
     return found
 
 
-def _add(found: dict[str, float], name: str, value: Any, depth: int) -> None:
-    """Add the numbers of a value, and of what it contains."""
-    if len(found) >= _MOST_NUMBERS:
+def _add(numbers: dict[str, float], name: str, value: Any, depth: int) -> None:
+    """Add the number of a value, or the numbers of its content, to `numbers`."""
+    if len(numbers) >= _MOST_NUMBERS:
         return
     number = _number_of(value)
     if number is not None:
-        found[name] = number
+        numbers[name] = number
     elif depth < _DEEPEST:
-        _add_content(found, name, value, depth + 1)
+        _add_content(numbers, name, value, depth + 1)
 
 
 def _number_of(value: Any) -> float | None:
-    """Return a number that differs if the value of a plain type, array, generator or iterator does, else None."""
+    """Return a number that changes with a value of a plain type, array, generator or iterator; None for others."""
     if type(value) in NUMBERS:
         return cast("float", value)
     if isinstance(value, np.generic | np.ndarray):
@@ -132,54 +132,54 @@ _STATES: Mapping[Any, Callable[[Any], bytes]] = {
 }
 
 
-def _add_content(found: dict[str, float], name: str, value: Any, depth: int) -> None:
+def _add_content(numbers: dict[str, float], name: str, value: Any, depth: int) -> None:
     if isinstance(value, list | tuple | deque | dict | set | frozenset):
         items = value.items() if isinstance(value, dict) else enumerate(value)
         # Stages delete the tensors that a forward left, so the number of tensors is no state.
         held = value.values() if isinstance(value, dict) else value
-        found[f"{name}.length"] = sum(not isinstance(item, Tensor) for item in held)
+        numbers[f"{name}.length"] = sum(not isinstance(item, Tensor) for item in held)
         if not isinstance(value, set | frozenset):
             for key, item in itertools.islice(items, _MOST_ITEMS):
-                _add(found, f"{name}.{key}", item, depth)
+                _add(numbers, f"{name}.{key}", item, depth)
     elif isinstance(value, partial):
-        _add(found, name, (value.func, value.args, value.keywords), depth)
+        _add(numbers, name, (value.func, value.args, value.keywords), depth)
     elif isinstance(value, MethodType):
-        _add(found, name, (value.__func__, value.__self__), depth)
+        _add(numbers, name, (value.__func__, value.__self__), depth)
     elif isinstance(value, FunctionType):
-        _add_function(found, name, value, depth)
+        _add_function(numbers, name, value, depth)
     elif isinstance(value, nn.Module):
-        _add_attributes(found, name, value, depth)
+        _add_attributes(numbers, name, value, depth)
     elif isinstance(value, SimpleNamespace) or _is_object_of_users(value):
         for key, item in list(vars(value).items()):
-            _add(found, f"{name}.{key}", item, depth)
+            _add(numbers, f"{name}.{key}", item, depth)
 
 
-def _add_attributes(found: dict[str, float], path: str, module: nn.Module, depth: int) -> None:
+def _add_attributes(numbers: dict[str, float], path: str, module: nn.Module, depth: int) -> None:
     for name, value in list(vars(module).items()):
         if name not in _OF_EVERY_MODULE:
-            _add(found, f"{path}.{name}", value, depth)
+            _add(numbers, f"{path}.{name}", value, depth)
 
 
-def _add_function(found: dict[str, float], name: str, function: FunctionType, depth: int) -> None:
+def _add_function(numbers: dict[str, float], name: str, function: FunctionType, depth: int) -> None:
     if not _is_users(function.__module__):
         return
     for variable, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
         try:
-            _add(found, f"{name}.{variable}", cell.cell_contents, depth)
+            _add(numbers, f"{name}.{variable}", cell.cell_contents, depth)
         except ValueError:  # the cell is still empty
             continue
     for key, value in {**vars(function), **(function.__kwdefaults__ or {})}.items():
-        _add(found, f"{name}.{key}", value, depth)
-    _add(found, f"{name}.defaults", function.__defaults__ or (), depth)
+        _add(numbers, f"{name}.{key}", value, depth)
+    _add(numbers, f"{name}.defaults", function.__defaults__ or (), depth)
 
 
-def _add_variable(found: dict[str, float], name: str, value: Any, file: str) -> None:
+def _add_variable(numbers: dict[str, float], name: str, value: Any, file: str) -> None:
     if not isinstance(value, type):
-        _add(found, name, value, 0)
+        _add(numbers, name, value, 0)
     elif value.__module__ == file:
         for key, item in list(vars(value).items()):
             if not key.startswith("__"):
-                _add(found, f"{name}.{key}", _function_of(item) or item, 1)
+                _add(numbers, f"{name}.{key}", _function_of(item) or item, 1)
 
 
 def _function_of(value: Any) -> FunctionType | None:

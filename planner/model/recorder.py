@@ -90,7 +90,7 @@ def _record(
 
 
 def _attribute_states(recorder: "_ForwardRecorder", model: nn.Module, inputs: Any) -> list[KeptState]:
-    """Run the model again, if it left tensors in attributes, to see which of them it reads."""
+    """Run the model a second time, if it left tensors in attributes, to find those that it reads."""
     left = recorder.left_in_attributes(model)
     if not left:
         return []

@@ -76,7 +76,7 @@ class Operator:
 
 @dataclass(frozen=True, kw_only=True)
 class Join:
-    """Tensor that a module's own code made after the first submodule it called, in one call of a torch function."""
+    """Result of one call of a torch function in a module's own code, after that code has called a submodule."""
 
     call: int
     """Call whose own code made it."""
@@ -116,9 +116,10 @@ class Recording:
     """Calls in the order in which they began; number 0 is the model's own."""
     operators: list[Operator] = field(default_factory=list)
     flow: nx.DiGraph = field(default_factory=nx.DiGraph)
-    """Versions of storages, with edges from operands to results. Attributes: number of the `storage`, `operator` that
-    made the version or -1, time at which it was `created`, times of its `uses`.
-    """
+    """Versions of storages, with edges from operands to results.
+
+    Attributes of a version: `storage`, its number; `operator`, the operator that made it, or -1; `created`, the time of
+    that; `uses`, the times of all uses."""
     values: list[tuple[int, Meta]] = field(default_factory=list)
     """Tensors that calls returned or that are inputs, as (storage, geometry); each geometry of a storage once."""
     exposures: dict[int, list[tuple[int, int]]] = field(default_factory=dict)
@@ -126,7 +127,7 @@ class Recording:
     inputs: tuple[Leaf, ...] = ()
     input_nest: Nest = field(default_factory=Nest)
     decisions: list[int] = field(default_factory=list)
-    """Numbers of the operators that decide."""
+    """Numbers of the operators that decide the control flow or a shape by the values that they read."""
     reads: list[tuple[int, ...]] = field(default_factory=list)
     """Versions that each operator reads."""
     regions: list[Region] = field(default_factory=list)

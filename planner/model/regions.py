@@ -44,7 +44,7 @@ class Region:
     """True if a module was called in it; otherwise its code can run again like any other."""
 
     def holds(self, cut: int) -> bool:
-        """Return True if a cut goes through it."""
+        """Return True if a cut at this time would divide the region."""
         return self.begin < cut <= self.end
 
     @property
@@ -85,7 +85,7 @@ class RegionFinder:
         return around
 
     def enter(self) -> None:
-        """Begin a call; `around` was called for it just before."""
+        """Record that a call begins; `around` must be called for it just before."""
         self._levels.append([])
 
     def leave(self) -> None:

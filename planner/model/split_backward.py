@@ -70,7 +70,7 @@ DeferredUses = list[_DeferredUse]
 
 
 def additions_of(deferred: DeferredUses) -> Counter[nn.Parameter]:
-    """Return by parameter how often W adds to its gradient: once for every backward that reached it."""
+    """Return how many times W adds to the gradient of each parameter: once for every backward that reached it."""
     backwards = (together for _, together in groupby(deferred, key=lambda use: use.backward))
     return Counter(leaf for uses in backwards for leaf in {id(p): p for use in uses for p in use.leaves}.values())
 
@@ -295,7 +295,7 @@ def _autocast_dtype(x: Tensor) -> torch.dtype | None:
 
 
 def _wanted(leaves: Sequence[nn.Parameter | None], *, is_split: bool) -> str:
-    """Return when the running backward needs the gradients of weights: "later", "never", or now (empty)."""
+    """Return when gradients of weights are computed: in W ("later"), "never", or in this backward (empty)."""
     trained = [leaf for leaf in leaves if leaf is not None and leaf.requires_grad]
     try:
         answers = {torch._C._will_engine_execute_node(get_gradient_edge(leaf).node) for leaf in trained}
@@ -333,7 +333,7 @@ def _never(*_: Any) -> bool:
 
 
 def _unasked(function: Any) -> Any:
-    """Return a copy of a function that does not dispatch to modes itself, so that modes see the functions it calls."""
+    """Return a copy of a function of torch that is written in Python, so that modes see the functions that it calls."""
     # Torch passes a function that is written in Python to the mode as a whole, without the functions it calls.
     names = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
     inside = {**function.__globals__, **dict.fromkeys(names, _never)}
@@ -343,7 +343,7 @@ def _unasked(function: Any) -> Any:
 
 
 _BACKWARDS: Final = (Tensor.backward, torch.autograd.backward, torch.autograd.grad)
-"""Functions that recompute checkpoints, whose tensors must be those of their first forward, in the same order."""
+"""Functions during which checkpoints are recomputed; these must save the same tensors as their first forward."""
 _SEEN_THROUGH: Final = {
     function: _unasked(function)
     for function in (functional.embedding, functional.multi_head_attention_forward, *_BACKWARDS)

@@ -195,7 +195,7 @@ class StageForward:
             raise another_path(f"{where} did not call `{name}` between its modules")
 
     def _reach(self, time: int) -> None:
-        """Begin or end the stage and its layers that begin or end at a time of the recording."""
+        """Mark the begin or the end of the stage, and the begins of its layers, at a time of the recording."""
         if time == self._part.begin:
             self._part.when_begun()
         if time < self._part.begin:

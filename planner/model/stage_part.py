@@ -50,8 +50,8 @@ class StagePart:
         self.layer_at: dict[int, int] = {}
         """Layer of the stage that begins at each time; empty without a listener."""
         self.earlier: list[tuple[int, int]] = []
-        """Times at which earlier layers begin, and their numbers, counted from the stage's first: -1 is just before
-        it."""
+        """Begin of each earlier layer: the time, and the layer's index relative to the stage's first layer (-1: the
+        previous one)."""
         self._layers = range(first, end)
         self._cuts = [outline.times(layer, layer + 1)[0] for layer in self._layers]
         self._watch([self.begin, self.stop])

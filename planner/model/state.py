@@ -26,7 +26,7 @@ _SUM_BYTES = 16
 
 
 class StateLocation(NamedTuple):
-    """Location of a tensor, or of what replaces it."""
+    """Location of a tensor in a module, where another tensor may replace it."""
 
     module: str
     """Path of its module."""
@@ -46,7 +46,7 @@ class StateOwner:
     path: str
     module: nn.Module
     elsewhere: frozenset[str] = frozenset()
-    """Names of tensors that belong to layers elsewhere."""
+    """Names of tensors of the module that belong to other layers."""
     tensors: tuple[str, ...] = ()
     """Plain attributes that are tensors, or None at the start."""
     numbers: tuple[str, ...] = ()

@@ -26,7 +26,7 @@ class Costs:
     idle: Mapping[str, Collection[str]]
     """Names of the parameters without a gradient in the first layer of a digest; see `idle_parameters`."""
     optimizer: Sequence[OptimizerCost]
-    """Cost for each layer: layers of one digest may be in groups with other options."""
+    """Cost of each layer. Layers with equal digests may differ, because their parameters may be in different groups."""
     boundary_peaks: Sequence[int]
     """Transient bytes, for each layer, of the optimizer's step as it moves from the previous layer to it."""
     flops: Mapping[str, int]

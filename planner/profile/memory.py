@@ -227,7 +227,7 @@ def _boundaries(unit: Unit, received: UnitInput) -> tuple[tuple[BoundaryTensor, 
 def _relayed(unit: Unit, received: UnitInput, sources: Sequence[int]) -> list[bool]:
     """Return True for each output in an input's storage whose gradient becomes that input's gradient unchanged.
 
-    For every output, `sources` has the input whose storage it shares; any other number means none.
+    For every output, `sources` has the index of the input whose storage it shares, or a number that is no index.
     """
     leaves = received.fresh()
     inputs = [leaf for leaf in leaves if isinstance(leaf, Tensor)]

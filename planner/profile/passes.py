@@ -136,7 +136,7 @@ class _TurnTimes(NamedTuple):
 
     forward_us: float
     input_us: float
-    """Part of the backward that is added to the forward."""
+    """Part of the backward that counts as forward: I, if the backward is split; else 0."""
     backward_us: float
 
 

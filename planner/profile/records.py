@@ -19,7 +19,7 @@ from planner.profile.task import Task
 from planner.profile.units import Key, Unit, UnitInput, trace_units
 
 _MEMORY_PASSES = 10
-"""Approximate cost of a memory record, in timed passes."""
+"""Approximate duration of a memory record, as a multiple of a timed pass."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,7 +73,7 @@ class Records:
         return {digest: figure(unit, self.inputs[digest, self.sizes[0]]) for digest, unit in self.distinct.items()}
 
     def names_in(self, layer: int, names: Collection[str]) -> set[str]:
-        """Translate parameter names of the first layer with the same digest to those of `layer`."""
+        """Return the parameters of `layer` that correspond to `names` in the first layer with the same digest."""
         unit = self.units[layer]
         first = self.distinct[unit.digest].module.named_parameters()
         pairs = zip(unit.module.named_parameters(), first, strict=True)

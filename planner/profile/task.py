@@ -66,7 +66,7 @@ class Measurements:
     """Measurements that take long, kept so that an interrupted run can be continued."""
 
     header: Partial
-    """File that would hold them, still empty: the conditions under which they are valid."""
+    """Conditions under which the measurements are valid: the content of their file, without the measurements."""
     memory: dict[Key, MemoryDetail] = field(default_factory=dict)
     halves: dict[Key, SplitMemory] = field(default_factory=dict)
     """Records of split backwards."""

@@ -34,7 +34,7 @@ _STRETCH_BYTES = 2**28
 """Saved bytes after which a row of layers ends: by then its first layers are no longer in a cache."""
 
 _OVERHEAD_US = 100.0
-"""Smallest time of an executor per micro-batch and stage; layers that are much faster need no exact time."""
+"""Lower bound of an executor's time per micro-batch and stage; much faster layers need no exact time."""
 
 Samples = dict[Key, list[tuple[float, float]]]
 """Pairs of times of every repeat, in microseconds: forward and backward; or forward with I, and W."""

@@ -51,7 +51,7 @@ class UnitInput:
         ]
 
     def non_leaves(self) -> list[Any]:
-        """Return copies of new leaves: in a stage a layer gets the output of another one, which it may write into."""
+        """Return copies of new leaves, which a layer may write into, as into the output of another layer."""
         return [value.clone() if isinstance(value, Tensor) else value for value in self.fresh()]
 
 

@@ -19,7 +19,7 @@ class Watch:
 
     is_stopped: Callable[[], bool] = lambda: False
     """Called often; True ends the search with the best plan so far."""
-    found: Callable[[float, ScheduleName, float], None] = lambda *_: None
+    on_plan: Callable[[float, ScheduleName, float], None] = lambda *_: None
     """Called with the step time and schedule of a plan that was found, and a lower bound of all plans."""
 
 
@@ -62,7 +62,7 @@ class Deadline:
 
     def note(self, step_us: float, schedule: ScheduleName) -> None:
         """Report a plan that was found."""
-        self.watch.found(step_us, schedule, self.least_us)
+        self.watch.on_plan(step_us, schedule, self.least_us)
 
     def check(self) -> None:
         """Raise `OutOfTimeError` if the deadline has passed."""

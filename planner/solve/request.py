@@ -14,7 +14,7 @@ MOST_ACTIONS_OF_AUTO: Final = 400_000
 Solver = Literal["auto", "dp", "milp"]
 
 
-def near(inputs: Inputs, plan: Plan, profile: Profile) -> Inputs:
+def fix_widths(inputs: Inputs, plan: Plan, profile: Profile) -> Inputs:
     """Return a request for short searches: if the profile has several widths, with T and R of the plan."""
     if not profile.widths:
         return inputs

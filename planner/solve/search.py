@@ -173,8 +173,10 @@ def _in_passes(cases: Sequence[Case], request: Request, deadline: Deadline, *, u
         alone = replace(request, inputs=replace(request.inputs, schedule=name))
         rest = deadline.share(0.5) if name == SEARCHED.name else deadline
         others_us = min((us for other, us in bounds_us.items() if other != name), default=inf)
-        near = {key for key, one in first.answers.items() if one.step_us <= upper_us * _NEARBY}
-        again = _one_by_one(own, alone, replace(rest, enough_us=others_us), upper_us=upper_us * _NEARBY, near=near)
+        promising = {key for key, one in first.answers.items() if one.step_us <= upper_us * _NEARBY}
+        again = _one_by_one(
+            own, alone, replace(rest, enough_us=others_us), upper_us=upper_us * _NEARBY, promising=promising
+        )
         complete = complete and again.complete
         # The second search ignores plans slower than its limit, so its lower bound holds up to that limit only.
         bounds_us[name] = max(bounds_us.get(name, 0.0), min(again.bound_us, upper_us * _NEARBY))
@@ -197,7 +199,7 @@ def _over_widths(cases: Sequence[Case], request: Request, deadline: Deadline, *,
     quick = quick_answers(cases, deadline, upper_us=upper_us) if is_open else []
     found = min(quick, key=lambda answer: answer.step_us, default=None)
     ranks = {shape_of(answer.case): without_bubble_us(answer) for answer in quick}
-    first = _one_by_one(cases, request, deadline.share(0.5), upper_us=upper_us, found=found, ranks=ranks)
+    first = _one_by_one(cases, request, deadline.share(0.5), upper_us=upper_us, best=found, ranks=ranks)
     best = first.best
     if best is None or not is_open or not request.searches_on:
         return first
@@ -229,10 +231,10 @@ def _one_by_one(
     *,
     upper_us: float,
     by_stage: Mapping[_Key, Answer] = MappingProxyType({}),
-    found: Answer | None = None,
+    best: Answer | None = None,
     ranks: Mapping[tuple[int, int, int], float] | None = None,
     budget: Mapping[ScheduleName, int] = MappingProxyType({}),
-    near: Collection[_Key] = (),
+    promising: Collection[_Key] = (),
 ) -> _Searched:
     """Search the cases one after the other.
 
@@ -242,17 +244,16 @@ def _one_by_one(
         deadline: End of the search.
         upper_us: Step time to beat.
         by_stage: Answers of the cases with whole stages recomputed.
-        found: Plan that was found before.
+        best: Best answer of earlier searches.
         ranks: Estimated step times by width, replicas and M, if widths share the effort; the fastest come first.
         budget: Actions to simulate per schedule; empty for those of the request.
-        near: Cases that are searched with any number of chunks, because an earlier pass found good plans.
+        promising: Cases that are searched with any number of chunks, because an earlier pass found good plans.
     """
     is_open, first_us = request.inputs.schedule == "auto", upper_us
     is_second = deadline.enough_us < inf
     left = dict(budget) or _budgets(request)
     unseen = Counter(case.schedule.name for case in cases)
-    best: Answer | None = found
-    upper_us = upper_us if found is None else min(upper_us, found.step_us)
+    upper_us = upper_us if best is None else min(upper_us, best.step_us)
     answers: dict[_Key, Answer] = {}
     bounds_us: dict[ScheduleName, float] = {}
     complete = True
@@ -269,7 +270,7 @@ def _one_by_one(
         whole = by_stage.get(_Key.of(case))
         is_hopeless = not case.schedule.has_closed_form and case.ideal_us >= upper_us
         is_spent = ranks is not None and left.get(case.schedule.name, 1) <= 0
-        is_cut_short = (is_second or case.schedule.is_to_be_made) and _Key.of(case) not in near
+        is_cut_short = (is_second or case.schedule.is_to_be_made) and _Key.of(case) not in promising
         has_chunks = is_cut_short and _has_enough_chunks(case, answers)
         most_actions = _effort(case, left, unseen[case.schedule.name] + 1, is_ranked=ranks is not None)
         if has_chunks or is_spent or (is_open and left and is_hopeless and whole is None):

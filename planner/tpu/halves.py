@@ -133,7 +133,7 @@ class SplitFunction:
     differentiable: tuple[int, ...]
     """Indices of the outputs that have a gradient."""
     passed: tuple[int, ...]
-    """Index of the input that each output is, unchanged; else -1."""
+    """For each output, the index of the input that it returns unchanged; else -1."""
     residuals: tuple[Residual, ...]
     """Residuals, each value once."""
 
@@ -190,7 +190,7 @@ class _ResidualPlan:
     """Origins of the values that a forward passes to its backward."""
 
     sources: tuple[tuple[str, Any], ...]
-    """List and index of each value in it; for a literal, `literal` and its value."""
+    """For each value, the name of the list that holds it and its index there; or `literal` and its value."""
     created: tuple[int, ...]
     """Indices of the new values, which are no arguments, constants or outputs."""
     passed: tuple[int, ...]
@@ -234,7 +234,7 @@ def _plan_of(jaxpr: jax.extend.core.Jaxpr, num_outputs: int, state: Sequence[str
         )
 
     def passed(var: Any) -> int:
-        """Return the index of the input that an output is, or -1."""
+        """Return the index of the input that an output returns unchanged, or -1."""
         kind, place = ("literal", 0) if _is_literal(var) else sources[var]
         return place - len(state) if kind == "argument" and 0 <= place - len(state) < num_inputs else -1
 

@@ -22,9 +22,9 @@ class CompiledLayer:
     outputs: tuple[int, ...]
     kept_outputs: tuple[bool, ...]
     aliases: tuple[int, ...]
-    """Index of the input that each output is, unchanged; -1 for new outputs."""
+    """For each output, the index of the input that it returns unchanged; -1 for new outputs."""
     reshaped_bytes: int
-    """Bytes of arrays that the backward reads and loops hold in another shape, in the layer's shape."""
+    """Bytes, in the layer's shape, of arrays that the backward reads and that loops store in another shape."""
     forward_us: float
     backward_us: float
     forward_temporary_bytes: int
@@ -49,9 +49,10 @@ class CompiledLayer:
     input_kinds: tuple[ArrayKind, ...]
     """Kind of each input; inputs that are only matmul operands take 16 bits per element in loops."""
     output_kinds: tuple[ArrayKind, ...]
-    """Kind of each output; outputs that the layer's backward reads at most as matmul operands take 16 bits in loops."""
+    """Kind of each output; outputs that the layer's backward reads only as matmul operands, or not, take 16 bits in
+    loops."""
     narrow_inputs: tuple[bool, ...]
-    """True for inputs that the backward reads at most as matmul operands."""
+    """True for inputs that the backward reads only as matmul operands, or not at all."""
 
     def detail(self) -> MemoryDetail:
         """Return the memory record as an allocator would have measured it."""

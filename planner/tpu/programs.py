@@ -148,7 +148,7 @@ _TILE = (8, 128)
 """Rows and columns of a tile of a TPU's memory."""
 
 _WORTH, _WORTH_OF_32_BITS = 1.25, 2
-"""Least ratio of an array's padded bytes to its bytes in rows for which loops store it in rows; 32-bit arrays last."""
+"""Least ratio of padded bytes to bytes in rows for which loops store arrays in rows; the second is for 32 bits."""
 
 
 def num_bytes(shape: jax.ShapeDtypeStruct) -> int:

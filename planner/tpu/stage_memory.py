@@ -51,10 +51,9 @@ class Programs:
     padding: FloatArray
     """Padding of parameters and gradients."""
     reshaped: FloatArray
-    """Arrays that loops store in rows, in the layer's own shape. They are part of a backward's transients; without
-    gaps."""
+    """Arrays that loops store in rows, in the layer's own shape; they exist temporarily in a backward. Without gaps."""
     waiting: FloatArray
-    """Additional bytes of kept arrays before they are converted to rows; without gaps."""
+    """Additional bytes of kept arrays before they are converted to rows, without gaps between arrays."""
     laid_out: FloatArray
     """Copy of one micro-batch of the first layer's input, in the layout that the layer needs."""
     arrays: tuple[ProgramArrays, ...]

@@ -48,7 +48,7 @@ class CompiledMemory(NamedTuple):
 def fitting(
     needed: CompiledMemory, predicted_bytes: int, *, plan_bytes: int, chip: Accelerator
 ) -> tuple[str, ExitCode]:
-    """Return whether a compiled program fits the plan's memory limit and the chip, in words and as an exit code.
+    """Compare the memory of a compiled program with the plan's memory limit and the chip.
 
     Args:
         needed: Memory by the compiler.

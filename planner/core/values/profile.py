@@ -233,7 +233,7 @@ class LayerProfile:
 
     name: str
     modules: tuple[str, ...] = ()
-    """Paths of its modules in execution order, if there are others than the one in `name`."""
+    """Paths of its modules in execution order, if `name` is not the only one."""
     digest: str = ""
     """Digest; layers with equal digests run the same operators on the same shapes and were measured once."""
     parameter_bytes: int

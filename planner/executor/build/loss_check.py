@@ -37,7 +37,7 @@ from planner.model.load import Batch, LoadedModel, to_device
 from planner.model.nests import flatten, tensors_in, unflatten
 
 _SAMPLES: Final = (4, 2)
-"""Numbers of samples, of which the first that fits is used: with halves of one sample some models drop a dimension
+"""Numbers of samples to try, in order. Two are the last choice: with halves of one sample, some models drop a dimension
 (`squeeze`)."""
 
 _MOST_BYTES: Final = 1_350_000_000
@@ -56,7 +56,7 @@ _UNSEEN: Final = 1e-3
 """Fraction of the difference between the halves' losses that counts as a rounding error."""
 
 _LEAST_LABELS: Final = 4
-"""Labels in a row from which on each rule has different weights (`_masked`)."""
+"""Least number of labels per sample for which all rules give different weights (`_masked`)."""
 
 _LABELS: Final[Mapping[CountedLabels, str]] = {
     "all": "labels that are not -100",

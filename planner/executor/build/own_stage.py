@@ -23,7 +23,7 @@ from planner.executor.run.parts import tensors_of
 from planner.model.held import replace_tensors
 
 _UNNUMBERED = (torch.ops.aten.detach.default, torch.ops.aten.alias.default, torch.ops.prim.device.default)
-"""Operators that copy no value; whether they are called depends on other references to the tensor and on fakeness."""
+"""Operators that copy no value. They get no number, because whether they run differs between fake and real tensors."""
 
 _DRAWS_BY_SHAPE = frozenset(
     f"aten::{name}"

@@ -117,10 +117,10 @@ def largest_problem(relative: Mapping[str, float], noise: Callable[[], Mapping[s
     return what and f"{what} differs by {wrong[what]:.1e}"
 
 
-def _allowed(what: str, usual: float) -> float:
+def _allowed(name: str, usual: float) -> float:
     """Return the limit of a difference whose size from rounding errors is `usual`."""
     # A number that differs in every run is random.
-    return 1e3 * usual if what.startswith(NUMBER) else min(_WORST, 10 * usual)
+    return 1e3 * usual if name.startswith(NUMBER) else min(_WORST, 10 * usual)
 
 
 def compare_gradients(differences: Differences, gradients: Mapping[str, Tensor | None], right: ReferenceState) -> None:

@@ -54,7 +54,7 @@ class RoundResult:
     proof: Proof
     num_cuts: int = 0
     wrong: Mapping[str, str] = field(default_factory=dict)
-    """Reason by layer that no stage may end with."""
+    """Reason for each layer that no stage may end with."""
 
 
 @dataclass(frozen=True, kw_only=True)

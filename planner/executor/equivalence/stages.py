@@ -138,7 +138,7 @@ class _Rank:
         return {**buffers, **self._named}
 
     def _versions(self) -> dict[int, int]:
-        """Return how often each tensor that forwards may write into was written, by identity."""
+        """Return the version counter of each tensor that forwards may write into, by its `id()`."""
         loose = [tensor for module in self._pipeline.modules for tensor in loose_tensors(module)]
         return {id(tensor): tensor._version for tensor in (*self._held_tensors().values(), *loose)}
 

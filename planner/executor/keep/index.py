@@ -21,7 +21,7 @@ _MOST_BYTES: Final = 2**26
 """Size limit of an index in bytes; 100,000 tensors on 1,000 ranks take 8 MB."""
 
 PYTHON: Final = ".".join(platform.python_version_tuple()[:2])
-"""Version of Python: the next one may read the same code differently, so that digests of it differ."""
+"""Version of Python. Another version may parse the same code differently, which changes its digests."""
 _COMPUTES: Final = {
     "loss": "the loss function has",
     "layers": "what the layers compute (activations, dropout, their own `forward`) has",

@@ -150,5 +150,5 @@ class RunFolder:
 
 
 def _first_with_any(values: Sequence[str]) -> str:
-    """Return the first rank whose value is not empty."""
+    """Return the first rank whose value is not empty, as text; empty if there is none."""
     return next((str(rank) for rank, value in enumerate(values) if value), "")

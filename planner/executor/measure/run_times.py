@@ -66,7 +66,7 @@ class Transfer(NamedTuple):
     receiver: int
     """Receiving process; `sender` is the sending one."""
     start_ns: int
-    """Time at which the sender had it ready and the receiver nothing else to do."""
+    """Time from which the tensor was ready and the receiver idle."""
     end_ns: int
     """Time at which the receiver began to use it."""
     is_waited_for: bool

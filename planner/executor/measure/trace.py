@@ -28,7 +28,7 @@ def trace_json(runs: Sequence[ProcessRun], title: str) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Trace:
-    """Names and times of slices."""
+    """Slices of the trace, on one clock."""
 
     begin_ns: int
     num_devices: int

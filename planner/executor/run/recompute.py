@@ -121,7 +121,7 @@ def _take(into: list[Tensor | None], gradients: Tensors) -> tuple[None, ...]:
 
 
 class _Start(torch.autograd.Function):
-    """Scalar whose backward returns waiting gradients; it holds neither these nor the tensors that they belong to."""
+    """Scalar from which a backward starts with stored gradients; it keeps neither these nor their tensors alive."""
 
     @staticmethod
     def forward(ctx: Any, waiting: list[Tensor | None], *results: Tensor) -> Tensor:

@@ -97,7 +97,7 @@ class _Tensors:
     plain: list[Tensor]
     """Tensors with clones."""
     addresses: list[int]
-    """Addresses of the tensors in `plain` until they are written."""
+    """Addresses of the tensors in `plain`; a write gives a tensor another address."""
     others: list[_Entry]
 
     @classmethod
@@ -155,7 +155,7 @@ class LayerState:
         """Locations that a forward was seen to change: their values are not compared again."""
 
     def forget(self) -> None:
-        """Release the snapshots before the state is written next, so that this write copies nothing."""
+        """Release the last snapshot before code writes into the state, so that the write copies nothing."""
         self._last = None
 
     def snapshot(self) -> _Snapshot:

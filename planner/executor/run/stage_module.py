@@ -120,7 +120,8 @@ class StageModule(nn.Module):
             for layer in layers[1:]
             if isinstance(layer.module, ModelStage)
         ]
-        """State of the code that runs again before and within each layer but the first."""
+        """State of the code of each layer but the first that earlier layers have begun, and that runs again in this
+        stage."""
         self.micro_batch = 0
         self.targets: list[Any] = []
         self.seen: Callable[[int, Any], None] | None = None

@@ -41,7 +41,8 @@ class TiedGradients:
         """Summed gradients, kept until the next step: a thread of gloo refers to them a little longer than the sum
         takes, and a release in that thread would be missed by the memory recorder of this one."""
         self.counted_elsewhere: list[nn.Parameter] = []
-        """Parameters that another rank of the replica counts, where each parameter must count once."""
+        """Parameters that another rank of the replica counts in sums over all parameters, such as the norm of the
+        gradients."""
         by_ranks: dict[tuple[int, ...], list[nn.Parameter]] = {}
         for owners in shared:
             stages = {stage_of[layer] for layer, _ in owners}

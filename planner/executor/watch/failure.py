@@ -262,7 +262,13 @@ class Watch:
     def _tell(
         self, error: PlannerError | None, code: int = ExitCode.ERROR, *, quietly: int = ExitCode.ERROR
     ) -> NoReturn:
-        """Report an error, unless another rank does, and end this process: with `code`, or else with `quietly`."""
+        """Report an error, unless another rank does, and end this process.
+
+        Args:
+            error: The error; None if there is nothing to report.
+            code: Exit code if this rank reports the error.
+            quietly: Exit code if it does not.
+        """
         self._ending.set()
         if error is not None and self._claimed():
             print_error(error)
@@ -322,7 +328,7 @@ class Watch:
                 self._leave(128 + self._signal)
 
     def _note_signals_for(self, seconds: float) -> None:
-        """Wait, and note signals meanwhile; a signal of all ranks at once must not make all of them look at once."""
+        """Wait, and record signals. A signal to all ranks must not make all of them read the store at the same time."""
         end = time.monotonic() + seconds
         while not self._over.is_set() and select.select([self._wake[0]], [], [], max(0.0, end - time.monotonic()))[0]:
             for number in self._wake[0].recv(16):

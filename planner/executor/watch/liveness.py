@@ -16,7 +16,7 @@ from planner.executor.watch.position import Position
 
 _BEAT_S = 0.5
 _MAX_BEATS_PER_S = 500
-"""Beats of all ranks together. Waiting ranks need three operations per beat, all others two."""
+"""Limit of the beats of all ranks per second; a beat takes two operations of the store, or three if the rank waits."""
 _BEATS_UNTIL_SILENT = 6
 
 

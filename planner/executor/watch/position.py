@@ -4,9 +4,9 @@ import time
 from typing import Any
 
 ANY = -1
-"""Value of `waits_for`: no stage in particular."""
+"""Value of `waits_for`: not a particular stage."""
 STORE = -2
-"""Value of `waits_for`: all ranks, over the store, where no connection breaks if one of them ends."""
+"""Value of `waits_for`: all ranks, over the store. Unlike a transfer, this wait does not fail if a rank ends."""
 
 _OUTSIDE = ("at the start", "joining the others", "building the model", "between steps")
 """Activities outside of steps."""

@@ -66,7 +66,7 @@ def _start(store: Store, timeout: timedelta) -> str:
 
 
 _agreed: dict[tuple[int | str, ...], str] = {}
-"""Names that this process has agreed on with the others: it opens the store more than once."""
+"""Names that this process has agreed on with the others; stored, because it opens the store more than once."""
 
 
 def _agree(store: Store, rank: int, world: int, timeout: timedelta) -> str:

@@ -4,10 +4,10 @@ A layer's forward and backward run on ghosts, tensors without values. The operat
 results, are those of a real run. They give
 
 - memory: storages from their creation to their release. Workspaces of kernels are not seen.
-- time: each operator takes its floating-point operations at the sustained rate if one is known, else at the peak rate,
-or its bytes at the peak bandwidth, whichever is longer, and at least the launch of a kernel. No kernel reaches both
-peaks: real times are longer, by a factor that differs less between layers than the times do. If a layer runs a grouped
-product, the sustained rate is that of models with experts, for all layers.
+- time: the longest of three times for each operator: its floating-point operations at the sustained rate (at the peak
+rate if none is known), its bytes at the peak bandwidth, and the launch of a kernel. No kernel reaches both peaks: real
+times are longer, by a factor that differs less between layers than the times do. If a layer runs a grouped product, the
+sustained rate of models with experts is used for all layers.
 """
 
 from collections.abc import Callable, Collection, Iterator, Sequence

@@ -42,7 +42,7 @@ from planner.profile.timing import (
 from planner.profile.units import Key, Unit, with_values
 
 _DOUBT = 0.02
-"""Largest relative half-width of the 95 % interval of the chain's time with which repeats end."""
+"""Relative half-width of the 95 % interval of the chain's time that ends the repeats."""
 
 
 class MeasuredBackend:
@@ -195,7 +195,7 @@ def _times(task: Task, records: Records, clock: Clock) -> dict[Key, LayerTimes]:
 
 
 def _kept_bytes(detail: MemoryDetail) -> int:
-    """Return the bytes that a layer and its neighbors keep of it from forward to backward, at most."""
+    """Return an upper bound of the bytes of a layer's tensors that are stored from forward to backward."""
     return detail.internal_bytes + sum(tensor.bytes for tensor in (*detail.inputs, *detail.outputs))
 
 

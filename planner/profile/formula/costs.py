@@ -63,7 +63,7 @@ def transformer_profile(
     optimizer: str,
     micro_batch_sizes: tuple[int, ...],
     steps_at_once: bool,
-    others: tuple[int, ...] = (),
+    other_widths: tuple[int, ...] = (),
 ) -> Profile:
     """Return the profile of a transformer: embedding, blocks, head with the loss.
 
@@ -77,7 +77,7 @@ def transformer_profile(
         optimizer: Name of the optimizer.
         micro_batch_sizes: Sizes, in samples.
         steps_at_once: True if the optimizer steps all parameters at once, with a copy of them as transient.
-        others: Other numbers of devices that may share each layer.
+        other_widths: Other numbers of devices that may share each layer.
 
     Returns:
         A profile with `how: estimated` in its device, including split backwards.
@@ -106,7 +106,9 @@ def transformer_profile(
         tensor_parallel=execution.tensor_parallel,
         expert_parallel=execution.expert_parallel,
         layers=layers_of(execution),
-        widths=tuple(Width(tensor_parallel=t, layers=layers_of(replace(execution, tensor_parallel=t))) for t in others),
+        widths=tuple(
+            Width(tensor_parallel=t, layers=layers_of(replace(execution, tensor_parallel=t))) for t in other_widths
+        ),
     )
 
 

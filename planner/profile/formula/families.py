@@ -66,7 +66,8 @@ class _Llama:
     post_norms: int = 0
     wide_norms: bool = False
     full_every: int = 1
-    """Every n-th block attends to all tokens, the others to a window; 0: all to a window if there is one."""
+    """Period of the blocks that attend to all tokens; the others attend to a window. 0: all use a window if there is
+    one."""
     experts: Literal["mixtral", "qwen2", "qwen3"] | None = None
 
     def __call__(self, fields: Fields, sequence: int) -> Transformer:
@@ -162,7 +163,8 @@ def _gpt2(fields: Fields, sequence: int) -> Transformer:
         joined=True,
         rotary=False,
     )
-    width, kept = fields.integer("n_inner", default=4 * hidden), _kept(fields.text("activation_function", "gelu_new"))
+    width = fields.integer("n_inner", default=4 * hidden)
+    kept = _num_saved_tensors(fields.text("activation_function", "gelu_new"))
     block = Block(attention=attention, feed_forward=FeedForward(width=width, gated=False, bias=True, kept=kept))
     return Transformer(
         hidden=hidden,
@@ -226,7 +228,7 @@ def _plain_attention(
 
 def _plain(width: int, activation: str, *, bias: bool) -> FeedForward:
     """Return a feed-forward layer without a gate."""
-    return FeedForward(width=width, gated=False, bias=bias, kept=_kept(activation))
+    return FeedForward(width=width, gated=False, bias=bias, kept=_num_saved_tensors(activation))
 
 
 def _with_layer_norms(fields: Fields, sequence: int, block: Block, *, dropout: str) -> Transformer:
@@ -288,7 +290,7 @@ def _t5(fields: Fields, sequence: int) -> Transformer:
     heads, dim = fields.integer("num_heads", "num_attention_heads"), fields.integer("d_kv", "head_dim")
     attention = Attention(heads=heads, key_value_heads=heads, key_dim=dim, value_dim=dim, rotary=False)
     gated, _, name = fields.text("feed_forward_proj", "relu").rpartition("-")
-    kept = _kept("gelu_new" if (gated, name) == ("gated", "gelu") else name)
+    kept = _num_saved_tensors("gelu_new" if (gated, name) == ("gated", "gelu") else name)
     feed_forward = FeedForward(width=fields.integer("d_ff", "intermediate_size"), gated=bool(gated), kept=kept)
     encoder = Block(attention=attention, feed_forward=feed_forward, kind="encoder")
     decoder = Block(attention=attention, cross_attention=attention, feed_forward=feed_forward, norms=3, kind="decoder")
@@ -313,8 +315,8 @@ def _t5(fields: Fields, sequence: int) -> Transformer:
     )
 
 
-def _kept(activation: str) -> int:
-    """Return the number of tensors that an activation function keeps, its result included."""
+def _num_saved_tensors(activation: str) -> int:
+    """Return the number of tensors that an activation function saves for backward, its result included."""
     # relu keeps its result only; transformers computes `gelu_new` by eight operators.
     return {"relu": 1, "gelu_new": 5}.get(activation, 2)
 

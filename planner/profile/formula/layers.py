@@ -54,7 +54,7 @@ class LayerCosts:
 
     name: str
     modules: tuple[str, ...] = ()
-    """Paths of its modules, if there are others than the one in `name`."""
+    """Paths of its modules, if `name` is not the only one."""
     parameters: int
     largest_weight: int
     """Number of parameters in the largest weight."""
@@ -176,7 +176,7 @@ class _Layers:
         )
 
     def _product_flops(self, linear: Linear) -> float:
-        """Return the FLOP of a product on one device; one whose weights are whole takes each token of the device."""
+        """Return the FLOP of a product on one device; weights that are not split take all tokens of the device."""
         is_divided = linear.split != "none" or self.execution.sequence_parallel
         flops = 2 * self.shape.sequence * linear.uses * linear.inputs * sum(linear.outputs)
         return flops / self.t if is_divided else flops

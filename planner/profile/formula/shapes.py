@@ -69,7 +69,7 @@ class Attention:
     latent: Latent | None = None
 
     def groups(self, devices: int) -> int:
-        """Return the number of key-value heads of all devices together, with copies if the devices are more."""
+        """Return the number of key-value heads on all devices together, with copies if devices outnumber heads."""
         return max(self.key_value_heads, devices)
 
     @property

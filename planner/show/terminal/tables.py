@@ -38,8 +38,8 @@ def drawn(view: Table, style: Style, marks: Mapping[str, tuple[str, str]] | None
 def fitted(view: Table, style: Style) -> Table:
     """Return the table without less important columns if it does not fit."""
     shown = view
-    while not style.has_room_for(width_of(shown, style)) and any(column.goes for column in shown.columns):
-        shown = shown.without(max(shown.columns, key=lambda column: column.goes).name)
+    while not style.has_room_for(width_of(shown, style)) and any(column.drop for column in shown.columns):
+        shown = shown.without(max(shown.columns, key=lambda column: column.drop).name)
     return shown
 
 

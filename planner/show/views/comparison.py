@@ -18,20 +18,20 @@ def comparison_table(comparison: Comparison) -> Table:
     """Return a row per plan; the last column names exceeded limits, or gives the speed relative to the first plan."""
     first = comparison.plans[0]
     groups = any(row.plan.tensor_parallel > 1 for row in comparison.plans)
-    width = [column("tensor_parallel", "GPUs per\nstage", attrgetter("plan.tensor_parallel"), "count", goes=7)]
+    width = [column("tensor_parallel", "GPUs per\nstage", attrgetter("plan.tensor_parallel"), "count", drop=7)]
     return table(
         comparison.plans,
         column("plan", "plan", attrgetter("path")),
-        column("schedule", "schedule", lambda row: schedule_of(row.plan.schedule).title, goes=2),
+        column("schedule", "schedule", lambda row: schedule_of(row.plan.schedule).title, drop=2),
         column("devices", "GPUs" if groups else "devices", _devices, "count"),
         *(width if groups else ()),
-        column("size", "M x b", lambda row: f"{row.plan.micro_batches} x {row.plan.micro_batch_size}", "count", goes=3),
-        column("step", "step", attrgetter("plan.predicted.step_us"), "us", goes=1),
+        column("size", "M x b", lambda row: f"{row.plan.micro_batches} x {row.plan.micro_batch_size}", "count", drop=3),
+        column("step", "step", attrgetter("plan.predicted.step_us"), "us", drop=1),
         column("samples", "samples/s", _per_s, "rate"),
-        column("per_device", "per\ndevice", lambda row: _per_s(row) / _devices(row), "rate", goes=5),
-        column("bubble", "bubble", attrgetter("plan.predicted.bubble"), "percent", goes=4),
+        column("per_device", "per\ndevice", lambda row: _per_s(row) / _devices(row), "rate", drop=5),
+        column("bubble", "bubble", attrgetter("plan.predicted.bubble"), "percent", drop=4),
         column("peak", "peak", lambda row: max(row.plan.device_bytes()), "bytes"),
-        column("limit", "limit", lambda row: min(stage.memory_bytes for stage in row.plan.stages), "bytes", goes=6),
+        column("limit", "limit", lambda row: min(stage.memory_bytes for stage in row.plan.stages), "bytes", drop=6),
         column("against", "", lambda row: _against(row, first), "percent"),
     )
 
@@ -43,10 +43,10 @@ def difference_table(change: Difference) -> Table:
     return table(
         [*rows, whole],
         column("label", "", attrgetter("label")),
-        column("bytes_before", "memory\nbefore", attrgetter("bytes_before"), "bytes", goes=2),
+        column("bytes_before", "memory\nbefore", attrgetter("bytes_before"), "bytes", drop=2),
         column("bytes", "memory\nnow", attrgetter("bytes"), "bytes"),
         column("more_bytes", "difference", lambda row: _more_bytes(row.bytes_before, row.bytes), "bytes"),
-        column("us_before", "time\nbefore", attrgetter("us_before"), "us", goes=1),
+        column("us_before", "time\nbefore", attrgetter("us_before"), "us", drop=1),
         column("us", "time\nnow", attrgetter("us"), "us"),
         column("more_us", "difference", lambda row: _more_us(row.us_before, row.us), "percent"),
     )
@@ -94,13 +94,13 @@ def sweep_table(sweep: Sweep) -> Table:
         sweep.cells,
         column("devices", "devices", attrgetter("devices"), "count"),
         column("memory", "memory", lambda cell: exact_bytes_option(cell.memory_bytes), "count"),
-        column("schedule", "schedule", _planned(lambda plan: schedule_of(plan.schedule).title), goes=1),
-        column("plan", "plan", _planned(_shape), goes=2),
+        column("schedule", "schedule", _planned(lambda plan: schedule_of(plan.schedule).title), drop=1),
+        column("plan", "plan", _planned(_shape), drop=2),
         column("step", "step", _planned(attrgetter("predicted.step_us")), "us"),
         column("samples", "samples/s", _planned(attrgetter("predicted.samples_per_s")), "rate"),
         column("per_device", "per\ndevice", lambda cell: cell.samples_per_device_s if cell.plan else None, "rate"),
-        column("bubble", "bubble", _planned(attrgetter("predicted.bubble")), "percent", goes=4),
-        column("peak", "peak", _planned(lambda plan: max(plan.device_bytes())), "bytes", goes=3),
+        column("bubble", "bubble", _planned(attrgetter("predicted.bubble")), "percent", drop=4),
+        column("peak", "peak", _planned(lambda plan: max(plan.device_bytes())), "bytes", drop=3),
         column("notes", "", _notes),
         group=len(sweep.memory_bytes),
     )

@@ -149,13 +149,13 @@ def frontier_table(plan: Plan) -> Table:
         column("replicas", "replicas", attrgetter("replicas"), "count"),
         *_width_column(points),
         column("micro_batch_size", "b", attrgetter("micro_batch_size"), "count"),
-        column("schedule", "schedule", lambda p: schedule_of(p.schedule).title if p.fits else None, goes=1),
-        column("devices", "devices" if chunked else "stages", _fitting("devices"), "count", goes=2),
+        column("schedule", "schedule", lambda p: schedule_of(p.schedule).title if p.fits else None, drop=1),
+        column("devices", "devices" if chunked else "stages", _fitting("devices"), "count", drop=2),
         column("step", "step", _fitting("step_us", NO_PLAN), "us", per="step"),
-        column("samples", "samples/s", _fitting("samples_per_s"), "rate", goes=4),
-        column("bubble", "bubble", _fitting("bubble"), "percent", goes=3),
+        column("samples", "samples/s", _fitting("samples_per_s"), "rate", drop=4),
+        column("bubble", "bubble", _fitting("bubble"), "percent", drop=3),
         column("peak", "peak per\ndevice", _fitting("peak_bytes"), "bytes"),
-        column("recompute", "recompute", _fitting("recompute_share"), "percent", goes=5),
+        column("recompute", "recompute", _fitting("recompute_share"), "percent", drop=5),
     )
 
 
@@ -166,9 +166,9 @@ def schedules_table(plan: Plan) -> Table:
     return table(
         points,
         column("schedule", "schedule", lambda p: schedule_of(p.schedule).title, marked=marked),
-        column("micro_batches", "M", _fitting("micro_batches"), "count", goes=2),
+        column("micro_batches", "M", _fitting("micro_batches"), "count", drop=2),
         *_width_column(points),
-        column("devices", "devices", _fitting("devices"), "count", goes=1),
+        column("devices", "devices", _fitting("devices"), "count", drop=1),
         column("step", "step", _fitting("step_us", "none found"), "us", per="step"),
         column("bubble", "bubble", _fitting("bubble"), "percent"),
         column("peak", "peak of the\nfullest device", _fitting("peak_bytes"), "bytes"),

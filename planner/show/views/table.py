@@ -37,7 +37,7 @@ class Column:
     per: str = ""
     """Reference of times, such as micro-batch. Columns with the same one share a unit; if empty, each value has its own
     unit."""
-    goes: int = 0
+    drop: int = 0
     """Priority for removing the column if space is short: the largest value first; 0 is never removed."""
     marked: frozenset[int] = frozenset()
     """Rows whose value is emphasized: the slowest, the chosen, or one above its limit."""
@@ -102,7 +102,7 @@ def column(
     unit: Unit = "text",
     *,
     per: str = "",
-    goes: int = 0,
+    drop: int = 0,
     marked: frozenset[int] = frozenset(),
 ) -> tuple[Column, Callable[[Row], Value]]:
     """Return a column for `table`, with the fields of `Column`, and the function that reads its value from a row.
@@ -113,13 +113,13 @@ def column(
         value: Reads the value from a row.
         unit: Unit of the values.
         per: Reference of times.
-        goes: Rank for leaving the column out.
+        drop: Priority for removing the column if space is short; 0 is never removed.
         marked: Rows whose value is emphasized.
 
     Returns:
         The column and the function.
     """
-    return Column(name=name, title=title, unit=unit, per=per, goes=goes, marked=marked), value
+    return Column(name=name, title=title, unit=unit, per=per, drop=drop, marked=marked), value
 
 
 def table(rows: Sequence[Row], *columns: tuple[Column, Callable[[Row], Value]], group: int = 0) -> Table:

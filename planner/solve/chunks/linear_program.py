@@ -12,10 +12,10 @@ are the only constraints on y. Times of stages, transfers and optimizers are sum
 and r. The action order is given, so the clocks of `planner.core.cost.simulate` are linear as well, if every maximum of
 two clocks is a variable that is at least both.
 
-Memory has a linear lower bound. At a moment of a device, a stage of layers i..e-1 takes at least sum a_l + d bytes
+Memory has a linear lower bound. At a point in the step, a stage of layers i..e-1 takes at least sum a_l + d bytes
 without recomputation, and sum h_l + d with an option: a_l and h_l are the average bytes that layer l adds to a stage,
 and d is the least remainder of any stage in the tables. If single layers may be recomputed, there is one option, with
-h_l at most a_l minus the most bytes that recomputing layer l saves at this moment.
+h_l at most a_l minus the most bytes that recomputing layer l saves at this point in the step.
 
 Complexity: O(S L + K V M) rows and columns.
 """
@@ -80,7 +80,7 @@ class LinearProgram:
 
     Args:
         evaluator: Evaluator for this number of devices.
-        reference_cuts: Cuts at which the fullest moments are chosen, shape (S+1,).
+        reference_cuts: Cuts at which the fullest points in the step are chosen, shape (S+1,).
         scale_us: Approximate step time in microseconds.
     """
 
@@ -247,7 +247,7 @@ class LinearProgram:
         return RecomputeColumns(columns, rows)
 
     def _fullest(self, whole: Evaluator, device: int, reference_cuts: IntArray) -> list[int]:
-        """Return the moments at which a device holds most, if at most one of its stages has another choice."""
+        """Return the points in the step at which a device holds most, if at most one stage has another choice."""
         moments, chunks = whole.moments[device], whole.chunks[device]
         alive = np.empty((len(self.evaluator.allowed), len(chunks), len(moments)))
         for chunk, s in enumerate(chunks):
@@ -264,7 +264,7 @@ class LinearProgram:
         )
 
     def _least_bytes(self, whole: Evaluator, counts: FloatArray, recompute: RecomputeColumns, stage: int) -> Linear:
-        """Return a lower bound of the bytes of a stage at a moment with `counts` of each of `PARTS`."""
+        """Return a lower bound of the bytes of a stage at a point in the step with `counts` of each of `PARTS`."""
         tables, most_saved = whole.held_bytes(counts), np.full(self._L, -np.inf)
         kept_table = tables[0]
         if self.evaluator.case.policy == "layers":

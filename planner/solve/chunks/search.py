@@ -61,7 +61,7 @@ _LEAST_S = 0.01
 """Least time for a bound under a time limit, in seconds."""
 
 _ORDER, _MOMENTS = 3, 10
-"""Cost of computing the action order and the moments of a case, in simulated partitions."""
+"""Cost of computing the action order and the points in the step of a case, in simulated partitions."""
 
 _CELLS = 5
 """Table entries that take as long to compute as one simulated action."""

@@ -1,7 +1,7 @@
 """Choose the single layers of a stage to recompute, so that it fits its memory limit in the least time.
 
-The memory of the stage is checked at a few moments (`planner.core.cost.memory`). At each of them it is linear in the
-bytes that a micro-batch has saved after the last layer, and in a peak while a layer runs (`StageLayers`):
+The memory of the stage is checked at a few points in the step (`planner.core.cost.memory`). At each of them it is
+linear in the bytes that a micro-batch has saved after the last layer, and in a peak while a layer runs (`StageLayers`):
 
     fixed + weight · held + level <= limit      held: saved bytes; level: highest peak; weight: micro-batches in flight
 
@@ -74,7 +74,7 @@ def cheapest_layers(
         costs: Costs of the chain at the plan's micro-batch size.
         first: First layer.
         end: One past the last layer.
-        moments: Moments of the stage's device.
+        moments: Points in the step of the stage's device.
         limit_bytes: Memory limit without the reserve.
         most_labels: Labels kept per layer; the result may be inexact only if there are more.
 
@@ -91,7 +91,7 @@ def cheapest_layers(
 
 
 class Limit(NamedTuple):
-    """Memory limit of a stage at one moment: weight · held + level <= bytes."""
+    """Memory limit of a stage at one point in the step: weight · held + level <= bytes."""
 
     bytes: float
     weight: int
@@ -100,7 +100,7 @@ class Limit(NamedTuple):
 
     def room(self, level: FloatArray | float) -> FloatArray:
         """Return the most bytes that a micro-batch may have saved after the last layer; -inf if nothing fits."""
-        # No complete micro-batch is in flight at such a moment, for example with M = 1.
+        # No complete micro-batch is in flight at such a point in the step, for example with M = 1.
         if self.weight == 0:
             return np.where(np.less_equal(level, self.bytes), np.inf, -np.inf)
         room: FloatArray = np.floor(np.subtract(self.bytes, level) / self.weight)
@@ -114,7 +114,7 @@ def cheapest_within(
 
     Args:
         layers: Data of the stage's layers.
-        limits: Limits of the moments of its device.
+        limits: Limits of the points in the step of its device.
         times_us: Time to recompute each layer, shape (layers,).
         most_labels: Labels kept per layer, as for `cheapest_layers`.
     """

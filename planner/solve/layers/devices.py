@@ -2,9 +2,9 @@
 
 If all chunks are short, `subsets.py` has their useful subsets of layers, and all combinations of these are compared,
 unless there are too many. Otherwise the chunks are solved one after the other. With the other chunks fixed, the layers
-of one chunk are an exact problem with a limit for each moment of the device (`cheapest.py`):
+of one chunk are an exact problem with a limit for each point in the step of the device (`cheapest.py`):
 
-    fixed + weight * held + level <= limit - bytes of the other chunks at this moment
+    fixed + weight * held + level <= limit - bytes of the other chunks at this point in the step
 
 How the chunks share the limit depends on the start, so there are two: whole stages, as `--recompute auto` chooses them,
 and single layers, added one by one in the order of bytes saved per time until the device fits.
@@ -62,7 +62,7 @@ class _Option(NamedTuple):
     recompute_us: float
     """Recomputation time in a step."""
     bytes: FloatArray
-    """Memory at each moment of the device, shape (moments,)."""
+    """Memory at each point in the step of the device, shape (moments,)."""
 
 
 class DeviceSearch:
@@ -177,7 +177,7 @@ class _StageTables:
 
 
 class _Chunk:
-    """Stage on its device: its memory at the moments of the device, as a function of its recomputation."""
+    """Stage on its device: its memory at the points in the step of the device, as a function of its recomputation."""
 
     def __init__(self, stage: _StageTables, by_layers: ChunkByLayers, counts: FloatArray) -> None:
         self.stage = stage
@@ -186,7 +186,7 @@ class _Chunk:
         self.weights = counts @ by_layers.saved
         self.level = np.where(counts > 0, by_layers.level, -1).max(axis=1)
         self._by_layers, self._counts = by_layers, counts
-        # Some of `PARTS` are a maximum of two linear functions. At moments with such a part, both are limits.
+        # Some of `PARTS` are a maximum of two linear functions. At points with such a part, both are limits.
         is_flat = by_layers.least > by_layers.rest
         lines = [(self.weights, by_layers.rest)]
         if is_flat.any():
@@ -222,7 +222,7 @@ class _Chunk:
         return _Option(choice, recomputed, layers_us, self.stage.micro_batches * layers_us, held_bytes)
 
     def cheapest(self, room: FloatArray) -> _Option | None:
-        """Return the fastest recomputation with at most `room` bytes at each moment; None if there is none."""
+        """Return the fastest recomputation with at most `room` bytes at each point; None if there is none."""
         if self.options:
             able = (option for option in self.options if (option.bytes <= room).all())
             return min(able, key=lambda option: option.recompute_us, default=None)
@@ -240,7 +240,7 @@ class _Chunk:
         return option
 
     def _limits(self, room: FloatArray) -> list[Limit]:
-        """Return the limits of all moments; of limits with the same weight and peak, the tightest one."""
+        """Return the limits of all points in the step; of limits with the same weight and peak, the tightest one."""
         limits: dict[tuple[int, int], float] = {}
         for weights, fixed in self._lines:
             for weight, level, limit in zip(
@@ -306,7 +306,7 @@ def _start_by_stage(chunks: Sequence[_Chunk], limit: float) -> list[_Option]:
 
 
 def _start_by_layer(chunks: Sequence[_Chunk], limit: float) -> list[_Option]:
-    """Add the layer that saves most bytes per time at the fullest moment, until the device fits."""
+    """Add the layer that saves most bytes per time at the fullest point in the step, until the device fits."""
     options = [chunk.with_layers(()) for chunk in chunks]
     while True:
         held_bytes: FloatArray = np.sum([option.bytes for option in options], axis=0)

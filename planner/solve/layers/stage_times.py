@@ -50,7 +50,7 @@ class RecomputeTimes:
         Args:
             width: Layers of the longest stage.
             limit_bytes: Memory limit of the stages' device, without the reserve.
-            moments: Moments of that device.
+            moments: Points in the step of that device.
         """
         device = _DeviceKey(limit_bytes, moments.in_flight)
         table = self._tables.get(device)
@@ -73,7 +73,7 @@ class RecomputeTimes:
             first: First layer of the stage.
             end: One past its last layer.
             limit_bytes: Memory limit of its device, without the reserve.
-            moments: Moments of its device.
+            moments: Points in the step of its device.
         """
         device = _DeviceKey(limit_bytes, moments.in_flight)
         choices = self._exact.setdefault(device, {})
@@ -99,7 +99,7 @@ def least_recompute_us(
         costs: Costs of the chain.
         firsts: First layers of the stages, ascending.
         stop: The stages end with the layers `firsts[0]`..`stop - 1`.
-        moments: Moments of the stages' device.
+        moments: Points in the step of the stages' device.
         limit_bytes: Memory limit without the reserve.
 
     Returns:

@@ -1,7 +1,7 @@
 """Subsets of the layers of a short stage that may be worth recomputing: those that no other subset dominates.
 
 A subset dominates another if it takes no more time to recompute, saves no more bytes, and has no higher peak in any
-pass. It is then no worse at any moment of any device, so the comparison is needed only once per stage.
+pass. It is then no worse at any point in the step of any device, so the comparison is needed only once per stage.
 
 Complexity: O(2^n n) for n layers, and O(4^n) to compare the subsets.
 """
@@ -27,7 +27,7 @@ class Subsets(NamedTuple):
     saved: FloatArray
     """Bytes that a micro-batch saves, shape (N,)."""
     levels: FloatArray
-    """Peaks by position in `LayerPeaks`, then 0 for moments when no layer runs; shape (N, 4)."""
+    """Peaks by position in `LayerPeaks`, then 0 for points in the step when no layer runs; shape (N, 4)."""
 
     @classmethod
     def of(cls, layers: StageLayers, times_us: FloatArray) -> "Subsets":

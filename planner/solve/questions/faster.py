@@ -7,7 +7,7 @@ from planner.core.errors import PlannerError
 from planner.core.schedule import SCHEDULES, SEARCHED
 from planner.core.values.plan import Plan
 from planner.core.values.profile import Profile
-from planner.solve.request import Request, near
+from planner.solve.request import Request, fix_widths
 from planner.solve.search import MOST_WORK, plan_under, solve
 
 MOST_HINT_S: Final = 5.0
@@ -40,7 +40,7 @@ def faster_schedule(
         return None
     if profile.device.kind.startswith("tpu") or len(profile.layers) * inputs.devices > MOST_WORK:
         return None
-    every = replace(near(inputs, plan, profile), schedule="auto", chunks=0)
+    every = replace(fix_widths(inputs, plan, profile), schedule="auto", chunks=0)
     request = Request(
         inputs=every,
         micro_batches=micro_batches,

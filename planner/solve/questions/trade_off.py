@@ -9,7 +9,7 @@ from planner.core.values.profile import Profile
 from planner.solve.cases import cases_of
 from planner.solve.deadline import UNWATCHED, Watch
 from planner.solve.questions.insight import point_of
-from planner.solve.request import Request, near
+from planner.solve.request import Request, fix_widths
 from planner.solve.search import MOST_WORK, plan_under
 
 _ACTIONS: Final = 30_000
@@ -41,7 +41,7 @@ def trade_off_of(
     if len(profile.layers) * inputs.devices > MOST_WORK:
         return ()
     request = Request(
-        inputs=near(inputs, plan, profile),
+        inputs=fix_widths(inputs, plan, profile),
         micro_batches=micro_batches,
         actions=_ACTIONS,
         searches_on=False,

@@ -68,8 +68,8 @@ class Case:
     rules: Rules
     chunks: int = 1
     least_recompute_us: Callable[[int, float, Moments], FloatArray] | None = None
-    """Function of a width, a memory limit and the moments of a device. It returns lower bounds of the time to recompute
-    single layers, shape (L+1, width). None: stages are recomputed whole or not at all."""
+    """Function of a width, a memory limit and the points in a device's step. It returns lower bounds of the time to
+    recompute single layers, shape (L+1, width). None: stages are recomputed whole or not at all."""
     _memory: dict[tuple[int, int], MemoryTable] = field(default_factory=dict, repr=False, compare=False)
 
     def partition(self, cuts: Sequence[int] | IntArray, choices: Sequence[int] | IntArray, **more: Any) -> Partition:
@@ -177,7 +177,7 @@ class Case:
         return self.micro_batches * share_us
 
     def moments(self, level: int) -> Moments:
-        """Return the moments of a device with `level` later stages."""
+        """Return the points in the step of a device with `level` later stages."""
         return stage_moments(self.schedule, micro_batches=self.micro_batches, behind=level)
 
     def memory(self, width: int, level: int) -> MemoryTable:

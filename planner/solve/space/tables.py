@@ -40,7 +40,7 @@ class MemoryTable:
 
         Args:
             costs: Costs of the chain.
-            moments: Moments of the stage's device.
+            moments: Points in the step of the stage's device.
             width: Layers of the longest stage.
             policy: Recomputation policy.
         """

@@ -18,8 +18,8 @@ from tests.unit.show.samples import interleaved, plan, report, style
 WORDS = table(
     ["a", "bb"],
     column("name", "name", str),
-    column("size", "size in\nletters", len, "count", goes=2),
-    column("time", "time", lambda word: 1500.0 * len(word), "us", per="word", goes=1),
+    column("size", "size in\nletters", len, "count", drop=2),
+    column("time", "time", lambda word: 1500.0 * len(word), "us", per="word", drop=1),
 )
 
 

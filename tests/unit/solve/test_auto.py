@@ -226,6 +226,6 @@ def test_more_chunks_are_left_out_once_they_are_slower(monkeypatch: pytest.Monke
     tried = search._one_by_one(cases, request, second, upper_us=upper_us).answers
     assert [key.chunks for key in tried] == [2, 3]
     near = {search._Key.of(cases[2])}
-    best = search._one_by_one(cases, request, second, upper_us=upper_us, near=near).best
+    best = search._one_by_one(cases, request, second, upper_us=upper_us, promising=near).best
     assert best is not None
     assert best.case.chunks == 4

@@ -185,7 +185,7 @@ def test_a_watched_search_can_be_stopped_and_returns_the_best_plan_so_far() -> N
         assert 0 < least_us <= step_us
         found.append(step_us)
 
-    watch = Watch(is_stopped=lambda: len(found) >= 3, found=note)
+    watch = Watch(is_stopped=lambda: len(found) >= 3, on_plan=note)
     plan = solve(profile, Request(inputs=QUESTIONS["auto"], watch=watch))
     assert len(found) < 20
     assert plan.solver.status == "feasible"
