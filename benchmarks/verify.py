@@ -23,7 +23,7 @@ import torch
 
 import planner
 from planner.cli.main import run
-from planner.core.judge.verification import Compared, Verification
+from planner.core.judge.verification import ComparedFigure, Verification
 from planner.core.values.plan import Plan
 from planner.core.values.units import format_us
 from planner.device.machine import cpu_name
@@ -122,7 +122,7 @@ def _quietly(*arguments: str) -> None:
         sys.exit(code)
 
 
-def _one(found: Verification, what: str) -> Compared:
+def _one(found: Verification, what: str) -> ComparedFigure:
     return next(row for row in found.compared if row.what == what)
 
 

@@ -18,7 +18,7 @@ from planner.core.values.plan import Plan
 from planner.core.values.profile import Profile
 
 if TYPE_CHECKING:
-    from planner.emit import Written
+    from planner.emit import EmitResult
 
 
 @on_plan(EmitOptions)
@@ -46,7 +46,7 @@ def emit(plan: File | Plan, options: EmitOptions) -> tuple[Path, ...]:
 
 def written(
     plan: File | Plan, options: EmitOptions, *, tell: Callable[[Finding], None], say: Callable[[str], None]
-) -> "Written":
+) -> "EmitResult":
     """Write the files, after reporting the findings of `check`; raises like `emit`.
 
     Args:

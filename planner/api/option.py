@@ -10,7 +10,7 @@ from typing import Any, get_args, get_type_hints
 
 
 @dataclass(frozen=True, slots=True)
-class Recorded:
+class Conversion:
     """Conversion of a solver option to and from the field of `Inputs` with the option's name."""
 
     read: Callable[[str, Any], Any]
@@ -31,7 +31,7 @@ class Option:
     forms: str = ""
     """Names on the command line, if they differ from the keyword's name with dashes."""
     repeatable: bool = False
-    recorded: Recorded | None = None
+    recorded: Conversion | None = None
     """Conversion to the field in `Inputs`; None if no field depends on this option alone."""
 
 

@@ -20,7 +20,7 @@ from planner.core.values.plan import Plan
 from planner.core.values.profile import Profile
 from planner.core.values.sweep import Sweep
 from planner.core.values.units import parse_us, pluralize
-from planner.solve.deadline import Watch
+from planner.solve.deadline import SearchObserver
 
 if TYPE_CHECKING:
     from planner.solve.request import Request
@@ -191,7 +191,7 @@ def _with_details(profile: Profile, request: "Request", plan: Plan, options: Sol
 
     is_stopped = options.watch.is_stopped
     # The watch's `found` is for plans of the request itself.
-    request = replace(request, watch=Watch(is_stopped=is_stopped))
+    request = replace(request, watch=SearchObserver(is_stopped=is_stopped))
     if options.frontier and not is_stopped():
         points = frontier_of(profile, request, plan)
         schedules = trade_off_of(profile, plan, micro_batches=request.micro_batches, watch=request.watch)

@@ -106,7 +106,7 @@ class Console:
         return note
 
     @contextmanager
-    def latest(self, title: str) -> Iterator[Callable[[str], None]]:
+    def live_text(self, title: str) -> Iterator[Callable[[str], None]]:
         """Yield a function that shows its text and the time on a terminal, otherwise a line every ten seconds."""
         if self._quiet or not sys.stderr.isatty():
             note = self._noting(title)
@@ -144,7 +144,7 @@ def forget(stream: TextIO) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
-class Closed(io.TextIOBase):
+class ClosedStream(io.TextIOBase):
     """Standard stream that was closed before the start: writing raises an error."""
 
     def write(self, text: str, /) -> int:  # noqa: ARG002 - as in the base class

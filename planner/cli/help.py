@@ -48,7 +48,7 @@ class Commands(_AsTyped, TyperGroup):
                 formatter.write_dl(summaries)
 
 
-class Sectioned(_AsTyped, TyperCommand):
+class SectionedCommand(_AsTyped, TyperCommand):
     """Command whose `--help` has sections; typer itself supports them only in rich's boxes."""
 
     def format_options(self, ctx: Any, formatter: Any) -> None:

@@ -12,8 +12,8 @@ from typer.exceptions import TyperException
 
 from planner import __version__
 from planner.__main__ import main
-from planner.cli.console import Closed, Console, forget
-from planner.cli.help import Commands, Sectioned, misused
+from planner.cli.console import ClosedStream, Console, forget
+from planner.cli.help import Commands, SectionedCommand, misused
 from planner.core.errors import ExitCode, PlannerError
 
 __all__ = ["app_for", "main", "run"]  # `main` for scripts that an earlier version installed
@@ -83,7 +83,7 @@ def app_for(arguments: list[str]) -> typer.Typer:
     app.callback()(_options)
     for name in _needed(arguments[0]):
         python_name = name.replace("-", "_")
-        app.command(name, cls=Sectioned)(getattr(import_module(f"planner.cli.{python_name}"), python_name))
+        app.command(name, cls=SectionedCommand)(getattr(import_module(f"planner.cli.{python_name}"), python_name))
     return app
 
 
@@ -98,7 +98,7 @@ def run(arguments: list[str]) -> int:
     """Run one command line and return its exit code; print errors to stderr, with a traceback only for `--debug`."""
     console = Console()
     if sys.stdout is None:
-        sys.stdout = cast("TextIO", Closed())
+        sys.stdout = cast("TextIO", ClosedStream())
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # names may have characters that the terminal cannot show

@@ -50,7 +50,7 @@ def solve(
     from planner.core.judge.certainty import certainty_of, tight_findings
     from planner.show.terminal.plan import plan_text
     from planner.show.terminal.rendering import plain
-    from planner.solve.deadline import Watch
+    from planner.solve.deadline import SearchObserver
 
     console = Console(quiet=quiet)
     as_json = check_format(format_)
@@ -60,8 +60,8 @@ def solve(
     )
     paths = family_paths(output, () if options.devices is None else device_counts(options.devices))
     began_s = time.monotonic()
-    with console.latest("solving") as show, stopped_by_interrupt() as is_stopped:
-        watch = Watch(is_stopped=is_stopped, on_plan=_Best(show).update)
+    with console.live_text("solving") as show, stopped_by_interrupt() as is_stopped:
+        watch = SearchObserver(is_stopped=is_stopped, on_plan=_Best(show).update)
         plans = _plans(source, replace(options, watch=watch))
     plan = plans[0]
     if is_stopped():

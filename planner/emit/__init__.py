@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from planner import lazy_attributes
 
 if TYPE_CHECKING:
-    from planner.emit.engines import ENGINES, Written, check_engine, emit_engine, write_emitted
+    from planner.emit.engines import ENGINES, EmitResult, check_engine, emit_engine, write_emitted
     from planner.emit.layout import EngineFile
     from planner.emit.native import InputPaths, decisions_digest, emit_native
     from planner.emit.reading import SUFFIXES, read_balance_list
@@ -17,9 +17,9 @@ if TYPE_CHECKING:
 __all__ = [
     "ENGINES",
     "SUFFIXES",
+    "EmitResult",
     "EngineFile",
     "InputPaths",
-    "Written",
     "check_engine",
     "decisions_digest",
     "emit_engine",
@@ -32,7 +32,7 @@ __all__ = [
 __getattr__ = lazy_attributes(
     __name__,
     {
-        **dict.fromkeys(("ENGINES", "Written", "check_engine", "emit_engine", "write_emitted"), "engines"),
+        **dict.fromkeys(("ENGINES", "EmitResult", "check_engine", "emit_engine", "write_emitted"), "engines"),
         **dict.fromkeys(("InputPaths", "decisions_digest", "emit_native"), "native"),
         **dict.fromkeys(("SUFFIXES", "read_balance_list"), "reading"),
         "EngineFile": "layout",

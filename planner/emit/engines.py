@@ -61,7 +61,7 @@ def check_engine(engine: str, *, launch: str | None = None, has_smaller: bool = 
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Written:
+class EmitResult:
     """Result of writing a plan to a folder."""
 
     paths: tuple[Path, ...]
@@ -87,7 +87,7 @@ def write_emitted(
     nodes: Nodes | None = None,
     repeat_options: RepeatOptions = no_options,
     say: Callable[[str], None],
-) -> Written:
+) -> EmitResult:
     """Write the files that run `plan` in `engine` to a folder.
 
     Input files and the model's file are never overwritten, and edited files only with `force`.
@@ -124,7 +124,7 @@ def write_emitted(
         paths = tuple(Path(folder, name) for name in texts)
         files.check_outputs({str(path): str(path) for path in paths}, read)
         _write(dict(zip(paths, texts.values(), strict=True)), force=force)
-        return Written(paths=paths, notes=file.notes, use=file.use)
+        return EmitResult(paths=paths, notes=file.notes, use=file.use)
     where = {"folder": folder, "profile_folder": profile_folder}
     if engine == "native":
         emitted = emit_native(
@@ -139,7 +139,7 @@ def write_emitted(
     paths = emitted.paths(folder)
     files.check_outputs({str(path): str(path) for path in paths}, read)
     kept = not emitted.write(folder, force=force)
-    return Written(paths=paths, kept=kept, notes=emitted.notes, use=emitted.use)
+    return EmitResult(paths=paths, kept=kept, notes=emitted.notes, use=emitted.use)
 
 
 def emit_engine(name: str, plan: Plan, profile: Profile) -> EngineFile:

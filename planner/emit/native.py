@@ -9,7 +9,7 @@ from pathlib import Path
 
 from planner import __version__
 from planner.core.errors import UsageError
-from planner.core.values.balance import Balance, Planned, StageBalance, cuts_path, launch_line
+from planner.core.values.balance import Balance, RunPrediction, StageBalance, cuts_path, launch_line
 from planner.core.values.devices import training_kind
 from planner.core.values.plan import Inputs, Plan, Stage
 from planner.core.values.precision import precision_of
@@ -184,7 +184,7 @@ def emit_with(
     use: str,
     notes: tuple[str, ...] = (),
     smaller: tuple[int, ...] = (),
-    planned: Planned | None = None,
+    planned: RunPrediction | None = None,
     **more: int,
 ) -> Emitted:
     """Return the configuration of `emit_native`, and a script from a template.
@@ -253,7 +253,7 @@ def planned_of(
     repeat_options: RepeatOptions,
     profile_path: str,
     folder: str,
-) -> Planned:
+) -> RunPrediction:
     """Return the predictions of the plan at `path`, with paths relative to `folder`.
 
     Args:
@@ -269,7 +269,7 @@ def planned_of(
     """
     from_here = str(Path(folder, "balance.yaml"))
     where = {"plan": reference_path(path, from_here), "profile": reference_path(profile_path, from_here)}
-    return Planned(
+    return RunPrediction(
         step_us=plan.predicted.step_us,
         reserve_bytes=plan.inputs.reserve_bytes,
         device="" if training_kind(profile.device.kind) == profile.device.kind else profile.device.kind,

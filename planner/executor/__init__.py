@@ -6,7 +6,7 @@ with importing("train"):
     from planner.executor.build.building import check_buildable
     from planner.executor.build.loss_check import check_loss
     from planner.executor.checkpoints import Checkpoints
-    from planner.executor.equivalence.check import Checked, check_equivalence, reference_losses
+    from planner.executor.equivalence.check import EquivalenceResult, check_equivalence, reference_losses
     from planner.executor.keep.saved import latest_checkpoint
     from planner.executor.keep.weights import export_weights
     from planner.executor.measure.calibrate import executor_cost
@@ -18,8 +18,8 @@ with importing("train"):
 
 __all__ = [
     "Arguments",
-    "Checked",
     "Checkpoints",
+    "EquivalenceResult",
     "EvaluationResult",
     "Pipeline",
     "StepRecord",

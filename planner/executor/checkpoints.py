@@ -41,7 +41,7 @@ from planner.executor.keep.run_folder import RunFolder
 from planner.executor.keep.saved import NotWrittenError, commit, latest_checkpoint, partial_of, prune, saved_in
 from planner.executor.keep.stored import stored_name
 from planner.executor.keep.weights import begin_with_weights
-from planner.executor.keep.writing import RankState, Writing, WrittenFile
+from planner.executor.keep.writing import CheckpointWriter, RankState, WrittenFile
 from planner.executor.pipeline import Pipeline
 from planner.executor.read_checkpoint import ReadCheckpoint, read_checkpoint, restored
 from planner.executor.run.random_state import HostStates
@@ -94,7 +94,7 @@ class Checkpoints:
         self._is_checked = False
         self._failed: PlannerError | None = None
         self._is_end = False
-        self._pending: Writing | None = None
+        self._pending: CheckpointWriter | None = None
         pipeline.position.at("opening the checkpoints", waits_for=STORE)
         self._exchange = Exchange(pipeline.rank, dist.get_world_size())
         # Saved in a thread, from a copy in host memory. On the CPU the copy would take memory that the plan needs.
@@ -174,7 +174,7 @@ class Checkpoints:
         self._saved_step = step
         folder = partial_of(self._folder, step)
         index = self._index()
-        self._pending = Writing(
+        self._pending = CheckpointWriter(
             self._stored(),
             folder,
             exchange=self._exchange,

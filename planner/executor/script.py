@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from planner.core.errors import UsageError
-from planner.core.values.balance import Balance, Planned, solve_again
+from planner.core.values.balance import Balance, RunPrediction, solve_again
 from planner.core.values.devices import TORCH_KINDS
 from planner.core.values.run_report import RunReport
 from planner.core.values.units import format_bytes, format_speed, format_us, parse_us
@@ -207,7 +207,7 @@ def _finish(pipeline: Pipeline, options: Arguments, folder: Path) -> None:
         print(note, file=sys.stderr, flush=True)
 
 
-def _replan_commands(planned: Planned, folder: Path, report: str | None) -> tuple[str, str, str]:
+def _replan_commands(planned: RunPrediction, folder: Path, report: str | None) -> tuple[str, str, str]:
     """Return the commands that plan with what the run measured."""
     plan, profile = plan_paths(planned, folder)
     how = "this run measured" if report else "a run measures, after `--report run.json`"

@@ -42,7 +42,7 @@ from planner.model.precision import converted
 from planner.model.python_state import file_numbers, module_numbers
 from planner.model.reference_state import ReferenceState, initial_state, state_after_backward, state_after_update
 from planner.model.seeding import layer_seed, seed_host, seed_process
-from planner.model.shortened import Skipped, shortened
+from planner.model.shortened import SkippedModule, shortened
 
 _LOSS_SCALE = 2.0**16
 """Scale of the loss in the first step under `fp16-mixed`; it is halved after an overflow."""
@@ -72,7 +72,7 @@ class ReferenceOptions:
     """Start of each layer from the second on; None where no call of a module begins or ends there."""
     updates: bool = True
     """True if there is an optimizer; else only the gradients of one step are computed."""
-    skipped: tuple[Skipped, ...] = ()
+    skipped: tuple[SkippedModule, ...] = ()
     """Modules that are left out."""
     lean: bool = False
     """True if parameters get new random values, so that only those of layers that run take memory."""

@@ -25,7 +25,7 @@ _LONGEST_PERIOD = 8
 
 
 @dataclass(frozen=True, kw_only=True)
-class Skipped:
+class SkippedModule:
     """Module that returns its input."""
 
     path: str
@@ -59,10 +59,10 @@ def repeated_layers(keys: Sequence[Hashable]) -> list[int]:
     return dropped
 
 
-def skipped_modules(chain: Chain, layers: Sequence[int]) -> tuple[Skipped, ...] | None:
+def skipped_modules(chain: Chain, layers: Sequence[int]) -> tuple[SkippedModule, ...] | None:
     """Return the modules that must pass through their input to skip layers; None if any layer cannot be skipped."""
     if chain.outline is None:
-        return tuple(Skipped(path=chain.names[layer]) for layer in layers)
+        return tuple(SkippedModule(path=chain.names[layer]) for layer in layers)
     skipped = []
     for layer in layers:
         modules = chain.outline.modules[layer]
@@ -72,11 +72,11 @@ def skipped_modules(chain: Chain, layers: Sequence[int]) -> tuple[Skipped, ...] 
         kinds = [type(leaf) for leaf in calls[0].leaves]
         if kinds.count(Value) != 1 or not set(kinds) <= {Value, Constant, Passed}:
             return None
-        skipped.append(Skipped(path=modules[0], leaves=calls[0].leaves, nest=calls[0].nest))
+        skipped.append(SkippedModule(path=modules[0], leaves=calls[0].leaves, nest=calls[0].nest))
     return tuple(skipped)
 
 
-def shortened(loaded: LoadedModel, skipped: Sequence[Skipped], *, lean: bool = False) -> LoadedModel:
+def shortened(loaded: LoadedModel, skipped: Sequence[SkippedModule], *, lean: bool = False) -> LoadedModel:
     """Return the model without some of its layers; it is built whole first.
 
     Args:
@@ -94,7 +94,7 @@ def shortened(loaded: LoadedModel, skipped: Sequence[Skipped], *, lean: bool = F
     return replace(loaded, build=build, is_without_values=lean)
 
 
-def without_modules(model: nn.Module, skipped: Sequence[Skipped]) -> nn.Module:
+def without_modules(model: nn.Module, skipped: Sequence[SkippedModule]) -> nn.Module:
     """Make some modules of a model return their input, and drop their parameters, buffers and submodules."""
     for each in skipped:
         module = model.get_submodule(each.path)
@@ -105,7 +105,7 @@ def without_modules(model: nn.Module, skipped: Sequence[Skipped]) -> nn.Module:
     return model
 
 
-def _passing(skipped: Skipped) -> Callable[..., Any]:
+def _passing(skipped: SkippedModule) -> Callable[..., Any]:
     def forward(*args: Any, **kwargs: Any) -> Any:
         if skipped.nest is None:
             return args[0]

@@ -102,7 +102,7 @@ def collecting_layers(module: nn.Module) -> list[_BatchNorm]:
     return [norm for norm in norms if norm.training and norm.running_mean is not None]
 
 
-def collecting_bytes(module: nn.Module) -> int:
+def statistics_bytes(module: nn.Module) -> int:
     """Return the bytes held all through training to collect running statistics of the batch normalizations in `module`.
 
     For every channel these are a mean and a variance of the running micro-batch, in the precision of the running

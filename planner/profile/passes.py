@@ -117,14 +117,14 @@ def forward_of(
 
 
 @dataclass(frozen=True)
-class Idle:
+class IdleLayer:
     """Layer that computes nothing: its times are the overhead of timing layers one by one."""
 
     unit: Unit
     received: UnitInput
 
     @classmethod
-    def matching(cls, unit: Unit) -> "Idle":
+    def matching(cls, unit: Unit) -> "IdleLayer":
         """Return a layer that computes nothing, on the device and in the precision of `unit`."""
         values, spec = tree_flatten(torch.zeros(1, device=unit.device, requires_grad=True))
         nothing = replace(unit, name="nothing", module=nn.Identity(), loss_fn=None, digest="")
@@ -204,7 +204,7 @@ def time_once(timer: WholeTimer, unit: Unit, received: UnitInput) -> tuple[float
     return forward_us + input_us, backward_us
 
 
-def in_a_row(timer: WholeTimer, layers: Sequence[tuple[Unit, UnitInput]], idle: Idle) -> list[tuple[float, float]]:
+def in_a_row(timer: WholeTimer, layers: Sequence[tuple[Unit, UnitInput]], idle: IdleLayer) -> list[tuple[float, float]]:
     """Return both times of neighbors: all their forwards, then all their backwards, as in a stage.
 
     Args:

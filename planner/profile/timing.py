@@ -21,7 +21,7 @@ from planner.device.clock import Clock, typical_us
 from planner.device.machine import CACHE_BYTES
 from planner.model.batch_norm import BatchStatistics, deferring
 from planner.model.split_backward import SplitBackward
-from planner.profile.passes import Idle, SplitTimer, WholeTimer, forward_of, give_gradients, in_a_row, is_large
+from planner.profile.passes import IdleLayer, SplitTimer, WholeTimer, forward_of, give_gradients, in_a_row, is_large
 from planner.profile.units import Key, Unit, UnitInput
 
 _WARM_UPS = 2
@@ -83,7 +83,7 @@ def measure_times(
         if not is_large(unit):
             give_gradients(unit)
     kinds = {digest: cycle(alike) for digest, alike in equal.items()}
-    idle = Idle.matching(units[0])
+    idle = IdleLayer.matching(units[0])
     split = SplitBackward()
     with _no_collection(), units[0].keeping_casts(), split.keeping_casts():
         whole_timer = WholeTimer(clock=clock, statistics=statistics)

@@ -14,7 +14,7 @@ class OutOfTimeError(Exception):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Watch:
+class SearchObserver:
     """Observer of a search."""
 
     is_stopped: Callable[[], bool] = lambda: False
@@ -23,7 +23,7 @@ class Watch:
     """Called with the step time and schedule of a plan that was found, and a lower bound of all plans."""
 
 
-UNWATCHED: Final = Watch()
+UNWATCHED: Final = SearchObserver()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,10 +39,10 @@ class Deadline:
     """Lower bound at which a search stops to improve its bound: the cases of other schedules have no higher one."""
     least_us: float = 0.0
     """Lower bound of all plans of the request, for `watch`."""
-    watch: Watch = UNWATCHED
+    watch: SearchObserver = UNWATCHED
 
     @classmethod
-    def after(cls, limit_s: float | None, watch: Watch = UNWATCHED) -> "Deadline":
+    def after(cls, limit_s: float | None, watch: SearchObserver = UNWATCHED) -> "Deadline":
         """Return the deadline `limit_s` seconds from now, or when `watch` stops the search; None for no limit."""
         return cls(ends_s=inf if limit_s is None else time.monotonic() + limit_s, watch=watch)
 

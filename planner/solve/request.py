@@ -6,7 +6,7 @@ from typing import Final, Literal
 from planner.core.schedule import GIVEN, ListedSchedule, Schedule, schedule_of, schedules_for
 from planner.core.values.plan import Inputs, Plan
 from planner.core.values.profile import Profile
-from planner.solve.deadline import UNWATCHED, Watch
+from planner.solve.deadline import UNWATCHED, SearchObserver
 
 MOST_ACTIONS_OF_AUTO: Final = 400_000
 """Actions to simulate per schedule in the first pass of an open schedule: about a second."""
@@ -40,7 +40,7 @@ class Request:
     several chunks for some more seconds. Callers that solve many requests switch it off."""
     lists: ListedSchedule | None = None
     """Schedule with given action orders; then `inputs.schedule` is `given`."""
-    watch: Watch = field(default=UNWATCHED, compare=False)
+    watch: SearchObserver = field(default=UNWATCHED, compare=False)
     """Observer of the search, which may stop it."""
     solver: Solver = "auto"
     """Solver: `auto` and `dp` use the dynamic program, `milp` the integer program."""

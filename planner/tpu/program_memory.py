@@ -37,7 +37,7 @@ from planner.core.schedule import GPIPE
 from planner.core.values.plan import Recompute, StageMemory
 from planner.core.values.profile import ArrayKind
 from planner.tpu.places import shared_slots
-from planner.tpu.stage_memory import Looped, ProgramArrays, Programs
+from planner.tpu.stage_memory import LoopMemory, ProgramArrays, Programs
 
 _GAPS = 1.1
 """Memory of a forward or backward, relative to the sum of its layers."""
@@ -178,7 +178,7 @@ def _program_parts(
 ) -> _ProgramParts:
     s, _ = one_stage(costs, first, end, micro_batches=micro_batches, recompute=recompute, recomputed=recomputed)
     assert isinstance(costs.law, Programs)
-    assert isinstance(s.law, Looped)
+    assert isinstance(s.law, LoopMemory)
     programs, stage, keeps = costs.law, slice(first, end), recompute in _KEEPING
     nothing = np.zeros_like(s.saved)
     kept = s.saved if keeps else nothing

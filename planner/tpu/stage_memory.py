@@ -59,10 +59,10 @@ class Programs:
     arrays: tuple[ProgramArrays, ...]
     """Arrays of each layer at the nearest profiled size; empty if the profile does not list them."""
 
-    def in_stages(self, window: Window, micro_batches: int) -> "Looped":
+    def in_stages(self, window: Window, micro_batches: int) -> "LoopMemory":
         """Return the bytes of the stages of a window."""
         carried_before = sums_before(self.carried)[window.firsts][:, None]
-        return Looped(
+        return LoopMemory(
             straight=window.highest(self.level[window.columns]) - carried_before,
             narrowed=window.sums(self.narrowed) + micro_batches * window.sums(self.narrowed_input),
             padding=window.sums(self.padding) + window.sums(self.laid_out),
@@ -71,7 +71,7 @@ class Programs:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Looped:
+class LoopMemory:
     """Bytes of stages that are compiled as one executable each, in addition to those in `Stages`."""
 
     straight: FloatArray

@@ -36,7 +36,7 @@ from planner.tpu.optimizers import OptimizerRule, rule_of
 from planner.tpu.pipeline import JaxPipeline
 from planner.tpu.programs import compiled, options_for
 from planner.tpu.stage import StageInput
-from planner.tpu.training import CompiledMemory, JaxArguments, fitting
+from planner.tpu.training import CompiledMemory, JaxArguments, fit_report
 
 
 class TrainingState(NamedTuple):
@@ -189,7 +189,7 @@ class JaxTraining:
         except OutOfMemoryError as error:
             print(f"predicted: {format_bytes(predicted_bytes)}\ndoes not fit: {error}", flush=True)
             return ExitCode.NO
-        text, code = fitting(needed, predicted_bytes, plan_bytes=plan_bytes, chip=accelerator(f"tpu:{self._chip}"))
+        text, code = fit_report(needed, predicted_bytes, plan_bytes=plan_bytes, chip=accelerator(f"tpu:{self._chip}"))
         print(text, flush=True)
         return code
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from planner.tpu.trainer import JaxTraining
 
-__all__ = ["CompiledMemory", "JaxArguments", "fitting", "jax_arguments", "jax_training"]
+__all__ = ["CompiledMemory", "JaxArguments", "fit_report", "jax_arguments", "jax_training"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +45,7 @@ class CompiledMemory(NamedTuple):
     temporary: int
 
 
-def fitting(
+def fit_report(
     needed: CompiledMemory, predicted_bytes: int, *, plan_bytes: int, chip: Accelerator
 ) -> tuple[str, ExitCode]:
     """Compare the memory of a compiled program with the plan's memory limit and the chip.

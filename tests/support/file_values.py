@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from planner.core.values.balance import Balance, Planned, StageBalance
+from planner.core.values.balance import Balance, RunPrediction, StageBalance
 from planner.core.values.calibration import Calibration
 from planner.core.values.cluster import ExecutorCost, Link
 from planner.core.values.links import Links, MeasuredLink
@@ -359,7 +359,7 @@ def full_balance() -> Balance:
             StageBalance(index=1, recompute="except-last", layers=("h.1", "h.2")),
         ),
         smaller=(1,),
-        planned=Planned(
+        planned=RunPrediction(
             step_us=123.4,
             reserve_bytes=7,
             plan="../plan.yaml",

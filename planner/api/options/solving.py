@@ -5,14 +5,14 @@ from dataclasses import dataclass, fields, replace
 from typing import Annotated, Any, Final, get_args
 
 from planner.api import texts
-from planner.api.option import Option, Recorded, ignore, keywords_of
+from planner.api.option import Conversion, Option, ignore, keywords_of
 from planner.api.texts import File, Numbers, Progress, Sizes
 from planner.core.schedule import SCHEDULE_CHOICES
 from planner.core.values.calibration import Calibration
 from planner.core.values.cluster import Link
 from planner.core.values.plan import DEFAULT_SCHEDULE, Inputs, RecomputePolicy
 from planner.core.values.units import count_option
-from planner.solve.deadline import UNWATCHED, Watch
+from planner.solve.deadline import UNWATCHED, SearchObserver
 
 _DEVICES: Final = "Devices"
 _LINKS: Final = "Links and overhead"
@@ -21,12 +21,12 @@ _CUTS: Final = "Cuts"
 _SEARCH: Final = "Search"
 _RUN: Final = "Training run"
 
-_FLAG: Final = Recorded(lambda _, value: value, lambda _: "")
-_COUNT_OR_AUTO: Final = Recorded(texts.count_or_auto, lambda count: str(count or "auto"))
-_LINK: Final = Recorded(lambda option, value: None if value is None else texts.link(value, option), texts.link_text)
-_COUNT: Final = Recorded(texts.count, count_option)
-_PRICE: Final = Recorded(texts.price, texts.decimal)
-_GROUPS: Final = Recorded(lambda option, value: tuple(texts.names(option, each) for each in value or ()), ",".join)
+_FLAG: Final = Conversion(lambda _, value: value, lambda _: "")
+_COUNT_OR_AUTO: Final = Conversion(texts.count_or_auto, lambda count: str(count or "auto"))
+_LINK: Final = Conversion(lambda option, value: None if value is None else texts.link(value, option), texts.link_text)
+_COUNT: Final = Conversion(texts.count, count_option)
+_PRICE: Final = Conversion(texts.price, texts.decimal)
+_GROUPS: Final = Conversion(lambda option, value: tuple(texts.names(option, each) for each in value or ()), ",".join)
 
 _ORDER: Final = f"Schedule: {', '.join(SCHEDULE_CHOICES)}."
 
@@ -77,7 +77,8 @@ class SolverOptions:
     ] = None
     micro_batches: Annotated[str | int, Option("auto|M", "Number of micro-batches.", _BATCH)] = "auto"
     min_micro_batch: Annotated[
-        int, Option("N", "Smallest micro-batch size, for batch normalization.", _BATCH, recorded=Recorded(texts.one))
+        int,
+        Option("N", "Smallest micro-batch size, for batch normalization.", _BATCH, recorded=Conversion(texts.one)),
     ] = 1
     schedule: Annotated[
         str | File,
@@ -146,7 +147,7 @@ class SolveOptions(SolverOptions):
     ] = False
     output: Annotated[File | None, "File of the plan."] = None
     note: Annotated[Callable[[str], None], "Called with assumed defaults."] = ignore
-    watch: Annotated[Watch, "Observer of the search, which may stop it."] = UNWATCHED
+    watch: Annotated[SearchObserver, "Observer of the search, which may stop it."] = UNWATCHED
 
 
 _SOLVER_OPTIONS: Final = {keyword.name: keyword.option for keyword in keywords_of(SolverOptions)}

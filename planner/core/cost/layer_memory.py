@@ -31,7 +31,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from planner.core.cost.chain_costs import ChainCosts, sums_before
-from planner.core.cost.passing import Passing
+from planner.core.cost.passing import RelayedTensors
 from planner.core.cost.waiting import Backward, waiting_in
 
 FloatArray = NDArray[np.float64]
@@ -219,7 +219,7 @@ def least_levels(costs: ChainCosts, firsts: NDArray[np.int64], span: slice) -> t
     np.add.at(into, costs.storages.until + 1, -unkept)
     into = np.cumsum(into)
     layers = np.arange(costs.num_layers)[span]
-    passing = Passing(costs, firsts, layers)
+    passing = RelayedTensors(costs, firsts, layers)
     copied = np.rint(costs.boundaries.copied_input)
     first, layer = firsts[:, None], layers[None, :]
     before = sums_before(kept)
@@ -258,7 +258,7 @@ def least_levels(costs: ChainCosts, firsts: NDArray[np.int64], span: slice) -> t
 
 
 def _peaks(costs: ChainCosts, first: int, end: int, copied: FloatArray, own_copy: FloatArray) -> LayerPeaks:
-    stage, passing = slice(first, end), Passing(costs, np.array([first]), np.arange(first, end))
+    stage, passing = slice(first, end), RelayedTensors(costs, np.array([first]), np.arange(first, end))
     # The gradient of what passes by is the engine's own; of the last layer's output, it is not among its peaks.
     gone_by = float(passing.all[0, -1])
     counted_twice = np.zeros((2, end - first)) + passing.gradients(np.array([end - 1]))[:, 0]

@@ -18,7 +18,7 @@ FloatArray = NDArray[np.float64]
 IntArray = NDArray[np.int64]
 
 
-class Passing:
+class RelayedTensors:
     """Whole bytes that stages receive and send on, for every first layer (rows) and last layer (columns).
 
     Arrays have that shape or broadcast to it. Tensors that a stage sends on are those that it receives and sends
@@ -139,8 +139,8 @@ class Passing:
         return rows
 
 
-class NothingPassing:
-    """Replacement for `Passing` in chains that `is_simple`: no stage receives tensors only to send them on.
+class NothingRelayed:
+    """Replacement for `RelayedTensors` in chains that `is_simple`: no stage receives tensors only to send them on.
 
     Args:
         first: First layers, shape (rows, 1).
@@ -158,7 +158,7 @@ class NothingPassing:
     def highest_backward(
         self, tops: FloatArray, end_twice: FloatArray, _backward: Backward | None = None
     ) -> FloatArray:
-        """Return the highest level among the backwards of a stage's layers; see `Passing.highest_backward`."""
+        """Return the highest level among the backwards of a stage's layers; see `RelayedTensors.highest_backward`."""
         highest = np.maximum.accumulate(np.where(self._inside, tops, -np.inf), axis=1)
         before_end = np.concatenate([np.full((len(highest), 1), -np.inf), highest[:, :-1]], axis=1)
         return np.where(self._inside, np.maximum(before_end, tops - end_twice), 0.0)

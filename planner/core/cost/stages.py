@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from planner.core.cost.chain_costs import ALWAYS, ChainCosts, StageLaw, bytes_field, sums_before
 from planner.core.cost.layer_memory import ManyLevels, StageLevels, cast_gradient_peaks, recomputed_levels
-from planner.core.cost.passing import NothingPassing, Passing
+from planner.core.cost.passing import NothingRelayed, RelayedTensors
 from planner.core.cost.waiting import Backward
 from planner.core.cost.weight_backward import weight_peaks
 from planner.core.values.plan import Item
@@ -197,15 +197,15 @@ class Window:
         self.costs = costs
         self.firsts = firsts
         self.first = firsts[:, None]
-        self.passing: Passing | NothingPassing
+        self.passing: RelayedTensors | NothingRelayed
         if isinstance(columns, int):
             self.last = np.minimum(self.first + np.arange(columns), costs.num_layers - 1)
             self.columns = self.last
-            self.passing = NothingPassing(self.first, self.last)
+            self.passing = NothingRelayed(self.first, self.last)
         else:
             self.columns = np.arange(costs.num_layers)[columns]
             self.last = self.columns[None, :]
-            self.passing = Passing(costs, firsts, self.columns)
+            self.passing = RelayedTensors(costs, firsts, self.columns)
         self.saved_before = sums_before(costs.levels.saved)[firsts][:, None]
 
     def stages(self, micro_batches: int) -> Stages:
@@ -287,7 +287,7 @@ class Window:
             # Gradients of shared parameters wait in W, not in I.
             return self._highest_backward(level, level - end_level) + above
 
-        assert isinstance(self.passing, Passing)
+        assert isinstance(self.passing, RelayedTensors)
         first_weight, weight = weight_peaks(costs, self.passing, self.firsts, self.columns)
         return InHalves(
             held=held,

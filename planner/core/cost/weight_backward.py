@@ -17,14 +17,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from planner.core.cost.chain_costs import ChainCosts, sums_before
-from planner.core.cost.passing import Passing
+from planner.core.cost.passing import RelayedTensors
 
 FloatArray = NDArray[np.float64]
 IntArray = NDArray[np.int64]
 
 
 def weight_peaks(
-    costs: ChainCosts, passing: Passing, firsts: IntArray, layers: IntArray
+    costs: ChainCosts, passing: RelayedTensors, firsts: IntArray, layers: IntArray
 ) -> tuple[FloatArray, FloatArray]:
     """Return the highest level in the first W, including its gradients, and in a later W, from exact records.
 
@@ -83,7 +83,7 @@ def weight_levels(costs: ChainCosts) -> WeightLevels:
 
 
 def _highest(
-    passing: Passing, levels: FloatArray, later_bytes: FloatArray, layers: IntArray, *, is_first: bool
+    passing: RelayedTensors, levels: FloatArray, later_bytes: FloatArray, layers: IntArray, *, is_first: bool
 ) -> FloatArray:
     """Return the highest of `levels`, minus what `later_bytes` counts for layers after each stage's end."""
     highest = passing.highest_weight_backward(levels[layers], "first" if is_first else "later")

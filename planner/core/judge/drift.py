@@ -7,7 +7,7 @@ from typing import Final
 from planner.core.judge.calibration import timed_steps_us
 from planner.core.judge.verification import (
     DEFAULT_TOLERANCE,
-    Compared,
+    ComparedFigure,
     Tolerance,
     disturbance,
     judged,
@@ -22,7 +22,7 @@ ENOUGH_STEPS: Final = 10
 """Least number of steps after the warm-up for a comparison; `verify` measures as many."""
 
 
-def drift_of(balance: Balance, report: RunReport, *, are_times_judged: bool) -> tuple[Compared, ...]:
+def drift_of(balance: Balance, report: RunReport, *, are_times_judged: bool) -> tuple[ComparedFigure, ...]:
     """Return the step time and device peaks that deviate from the plan by more than `verify` allows by default.
 
     A run that is too short, on another kind of device, or with other mini-batches than planned is not compared.
@@ -41,7 +41,7 @@ def drift_of(balance: Balance, report: RunReport, *, are_times_judged: bool) -> 
         return ()
     if report.device.kind != (planned.device or balance.device):
         return ()
-    step = Compared(what="step_us", predicted=planned.step_us, measured=median(steps_us))
+    step = ComparedFigure(what="step_us", predicted=planned.step_us, measured=median(steps_us))
     peaks = peaks_of(list(zip(balance.by_device(), balance.peak_bytes, strict=True)), report)
     # Hand-written layers may have no times.
     are_times_judged = are_times_judged and planned.step_us > 0 and not disturbance(report)
@@ -49,7 +49,7 @@ def drift_of(balance: Balance, report: RunReport, *, are_times_judged: bool) -> 
     return tuple(row for row in rows if row.agrees is False)
 
 
-def drift_text(drift: Sequence[Compared], tolerance: Tolerance = DEFAULT_TOLERANCE) -> str:
+def drift_text(drift: Sequence[ComparedFigure], tolerance: Tolerance = DEFAULT_TOLERANCE) -> str:
     """Return a sentence with the step time and the largest deviation of a peak."""
     said = []
     for row in drift:
@@ -68,9 +68,9 @@ def drift_text(drift: Sequence[Compared], tolerance: Tolerance = DEFAULT_TOLERAN
     return f"not as planned: {'; '.join(said)}"
 
 
-def _off(row: Compared) -> str:
+def _off(row: ComparedFigure) -> str:
     return f"{_share(row):+.1%}"
 
 
-def _share(row: Compared) -> float:
+def _share(row: ComparedFigure) -> float:
     return row.measured / row.predicted - 1 if row.predicted else 0.0

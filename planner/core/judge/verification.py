@@ -45,7 +45,7 @@ DEFAULT_TOLERANCE: Final = Tolerance(step=0.1, memory_below=0.01, memory_above=0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Compared:
+class ComparedFigure:
     """One figure, predicted and measured."""
 
     what: Quantity
@@ -64,7 +64,7 @@ class Verification:
     schema: Literal["gpipe-plan/verify/v1"] = "gpipe-plan/verify/v1"
     agrees: bool
     """True if every judged value is within its tolerance."""
-    compared: tuple[Compared, ...]
+    compared: tuple[ComparedFigure, ...]
     tolerance: Tolerance
     notes: tuple[str, ...]
     proof: Proof | None = None
@@ -117,7 +117,7 @@ def verification_of(
     )
 
 
-def compared_of(plan: Plan, report: RunReport) -> tuple[Compared, ...]:
+def compared_of(plan: Plan, report: RunReport) -> tuple[ComparedFigure, ...]:
     """Return predicted and measured values without verdicts: step, bubble, stage times, device peaks.
 
     Over replicas, the slowest times and the highest peaks count. If a run has fewer stages, only these are compared.
@@ -170,7 +170,7 @@ def other_samples(report: RunReport) -> float | None:
     return None if isclose(samples, report.batch, rel_tol=0.02, abs_tol=0.05 * median(steps_s)) else samples
 
 
-def peaks_of(devices: Sequence[tuple[Sequence[int], int]], report: RunReport) -> Iterator[Compared]:
+def peaks_of(devices: Sequence[tuple[Sequence[int], int]], report: RunReport) -> Iterator[ComparedFigure]:
     """Yield the highest measured peak and the predicted peak of every device, in bytes.
 
     Args:
@@ -182,10 +182,10 @@ def peaks_of(devices: Sequence[tuple[Sequence[int], int]], report: RunReport) ->
         # All chunks of a device share its allocator.
         peaks = [runs[stage].peak_bytes for stage in stages if stage in runs]
         if peaks:
-            yield Compared(what="peak_bytes", index=device, predicted=need, measured=max(peaks))
+            yield ComparedFigure(what="peak_bytes", index=device, predicted=need, measured=max(peaks))
 
 
-def judged(row: Compared, tolerance: Tolerance, *, are_times_judged: bool) -> Compared:
+def judged(row: ComparedFigure, tolerance: Tolerance, *, are_times_judged: bool) -> ComparedFigure:
     """Return a compared value with its verdict; only step time and peaks are judged.
 
     Args:
@@ -203,23 +203,27 @@ def judged(row: Compared, tolerance: Tolerance, *, are_times_judged: bool) -> Co
     return row
 
 
-def _times(plan: Plan, report: RunReport) -> Iterator[Compared]:
+def _times(plan: Plan, report: RunReport) -> Iterator[ComparedFigure]:
     predicted, steps_us = plan.predicted, timed_steps_us(report)
-    yield Compared(what="step_us", predicted=predicted.step_us, measured=median(steps_us) if steps_us else 0.0)
+    yield ComparedFigure(what="step_us", predicted=predicted.step_us, measured=median(steps_us) if steps_us else 0.0)
     if report.bubble is not None:
-        yield Compared(what="bubble", predicted=predicted.bubble, measured=report.bubble)
+        yield ComparedFigure(what="bubble", predicted=predicted.bubble, measured=report.bubble)
     pairs = list(zip(plan.stages, stage_runs(report), strict=False))
     for stage, run in pairs:
-        yield Compared(what="forward_us", index=stage.index, predicted=stage.forward_us, measured=run.forward_us)
+        yield ComparedFigure(what="forward_us", index=stage.index, predicted=stage.forward_us, measured=run.forward_us)
     for stage, run in pairs:
-        yield Compared(what="backward_us", index=stage.index, predicted=stage.backward_us, measured=run.backward_us)
+        yield ComparedFigure(
+            what="backward_us", index=stage.index, predicted=stage.backward_us, measured=run.backward_us
+        )
     if not any(stage.backward_weight_us and run.backward_weight_us for stage, run in pairs):
         return
     for stage, run in pairs:
         input_us = stage.backward_us - stage.backward_weight_us
-        yield Compared(what="backward_input_us", index=stage.index, predicted=input_us, measured=run.backward_input_us)
+        yield ComparedFigure(
+            what="backward_input_us", index=stage.index, predicted=input_us, measured=run.backward_input_us
+        )
     for stage, run in pairs:
         weight_us = stage.backward_weight_us
-        yield Compared(
+        yield ComparedFigure(
             what="backward_weight_us", index=stage.index, predicted=weight_us, measured=run.backward_weight_us
         )

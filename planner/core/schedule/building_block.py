@@ -39,7 +39,7 @@ _Message = tuple[Flow | None, int, int]
 """Direction, stage and micro-batch of a message between stages."""
 
 
-class Block(NamedTuple):
+class BuildingBlock(NamedTuple):
     """Times at which a device processes the first micro-batch, in units."""
 
     forward_down: int
@@ -62,7 +62,7 @@ class FromBlock(Schedule):
     splits_backward = True
 
     @abstractmethod
-    def block(self, device: int, num_devices: int) -> Block:
+    def block(self, device: int, num_devices: int) -> BuildingBlock:
         """Return the device's part of the building block."""
 
     @abstractmethod
@@ -76,7 +76,7 @@ class FromBlock(Schedule):
 
 
 @lru_cache(maxsize=8)
-def _lists_of(blocks: tuple[Block, ...], micro_batches: int, most_held: int) -> tuple[tuple[Action, ...], ...]:
+def _lists_of(blocks: tuple[BuildingBlock, ...], micro_batches: int, most_held: int) -> tuple[tuple[Action, ...], ...]:
     """Return the actions of every device, in O(K^2 M) steps.
 
     Args:
@@ -93,7 +93,7 @@ def _lists_of(blocks: tuple[Block, ...], micro_batches: int, most_held: int) -> 
     return _run([[row[unit] for unit in sorted(row)] for row in squeezed])
 
 
-def _repeated(block: Block, down: int, up: int, micro_batches: int) -> _Slots:
+def _repeated(block: BuildingBlock, down: int, up: int, micro_batches: int) -> _Slots:
     """Return M copies of the block, one period apart, with each W in the first free unit after its I."""
     slots: _Slots = {}
     for i in range(micro_batches):

@@ -8,7 +8,7 @@ A micro-batch takes two units from device to device down the V, and one unit up 
 it stays with a device's first stage, the shorter it stays with the second. All devices need the same memory.
 """
 
-from planner.core.schedule.building_block import Block, FromBlock
+from planner.core.schedule.building_block import BuildingBlock, FromBlock
 
 
 class VHalf(FromBlock):
@@ -17,11 +17,11 @@ class VHalf(FromBlock):
     name = "v-half"
     title = "V-Half"
 
-    def block(self, device: int, num_devices: int) -> Block:
+    def block(self, device: int, num_devices: int) -> BuildingBlock:
         """Return the offsets of the paper."""
         # If K is even, gradients come three units later; otherwise they would collide with forwards on the device.
         late = 0 if num_devices % 2 else 3
-        return Block(
+        return BuildingBlock(
             forward_down=2 * device,
             forward_up=3 * num_devices - device - 2,
             backward_up=3 * num_devices + late + 2 * device - 1,

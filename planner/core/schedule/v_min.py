@@ -9,7 +9,7 @@ Micro-batches and gradients pass down and up the V without a pause, so that devi
 If F, I and W differ in length, devices wait for each other at every micro-batch.
 """
 
-from planner.core.schedule.building_block import Block, FromBlock
+from planner.core.schedule.building_block import BuildingBlock, FromBlock
 
 
 class VMin(FromBlock):
@@ -18,12 +18,12 @@ class VMin(FromBlock):
     name = "v-min"
     title = "V-Min"
 
-    def block(self, device: int, num_devices: int) -> Block:
+    def block(self, device: int, num_devices: int) -> BuildingBlock:
         """Return the offsets of the paper."""
         # If K is a multiple of 3, gradients come two units later; otherwise they would collide with forwards of other
         # micro-batches on the device.
         late = 0 if num_devices % 3 else 2
-        return Block(
+        return BuildingBlock(
             forward_down=device,
             forward_up=2 * num_devices - device - 1,
             backward_up=2 * num_devices + late + device,

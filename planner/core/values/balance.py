@@ -30,7 +30,7 @@ class StageBalance:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Planned:
+class RunPrediction:
     """Predictions for a run, and how to replan. Paths are relative to the folder of this file."""
 
     step_us: float
@@ -78,7 +78,7 @@ class Balance:
     """Actions of each device of a pipeline in order, if the schedule was made for the plan."""
     smaller: tuple[int, ...] = ()
     """Numbers of processes, most first, that have a file with other cuts of the same model: see `cuts_path`."""
-    planned: Planned | None = None
+    planned: RunPrediction | None = None
     """Predictions that are compared with the run at its end."""
 
     @property
@@ -166,7 +166,7 @@ def solve_again(
 
     Args:
         profile: Path of the profile.
-        options: Options of `solve`, as in `Planned.solve`.
+        options: Options of `solve`, as in `RunPrediction.solve`.
         calibration: Path of a calibration to plan with, if any.
         plan: Path of the plan.
 

@@ -12,7 +12,7 @@ _CHIPS: Final = {"a100-40gb": "A100", "a100-80gb": "A100", "h100": "H100", "h200
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sustained:
+class SustainedRate:
     """Rate of a GPU in half precision over whole steps, communication between GPUs included."""
 
     chip: str
@@ -24,16 +24,16 @@ class Sustained:
 
 
 SUSTAINED: Final = (
-    Sustained(chip="A100", flops_per_s=174e12, errors="many runs"),
-    Sustained(chip="H100", flops_per_s=417e12, errors="few runs"),
-    Sustained(chip="H100", experts=True, flops_per_s=307e12, errors="few runs"),
-    Sustained(chip="GB200", flops_per_s=573e12, errors="few runs"),
-    Sustained(chip="GB200", experts=True, flops_per_s=919e12, errors="few runs"),
+    SustainedRate(chip="A100", flops_per_s=174e12, errors="many runs"),
+    SustainedRate(chip="H100", flops_per_s=417e12, errors="few runs"),
+    SustainedRate(chip="H100", experts=True, flops_per_s=307e12, errors="few runs"),
+    SustainedRate(chip="GB200", flops_per_s=573e12, errors="few runs"),
+    SustainedRate(chip="GB200", experts=True, flops_per_s=919e12, errors="few runs"),
 )
 """Rates by kind of run; other precisions and chips have no published runs here."""
 
 
-def sustained_rate(name: str, *, experts: bool = False) -> Sustained | None:
+def sustained_rate(name: str, *, experts: bool = False) -> SustainedRate | None:
     """Return the rate that runs on an accelerator sustained; None without runs.
 
     Args:

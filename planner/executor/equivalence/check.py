@@ -42,7 +42,7 @@ class _Attempt(NamedTuple):
 _ATTEMPTS = (_Attempt(1, True), _Attempt(2, True), _Attempt(1, False), _Attempt(2, False))
 
 
-class Checked(NamedTuple):
+class EquivalenceResult(NamedTuple):
     """Result of the check."""
 
     loaded: LoadedModel
@@ -59,7 +59,7 @@ def check_equivalence(
     digests: Digests = lambda _chain, _loaded: (),
     ends: Sequence[int] | None = None,
     progress: Callable[[str], None] = lambda _text: None,
-) -> Checked:
+) -> EquivalenceResult:
     """Compare the stages of a model with the user's model in a plain training loop, on the CPU.
 
     Args:
@@ -81,7 +81,7 @@ def check_equivalence(
         request = CheckRequest(loaded=loaded, budget_s=budget_s, deadline=deadline, ends=ends, digests=digests)
         found = _in_child(request, progress)
         if not found.wrong:
-            return Checked(loaded, found.proof, tuple(warnings))
+            return EquivalenceResult(loaded, found.proof, tuple(warnings))
         warnings.extend(f'the model cannot be cut behind "{end}": {why}' for end, why in found.wrong.items())
         if len(found.wrong) == found.num_cuts:
             why = next(iter(found.wrong.values()))

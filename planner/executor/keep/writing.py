@@ -39,7 +39,7 @@ class WrittenFile(NamedTuple):
     """Names of the tensors in it."""
 
 
-class Writing:
+class CheckpointWriter:
     """Write of one checkpoint, with one object on every rank.
 
     Args:

@@ -6,14 +6,14 @@ from pathlib import Path
 
 from planner.core.judge.drift import drift_of, drift_text
 from planner.core.judge.verification import crowding
-from planner.core.values.balance import Balance, Planned
+from planner.core.values.balance import Balance, RunPrediction
 from planner.core.values.printable import printable_lines
 from planner.core.values.run_report import RunReport
 from planner.device.machine import usable_cores
 
 
 def drift_note(
-    balance: Balance, report: RunReport, *, num_here: int, advice: Callable[[Planned], Sequence[str]]
+    balance: Balance, report: RunReport, *, num_here: int, advice: Callable[[RunPrediction], Sequence[str]]
 ) -> str:
     """Return the note on the drift of a run; empty for a run that was as planned, or cannot be judged.
 
@@ -33,6 +33,6 @@ def drift_note(
     return printable_lines("\n    ".join([f"note: {drift_text(drift)}", *advice(balance.planned)]))
 
 
-def plan_paths(planned: Planned, folder: Path) -> tuple[str, str]:
+def plan_paths(planned: RunPrediction, folder: Path) -> tuple[str, str]:
     """Return the paths of plan and profile, relative to the working directory of the script."""
     return os.path.relpath(folder / planned.plan), os.path.relpath(folder / planned.profile)

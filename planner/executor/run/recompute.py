@@ -27,7 +27,7 @@ Tensors = tuple[Tensor, ...]
 
 
 @dataclass(frozen=True)
-class Recomputed:
+class RecomputedLayer:
     """Properties of a recomputed layer that must be known before it runs."""
 
     copies_input: bool
@@ -36,7 +36,7 @@ class Recomputed:
     """True for each output tensor that carries a gradient."""
 
 
-def recomputing(run: Callable[[Any], Any], layer: Recomputed, value: Any) -> Any:
+def recomputing(run: Callable[[Any], Any], layer: RecomputedLayer, value: Any) -> Any:
     """Return `run(value)`, and keep only `value` for backward.
 
     Args:

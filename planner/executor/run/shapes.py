@@ -15,7 +15,7 @@ from planner.core.errors import ModelError, PlannerError
 from planner.core.values.precision import Precision
 from planner.executor.run.parts import tensors_of
 from planner.executor.run.random_state import keeping_random_state
-from planner.executor.run.recompute import Recomputed
+from planner.executor.run.recompute import RecomputedLayer
 from planner.model.autocast import autocast_dtype, layers_in
 from planner.model.batch_norm import BatchStatistics
 from planner.model.chain import Chain, Layer
@@ -101,13 +101,13 @@ class Shapes:
                 return False
         return False
 
-    def recomputed(self, layer: int, end: int) -> Recomputed:
+    def recomputed(self, layer: int, end: int) -> RecomputedLayer:
         """Return what must be known to recompute `layer` in a stage whose last layer is `end - 1`."""
         carries = tuple(tensor.requires_grad for tensor in self.boundaries[layer + 1].tensors)
         if layer == len(self.writes) - 1:
             carries = (any(carries),)  # of the loss, which belongs to the last layer
         # The checkpoint begins with this layer, like a stage with its first one: the kept input is read twice.
-        return Recomputed(self.stage_writes_input(layer, end), carries)
+        return RecomputedLayer(self.stage_writes_input(layer, end), carries)
 
 
 def shapes_of(chain: Chain, inputs: Any, *, precision: Precision = "", device: torch.device | None = None) -> Shapes:

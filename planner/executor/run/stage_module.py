@@ -26,7 +26,7 @@ from torch.utils.checkpoint import checkpoint
 from planner.core.values.plan import Recompute
 from planner.executor.run.losses import UNCOUNTED, zero_loss_of
 from planner.executor.run.random_state import StepSeeds
-from planner.executor.run.recompute import Recomputed, recomputing
+from planner.executor.run.recompute import RecomputedLayer, recomputing
 from planner.executor.run.replay import LayerState
 from planner.executor.run.shapes import Boundary
 from planner.model.autocast import caching_only_with_graph
@@ -86,7 +86,7 @@ class StageModule(nn.Module):
         loss_fn: Callable[[Any, Any], Tensor] | None,
         copies_input: bool,
         carries: Sequence[bool] = (),
-        recomputed: Mapping[int, Recomputed] | None = None,
+        recomputed: Mapping[int, RecomputedLayer] | None = None,
         first_layer: int = 0,
         statistics: BatchStatistics | None = None,
     ) -> None:

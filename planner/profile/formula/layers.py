@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from planner.profile.formula.shapes import Attention, Block, Experts, FeedForward, Linear, Transformer
+from planner.profile.formula.shapes import Attention, Block, Experts, FeedForward, MatrixProduct, Transformer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -175,7 +175,7 @@ class _Layers:
             collective_bytes=self._summed_bytes(block.norms),
         )
 
-    def _product_flops(self, linear: Linear) -> float:
+    def _product_flops(self, linear: MatrixProduct) -> float:
         """Return the FLOP of a product on one device; weights that are not split take all tokens of the device."""
         is_divided = linear.split != "none" or self.execution.sequence_parallel
         flops = 2 * self.shape.sequence * linear.uses * linear.inputs * sum(linear.outputs)
@@ -209,7 +209,7 @@ class _Layers:
         """Return the bytes of `count` sums of hidden states over the devices that share a layer."""
         return count * self.e * self.shape.sequence * self.shape.hidden if self.sums else 0.0
 
-    def _weight(self, linear: Linear) -> int:
+    def _weight(self, linear: MatrixProduct) -> int:
         """Return the number of elements of the largest weight."""
         outputs = sum(linear.outputs) if self.execution.fused else max(linear.outputs)
         return linear.copies * linear.inputs * outputs
@@ -222,7 +222,7 @@ class _Layers:
         window = attention.window if self.execution.fused else 0
         return min(window or self.shape.sequence, self.shape.sequence)
 
-    def _norm_bytes(self, block: Block, linears: list[Linear]) -> float:
+    def _norm_bytes(self, block: Block, linears: list[MatrixProduct]) -> float:
         """Return the bytes per channel that normalizations keep: inputs, normalized inputs, results and their copies.
 
         The block's output is counted here. Its input is not, because it is the output of the previous layer.
@@ -293,7 +293,7 @@ class _Layers:
         shared = gated * layer.shared_width + (self.shape.hidden if layer.shared_gate else 0)
         return uses * (gated * layer.width + 2 * self.shape.hidden) + shared
 
-    def _held_bytes(self, linears: list[Linear]) -> float:
+    def _held_bytes(self, linears: list[MatrixProduct]) -> float:
         """Return what W needs of I: the inputs of the products and the gradients of their results."""
         whole = split = 0.0
         for linear in linears:

@@ -1,6 +1,6 @@
 """Shape of a transformer: blocks that may differ, each with attention, and a feed-forward layer or experts.
 
-Every block is a list of matrix products (`Linear`), so that parameters, FLOP and bytes follow from one list.
+Every block is a list of matrix products (`MatrixProduct`), so that parameters, FLOP and bytes follow from one list.
 """
 
 from collections.abc import Iterator
@@ -9,7 +9,7 @@ from typing import Literal
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Linear:
+class MatrixProduct:
     """Matrix product of each token with weights."""
 
     inputs: int
@@ -79,23 +79,23 @@ class Attention:
             return self.latent.query_rank + self.latent.key_value_rank
         return 2 * self.key_dim if self.normalized_keys else 0
 
-    def linears(self, hidden: int, devices: int) -> Iterator[Linear]:
+    def linears(self, hidden: int, devices: int) -> Iterator[MatrixProduct]:
         """Yield the products with weights."""
         queries = self.heads * self.key_dim
         if self.latent is None:
             keys, values = (self.groups(devices) * width for width in (self.key_dim, self.value_dim))
             outputs = (queries + keys + values,) if self.joined else (queries, keys, values)
-            yield Linear(inputs=hidden, outputs=outputs, bias=self.qkv_bias)
+            yield MatrixProduct(inputs=hidden, outputs=outputs, bias=self.qkv_bias)
         else:
             rank, rotary = self.latent.query_rank, self.latent.rotary_dim
             compressed = self.latent.key_value_rank + rotary
-            yield Linear(inputs=hidden, outputs=(compressed,), bias=self.qkv_bias, split="none")
+            yield MatrixProduct(inputs=hidden, outputs=(compressed,), bias=self.qkv_bias, split="none")
             if rank:
-                yield Linear(inputs=hidden, outputs=(rank,), bias=self.qkv_bias, split="none")
-            yield Linear(inputs=rank or hidden, outputs=(queries,))
+                yield MatrixProduct(inputs=hidden, outputs=(rank,), bias=self.qkv_bias, split="none")
+            yield MatrixProduct(inputs=rank or hidden, outputs=(queries,))
             expanded = self.heads * (self.key_dim - rotary + self.value_dim)
-            yield Linear(inputs=self.latent.key_value_rank, outputs=(expanded,))
-        yield Linear(inputs=self.heads * self.value_dim, outputs=(hidden,), bias=self.out_bias, split="inputs")
+            yield MatrixProduct(inputs=self.latent.key_value_rank, outputs=(expanded,))
+        yield MatrixProduct(inputs=self.heads * self.value_dim, outputs=(hidden,), bias=self.out_bias, split="inputs")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,11 +110,11 @@ class FeedForward:
     kept: int = 2
     """Tensors that eager kernels of the activation function keep: its input, intermediate results and its result."""
 
-    def linears(self, hidden: int) -> Iterator[Linear]:
+    def linears(self, hidden: int) -> Iterator[MatrixProduct]:
         """Yield the products with weights."""
         outputs = (self.width,) * (2 if self.gated else 1)
-        yield Linear(inputs=hidden, outputs=(sum(outputs),) if self.joined else outputs, bias=self.bias)
-        yield Linear(inputs=self.width, outputs=(hidden,), bias=self.bias, split="inputs")
+        yield MatrixProduct(inputs=hidden, outputs=(sum(outputs),) if self.joined else outputs, bias=self.bias)
+        yield MatrixProduct(inputs=self.width, outputs=(hidden,), bias=self.bias, split="inputs")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,16 +133,16 @@ class Experts:
     shared_gate: bool = False
     """True if a gate weighs the shared experts."""
 
-    def linears(self, hidden: int, capacity: float = 1.0) -> Iterator[Linear]:
+    def linears(self, hidden: int, capacity: float = 1.0) -> Iterator[MatrixProduct]:
         """Yield the products with weights: router, experts, shared experts."""
-        yield Linear(inputs=hidden, outputs=(self.count,), split="none")
+        yield MatrixProduct(inputs=hidden, outputs=(self.count,), split="none")
         uses = self.top_k * capacity
-        yield Linear(inputs=hidden, outputs=(2 * self.width,), copies=self.count, uses=uses)
-        yield Linear(inputs=self.width, outputs=(hidden,), split="inputs", copies=self.count, uses=uses)
+        yield MatrixProduct(inputs=hidden, outputs=(2 * self.width,), copies=self.count, uses=uses)
+        yield MatrixProduct(inputs=self.width, outputs=(hidden,), split="inputs", copies=self.count, uses=uses)
         if self.shared_width:
             yield from FeedForward(width=self.shared_width, bias=self.shared_bias).linears(hidden)
         if self.shared_gate:
-            yield Linear(inputs=hidden, outputs=(1,), split="none")
+            yield MatrixProduct(inputs=hidden, outputs=(1,), split="none")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -167,7 +167,7 @@ class Block:
         """Attention layers."""
         return (self.attention,) if self.cross_attention is None else (self.attention, self.cross_attention)
 
-    def linears(self, hidden: int, devices: int = 1, capacity: float = 1.0) -> Iterator[Linear]:
+    def linears(self, hidden: int, devices: int = 1, capacity: float = 1.0) -> Iterator[MatrixProduct]:
         """Yield the products with weights.
 
         Args:
@@ -185,7 +185,7 @@ class Block:
         else:
             yield from self.feed_forward.linears(hidden)
         if self.kind == "mtp":
-            yield Linear(inputs=2 * hidden, outputs=(hidden,))
+            yield MatrixProduct(inputs=2 * hidden, outputs=(hidden,))
 
     def whole_parameters(self, hidden: int, norm_width: int) -> int:
         """Return the parameters that tensor parallelism leaves whole on each device, except biases."""

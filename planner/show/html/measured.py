@@ -5,7 +5,7 @@ from itertools import pairwise
 from math import isfinite
 
 from planner.core.judge.calibration import timed_steps_us
-from planner.core.judge.verification import Compared, Quantity, compared_of
+from planner.core.judge.verification import ComparedFigure, Quantity, compared_of
 from planner.core.values.plan import Plan
 from planner.core.values.printable import printable
 from planner.core.values.run_report import RunReport
@@ -60,7 +60,7 @@ _SCALES: tuple[tuple[Callable[[float], str], tuple[Quantity, ...]], ...] = (
 """Formats of quantities. Quantities in the same entry share the scale of their bars."""
 
 
-def _rows(figures: Sequence[Compared], text: Callable[[float], str], place: str) -> Iterator[list[str]]:
+def _rows(figures: Sequence[ComparedFigure], text: Callable[[float], str], place: str) -> Iterator[list[str]]:
     # The step is much longer than a micro-batch, so it has its own scale.
     most = max((max(f.predicted, f.measured) for f in figures if f.what != "step_us"), default=0.0) or 1.0
     for row in figures:

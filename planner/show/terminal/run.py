@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from planner.core.judge.calibration import timed_steps_us
-from planner.core.judge.verification import Compared, Quantity, Verification, compared_of
+from planner.core.judge.verification import ComparedFigure, Quantity, Verification, compared_of
 from planner.core.values.plan import Plan
 from planner.core.values.run_report import RunReport
 from planner.core.values.units import format_bytes, format_rate, format_us
@@ -132,7 +132,7 @@ def _table(rows: Sequence[_Row | None], style: Style, *more: TextColumn) -> Tabl
     return table(columns, rows, style)
 
 
-def _compared(rows: Sequence[Compared], plan: Plan) -> Iterator[_Row]:
+def _compared(rows: Sequence[ComparedFigure], plan: Plan) -> Iterator[_Row]:
     """Yield the rows of one quantity, with times in one unit."""
     scale = TimeScale.fitting(time for row in rows for time in (row.predicted, row.measured))
 
@@ -175,7 +175,7 @@ def verification_text(verification: Verification, style: Style) -> str:
     return render(style, shown, *notes, BLANK, _calibrated(verification, style), _answer(verification, style))
 
 
-def _judged(row: Compared) -> _Row:
+def _judged(row: ComparedFigure) -> _Row:
     text = _TEXTS.get(row.what, format_us)
     off = NOTHING if row.what == "bubble" else off_by(row)
     said = {None: Text(""), True: Text("ok", style="green"), False: Text("! OFF", style="bold red")}[row.agrees]

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from operator import attrgetter
 
 from planner.core.judge.calibration import stage_runs
-from planner.core.judge.verification import Compared, Quantity, lack_of_cores
+from planner.core.judge.verification import ComparedFigure, Quantity, lack_of_cores
 from planner.core.values.plan import Plan
 from planner.core.values.run_report import RunReport, StageRun
 from planner.core.values.units import pluralize
@@ -29,18 +29,18 @@ _LABELS: Mapping[Quantity, str] = {
 }
 
 
-def label_of(row: Compared, place: str) -> str:
+def label_of(row: ComparedFigure, place: str) -> str:
     """Return the label of a figure; `place` names what has a peak: a stage or a device."""
     label = _LABELS[row.what] + (f" {place}" if row.what == "peak_bytes" else "")
     return label if row.index is None else f"{label} {row.index}"
 
 
-def off_by(row: Compared) -> str:
+def off_by(row: ComparedFigure) -> str:
     """Return the relative difference between measured and predicted, if something was measured."""
     return difference(row.predicted, row.measured) if row.measured else NOTHING
 
 
-def is_over(row: Compared, plan: Plan) -> bool:
+def is_over(row: ComparedFigure, plan: Plan) -> bool:
     """Return True for a measured peak above the memory limit without the reserve."""
     if row.what != "peak_bytes" or row.index is None:
         return False

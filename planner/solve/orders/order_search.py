@@ -60,7 +60,7 @@ _PLACES = (-12, -9, -6, -4, -3, -2, -1, -1, 1, 1, 2, 3, 4, 6, 9, 12)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FoundOrder:
+class SimulatedOrder:
     """Action order that fits, and its simulated time from step to step."""
 
     rows: Rows
@@ -81,11 +81,11 @@ class OrderSearch:
         later = tuple(float(len(problem.times) - s) for s in range(len(problem.times)))
         self._shapes = _in_flight(problem), later, _until_back(problem)
         self._least_us = least_period_us(problem) * (1 + 1e-9)
-        self.best: FoundOrder | None = None
+        self.best: SimulatedOrder | None = None
         self.spent = 0
         """Number of actions scheduled or simulated."""
 
-    def search(self, most_actions: int) -> FoundOrder | None:
+    def search(self, most_actions: int) -> SimulatedOrder | None:
         """Return the best order found with an effort of `most_actions`; None if none fits."""
         if self._try_all_orders(most_actions):
             return self.best
@@ -208,7 +208,7 @@ class OrderSearch:
         found_us = period_us(rows, self._problem.times, self._problem.own_us)
         if (self.best is not None and found_us >= self.best.period_us) or not self._fits(rows):
             return False
-        self.best = FoundOrder(rows=rows, period_us=found_us)
+        self.best = SimulatedOrder(rows=rows, period_us=found_us)
         return True
 
 

@@ -21,7 +21,7 @@ from planner.solve.chunks.cut_search import CutSearch
 from planner.solve.chunks.search import start_cuts
 from planner.solve.deadline import NEVER, Deadline
 from planner.solve.orders.order_problem import OrderProblem, footprint_of
-from planner.solve.orders.order_search import FoundOrder, OrderSearch, split_costs_nothing
+from planner.solve.orders.order_search import OrderSearch, SimulatedOrder, split_costs_nothing
 from planner.solve.orders.period_bound import least_of_all_cuts_us, least_trip_us
 from planner.solve.progress import SAME, Progress, simulated_answer
 from planner.solve.space.arrays import IntArray
@@ -116,7 +116,7 @@ class _JointSearch:
             progress.upper_us, progress.best = own.upper_us, own.best
         return cuts_and_choices(own.best)
 
-    def _find_order(self, partition: CutsAndChoices) -> FoundOrder | None:
+    def _find_order(self, partition: CutsAndChoices) -> SimulatedOrder | None:
         """Return the best order found for the partition; None if nothing fits.
 
         Whole backwards are tried as well: they need no memory between I and W, and may be faster than both together.
@@ -127,7 +127,7 @@ class _JointSearch:
         def fits(rows: Rows) -> bool:
             return bool((evaluator.under(ListedSchedule(rows)).over_bytes(cuts, choices) <= 0).all())
 
-        best: FoundOrder | None = None
+        best: SimulatedOrder | None = None
         for is_whole in (False, True):
             problem = _order_problem(evaluator, partition[0], partition[1], is_whole=is_whole)
             if is_whole and best is not None and split_costs_nothing(problem):

@@ -7,7 +7,7 @@ from planner.core.schedule import SCHEDULES, SEARCHED
 from planner.core.values.plan import FrontierPoint, Plan, ScheduleName
 from planner.core.values.profile import Profile
 from planner.solve.cases import cases_of
-from planner.solve.deadline import UNWATCHED, Watch
+from planner.solve.deadline import UNWATCHED, SearchObserver
 from planner.solve.questions.insight import point_of
 from planner.solve.request import Request, fix_widths
 from planner.solve.search import MOST_WORK, plan_under
@@ -17,7 +17,7 @@ _ACTIONS: Final = 30_000
 
 
 def trade_off_of(
-    profile: Profile, plan: Plan, *, micro_batches: int | None = None, watch: Watch = UNWATCHED
+    profile: Profile, plan: Plan, *, micro_batches: int | None = None, watch: SearchObserver = UNWATCHED
 ) -> tuple[FrontierPoint, ...]:
     """Return a point for each schedule; the point of the plan's own schedule is the plan.
 

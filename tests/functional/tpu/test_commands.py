@@ -121,7 +121,7 @@ def test_from_a_model_to_a_jax_program(here: Path, capsys: pytest.CaptureFixture
 def test_a_compiled_program_fits_or_does_not(temporary: int, cap: int, last: str, code: int) -> None:
     """The plan's cap and the chip's memory both count; the answer is the exit code, too."""
     found = training.CompiledMemory(held=2**30, temporary=temporary)
-    told, answer = training.fitting(found, 2**30, plan_bytes=cap, chip=accelerator("tpu:v2"))
+    told, answer = training.fit_report(found, 2**30, plan_bytes=cap, chip=accelerator("tpu:v2"))
     assert told.splitlines()[-1] == last
     assert answer == code
 

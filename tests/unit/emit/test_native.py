@@ -11,7 +11,7 @@ import pytest
 
 from planner.api.question import calibrated_options
 from planner.core.errors import UsageError
-from planner.core.values.balance import Planned
+from planner.core.values.balance import RunPrediction
 from planner.core.values.plan import Inputs, Plan, ProfileReference
 from planner.core.values.profile import Environment, Model, Profile
 from planner.emit import InputPaths, decisions_digest, emit_native, is_edited
@@ -295,7 +295,7 @@ def test_what_a_run_is_held_against_stands_beside_the_cuts() -> None:
     emitted = write(profile_folder="data", smaller=(smaller,), input_paths=input_paths)
     expected = {"profile": "../data/profile.yaml", "reserve_bytes": 0}
     assert [balance.planned for balance in emitted.plans] == [
-        Planned(
+        RunPrediction(
             step_us=each.predicted.step_us,
             plan=f"../{path}",
             solve=(f"--devices {count}", "--mem 1GB", "--batch 8", "--schedule gpipe"),

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from planner.core.errors import ModelError
 from planner.executor.build import assembly
 from planner.executor.equivalence import check, differences, rounds, subject
-from planner.executor.equivalence.check import Checked, check_equivalence
+from planner.executor.equivalence.check import EquivalenceResult, check_equivalence
 from planner.executor.equivalence.differences import largest_difference
 from planner.executor.equivalence.isolation import Child, ChildError
 from planner.model.cuts import Cuts
@@ -30,7 +30,7 @@ from tests.support.measure import loaded_model
 WIDTH = 8
 
 
-def checked(build: nn.Module | Callable[[], nn.Module], ends: Sequence[int] | None = None) -> Checked:
+def checked(build: nn.Module | Callable[[], nn.Module], ends: Sequence[int] | None = None) -> EquivalenceResult:
     """What is found of a model."""
 
     def loss_fn(output: Any, _target: Any) -> Tensor:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from planner.core.errors import ModelError
-from planner.executor.equivalence.check import Checked, check_equivalence
+from planner.executor.equivalence.check import EquivalenceResult, check_equivalence
 from tests.support.measure import loaded_model
 
 WIDTH = 8
@@ -19,7 +19,7 @@ LATE = 1000
 STATE = {"calls": 0}
 
 
-def checked(build: Callable[[], nn.Module]) -> Checked:
+def checked(build: Callable[[], nn.Module]) -> EquivalenceResult:
     """What is found of a model."""
     return check_equivalence(loaded_model(build, WIDTH, loss_fn=lambda out, _target: out.square().mean()), budget_s=60)
 

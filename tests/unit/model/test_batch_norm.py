@@ -11,7 +11,7 @@ from planner.core.errors import ModelError
 from planner.device.meter import CpuMeter
 from planner.model.batch_norm import BatchStatistics, deferring
 from planner.model.chain import chain_of
-from planner.model.state import collecting_bytes
+from planner.model.state import statistics_bytes
 
 
 def unsplit(module: nn.Module, steps: list[Tensor]) -> dict[str, Tensor]:
@@ -147,7 +147,7 @@ def test_what_it_holds_is_counted(dtype: torch.dtype) -> None:
             model(value)
 
     expected = 2 * 64 * (2 * dtype.itemsize + 16)
-    assert collecting_bytes(model) == expected
+    assert statistics_bytes(model) == expected
     assert 0 <= CpuMeter().measure(work).end_bytes - expected < 64
     assert CpuMeter().measure(work).end_bytes == 0
 
@@ -186,4 +186,4 @@ def test_a_layer_of_any_model_is_counted_with_its_own() -> None:
     """Each layer's normalisations are those that it runs, not none, nor all of the model's."""
     chain = chain_of(Branching(), lambda size: torch.randn(size, 8))
     per_channel = 2 * 4 + 16
-    assert [collecting_bytes(layer.module) for layer in chain.layers] == [per_channel * 8, per_channel * 4]
+    assert [statistics_bytes(layer.module) for layer in chain.layers] == [per_channel * 8, per_channel * 4]

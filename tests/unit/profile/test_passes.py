@@ -12,7 +12,7 @@ from planner.device.cpu import Cpu
 from planner.model.batch_norm import BatchStatistics
 from planner.model.split_backward import SplitBackward
 from planner.profile.crossing import Exit, entrance_of, own_storages_of
-from planner.profile.passes import Idle, SplitTimer, WholeTimer, in_a_row
+from planner.profile.passes import IdleLayer, SplitTimer, WholeTimer, in_a_row
 from planner.profile.timing import stretches
 from planner.profile.units import Unit, UnitInput
 from tests.support.measure import loaded_model, profile_of_model
@@ -91,7 +91,7 @@ def test_all_forwards_come_before_all_backwards(way: WholeTimer) -> None:
     notes: list[str] = []
     units = [unit_of(Watched(name, notes), name) for name in "abc"]
     layers = [(unit, given(traced(*LARGE))) for unit in units]
-    times = in_a_row(way, layers, Idle.matching(units[0]))
+    times = in_a_row(way, layers, IdleLayer.matching(units[0]))
     assert notes == ["F a", "F b", "F c", "B c", "B b", "B a"]
     assert times == [(0.0, 0.0)] * 3
 
@@ -117,7 +117,9 @@ def test_times_are_those_of_their_layers(count: int) -> None:
             clock.now_us += 1000.0 * (1 + self.number)
 
     layers = [(unit_of(Slow(n), str(n)), given(traced(3))) for n in range(count)]
-    assert in_a_row(way, layers, Idle.matching(layers[0][0])) == [(100.0 * n, 1000.0 * n) for n in range(1, count + 1)]
+    assert in_a_row(way, layers, IdleLayer.matching(layers[0][0])) == [
+        (100.0 * n, 1000.0 * n) for n in range(1, count + 1)
+    ]
 
 
 @pytest.mark.parametrize(("shape", "shared"), [(LARGE, True), ((3, 3), False)])
@@ -134,7 +136,7 @@ def test_a_large_input_lies_where_the_layer_before_wrote_it(shape: tuple[int, ..
     in_a_row(
         way,
         [(unit_of(first, "a"), given(traced(*shape))), (unit_of(second, "b"), given(wanted))],
-        Idle.matching(unit_of(first)),
+        IdleLayer.matching(unit_of(first)),
     )
     assert (second.address == written[0]) == shared
     assert torch.equal(seen[0], wanted)
@@ -190,7 +192,7 @@ def test_inputs_may_be_written_into() -> None:
         (unit_of(nn.ReLU(inplace=True), "b"), given(traced(*LARGE))),
     ]
     for each in (way, halves):
-        assert len(in_a_row(each, layers, Idle.matching(layers[0][0]))) == 2
+        assert len(in_a_row(each, layers, IdleLayer.matching(layers[0][0]))) == 2
 
 
 def test_gradients_are_ones_where_the_layer_behind_left_them() -> None:

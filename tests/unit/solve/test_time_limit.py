@@ -21,7 +21,7 @@ from planner.core.values.plan import Inputs, Plan, ScheduleName
 from planner.core.values.profile import Profile
 from planner.files import dump
 from planner.solve import Request, deadline, solve
-from planner.solve.deadline import Watch
+from planner.solve.deadline import SearchObserver
 from planner.solve.questions import insight
 from tests.support.chains import random_profile
 from tests.support.house import modules
@@ -185,13 +185,13 @@ def test_a_watched_search_can_be_stopped_and_returns_the_best_plan_so_far() -> N
         assert 0 < least_us <= step_us
         found.append(step_us)
 
-    watch = Watch(is_stopped=lambda: len(found) >= 3, on_plan=note)
+    watch = SearchObserver(is_stopped=lambda: len(found) >= 3, on_plan=note)
     plan = solve(profile, Request(inputs=QUESTIONS["auto"], watch=watch))
     assert len(found) < 20
     assert plan.solver.status == "feasible"
     assert plan.predicted.step_us == pytest.approx(min(found))
     with pytest.raises(SolverError, match="stopped before a plan was found"):
-        solve(profile, Request(inputs=QUESTIONS["auto"], watch=Watch(is_stopped=lambda: True)))
+        solve(profile, Request(inputs=QUESTIONS["auto"], watch=SearchObserver(is_stopped=lambda: True)))
 
 
 def with_spread(profile: Profile) -> Profile:
@@ -220,7 +220,7 @@ def test_a_stop_after_the_plan_ends_the_further_searches(
     whole = insight.solve
     monkeypatch.setattr(insight, name, stop_before)
     monkeypatch.setattr(insight, "solve", counted)
-    watch = Watch(is_stopped=lambda: bool(stopped))
+    watch = SearchObserver(is_stopped=lambda: bool(stopped))
     plan = planner.solve(profile, watch=watch, **request, **{option: True})
     assert stopped
     assert not tried
