@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 
 from benchmarks import published_chips as chips
 from benchmarks import published_formulas as formulas
+from benchmarks import published_rates as rates
 from benchmarks import published_runs as runs
 from benchmarks.published_runs import Cuts, Row
 
@@ -287,23 +288,31 @@ def _golden_memory() -> None:
 
 
 def _rates() -> None:
-    rows = list(chips.rate_rows())
+    rows = list(rates.rate_rows())
     medians = ", ".join(
-        f"{chip}{' with experts' if experts else ''} {rate:.0f}" for (chip, experts), rate in chips.medians().items()
+        f"{chip}{' with experts' if experts else ''} {rate:.0f}" for (chip, experts), rate in rates.medians().items()
     )
+    tuned = [float(row.name[3]) for row in rows if row.name[0] == "H100" and row.name[2] == "DGX Cloud"]
     print("## Rates that were reached\n")
     say(
         f"""The TFLOP/s of a GPU in half precision at which the predicted step takes as long as the measured one, for
-        every run of known layout. FLOP are those of the formulas, attention without a causal mask; bubbles are
-        simulated, and communication lowers the rate. *Others* is the median of the other runs of the same kind;
-        the difference is that of a step predicted with it: {span(rows)}. The medians of all runs are the default
-        rates of `profile --device estimate:…` (`planner/core/values/sustained.py`), in TFLOP/s: {medians}."""
+        every run of known layout. FLOP are those of the formulas, attention without a causal mask. Bubbles are
+        simulated, and sums of GPUs that share each layer take what the cost model says for the chip's NVLink. Other
+        communication lowers the rate. *Others* is the rate of the other runs of the same kind: the median of their
+        sources' medians, because runs of one source have engine and cluster in common. The difference is that of a
+        step predicted with it: {span(rows)}. The rates of all runs are the defaults of `profile --device estimate:…`
+        (`planner/core/values/sustained.py`), in TFLOP/s: {medians}."""
     )
     say(
-        """Where a prediction misses by more than 15 %: BLOOM's runs with one or two samples have short kernels, and
-        transfers of 8 GPUs after each of them. GPT 1T is wider than all other models. GPT 7B ran with deterministic
-        kernels, and on GB200 nothing else without experts is known. DeepSeek-V3 on 1024 GPUs exchanges tokens of
-        its experts over more nodes, and Qwen3-30B over none."""
+        f"""On H100, Megatron-LM as NVIDIA tuned it for these models reaches {min(tuned):.0f} to {max(tuned):.0f}
+        TFLOP/s, Automodel and runs with deterministic kernels 410 to 455. The default is that of the latter: if you
+        have the former, give `--rate 600TFLOP/s`."""
+    )
+    say(
+        """Where a prediction misses by more than 15 %: BLOOM's runs with one sample have short kernels. GPT 1T is wider
+        than all other models. GPT 7B ran with deterministic kernels and few samples, which matters most on GB200. Runs
+        of DGX Cloud on H100 and GB200 are faster than all others. DeepSeek-V3 on 1024 GPUs and Kimi K2 exchange tokens
+        of their experts over more nodes, and Qwen3-30B over none."""
     )
     table(
         "kind | model | source | reached, TFLOP/s: | others, TFLOP/s: | difference:",
@@ -334,6 +343,9 @@ def _left_out() -> None:
         the first two are not bound by computing, or ran on different numbers of GPUs.""",
         """Megatron-Bridge's tables on H100 are in 8-bit precision, except for GPT-OSS 120B, whose windows of attention
         no formula here has.""",
+        """Two log lines of DGX Cloud show memory, but neither the bytes of a gradient nor buffers. If gradients have 2
+        bytes, the formulas give 0.2 % less state for Llama 3 8B (TP 1, 8 GPUs) and 0.8 % less for Nemotron-4 15B (TP 2,
+        64 GPUs), and peaks that are 6 % and 11 % lower.""",
         """Memory of BLOOM's runs: not compared, because it is not stated what they count besides tensors. Formulas give
         14 % to 31 % less.""",
         f"""Megatron-LM's scaling tables ({MEGATRON}): one plan for each model, so that there is nothing to forecast.

@@ -1,22 +1,12 @@
-"""Published runs on A100, H100 and GB200, and what formula profiles say of them: memory, steps, and rates reached.
+"""Published runs on A100, H100 and GB200, and what formula profiles say of them: memory, and steps of another chip.
 
-As in `benchmarks.published_runs`, each function is a generator of rows. A rate is the number of FLOP that a GPU
-computes per second, as the formulas count them, so that the predicted step takes as long as the measured one.
-Recomputation is counted where the source states it.
+As in `benchmarks.published_runs`, each function is a generator of rows.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from statistics import median
+from dataclasses import replace
 
-from benchmarks.published_formulas import (
-    formula,
-    gpt,
-    recomputation_rates,
-    vocabulary_cut,
-    zero_bubble_profile,
-)
-from benchmarks.published_runs import Row, partition, predicted_s, read, stages
+from benchmarks.published_runs import Row, partition, read, stages
 from planner.core.cost.partition import Partition
 from planner.core.values.plan import StageMemory
 from planner.core.values.profile import Device, Profile
@@ -24,22 +14,10 @@ from planner.profile.formula.costs import Pace, transformer_profile
 from planner.profile.formula.families import shape_of
 from planner.profile.formula.layers import Execution, Widths
 from planner.profile.formula.presets import presets
-from planner.profile.formula.shapes import Experts, Transformer, gpt_shape
+from planner.profile.formula.shapes import Transformer, gpt_shape
 
 CHIPS = ("A100", "H100", "GB200")
 _TERA = 1e12
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Reached:
-    """Rate that a published run reached."""
-
-    chip: str
-    model: str
-    source: str
-    tera_flops_per_s: float
-    experts: bool = False
-    """True for a mixture of experts."""
 
 
 def golden_state_rows() -> Iterator[Row]:
@@ -84,31 +62,6 @@ def other_chip_rows() -> Iterator[Row]:
             yield Row(name=(f"tensor parallel {width}", start, end), measured=steps_s[end], predicted=forecast)
 
 
-def reached() -> tuple[Reached, ...]:
-    """Rates of all runs whose number of GPUs is known."""
-    runs = (*_vocabulary(), *_zero_bubble(), *_recomputation(), *_bloom(), *_golden_rates(), *_nemo())
-    return tuple(sorted(runs, key=lambda run: (CHIPS.index(run.chip), run.experts)))
-
-
-def medians() -> dict[tuple[str, bool], float]:
-    """The median rate in TFLOP/s of the runs on a chip, with and without experts."""
-    rates: dict[tuple[str, bool], list[float]] = {}
-    for run in reached():
-        rates.setdefault((run.chip, run.experts), []).append(run.tera_flops_per_s)
-    return {kind: median(each) for kind, each in rates.items()}
-
-
-def rate_rows() -> Iterator[Row]:
-    """Steps predicted at the median rate of the other runs of the same kind, relative to the measured step."""
-    runs = reached()
-    for run in runs:
-        same = [each for each in runs if (each.chip, each.experts) == (run.chip, run.experts)]
-        others = median(each.tera_flops_per_s for each in same if each is not run)
-        kind = f"{run.chip}, experts" if run.experts else run.chip
-        cells = (kind, run.model, run.source, f"{run.tera_flops_per_s:.0f}", f"{others:.0f}")
-        yield Row(name=cells, measured=1.0, predicted=run.tera_flops_per_s / others)
-
-
 # ---- Megatron-LM's golden values
 
 
@@ -132,7 +85,7 @@ def _golden_shape(line: dict[str, str]) -> Transformer:
     return replace(shape, vocabulary=256_000) if "256k" in line["model"] else shape
 
 
-def _golden_profile(line: dict[str, str]) -> Profile:
+def golden_profile(line: dict[str, str]) -> Profile:
     """Half-precision parameters, gradients in float32, master copies and moments in float32 divided by replicas."""
     experts = line["model"] != "GPT 7B"
     execution = Execution(
@@ -145,7 +98,8 @@ def _golden_profile(line: dict[str, str]) -> Profile:
     return profile(_golden_shape(line), execution, widths, samples=int(line["samples"]))
 
 
-def _golden_cut(line: dict[str, str]) -> Partition:
+def golden_cut(line: dict[str, str]) -> Partition:
+    """Equally many blocks on each stage."""
     replicas, samples = int(line["replicas"] or 1), int(line["samples"])
     # Where the number of GPUs is not known there are more micro-batches than can be in flight, in any case.
     micro_batches = int(line["batch"]) // replicas // samples if line["replicas"] else 64
@@ -154,17 +108,12 @@ def _golden_cut(line: dict[str, str]) -> Partition:
 
 
 def _last_device(line: dict[str, str]) -> StageMemory:
-    cut = _golden_cut(line)
+    cut = golden_cut(line)
     of_last = [
-        stage.memory
-        for stage in stages(_golden_profile(line), cut)
-        if cut.device_of(stage.index) == cut.num_devices - 1
+        stage.memory for stage in stages(golden_profile(line), cut) if cut.device_of(stage.index) == cut.num_devices - 1
     ]
     names = [name for name, _ in of_last[0].items()]
     return StageMemory.of(**{name: sum(getattr(memory, name) for memory in of_last) for name in names})
-
-
-# ---- rates
 
 
 def profile(shape: Transformer, execution: Execution, widths: Widths, *, samples: int) -> Profile:
@@ -190,76 +139,3 @@ def even_cut(blocks: int, devices: int, chunks: int, micro_batches: int) -> Part
     balance[-1] += 1
     schedule = "interleaved" if chunks > 1 else "1f1b"
     return partition(balance, micro_batches, schedule=schedule, chunks=chunks)
-
-
-def _vocabulary() -> Iterator[Reached]:
-    for line in read("vocabulary-memory"):
-        if line["schedule"] == "1f1b" and line["tokens"] == "2048":
-            made, cut = gpt(line, 32_000), vocabulary_cut(line)
-            flop = cut.micro_batches * sum(3 * layer.forward_flops[0] for layer in made.layers)
-            step_s = flop / (312e12 * float(line["mfu_percent"].split()[0]) / 100 * cut.num_devices)
-            model = f"GPT, {line['layers']} layers, h = {line['hidden']}"
-            yield Reached(
-                chip="A100", model=model, source="2411.05288", tera_flops_per_s=predicted_s(made, cut) / step_s
-            )
-
-
-def _zero_bubble() -> Iterator[Reached]:
-    lines = {line["model"]: line for line in read("zero-bubble")}  # the largest M of each
-    for line in lines.values():
-        devices, layers, samples = int(line["devices"]), int(line["layers"]), int(line["samples"])
-        made, micro_batches = zero_bubble_profile(line), int(line["micro_batches"])
-        step_s = micro_batches * samples / (float(line["1f1b_per_s"]) * devices)
-        rate = predicted_s(made, partition([(layers + 2) // devices] * devices, micro_batches)) / step_s
-        yield Reached(chip="A100", model=f"GPT {line['model']}", source="2401.10241", tera_flops_per_s=rate)
-
-
-def _recomputation() -> Iterator[Reached]:
-    for model, rate in recomputation_rates():
-        yield Reached(chip="A100", model=f"GPT {model}, TP 8", source="2205.05198", tera_flops_per_s=rate)
-
-
-def _bloom() -> Iterator[Reached]:
-    for line in read("bloom"):
-        samples, replicas, devices = int(line["samples"]), int(line["replicas"]), int(line["devices"])
-        layers = int(line["layers"])
-        made = formula(
-            layers=layers,
-            hidden=int(line["hidden"]),
-            heads=64,
-            sequence=2048,
-            vocabulary=250_880,
-            tied=True,
-            tensor_parallel=8,
-            batch_sizes=samples,
-        )
-        micro_batches = int(line["batch"]) // replicas // samples
-        cut = replace(even_cut(layers, devices, 1, micro_batches), recompute=("always",) * devices)
-        rate = predicted_s(made, cut) / float(line["step_s"])
-        model = f"GPT {line['model']}, TP 8, b = {samples}"
-        yield Reached(chip="A100", model=model, source="BLOOM", tera_flops_per_s=rate)
-
-
-def _golden_rates() -> Iterator[Reached]:
-    for line in read("megatron-golden"):
-        if line["replicas"]:
-            rate = predicted_s(_golden_profile(line), _golden_cut(line)) / float(line["step_s"])
-            model = f"GPT 7B, TP {line['tensor_parallel']}"
-            yield Reached(chip=line["chip"], model=model, source="Megatron-LM", tera_flops_per_s=rate)
-
-
-def _nemo() -> Iterator[Reached]:
-    half = Widths(activation=2, parameter=2, gradient=4, optimizer=12)
-    for line in read("nemo"):
-        samples, batch, gpus, tokens = (int(line[name]) for name in ("samples", "batch", "gpus", "tokens"))
-        shape = shape_of(presets()[line["model"]], tokens, source=line["model"])
-        # GPUs beyond those of one pipeline share samples (context parallelism) or experts: they divide the work.
-        devices = int(line["devices"])
-        shares = gpus // (devices * int(line["replicas"]))
-        cut = even_cut(len(shape.blocks), devices, int(line["chunks"]), batch // int(line["replicas"]) // samples)
-        step_s = batch * tokens / (gpus * float(line["tokens_per_s_gpu"]))
-        made = profile(shape, Execution(), half, samples=samples)
-        name = f"{line['model']}, {gpus} GPUs"
-        rate = predicted_s(made, cut) / shares / step_s
-        experts = any(isinstance(block.feed_forward, Experts) for block in shape.blocks)
-        yield Reached(chip=line["chip"], model=name, source=line["source"], tera_flops_per_s=rate, experts=experts)

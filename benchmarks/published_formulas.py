@@ -19,7 +19,7 @@ from benchmarks.published_runs import (
 )
 from planner import api
 from planner.core.cost.partition import Partition
-from planner.core.values.plan import ScheduleName
+from planner.core.values.plan import Recompute, ScheduleName
 from planner.core.values.profile import Profile
 
 WORDS = (32_000, 64_000, 128_000, 256_000)
@@ -116,38 +116,31 @@ def zero_bubble_memory_rows() -> Iterator[Row]:
 
 def recomputation_forecast_rows() -> Iterator[Row]:
     """Iterations in seconds with everything recomputed, by the formulas at the rate that the other run sustained."""
-    for line, never, always in _recomputation_steps():
+    for line in read("recomputation")[1:]:
+        profile = recomputation_profile(line, line["tensor_parallel"])
+        never, always = (predicted_s(profile, recomputation_cut(line, each)) for each in ("never", "always"))
         rate = never / float(line["selective_s"])
         yield Row(name=(line["model"], f"{rate:.0f}"), measured=float(line["everything_s"]), predicted=always / rate)
 
 
-def recomputation_rates() -> Iterator[tuple[str, float]]:
-    """Models, and the rates in TFLOP/s that their runs with selective recomputation sustained."""
-    for line, never, _ in _recomputation_steps():
-        yield line["model"], never / float(line["selective_s"])
+def recomputation_profile(line: dict[str, str], widths: str) -> Profile:
+    """Return the profile of a model with sequence parallelism; several widths count collectives."""
+    return formula(
+        layers=int(line["layers"]),
+        hidden=int(line["hidden"]),
+        heads=int(line["heads"]),
+        sequence=2048,
+        vocabulary=51_200,
+        tensor_parallel=widths,
+        sequence_parallel=True,
+    )
 
 
-def _recomputation_steps() -> Iterator[tuple[dict[str, str], float, float]]:
-    """Lines, and their steps at 1 TFLOP/s without and with recomputation of everything."""
-    for line in read("recomputation")[1:]:
-        devices, chunks, micro_batches = int(line["devices"]), int(line["chunks"]), int(line["batch"])
-        profile = formula(
-            layers=int(line["layers"]),
-            hidden=int(line["hidden"]),
-            heads=int(line["heads"]),
-            sequence=2048,
-            vocabulary=51_200,
-            tensor_parallel=int(line["tensor_parallel"]),
-            sequence_parallel=True,
-        )
-        stages = devices * chunks
-        balance = [int(line["layers"]) // stages] * stages
-        balance[0], balance[-1] = balance[0] + 1, balance[-1] + 1
-        schedule = "interleaved" if chunks > 1 else "1f1b"
-        never, always = (
-            predicted_s(
-                profile, partition(balance, micro_batches, schedule=schedule, chunks=chunks, recompute=recompute)
-            )
-            for recompute in ("never", "always")
-        )
-        yield line, never, always
+def recomputation_cut(line: dict[str, str], recompute: Recompute) -> Partition:
+    """Return the cuts of a model's run."""
+    devices, chunks = int(line["devices"]), int(line["chunks"])
+    stages = devices * chunks
+    balance = [int(line["layers"]) // stages] * stages
+    balance[0], balance[-1] = balance[0] + 1, balance[-1] + 1
+    schedule = "interleaved" if chunks > 1 else "1f1b"
+    return partition(balance, int(line["batch"]), schedule=schedule, chunks=chunks, recompute=recompute)

@@ -104,7 +104,11 @@ def profile_by_formula(options: ProfileOptions, configuration: Configuration | N
     pace, device = _pace(options, half=half, experts=shape.has_experts)
     # Without a link, no plan can compare several widths.
     widths = _tensor_parallel(options, shape, several=configuration is not None and device.executor is not None)
-    execution = _execution(options, shape, widths)
+    execution = replace(
+        _execution(options, shape, widths),
+        # A rate that is given for a single width includes its collectives.
+        counts_collectives=len(widths) > 1 or (options.rate is None and device.executor is not None),
+    )
     profile = transformer_profile(
         shape,
         execution,
@@ -256,8 +260,6 @@ def _execution(options: ProfileOptions, shape: Transformer, widths: tuple[int, .
         )
     return Execution(
         tensor_parallel=widths[0],
-        # The rate of a single width includes its collectives.
-        counts_collectives=len(widths) > 1,
         expert_parallel=groups,
         capacity=_capacity(options.capacity),
         sequence_parallel=options.sequence_parallel,

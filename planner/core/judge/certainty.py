@@ -45,10 +45,11 @@ STEPS: Final = {
     "cuda": StepErrors(source="measured on GPUs", least=0.986, most=1.171),
     # Formulas with the rate of another run, and with the peak rate of the data sheet: published.md.
     "rate": StepErrors(source="estimated by formula at a sustained rate", least=0.970, most=1.019),
-    "many runs": StepErrors(source="estimated by formula at the rate of published runs", least=0.820, most=1.255),
-    # Fewer than five runs of a kind say little about the next one: errors of all kinds count.
-    "few runs": StepErrors(source="estimated by formula at the rate of a few published runs", least=0.720, most=1.389),
-    "peak": StepErrors(source="estimated by formula at the peak rate", least=1.479, most=5.208),
+    "A100": StepErrors(source="estimated by formula at the rate of published runs on A100", least=0.829, most=1.225),
+    "H100": StepErrors(source="estimated by formula at the rate of published runs on H100", least=0.700, most=1.250),
+    # Runs of fewer than three sources say little about the next one: errors of all kinds count.
+    "few runs": StepErrors(source="estimated by formula at the rate of a few published runs", least=0.700, most=1.745),
+    "peak": StepErrors(source="estimated by formula at the peak rate", least=1.412, most=4.845),
 }
 """Step errors by the basis of a prediction; a kind without timed runs has no entry."""
 

@@ -1,7 +1,7 @@
 """Rates that published runs sustained, as defaults for GPUs that this machine lacks.
 
-Each is the median of the runs of one kind in `docs/measurements/published.md`, section "Rates that were reached", which
-names all runs and their sources. `tests/unit/test_published.py` computes the medians from the published figures.
+`docs/measurements/published.md`, section "Rates that were reached", names all runs and their sources. Each rate here is
+the median of its sources' medians. `tests/unit/test_published.py` computes them from the published figures.
 """
 
 from dataclasses import dataclass, replace
@@ -13,21 +13,22 @@ _CHIPS: Final = {"a100-40gb": "A100", "a100-80gb": "A100", "h100": "H100", "h200
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SustainedRate:
-    """Rate of a GPU in half precision over whole steps, communication between GPUs included."""
+    """Rate of a GPU in half precision over whole steps, without sums over GPUs that share each layer."""
 
     chip: str
     experts: bool = False
     """True for a mixture of experts."""
     flops_per_s: float
     errors: str
-    """Range of predictions with this rate: a key of `planner.core.judge.certainty.STEPS`, or empty if unknown."""
+    """Range of predictions with this rate: a key of `planner.core.judge.certainty.STEPS`, or empty if unknown. Rates
+    from fewer than three sources have the range of all chips."""
 
 
 SUSTAINED: Final = (
-    SustainedRate(chip="A100", flops_per_s=174e12, errors="many runs"),
-    SustainedRate(chip="H100", flops_per_s=417e12, errors="few runs"),
-    SustainedRate(chip="H100", experts=True, flops_per_s=307e12, errors="few runs"),
-    SustainedRate(chip="GB200", flops_per_s=573e12, errors="few runs"),
+    SustainedRate(chip="A100", flops_per_s=182e12, errors="A100"),
+    SustainedRate(chip="H100", flops_per_s=433e12, errors="H100"),
+    SustainedRate(chip="H100", experts=True, flops_per_s=282e12, errors="few runs"),
+    SustainedRate(chip="GB200", flops_per_s=916e12, errors="few runs"),
     SustainedRate(chip="GB200", experts=True, flops_per_s=919e12, errors="few runs"),
 )
 """Rates by kind of run; other precisions and chips have no published runs here."""

@@ -41,7 +41,7 @@ def test_the_command_writes_what_the_function_returns(tmp_path: Path, capsys: py
     estimate = ["--from-formula", "transformer", *TYPED, "--device", "estimate:a100-80gb", "--dtype", "bf16-mixed"]
     ran = call(capsys, "profile", *estimate, "-o", str(path))
     assert ran.code == 0
-    assert "times assume 174 TFLOP/s, which published runs on A100 sustained" in ran.err
+    assert "times assume 182 TFLOP/s, which published runs on A100 sustained" in ran.err
     assert path.read_text().startswith("# Estimated by `gpipe-plan profile --from-formula transformer`")
     asked = {"device": "estimate:a100-80gb", "dtype": "bf16-mixed"}
     by_formula(**asked, output=tmp_path / "again.yaml")
@@ -49,7 +49,7 @@ def test_the_command_writes_what_the_function_returns(tmp_path: Path, capsys: py
     written = files.read_profile(str(path))
     assert (written.device.how, written.device.name) == ("estimated", "NVIDIA A100-SXM4-80GB")
     assert written.micro_batch_sizes == (1, 2, 4, 8)
-    usual, half = by_formula(**asked).layers[1], by_formula(**asked, rate=87e12).layers[1]
+    usual, half = by_formula(**asked).layers[1], by_formula(**asked, rate=91e12).layers[1]
     assert half.forward_us[0] == pytest.approx(2 * usual.forward_us[0])
     ran = call(capsys, "solve", str(path), "--devices", "2", "-o", str(tmp_path / "plan.yaml"))
     assert ran.code == 0
@@ -59,9 +59,9 @@ def test_the_command_writes_what_the_function_returns(tmp_path: Path, capsys: py
 @pytest.mark.parametrize(
     ("device", "options", "dtype", "rate"),
     [
-        ("h100", {}, "bf16-mixed", "417 TFLOP/s"),
-        ("h200", {"dtype": "bf16"}, "bf16", "417 TFLOP/s"),
-        ("gb200", {}, "bf16-mixed", "573 TFLOP/s"),
+        ("h100", {}, "bf16-mixed", "433 TFLOP/s"),
+        ("h200", {"dtype": "bf16"}, "bf16", "433 TFLOP/s"),
+        ("gb200", {}, "bf16-mixed", "916 TFLOP/s"),
         ("b200", {}, "bf16-mixed", "2250 TFLOP/s"),
         ("h100", {"dtype": "fp32"}, "fp32", "67 TFLOP/s"),
         ("v100", {}, "fp16-mixed", "125 TFLOP/s"),

@@ -82,7 +82,8 @@ SEEN = {
         "Schedules with backwards in halves, on A100",
     ),
     "rate": lambda: published("Time by formula"),
-    "many runs": lambda: [1 / (1 + shares(cells)[0]) for cells in rates_reached() if cells[0] == "A100"],
+    "A100": lambda: [1 / (1 + shares(cells)[0]) for cells in rates_reached() if cells[0] == "A100"],
+    "H100": lambda: [1 / (1 + shares(cells)[0]) for cells in rates_reached() if cells[0] == "H100"],
     "few runs": lambda: [1 / (1 + shares(cells)[0]) for cells in rates_reached()],
     "peak": lambda: [
         rates_of(DEVICES[cells[0].partition(",")[0]]).half_flops_per_s / 1e12 / float(cells[3])

@@ -31,8 +31,8 @@ def test_a_kind_without_runs_has_another_kinds_rate_and_no_range() -> None:
 @pytest.mark.parametrize(
     ("shape", "device", "more", "kind"),
     [
-        (DENSE, "a100-80gb", {}, "many runs"),
-        (DENSE, "h100", {}, "few runs"),
+        (DENSE, "a100-80gb", {}, "A100"),
+        (DENSE, "h100", {}, "H100"),
         (EXPERTS, "h100", {}, "few runs"),
         (EXPERTS, "a100-80gb", {}, None),
         (DENSE, "h100", {"rate": "380TFLOP/s"}, "rate"),
