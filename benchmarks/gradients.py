@@ -68,7 +68,7 @@ def main() -> None:
         _print_by_schedule(_worst(bases, _in_halves(micro_batches=8)))
         return
     bases |= {name: _real(name) for name in _REAL}
-    _head("# Pipelines beside the unpipelined model", micro_batches=4)
+    _head("# Gradients compared with the unpartitioned model", micro_batches=4)
     print(
         "K = 2, 3, 4 under GPipe and 1F1B, two devices with two stages each under interleaved 1F1B; recompute `never`,"
     )

@@ -1,4 +1,4 @@
-"""Predicted peak memory beside the allocator's own: three stages, M = 1, 2, 4, each recomputation and precision.
+"""Predicted and measured peak memory own: three stages, M = 1, 2, 4, each recomputation and precision.
 
     python benchmarks/memory.py > docs/measurements/memory.md
     python benchmarks/memory.py --kinds >> docs/measurements/memory.md
@@ -115,7 +115,7 @@ HARD = Table(
     dtypes=("fp32",),
 )
 HALVES = Table(
-    title="# Predicted peak memory beside the allocator's, where backwards run in halves",
+    title="# Predicted and measured peak memory with split backward",
     subjects=tuple(subject for subject in MODELS if subject.name in {"transformer_lm", "resnet", "mlp", "gpt2"}),
     micro_batch_size=4,
     micro_batches=(4, 8),

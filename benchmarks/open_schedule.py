@@ -107,7 +107,7 @@ def main() -> None:
     parser.add_argument("--every", type=int, default=1, help="run one of so many requests")
     every = parser.parse_args().every
     command = shlex.join(["python", "benchmarks/open_schedule.py", *sys.argv[1:]])
-    print("# An open schedule beside each named one\n")
+    print("# Automatic choice of the schedule, compared with each schedule\n")
     print(f"`{command}` on {cpu_name()}, Python {platform.python_version()}; CPU seconds of one process.\n")
     print('"Fastest named" is the fastest answer to a request for one schedule.')
     print('"Difference" is positive if `auto` is slower.\n')

@@ -66,7 +66,7 @@ def main() -> None:
     if any(os.environ.get(name) != one for name, one in ONE_CORE.items()):
         # numpy counts its threads when it is imported.
         os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, **ONE_CORE})  # noqa: S606 - itself
-    print("# The solver: time, memory, and plans beside those of other planners\n")
+    print("# The solver: time, memory, and plans of other planners\n")
     print(_environment())
     for part in options.parts:
         parts[part](options)

@@ -1,4 +1,4 @@
-"""A backward in two parts beside the whole one: what the parts take, and what is held in between.
+"""Split backward beside the whole one: what the parts take, and what is held in between.
 
     python benchmarks/split.py > docs/measurements/split.md
 

@@ -1,4 +1,4 @@
-"""Models that nothing was prepared for, trained as pipelines and compared with plain loops.
+"""Unprepared models, trained as pipelines and compared with plain loops.
 
     python benchmarks/unprepared.py > docs/measurements/unprepared.md
     python benchmarks/unprepared.py hooks state:moco_queue      # kinds or models
