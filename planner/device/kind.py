@@ -28,7 +28,7 @@ class Peak(NamedTuple):
 
 
 class PeakWatch(Protocol):
-    """Watch of all the memory of a process, from the time the watch is made."""
+    """Watch of all memory of a process, which starts when the watch is made."""
 
     def begin(self) -> None:
         """Begin the period whose peak is measured; memory that is in use counts."""

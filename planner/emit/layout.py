@@ -193,7 +193,7 @@ class Layout:
         return [f"{text} (planned: {planned})"]
 
     def assumption_notes(self, *, sequence: str = "", experts: str = "", attention: str = "") -> list[str]:
-        """Return a note for each assumption of the memory that has to be set by hand.
+        """Return a note for each assumption of the predicted memory that the user must set in the engine.
 
         Args:
             sequence: Option for sequence parallelism; empty if the engine needs none, like the following.

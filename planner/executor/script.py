@@ -168,7 +168,7 @@ def progress(pipeline: Pipeline, step: int, loss: float) -> None:
 
 
 def peak_lines(balance: Balance, report: RunReport) -> Iterator[str]:
-    """Yield a line per device with its peak, and its stages, which share it."""
+    """Yield one line per device, with its stages and their common peak."""
     runs = {(run.replica, run.index): run for run in report.stages}
     for replica in sorted({run.replica for run in report.stages}):
         for stages in balance.by_device():

@@ -36,7 +36,7 @@ class AttributeChange:
     keys: tuple[Any, ...]
     """Keys from the module's attributes to the changed value, or to the changed list."""
     kind: Literal["set", "extended", "replaced"]
-    """`set`: an attribute or an entry of a dict was set. `extended`, `replaced`: a list got further or other items."""
+    """`set`: an attribute or an entry of a dict was set. `extended`, `replaced`: a list got more or other items."""
     nest: Nest
     leaves: tuple[Any, ...]
     """Leaves of the value, or of the tuple of (new) items; in a recording, recorded leaves."""

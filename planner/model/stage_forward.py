@@ -206,7 +206,7 @@ class StageForward:
             raise _Finished  # leaves all open calls, which do not use the results
 
     def _begin_earlier(self, time: int) -> None:
-        """Seed code that runs again before the stage as the earlier layer that it is in."""
+        """Seed the generators for repeated code before the stage as for the earlier layer that it belongs to."""
         numbers = [number for begin, number in self._part.earlier if begin <= time]
         if numbers:
             self._part.when_layer_begins(numbers[-1])

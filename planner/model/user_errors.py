@@ -58,7 +58,7 @@ def _is_of(module: ModuleType | None, *packages: str) -> bool:
 
 
 def _first_cause(error: BaseException) -> BaseException:
-    """Return the error that an import error results from.
+    """Return the original error that caused an import error.
 
     Packages that import lazily (`transformers`) only report that something could not be imported. Other errors are
     returned unchanged.

@@ -28,7 +28,7 @@ class Costs:
     optimizer: Sequence[OptimizerCost]
     """Cost of each layer. Layers with equal digests may differ, because their parameters may be in different groups."""
     boundary_peaks: Sequence[int]
-    """Transient bytes, for each layer, of the optimizer's step as it moves from the previous layer to it."""
+    """Transient bytes of the optimizer's step at the change from the previous layer to this one, for each layer."""
     flops: Mapping[str, int]
     """Operations of a forward at the smallest size."""
     times: Mapping[Key, LayerTimes]

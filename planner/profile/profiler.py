@@ -126,7 +126,7 @@ def check_optimizer_of(loaded: LoadedModel, device: str) -> None:
 
 
 def _raise_of_model(model: nn.Module, error: Exception) -> None:
-    """Raise an explained error if the model's own code failed after its layers had run before."""
+    """Raise an explained error if the model's own code failed although its layers had run before."""
     place = "" if isinstance(error, PlannerError) else place_in_model(model, error)
     if place:
         first_line = str(error).partition("\n")[0]

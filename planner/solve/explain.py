@@ -74,7 +74,7 @@ def infeasible(profile: Profile, request: Request, cases: Sequence[Case]) -> Inf
 
 
 def _too_few_devices(profile: Profile, request: Request) -> InfeasibleError:
-    """Return the error for too few devices or layers for the schedule's stages on two devices."""
+    """Return the error for a schedule with several stages per device that has too few devices or layers for them."""
     inputs, schedule = request.inputs, request.schedules[0]
     groups = inputs.cluster_of(min(usable_widths(profile, inputs))).num_devices
     devices = pluralize(groups // max(1, inputs.replicas), "device")
@@ -214,7 +214,7 @@ def _other_schedules(query: InfeasibleQuery) -> Iterator[str]:
 
 
 def _measured_fits(cases: Sequence[Case]) -> bool:
-    """Return True if a case with the largest M and measured split backward times fits, as far as a descent finds."""
+    """Return True if a short descent finds a plan that fits, with the largest M and measured split backward times."""
     most = max((case.micro_batches for case in cases), default=0)
     able = (case for case in cases if case.micro_batches == most and not case.costs.halves_assumed)
     return any(_least_over_bytes_found(case) <= 0 for case in able)

@@ -30,7 +30,7 @@ _IN_HALVES: Final = 2
 """Divisor of the effort of each named schedule with a split backward, in the first pass of an open schedule."""
 
 _NEAR: Final = 1.1
-"""Largest ratio of a case's step time to the fastest one at which a longer search may still make it the fastest."""
+"""Largest step time of a case, relative to the fastest, for which a longer search may make it the fastest."""
 
 _NEARBY: Final = 1.06
 """Largest such ratio in the second pass: its longer searches made plans up to 5.5 % faster."""

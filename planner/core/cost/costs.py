@@ -102,7 +102,7 @@ class CostTable:
         )
 
     def times_at(self, micro_batch_size: int, *, extrapolate: bool = False) -> tuple[FloatArray, FloatArray]:
-        """Return the forward and backward times of `at` in microseconds, without the memory; raise the same errors."""
+        """Return only the forward and backward times of `at`, in microseconds; raise the same errors."""
         layers, weights = self._profile.layers, self._weights(micro_batch_size, extrapolate=extrapolate)
         forward = [(np.array([layer.forward_us[n] for layer in layers]), weight) for n, weight in weights]
         backward = [(np.array([layer.backward_us[n] for layer in layers]), weight) for n, weight in weights]

@@ -231,7 +231,7 @@ def _dense(rows: Sequence[tuple[int, ...]], chunks: int) -> IntArray:
 
 
 _MESSAGES: Final[Mapping[Letter, PartName]] = {"B": "message", "W": "weight_message"}
-"""Part of the last backward while gradients are sent, by the action that ends a micro-batch on a stage."""
+"""Part that replaces the last backward while gradients are sent, by the kind of the stage's last action."""
 
 
 class _Walk:
@@ -269,7 +269,7 @@ class _Walk:
             yield Change(self._noted(), (base + _PLACE["optimizer_step"],), ())
 
     def _noted(self) -> tuple[int, ...]:
-        """Return what has changed since the last call."""
+        """Return the changes of the counts since the last call."""
         changed = tuple(number for change in self._changed.items() if change[1] for number in change)
         self._changed.clear()
         return changed

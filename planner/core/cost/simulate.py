@@ -391,7 +391,7 @@ def _summed_early(
     sums: Sequence[Clock],
     later_of: Callable[[Clock, Clock], Clock],
 ) -> list[Clock]:
-    """Return, for each device, the time of its all-reduces that is over when its last stage ends.
+    """Return, for each device, the part of its all-reduces that ends before its last action.
 
     Each all-reduce starts when its stage has ended and the previous one is over.
     """

@@ -97,5 +97,5 @@ def accelerators_with(need_bytes: int) -> tuple[Accelerator, ...]:
 
 
 def training_kind(profiled: str) -> str:
-    """Return the kind of device on which torch trains after such a profile; the CPU if torch does not."""
+    """Return the kind of device to train on for a profile of this kind; the CPU if torch does not train on it."""
     return profiled if profiled in TORCH_KINDS else "cpu"

@@ -93,7 +93,7 @@ class Assembly:
         return list(self._chain.model.parameters())
 
     def own_of_whole(self) -> list[tuple[nn.Parameter, nn.Parameter]]:
-        """Return pairs of one of `whole_parameters` and the same parameter in this process."""
+        """Return pairs of a parameter of the whole model and its counterpart in this process."""
         whole = dict(self._chain.model.named_parameters(remove_duplicate=False))
         return [(whole[name], parameter) for name, parameter in self.named_parameters()]
 

@@ -162,7 +162,7 @@ def _as_built(model: nn.Module) -> Iterator[None]:
 
 
 def _refuse_parameters_in_loss(loaded: LoadedModel, model: nn.Module, output: Any, targets: Any) -> None:
-    """Refuse a loss whose gradient reaches parameters by another way than the model's output.
+    """Refuse a loss whose gradient reaches parameters other than through the model's output.
 
     The last stage does not hold the parameters of other stages, so that this part of their gradients would be lost.
     """

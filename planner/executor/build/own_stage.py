@@ -161,7 +161,7 @@ class _Replay(TorchDispatchMode):
 
 
 def _without_memory(fake: FakeTensorMode, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """Run an operator fake, unless all of its operands are real (numbers written in the user's code)."""
+    """Run an operator on fake tensors, unless all of its operands are real, such as numbers in the user's code."""
     operands = tensors_of((args, kwargs))
     if operands and not any(map(_is_empty, operands)):
         return func(*args, **kwargs)

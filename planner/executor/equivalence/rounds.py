@@ -35,7 +35,7 @@ _MOST_STAGES = 8
 """Limit of ranks that run at a time."""
 
 _FEW_STAGES = 4
-"""Limit for a model that barely fits in memory; each process takes 100 MB for itself."""
+"""Limit of ranks that run at a time if the model barely fits in memory; each process needs 100 MB for itself."""
 
 _IN_PLACE_HINT = (
     "stages run forwards of several micro-batches before the first backward, so neither `forward` nor a hook may "

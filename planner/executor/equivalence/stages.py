@@ -212,7 +212,7 @@ class _Rank:
 
 
 def _rounding_scale(name: str, right: ReferenceState) -> float:
-    """Return the smallest scale to compare a buffer by; that of a running mean follows from its running variance."""
+    """Return the smallest scale for comparing a buffer; for a running mean, it follows from the running variance."""
     variance = right.tensors.get(f"buffer:{name.removesuffix('running_mean')}running_var")
     return 0.0 if not name.endswith("running_mean") or variance is None else 0.01 * math.sqrt(largest(variance))
 

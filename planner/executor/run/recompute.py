@@ -115,7 +115,7 @@ class _Recomputing(torch.autograd.Function):
 
 
 def _take(into: list[Tensor | None], gradients: Tensors) -> tuple[None, ...]:
-    """Take the gradients from autograd, which passes on the return value."""
+    """Store the gradients from autograd in a list, and return None for each, so that autograd passes none on."""
     into.extend(gradients)
     return (None,) * len(gradients)
 

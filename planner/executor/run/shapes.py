@@ -34,7 +34,7 @@ class Boundary:
 
     @classmethod
     def of(cls, value: Any) -> "Boundary":
-        """Return the boundary of `value`, whose tensors must be on the meta device; gradient flags are kept."""
+        """Return the boundary of a value whose tensors are on the meta device; gradient flags are kept."""
         leaves, spec = tree_flatten(value)
         if any(isinstance(leaf, Tensor) and leaf.is_nested for leaf in leaves):
             raise ModelError(

@@ -15,7 +15,7 @@ from planner.show.views.numbers import not_measured
 from planner.show.views.plan import headline
 
 _SCRIPTS = ("tables.js", "evaluate.js", "units.js", "command.js", "drawing.js", "explore.js")
-"""Scripts in the order of their dependencies; the last two need a page."""
+"""Scripts in the order of their dependencies; the last two access the page's elements."""
 
 _BEGIN = "starting from the plan"
 

@@ -108,13 +108,13 @@ class Law(Protocol):
         """
 
     def raised(self, label: Label, earlier: EarlierLayers) -> Label:
-        """Return the label with numbers below the lower bounds of earlier layers raised to these."""
+        """Return the label after raising its numbers to the lower bounds of earlier layers."""
 
     def bound_us(self, label: Label, earlier: EarlierLayers) -> FloatArray:
         """Return a lower bound of the step time of every completion; exact for complete labels."""
 
     def rank_bound(self, label: Label, earlier: EarlierLayers, bound_us: FloatArray) -> Label:
-        """Return lower bounds of the rank of every completion, exact for complete labels; first number first.
+        """Return lower bounds of the numbers that rank every completion; exact for complete labels.
 
         Args:
             label: The labels.

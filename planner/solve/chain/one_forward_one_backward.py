@@ -31,7 +31,7 @@ _ORDER, _FIRST_ORDER = 3, 10
 """Effort to compute a schedule's action order, in blocks: bounded effort, and unbounded."""
 
 _CELLS = 30
-"""Stages in tables that take as long to compute as one simulated action."""
+"""Number of table entries, one per stage, that take as long to compute as one simulated action."""
 
 _ROUNDS = 200
 

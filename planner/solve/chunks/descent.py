@@ -28,7 +28,7 @@ ROWS = 128
 """Number of moves in a batch."""
 
 BATCH = 400
-"""Cost of choosing the moves of a batch and their recomputation, in simulated actions."""
+"""Cost of choosing a batch of moves and their recomputation, in simulated actions."""
 
 _SINGLE_STEPS, _STEPS = (-4, -2, -1, 1, 2, 4), (-2, -1, 1, 2)
 

@@ -34,9 +34,8 @@ from planner.solve.space.partitions import Evaluator
 from planner.solve.space.prefixes import BoundKind, Prefixes
 
 _MOST_OF_SEARCH, _BATCHES, _SHARE = 20_000, 60, 4
-"""Limits of one search with bounded effort: simulated actions; simulated batches, if these allow more; and the divisor
-of the effort left, of which a search uses at most one part.
-"""
+"""Limits of a search with bounded effort: this many actions, or this many batches if that is more, but at most the
+effort left divided by this number."""
 
 _MOST_OF_SEARCH_ALONE = 100_000
 """Most actions of one search with unbounded effort: some tenths of a second."""
@@ -64,7 +63,7 @@ _ORDER, _MOMENTS = 3, 10
 """Cost of computing the action order and the points in the step of a case, in simulated partitions."""
 
 _CELLS = 5
-"""Table entries that take as long to compute as one simulated action."""
+"""Number of table entries that take as long to compute as one simulated action."""
 
 _CUTS_AT_ONCE = 256
 

@@ -30,7 +30,7 @@ _FRUITLESS = 8
 """Successive restarts without a better plan that end a search."""
 
 _SOLVED = 600
-"""Actions that take as long as a walk through the layers of a stage."""
+"""Number of simulated actions that take as long as a walk through the layers of a stage."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -37,13 +37,13 @@ _ROUNDS_OF_GPIPE = 400
 """Most runs of the dynamic program under GPipe."""
 
 _ROUNDS, _FEW_ROUNDS = 40, 4
-"""Most runs of the dynamic program for one bound; with unbounded effort, and bounded."""
+"""Most runs of the dynamic program for one bound: with unbounded effort, and with bounded effort."""
 
 _ORDER, _CELLS = 3, 5
 """Cost of computing an action order, in simulated partitions; and the number of table entries that cost one action."""
 
 _MOST_SOLVED, _FEW_SOLVED = 400, 40
-"""Most stages solved exactly to simulate all partitions below the best; with unbounded effort, and bounded."""
+"""Most stages to solve exactly before all partitions below the best are simulated: unbounded and bounded effort."""
 
 
 def search_gpipe_by_layers(case: Case, *, upper_us: float = np.inf, deadline: Deadline = NEVER) -> Answer:

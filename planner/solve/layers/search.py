@@ -1,8 +1,8 @@
 """Search for plans that recompute single layers.
 
 It starts from the best plan that recomputes whole stages, so its result is never slower. The lower bound is that of
-`planner.solve.chunks.search`. If there are few partitions, those that fit without recomputation are simulated, and the
-step time of the fastest other one, without recomputation, is a bound of the rest.
+`planner.solve.chunks.search`. If there are few partitions, those that fit without recomputation are simulated. The
+others are bounded by the smallest of their step times without recomputation.
 """
 
 from functools import partial

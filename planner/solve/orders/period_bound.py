@@ -44,7 +44,7 @@ _MOST_CUTS = 100_000
 """Most partitions to bound one by one: some tenths of a second."""
 
 _CELLS = 4
-"""Stages that are bounded in the time of simulating one action."""
+"""Number of stages whose bound takes as long to compute as one simulated action."""
 
 _MOST_COMBINATIONS = 27
 """Most combinations of recomputation of a device's chunks to try."""

@@ -2,7 +2,7 @@
 
     cuts, recomputation  ->  action order for them  ->  cuts and recomputation improved under this order  ->  …
 
-A round that is no improvement ends this. It starts from even cuts, and from the best partition under every named
+The rounds end when one brings no improvement. They start from even cuts, and from the best partition under every named
 schedule with the same placement, whose action orders also serve as starts. Plans of these named schedules count as
 results as well, so the result is never slower than what the same effort finds for them.
 """

@@ -177,7 +177,7 @@ class Case:
         return self.micro_batches * share_us
 
     def moments(self, level: int) -> Moments:
-        """Return the points in the step of a device with `level` later stages."""
+        """Return the points in the step at which a device with `level` later stages may have its peak."""
         return stage_moments(self.schedule, micro_batches=self.micro_batches, behind=level)
 
     def memory(self, width: int, level: int) -> MemoryTable:

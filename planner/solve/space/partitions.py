@@ -216,7 +216,7 @@ class Evaluator:
 
     @cached_property
     def moments(self) -> list[FloatArray]:
-        """Counts of each part at the points in the step of each device."""
+        """Counts of each part at the points in the step at which each device may have its peak."""
         return [moments.astype(np.float64) for moments in moments_of(self.actions)]
 
     @cached_property
