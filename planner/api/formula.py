@@ -56,7 +56,7 @@ _SHARED_OPTIONS: Final = (
 """Other options that a formula accepts."""
 
 _STATES: Final = {"adamw": 2, "adam": 2, "momentum": 1, "rmsprop": 1, "sgd": 0}
-"""Numbers of optimizer state per parameter, in the parameter's precision."""
+"""Number of optimizer states per parameter, each in the parameter's precision."""
 
 _WIDTHS: Final = (1, 2, 4, 8)
 """Numbers of devices that may share each layer of a configuration."""

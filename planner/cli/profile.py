@@ -91,7 +91,7 @@ def _state_bytes(layer: "LayerProfile") -> int:
 
 
 def _too_large(measured: "Profile") -> str:
-    """Return a remark if a layer by formula does not fit on a device."""
+    """Return a remark if a layer that a formula describes does not fit on a device."""
     from planner.core.cost.width import layers_by_width, widths_of
     from planner.core.values.units import format_bytes
 

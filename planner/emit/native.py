@@ -57,7 +57,7 @@ class Emitted:
     smaller: Mapping[str, str] = field(default_factory=dict)
     """Texts of the cuts for fewer processes, by name of the file next to `balance.yaml`."""
     plans: tuple[Balance, ...]
-    """Values of all these texts, most processes first."""
+    """Balance configurations of all these texts, most processes first."""
     launch: EngineFile | None = None
     """Launcher of the script on a cluster."""
 

@@ -233,7 +233,7 @@ class Cuts:
             yield from self._below(self.recording.calls[child])
 
     def _possible(self, calls: Sequence[Call], problems: list[str]) -> list[int]:
-        """Return the possible cuts after calls that have trained parameters after them."""
+        """Return the possible cuts after calls, as long as later code has trained parameters."""
         possible = []
         for call in filter(self._is_tried, calls):
             cut = self._behind(call)

@@ -48,7 +48,7 @@ class Outline:
 
     recording: Recording
     shapes: Shapes
-    """Shapes by value, in a batch of either size."""
+    """Shapes of the values, in the batches of both sizes."""
     cuts: tuple[int, ...]
     """Times of the recording, in order."""
     names: tuple[str, ...]
@@ -62,13 +62,13 @@ class Outline:
     crossings: tuple[tuple[int, ...], ...]
     """Values that cross each cut."""
     repeated_holds: tuple[frozenset[str], ...]
-    """Parameters and buffers that code reads that later stages repeat after each cut."""
+    """Parameters and buffers read by the code that is repeated after each cut."""
     overwritten: tuple[frozenset[int], ...]
-    """Storages that code writes that later stages repeat after each cut."""
+    """Storages written by the code that is repeated after each cut."""
     writes: tuple[bool, ...]
     """True for each layer that writes into a tensor that it receives."""
     aliases: tuple[bool, ...]
-    """True for each layer that sends memory that it received."""
+    """True for each layer that sends a storage that it has received."""
     parts: tuple[tuple[int, int], ...]
     """Number of tensors that cross each cut only for code that is repeated after it, and number of results of that
     code."""

@@ -290,4 +290,4 @@ OPERATORS: Final[Mapping[Any, _Form]] = {
         for call in _TRANSPOSED
     },
 }
-"""Functions of torch that use a weight in this way."""
+"""Functions of torch whose weight gradient can be computed later."""

@@ -55,5 +55,5 @@ def _nests(owner: StateOwner) -> list[StateLocation]:
 
 
 def _storages(value: Any) -> dict[int, Tensor]:
-    """Return the tensors in a value, which is one or a nest of some, by their storages."""
+    """Return the tensors in a value, a tensor or a nest of tensors, by their storages."""
     return {storage_key(tensor): tensor for tensor in tensors_in(value) if tensor.layout == torch.strided}

@@ -288,7 +288,7 @@ def _fits(case: Case) -> bool:
 
 
 def _needs(case: Case, width: int, level: int) -> FloatArray:
-    """Return the least bytes of every stage in the window, without the reserve; infinite for forbidden stages."""
+    """Return the bytes that each stage of the window needs at least, without the reserve; infinite if forbidden."""
     need = case.memory(width, level).smallest()
     ends = np.arange(case.costs.num_layers + 1)[:, None]
     return np.where(case.rules.forbids(ends + np.arange(-width, 0), ends), np.inf, need)
@@ -351,7 +351,7 @@ def _reason(query: InfeasibleQuery, case: Case) -> str:
 
 
 def _mem_option(inputs: Inputs, limit_bytes: float) -> str:
-    """Return the value of `--mem` of which the headroom leaves a limit."""
+    """Return the value of `--mem` whose part without the headroom is a limit."""
     return bytes_option(inputs.device_bytes(int(limit_bytes)))
 
 

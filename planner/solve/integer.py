@@ -148,14 +148,14 @@ class _Program:
         return self._pulp.LpAffineExpression([(variable, time) for variable, time in terms if time])
 
     def _time(self, name: str, *at_least: Any) -> Any:
-        """Return a time of 0 or more, and of at least each of these."""
+        """Return a variable for a time that is at least 0 and at least each of these times."""
         time = self._pulp.LpVariable(name, lowBound=0.0)
         for least in at_least:
             self.lp += time >= least
         return time
 
     def _largest(self, times_us: FloatArray, name: str = "F") -> Any:
-        """Return M-1 times the largest time of a chosen arc."""
+        """Return a variable for M-1 times the largest time of a chosen arc."""
         arcs, others = self._arcs, self._arcs.micro_batches - 1
         covering = ((arcs.first <= layer) & (layer < arcs.end) for layer in range(arcs.num_layers if others else 0))
         return self._time(name, *(self._sum(arcs_there, others * times_us) for arcs_there in covering))

@@ -36,7 +36,7 @@ _NEARBY: Final = 1.06
 """Largest such ratio in the second pass: its longer searches made plans up to 5.5 % faster."""
 
 _CLEARLY: Final = 1.01
-"""Ratio of step times above which more chunks per device were clearly slower."""
+"""Ratio of step times above which a plan with more chunks per device counts as clearly slower."""
 
 _NEAREST_SCHEDULES, _NEAREST_CASES = 3, 2
 """Number of schedules in the second pass of an open schedule, and number of cases that `_searched_on` improves."""

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from planner.tpu.programs import Program
 
 _REVISION = 7
-"""Revision of the cache's content and of the way of compiling."""
+"""Revision of the cache: changes whenever its content or the way of compiling changes."""
 
 _WORKER_BYTES = 4 * 2**30
 """Bytes that a compiling process needs at most."""

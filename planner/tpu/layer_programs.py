@@ -181,7 +181,7 @@ _MOVING: Final = frozenset(("copy", "copy_p", "expand_dims", "reshape", "rev", "
 """Primitives that only move values."""
 
 _LOOPS: Final = frozenset(("cond", "scan", "while"))
-"""Primitives that may run a function more or less than once."""
+"""JAX primitives that may run a function several times, or not at all."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -49,8 +49,8 @@ class CompiledLayer:
     input_kinds: tuple[ArrayKind, ...]
     """Kind of each input; inputs that are only matmul operands take 16 bits per element in loops."""
     output_kinds: tuple[ArrayKind, ...]
-    """Kind of each output; outputs that the layer's backward reads only as matmul operands, or not, take 16 bits in
-    loops."""
+    """Kind of each output. Outputs take 16 bits in loops unless the layer's backward reads them as other than matmul
+    operands."""
     narrow_inputs: tuple[bool, ...]
     """True for inputs that the backward reads only as matmul operands, or not at all."""
 

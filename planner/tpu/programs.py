@@ -17,7 +17,7 @@ from planner.core.values.profile import ArrayKind
 from planner.tpu.compiler import OutOfMemoryError
 
 _ROW = 1024
-"""Columns of the array that `filled_between` makes."""
+"""Number of columns of the array that `filled_between` makes."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -26,7 +26,7 @@ from planner.core.values.plan import Recompute, StageMemory
 FloatArray = NDArray[np.float64]
 
 _MOST_AT_ONCE: Final = 1 << 17
-"""Number of stages in a window up to which single stages are selected from it; this bounds transient memory."""
+"""Largest window, in stages, from which single stages are selected; this limits transient memory."""
 
 
 def stage_memory(

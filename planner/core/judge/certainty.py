@@ -54,7 +54,7 @@ STEPS: Final = {
 """Step errors by the basis of a prediction; a kind without timed runs has no entry."""
 
 SHORTEST_US: Final = 20_000.0
-"""Forward plus backward time of the slowest stage, in microseconds: the shortest among the rows of `STEPS["cpu"]`."""
+"""Shortest forward plus backward time of the slowest stage among the rows of `STEPS["cpu"]`, in microseconds."""
 
 PEAKS: Final = {
     "measured": 1 / 0.99,  # bound for the 954 peaks of memory.md

@@ -18,7 +18,7 @@ class Rates:
     """Peak rates of one device."""
 
     full_name: str
-    """Name that torch reports, or nearly so."""
+    """Name that torch reports, at least approximately."""
     float32_flops_per_s: float
     half_flops_per_s: float
     """bfloat16 rate, or float16 if the device has no bfloat16, with products accumulated in float32."""

@@ -26,11 +26,11 @@ from planner.model.stage import ModelStage
 
 _FORWARDS = 64
 _LIMIT_S = 1.0
-"""Seconds of this process: other processes do not reduce the number of forwards."""
+"""Limit in seconds of CPU time, so that other processes do not reduce the number of forwards."""
 _MOST_STAGES = 4
 _SAMPLES = 2
 _MOST_PARAMETERS = 20_000_000
-"""Larger models are not run so often."""
+"""Most parameters of a model whose forwards are repeated so often."""
 
 
 def rehearse(loaded: LoadedModel, chain: Chain, *, limit_s: float) -> None:

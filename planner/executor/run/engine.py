@@ -191,7 +191,7 @@ class Engine:
         return list((together * weight).unbind())
 
     def _bound(self, program: Sequence[Instruction]) -> list[Callable[[], None]]:
-        """Return a function for each instruction. Steps only call them: what is the same in each is computed once."""
+        """Return a function for each instruction; values that are equal in all steps are computed here, once."""
         runs = [x for x in program if x.do == "run"]
         last = {x.stage: x for x in runs if KINDS[x.kind].follows is not None}
         split = {(x.stage, x.micro_batch) for x in runs if x.kind == "I"}

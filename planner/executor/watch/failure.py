@@ -76,7 +76,7 @@ class Watch:
         self._signal = 0
         self._signalled = 0.0
         self._asked = 0
-        """Signal that another rank got; on the first rank."""
+        """Signal that another rank got; known on the first rank only."""
         self._is_small = self._world <= _FEW_RANKS
         self._has_passed_on = False
         """True once the first rank has announced that the job is stopping, or another one has requested it."""

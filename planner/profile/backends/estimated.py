@@ -58,7 +58,7 @@ _LAUNCH_US = 3.0
 """Approximate time of a kernel that does next to nothing on a GPU."""
 
 _ROWS_ONLY = frozenset(("aten::embedding", "aten::index", "aten::index_select", "aten::gather", "aten::slice_backward"))
-"""Operators that read no more of a table than they return."""
+"""Operators that read only those rows of a table that they return."""
 
 _GROUPED_PRODUCT = "aten::_grouped_mm"
 

@@ -55,7 +55,7 @@ class _Llama:
     """Llama, and families that differ from it in a few choices."""
 
     qkv_bias: Literal["attention_bias", "qkv_bias"] | bool = False
-    """Key that decides on biases of queries, keys and values, or the decision."""
+    """Key of the flag for biases of queries, keys and values; or the flag itself."""
     out_bias: bool = False
     """True if `attention_bias` also adds a bias to the result of attention."""
     mlp_bias: bool = False

@@ -14,7 +14,7 @@ from planner.show.views.table import column, table
 
 _HEIGHT = 150.0
 _FEW = 20
-"""Largest number of stages that all have a line and a number; of more, every eighth has (or every sixteenth …)."""
+"""Largest number of stages that all have a line and a number; of more stages, only every eighth (or sixteenth) has."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

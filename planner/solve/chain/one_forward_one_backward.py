@@ -28,7 +28,7 @@ from planner.solve.space.problem import ChainProblem
 from planner.solve.space.tables import NO_CHOICE
 
 _ORDER, _FIRST_ORDER = 3, 10
-"""Effort to compute a schedule's action order, in blocks: bounded effort, and unbounded."""
+"""Cost of computing an action order, in blocks of simulated partitions: with bounded, and with unbounded effort."""
 
 _CELLS = 30
 """Number of table entries, one per stage, that take as long to compute as one simulated action."""

@@ -11,7 +11,7 @@ from planner.solve.deadline import Deadline, OutOfTimeError
 from planner.solve.space.case import Case
 
 _FAR: Final = 1.3
-"""Largest ratio of a plan's step time to the fastest one that was found."""
+"""Largest step time of a plan that is still searched, relative to the fastest plan found."""
 
 _QUICK_ACTIONS: Final = 2_000
 """Actions to simulate per case."""

@@ -34,7 +34,7 @@ _MOST_JOINTLY = 20_000
 """Most combinations of a device's chunks that are compared at once."""
 
 _NEARLY_CHEAPEST = 1.25
-"""Largest ratio to the least recomputation time; a slower one may still be better if the schedule has slack."""
+"""Longest recomputation time to consider, relative to the shortest; it may be better if the schedule has slack."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -24,7 +24,7 @@ from planner.solve.space.partitions import Evaluator
 from planner.solve.space.tables import width_for
 
 _SHARE = 4
-"""Divisor of the effort left: this share is used to simulate partitions one by one, if there are few."""
+"""Divisor of the effort left; the quotient may be used to simulate partitions one by one, if they are few."""
 
 
 def search_layers(case: Case, by_stage: Answer | None, *, upper_us: float = inf, deadline: Deadline = NEVER) -> Answer:
@@ -132,7 +132,7 @@ def _simulate_all(progress: Progress, evaluator: Evaluator, search: LayerSearch)
 
 
 def _fastest_first(progress: Progress, evaluator: Evaluator) -> tuple[FloatArray, IntArray]:
-    """Return step times without recomputation, ascending, and cuts of the partitions that do not fit so."""
+    """Return step times without recomputation, ascending, and cuts, of partitions that only fit with recomputation."""
     times: list[FloatArray] = []
     partitions: list[IntArray] = []
     for cuts in all_cuts(evaluator):

@@ -42,7 +42,7 @@ class ActionOrder(NamedTuple):
     rows: list[list[Act]]
     """Stage, kind and micro-batch of each action, for each device."""
     period_us: float
-    """Time from step to step, as `planner.core.cost.simulate.period_us`, as if no link were blocking."""
+    """Time from step to step as in `planner.core.cost.simulate.period_us`, computed as if no link were blocking."""
 
     def actions(self) -> tuple[tuple[Action, ...], ...]:
         """Return the order as actions of a schedule."""

@@ -39,7 +39,7 @@ _SHARE = 6
 """Divisor of the effort left that one search for cuts, or for an order, may use."""
 
 _OF_BOUND = 4
-"""Divisor of the effort spent so far that a bound of all partitions may cost."""
+"""Divisor of the effort spent so far; the quotient is the largest cost of a bound of all partitions."""
 
 
 def search_orders(case: Case, *, upper_us: float = inf, deadline: Deadline = NEVER) -> Answer:
