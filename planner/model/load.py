@@ -336,7 +336,11 @@ def _example_batch(
         # A list of two is what `default_collate` makes, and `next(iter(loader))` returns.
         if not isinstance(pair, tuple | list) or len(pair) != 2:
             kind = f"a {type(pair).__name__} of {len(pair)}" if isinstance(pair, tuple | list) else type(pair).__name__
-            raise ModelError(f"{path}: `example_batch({size})` returned {kind}, expected `(inputs, targets)`")
+            raise ModelError(
+                f"{path}: `example_batch({size})` returned {kind}, expected `(inputs, targets)`",
+                hint="return `inputs, None` if `forward` takes the targets as well; `inputs` may be a tensor, a "
+                "tuple, or a dict of keyword arguments",
+            )
         batch = Batch(*pair)
         wrong = [list(t.shape) for t in tree_flatten(pair)[0] if isinstance(t, Tensor) and t.shape[:1] != (size,)]
         if wrong:

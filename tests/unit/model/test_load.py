@@ -303,6 +303,7 @@ def test_an_unknown_optimizer_is_refused() -> None:
         ("torch.randn(batch_size, 8)", "returned Tensor"),
         ("(1, 2, 3)", "a tuple of 3"),
         ("[torch.randn(batch_size, 8)]", "a list of 1"),
+        ("{'x': torch.randn(batch_size, 8)}", "return `inputs, None` if `forward` takes the targets as well"),
         ("(torch.randn(8, batch_size), None)", "expected 2 samples in its first dimension"),
         ("(torch.randn(batch_size, 8), torch.tensor(1.0))", "expected 2 samples"),
         ("(torch.randn(batch_size, 8), {'y': torch.zeros(1, 1)})", "[1, 1]"),
@@ -314,7 +315,7 @@ def test_a_wrong_example_batch_is_refused(tmp_path: Path, returned: str, told: s
     loaded = load(tmp_path, f"{HEAD}{BUILD}\ndef example_batch(batch_size):\n    return {returned}\n{LOSS}")
     with pytest.raises(ModelError) as refused:
         loaded.example_batch(2)
-    assert told in str(refused.value)
+    assert told in f"{refused.value} {refused.value.hint}"
 
 
 def test_inputs_may_be_nested(tmp_path: Path) -> None:
