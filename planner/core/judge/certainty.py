@@ -70,6 +70,8 @@ SLACK_BYTES: Final = 64 * 2**10
 """Absolute tolerance of a peak in bytes, for stages of a few kilobytes."""
 
 
+_EXCHANGE: Final = ", without more time to exchange tokens of experts"
+
 MemoryFit = Literal["fits", "tight", "does not fit"]
 """Result for memory limits; `tight`: predicted peaks fit, but a limit lies within the error range."""
 
@@ -108,6 +110,8 @@ def certainty_of(plan: Plan, profile: Profile) -> Certainty:
     else:
         source, step_ratio = errors.source, (errors.least, errors.most)
         range_us = (step_us * errors.least / (1 + sampling), step_us * errors.most * (1 + sampling))
+    if profile.expert_parallel > 1:
+        source += _EXCHANGE
     ratio, reserved = _peak_ratios(profile)
     return Certainty(
         source=source,

@@ -46,3 +46,14 @@ def test_a_prediction_has_the_errors_of_its_rate(shape: dict, device: str, more:
     plan = api.solve(profile, devices=2, batch=4, schedule="gpipe")
     errors = None if kind is None else (STEPS[kind].least, STEPS[kind].most)
     assert certainty_of(plan, profile).step_ratio == errors
+
+
+def test_the_accuracy_says_that_exchanged_tokens_have_no_time_of_their_own() -> None:
+    """If experts are divided among replicas."""
+    alone, divided = (
+        api.profile(**EXPERTS, device="estimate:h100", batch_sizes="1", expert_parallel=groups) for groups in (1, 2)
+    )
+    plan = api.solve(divided, devices=4, batch=4, replicas=2)
+    assert certainty_of(plan, divided).source.endswith("without more time to exchange tokens of experts")
+    plan = api.solve(alone, devices=4, batch=4, replicas=2)
+    assert "exchange" not in certainty_of(plan, alone).source
