@@ -106,6 +106,7 @@ class _Llama:
             out_bias=self.out_bias and biased,
             normalized_keys=self.normalized_keys,
             joined=self.joined,
+            concatenated=self.joined,
             capped=fields.number("attn_logit_softcapping") > 0,
         )
 
@@ -181,6 +182,7 @@ def _gpt2(fields: Fields, sequence: int) -> Transformer:
 def _phi(fields: Fields, sequence: int) -> Transformer:
     """Return the shape of Phi-1 and Phi-2: attention and feed-forward layer read the same normalized input."""
     attention = _plain_attention(fields, bias=True, normalized_keys=fields.flag("qk_layernorm"))
+    attention = replace(attention, concatenated=True)
     feed_forward = _plain(fields.integer("intermediate_size"), fields.text("hidden_act", "gelu_new"), bias=True)
     block = Block(attention=attention, feed_forward=feed_forward, norms=1)
     return replace(_with_layer_norms(fields, sequence, block, dropout="resid_pdrop"), head_bias=True)
@@ -257,6 +259,7 @@ def _deepseek(fields: Fields, sequence: int) -> Transformer:
         value_dim=fields.integer("v_head_dim"),
         qkv_bias=bias,
         out_bias=bias,
+        concatenated=True,
         latent=Latent(
             query_rank=fields.integer("q_lora_rank", default=0),
             key_value_rank=fields.integer("kv_lora_rank"),
@@ -292,8 +295,9 @@ def _t5(fields: Fields, sequence: int) -> Transformer:
     gated, _, name = fields.text("feed_forward_proj", "relu").rpartition("-")
     kept = _num_saved_tensors("gelu_new" if (gated, name) == ("gated", "gelu") else name)
     feed_forward = FeedForward(width=fields.integer("d_ff", "intermediate_size"), gated=bool(gated), kept=kept)
-    encoder = Block(attention=attention, feed_forward=feed_forward, kind="encoder")
-    decoder = Block(attention=attention, cross_attention=attention, feed_forward=feed_forward, norms=3, kind="decoder")
+    own = replace(attention, biased=True)
+    encoder = Block(attention=own, feed_forward=feed_forward, kind="encoder")
+    decoder = Block(attention=own, cross_attention=attention, feed_forward=feed_forward, norms=3, kind="decoder")
     # The first block of each stack has the table of relative positions; the last one of the encoder a normalization.
     table = heads * fields.integer("relative_attention_num_buckets")
     last = layers - 1

@@ -250,7 +250,7 @@ class _Layers:
             # The softmax, the mask of its dropout, and the result of the dropout.
             return elements * (2 * self.e + 1)
         # The tanh and the softmax, which is in float32, and its copy in half precision.
-        return elements * 8 if self._is_eager(attention) else 0.0
+        return elements * 8 if self._is_eager(attention) else elements * self.e * attention.biased
 
     def _is_eager(self, attention: Attention) -> bool:
         return attention.capped and not self.execution.fused
@@ -266,7 +266,8 @@ class _Layers:
         elif attention.joined and attention.rotary and not self.execution.fused:
             # Values share a tensor with queries and keys before their rotation.
             values += rotated
-        kept = self.e * (rotated + values + attention.heads * attention.value_dim)
+        results = 2 if attention.concatenated and not self.execution.fused else 1
+        kept = self.e * (rotated + values + results * attention.heads * attention.value_dim)
         return kept + (rotated * self._inner_norm_bytes() if attention.normalized_keys else 0)
 
     def _latent_bytes(self, attention: Attention) -> float:

@@ -64,6 +64,11 @@ class Attention:
     """True if queries and keys are rotated."""
     capped: bool = False
     """True if a tanh bounds the scores, which torch's fused kernels do not support."""
+    biased: bool = False
+    """True if learned positions are added to the scores; fused kernels keep these sums."""
+    concatenated: bool = False
+    """True if queries are concatenated from rotated and other parts. The result of torch's fused kernels has the layout
+    of the queries, so that the next product copies it."""
     window: int = 0
     """Number of tokens that a token attends to; 0: all."""
     latent: Latent | None = None
