@@ -23,6 +23,9 @@ if TYPE_CHECKING:
     from planner.core.values.plan import Plan, ScheduleName
     from planner.core.values.profile import Profile
 
+_MUCH_RECOMPUTED = 0.02
+"""Share of the compute time from which recomputation of single layers is worth a note."""
+
 
 @with_options(SolveOptions)
 def solve(
@@ -151,6 +154,8 @@ def _format(profile: "Profile") -> str:
 
 
 def _notes(console: Console, plan: "Plan", profile: "Profile", *, extrapolated: bool) -> None:
+    from planner.show.views.numbers import percent
+
     inputs, node_devices = plan.inputs, plan.cluster.node_devices
     for limit in sorted(set(inputs.memory_bytes)):
         console.note(f"note: memory limit {limit / 1e9:g} GB = {format_bytes(limit)} per device")
@@ -168,6 +173,12 @@ def _notes(console: Console, plan: "Plan", profile: "Profile", *, extrapolated: 
         console.note("note: no `--allreduce`: summing gradients over replicas is assumed to cost nothing")
     if inputs.link == Link() and not inputs.links and training_kind(profile.device.kind) != "cpu":
         console.note("note: no `--link`: transfers between stages are assumed to cost nothing")
+    share = plan.predicted.recompute_share
+    if inputs.recompute == "auto" and share >= _MUCH_RECOMPUTED and profile.device.how != "compiled":
+        console.note(
+            f"note: {percent(share)} of the compute time recomputes whole stages; `--recompute layers` chooses single "
+            "layers, which may be faster, and takes longer to solve"
+        )
     if extrapolated:
         console.warning("micro-batch sizes outside the profiled range are extrapolated: peaks may be underestimated")
 

@@ -10,6 +10,7 @@ from planner import files
 from planner.core.values.profile import Profile
 from tests.support.chains import random_profile
 from tests.support.cli import call
+from tests.support.profiles import profile_of
 
 Capsys = pytest.CaptureFixture[str]
 
@@ -125,3 +126,18 @@ def test_piped_output_has_the_columns_that_are_asked_for(here: Path, capsys: Cap
     """As on a terminal so wide."""
     shown = call(capsys, "show", "profile.yaml").out
     assert max(map(len, shown.splitlines())) <= 80
+
+
+@pytest.mark.parametrize(
+    ("mem", "policy", "is_told"), [("25kB", "auto", True), ("25kB", "always", False), ("1MB", "auto", False)]
+)
+def test_recomputation_of_single_layers_is_offered(
+    here: Path, capsys: Capsys, mem: str, policy: str, *, is_told: bool
+) -> None:
+    """Where stages recompute much, and the request does not allow it."""
+    files.write("profile.yaml", profile_of([100.0] * 6, [200.0] * 6, saved_bytes=4_000))
+    done = call(
+        capsys, "solve", "--devices", "2", "--mem", mem, "--batch", "4", "--schedule", "gpipe", "--recompute", policy
+    )
+    assert done.code == 0, done.err
+    assert ("`--recompute layers` chooses single layers" in done.err) == is_told
