@@ -24,7 +24,7 @@ from planner.core.values.profile import Granularity, Profile
 from planner.core.values.units import parse_us
 
 if TYPE_CHECKING:
-    from planner.core.values.proof import Proof
+    from planner.executor import EquivalenceResult
     from planner.model import LoadedModel
     from planner.profile import ProfilerOptions as Measuring
 
@@ -75,7 +75,7 @@ def _measured(model: File | Any | None, options: ProfileOptions) -> Profile:
     measuring = _measuring(parsed)
     loaded = _loaded(model, parsed)
     check_optimizer_of(loaded, options.device)
-    loaded, proof = _checked(loaded, parsed)
+    loaded, checked = _checked(loaded, parsed)
     # First, because an interrupt after this loses no measurement.
     executor = _executor_cost(options) if options.device.startswith("cpu") and parsed.calibration is None else None
     if earlier is not None:
@@ -94,12 +94,16 @@ def _measured(model: File | Any | None, options: ProfileOptions) -> Profile:
         if unfinished is not None and interrupt.partial.measurements:
             files.write(str(unfinished), interrupt.partial, header=_UNFINISHED.format(model=_name_of(model)))
         raise
+    # Last, because an error of the model's is explained where it occurs in the measurement.
+    if checked is not None:
+        checked.expect_comparison()
     if parsed.calibration is not None:
         executor = calibrated_executor(parsed.calibration, measured.device.kind)
     device = measured.device if executor is None else replace(measured.device, executor=executor)
     source = measured.model.source
     if parsed.output is not None:
         source = files.relocated(source, "", str(Path(parsed.output).parent))
+    proof = None if checked is None else checked.proof
     measured = replace(measured, proof=proof, device=device, model=replace(measured.model, source=source))
     if parsed.output is not None:
         files.write(parsed.output, measured, header=profile_header(model, measured))
@@ -248,7 +252,7 @@ def _with_checked_loss(loaded: "LoadedModel", parsed: _ParsedOptions) -> "Loaded
     return checked.loaded
 
 
-def _checked(loaded: "LoadedModel", parsed: _ParsedOptions) -> "tuple[LoadedModel, Proof | None]":
+def _checked(loaded: "LoadedModel", parsed: _ParsedOptions) -> "tuple[LoadedModel, EquivalenceResult | None]":
     """Return the model without cuts whose stages train differently, and the result of the equivalence check."""
     from planner.executor import check_buildable, check_equivalence  # noqa: PLC0415 - torch
     from planner.profile import layer_digests  # noqa: PLC0415 - torch
@@ -270,7 +274,7 @@ def _checked(loaded: "LoadedModel", parsed: _ParsedOptions) -> "tuple[LoadedMode
     if checked.proof.differs_recomputed:
         options.warn(f"recomputed stages train differently: {checked.proof.differs_recomputed}")
     options.note(str(checked.proof))
-    return checked.loaded, checked.proof
+    return checked.loaded, checked
 
 
 def _executor_cost(options: ProfileOptions) -> ExecutorCost | None:

@@ -7,6 +7,7 @@ Attributes of modules are followed, and lists, dicts and objects of the user's i
 tensors, plain values, or nests of these. Other values are ignored.
 """
 
+from collections import OrderedDict, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -58,10 +59,16 @@ class _Container:
 
 
 class Attributes:
-    """Snapshot of the attributes of modules, which are given by path."""
+    """Snapshot of the attributes of modules, which are given by path.
 
-    def __init__(self, modules: Iterable[tuple[str, nn.Module]]) -> None:
+    Args:
+        modules: Modules by path.
+        of_model: Snapshot of the whole model, whose names of objects that several modules hold are used.
+    """
+
+    def __init__(self, modules: Iterable[tuple[str, nn.Module]], of_model: "Attributes | None" = None) -> None:
         self._containers: dict[int, _Container] = {}
+        self._named = {} if of_model is None else of_model._containers
         for path, module in modules:
             self._look_into(path, (), vars(module))
 
@@ -80,13 +87,12 @@ class Attributes:
     def restore(self) -> None:
         """Restore containers that hold other tensors now, and remove attributes that were set in the same objects.
 
-        Numbers are restored as well: they may count forwards. Other values stay. A note that hooks are registered, for
-        example, would be wrong if it were removed and the hooks stayed.
+        Plain values are restored as well: they may count forwards, or note that this was the first one.
         """
         for container in self._containers.values():
             live, before = container.live, container.before
             if isinstance(live, dict):
-                live.update({key: value for key, value in before.items() if type(value) in (int, float)})
+                live.update({k: value for k, value in before.items() if is_plain(value) and is_plain(live.get(k))})
             if not any(isinstance(leaf, Tensor) for change in _changes(container) for leaf in change.leaves):
                 continue
             if isinstance(live, list):
@@ -99,6 +105,8 @@ class Attributes:
     def _look_into(self, path: str, keys: tuple[Any, ...], container: Any) -> None:
         if id(container) in self._containers:
             return
+        named = self._named.get(id(container))
+        path, keys = (path, keys) if named is None else (named.path, named.keys)
         items = (
             list(container)
             if isinstance(container, list)
@@ -208,6 +216,14 @@ def _is_same(value: Any, other: Any) -> bool:
     return value is other or (is_plain(value) and type(value) is type(other) and bool(value == other))
 
 
+def value_at(model: nn.Module, path: str, keys: Sequence[Any]) -> Any:
+    """Return the value at a place of an attribute, None if there is none."""
+    at: Any = vars(model.get_submodule(path))
+    for key in keys[:-1]:
+        at = _inside(at[key])
+    return at.get(keys[-1]) if isinstance(at, dict) else at
+
+
 def _container(model: nn.Module, change: AttributeChange) -> Any:
     at: Any = vars(model.get_submodule(change.path))
     for key in change.keys[:-1] if change.kind == "set" else change.keys:
@@ -219,7 +235,7 @@ def _container(model: nn.Module, change: AttributeChange) -> Any:
 
 def _inside(value: Any) -> Any:
     """Return the list or dict that a value is, or the attribute dict of an object of the user's; else None."""
-    if type(value) in (list, dict):
+    if type(value) in (list, dict, OrderedDict, defaultdict):
         return value
     if isinstance(value, Tensor | nn.Module | type) or callable(value) or is_plain(value):
         return None

@@ -8,6 +8,7 @@ part of its own forward, named after the largest module in it, and a tuple of te
 import hashlib
 import json
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,10 +20,12 @@ from torch.nn.parameter import is_lazy
 from planner.core.errors import ModelError
 from planner.core.values.precision import Precision
 from planner.core.values.profile import Granularity, Setting
+from planner.model.attributes import value_at
 from planner.model.closures import outlying_tensors
 from planner.model.ghosts import memory_key, storage_key
 from planner.model.growth import SIZES
 from planner.model.held import loose_tensors
+from planner.model.nests import tensors_in
 from planner.model.outline import Outline, outline_of
 from planner.model.recorder import record
 from planner.model.refusals import sparse_gradients
@@ -293,17 +296,22 @@ def refuse_sparse(model: nn.Module) -> None:
 
 
 def _shares_state(model: nn.Module, example_inputs: Callable[[int], Any] | None) -> bool:
-    """Return True if a forward changes a tensor that several layers of a Sequential use."""
+    """Return True if a forward changes a tensor that several layers of a Sequential use, or if that is unknown."""
     layers = [layer.module for layer in _flatten(model, "")]
     owned = [{storage_key(t) for t in (*m.parameters(), *m.buffers(), *outlying_tensors([m], ()))} for m in layers]
-    if example_inputs is None or sum(map(len, owned)) == len(set[int]().union(*owned)):
+    shared = {key for key, count in Counter(key for keys in owned for key in keys).items() if count > 1}
+    if example_inputs is None or not shared:
         return False
     try:
         recording = record(model, (example_inputs(SIZES[0]),), ghosts=True)
-    except Exception:  # an error of the user's comes again
-        return False
+    except Exception:  # it reads values, which this instance may not have; an error of the user's comes again
+        return not shared <= set(map(storage_key, model.parameters()))
     names = [layer.name for layer in _flatten(model, "")]
     calls = [call for call in recording.calls if call.path in names]
+    # An object that several layers hold is recorded under its first path only.
+    places = [state.attribute for state in recording.states if state.attribute is not None]
+    if any(shared & set(map(storage_key, tensors_in(value_at(model, *place)))) for place in places):
+        return True
     return any(not any(c.enter < s.first and s.last <= c.exit for c in calls) for s in recording.states)
 
 

@@ -19,7 +19,6 @@ from torch.utils._pytree import tree_flatten, tree_map_only
 from planner.core.errors import FileError, ModelError, UsageError
 from planner.core.values.precision import Precision
 from planner.core.values.profile import CountedLabels, Granularity, Setting
-from planner.model.attributes import Attributes
 from planner.model.autocast import layers_in
 from planner.model.calling import arguments_of
 from planner.model.chain import Chain, chain_of
@@ -33,6 +32,7 @@ from planner.model.optimizers import Builder, optimizer_builder
 from planner.model.settings import public_names, typed_settings
 from planner.model.shared_memory import check_separate_memory
 from planner.model.user_errors import user_code
+from planner.model.variables import undoing
 
 
 class Batch(NamedTuple):
@@ -103,13 +103,11 @@ class LoadedModel:
 
     def _choose_loss(self, model: nn.Module) -> None:
         """Call the loss once, so that a default loss is chosen; finding the layers of a Sequential does not call it."""
-        attributes = Attributes(model.named_modules())
-        # Its errors are raised again when layers run on values.
-        with torch.random.fork_rng(), as_ghosts(model), contextlib.suppress(Exception, SystemExit):
+        quiet = contextlib.suppress(Exception, SystemExit)  # errors are raised again when layers run on values
+        with torch.random.fork_rng(), undoing(model, self.loss_fn), as_ghosts(model), quiet:
             batch = self.example_batch(SIZES[0])
             args, kwargs = arguments_of(batch.inputs)
             self.loss_fn(model(*args, **kwargs), batch.targets)
-        attributes.restore()
 
     def _loss_of(self, size: int) -> Callable[[Any], object]:
         targets = self.example_batch(size).targets

@@ -9,7 +9,8 @@ compares the values themselves, each as a number by its path:
     STATE = {"seen": 3}            STATE.seen, STATE.length
 
 Followed are lists, dicts, other containers, objects of the user's classes, modules in plain attributes, closures,
-defaults and attributes of functions, and class attributes. Tensors are not: leftovers of a forward are no state.
+defaults and attributes of functions, and class attributes. Tensors have numbers as well (`TENSOR`). They may be
+leftovers of a forward, which are no state: only those that are there from the start count (`without_leftovers`).
 """
 
 import functools
@@ -17,9 +18,12 @@ import itertools
 import operator
 import random
 import sys
+import threading
 import zlib
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
+from contextlib import suppress
+from contextvars import ContextVar
 from functools import partial
 from types import CodeType, FunctionType, MethodType, ModuleType, SimpleNamespace
 from typing import Any, cast
@@ -28,7 +32,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from planner.model.state import NUMBERS
+NUMBERS = (bool, int, float)
+"""Types of attributes that are state."""
+
+TENSOR = ".tensor"
+"""End of the name of a number that stands for the values of a tensor."""
 
 _OF_EVERY_MODULE = frozenset(vars(nn.Module())) | {"forward"}
 
@@ -52,7 +60,7 @@ _LIBRARIES = ("torch", "transformers", "timm", "planner")
 
 def module_numbers(modules: Mapping[str, nn.Module]) -> dict[str, float]:
     """Return the values that modules hold in plain attributes, by path and name."""
-    numbers: dict[str, float] = {}
+    numbers = _WithTensors()
     for path, module in modules.items():
         _add_attributes(numbers, path, module, 0)
     return numbers
@@ -72,24 +80,29 @@ def hook_numbers(modules: Mapping[str, nn.Module]) -> dict[str, float]:
 
 def file_numbers(model: nn.Module, loss_fn: Callable[..., Any]) -> dict[str, float]:
     """Return the module-level values of the user's files that the model's classes and its loss are written in."""
-    numbers: dict[str, float] = {}
-    for file in _files(model, loss_fn):
+    numbers = _WithTensors()
+    for file in users_files(model, loss_fn):
         for variable, value in list(vars(file).items()):
             if not variable.startswith("__"):
                 _add_variable(numbers, f"{file.__name__}:{variable}", value, file.__name__)
     return numbers
 
 
+def without_leftovers(numbers: Mapping[str, float], kept: Container[str]) -> dict[str, float]:
+    """Return the numbers without those of tensors that are not in `kept`."""
+    return {name: number for name, number in numbers.items() if not name.endswith(TENSOR) or name in kept}
+
+
 def variables_read(modules: Mapping[str, nn.Module]) -> set[str]:
     """Return the module-level variables, as `file:name`, that the code of modules may read, calls included."""
-    classes = {cls for module in modules.values() for cls in type(module).__mro__ if _is_users(cls.__module__)}
+    classes = {cls for module in modules.values() for cls in type(module).__mro__ if is_users(cls.__module__)}
     found = {f"{cls.__module__}:{cls.__name__}" for cls in classes}
     waiting: list[Any] = [value for cls in classes for value in vars(cls).values()]
     waiting += [value for module in modules.values() for value in vars(module).values()]
     seen: set[int] = set()
     while waiting:
         function = _function_of(waiting.pop())
-        if function is None or id(function) in seen or not _is_users(function.__module__):
+        if function is None or id(function) in seen or not is_users(function.__module__):
             continue
         seen.add(id(function))
         for name in _names_in(function.__code__) & function.__globals__.keys():
@@ -98,9 +111,19 @@ def variables_read(modules: Mapping[str, nn.Module]) -> set[str]:
     return found
 
 
+class _WithTensors(dict[str, float]):
+    """Numbers by path, in which tensors have one, too."""
+
+
 def _add(numbers: dict[str, float], name: str, value: Any, depth: int) -> None:
     """Add the number of a value, or the numbers of its content, to `numbers`."""
     if len(numbers) >= _MOST_NUMBERS:
+        return
+    if isinstance(value, Tensor):
+        is_wanted = isinstance(numbers, _WithTensors) and value.layout == torch.strided and value.device.type != "meta"
+        if is_wanted and type(value) is Tensor and value.nbytes <= _MOST_BYTES:
+            values = value.detach()
+            numbers[name + TENSOR] = float((values if values.is_complex() else values.double()).abs().sum())
         return
     number = _number_of(value)
     if number is not None:
@@ -149,9 +172,21 @@ def _add_content(numbers: dict[str, float], name: str, value: Any, depth: int) -
         _add_function(numbers, name, value, depth)
     elif isinstance(value, nn.Module):
         _add_attributes(numbers, name, value, depth)
-    elif isinstance(value, SimpleNamespace) or _is_object_of_users(value):
-        for key, item in list(vars(value).items()):
+    else:
+        for key, item in _fields(value).items():
             _add(numbers, f"{name}.{key}", item, depth)
+
+
+def _fields(value: Any) -> dict[str, Any]:
+    """Return the attributes of an object of the user's, those in slots included, or the value of a context variable."""
+    if isinstance(value, ContextVar):
+        with suppress(LookupError):  # it has no value yet
+            return {"value": value.get()}
+    if not isinstance(value, SimpleNamespace | threading.local) and not is_object_of_users(value):
+        return {}
+    slots = [name for cls in type(value).__mro__ for name in getattr(cls, "__slots__", ())]
+    in_slots = {name: getattr(value, name) for name in slots if name != "__dict__" and hasattr(value, name)}
+    return {**in_slots, **getattr(value, "__dict__", {})}
 
 
 def _add_attributes(numbers: dict[str, float], path: str, module: nn.Module, depth: int) -> None:
@@ -161,7 +196,7 @@ def _add_attributes(numbers: dict[str, float], path: str, module: nn.Module, dep
 
 
 def _add_function(numbers: dict[str, float], name: str, function: FunctionType, depth: int) -> None:
-    if not _is_users(function.__module__):
+    if not is_users(function.__module__):
         return
     for variable, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
         try:
@@ -203,13 +238,13 @@ def _names_in(code: CodeType) -> set[str]:
     return names
 
 
-def _files(model: nn.Module, loss_fn: Callable[..., Any]) -> list[ModuleType]:
+def users_files(model: nn.Module, loss_fn: Callable[..., Any] | None) -> list[ModuleType]:
     """Return the user's Python files that the model and its loss are written in, and those that they import from."""
     waiting = sorted({type(module).__module__ for module in model.modules()} | {getattr(loss_fn, "__module__", "")})
     found: dict[str, ModuleType] = {}
     while waiting:
         name = waiting.pop()
-        if name in found or not _is_users(name):
+        if name in found or not is_users(name):
             continue
         found[name] = sys.modules[name]
         for value in vars(found[name]).values():
@@ -219,12 +254,14 @@ def _files(model: nn.Module, loss_fn: Callable[..., Any]) -> list[ModuleType]:
     return list(found.values())
 
 
-def _is_object_of_users(value: Any) -> bool:
+def is_object_of_users(value: Any) -> bool:
+    """Return True for an object with attributes whose class is in one of the user's files."""
     is_thing = isinstance(value, Tensor | type | ModuleType | torch.optim.Optimizer)
-    return not is_thing and hasattr(value, "__dict__") and _is_users(type(value).__module__)
+    has_fields = hasattr(value, "__dict__") or hasattr(value, "__slots__")
+    return not is_thing and has_fields and is_users(type(value).__module__)
 
 
-def _is_users(module_name: str | None) -> bool:
+def is_users(module_name: str | None) -> bool:
     """Return True if a module is a file of the user's, not of the standard library or an installed package."""
     top = (module_name or "").partition(".")[0]
     file = getattr(sys.modules.get(module_name or ""), "__file__", None) or ""

@@ -27,6 +27,7 @@ from planner.model.recording import END, Call, Join, KeptState, Operator, Record
 from planner.model.refusals import explained_refusals, refuse_backward
 from planner.model.regions import Region, RegionFinder, without_reentrance
 from planner.model.seeding import host_draws
+from planner.model.variables import undoing
 
 
 def record(model: nn.Module, inputs: Any, *, loss_of: Callable[[Any], object] | None = None, ghosts: bool) -> Recording:
@@ -61,8 +62,7 @@ def _record(
     recorder = _ForwardRecorder(model)
     recorder.keeps_graph = keeps_graph or not ghosts
     with ExitStack() as stack:
-        # Tensors that this forward leaves in attributes must not stay there.
-        stack.callback(Attributes(model.named_modules()).restore)
+        stack.enter_context(undoing(model))
         stack.enter_context(quiet_about_shapes())
         stack.enter_context(torch.random.fork_rng())
         torch.manual_seed(0)  # random choices, such as skipped layers, are the same in each recording
@@ -117,6 +117,7 @@ class _ForwardRecorder:
 
     def __init__(self, model: nn.Module) -> None:
         self.recording = Recording()
+        self._attributes = Attributes(model.named_modules())
         # Of several paths of one module the first counts, as it does in `named_modules`.
         self._paths = {module: path for path, module in reversed(list(model.named_modules(remove_duplicate=False)))}
         self._time = 0
@@ -128,8 +129,7 @@ class _ForwardRecorder:
         self._tainted: set[int] = set()  # versions
         self._values: dict[tuple[int, Meta], int] = {}
         self._below: dict[nn.Module, list[tuple[str, nn.Module]]] = {}
-        self._finder = RegionFinder(type(self).run.__code__, self.recording.regions)
-        self._watch = FunctionWatch()
+        self._finder, self._watch = RegionFinder(type(self).run.__code__, self.recording.regions), FunctionWatch()
         self.keeps_graph = True
         self._gradient = -1  # number of the region of the call of `torch.autograd.grad` at work
 
@@ -246,7 +246,7 @@ class _ForwardRecorder:
         for number in around:
             self.recording.regions[number].calls_modules = True
         arguments = flatten((args, kwargs))[0]
-        attributes = Attributes(self._modules_in(module))
+        attributes = Attributes(self._modules_in(module), self._attributes)
         # A call may write into an argument and return it: then it is no longer the object that was passed.
         before = {id(leaf): self._version_of(leaf) for leaf in arguments if isinstance(leaf, Tensor)}
         self._stack.append(call.number)

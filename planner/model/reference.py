@@ -39,9 +39,9 @@ from planner.model.label_counts import label_count
 from planner.model.lean import fill
 from planner.model.load import Batch, LoadedModel
 from planner.model.precision import converted
-from planner.model.python_state import file_numbers, module_numbers
+from planner.model.python_state import file_numbers, module_numbers, without_leftovers
 from planner.model.reference_state import ReferenceState, initial_state, state_after_backward, state_after_update
-from planner.model.seeding import layer_seed, seed_host, seed_process
+from planner.model.seeding import host_draws, layer_seed, seed_host, seed_process
 from planner.model.shortened import SkippedModule, shortened
 
 _LOSS_SCALE = 2.0**16
@@ -182,9 +182,10 @@ def _accumulate(
             loss = loaded.loss_fn(model(*args, **kwargs), batch.targets)
         total += float(loss.detach()) * weight
         if _has_gradient(model, loss):
-            before = _values(model, loaded)
+            before, drawn = _values(model, loaded), _generators()
             (loss * weight * scale).sum().backward()
             _refuse_changes(before, _values(model, loaded))
+            _refuse_draws(drawn)
     return total
 
 
@@ -203,7 +204,8 @@ def _refuse_new_parameters(model: nn.Module, names: Collection[str]) -> None:
 
 
 def _values(model: nn.Module, loaded: LoadedModel) -> dict[str, float]:
-    return module_numbers(dict(model.named_modules())) | file_numbers(model, loaded.loss_fn)
+    found = module_numbers(dict(model.named_modules())) | file_numbers(model, loaded.loss_fn)
+    return without_leftovers(found, ())
 
 
 def _refuse_changes(before: Mapping[str, float], after: Mapping[str, float]) -> None:
@@ -219,6 +221,24 @@ def _refuse_changes(before: Mapping[str, float], after: Mapping[str, float]) -> 
                 "forwards of several micro-batches before the first backward",
                 hint="keep what only hooks use in a variable of the function that makes the hooks (`nonlocal`)",
             )
+
+
+def _generators() -> tuple[object, ...]:
+    return torch.get_rng_state().numpy().tobytes(), *host_draws()
+
+
+def _refuse_draws(before: tuple[object, ...]) -> None:
+    """Check that a backward has drawn no random numbers.
+
+    Raises:
+        ModelError: It has.
+    """
+    if _generators() != before:
+        raise ModelError(
+            "a backward draws random numbers (in a hook, or in the backward of an autograd function): stages would "
+            "draw others than a plain loop does",
+            hint="draw them in `forward` (`ctx.save_for_backward`), or add the noise to the input of the layer",
+        )
 
 
 def _has_gradient(model: nn.Module, loss: Tensor) -> bool:

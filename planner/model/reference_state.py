@@ -9,8 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from planner.model.load import LoadedModel
-from planner.model.python_state import file_numbers, hook_numbers, module_numbers
-from planner.model.state import NUMBERS
+from planner.model.python_state import NUMBERS, file_numbers, hook_numbers, module_numbers
 
 
 @dataclass(frozen=True, kw_only=True)

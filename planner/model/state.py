@@ -11,13 +11,11 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from planner.model.python_state import NUMBERS
 from planner.model.stage import ModelStage
 
 ABSENT = object()
 """Placeholder for a missing value."""
-
-NUMBERS = (bool, int, float)
-"""Types of attributes that are state."""
 
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 

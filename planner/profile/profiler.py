@@ -119,7 +119,7 @@ def check_optimizer_of(loaded: LoadedModel, device: str) -> None:
         model = None
         with suppress(Exception):  # a model that needs values is built whole; an error of the user's is raised again
             model = build_lean(loaded.build)
-        parameters = list((model or loaded.build()).parameters())
+        parameters = list((loaded.build() if model is None else model).parameters())
     check_optimizer(loaded.build_optimizer, parameters, where)
     if any(map(has_hooks, parameters)):
         find_chain(loaded, where)

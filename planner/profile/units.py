@@ -19,7 +19,6 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from planner.core.errors import ModelError
 from planner.core.values.precision import Precision
-from planner.model.attributes import Attributes
 from planner.model.autocast import keeping_casts, layers_in
 from planner.model.chain import Chain, Layer
 from planner.model.ghosts import Ghost
@@ -30,6 +29,7 @@ from planner.model.refusals import raised_by
 from planner.model.regions import without_reentrance
 from planner.model.stage import ModelStage
 from planner.model.user_errors import user_code
+from planner.model.variables import undoing
 
 Key = tuple[str, int]
 """Digest of a unit, and micro-batch size."""
@@ -108,7 +108,7 @@ def trace_units(
     with ExitStack() as stack:
         if ghosts:
             # No ghost stays in an attribute. Numbers (such as a dropout rate) are in the digest, and restored as well.
-            stack.callback(Attributes(chain.model.named_modules()).restore)
+            stack.enter_context(undoing(chain.model, loaded.loss_fn))
             stack.enter_context(as_ghosts(chain.model))
         stack.enter_context(without_reentrance())
         for size in sizes:

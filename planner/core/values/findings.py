@@ -169,10 +169,10 @@ RULES: Final = (
         severity="warning",
         title="the stages were not compared with the model",
         meaning="The profile does not say that stages of this model train as the unpartitioned model does. It was "
-        "made with `--proof-budget 0s`, or the comparison could not be run.",
+        "made with `--proof-budget 0s`, or the comparison took too much time or memory.",
         why="A cut can be wrong in ways that only a run shows. Training would continue with wrong gradients, without "
         "an error.",
-        remedy="Profile again. If the comparison could not be run, the finding says why. Profiles written "
+        remedy="Profile again. If the comparison was not finished, the finding says why. Profiles written "
         "by hand have no model to compare with.",
     ),
     Rule(

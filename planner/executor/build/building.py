@@ -59,7 +59,7 @@ def build_structure(loaded: LoadedModel) -> Chain:
     try:
         return loaded.chain(model)
     except ModelError:  # the model can be cut only if it runs on values; an error of the user's is raised again
-        full = convert(full or loaded.build(), loaded.precision)
+        full = convert(loaded.build() if full is None else full, loaded.precision)
         outline = loaded.chain(full).outline
         if outline is None:
             raise

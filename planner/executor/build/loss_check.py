@@ -27,7 +27,6 @@ from planner.executor.run.losses import loss_counts
 from planner.executor.run.parts import micro_batches_of
 from planner.executor.run.random_state import keeping_random_state
 from planner.executor.run.stage_module import evaluation_mode
-from planner.model.attributes import Attributes
 from planner.model.batch_norm import uses_batch_in_evaluation
 from planner.model.calling import arguments_of
 from planner.model.held import as_ghosts, replaced_tensors
@@ -35,6 +34,7 @@ from planner.model.label_counts import MASKED, label_count
 from planner.model.lean import build_lean
 from planner.model.load import Batch, LoadedModel, to_device
 from planner.model.nests import flatten, tensors_in, unflatten
+from planner.model.variables import undoing
 
 _SAMPLES: Final = (4, 2)
 """Numbers of samples to try, in order. Two are the last choice: with halves of one sample, some models drop a dimension
@@ -124,7 +124,7 @@ def _checked(loaded: LoadedModel) -> CheckedLoss:
     if not fitting:
         return _assumed(loaded, lean, batches[0])
     model = loaded.build()
-    with _as_built(model), evaluation_mode(model):
+    with _as_built(model, loaded), evaluation_mode(model):
         return _compared(loaded, model, fitting[0])
 
 
@@ -140,7 +140,7 @@ def _checked_bytes(loaded: LoadedModel, model: nn.Module, batch: Batch) -> int:
     """
     parameter_bytes = sum(p.numel() * p.itemsize for p in model.parameters())
     try:
-        with _as_built(model), as_ghosts(model):
+        with _as_built(model, loaded), as_ghosts(model):
             output, targets = _output_of(model, batch)
             _refuse_parameters_in_loss(loaded, model, output, targets)
     except RefusedLossError:
@@ -151,14 +151,11 @@ def _checked_bytes(loaded: LoadedModel, model: nn.Module, batch: Batch) -> int:
 
 
 @contextmanager
-def _as_built(model: nn.Module) -> Iterator[None]:
-    """Undo what forwards change in a model: buffers and attributes."""
-    attributes = Attributes(model.named_modules())
-    with replaced_tensors(model, lambda tensor: tensor if isinstance(tensor, nn.Parameter) else tensor.clone()):
-        try:
-            yield
-        finally:
-            attributes.restore()
+def _as_built(model: nn.Module, loaded: LoadedModel) -> Iterator[None]:
+    """Undo what forwards change: buffers, attributes and variables."""
+    copied = replaced_tensors(model, lambda tensor: tensor if isinstance(tensor, nn.Parameter) else tensor.clone())
+    with undoing(model, loaded.loss_fn), copied:
+        yield
 
 
 def _refuse_parameters_in_loss(loaded: LoadedModel, model: nn.Module, output: Any, targets: Any) -> None:

@@ -26,9 +26,10 @@ from planner.executor.build.building import build_structure
 from planner.executor.equivalence.isolation import Child, ChildError, return_large_blocks
 from planner.executor.equivalence.rehearsal import rehearse
 from planner.executor.equivalence.rounds import Round, RoundResult
-from planner.executor.equivalence.subject import STEPS, CheckRequest, Digests, Subject, layer_starts
+from planner.executor.equivalence.subject import STEPS, CheckRequest, Digests, Subject, is_large, layer_starts
 from planner.model.load import LoadedModel
 from planner.model.reference import ReferenceOptions, train_reference
+from planner.model.reference_state import ReferenceState
 
 
 class _Attempt(NamedTuple):
@@ -39,7 +40,11 @@ class _Attempt(NamedTuple):
     """True if parameters of a shortened model have random values, not those of the user's code."""
 
 
-_ATTEMPTS = (_Attempt(1, True), _Attempt(2, True), _Attempt(1, False), _Attempt(2, False))
+_ATTEMPTS = (_Attempt(2, True), _Attempt(1, True), _Attempt(2, False), _Attempt(1, False))
+"""One sample alone hides what samples have to do with each other: a contrastive loss of it has no gradient."""
+
+_ATTEMPTS_OF_LARGE = (_Attempt(1, True), _Attempt(2, True), _Attempt(1, False), _Attempt(2, False))
+"""Activations of one sample take half of the memory."""
 
 
 class EquivalenceResult(NamedTuple):
@@ -50,6 +55,22 @@ class EquivalenceResult(NamedTuple):
     proof: Proof
     warnings: tuple[str, ...]
     """Cuts that were removed, and why."""
+    is_failure: bool = False
+    """True if the model or the comparison raised an error; if nothing was compared otherwise, it would take too long or
+    too much memory."""
+
+    def expect_comparison(self) -> None:
+        """Check that no error has prevented the comparison.
+
+        Raises:
+            ModelError: One has.
+        """
+        if self.is_failure:
+            raise ModelError(
+                f"the stages cannot be compared with the model in a plain loop: {self.proof.reason}",
+                hint="does it train in a plain loop on an `example_batch` of 1 and of 2? `--proof-budget 0s` plans "
+                "without the comparison",
+            )
 
 
 def check_equivalence(
@@ -81,8 +102,14 @@ def check_equivalence(
         request = CheckRequest(loaded=loaded, budget_s=budget_s, deadline=deadline, ends=ends, digests=digests)
         found = _in_child(request, progress)
         if not found.wrong:
-            return EquivalenceResult(loaded, found.proof, tuple(warnings))
+            return EquivalenceResult(loaded, found.proof, tuple(warnings), found.is_failure)
         warnings.extend(f'the model cannot be cut behind "{end}": {why}' for end, why in found.wrong.items())
+        if found.random:
+            raise ModelError(
+                f"the model trains differently every time, also in a plain loop ({found.random}): stages cannot be "
+                "compared with it",
+                hint="let it draw from the generators of torch, NumPy or Python that a seed reaches, and read no clock",
+            )
         if len(found.wrong) == found.num_cuts:
             why = next(iter(found.wrong.values()))
             raise ModelError(
@@ -135,7 +162,7 @@ def _in_child(request: CheckRequest, progress: Callable[[str], None]) -> RoundRe
     except ChildError as error:
         if error.is_user_error:
             raise error.as_model_error() from None
-        return RoundResult(proof=Proof(layers=0, cuts=0, reason=error.message))
+        return RoundResult(proof=Proof(layers=0, cuts=0, reason=error.message), is_failure=error.is_raised)
     finally:
         child.end()
         shutil.rmtree(folder, ignore_errors=True)
@@ -144,10 +171,12 @@ def _in_child(request: CheckRequest, progress: Callable[[str], None]) -> RoundRe
 def _round(request: CheckRequest, folder: Path, connection: Connection) -> RoundResult:
     """Run a round with its own `folder`; progress is sent over `connection`."""
     # Forked before any code of the model has run here, so that module-level state is as in a new process.
-    works = [partial(_reference, request.loaded, folder / str(number)) for number in range(len(_ATTEMPTS))]
+    folders = [folder / str(number) for number in range(len(_ATTEMPTS))]
+    works = [partial(_reference, request.loaded, each) for each in folders]
     waiting = [Child(work, limit_s=request.limit_s) for work in works]
     try:
-        return _compared(request, folder, waiting, lambda text: connection.send(("progress", text)))
+        prepared = list(zip(folders, waiting, strict=True))
+        return _compared(request, prepared, lambda text: connection.send(("progress", text)))
     finally:
         for child in waiting:
             child.end()
@@ -163,27 +192,36 @@ def _reference(loaded: LoadedModel, folder: Path, connection: Connection) -> Non
 
 
 def _compared(
-    request: CheckRequest, folder: Path, waiting: Sequence[Child], progress: Callable[[str], None]
+    request: CheckRequest, prepared: Sequence[tuple[Path, Child]], progress: Callable[[str], None]
 ) -> RoundResult:
+    """Compare the stages with one of the references, of which each has a folder and a process."""
     progress("finding the layers")
     chain = build_structure(request.loaded)
     if len(chain.layers) == 1:
         return RoundResult(proof=Proof(layers=0, cuts=0, reason="there is a single layer"))
     first: ChildError | None = None
     has_other_values = True
-    for number, (attempt, child) in enumerate(zip(_ATTEMPTS, waiting, strict=True)):
+    blind: RoundResult | None = None
+    attempts = _ATTEMPTS_OF_LARGE if is_large(chain) else _ATTEMPTS
+    for attempt, (folder, child) in zip(attempts, prepared, strict=True):
         if not attempt.lean and not has_other_values:
             break
         try:
             subject = Subject.of(request, chain, attempt.micro_batch_size, lean=attempt.lean)
             has_other_values = subject.has_other_values
-            found = Round.of(request, subject, folder / str(number), child, progress=progress).compare()
+            found = Round.of(request, subject, folder, child, progress=progress).compare()
         except ChildError as error:  # batch normalization, for example, needs two samples
             first = first or error
+            continue
+        gradient = ReferenceState.load(folder / "gradients-0").largest_gradient
+        if attempt.micro_batch_size == 1 and not gradient and blind is None:
+            blind = found
             continue
         if not found.wrong and request.ends is None:
             progress("repeating forwards")
             rehearse(request.loaded, chain, limit_s=request.limit_s)
         return found
+    if blind is not None:
+        return blind
     assert first is not None
     raise first

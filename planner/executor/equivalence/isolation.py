@@ -45,11 +45,12 @@ class ChildError(Exception):
         message: Error that it raised, in a line, or the signal that ended it.
         hint: Hint of that error; may be empty.
         is_user_error: Whether the user's model caused the error and the message states this.
+        is_raised: Whether code raised another error; without it, time or memory did not suffice.
     """
 
-    def __init__(self, message: str, *, hint: str = "", is_user_error: bool = False) -> None:
+    def __init__(self, message: str, *, hint: str = "", is_user_error: bool = False, is_raised: bool = False) -> None:
         super().__init__(message)
-        self.message, self.hint, self.is_user_error = message, hint, is_user_error
+        self.message, self.hint, self.is_user_error, self.is_raised = message, hint, is_user_error, is_raised
 
     def as_model_error(self) -> ModelError:
         """Convert this error to a `ModelError` with the same message and hint."""
@@ -125,11 +126,12 @@ class Child:
 def _described(error: BaseException) -> dict[str, Any]:
     """Return the arguments of `ChildError`, for an error of the child or of its own child."""
     if isinstance(error, ChildError):
-        return {"message": error.message, "hint": error.hint, "is_user_error": error.is_user_error}
+        return vars(error)
     first = str(error).partition("\n")[0].partition(" Hint: ")[0]
     if isinstance(error, PlannerError):
         return {"message": first, "hint": error.hint, "is_user_error": isinstance(error, ModelError)}
-    return {"message": f"{type(error).__name__}: {first}"}
+    is_raised = not isinstance(error, MemoryError) and "allocate memory" not in first
+    return {"message": f"{type(error).__name__}: {first}", "is_raised": is_raised}
 
 
 def _run(work: Callable[[Connection], Any], connection: Connection, limit_s: float) -> NoReturn:

@@ -11,6 +11,8 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
+import torch
+
 from planner.core.values.balance import Balance, StageBalance
 from planner.core.values.plan import Recompute
 from planner.core.values.profile import Model
@@ -55,6 +57,10 @@ class RoundResult:
     num_cuts: int = 0
     wrong: Mapping[str, str] = field(default_factory=dict)
     """Reason for each layer that no stage may end with."""
+    is_failure: bool = False
+    """True if an error other than a limit on time or memory has prevented the comparison."""
+    random: str = ""
+    """Difference between two references, if every cut is wrong and so is a plain loop that runs again."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,7 +121,21 @@ class Round:
         alike = {place: self._alike(standing_for, place) for place in compared}
         named = {self.subject.whole.ends[cut - 1]: why for place, why in sorted(wrong.items()) for cut in alike[place]}
         proof = self._proof({cut for cuts in alike.values() for cut in cuts}, relative, recomputed)
-        return RoundResult(proof=proof, num_cuts=len(self.subject.whole.ends), wrong=named)
+        num_cuts = len(self.subject.whole.ends)
+        random = self._difference_of_references() if len(named) == num_cuts else ""
+        return RoundResult(proof=proof, num_cuts=num_cuts, wrong=named, random=random)
+
+    def _difference_of_references(self) -> str:
+        """Train the reference again; describe how it differs from the first one, or return an empty text."""
+        folder = self._trained_again(self.subject.options, None)
+        begun, right = (ReferenceState.load(each / "initial").tensors for each in (folder, self.folder))
+        pairs = [(tensor, right[name]) for name, tensor in begun.items()]
+        if any(one is not None and other is not None and not torch.equal(one, other) for one, other in pairs):
+            return ""
+        again, first = (ReferenceState.load(each / "gradients-0") for each in (folder, self.folder))
+        # Forwards that found the layers may have changed numbers in this process.
+        relative = {what: size for what, size in _compared_states(again, first).items() if not what.startswith(NUMBER)}
+        return largest_problem(relative, dict)
 
     def _alike(self, standing_for: Mapping[int, int], place: int) -> tuple[int, ...]:
         """Return the cuts of the full model that a compared one represents."""
@@ -235,16 +255,22 @@ class Round:
 
     def _perturbed_reference(self, steps: int, seed: int) -> ReferenceState:
         """Train the reference again, with changed parameters in the last of `steps` steps; return its gradients."""
-        folder = Path(tempfile.mkdtemp(dir=self.folder.parent))
         options = replace(self.subject.options, steps=steps, updates=steps > 1)
-        shake = shaking(self.subject.loaded.precision, seed)
-        train = partial(_train_apart, self.request.loaded, options, folder=folder, shake=shake)
-        child = Child(train, limit_s=self.request.limit_s)
+        folder = self._trained_again(options, shaking(self.subject.loaded.precision, seed))
+        return ReferenceState.load(folder / f"gradients-{steps - 1}")
+
+    def _trained_again(self, options: ReferenceOptions, shake: Shake | None) -> Path:
+        """Train another reference; return the folder of its states."""
+        folder = Path(tempfile.mkdtemp(dir=self.folder.parent))
+        child = Child(
+            partial(_train_apart, self.request.loaded, options, folder=folder, shake=shake),
+            limit_s=self.request.limit_s,
+        )
         try:
             child.result()
         finally:
             child.end()
-        return ReferenceState.load(folder / f"gradients-{steps - 1}")
+        return folder
 
 
 class _ReferenceFailedError(ChildError):
@@ -261,7 +287,7 @@ def _expect_reference(child: Child) -> None:
         if not child.is_done:
             child.result()
     except ChildError as error:
-        raise _ReferenceFailedError(error.message, hint=error.hint, is_user_error=error.is_user_error) from None
+        raise _ReferenceFailedError(**vars(error)) from None
 
 
 class _GroupResult(NamedTuple):
@@ -284,7 +310,7 @@ def _run_rank(trial: Trial, rank: int, rendezvous: Path, _connection: Connection
 
 
 def _train_apart(
-    loaded: LoadedModel, options: ReferenceOptions, _connection: Connection, *, folder: Path, shake: Shake
+    loaded: LoadedModel, options: ReferenceOptions, _connection: Connection, *, folder: Path, shake: Shake | None
 ) -> None:
     train_reference(loaded, options, folder, shake)
 

@@ -30,7 +30,14 @@ from planner.executor.pipeline import Pipeline
 from planner.model.chain import Chain
 from planner.model.held import loose_tensors
 from planner.model.load import LoadedModel
-from planner.model.python_state import file_numbers, hook_numbers, module_numbers, variables_read
+from planner.model.python_state import (
+    TENSOR,
+    file_numbers,
+    hook_numbers,
+    module_numbers,
+    variables_read,
+    without_leftovers,
+)
 from planner.model.reference import ReferenceOptions, mini_batch
 from planner.model.reference_state import (
     ReferenceState,
@@ -86,6 +93,7 @@ class _Rank:
         self._named = {first.get(name, name): parameter for name, parameter in pipeline.named_parameters()}
         self._found = Differences()
         self._before = self._state("initial")
+        self._kept = self._kept_tensors()
 
     def train(self) -> Differences:
         """Train and compare."""
@@ -169,6 +177,12 @@ class _Rank:
                 compare_gradients(self._found, {name: parameter.grad}, self._state(f"gradients-{step}"))
                 parameter.grad = None
 
+    def _kept_tensors(self) -> frozenset[str]:
+        """Return the tensors in attributes that last: they were there at the start, and no stage takes them back."""
+        outline = self._trial.chain.outline
+        at_start = frozenset(self._before.numbers)
+        return at_start if outline is None else at_start & {state.name + TENSOR for state in outline.recording.states}
+
     def _file_numbers(self) -> dict[str, float]:
         return file_numbers(self._trial.chain.model, self._trial.loaded.loss_fn)
 
@@ -178,14 +192,18 @@ class _Rank:
         for module in self._pipeline.modules:
             finished = module.finished_modules()
             used |= variables_read(finished)
-            for name, number in {**module_numbers(finished), **hook_numbers(finished)}.items():
+            held = without_leftovers(module_numbers(finished), self._kept)
+            for name, number in {**held, **hook_numbers(finished)}.items():
+                what = f'the tensor "{name.removesuffix(TENSOR)}"' if name.endswith(TENSOR) else f'{NUMBER} "{name}"'
                 if name in right.numbers:
-                    found.compare_number(f'{NUMBER} "{name}"', number, right.numbers[name])
-        for name, number in self._file_numbers().items():
+                    found.compare_number(what, number, right.numbers[name])
+        for name, number in without_leftovers(self._file_numbers(), at_start).items():
             file, _, variable = name.rpartition(":")
             is_used = number != at_start.get(name) or f"{file}:{variable.partition('.')[0]}" in used
             if is_used and name in right.numbers:
-                found.compare_number(f'the module-level number "{variable}"', number, right.numbers[name])
+                what = "tensor" if name.endswith(TENSOR) else "number"
+                variable = variable.removesuffix(TENSOR)
+                found.compare_number(f'the module-level {what} "{variable}"', number, right.numbers[name])
 
     def _compare_update(self, optimizer: torch.optim.Optimizer, step: int) -> None:
         right, found = self._state(f"updated-{step}"), self._found

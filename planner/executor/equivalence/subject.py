@@ -103,7 +103,7 @@ class Subject:
             coverage=coverage_of(whole, shapes, request.digests(whole, loaded)),
             options=options,
         )
-        if sum(p.numel() for p in whole.model.parameters()) <= _MANY_PARAMETERS or request.ends is not None:
+        if not is_large(whole) or request.ends is not None:
             return subject
         return subject._shortened(lean=lean)._within_memory()
 
@@ -160,6 +160,11 @@ class Subject:
                     shown[first] = place
                     break
         return shown
+
+
+def is_large(chain: Chain) -> bool:
+    """Return True if a model is compared without most of its repeated layers."""
+    return sum(p.numel() for p in chain.model.parameters()) > _MANY_PARAMETERS
 
 
 def _bytes_of(chain: Chain) -> int:

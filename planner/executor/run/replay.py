@@ -32,7 +32,8 @@ import torch
 from torch import Tensor, nn
 
 from planner.core.errors import ModelError
-from planner.model.state import ABSENT, NUMBERS, StateLocation, state_owners
+from planner.model.python_state import NUMBERS
+from planner.model.state import ABSENT, StateLocation, state_owners
 
 
 @dataclass(slots=True)

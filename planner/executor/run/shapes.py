@@ -22,7 +22,8 @@ from planner.model.chain import Chain, Layer
 from planner.model.held import loose_tensors
 from planner.model.layout import shape_like
 from planner.model.load import to_device
-from planner.model.refusals import raised_by
+from planner.model.refusals import another_path, raised_by
+from planner.model.variables import undoing
 
 
 @dataclass(frozen=True)
@@ -66,6 +67,12 @@ class Boundary:
         Raises:
             ModelError: It differs: the next stage would read something else than was sent.
         """
+        pairs = zip(leaves, self.leaves, strict=False)
+        if any(isinstance(leaf, Tensor) and leaf.requires_grad > planned.requires_grad for leaf, planned in pairs):
+            raise another_path(
+                "what a stage sends has a gradient now, and had none (let `build_model` run a first forward that only "
+                "initializes)"
+            )
         same = spec == self.spec and all(
             (leaf.shape, leaf.dtype) == (planned.shape, planned.dtype)
             if isinstance(planned, Tensor) and isinstance(leaf, Tensor)
@@ -91,6 +98,13 @@ class Shapes:
     """True for each layer that writes into its input."""
     aliases: tuple[bool, ...]
     """True for each layer whose output shares storage with its input."""
+
+    def with_gradients_of(self, other: "Shapes") -> "Shapes":
+        """Return these shapes with a gradient for each tensor that has one here or in `other`."""
+        for here, there in zip(self.boundaries, other.boundaries, strict=True):
+            for tensor, again in zip(here.tensors, there.tensors, strict=False):
+                tensor.requires_grad_(tensor.requires_grad or (again.requires_grad and tensor.dtype == again.dtype))
+        return self
 
     def stage_writes_input(self, first: int, end: int) -> bool:
         """Return True if a stage of layers `first` to `end - 1` would write into the tensors it receives."""
@@ -128,7 +142,10 @@ def shapes_of(chain: Chain, inputs: Any, *, precision: Precision = "", device: t
     BatchStatistics(chain.model.named_modules())  # raises on every rank alike; then layers run without statistics
     received = Boundary.of(to_device(inputs, torch.device("meta")))
     if chain.outline is None:
-        return _run(chain.layers, received, precision, device)
+        with undoing(chain.model):
+            first = _run(chain.layers, received, precision, device)
+            # A first forward may only initialize, and a layer may be skipped now and then.
+            return first.with_gradients_of(_run(chain.layers, received, precision, device))
     size = next((int(tensor.shape[0]) for tensor in received.tensors), 0)
     between = (Boundary.of(chain.outline.boundary(n, size)) for n in range(1, len(chain.layers)))
     behind = Boundary.of(torch.empty((), device="meta", requires_grad=True))  # in place of the output: the loss

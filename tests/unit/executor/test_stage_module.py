@@ -465,7 +465,7 @@ def test_what_is_sent_must_be_what_the_next_stage_waits_for() -> None:
     module = StageModule(
         layers,
         received=Boundary.of(torch.zeros(2, 5, 8, device="meta")),
-        sent=Boundary.of(torch.zeros(2, 5, 8, device="meta")),
+        sent=Boundary.of(torch.zeros(2, 5, 8, device="meta", requires_grad=True)),
         recompute="never",
         micro_batches=1,
         loss_fn=None,

@@ -5,7 +5,10 @@ import importlib
 import itertools
 import random
 import sys
+import threading
 from collections import deque
+from contextvars import ContextVar
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,9 +18,16 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from planner.model.python_state import file_numbers, hook_numbers, module_numbers, variables_read
+from planner.model.python_state import (
+    file_numbers,
+    hook_numbers,
+    module_numbers,
+    variables_read,
+    without_leftovers,
+)
 
 STATE = {"calls": 1}
+TICKS = ContextVar("TICKS", default=6)
 UNREAD = 5
 
 
@@ -26,6 +36,17 @@ class Clock:
 
     def __init__(self) -> None:
         self.ticks = 3
+
+
+@dataclass(slots=True)
+class Slotted:
+    """An object without a dict."""
+
+    ticks: int = 3
+
+
+LOCAL = threading.local()
+LOCAL.ticks = 3
 
 
 def counter(value: int) -> Any:
@@ -61,8 +82,12 @@ CASES = {
     "closure": (counter(4), {"x.value": 4, "x.defaults.length": 0}),
     "partial": (functools.partial(counter(4), 2), {"x.0.value": 4, "x.1.0": 2}),
     "iterator": (iter(range(9)), {"x": 9}),
-    "tensor": (torch.ones(2), {}),
-    "leftover": ({"first": torch.ones(2)}, {"x.length": 0}),
+    "slots": (Slotted(), {"x.ticks": 3}),
+    "context": (TICKS, {"x.value": 6}),
+    "thread": (LOCAL, {"x.ticks": 3}),
+    "tensor": (torch.full((2,), -2.0), {"x.tensor": 4.0}),
+    "tensor without values": (torch.ones(2, device="meta"), {}),
+    "leftover": ({"first": torch.ones(2)}, {"x.length": 0, "x.first.tensor": 2.0}),
     "library": (torch.nn.init.xavier_normal_, {}),
 }
 
@@ -81,6 +106,12 @@ def test_values_are_found_in(case: str) -> None:
     found = numbers(value)
     assert expected.items() <= found.items()
     assert bool(found) == bool(expected)
+
+
+def test_tensors_count_if_they_are_kept() -> None:
+    """Others are leftovers of a forward."""
+    found = numbers({"kept": torch.ones(2), "left": torch.ones(2)})
+    assert without_leftovers(found, ["x.kept.tensor"]) == {"x.length": 0, "x.kept.tensor": 2.0}
 
 
 @pytest.mark.parametrize(

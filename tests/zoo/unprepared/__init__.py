@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tests.zoo.unprepared import (
+    calls,
+    containers,
     globals_,
     hooks,
     late_effects,
@@ -20,6 +22,7 @@ from tests.zoo.unprepared import (
     structures,
     ties,
     training_tricks,
+    whole_batches,
 )
 
 __all__ = ["PRELUDE", "UnpreparedModel", "unprepared_models"]
@@ -98,6 +101,9 @@ def unprepared_models() -> tuple[UnpreparedModel, ...]:
         "tricks": training_tricks,
         "late": late_effects,
         "more": second_look,
+        "batches": whole_batches,
+        "calls": calls,
+        "containers": containers,
     }
     return tuple(
         UnpreparedModel(kind=kind, name=name, text=text)

@@ -47,7 +47,7 @@ from planner.model.seeding import layer_seed, seed_host, seed_process
 from tests.zoo.unprepared import UnpreparedModel
 
 if TYPE_CHECKING:
-    from planner.core.values.plan import Recompute
+    from planner.core.values.plan import Recompute, ScheduleName
 
 __all__ = ["Outcome", "Verdict", "try_model"]
 
@@ -72,7 +72,7 @@ class Outcome:
     profiled: str
     """What `profile` said: verified, cuts removed, recomputation refused, or its refusal."""
     runs: tuple[str, ...] = ()
-    """Pipelines that were trained, as `2 stages, recomputed`."""
+    """Pipelines that were trained, such as `2 stages, recomputed`."""
     error: float = 0.0
     """Largest relative difference of a loss, and of a parameter or buffer relative to how far it moved."""
     problem: str = ""
@@ -123,9 +123,8 @@ def _trained_outcome(model: UnpreparedModel, path: Path, profiled: _Profiled) ->
     said = _described(profiled.profile, profiled.warnings)
     worst, names = 0.0, []
     plain: _Trained | None = None
-    for balance in _balances(profiled.profile, path):
-        recomputed = ", recomputed" if balance.stages[0].recompute != "never" else ""
-        names.append(f"{balance.num_stages} stages{recomputed}")
+    for name, balance in _balances(profiled.profile, path):
+        names.append(name)
         outcome = Outcome(verdict="died late", profiled=said, runs=tuple(names))
         try:
             trained = _train(balance, path.parent)
@@ -180,29 +179,42 @@ def _described(profile: Profile, warnings: Sequence[str]) -> str:
     return "; ".join(parts)
 
 
-def _balances(profile: Profile, path: Path) -> Iterator[Balance]:
-    """Yield pipelines of two and three stages, without and with recomputation, cut into about as many layers."""
+def _balances(profile: Profile, path: Path) -> Iterator[tuple[str, Balance]]:
+    """Yield pipelines cut into about as many layers, by name: two and three stages, without and with recomputation.
+
+    The last one is a V of two devices with two stages each, whose backwards are split.
+    """
     names = [layer.name for layer in profile.layers]
     may_recompute = profile.proof is None or not profile.proof.differs_recomputed
     choices: list[Recompute] = ["never", "always"] if may_recompute else ["never"]
     for num_stages, recompute in itertools.product((2, 3), choices):
-        if num_stages > len(names):
-            continue
-        edges = [round(k * len(names) / num_stages) for k in range(num_stages + 1)]
-        spans = list(itertools.pairwise(edges))
-        yield Balance(
-            plan_digest="",
-            model=replace(profile.model, source=f"{path}:build_model"),
-            optimizer=profile.optimizer,
-            schedule="1f1b" if recompute == "never" else "gpipe",
-            batch=MICRO_BATCHES * MICRO_BATCH_SIZE,
-            micro_batches=MICRO_BATCHES,
-            balance=tuple(end - first for first, end in spans),
-            stages=tuple(
-                StageBalance(index=index, recompute=recompute, layers=tuple(names[first:end]))
-                for index, (first, end) in enumerate(spans)
-            ),
-        )
+        name = f"{num_stages} stages{', recomputed' if recompute != 'never' else ''}"
+        if num_stages <= len(names):
+            schedule: ScheduleName = "1f1b" if recompute == "never" else "gpipe"
+            yield name, replace(_balance(profile, path, num_stages, recompute), schedule=schedule)
+    if len(names) >= 4:
+        yield "ZB-V", replace(_balance(profile, path, 4, "never"), schedule="zbv", chunks=2, placement="v")
+    elif len(names) >= 2:
+        yield "ZB-H1", replace(_balance(profile, path, 2, "never"), schedule="zb-h1")
+
+
+def _balance(profile: Profile, path: Path, num_stages: int, recompute: "Recompute") -> Balance:
+    names = [layer.name for layer in profile.layers]
+    edges = [round(k * len(names) / num_stages) for k in range(num_stages + 1)]
+    spans = list(itertools.pairwise(edges))
+    return Balance(
+        plan_digest="",
+        model=replace(profile.model, source=f"{path}:build_model"),
+        optimizer=profile.optimizer,
+        schedule="1f1b",
+        batch=MICRO_BATCHES * MICRO_BATCH_SIZE,
+        micro_batches=MICRO_BATCHES,
+        balance=tuple(end - first for first, end in spans),
+        stages=tuple(
+            StageBalance(index=index, recompute=recompute, layers=tuple(names[first:end]))
+            for index, (first, end) in enumerate(spans)
+        ),
+    )
 
 
 def _train(balance: Balance, folder: Path) -> _Trained:

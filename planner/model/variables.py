@@ -1,0 +1,139 @@
+"""Undo what a forward without values, or one that only shows what code does, changes outside of tensors that it owns.
+
+A forward may leave tensors and counts in attributes of modules, in module-level variables, in class attributes and in
+closures. A run begins as a plain loop does only if these are what they were when the model was built.
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterator, MutableSequence
+from contextlib import contextmanager
+from functools import partial
+from types import CellType, FunctionType, MethodType
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from planner.model.attributes import Attributes
+from planner.model.leaves import is_plain
+from planner.model.python_state import is_object_of_users, is_users, users_files
+
+_MOST_CONTAINERS = 10_000
+
+_MOST_BYTES = 2**20
+"""Larger tensors are data, which a forward does not write into."""
+
+_ABSENT = object()
+
+
+@contextmanager
+def undoing(model: nn.Module, loss_fn: Callable[..., Any] | None = None) -> Iterator[None]:
+    """Restore, after the block, the attributes of modules and the variables of the user's files.
+
+    Args:
+        model: The model.
+        loss_fn: Its loss, if it runs as well.
+    """
+    attributes = Attributes(model.named_modules())
+    variables = [_Variables.of(container) for container in _containers(model, loss_fn)]
+    try:
+        yield
+    finally:
+        attributes.restore()
+        for each in variables:
+            each.restore()
+
+
+class _Variables(NamedTuple):
+    """Container, class or function, what it contained, and copies of the small tensors in it."""
+
+    container: Any
+    before: dict[Any, Any]
+    copies: list[tuple[Tensor, int, Tensor]]
+    """Tensor, its version, and a copy."""
+
+    @classmethod
+    def of(cls, container: Any) -> "_Variables":
+        """Return the variables of a container."""
+        before = _content(container)
+        tensors = [value for value in before.values() if type(value) is Tensor and value.nbytes <= _MOST_BYTES]
+        return cls(container, before, [(t, t._version, t.detach().clone()) for t in tensors])
+
+    def restore(self) -> None:
+        """Restore values that are tensors or plain, or were; other objects stay."""
+        for tensor, version, copy in self.copies:
+            if tensor._version != version:
+                tensor.detach().copy_(copy)
+        now = _content(self.container)
+        changed = [k for k in now.keys() | self.before.keys() if now.get(k, _ABSENT) is not self.before.get(k, _ABSENT)]
+        keys = [k for k in changed if _is_state(now.get(k, self)) or _is_state(self.before.get(k, self))]
+        if keys and isinstance(self.container, MutableSequence):
+            self.container.clear()
+            self.container.extend(self.before.values())
+            return
+        for key in keys:
+            _put(self.container, key, self.before.get(key, _ABSENT))
+
+
+def _containers(model: nn.Module, loss_fn: Callable[..., Any] | None) -> list[Any]:
+    """Return the containers that variables of the user's files lead to."""
+    # A file's own variables are a dict as well.
+    todo: list[Any] = [vars(file) for file in users_files(model, loss_fn)]
+    seen: dict[int, Any] = {}
+    while todo and len(seen) < _MOST_CONTAINERS:
+        value = todo.pop()
+        if id(value) in seen:
+            continue
+        if isinstance(value, partial):
+            todo += [value.func, value.args, value.keywords]
+        elif isinstance(value, MethodType | staticmethod | classmethod):
+            todo.append(value.__func__)
+        elif isinstance(value, tuple):
+            todo += value
+        elif _is_followed(value):
+            seen[id(value)] = value
+            todo += _content(value).values()
+            todo += [value.__defaults__, vars(value)] if isinstance(value, FunctionType) else []
+        elif is_object_of_users(value) and not isinstance(value, nn.Module):
+            todo.append(vars(value))
+    return list(seen.values())
+
+
+def _is_followed(value: Any) -> bool:
+    if isinstance(value, type | FunctionType):
+        return is_users(value.__module__)
+    return isinstance(value, dict | list | deque)
+
+
+def _content(container: Any) -> dict[Any, Any]:
+    if isinstance(container, FunctionType):
+        cells = zip(container.__code__.co_freevars, container.__closure__ or (), strict=True)
+        return {name: cell.cell_contents for name, cell in cells if _is_filled(cell)}
+    if isinstance(container, MutableSequence):
+        return dict(enumerate(container))
+    items = vars(container) if isinstance(container, type) else container
+    return {key: value for key, value in items.items() if not str(key).startswith("__")}
+
+
+def _put(container: Any, key: Any, value: Any) -> None:
+    """Set or remove a value."""
+    if isinstance(container, FunctionType):
+        container.__closure__[container.__code__.co_freevars.index(key)].cell_contents = value  # type: ignore[index]
+    elif isinstance(container, type):
+        delattr(container, key) if value is _ABSENT else setattr(container, key, value)
+    elif value is _ABSENT:
+        container.pop(key, None)
+    else:
+        container[key] = value
+
+
+def _is_filled(cell: CellType) -> bool:
+    try:
+        cell.cell_contents  # noqa: B018 - raises if the variable has no value yet
+    except ValueError:
+        return False
+    return True
+
+
+def _is_state(value: Any) -> bool:
+    return is_plain(value) or any(isinstance(leaf, Tensor) for leaf in tree_leaves(value))

@@ -1,0 +1,70 @@
+"""A forward that only finds something out leaves the user's variables as they were."""
+
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from planner.model.variables import undoing
+
+STATE: dict[str, Any] = {"mean": torch.zeros(2), "written": torch.zeros(2), "calls": 0, "started": False}
+QUEUE: deque[Any] = deque([torch.zeros(2)])
+
+
+def counter() -> Callable[[], int]:
+    """Return a function that counts its calls in a closure."""
+    calls = 0
+
+    def tick() -> int:
+        nonlocal calls
+        calls += 1
+        return calls
+
+    return tick
+
+
+TICK = counter()
+
+
+class Changes(nn.Module):
+    """Changes everything that a forward can."""
+
+    mean = torch.zeros(2)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.initialized = False
+
+    def forward(self, value: Tensor, past: list[Tensor] = []) -> Tensor:  # noqa: B006 - users do
+        STATE["mean"] = value.mean(0)
+        STATE["written"].add_(1)
+        STATE["calls"] += 1
+        STATE["started"] = True
+        STATE["new"] = value
+        QUEUE.append(value)
+        past.append(value)
+        Changes.mean = value.mean(0)
+        self.initialized = True
+        return value * TICK()
+
+
+@pytest.mark.parametrize("value", [torch.ones(3, 2), torch.ones(3, 2, device="meta")])
+def test_all_of_it_is_undone(value: Tensor) -> None:
+    """Module-level values, class attributes, defaults, closures and attributes, with values or without."""
+    model = Changes()
+    with undoing(model):
+        model(value)
+        assert STATE["started"]
+        assert len(QUEUE) == 2
+    assert not STATE["mean"].any()
+    assert not STATE["written"].any()
+    assert (STATE["calls"], STATE["started"], STATE.get("new")) == (0, False, None)
+    assert len(QUEUE) == 1
+    assert not Changes.mean.any()
+    assert Changes.forward.__defaults__ == ([],)
+    assert not model.initialized
+    with undoing(model):
+        assert TICK() == 1
