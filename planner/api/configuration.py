@@ -85,6 +85,12 @@ def is_for_formula(configuration: Configuration, options: ProfileOptions) -> boo
     return False
 
 
+def note_part(configuration: Configuration, options: ProfileOptions) -> None:
+    """Add a note if the model has other parts than the language model."""
+    if configuration.part:
+        options.note(f"only the language model (`{configuration.part}`) is planned, without vision or audio parts")
+
+
 def _content(file: Path) -> Mapping[str, Any]:
     if not file.is_file():
         if file.name == _FILE and file.parent.is_dir():

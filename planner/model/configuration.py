@@ -50,17 +50,16 @@ def configuration_module(path: str) -> ModuleType:
     transformers = import_module("transformers")
 
     def build_model(sequence: int, task: str = "") -> nn.Module:  # noqa: ARG001 - a setting of the batch
-        configuration = _read(transformers, path)
-        kind = getattr(transformers, TASKS[_task(path, task)].auto_class)
+        configuration, is_part = _read(transformers, path)
+        kind = getattr(transformers, TASKS[_task(path, task, is_part=is_part)].auto_class)
         # Parameters are in float32 whatever the checkpoint's type; `--dtype` converts them.
         model: nn.Module = kind.from_config(configuration, dtype=torch.float32)
         return model
 
     def example_batch(batch_size: int, sequence: int, task: str = "") -> tuple[dict[str, Tensor], None]:
-        configuration = _read(transformers, path)
-        words = configuration.get_text_config().vocab_size
-        tokens = torch.randint(words, (batch_size, sequence))
-        if TASKS[_task(path, task)].labels_per_sample:
+        configuration, is_part = _read(transformers, path)
+        tokens = torch.randint(configuration.vocab_size, (batch_size, sequence))
+        if TASKS[_task(path, task, is_part=is_part)].labels_per_sample:
             return {"input_ids": tokens, "labels": torch.randint(configuration.num_labels, (batch_size,))}, None
         return {"input_ids": tokens, "labels": tokens.clone()}, None
 
@@ -69,19 +68,25 @@ def configuration_module(path: str) -> ModuleType:
     return module
 
 
-def _read(transformers: ModuleType, path: str) -> Any:
-    """Return the configuration, without a cache of keys and values, which training does not use."""
-    configuration = transformers.AutoConfig.from_pretrained(path)
+def _read(transformers: ModuleType, path: str) -> tuple[Any, bool]:
+    """Return the configuration of the language model, and True if the model also has other parts.
+
+    It is without a cache of keys and values, which training does not use.
+    """
+    whole = transformers.AutoConfig.from_pretrained(path)
+    configuration = whole.get_text_config()
     configuration.use_cache = False
-    return configuration
+    return configuration, configuration is not whole
 
 
-def _task(path: str, task: str) -> str:
-    """Return the name of the task: the given one, or that of the first class in `architectures`."""
+def _task(path: str, task: str, *, is_part: bool) -> str:
+    """Return the name of the task: the given one, that of a part, or that of the first class in `architectures`."""
     if task in TASKS:
         return task
     if task:
         raise UsageError(f"unknown `--task {task}`", hint=f"one of {', '.join(TASKS)}")
+    if is_part:
+        return "causal-lm"
     names = json.loads(Path(path).read_text(encoding="utf-8")).get("architectures") or ["of an unknown class"]
     for name, known in TASKS.items():
         if str(names[0]).endswith(known.endings):

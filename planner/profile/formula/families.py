@@ -95,11 +95,11 @@ class _Llama:
 
     def _attention(self, fields: Fields, hidden: int) -> Attention:
         heads = fields.integer("num_attention_heads")
-        dim = fields.integer("head_dim", default=max(1, hidden // heads))
+        dim = _head_dim(fields, hidden, heads)
         biased = fields.flag("attention_bias")
         return Attention(
             heads=heads,
-            key_value_heads=fields.integer("num_key_value_heads", default=heads),
+            key_value_heads=_key_value_heads(fields, heads),
             key_dim=dim,
             value_dim=dim,
             qkv_bias=self.qkv_bias if isinstance(self.qkv_bias, bool) else fields.flag(self.qkv_bias),
@@ -153,7 +153,7 @@ def _gpt2(fields: Fields, sequence: int) -> Transformer:
     layers = fields.integer("n_layer", "num_hidden_layers", most=_MOST_LAYERS)
     hidden = fields.integer("n_embd", "hidden_size")
     heads = fields.integer("n_head", "num_attention_heads")
-    dim = max(1, hidden // heads)
+    dim = _head_dim(fields, hidden, heads)
     attention = Attention(
         heads=heads,
         key_value_heads=heads,
@@ -215,10 +215,10 @@ def _plain_attention(
 ) -> Attention:
     """Return attention whose products all have biases, or none; `grouped`: False if each head has its own keys."""
     heads = fields.integer("num_attention_heads")
-    dim = fields.integer("head_dim", default=max(1, fields.integer("hidden_size") // heads))
+    dim = _head_dim(fields, fields.integer("hidden_size"), heads)
     return Attention(
         heads=heads,
-        key_value_heads=fields.integer("num_key_value_heads", default=heads) if grouped else heads,
+        key_value_heads=_key_value_heads(fields, heads) if grouped else heads,
         key_dim=dim,
         value_dim=dim,
         qkv_bias=bias,
@@ -317,6 +317,21 @@ def _t5(fields: Fields, sequence: int) -> Transformer:
         # transformers ties the words of encoder, decoder and head, whatever the file says.
         tied=True,
     )
+
+
+def _head_dim(fields: Fields, hidden: int, heads: int) -> int:
+    """Return the width of a head: the given one, or the model's width divided by the number of heads."""
+    dim = fields.integer("head_dim", default=0)
+    if not dim:
+        fields.check_multiple("hidden_size", hidden, "num_attention_heads", heads)
+    return dim or max(1, hidden // heads)
+
+
+def _key_value_heads(fields: Fields, heads: int) -> int:
+    """Return the number of key-value heads, each of which serves equally many heads."""
+    count = fields.integer("num_key_value_heads", default=heads)
+    fields.check_multiple("num_attention_heads", heads, "num_key_value_heads", count)
+    return count
 
 
 def _num_saved_tensors(activation: str) -> int:

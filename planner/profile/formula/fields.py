@@ -44,6 +44,11 @@ class Fields:
             self._missing.append(f"`{names[0]}`")
         return 1 if default is None else default
 
+    def check_multiple(self, name: str, value: int, of: str, divisor: int) -> None:
+        """Let `check` raise if the value of a key is no multiple of that of another one."""
+        if value % divisor:
+            self._wrong.append(f"`{name}` is {value}, expected a multiple of `{of}`, which is {divisor}")
+
     def flag(self, name: str, *, default: bool = False) -> bool:
         """Return a boolean; False for null."""
         return bool(self._value(name, default))

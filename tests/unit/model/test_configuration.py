@@ -49,6 +49,7 @@ def written(folder: Path, content: dict[str, Any], *architectures: str) -> str:
         (T5, "T5ForConditionalGeneration", None, "T5ForConditionalGeneration"),
         (BERT, "BertForMaskedLM", None, "BertForMaskedLM"),
         ({**SMALL, "dtype": "bfloat16"}, "LlamaModel", "causal-lm", "LlamaForCausalLM"),
+        ({"model_type": "llava", "text_config": SMALL}, "LlavaForConditionalGeneration", None, "LlamaForCausalLM"),
     ],
 )
 def test_the_task_chooses_head_and_labels(

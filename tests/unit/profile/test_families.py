@@ -133,6 +133,8 @@ def test_keys_that_a_file_leaves_out_have_the_defaults_of_transformers(name: str
     assert f"`vocab_size` {full['vocab_size']}" in note
 
 
+SIZES = {"model_type": "llama", "num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4}
+
 ENDLESS = (
     *({"model_type": name, "num_hidden_layers": 4 * 10**9} for name in FAMILIES if name != "gpt2"),
     {"model_type": "gpt2", "n_layer": 4 * 10**9},
@@ -149,6 +151,8 @@ ENDLESS = (
         ({"model_type": "llama"}, "`num_hidden_layers` is missing, `hidden_size` is missing"),
         ({"model_type": "t5", "num_layers": -1}, "`num_layers` is -1"),
         ({"model_type": "gpt2", "n_layer": "many"}, "`n_layer` is 'many'"),
+        ({**SIZES, "num_attention_heads": 7}, "`hidden_size` is 64, expected a multiple of `num_attention_heads`"),
+        ({**SIZES, "num_key_value_heads": 3}, "expected a multiple of `num_key_value_heads`, which is 3"),
         *((content, "is 4000000000, expected an integer from 1 to 10000") for content in ENDLESS),
     ],
 )
