@@ -1,14 +1,22 @@
-"""Choice of the search for a case, by its schedule and the options of the request."""
+"""Choice of the search for a case and of its effort, by its schedule and the options of the request."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from functools import partial
+from typing import Final
 
 from planner.core.extras import is_installed
-from planner.core.schedule import Schedule
+from planner.core.schedule import SCHEDULES, SEARCHED, Schedule
+from planner.core.values.plan import ScheduleName
 from planner.solve.answer import Answer, Search
 from planner.solve.chain.gpipe import search_gpipe
 from planner.solve.request import Request
 from planner.solve.space.case import Case
+
+MOST_ACTIONS_OF_SEARCH: Final = 2_000_000
+"""Actions to simulate for all cases of a searched schedule: some seconds."""
+
+_IN_HALVES: Final = 2
+"""Divisor of the effort of each named schedule with a split backward, in the first pass of an open schedule."""
 
 
 def search_for(case: Case, request: Request, by_stage: Answer | None) -> Search:
@@ -31,14 +39,14 @@ def search_for(case: Case, request: Request, by_stage: Answer | None) -> Search:
         from planner.solve.layers.search import search_layers  # noqa: PLC0415
 
         return partial(search_layers, by_stage=by_stage)
-    return search_gpipe if case.schedule.has_closed_form else _simulated_search(case.schedule)
+    return search_gpipe if case.schedule.has_closed_form else _simulated_search(case.schedule, by_stage)
 
 
-def _simulated_search(schedule: Schedule) -> Search:
+def _simulated_search(schedule: Schedule, known: Answer | None) -> Search:
     if schedule.is_to_be_made:
         from planner.solve.orders.search import search_orders  # noqa: PLC0415
 
-        return search_orders
+        return search_orders if known is None else partial(search_orders, start=known.partition)
     if schedule.is_one_forward_one_backward:
         from planner.solve.chain.one_forward_one_backward import search_one_forward_one_backward  # noqa: PLC0415
 
@@ -61,3 +69,39 @@ def is_improved(schedule: Schedule) -> bool:
 def has_linear_program(schedule: Schedule) -> bool:
     """Return True if the bound of plans under the schedule comes from a linear program."""
     return not (schedule.has_closed_form or schedule.is_to_be_made or schedule.is_one_forward_one_backward)
+
+
+def budgets(request: Request) -> dict[ScheduleName, int]:
+    """Return the actions to simulate per schedule, for all of its cases; schedules that are left out have no limit."""
+    if request.inputs.schedule == SEARCHED.name:
+        return {SEARCHED.name: MOST_ACTIONS_OF_SEARCH // 2}
+    if request.inputs.schedule != "auto" or request.actions is None:
+        return {}
+    # There are many named schedules with a split backward, and the searched schedule starts from them as well.
+    named = {name: request.actions // (_IN_HALVES if rule.splits_backward else 1) for name, rule in SCHEDULES.items()}
+    return {**named, SEARCHED.name: request.actions // 4}
+
+
+def effort_of(case: Case, left: Mapping[ScheduleName, int], num_cases: int, *, is_ranked: bool) -> int | None:
+    """Return the actions that the case may simulate, if they are limited.
+
+    Ranked cases have half of what is left, the most promising first. A search for action orders uses all of its effort,
+    so each of the `num_cases` cases that are left has a share.
+    """
+    most_actions = left.get(case.schedule.name)
+    if most_actions is None:
+        return None
+    if is_ranked:
+        return max(1, most_actions // 2)
+    return most_actions // num_cases if case.schedule.is_to_be_made else most_actions
+
+
+def bound_of(case: Case) -> tuple[float, ...]:
+    """Return the key by which cases of one schedule are sorted: lower bounds, then few replicas and micro-batches."""
+    return case.bound_us, case.replicas, case.micro_batches
+
+
+def promise_of(case: Case) -> tuple[float, ...]:
+    """Return the key by which cases of an open schedule are sorted: their schedule, then their likely step time."""
+    rank = [*SCHEDULES, SEARCHED.name].index(case.schedule.name)
+    return rank, case.bound_us if case.schedule.has_closed_form else case.ideal_us, case.replicas, case.micro_batches

@@ -10,7 +10,7 @@ from typing import Final, NamedTuple
 from planner.core.cost.evaluate import Evaluation
 from planner.core.cost.width import WidthTables
 from planner.core.errors import SolverError
-from planner.core.schedule import SCHEDULES, SEARCHED, Schedule
+from planner.core.schedule import SEARCHED, Schedule
 from planner.core.values.plan import Plan, ScheduleName, SolverReport
 from planner.core.values.profile import Profile
 from planner.solve.answer import Answer, Search
@@ -18,16 +18,19 @@ from planner.solve.cases import cases_of, check_request
 from planner.solve.chain.gpipe import DYNAMIC_PROGRAMMING, tie_broken
 from planner.solve.chain.quick import quick_answers, shape_of, without_bubble_us
 from planner.solve.deadline import Deadline, OutOfTimeError
-from planner.solve.methods import has_linear_program, is_improved, search_for
+from planner.solve.methods import (
+    MOST_ACTIONS_OF_SEARCH,
+    bound_of,
+    budgets,
+    effort_of,
+    has_linear_program,
+    is_improved,
+    promise_of,
+    search_for,
+)
 from planner.solve.request import Request
 from planner.solve.space.any_order import any_order_us
 from planner.solve.space.case import Case
-
-MOST_ACTIONS_OF_SEARCH: Final = 3_000_000
-"""Actions to simulate for all cases of a searched schedule: about ten seconds."""
-
-_IN_HALVES: Final = 2
-"""Divisor of the effort of each named schedule with a split backward, in the first pass of an open schedule."""
 
 _NEAR: Final = 1.1
 """Largest step time of a case, relative to the fastest, for which a longer search may make it the fastest."""
@@ -38,7 +41,7 @@ _NEARBY: Final = 1.06
 _CLEARLY: Final = 1.01
 """Ratio of step times above which a plan with more chunks per device counts as clearly slower."""
 
-_NEAREST_SCHEDULES, _NEAREST_CASES = 3, 2
+_NEAREST_SCHEDULES, _NEAREST_CASES = 2, 2
 """Number of schedules in the second pass of an open schedule, and number of cases that `_searched_on` improves."""
 
 MOST_WORK: Final = 20_000
@@ -158,6 +161,8 @@ def _in_passes(cases: Sequence[Case], request: Request, deadline: Deadline, *, u
     """
     if len({case.cluster.tensor_parallel for case in cases}) > 1:
         return _over_widths(cases, request, deadline, upper_us=upper_us)
+    if request.inputs.schedule == SEARCHED.name:
+        return _search_orders_twice(cases, request, deadline, upper_us=upper_us)
     if request.inputs.schedule != "auto" or request.actions is None or not request.searches_on:
         return _one_by_one(cases, request, deadline, upper_us=upper_us)
     named = [case for case in cases if not case.schedule.is_to_be_made]
@@ -174,9 +179,8 @@ def _in_passes(cases: Sequence[Case], request: Request, deadline: Deadline, *, u
         rest = deadline.share(0.5) if name == SEARCHED.name else deadline
         others_us = min((us for other, us in bounds_us.items() if other != name), default=inf)
         promising = {key for key, one in first.answers.items() if one.step_us <= upper_us * _NEARBY}
-        again = _one_by_one(
-            own, alone, replace(rest, enough_us=others_us), upper_us=upper_us * _NEARBY, promising=promising
-        )
+        search = _search_orders_twice if name == SEARCHED.name else _one_by_one
+        again = search(own, alone, replace(rest, enough_us=others_us), upper_us=upper_us * _NEARBY, promising=promising)
         complete = complete and again.complete
         # The second search ignores plans slower than its limit, so its lower bound holds up to that limit only.
         bounds_us[name] = max(bounds_us.get(name, 0.0), min(again.bound_us, upper_us * _NEARBY))
@@ -185,7 +189,44 @@ def _in_passes(cases: Sequence[Case], request: Request, deadline: Deadline, *, u
         }
         if again.best is not None and again.best.step_us < upper_us:
             best, upper_us = again.best, again.best.step_us
-    return _Searched(best, bounds_us, complete, answers)
+    return _with_own_orders(_Searched(best, bounds_us, complete, answers), cases, request, deadline)
+
+
+def _with_own_orders(searched: _Searched, cases: Sequence[Case], request: Request, deadline: Deadline) -> _Searched:
+    """Return the result after a search for action orders that starts from the best plan, unless that has its own."""
+    best = searched.best
+    if best is None or searched.bound_us >= best.step_us or best.case.schedule.is_to_be_made:
+        return searched
+    for case in cases:
+        is_alike = _Key.of(case)._replace(schedule=best.case.schedule) == _Key.of(best.case)
+        if is_alike and case.schedule.is_to_be_made and case.schedule.placement == best.case.schedule.placement:
+            again = _improved_orders(case, best, request, deadline, most_actions=MOST_ACTIONS_OF_SEARCH // 2)
+            return searched._replace(best=again or best)
+    return searched
+
+
+def _improved_orders(
+    case: Case, start: Answer, request: Request, deadline: Deadline, *, most_actions: int
+) -> Answer | None:
+    """Return a plan of the case that is faster than `start`, if a search for action orders from there finds one."""
+    alone = replace(request, inputs=replace(request.inputs, schedule=SEARCHED.name))
+    known, budget = {_Key.of(case): start}, {SEARCHED.name: most_actions}
+    return _one_by_one([case], alone, deadline, upper_us=start.step_us, by_stage=known, budget=budget).best
+
+
+def _search_orders_twice(
+    cases: Sequence[Case], request: Request, deadline: Deadline, *, upper_us: float, promising: Collection[_Key] = ()
+) -> _Searched:
+    """Search for action orders with half of the effort for all cases, then with the rest from the best plan."""
+    first = _one_by_one(cases, request, deadline.share(0.5), upper_us=upper_us, promising=promising)
+    best = first.best
+    if best is None or first.bound_us >= best.step_us:
+        return first
+    left = MOST_ACTIONS_OF_SEARCH - sum(answer.actions for answer in first.answers.values())
+    again = _improved_orders(best.case, best, request, deadline, most_actions=left)
+    if again is None:
+        return first
+    return first._replace(best=again, answers={**first.answers, _Key.of(best.case): again})
 
 
 def _over_widths(cases: Sequence[Case], request: Request, deadline: Deadline, *, upper_us: float) -> _Searched:
@@ -243,7 +284,7 @@ def _one_by_one(
         request: The request.
         deadline: End of the search.
         upper_us: Step time to beat.
-        by_stage: Answers of the cases with whole stages recomputed.
+        by_stage: Answers of the cases with whole stages recomputed, if they are known.
         best: Best answer of earlier searches.
         ranks: Estimated step times by width, replicas and M, if widths share the effort; the fastest come first.
         budget: Actions to simulate per schedule; empty for those of the request.
@@ -251,7 +292,7 @@ def _one_by_one(
     """
     is_open, first_us = request.inputs.schedule == "auto", upper_us
     is_second = deadline.enough_us < inf
-    left = dict(budget) or _budgets(request)
+    left = dict(budget) or budgets(request)
     unseen = Counter(case.schedule.name for case in cases)
     upper_us = upper_us if best is None else min(upper_us, best.step_us)
     answers: dict[_Key, Answer] = {}
@@ -259,9 +300,9 @@ def _one_by_one(
     complete = True
     # The most promising case comes first, because its plan rules out most others by their bounds. If the schedule is
     # open, GPipe comes before all others: its best plan is found and proven quickly.
-    ordered = sorted(cases, key=_promise if is_open else _bound)
+    ordered = sorted(cases, key=promise_of if is_open else bound_of)
     if ranks:
-        ordered.sort(key=lambda case: (_promise(case)[0], ranks.get(shape_of(case), inf)))
+        ordered.sort(key=lambda case: (promise_of(case)[0], ranks.get(shape_of(case), inf)))
     for n, case in enumerate(ordered):
         unseen[case.schedule.name] -= 1
         least_us = _least_us(case, upper_us)
@@ -272,7 +313,7 @@ def _one_by_one(
         is_spent = ranks is not None and left.get(case.schedule.name, 1) <= 0
         is_cut_short = (is_second or case.schedule.is_to_be_made) and _Key.of(case) not in promising
         has_chunks = is_cut_short and _has_enough_chunks(case, answers)
-        most_actions = _effort(case, left, unseen[case.schedule.name] + 1, is_ranked=ranks is not None)
+        most_actions = effort_of(case, left, unseen[case.schedule.name] + 1, is_ranked=ranks is not None)
         if has_chunks or is_spent or (is_open and left and is_hopeless and whole is None):
             _bound_by(bounds_us, case, least_us)  # not worth the effort, but its bound still counts
             left |= {case.schedule.name: left[case.schedule.name] - (most_actions or 0)} if has_chunks and left else {}
@@ -296,20 +337,6 @@ def _one_by_one(
     # In a second pass, only a plan near the best of all schedules may become the answer.
     near_us = first_us if is_second else inf
     return _searched_on(searched, deadline, near_us=near_us) if request.searches_on and not left else searched
-
-
-def _effort(case: Case, left: Mapping[ScheduleName, int], num_cases: int, *, is_ranked: bool) -> int | None:
-    """Return the actions that the case may simulate, if they are limited.
-
-    Ranked cases have half of what is left, the most promising first. A search for action orders uses all of its effort,
-    so each of the `num_cases` cases that are left has a share.
-    """
-    most_actions = left.get(case.schedule.name)
-    if most_actions is None:
-        return None
-    if is_ranked:
-        return max(1, most_actions // 2)
-    return most_actions // num_cases if case.schedule.is_to_be_made else most_actions
 
 
 def _answer(search: Search, case: Case, *, upper_us: float, deadline: Deadline) -> Answer | None:
@@ -361,26 +388,6 @@ def _searched_on(searched: _Searched, deadline: Deadline, *, near_us: float) -> 
         better = answers[_Key.of(answer.case)] = improve_answer(answer, deadline=deadline)
         best = better if better.step_us < best.step_us else best
     return searched._replace(best=best, answers=answers)
-
-
-def _budgets(request: Request) -> dict[ScheduleName, int]:
-    """Return the actions to simulate per schedule, for all of its cases; schedules that are left out have no limit."""
-    if request.inputs.schedule == SEARCHED.name:
-        return {SEARCHED.name: MOST_ACTIONS_OF_SEARCH}
-    if request.inputs.schedule != "auto" or request.actions is None:
-        return {}
-    # There are many named schedules with a split backward, and the searched schedule starts from them as well.
-    named = {name: request.actions // (_IN_HALVES if rule.splits_backward else 1) for name, rule in SCHEDULES.items()}
-    return {**named, SEARCHED.name: request.actions // 4}
-
-
-def _bound(case: Case) -> tuple[float, ...]:
-    return case.bound_us, case.replicas, case.micro_batches
-
-
-def _promise(case: Case) -> tuple[float, ...]:
-    rank = [*SCHEDULES, SEARCHED.name].index(case.schedule.name)
-    return rank, case.bound_us if case.schedule.has_closed_form else case.ideal_us, case.replicas, case.micro_batches
 
 
 def _tie_broken(answer: Answer, deadline: Deadline) -> Answer:

@@ -184,7 +184,9 @@ def search_effort(progress: Progress, evaluator: Evaluator) -> int:
 def _improve(progress: Progress, evaluator: Evaluator, least_us: float) -> float:
     """Search from several cuts; return a lower bound of all partitions, at least `least_us`."""
     starts = start_cuts(progress, evaluator)
-    bounds = solve_bounds(progress, evaluator, starts)
+    # With fewer devices than there are, plans are rarely fast: solve the program only for a useful bound.
+    is_useful = least_us < progress.deadline.enough_us or evaluator.num_devices == evaluator.case.num_devices
+    bounds = solve_bounds(progress, evaluator, starts) if is_useful else None
     if bounds is not None:
         least_us = max(least_us, bounds.first.bound_us)
         if least_us >= progress.upper_us:

@@ -9,10 +9,12 @@ results as well, so the result is never slower than what the same effort finds f
 
 from collections.abc import Sequence
 from contextlib import suppress
+from functools import partial
 from math import inf
 
 import numpy as np
 
+from planner.core.cost.partition import Partition
 from planner.core.cost.simulate import StageTimes
 from planner.core.errors import UsageError
 from planner.core.schedule import SCHEDULES, Action, ListedSchedule
@@ -38,16 +40,28 @@ _ROUNDS = 6
 _SHARE = 6
 """Divisor of the effort left that one search for cuts, or for an order, may use."""
 
+_SHARE_FROM_BEST = 3
+"""The same divisor for an order, if the search starts from the best plan."""
+
 _OF_BOUND = 4
 """Divisor of the effort spent so far; the quotient is the largest cost of a bound of all partitions."""
 
 
-def search_orders(case: Case, *, upper_us: float = inf, deadline: Deadline = NEVER) -> Answer:
-    """Return the best partition found, with its action orders; raises as `planner.solve.answer.Search`."""
-    return simulated_answer(_search_all, case, upper_us=upper_us, deadline=deadline)
+def search_orders(
+    case: Case, *, upper_us: float = inf, deadline: Deadline = NEVER, start: Partition | None = None
+) -> Answer:
+    """Return the best partition found, with its action orders; raises as `planner.solve.answer.Search`.
+
+    Args:
+        case: The case.
+        upper_us: Step time to beat.
+        deadline: Time limit and effort.
+        start: Partition to improve; None to search from several ones.
+    """
+    return simulated_answer(partial(_search_all, start=start), case, upper_us=upper_us, deadline=deadline)
 
 
-def _search_all(progress: Progress) -> None:
+def _search_all(progress: Progress, start: Partition | None) -> None:
     case = progress.case
     if case.is_too_large:
         return
@@ -58,7 +72,11 @@ def _search_all(progress: Progress) -> None:
             progress.leave_out(least_us)
             return
         evaluator = Evaluator(case, num_devices)
-        if evaluator.has_layers:
+        if evaluator.has_layers and start is not None:
+            if start.num_devices == num_devices:
+                _JointSearch(progress, evaluator).improve(start)
+            progress.leave_out(least_us)
+        elif evaluator.has_layers:
             _JointSearch(progress, evaluator).search()
             of_all_us = least_of_all_cuts_us(evaluator, progress.upper_us, progress.effort.spent // _OF_BOUND)
             progress.leave_out(max(least_us, of_all_us))
@@ -70,6 +88,16 @@ class _JointSearch:
     def __init__(self, progress: Progress, evaluator: Evaluator) -> None:
         self._progress, self._evaluator = progress, evaluator
         self._named = _named_schedules(evaluator)
+        self._known_orders = [named.actions for named in self._named]
+        self._order_share = _SHARE
+        self._kinds: tuple[bool, ...] = (False, True)
+
+    def improve(self, start: Partition) -> None:
+        """Search from one partition and its action orders."""
+        self._known_orders.insert(0, start.actions())
+        self._order_share = _SHARE_FROM_BEST
+        self._kinds = (not start.rule.splits_backward,)
+        self._alternate(cuts_and_choices(start))
 
     def search(self) -> None:
         """Search from every start."""
@@ -128,12 +156,12 @@ class _JointSearch:
             return bool((evaluator.under(ListedSchedule(rows)).over_bytes(cuts, choices) <= 0).all())
 
         best: SimulatedOrder | None = None
-        for is_whole in (False, True):
+        for is_whole in self._kinds:
             problem = _order_problem(evaluator, partition[0], partition[1], is_whole=is_whole)
             if is_whole and best is not None and split_costs_nothing(problem):
                 break
-            search = OrderSearch(problem, fits, [named.actions for named in self._named])
-            found = search.search(max(0, effort.left) // _SHARE)
+            search = OrderSearch(problem, fits, self._known_orders)
+            found = search.search(max(0, effort.left) // self._order_share)
             effort.spent += search.spent
             if found is not None and (best is None or found.period_us < best.period_us):
                 best = found

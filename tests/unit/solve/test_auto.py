@@ -19,7 +19,7 @@ from planner.core.schedule import SCHEDULES, SEARCHED
 from planner.core.values.limits import MOST_CHUNKS
 from planner.core.values.plan import DEFAULT_SCHEDULE, Inputs, Plan, ProfileReference, RecomputePolicy
 from planner.core.values.profile import Device, Profile
-from planner.solve import Request, search, solve
+from planner.solve import Request, methods, search, solve
 from planner.solve.answer import Answer
 from planner.solve.cases import cases_of
 from planner.solve.deadline import Deadline
@@ -185,7 +185,8 @@ def narrower(inputs: Inputs) -> list[Inputs]:
 @pytest.mark.parametrize("cap", [UNLIMITED, 2500])
 def test_it_is_never_slower_than_any_narrower_question(monkeypatch: pytest.MonkeyPatch, seed: int, cap: int) -> None:
     """Chains with uneven layers; a first pass of little effort, so that the second one must find the plans."""
-    monkeypatch.setattr(search, "MOST_ACTIONS_OF_SEARCH", 300_000)
+    for module in (search, methods):
+        monkeypatch.setattr(module, "MOST_ACTIONS_OF_SEARCH", 300_000)
     profile = uneven(seed)
     inputs = replace(inputs_of(4, 8, memory_bytes=cap), schedule="auto", chunks=0, replicas=0)
     request = Request(inputs=inputs, micro_batches=4, actions=20_000)

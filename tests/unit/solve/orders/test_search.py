@@ -1,0 +1,57 @@
+"""Search for cuts and action orders together."""
+
+from dataclasses import replace
+
+import pytest
+
+from planner.solve import Request, search, solve
+from planner.solve.cases import cases_of
+from planner.solve.deadline import NEVER
+from planner.solve.orders.search import search_orders
+from tests.support.chains import chain, layer, random_profile
+from tests.support.profiles import inputs_of
+
+
+def test_a_search_continues_from_a_plan() -> None:
+    """From a plan under 1F1B, cuts and orders are improved; nothing slower is an answer, and little effort suffices."""
+    profile = random_profile(1, 12)
+    request = Request(inputs=replace(inputs_of(3, 6), schedule="1f1b"), micro_batches=6)
+    (plain,) = cases_of(profile, request)
+    start = search.search_for(plain, request, None)(plain, upper_us=float("inf"), deadline=NEVER)
+    assert start.partition is not None
+    (case,) = cases_of(profile, replace(request, inputs=replace(request.inputs, schedule="search", chunks=1)))
+    found = search_orders(
+        case, upper_us=start.step_us, deadline=replace(NEVER, most_actions=60_000), start=start.partition
+    )
+    assert found.partition is not None
+    assert found.step_us < start.step_us
+    assert found.lower_bound_us <= found.step_us
+    again = search_orders(
+        case, upper_us=found.step_us, deadline=replace(NEVER, most_actions=500), start=found.partition
+    )
+    assert again.partition is None
+    assert again.actions <= 2_000
+
+
+def test_the_best_plan_under_a_named_schedule_gets_its_own_orders(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At the end of an open request: without effort for `search` before, the answer is searched nevertheless."""
+    layers = [
+        layer(
+            f"l{n}",
+            forward_us=100.0 + 7 * (n % 5),
+            backward_us=200.0 + 9 * (n % 3),
+            backward_input_us=(105.0,),
+            backward_weight_us=(100.0,),
+            weight_held_bytes=(30,),
+        )
+        for n in range(12)
+    ]
+    profile = chain(*layers)
+    request = Request(inputs=replace(inputs_of(3, 6), schedule="auto"), micro_batches=6, actions=20_000)
+    nothing = search._Searched(None, {"search": 0.0}, complete=True, answers={})
+    monkeypatch.setattr(search, "_search_orders_twice", lambda *_, **__: nothing)
+    monkeypatch.setattr(search, "MOST_ACTIONS_OF_SEARCH", 100_000)
+    plan = solve(profile, request)
+    assert plan.schedule == "search"
+    monkeypatch.setattr(search, "_with_own_orders", lambda searched, *_: searched)
+    assert plan.predicted.step_us < solve(profile, request).predicted.step_us
