@@ -20,6 +20,9 @@ from planner.model.python_state import is_object_of_users, is_users, users_files
 
 _MOST_CONTAINERS = 10_000
 
+_MOST_ITEMS = 10_000
+"""Longer lists and dicts are data."""
+
 _MOST_BYTES = 2**20
 """Larger tensors are data, which a forward does not write into."""
 
@@ -102,7 +105,7 @@ def _containers(model: nn.Module, loss_fn: Callable[..., Any] | None) -> list[An
 def _is_followed(value: Any) -> bool:
     if isinstance(value, type | FunctionType):
         return is_users(value.__module__)
-    return isinstance(value, dict | list | deque)
+    return isinstance(value, dict | list | deque) and len(value) <= _MOST_ITEMS
 
 
 def _content(container: Any) -> dict[Any, Any]:
