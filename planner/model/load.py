@@ -264,7 +264,8 @@ def _builder(
         return name, lambda: value, {}
     if not callable(value) or inspect.ismodule(value):
         raise ModelError(
-            f"{path}: `{name}` is a {type(value).__name__}, not an nn.Module or a function that builds one"
+            f"{path}: `{name}` is a {type(value).__name__}, not an nn.Module or a function that builds one",
+            hint=f"name a function that returns the model, such as `{path}:build_model`",
         )
     typed = typed_settings(f"{path}:{name}", value, settings)
 
@@ -272,7 +273,10 @@ def _builder(
         with user_code(path, f"`{name}()`"):
             model = value(**typed)
         if not isinstance(model, nn.Module):
-            raise ModelError(f"{path}: `{name}()` returned {type(model).__name__}, not an nn.Module")
+            raise ModelError(
+                f"{path}: `{name}()` returned {type(model).__name__}, not an nn.Module",
+                hint="return the model alone; make an nn.Sequential of a list of layers",
+            )
         return model
 
     return name, build, typed
@@ -352,9 +356,15 @@ def _example_batch(
     return example
 
 
+_PARAMETERS = (
+    "it gets `model.parameters()`, one by one and without names: choose by shape, by position, or by an attribute that "
+    "the model sets (`p.no_decay = True`); `--debug` shows the whole traceback"
+)
+
+
 def _checked_optimizer(path: str, build: Builder) -> Builder:
     def checked(parameters: Iterable[Tensor]) -> torch.optim.Optimizer:
-        with user_code(path, "`build_optimizer(parameters)`"):
+        with user_code(path, "`build_optimizer(parameters)`", hint=_PARAMETERS):
             optimizer: Any = build(parameters)
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise ModelError(

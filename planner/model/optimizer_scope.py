@@ -6,7 +6,9 @@ gradients (D-Adaptation, Prodigy). So a few small parameters get random gradient
 parts, as ranks would step them. Parameters, gradients and optimizer state must be the same.
 """
 
+import math
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from typing import Any, TypeVar
 
 import torch
@@ -22,6 +24,9 @@ _STEPS = ((1.0, 1.0), (1.0, 1.0), (1e3, 1e-3), (1e3, 1e3), (1e-2, 1e-2), (1.0, 1
 Some exceed the limit of any gradient clip, others do not. If only one part exceeds it, the comparison also finds a
 limit on the largest gradient of all parameters."""
 
+_NOT_FINITE = ((1.0, 1.0), (1.0, math.inf))
+"""An optimizer that skips a step with infinite gradients must not skip it for other parameters."""
+
 _MOST_PARAMETERS = 32
 """Parameters that are stepped; the others are absent."""
 
@@ -32,8 +37,8 @@ _LIMIT = 1e-5
 """Larger relative differences are no rounding errors."""
 
 _HINT = (
-    "clip with `pipeline.clip_gradients(max_norm)` in train.py instead of within `step()`; else choose an optimizer "
-    "that steps each parameter by itself (`--optimizer adamw`)"
+    "clip with `pipeline.clip_gradients(max_norm)` in train.py instead of within `step()`, and skip steps by the norm "
+    "that it returns; else choose an optimizer that steps each parameter by itself (`--optimizer adamw`)"
 )
 
 _Item = TypeVar("_Item")
@@ -57,18 +62,28 @@ def check_optimizer(build: Builder, parameters: Iterable[Tensor], device: torch.
     whole = ModelOptimizer(build, parameters)
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         sample = _sample(_groups(whole))
-        together = _stepped(whole, sample, range(len(sample)), device)
-        apart: dict[int, list[Tensor]] = {}
-        for part in (range(0, len(sample), 2), range(1, len(sample), 2)):
-            apart |= _stepped(whole, sample, part, device)
-    differing = sum(not _is_same(results, apart[n]) for n, results in together.items())
+        differing = _num_differing(whole, sample, _STEPS, device)
+        if not differing:
+            with suppress(ModelError):  # an error for an infinite gradient ends a run on any rank
+                differing = _num_differing(whole, sample, _NOT_FINITE, device)
     if differing:
         raise ModelError(
-            f"{whole.name} looks at all parameters in `step()` (for a clip, or a step size of all), and a rank of a "
+            f"{whole.name} looks at all parameters in `step()` (for a clip, a step size, or a skip), and a rank of a "
             f"pipeline has those of its own stages only: of {len(sample)} parameters that were tried, {differing} are "
             "stepped differently in two parts than together",
             hint=_HINT,
         )
+
+
+def _num_differing(
+    whole: ModelOptimizer, sample: Sequence[Tensor], steps: Sequence[tuple[float, float]], device: torch.device
+) -> int:
+    """Return the number of parameters that are stepped differently in two parts than together."""
+    together = _stepped(whole, sample, range(len(sample)), steps=steps, device=device)
+    apart: dict[int, list[Tensor]] = {}
+    for part in (range(0, len(sample), 2), range(1, len(sample), 2)):
+        apart |= _stepped(whole, sample, part, steps=steps, device=device)
+    return sum(not _is_same(results, apart[n]) for n, results in together.items())
 
 
 def _groups(whole: ModelOptimizer) -> list[ParameterGroup]:
@@ -97,7 +112,12 @@ def _spread(items: Sequence[_Item], most: int) -> Sequence[_Item]:
 
 
 def _stepped(
-    whole: ModelOptimizer, sample: Sequence[Tensor], part: Sequence[int], device: torch.device
+    whole: ModelOptimizer,
+    sample: Sequence[Tensor],
+    part: Sequence[int],
+    *,
+    steps: Sequence[tuple[float, float]],
+    device: torch.device,
 ) -> dict[int, list[Tensor]]:
     """Step some parameters of the sample; return by index each parameter, its gradients and its optimizer state.
 
@@ -108,7 +128,7 @@ def _stepped(
     optimizer = whole.over((sample[n], tensor) for n, tensor in tensors.items())
     results: dict[int, list[Tensor]] = {n: [tensor] for n, tensor in tensors.items()}
     before = torch.get_rng_state()
-    for step, scales in enumerate(_STEPS):
+    for step, scales in enumerate(steps):
         former = {n: tensor.detach().clone() for n, tensor in tensors.items()}
         for n, tensor in tensors.items():
             tensor.grad = _gradient(sample[n], n, step, scales[n % 2]).to(device)
@@ -182,5 +202,5 @@ def _is_close(one: Tensor, other: Tensor) -> bool:
         return False
     if not one.is_floating_point():
         return torch.equal(one, other)
-    atol = _LIMIT * float(one.detach().abs().max()) if one.numel() else 0.0
+    atol = _LIMIT * float(one.detach().nan_to_num(0.0, 0.0, 0.0).abs().max()) if one.numel() else 0.0
     return torch.allclose(one, other, rtol=_LIMIT, atol=atol, equal_nan=True)

@@ -3,10 +3,11 @@
 import contextlib
 import sys
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 from torch import nn
 
@@ -18,7 +19,7 @@ _UNFIT = "the torchvision that is installed does not fit torch: install the one 
 
 
 @contextmanager
-def user_code(path: str, action: str) -> Iterator[None]:
+def user_code(path: str, action: str, *, hint: str = _DEBUG) -> Iterator[None]:
     """Convert anything that the user's code raises to a `ModelError` with the line in their file.
 
     Inside the block, modules next to the file can be imported, as if it ran as a script. Its output goes to stderr,
@@ -38,16 +39,17 @@ def user_code(path: str, action: str) -> Iterator[None]:
         behind = f"; the cause: {type(first).__name__}: {first}" if first is not error else ""
         raise ModelError(
             f"{path}{line}: {action} raised {type(error).__name__}: {error}{behind}",
-            hint=_UNFIT if "operator torchvision::" in str(first) else _DEBUG,
+            hint=_UNFIT if "operator torchvision::" in str(first) else hint,
         ) from error
     finally:
         if folder in sys.path:
             sys.path.remove(folder)
 
 
-def place_in_model(model: nn.Module, error: BaseException) -> str:
-    """Return `file:line` of the model's own code that raised an error; empty if other code did."""
-    modules = {sys.modules.get(type(part).__module__) for part in model.modules()}
+def place_in_model(model: nn.Module, loss_fn: Callable[..., Any], error: BaseException) -> str:
+    """Return `file:line` of the code of the model or of its loss that raised an error; empty if other code did."""
+    names = {type(part).__module__ for part in model.modules()} | {getattr(loss_fn, "__module__", "")}
+    modules = set(map(sys.modules.get, names))
     files = {getattr(module, "__file__", None) for module in modules if not _is_of(module, "torch", "planner")}
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename in files]
     return f"{frames[-1].filename}:{frames[-1].lineno}" if frames else ""

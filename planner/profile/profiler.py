@@ -92,7 +92,7 @@ def profile_model(
     except KeyboardInterrupt as error:
         raise InterruptedProfileError(measurements.partial()) from error
     except Exception as error:
-        _raise_of_model(chain.model, error)
+        _raise_of_model(loaded, chain.model, error)
         raise
     return Profile(
         generator=GENERATOR,
@@ -125,15 +125,25 @@ def check_optimizer_of(loaded: LoadedModel, device: str) -> None:
         find_chain(loaded, where)
 
 
-def _raise_of_model(model: nn.Module, error: Exception) -> None:
+_MANY_SIZES = (
+    "layers run many times there, with micro-batches of all sizes in turn; if this one keeps something of the size of "
+    "a micro-batch, measure a single size (`--batch-sizes 4`)"
+)
+
+_WITHOUT_GRADIENTS = (
+    "an evaluation and the first forward of what is recomputed have no gradients: differentiate only `if "
+    "torch.is_grad_enabled():`"
+)
+
+
+def _raise_of_model(loaded: LoadedModel, model: nn.Module, error: Exception) -> None:
     """Raise an explained error if the model's own code failed although its layers had run before."""
-    place = "" if isinstance(error, PlannerError) else place_in_model(model, error)
+    place = "" if isinstance(error, PlannerError) else place_in_model(model, loaded.loss_fn, error)
     if place:
         first_line = str(error).partition("\n")[0]
         raise ModelError(
             f"{place} raised {type(error).__name__} while layers were measured: {first_line}",
-            hint="layers run many times there, with micro-batches of all sizes in turn; if this one keeps something of "
-            "the size of a micro-batch, measure a single size (`--batch-sizes 4`)",
+            hint=_WITHOUT_GRADIENTS if "does not require grad" in first_line else _MANY_SIZES,
         ) from error
 
 

@@ -153,6 +153,37 @@ def test_noise_is_refused() -> None:
         check(lambda parameters: NoisySGD(parameters, lr=0.1))
 
 
+class SkipsInfinite(torch.optim.SGD):
+    """SGD that leaves out a step in which any gradient is not finite."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Look at all gradients, then step or not."""
+        own = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
+        if all(bool(gradient.isfinite().all()) for gradient in own):
+            super().step(closure)
+
+
+def test_a_skip_of_what_is_not_finite_is_refused() -> None:
+    """A rank would skip a step that others take."""
+    with pytest.raises(ModelError, match="SkipsInfinite looks at all parameters") as refused:
+        check(SkipsInfinite)
+    assert "skip steps by the norm" in refused.value.hint
+
+
+def test_an_error_for_what_is_not_finite_is_allowed() -> None:
+    """It ends the run on every rank."""
+
+    class Strict(SkipsInfinite):
+        """Raises instead."""
+
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            """Check all gradients."""
+            torch.nn.utils.get_total_norm([p.grad for p in self.param_groups[0]["params"]], error_if_nonfinite=True)
+            torch.optim.SGD.step(self, closure)
+
+    check(Strict)
+
+
 def test_a_step_that_fails_is_refused() -> None:
     """With what it said, which is often what to do."""
 

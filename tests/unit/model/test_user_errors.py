@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+import planner
 from planner.core.errors import ModelError
 from planner.model.load import load_model
 from tests.support.cli import write_model
@@ -52,3 +53,39 @@ def test_an_import_that_hides_its_cause_is_left_alone(tmp_path: Path) -> None:
     """`raise … from None` says that what was before does not matter."""
     text = "try:\n    {}['a']\nexcept KeyError:\n    raise ImportError('install einops') from None\n"
     assert refused(tmp_path, text).message.endswith("raised ImportError: install einops")
+
+
+FAILING = """
+import torch
+from torch import nn
+
+def example_batch(n):
+    return torch.randn(n, 4), torch.randn(n, 4)
+
+def loss_fn(out, y):
+    loss = (out - y).square().mean()
+    return loss + torch.autograd.grad(loss, out, create_graph=True)[0].square().sum()
+
+def build_model():
+    return nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+"""
+
+WRONG = {
+    "a list of layers": ("return nn.Seq", "return [1] or nn.Seq", "return the model alone"),
+    "parameters with names": (
+        "def build_model",
+        "def build_optimizer(named):\n    return torch.optim.SGD([p for n, p in named])\n\ndef build_model",
+        "one by one and without names",
+    ),
+    "a loss that differentiates": ("", "", "if torch.is_grad_enabled"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_refusals_say_what_to_do(case: str, tmp_path: Path) -> None:
+    """In the hint."""
+    old, new, expected = WRONG[case]
+    path = write_model(tmp_path, FAILING.replace(old, new, 1) if old else FAILING)
+    with pytest.raises(ModelError) as refused:
+        planner.profile(str(path), batch_sizes=(2,), repeat=2, time_budget="0s", proof_budget="0s", note=str, warn=str)
+    assert expected in refused.value.hint

@@ -10,6 +10,7 @@ from pathlib import Path
 from tests.zoo.unprepared import (
     calls,
     containers,
+    crossing,
     globals_,
     hooks,
     late_effects,
@@ -22,6 +23,7 @@ from tests.zoo.unprepared import (
     structures,
     ties,
     training_tricks,
+    updates,
     whole_batches,
 )
 
@@ -104,6 +106,8 @@ def unprepared_models() -> tuple[UnpreparedModel, ...]:
         "batches": whole_batches,
         "calls": calls,
         "containers": containers,
+        "crossing": crossing,
+        "updates": updates,
     }
     return tuple(
         UnpreparedModel(kind=kind, name=name, text=text)
