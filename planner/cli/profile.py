@@ -2,6 +2,7 @@
 
 import contextlib
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from math import ceil
 from typing import TYPE_CHECKING, Annotated
@@ -73,17 +74,29 @@ def _measured(console: Console, model: str | None, options: ProfileOptions) -> "
 
 
 def _devices(measured: "Profile") -> str:
-    """Return options with about as many devices as a large model needs: its state takes up to 70 % of their memory."""
-    from planner.core.cost.width import widths_of
+    """Return options with about as many devices as the model needs: its state takes up to half of their memory."""
+    from planner.core.cost.width import layers_by_width
 
-    memory_bytes = measured.device.memory_bytes
-    need = ceil(sum(map(_state_bytes, measured.layers)) / (0.7 * memory_bytes)) if memory_bytes else 0
-    most = len(measured.layers) * widths_of(measured)[-1]
-    need = max(2, min(need * measured.tensor_parallel, most)) * measured.expert_parallel
+    widths = layers_by_width(measured)
+    counts = [width * _stages(layers, 0.5 * measured.device.memory_bytes) for width, layers in widths.items()]
+    need = max(2, min(filter(None, counts), default=len(measured.layers) * max(widths))) * measured.expert_parallel
     devices = f"--devices {need}" if need <= 8 else f"--nodes {ceil(need / 8)}x8"
     if measured.expert_parallel > 1:
         return f"{devices} --replicas auto --batch {measured.expert_parallel * max(measured.micro_batch_sizes)}"
     return devices if need <= 8 else f"{devices} --replicas auto"
+
+
+def _stages(layers: Sequence["LayerProfile"], usable_bytes: float) -> int:
+    """Return the number of stages whose layers' state fits; 1 for unknown memory, 0 if a layer alone does not fit."""
+    if not usable_bytes:
+        return 1
+    stages, free_bytes = 1, usable_bytes
+    for need in map(_state_bytes, layers):
+        if need > usable_bytes:
+            return 0
+        stages, free_bytes = (stages + 1, usable_bytes) if need > free_bytes else (stages, free_bytes)
+        free_bytes -= need
+    return stages
 
 
 def _state_bytes(layer: "LayerProfile") -> int:

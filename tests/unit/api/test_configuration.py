@@ -126,8 +126,12 @@ def test_a_large_model_is_planned_for_enough_devices(capsys: pytest.CaptureFixtu
     """The suggested number can hold the state; a layer that no device can hold is named."""
     output = str(tmp_path / "profile.yaml")
     options = ("--device", "estimate:h100", "-o", output)
-    assert "--nodes 3x8 --replicas auto" in call(capsys, "profile", "--preset", "llama-3-70b", *options).err
-    assert "alone" not in call(capsys, "profile", "--preset", "deepseek-v3", *options).err
+    for name, next_ in (("llama-3-8b", "--devices 4"), ("llama-3-70b", "--nodes 5x8 --replicas auto")):
+        assert call(capsys, "profile", "--preset", name, *options).err.endswith(f" {next_}\n")
+    # Of a block with its state, 8 GPUs hold 26 GB each: one per stage.
+    ran = call(capsys, "profile", "--preset", "deepseek-v3", *options)
+    assert "--nodes 58x8 --replicas auto" in ran.err
+    assert "alone" not in ran.err
     ran = call(capsys, "profile", "--preset", "deepseek-v3", "--tensor-parallel", "1", *options)
     assert "`layers.3` alone take 193 GiB" in ran.err
     assert "--expert-parallel" in ran.err
