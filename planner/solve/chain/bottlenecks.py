@@ -28,7 +28,7 @@ from planner.solve.chain.laws import GPipeLaw
 from planner.solve.deadline import NEVER, Deadline
 from planner.solve.space.problem import NO_LIMIT, Bottlenecks, ChainProblem
 
-_SLACKS = (1.01, 1.05, 1.25, np.inf)
+_SLACKS = (1.01, 1.05, 1.1, 1.25, np.inf)
 """Step times to try for a first plan, as multiples of the bound; a tight limit is the fastest to search."""
 
 _MOST_LABELS, _ENOUGH_LABELS = 400, 5000

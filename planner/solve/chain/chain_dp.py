@@ -37,7 +37,7 @@ from planner.solve.space.problem import ChainProblem, StageArrays
 RELATIVE = 1e-12
 """Relative difference that counts as better; smaller ones come from rounding, which depends on the order of sums."""
 
-_SLACKS = (1.01, 1.05, 1.25)
+_SLACKS = (1.01, 1.05, 1.1, 1.25)
 """Step times to try for a first plan, as multiples of the bound."""
 
 _MORE_LABELS = 8

@@ -11,7 +11,7 @@ from planner.solve import Request
 from planner.solve.cases import cases_of
 from planner.solve.chain import bottlenecks
 from planner.solve.chain.bottlenecks import BottleneckSearch
-from planner.solve.chain.chain_dp import LabelSearch
+from planner.solve.chain.chain_dp import ChainCuts, LabelSearch
 from planner.solve.chain.laws import GPipeLaw, TiedLaw
 from planner.solve.deadline import OutOfTimeError
 from planner.solve.space import prefixes
@@ -126,3 +126,19 @@ def test_a_problem_within_bottlenecks_has_the_same_stages_but_longer_ones() -> N
         assert np.isfinite(some.forward).tolist() == kept[:, narrow].tolist()
         assert not kept[:, : problem.width - within.width].any()
         assert some.backward[kept[:, narrow]].tolist() == stages.backward[kept].tolist()
+
+
+def test_the_limit_of_a_first_plan_is_raised_in_small_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A plan 8 % above the bound is found under a limit of at most 10 %: a looser search has far more labels."""
+    case = case_of(0)
+    search = BottleneckSearch(case.problem(4, width=12), 8)
+    found = ChainCuts(1.08 * search.bound_us, (0, 12), (0,), ())
+    limits_us = []
+
+    def run(_search: LabelSearch, *, upper_us: float, **_: object) -> ChainCuts | None:
+        limits_us.append(upper_us)
+        return found if upper_us > found.step_us else None
+
+    monkeypatch.setattr(LabelSearch, "run", run)
+    assert search.first() == found
+    assert limits_us[-1] <= 1.1 * search.bound_us
