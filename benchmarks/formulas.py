@@ -69,6 +69,8 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
     "llama": _DENSE,
     "granite": _DENSE,
     "smollm3": _DENSE,
+    "olmo2": _DECODER,
+    "olmo3": _DECODER,
     "mistral": _DENSE,
     "qwen2": _DECODER,
     "qwen3": _DENSE,

@@ -61,8 +61,11 @@ class _Llama:
     mlp_bias: bool = False
     """True if `mlp_bias` adds biases to the feed-forward layer."""
     normalized_keys: bool = False
+    whole_key_norms: bool = False
+    """True if keys are normalized over all heads at once."""
     joined: bool = False
     """True if one weight makes queries, keys and values, and one both inputs of the gate."""
+    norms: int = 2
     post_norms: int = 0
     wide_norms: bool = False
     full_every: int = 1
@@ -79,6 +82,7 @@ class _Llama:
             Block(
                 attention=replace(attention, window=window),
                 feed_forward=self._feed_forward(fields, n),
+                norms=self.norms,
                 post_norms=self.post_norms,
             )
             for n, window in enumerate(self._windows(fields, layers))
@@ -105,6 +109,7 @@ class _Llama:
             qkv_bias=self.qkv_bias if isinstance(self.qkv_bias, bool) else fields.flag(self.qkv_bias),
             out_bias=self.out_bias and biased,
             normalized_keys=self.normalized_keys,
+            whole_key_norms=self.whole_key_norms,
             joined=self.joined,
             concatenated=self.joined,
             capped=fields.number("attn_logit_softcapping") > 0,
@@ -346,11 +351,15 @@ _GEMMA: Final = replace(_BIASED, wide_norms=True)
 
 _LLAMA: Final = replace(_BIASED, mlp_bias=True)
 
+_OLMO: Final = replace(_BIASED, norms=0, post_norms=2, wide_norms=True, normalized_keys=True, whole_key_norms=True)
+
 FAMILIES: Final[Mapping[str, Shape]] = {
     "gpt2": _gpt2,
     "llama": _LLAMA,
     "granite": _LLAMA,
     "smollm3": _LLAMA,
+    "olmo2": _OLMO,
+    "olmo3": replace(_OLMO, full_every=4),
     "mistral": _Llama(full_every=0),
     "qwen2": _Llama(qkv_bias=True),
     "qwen3": replace(_BIASED, normalized_keys=True),

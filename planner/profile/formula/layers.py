@@ -170,9 +170,9 @@ class _Layers:
             + (0 if again else scores),
             weight_held_bytes=self._held_bytes(linears),
             transient_bytes=scores if again else 0.0,
-            # One sum for each normalized input: attention and feed-forward layer of Phi share one.
-            collectives=block.norms if self.sums else 0,
-            collective_bytes=self._summed_bytes(block.norms),
+            # One sum for each input: attention and feed-forward layer of Phi share one.
+            collectives=block.reads if self.sums else 0,
+            collective_bytes=self._summed_bytes(block.reads),
         )
 
     def _product_flops(self, linear: MatrixProduct) -> float:
@@ -230,7 +230,8 @@ class _Layers:
         router = isinstance(block.feed_forward, Experts) and block.feed_forward.wide_router and self.keeps_copies
         before = (4 if router else 0) + block.norms * ((4 if self.keeps_copies else self.residual) + self.normalized)
         if self.residual == self.e:
-            results = block.norms
+            # States that no normalization reads are kept for the products.
+            results = block.reads
         else:
             # Autocast converts the result once for each weight that reads it.
             readers = (each for each in linears if each.split != "inputs" and each.copies == 1)

@@ -57,7 +57,9 @@ class Attention:
     qkv_bias: bool = False
     out_bias: bool = False
     normalized_keys: bool = False
-    """True if queries and keys are normalized per head."""
+    """True if queries and keys are normalized."""
+    whole_key_norms: bool = False
+    """True if they are normalized over all heads at once; otherwise per head."""
     joined: bool = False
     """True if one weight makes queries, keys and values."""
     rotary: bool = True
@@ -82,7 +84,8 @@ class Attention:
         """Channels of the normalizations inside."""
         if self.latent is not None:
             return self.latent.query_rank + self.latent.key_value_rank
-        return 2 * self.key_dim if self.normalized_keys else 0
+        heads = self.heads + self.key_value_heads if self.whole_key_norms else 2
+        return heads * self.key_dim if self.normalized_keys else 0
 
     def linears(self, hidden: int, devices: int) -> Iterator[MatrixProduct]:
         """Yield the products with weights."""
@@ -159,13 +162,18 @@ class Block:
     cross_attention: Attention | None = None
     """Attention of a decoder to the encoder's result."""
     norms: int = 2
-    """Normalizations whose result is multiplied with weights."""
+    """Normalizations whose result is multiplied with weights; 0: attention and feed-forward layer read states."""
     post_norms: int = 0
     """Normalizations whose result is only added."""
     kind: Literal["block", "encoder", "decoder", "mtp"] = "block"
     """Role in the model; `mtp` predicts a further token (DeepSeek-V3, arXiv:2412.19437, section 2.2)."""
     more_parameters: int = 0
     """Other parameters: relative positions, the encoder's last normalization."""
+
+    @property
+    def reads(self) -> int:
+        """Number of states, normalized or not, that attention and feed-forward layer read."""
+        return self.norms or 2
 
     @property
     def attentions(self) -> tuple[Attention, ...]:
