@@ -1,0 +1,35 @@
+"""The check of a plan's certificate."""
+
+from dataclasses import replace
+
+import pytest
+
+from planner.core.values.plan import Plan, SolverReport
+from planner.core.values.profile import Profile
+from planner.solve import Request, solve
+from planner.solve.questions import certificate
+from tests.support.chains import random_profile
+from tests.support.profiles import inputs_of
+
+
+def test_a_bound_is_checked_with_little_effort(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One brief pass for a plan with a gap, every search for one that is called optimal; a false bound is found."""
+    profile = random_profile(5, 8)
+    inputs = replace(inputs_of(3, 6), schedule="auto")
+    plan = solve(profile, Request(inputs=inputs, micro_batches=6, actions=10_000, searches_on=False))
+    requests: list[Request] = []
+
+    def noted(profile: Profile, request: Request, **options: bool) -> Plan:
+        requests.append(request)
+        return solve(profile, replace(request, actions=10_000, searches_on=False), **options)
+
+    monkeypatch.setattr(certificate, "solve", noted)
+    step_us = plan.predicted.step_us
+    for status, bound_us in (("feasible", 0.9 * step_us), ("optimal", step_us)):
+        claimed = replace(plan, solver=SolverReport(method="simulated", status=status, lower_bound_us=bound_us))  # type: ignore[arg-type]
+        assert not certificate._faster(claimed, claimed, profile)[0]
+    brief, full = requests
+    assert (brief.actions, brief.searches_on) == (30_000, False)
+    assert (full.actions, full.searches_on) == (Request(inputs=inputs).actions, True)
+    slow = replace(plan, solver=SolverReport(method="simulated", status="feasible", lower_bound_us=1.1 * step_us))
+    assert "nothing is said to be faster" in certificate._faster(slow, slow, profile)[0]
