@@ -96,7 +96,7 @@ class Ghost(Tensor):
                 is_grouped = func._schema.name == "aten::_grouped_mm"
                 result = _grouped_product(func, *bare) if is_grouped else func(*bare, **options)
             except (DataDependentOutputException, DynamicOutputShapeException) as error:
-                raise NeedsValuesError(f"{func} needs values") from error
+                raise _needs_values(func, origin) from error
             except UnsupportedOperatorException as error:
                 raise NeedsValuesError(f"{func} cannot tell the shape of its result without values") from error
         if torch.Tag.inplace_view in func.tags:
@@ -220,6 +220,15 @@ def _grouped_product(func: Any, left: Tensor, right: Tensor, offsets: Tensor, *_
     # torch knows the shape of the result for one dtype only, though on the CPU it computes it for others.
     product: Tensor = func(left.to(torch.bfloat16), right.to(torch.bfloat16), offsets)
     return product.to(left.dtype)
+
+
+def _needs_values(func: Any, origin: str) -> Exception:
+    if not origin:
+        return NeedsValuesError(f"{func} needs values")
+    return ModelError(
+        f'code between modules, which later stages run as well, reads values of "{origin}" ({func})',
+        hint="let a module do that, with all that uses the result",
+    )
 
 
 def _wrapped(inner: FakeTensor, origin: str) -> Ghost:

@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from planner.core.errors import ModelError
 from planner.model.chain import chain_of
-from planner.model.ghosts import ghost_like
+from planner.model.ghosts import absent, ghost_like
 
 
 @pytest.mark.parametrize(
@@ -52,3 +53,10 @@ def test_a_batch_first_layer_hands_samples_on_first(kind: Callable[..., nn.Modul
     assert outline is not None
     shapes = [[tuple(t.shape) for t in outline.boundary(n, 3)] for n in (1, 2)]
     assert shapes == [[(3, 5, 8)], [(3, 5, 8)]]
+
+
+def test_a_value_of_another_stage_that_is_read_is_named() -> None:
+    """With what to do, in place of the operator alone."""
+    with pytest.raises(ModelError, match=r'code between modules, .* reads values of "blocks.0"') as refused:
+        absent(torch.empty(2), torch.device("cpu"), "blocks.0").sum().item()
+    assert "let a module do that" in refused.value.hint
