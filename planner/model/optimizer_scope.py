@@ -200,6 +200,8 @@ def _is_same(one: Sequence[Tensor], other: Sequence[Tensor]) -> bool:
 def _is_close(one: Tensor, other: Tensor) -> bool:
     if one.shape != other.shape or one.dtype != other.dtype:
         return False
+    if one.is_complex():
+        one, other = torch.view_as_real(one.detach()), torch.view_as_real(other.detach())
     if not one.is_floating_point():
         return torch.equal(one, other)
     atol = _LIMIT * float(one.detach().nan_to_num(0.0, 0.0, 0.0).abs().max()) if one.numel() else 0.0

@@ -170,6 +170,12 @@ def test_a_skip_of_what_is_not_finite_is_refused() -> None:
     assert "skip steps by the norm" in refused.value.hint
 
 
+def test_complex_parameters_may_become_not_a_number() -> None:
+    """Each by itself."""
+    parameters = [nn.Parameter(torch.zeros(3, dtype=torch.cfloat)) for _ in range(4)]
+    check_optimizer(lambda given: torch.optim.AdamW(given, lr=0.1), parameters, torch.device("cpu"))
+
+
 def test_an_error_for_what_is_not_finite_is_allowed() -> None:
     """It ends the run on every rank."""
 
