@@ -4,7 +4,7 @@
     python benchmarks/unprepared.py hooks state:moco_queue      # kinds or models
 
 Exits with 1 where a model trains wrongly, dies after `profile` has passed it, or is refused without saying what to do.
-Takes about half an hour on two cores.
+Takes about 40 minutes on two cores.
 """
 
 import argparse
@@ -33,8 +33,9 @@ _TEXT = """\
 `python benchmarks/unprepared.py` on {cpu}, {cores} cores, torch {torch},
 Python {python}. {models} small models as users write them (`tests/zoo/unprepared`). Each is profiled, check
 included. A model that is not refused is trained as a pipeline of two stages and of three, without recomputation (1F1B)
-and, where the profile allows it, with recomputation (GPipe): {steps} steps of {micro_batches} micro-batches of {size}
-samples, each rank in a process of its own. A plain PyTorch loop in another process trains the same micro-batches.
+and, where the profile allows it, with recomputation (GPipe); and as a V of two devices with split backwards (ZB-V,
+or ZB-H1 if there are fewer than four layers): {steps} steps of {micro_batches} micro-batches of {size} samples,
+each rank in a process of its own. A plain PyTorch loop in another process trains the same micro-batches.
 
 Error: the largest difference of a loss, relative to the loss, or of a parameter or buffer at the end, relative to how
 far it moved. A model is right if that is at most 1e-4, or at most ten times what the plain loop makes of a rounding
