@@ -30,7 +30,7 @@ from torch import Tensor
 
 from planner.core.errors import FileError, ModelError, PlannerError, UsageError
 from planner.core.values.printable import printable_lines
-from planner.core.values.units import format_bytes
+from planner.core.values.units import format_bytes, pluralize
 from planner.device.kinds import kind_of
 from planner.executor.keep.errors import first_line
 from planner.executor.keep.exchange import Exchange
@@ -48,7 +48,7 @@ from planner.executor.run.random_state import HostStates
 from planner.executor.watch.failure import Stopped
 from planner.executor.watch.position import STORE
 
-_NO_ROOM = "make room, then `--resume auto`"
+_NO_ROOM = "free space, then use `--resume auto`"
 
 
 class Checkpoints:
@@ -142,7 +142,7 @@ class Checkpoints:
             raise self._failed
         if signalled:
             name = signal.Signals(signalled).name
-            self._tell(f"stopped by {name} after {step} steps; go on with `--resume auto`")
+            self._tell(f"stopped by {name} after {step} steps; continue with `--resume auto`")
             raise Stopped(128 + signalled)
 
     def close(self) -> None:
@@ -273,12 +273,12 @@ class Checkpoints:
         assert self._folder is not None
         step, self._saved_step = self._saved_step, -1
         kept = latest_checkpoint(str(self._folder))
-        left = f"{kept.name} stays the latest" if kept is not None else "there is none yet"
+        left = f"{kept.name} remains the latest" if kept is not None else "there is none yet"
         free = shutil.disk_usage(self._folder).free
         message = f"the checkpoint of step {step} was not written: {error} ({format_bytes(free)} free); {left}"
         self._failed = FileError(message, path=str(self._folder), hint=_NO_ROOM)
         if not self._is_end:
-            self._tell(f"{self._failed.message}; training goes on", True)
+            self._tell(f"{self._failed.message}; training continues", True)
 
     def _tell(self, text: str, is_warning: bool = False) -> None:  # noqa: FBT001, FBT002 - as `print` has its stream
         if self._pipeline.rank == 0:
@@ -314,9 +314,9 @@ class Checkpoints:
             bad = _Problem(*first)
             problems.append(bad)
             if source is not candidates[-1]:
-                self._tell(f"{bad.message}; trying the checkpoint before", True)
+                self._tell(f"{bad.message}; trying the previous checkpoint", True)
         older = "" if len(problems) > 1 else _older_hint(candidates[0])
-        more = f" (nor can the {len(problems) - 1} before it)" if len(problems) > 1 else ""
+        more = f" (nor can {pluralize(len(problems) - 1, 'older one')})" if len(problems) > 1 else ""
         message = f"cannot be resumed{more}: {problems[0].message}"
         raise FileError(message, path=str(candidates[0]), hint=older or problems[0].hint)
 
@@ -372,4 +372,4 @@ def _problem(error: BaseException, source: Path) -> _Problem:
 
 def _older_hint(checkpoint: Path) -> str:
     older = [path for path in saved_in(checkpoint.parent) if path.name < checkpoint.name]
-    return f"the one before is {older[-1]}: give that to `--resume`" if older else ""
+    return f"the previous one is {older[-1]}: pass it to `--resume`" if older else ""

@@ -54,8 +54,8 @@ class MiniBatches:
             drawn = islice(self._begun(loader, begin), max(0, end - begin))
         elif self._loader_state is not None:
             raise UsageError(
-                "the checkpoint goes on in the middle of a loader, and `batches` is given none",
-                hint="give it the same loader as before: `pipeline.batches(given.steps, loader)`",
+                "the checkpoint was written in the middle of a loader's epoch, but `batches` got no loader",
+                hint="pass the same loader as before: `pipeline.batches(given.steps, loader)`",
             )
         elif self._model.train_batches is None:
             drawn = map(self.example, range(begin, end))
@@ -123,7 +123,7 @@ class MiniBatches:
         if size > planned:
             raise UsageError(
                 f"got a mini-batch of {size} samples, the plan is for {planned}",
-                hint="plan for this batch, or give it in pieces to `accumulate`",
+                hint="plan for this batch, or pass it in pieces to `accumulate`",
             )
         rounds_of = schedule_of(balance.schedule).round_size(self._job.place.num_devices)
         yield from parts_of(batch, size, self._job.micro_batch_size, rounds_of=rounds_of)

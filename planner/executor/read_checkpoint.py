@@ -62,7 +62,7 @@ def read_checkpoint(source: Path, pipeline: Pipeline, optimizer: OptimizerState)
     optimizer_state = optimizer.stored(stored)
     state = {part: own.value(part) for part in ("random", "device_random", "pipeline", "others")}
     if state["pipeline"].get("step_index") != index.step:
-        raise FileError("holds the state after another number of steps than it says", path=str(source))
+        raise FileError("has the state after another number of steps than its index states", path=str(source))
     return ReadCheckpoint(
         index=index,
         optimizer_state=optimizer_state,
@@ -90,5 +90,5 @@ def restored(name: str, restore: Callable[[Any], Any], state: Any, path: str) ->
         raise FileError(
             f"the state of {name} in it cannot be restored: {type(error).__name__}: {first_line(error)}",
             path=path,
-            hint="take another checkpoint, or start from its weights alone with `--weights`",
+            hint="use another checkpoint, or start from its weights only with `--weights`",
         ) from error

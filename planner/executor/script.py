@@ -62,24 +62,24 @@ def arguments(description: str | None, *, steps: int, seed: int) -> Arguments:
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
     add = parser.add_argument
-    add("--steps", type=int, default=steps, help=f"optimizer steps, resumed ones included (default {steps})")
-    add("--seed", type=int, default=seed, help=f"of parameters, data and dropout (default {seed})")
-    add("--report", metavar="run.json", help="write what the run took to this file")
-    add("--trace", metavar="trace.json", help="write what every rank did, for Perfetto")
-    add("--device", choices=TORCH_KINDS, help="instead of the device planned for")
+    add("--steps", type=int, default=steps, help=f"optimizer steps, including those before a resume (default {steps})")
+    add("--seed", type=int, default=seed, help=f"seed of parameters, data and dropout (default {seed})")
+    add("--report", metavar="run.json", help="write times and memory of the run to this file")
+    add("--trace", metavar="trace.json", help="write the timeline of all ranks, for Perfetto")
+    add("--device", choices=TORCH_KINDS, help="device to use instead of the planned one")
     add("--checkpoint", metavar="DIR", help="save checkpoints in this folder, also on SIGTERM")
-    add("--checkpoint-every", type=int, default=100, metavar="N", help="steps between two of them (default 100)")
-    add("--keep", type=int, default=3, metavar="N", help="how many of the newest to keep (default 3)")
-    add("--resume", metavar="auto|DIR", help="go on from this checkpoint; auto: the latest, if there is any")
+    add("--checkpoint-every", type=int, default=100, metavar="N", help="steps between checkpoints (default 100)")
+    add("--keep", type=int, default=3, metavar="N", help="number of newest checkpoints to keep (default 3)")
+    add("--resume", metavar="auto|DIR", help="continue from this checkpoint; auto: the latest, if there is one")
     add("--weights", metavar="FILE", help="start from this state dict (.pt, .safetensors, or a checkpoint)")
     add(
         "--timeout",
         type=_time,
         default=300e6,
         metavar="TIME",
-        help="hold a stage for hanging after this (default 300s)",
+        help="report a stage as hanging after this time (default 300s)",
     )
-    add("--check-nan", action="store_true", help="look for NaN in every output and gradient, not in the loss alone")
+    add("--check-nan", action="store_true", help="check every output and gradient for NaN, not only the loss")
     options = vars(parser.parse_args())
     for name in ("steps", "checkpoint_every", "keep"):
         if options[name] < 1:

@@ -156,7 +156,7 @@ def chain_of(
         return Chain(layers, model)
     if example_inputs is None:
         raise ModelError(
-            f"the model is a {type(model).__name__}; to cut anything but an nn.Sequential its inputs must be known",
+            f"the model is a {type(model).__name__}; to cut it, its inputs must be known",
             hint="define `example_batch(batch_size)`",
         )
     return outlined(outline_of(model, example_inputs, granularity, loss_of, uncut=uncut), model)

@@ -241,7 +241,7 @@ class Cuts:
             if problem is None:
                 possible.append(cut)
             else:
-                problems.append(f'behind "{call.path}": {problem}')
+                problems.append(f'after "{call.path}": {problem}')
         return sorted(set(possible))
 
     def _behind(self, call: Call) -> int:
@@ -366,10 +366,10 @@ class _Needs:
         if not is_exposed and region is not None and region.function:
             self._fail(region.problem)
         elif not is_exposed:
-            self._fail(f"a tensor made in {where} ({operator.name}) is used behind it, and nobody returned it")
+            self._fail(f"a tensor made in {where} ({operator.name}) is used after it, but is not returned")
         elif self._was_made_outside(storage):
             # The code around would make the tensor again, without the values that the call wrote.
-            self._fail(f"{where} writes into a tensor ({operator.name}) that the code around it goes on using")
+            self._fail(f"{where} writes into a tensor ({operator.name}) that the code around it uses afterwards")
 
     def _check_repeated(self, operator: Operator, reads: Sequence[int], *, strict: bool) -> None:
         """Record a problem if an operator cannot run again."""

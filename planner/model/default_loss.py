@@ -57,13 +57,13 @@ class DefaultLoss:
             return "the mean of the model's output, which holds no scalar,"
         if not self._taken:
             return "the model's output, a scalar,"
-        return f'the model\'s output "{self._taken}", the one scalar that carries a gradient,'
+        return f'the model\'s output "{self._taken}", the only scalar with a gradient,'
 
     def _chosen(self, output: Any) -> object:
         loss = _own_loss(output)
         if loss is not None:
             if loss.numel() != 1:
-                raise self._unclear(f"the output's own `.loss` has shape {list(loss.shape)}, no scalar")
+                raise self._unclear(f"the output's own `.loss` has shape {list(loss.shape)}, expected a scalar")
             return _OWN
         leaves, nest = flatten(output)
         named = zip(leaf_names(nest), leaves, strict=True)
@@ -90,7 +90,7 @@ class DefaultLoss:
     def _present(self, loss: Any, described: str) -> Tensor:
         if not isinstance(loss, Tensor):
             raise ModelError(
-                f"{described} is what is trained, and an output has none this time",
+                f"{described} is trained, but this output has none",
                 hint="let the model return the same structure whenever it is called, or define `loss_fn`",
             )
         return loss

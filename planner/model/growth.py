@@ -177,13 +177,13 @@ def _data_dependence(name: str, values: Sequence[int], shapes: Shapes) -> ModelE
     """Return the error if a tensor that crosses the boundary after a layer depends on the data."""
     if any(value not in shapes for value in values):
         return ModelError(
-            f'what crosses the boundary behind "{name}" is something else for another batch size',
+            f'what crosses the boundary after "{name}" differs for another batch size',
             hint="a pipeline needs the same tensors for every batch",
         )
     for shape, other in (shapes[value] for value in values):
         if not _grows(shape, other):
             return ModelError(
-                f'what crosses the boundary behind "{name}" has shape {list(shape)} for {SIZES[0]} samples and '
+                f'what crosses the boundary after "{name}" has shape {list(shape)} for {SIZES[0]} samples and '
                 f"{list(other)} for {SIZES[1]}: it depends on the data",
                 hint="let shapes follow from the batch size alone: pad to a fixed length, in place of "
                 "`pack_padded_sequence`, a choice by mask or routing between modules",

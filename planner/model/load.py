@@ -317,7 +317,7 @@ def _example_batch(
     function = getattr(module, "example_batch", None)
     if function is None and not inputs:
         raise ModelError(
-            f"{path} has no `example_batch(batch_size)`, so nothing is known of the model's inputs",
+            f"{path} has no `example_batch(batch_size)`, so the model's inputs are unknown",
             hint="define it to return `(inputs, targets)`, or give shapes: `--input 3x224x224` or `1024:int64:32000`",
         )
     if function is None or inputs:

@@ -68,7 +68,7 @@ def check_optimizer(build: Builder, parameters: Iterable[Tensor], device: torch.
                 differing = _num_differing(whole, sample, _NOT_FINITE, device)
     if differing:
         raise ModelError(
-            f"{whole.name} looks at all parameters in `step()` (for a clip, a step size, or a skip), and a rank of a "
+            f"{whole.name} reads all parameters in `step()` (for a clip, a step size, or a skip), and a rank of a "
             f"pipeline has those of its own stages only: of {len(sample)} parameters that were tried, {differing} are "
             "stepped differently in two parts than together",
             hint=_HINT,
@@ -166,7 +166,7 @@ def _step(optimizer: torch.optim.Optimizer) -> None:
             raise ModelError(
                 f"{name} needs a closure in `step()`, to compute the loss again; a pipeline computes gradients once "
                 f"a step ({text})",
-                hint="use an optimizer that steps by the gradients that are there (`--optimizer adamw`)",
+                hint="use an optimizer that steps with existing gradients (`--optimizer adamw`)",
             ) from error
         raise ModelError(
             f"`step()` of {name} raised {type(error).__name__} for small parameters with random gradients: {text}",

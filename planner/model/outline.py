@@ -87,7 +87,7 @@ class Outline:
         if parts - results < _MANY_PARTS:
             return ""
         return (
-            f'{parts} tensors cross the boundary behind "{self.names[layer]}" only for the model\'s own code between '
+            f'{parts} tensors cross the boundary after "{self.names[layer]}" only for the model\'s own code between '
             f"its modules, which makes {results} of them and does so again in the next stage (as "
             "`x = torch.cat([x, block(x)])` does); do that at the end of a module's forward (`x = block(x)`), and its "
             "result crosses instead"
@@ -171,7 +171,7 @@ def outline_of(
     # The names of the ends are those before any cut is removed, because `uncut` refers to these names.
     ends = [(cut, name) for cut, name in _ends(recording, model, chosen) if name not in uncut]
     if uncut:
-        problems.append(f"the stages behind {', '.join(uncut)} do not compute what the model does")
+        problems.append(f"the stages after {', '.join(uncut)} do not compute what the model does")
     if not ends:
         why = f": {problems[0]}" if problems else ", it has a single layer with parameters"
         raise ModelError(
@@ -258,8 +258,8 @@ def _prevented(problems: Sequence[str], num_tried: int) -> str:
     if len(problems) < _MANY_PREVENTED * num_tried:
         return ""
     return (
-        f"the model cannot be cut behind {len(problems)} of {num_tried} modules ({problems[0]}): "
-        "layers are larger than they need be; let modules return what is used behind them"
+        f"the model cannot be cut after {len(problems)} of {num_tried} modules ({problems[0]}): "
+        "layers are larger than necessary; let modules return everything that is used after them"
     )
 
 

@@ -55,7 +55,7 @@ def another_path(deviation: str) -> ModelError:
     return ModelError(
         f"the model took another path than when it was profiled: {deviation}",
         hint="every step must run the same layers and code: switch off what skips layers by chance or by the data; "
-        "give each phase of a curriculum its own `--set` setting, profile and plan, and go on with `--weights`",
+        "give each phase of a curriculum its own `--set` setting, profile and plan, and continue with `--weights`",
     )
 
 

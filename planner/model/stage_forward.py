@@ -223,10 +223,10 @@ class StageForward:
         self._next[parent.number] = position + 1
         # Calls are found by position, not by module, because a module that is called twice has two calls.
         if position >= len(parent.children):
-            raise another_path("a module more was called")
+            raise another_path("an additional module was called")
         call = self._calls[parent.children[position]]
         if self._part.model.get_submodule(call.path) is not module:
-            raise another_path(f'"{call.path}" was to be called')
+            raise another_path(f'"{call.path}" should have been called')
         return call
 
     def _keep(self, leaves: Sequence[Any], recorded: Sequence[Leaf]) -> None:
@@ -243,7 +243,7 @@ class StageForward:
             if leaf != expected:
                 raise ModelError(
                     f'"{call.path}" returned {leaf!r} where it returned {expected!r} when its layers were found: only '
-                    "tensors are sent to the stages behind, which would go on with the old one",
+                    "tensors are sent to the next stages, which would use the old value",
                     hint="return it as a tensor, and give inputs of the same shape as those of `example_batch`",
                 )
 
@@ -255,7 +255,7 @@ class StageForward:
             try:
                 self._keep(left_leaves(self._part.model, change), change.leaves)
             except LookupError:
-                raise another_path(f'"{call.path}" left something else behind') from None
+                raise another_path(f'"{call.path}" left other values in attributes') from None
 
     def _passed_over(self, call: Call, arguments: Sequence[Any]) -> Any:
         """Return the result of a call that does not run; put the values that it would leave in attributes there."""
@@ -263,7 +263,7 @@ class StageForward:
             try:
                 put_back(self._part.model, change, [self._leaf(leaf, arguments) for leaf in change.leaves])
             except LookupError:
-                raise another_path(f'"{call.path}" cannot leave anything behind') from None
+                raise another_path(f'"{call.path}" cannot leave values in attributes') from None
         return self._rebuilt(call.leaves, call.nest, arguments)
 
     def _rebuilt(self, recorded: Sequence[Leaf], nest: Any, arguments: Sequence[Any]) -> Any:

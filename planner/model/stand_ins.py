@@ -36,7 +36,7 @@ class UnreadOutput(Tensor):
         name = next(tensor._name for tensor in tensors_in((args, kwargs)) if isinstance(tensor, UnreadOutput))
         raise ModelError(
             f'the loss reads the model\'s output "{name}" ({func._schema.name}), which it did not read when the '
-            "model's layers were found: the stages in front do not send it",
+            "model's layers were found: the previous stages do not send it",
             hint="let `loss_fn` read the same outputs whenever it is called",
         )
 

@@ -69,7 +69,7 @@ def model_changes(loaded: LoadedModel, profile: Profile) -> tuple[ModelChange, .
     if chain_digest(chain, loaded.settings, loaded.precision) == profile.model.digest:
         return ()
     before = {layer.name: layer for layer in profile.layers}
-    changes = [ModelChange(name, "was profiled and is gone") for name in before if name not in chain.names]
+    changes = [ModelChange(name, "was profiled, but is missing now") for name in before if name not in chain.names]
     changes += [ModelChange(name, "is new") for name in chain.names if name not in before]
     units, _ = trace_units(chain, loaded, profile.micro_batch_sizes[:1], torch.device("cpu"), ghosts=lean)
     for layer, unit in zip(chain.layers, units, strict=True):

@@ -77,7 +77,7 @@ class Measurements:
         """Use earlier measurements, if all of their conditions are the same."""
         differences = earlier.differences(self.header)
         if differences:
-            warn(f"what an interrupted run measured is of no use ({', '.join(differences)} changed): starting over")
+            warn(f"measurements of an interrupted run cannot be used ({', '.join(differences)} changed): starting over")
             return
         for one in earlier.measurements:
             key = (one.digest, one.micro_batch_size)

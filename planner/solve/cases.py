@@ -32,7 +32,7 @@ def check_request(profile: Profile, request: Request) -> None:
         raise UsageError(f"{len(inputs.speeds)} speeds for {num_devices} devices: one for each is needed")
     if inputs.links and len(inputs.links) < num_devices - 1:
         raise UsageError(
-            f"{len(inputs.links)} links between neighbours for {num_devices} devices: {num_devices - 1} are needed",
+            f"{len(inputs.links)} links between neighbors for {num_devices} devices: {num_devices - 1} are needed",
             hint=f"measure them between {num_devices} processes: "
             f"`torchrun --nproc-per-node {num_devices} -m planner profile-links`",
         )
@@ -211,7 +211,7 @@ def micro_batch_counts(
     covered = [m for m in wanted if covers(profile, batch // m, extrapolate=inputs.extrapolate)]
     if required and covered and covered[0] > MOST_MICRO_BATCHES:
         raise UsageError(
-            f"at most {MOST_MICRO_BATCHES} micro-batches are planned for, a batch of {batch} needs {covered[0]}",
+            f"at most {MOST_MICRO_BATCHES} micro-batches are supported, a batch of {batch} needs {covered[0]}",
             hint="choose a smaller `--batch`, or profile larger sizes with `--batch-sizes`",
         )
     counts = tuple(m for m in covered if m <= MOST_MICRO_BATCHES)
@@ -219,7 +219,7 @@ def micro_batch_counts(
         sizes = short(", ".join(str(batch // m) for m in wanted), 200)
         profiled = ", ".join(map(str, profile.micro_batch_sizes))
         raise UsageError(
-            f"a batch of {batch} gives micro-batches of {sizes}: none lies within the profiled sizes {profiled}",
+            f"a batch of {batch} gives micro-batches of {sizes}: none is within the profiled sizes {profiled}",
             hint="choose another `--batch`, profile more sizes with `--batch-sizes`, or allow `--extrapolate`",
         )
     return counts
@@ -294,7 +294,7 @@ def _check_split_backward(profile: Profile, request: Request) -> None:
     is_compiled = profile.device.how == "compiled"
     if is_compiled and all(schedule.splits_backward for schedule in request.schedules):
         raise UsageError(
-            f"`{request.inputs.schedule}` runs backwards in halves, and the programs that train on "
-            f"`{profile.device.kind}` run them whole",
+            f"`{request.inputs.schedule}` splits backwards in halves, but the programs that train on "
+            f"`{profile.device.kind}` do not",
             hint="use `--schedule gpipe`",
         )

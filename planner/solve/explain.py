@@ -112,7 +112,7 @@ def explain_infeasible(query: InfeasibleQuery) -> InfeasibleError:
     if not np.isfinite(smallest[best]):
         devices = pluralize(inputs.devices, "device")
         return InfeasibleError(
-            f"no cut for {devices} keeps layers together and apart as asked, whatever their memory",
+            f"no cut for {devices} keeps layers together and apart as requested, whatever their memory",
             hint="change `--together` or `--apart`, or allow more `--devices`",
         )
     hints = list(_hints(query, cases, cases[best], smallest[best]))
@@ -339,7 +339,7 @@ def _reason(query: InfeasibleQuery, case: Case) -> str:
         over_bytes = format_bytes(single[worst] - max(limits))
         return f'layer "{costs.names[worst]}" alone needs {format_bytes(single[worst])} with M = {m}, {over_bytes} over'
     if query.inputs.together or query.inputs.apart:
-        return f"no cut keeps layers together and apart as asked and fits (M = {m})"
+        return f"no cut keeps layers together and apart as requested and fits (M = {m})"
     cannot = f"every layer fits alone, but {pluralize(case.num_devices, 'stage')} do not hold them all"
     if len(set(limits)) == 1:
         smallest = smallest_limit_bytes(case)

@@ -82,7 +82,7 @@ def solve(profile: Profile, request: Request, *, tables: WidthTables | None = No
             raise out_of_time(request)
         error = infeasible(profile, request, cases)
         # If not everything was tried, the lack of a plan does not prove that none exists.
-        raise error if bound_us == inf else SolverError(f"{error.message}, as far as was searched", hint=error.hint)
+        raise error if bound_us == inf else SolverError(f"{error.message}, among the searched plans", hint=error.hint)
     answer = _tie_broken(best, deadline) if breaks_ties else best
     return _plan(answer, min(bound_us, best.step_us), request)
 

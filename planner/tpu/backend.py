@@ -99,7 +99,7 @@ class CompiledBackend:
         """Raise `UsageError` for autocast."""
         if loaded.precision not in _PRECISIONS:
             raise UsageError(
-                f"`--dtype {loaded.precision}`: autocast is torch's own, and a TPU's programs have none",
+                f"`--dtype {loaded.precision}`: autocast is a feature of torch, which programs for TPUs lack",
                 hint="use `--dtype bf16` or `--dtype fp32`",
             )
 

@@ -20,8 +20,8 @@ def attached_tpu() -> tuple[str, int]:
         device = jax.devices("tpu")[0]
     except RuntimeError as error:
         raise UsageError(
-            "no TPU here for `--device tpu`",
-            hint="profile on the machine that has it, or compile for one that is not here: `--device tpu:v2`",
+            "no TPU on this machine for `--device tpu`",
+            hint="profile on the machine that has it, or compile for a TPU that is not attached: `--device tpu:v2`",
         ) from error
     return device.device_kind, (device.memory_stats() or {}).get("bytes_limit", 0)
 

@@ -73,7 +73,7 @@ def emit(
         return emitted_to(folder, note)
     refused = _too_large(plan, memory, limit_bytes)
     _check_can_ask(profile, refused)
-    say("note: by the prediction the program does not fit; the TPU's compiler is asked, which takes a while")
+    say("note: according to the prediction, the program does not fit; asking the TPU's compiler, which takes a while")
     with tempfile.TemporaryDirectory(prefix="gpipe-plan-") as asked:
         emitted = emitted_to(asked, "")
         emitted.write(asked)
@@ -89,7 +89,7 @@ def ask_compiler(script: Path, chip: str) -> tuple[bool, str]:
     done = subprocess.run(command, env=environment(), capture_output=True, text=True, check=False)  # noqa: S603 - ours
     if done.returncode in {ExitCode.OK, ExitCode.NO} and "every device: " in done.stdout:
         report = "; ".join(done.stdout.strip().splitlines())
-        return done.returncode == ExitCode.OK, f"the TPU's compiler says: {report}"
+        return done.returncode == ExitCode.OK, f"the TPU's compiler reports: {report}"
     errors = [line for line in done.stderr.splitlines() if "rror: " in line]
     why = errors[-1].removeprefix("error: ") if errors else f"it ended with exit code {done.returncode}"
     return False, f"the TPU's compiler gave no answer: {why}"
@@ -100,7 +100,7 @@ def _check_can_ask(profile: Profile, refused: InfeasibleError) -> None:
     if profile.device.how != "compiled" or not tpu_named(profile.device.name):
         raise refused
     if absent_from("train") or absent_from("tpu"):
-        more = f"the TPU's compiler would be asked, were the extra installed: {command_for('tpu')}"
+        more = f"the TPU's compiler could decide if the extra were installed: {command_for('tpu')}"
         raise InfeasibleError(refused.message, hint=f"{refused.hint}; {more}")
 
 
@@ -112,7 +112,7 @@ def _check_program(plan: Plan, layout: Layout) -> None:
         )
     if plan.replicas > 1:
         raise UsageError(
-            f"the JAX program is one pipeline, not {plan.replicas} side by side",
+            f"the JAX program is one pipeline, not {plan.replicas} replicas",
             hint=f"solve for one: `--devices {plan.num_devices} --batch {plan.inputs.batch // plan.replicas}`",
         )
     tied = layout.ties_over_stages()
@@ -123,7 +123,7 @@ def _check_program(plan: Plan, layout: Layout) -> None:
             f'"{first}" and "{second}" share parameters across stages, whose gradients the JAX program does not sum',
             hint="build the model without sharing them (transformers: `tie_word_embeddings=False` in its config) "
             "and profile again; or leave out `--format jax`: the bundled executor sums them"
-            + (f"; or solve with {together}: one stage from the one to the other" if together else ""),
+            + (f"; or solve with {together}: all layers between them in one stage" if together else ""),
         )
 
 
@@ -131,8 +131,8 @@ def _too_large(plan: Plan, memory: StageMemory, limit_bytes: int) -> InfeasibleE
     fullest = max(stage.memory.total - stage.memory.reserve for stage in plan.stages)
     items = ", ".join(f"{name.replace('_', ' ')} {format_bytes(size)}" for name, size in memory.items() if size)
     return InfeasibleError(
-        f"in one JAX program every device holds as much as the stage with most of it: {items}; "
+        f"in one JAX program, every device needs as much of each component as the stage with most of it: {items}; "
         f"that is {format_bytes(memory.total)}, the limit is {format_bytes(limit_bytes)}",
-        hint=f"leave room for what the program needs beside its fullest stage, `solve --reserve "
+        hint=f"reserve the memory that the program needs in addition to its fullest stage, `solve --reserve "
         f"{bytes_option(memory.total - fullest)}`, or emit for the bundled executor",
     )

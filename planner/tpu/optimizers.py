@@ -39,7 +39,7 @@ def rule_of(build: Builder, parameters: Sequence[Tensor]) -> OptimizerRule:
     whole = ModelOptimizer(build, parameters)
     name, groups = whole.name, whole.groups()
     if len(groups) > 1:
-        raise UsageError(f"the JAX program knows one group of parameters, the model's {name} has several")
+        raise UsageError(f"the JAX program supports one parameter group, the model's {name} has several")
     ((options, optimized),) = groups
     if sum(p.requires_grad for p in optimized) < sum(p.requires_grad for p in parameters):
         raise UsageError(
@@ -50,7 +50,7 @@ def rule_of(build: Builder, parameters: Sequence[Tensor]) -> OptimizerRule:
     if name not in _RULES or odd:
         text = f"{name} with {odd[0]}" if odd else name
         raise UsageError(
-            f"the JAX program does not know the optimizer {text}",
+            f"the JAX program does not support the optimizer {text}",
             hint=f"one of {', '.join(_RULES)}: `--optimizer`",
         )
     make, num_states = _RULES[name]

@@ -89,7 +89,7 @@ class JaxPipeline:
 def _check(loaded: LoadedModel, balance: Balance) -> None:
     if loaded.loss_count is not None:
         raise UsageError(
-            "the JAX program takes the mean of the micro-batches' losses, and the model's `loss_count` says otherwise",
+            "the JAX program takes the mean of the micro-batches' losses, but the model defines `loss_count`",
             hint="emit for the bundled executor: `--format native`",
         )
     if schedule_of(balance.schedule) is not GPIPE:

@@ -74,7 +74,7 @@ def program_memory(costs: ChainCosts, partition: Partition) -> StageMemory:
     if not isinstance(programs, Programs) or not programs.arrays:
         raise UsageError(
             "the profile does not record what layers need in one compiled program",
-            hint="profile for a TPU, which need not be here: `gpipe-plan profile MODEL --device tpu:v2`",
+            hint="profile for a TPU, which need not be attached: `gpipe-plan profile MODEL --device tpu:v2`",
         )
     micro_batches = partition.micro_batches
     choices = ["always" if choice == "except-last" else choice for choice in partition.recompute]

@@ -60,7 +60,7 @@ def fit_report(
         The text, and `OK` or `NO`.
     """
     total = needed.held + needed.temporary
-    limit_bytes, whose = chip.memory_bytes, f"what programs can use of a {chip.name}"
+    limit_bytes, whose = chip.memory_bytes, f"the memory that programs can use on a {chip.name}"
     if plan_bytes <= limit_bytes:
         limit_bytes, whose = plan_bytes, "the plan's limit"
     fits = total <= limit_bytes
@@ -88,13 +88,16 @@ def jax_arguments(description: str | None, *, steps: int, seed: int) -> JaxArgum
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
     parser.add_argument("--steps", type=int, default=steps, help=f"optimizer steps (default {steps})")
-    parser.add_argument("--seed", type=int, default=seed, help=f"of parameters, data and dropout (default {seed})")
-    parser.add_argument("--device", choices=("cpu", "tpu", "gpu"), help="which of JAX's platforms; default: its choice")
+    parser.add_argument("--seed", type=int, default=seed, help=f"seed of parameters, data and dropout (default {seed})")
+    parser.add_argument("--device", choices=("cpu", "tpu", "gpu"), help="platform of JAX; default: chosen by JAX")
     parser.add_argument(
-        "--compile", metavar="v2", choices=CHIPS, help="only compile for TPUs that are not here: does it fit?"
+        "--compile",
+        metavar="v2",
+        choices=CHIPS,
+        help="only compile for this TPU, which need not be attached; does it fit?",
     )
-    parser.add_argument("--weights", metavar="FILE", help="begin with a state dict of the whole model")
-    parser.add_argument("--save", metavar="FILE", help="write one in the end; .pt or .safetensors")
+    parser.add_argument("--weights", metavar="FILE", help="start from a state dict of the whole model")
+    parser.add_argument("--save", metavar="FILE", help="write the trained weights; .pt or .safetensors")
     given = parser.parse_args()
     if given.steps < 1:
         parser.error(f"--steps must be at least 1, got {given.steps}")

@@ -274,7 +274,7 @@ def test_an_output_that_is_a_folder_is_named(here: Path, capsys: Capsys, argumen
         (("solve", "--devices", "2.5", "--mem", "8GB"), ["--devices", "integer"]),
         (("solve", "--devices", "6", "--mem", "8GB"), ["6 devices for 5 layers"]),
         (("solve", "--mem", "8GB"), ["the number of devices is missing"]),
-        ((*SOLVE, "--batch", "7"), ["batch of 7", "none lies within the profiled sizes 2, 4"]),
+        ((*SOLVE, "--batch", "7"), ["batch of 7", "none is within the profiled sizes 2, 4"]),
         ((*SOLVE, "--batch", "0"), ["--batch 0"]),
         ((*SOLVE, "--batch", "-8"), ["--batch -8"]),
         ((*SOLVE, "--batch", "8", "--micro-batches", "3"), ["batch of 8", "3 equal micro-batches"]),
@@ -445,7 +445,7 @@ BODY = BUILD + EXAMPLE + LOSS
         pytest.param(MODEL + "def build_optimizer(p): return None\n", "`build_optimizer", id="optimizer-is-none"),
         pytest.param(MODEL + "build_optimizer = 42\n", "`build_optimizer", id="optimizer-is-a-number"),
         pytest.param(MODEL + "build_optimizer = torch.optim.LBFGS\n", "LBFGS needs a closure", id="optimizer-closure"),
-        pytest.param(MODEL + CLIPS, "looks at all parameters in `step()`", id="optimizer-clips"),
+        pytest.param(MODEL + CLIPS, "reads all parameters in `step()`", id="optimizer-clips"),
         pytest.param(
             HEAD
             + "class Out(nn.Module):\n    def forward(self, x): raise SystemExit(0)\n"
@@ -518,7 +518,7 @@ def test_a_model_that_cannot_be_cut_says_where_and_why(here: Path, capsys: Capsy
     """The same noise for all layers would have to be drawn on every stage."""
     write_model(here, MODEL + _NOISY, name="bad.py")
     done = refused(capsys, here, "profile", "bad.py", *FAST)
-    assert 'the model (Noisy) cannot be cut: behind "layers.0": random numbers are drawn' in done.error
+    assert 'the model (Noisy) cannot be cut: after "layers.0": random numbers are drawn' in done.error
     assert refused(capsys, here, "profile", "bad.py", "--granularity", "tiny").error.startswith(
         "error: unknown `--granul"
     )
@@ -594,7 +594,7 @@ def test_a_rank_with_another_balance_is_refused(here: Path, capsys: Capsys) -> N
 @pytest.mark.parametrize(
     ("old", "new", "told"),
     [
-        ("nn.Linear(width, 4)", "nn.Linear(width, 4), nn.ReLU()", "planned were 5 layers"),
+        ("nn.Linear(width, 4)", "nn.Linear(width, 4), nn.ReLU()", "the plan has 5 layers"),
         ("width: int = 16", "width: int = 17", "the model has changed since it was planned"),
         ("def build_model", "def build_other", "no `build_model`"),
     ],

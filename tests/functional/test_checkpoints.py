@@ -156,7 +156,7 @@ def test_a_full_disk_leaves_the_last_checkpoint(here: Path, undisturbed: list[fl
     done = train(here, "two", "--checkpoint", "full", mischief="full 22 3")
     assert done.code != 0
     assert "warning: full: the checkpoint of step 8 was not written: [Errno 27] File too large" in done.err
-    assert "step-00000004 stays the latest; training goes on" in done.err
+    assert "step-00000004 remains the latest; training continues" in done.err
     assert len(done.errors) == 1
     assert "the checkpoint of step 10 was not written" in done.errors[0]
     assert "step 9: loss" in done.out
@@ -216,7 +216,7 @@ def test_not_a_number_is_found_where_it_begins(here: Path) -> None:
     assert done.code != 0
     assert is_within(done.seconds, 30)
     where = "in forward of micro-batch 1 of step 2"
-    assert done.errors == [f"error: stage 0 (layers 0 to 1) put out NaN or infinity {where}, from finite inputs"]
+    assert done.errors == [f"error: stage 0 (layers 0 to 1) returned NaN or infinity {where}, from finite inputs"]
 
 
 # Private functions

@@ -93,7 +93,7 @@ def test_a_second_sigterm_ends_at_once_and_says_so(tmp_path: Path) -> None:
     assert done.codes[1] != 0
     assert is_within(done.seconds, 10)
     assert "stopped at once by a second SIGTERM: stage 0 (layers 0 to 1) was in " in done.err
-    assert "what was done since the last checkpoint is lost" in done.err
+    assert "steps since the last checkpoint are lost" in done.err
     assert [path.name for path in (tmp_path / "saved").glob("step-*")] == ["step-00000004"]
 
 

@@ -169,7 +169,7 @@ def test_what_does_not_fit_says_what_would(here: Path) -> None:
 @pytest.mark.parametrize(
     ("old", "new", "said"),
     [
-        ("0F0 0F1", "0F0 0F0", "device 0: 0F0 comes twice"),
+        ("0F0 0F1", "0F0 0F0", "device 0: 0F0 occurs twice"),
         ("0I0 0W0", "0W0 0I0", "device 0: 0W0 comes before 0I0, which it needs"),
         ("2F0", "0F9", "device 1: stage 0 of 0F9 is on device 0"),
         ("1F0 2F0 1F1 2F1 2I0", "1F1 2F1 1F0 2F0 2I0", ""),

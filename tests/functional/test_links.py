@@ -59,7 +59,7 @@ def test_fewer_devices_use_the_first_links(here: Path, capsys: Capsys) -> None:
     assert files.read_plan("plan.yaml").inputs.links == (FAST_LINK,)
     refused = call(capsys, "solve", "--devices", "4", "--mem", "1GB", "--links", "links.yaml")
     assert refused.code == 2
-    assert "2 links between neighbours for 4 devices: 3 are needed" in refused.error
+    assert "2 links between neighbors for 4 devices: 3 are needed" in refused.error
 
 
 @pytest.mark.parametrize(

@@ -151,7 +151,7 @@ def test_too_few_cores_are_said(here: Path, monkeypatch: pytest.MonkeyPatch) -> 
     """Times of processes that share cores are not judged; those of CUDA devices are."""
     plan, profile = files.read_plan("plans/plan.yaml"), files.read_profile("profile.yaml")
     monkeypatch.setattr("os.sched_getaffinity", lambda _: {0}, raising=False)
-    assert "want 2 cores, and this machine has 1" in trial.crowding(plan, profile)
+    assert "need 2 cores, and this machine has 1" in trial.crowding(plan, profile)
     cuda = replace(profile, device=replace(profile.device, kind="cuda"))
     assert trial.crowding(plan, cuda) == ""
     monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1}, raising=False)

@@ -102,7 +102,7 @@ class ProfileOptions(FormulaOptions):
         ),
     ] = "auto"
     batch: Annotated[
-        int | None, Option("B", "Samples per optimizer step, for --batch-sizes auto; default: 8.", _WHERE)
+        int | None, Option("B", "Largest micro-batch size to measure, for --batch-sizes auto; default: 8.", _WHERE)
     ] = None
     device: Annotated[
         str,

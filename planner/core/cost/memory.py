@@ -174,7 +174,7 @@ def totals_of(
         choices: Recompute choices except `layers`.
     """
     if "layers" in choices:
-        raise ValueError("which layers is known of one stage at a time: ask `stage_memory`")
+        raise ValueError("`layers` differs from stage to stage: use `stage_memory`")
     stages = stages_in(costs, firsts, columns, micro_batches=moments.micro_batches)
     totals = {choice: _peaks(stages, moments, choice) for choice in choices}
     if not stages.forward_only.any():

@@ -121,7 +121,7 @@ def check_partition(partition: Partition, *, num_layers: int, num_devices: int) 
         raise UsageError(
             f"the balance {short(list(balance), 200)} adds up to {pluralize(sum(balance), 'layer')}, "
             f"the profile has {num_layers}",
-            hint="every layer belongs to exactly one stage: make the sum right",
+            hint="every layer belongs to exactly one stage: correct the numbers",
         )
     if chunks < 1 or len(balance) % chunks or (chunks > 1 and not partition.rule.is_chunked):
         raise UsageError(

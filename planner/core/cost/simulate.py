@@ -279,10 +279,10 @@ def _known_steps(actions: tuple[tuple[Action, ...], ...], num_stages: int) -> tu
 def _steps_of(actions: Sequence[Sequence[Action]], num_stages: int) -> tuple[_Step, ...]:
     num_devices = len(actions)
     if not actions or num_stages % num_devices:
-        raise ValueError(f"{num_stages} stages cannot lie on {num_devices} devices, each with as many")
+        raise ValueError(f"{num_stages} stages cannot be divided evenly among {num_devices} devices")
     devices = devices_of(actions)
     if len(devices) != num_stages:
-        raise ValueError(f"the lists are of {len(devices)} stages, the times of {num_stages}")
+        raise ValueError(f"the action lists have {len(devices)} stages, the times {num_stages}")
     last_micro_batch = max((action.micro_batch for row in actions for action in row), default=-1)
 
     def other_device(stage: int, neighbour: int | None) -> int | None:

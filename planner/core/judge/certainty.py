@@ -139,7 +139,7 @@ def tight_findings(plan: Plan, certainty: Certainty) -> Iterator[Finding]:
         most, limit = certainty.device_bytes[device], plan.inputs.device_bytes(chunks[device][0].memory_bytes)
         message = (
             f"device {device} may need {format_bytes(most)}, {format_bytes(most - limit)} over its "
-            f"{format_bytes(limit)}, if the prediction is as far off as earlier ones were"
+            f"{format_bytes(limit)}, if the prediction is off by as much as earlier ones"
         )
         hint = "solve with `--headroom auto`, which keeps the error range free"
         yield finding("GP103", message, hint=hint, stage=chunks[device][0].index)
@@ -186,9 +186,9 @@ def headroom_for(profile: Profile, limits: Sequence[int]) -> float:
     ratio, reserved = _peak_ratios(profile)
     if ratio is None:
         raise UsageError(
-            f"`--headroom auto`: no peak has been measured beside one predicted from a profile that was "
+            f"`--headroom auto`: there is no measured peak to compare with a prediction from a profile that was "
             f"{profile.device.how} on {profile.device.kind}",
-            hint="say how much is to stay free: `--headroom 5%`",
+            hint="give the share to keep free: `--headroom 5%`",
         )
     # This inverts `_most_bytes`; its constant term matters most for the smallest limit.
     share = max(1 - (limit - SLACK_BYTES) / (ratio * reserved) / limit if limit else 0.0 for limit in limits)

@@ -150,7 +150,7 @@ def _elsewhere(profile: Profile, device: Accelerator) -> list[Finding]:
     called = profiled.name or profiled.kind
     if device.matches_name(called):
         return []
-    message = f"memory is judged for {device.name}, times are those of {called}, where the profile was taken"
+    message = f"memory is checked for {device.name}, but times are those of {called}, where the profile was measured"
     return [finding("GP204", message)]
 
 
@@ -181,7 +181,7 @@ def _how_sure(plan: Plan, profile: Profile) -> list[Finding]:
     if not covers(profile, plan.micro_batch_size, extrapolate=False):
         sizes = profile.micro_batch_sizes
         message = (
-            f"micro-batches of {plan.micro_batch_size} lie outside the profiled sizes {min(sizes)} to {max(sizes)}"
+            f"micro-batches of {plan.micro_batch_size} are outside the profiled sizes {min(sizes)} to {max(sizes)}"
         )
         findings.append(finding("GP208", message))
     return findings
@@ -237,7 +237,7 @@ def _memory_findings(chunks: Sequence[Stage], headroom: float) -> list[Finding]:
         message = (
             f"{layers} needs {format_bytes(need)}, which leaves {1 - need / limit:.1%} of {format_bytes(limit)} free"
         )
-        hint = f"{100 * headroom:.4g}% headroom was asked for"
+        hint = f"{100 * headroom:.4g}% headroom was requested"
         return [finding("GP102", message, hint=hint, stage=stage.index)]
     return []
 
@@ -251,7 +251,8 @@ def _edited(plan: Plan, now: Plan) -> list[Finding]:
     message = f"the plan says {was_us / 1e3:.1f} ms per step, the profile {is_us / 1e3:.1f} ms"
     if is_same("step_us", was_us, is_us):
         more = f" and {len(figures) - 6} more" if len(figures) > 6 else ""
-        message = f"not what the profile gives: {', '.join(figures[:6])}{more}" if figures else "memory is another"
+        listed = ", ".join(figures[:6])
+        message = f"values that do not follow from the profile: {listed}{more}" if figures else "memory differs"
     if changed:
         message += f"; memory differs in stage {', '.join(map(str, changed))}"
     return [finding("GP203", message, hint="the plan's decisions were edited by hand")]
@@ -301,20 +302,20 @@ def certificate_problems(plan: Plan, solver: SolverReport) -> tuple[str, ...]:
     problems = []
     if solver.status == "given":
         if solver.gap or bound_us:
-            problems.append("cuts that were given have neither gap nor bound")
+            problems.append("given cuts have neither gap nor bound")
         return tuple(problems)
     if bound_us > step_us and not is_same("lower_bound_us", bound_us, step_us):
         problems.append(f"the bound of {bound_us / 1e3:.1f} ms is above the step of {step_us / 1e3:.1f} ms")
     gap = max(0.0, 1 - bound_us / step_us) if step_us else 0.0
     # The step and its bound are rounded to 0.1 us, which shows in the gap of very short steps.
     if abs(gap - solver.gap) > 2e-6 + (0.2 / step_us if step_us else 0.0):
-        problems.append(f"a gap of {solver.gap:.4%} is written, step and bound give {gap:.4%}")
+        problems.append(f"the stored gap is {solver.gap:.4%}, but step and bound give {gap:.4%}")
     if solver.status == "optimal" and solver.gap > 0:
-        problems.append(f"it is called optimal with a gap of {solver.gap:.4%}")
+        problems.append(f"it is marked as optimal with a gap of {solver.gap:.4%}")
     for point in plan.frontier:
         faster = point.fits and point.step_us < step_us and not is_same("step_us", point.step_us, step_us)
         if solver.status == "optimal" and faster:
-            problems.append(f"M = {point.micro_batches} in its frontier is faster than what is called optimal")
+            problems.append(f"M = {point.micro_batches} in its frontier is faster than the optimal plan")
     return tuple(problems)
 
 

@@ -141,13 +141,13 @@ def crowding(processes: int, threads: int, cores: int) -> str:
     wanted = processes * threads
     if wanted <= cores:
         return ""
-    return f"times are not judged: the plan's processes want {wanted} cores, and this machine has {cores}"
+    return f"times are not judged: the plan's processes need {wanted} cores, and this machine has {cores}"
 
 
 def disturbance(report: RunReport) -> str:
     """Return why the times of a run are not judged if its processes lacked cores; empty otherwise."""
     waited = lack_of_cores(report)
-    return f"times are not judged: {waited}; end what runs beside it, and run it again" if waited else ""
+    return f"times are not judged: {waited}; end other programs, and run it again" if waited else ""
 
 
 def lack_of_cores(report: RunReport) -> str:
@@ -155,7 +155,7 @@ def lack_of_cores(report: RunReport) -> str:
     share = min((run.core_share for run in report.stages if run.core_share), default=1.0)
     if share >= LEAST_CORE_SHARE:
         return ""
-    return f"a process of the run had a core for only {share:.0%} of the time that it wanted one"
+    return f"a process of the run had a core for only {share:.0%} of the time that it needed one"
 
 
 def other_samples(report: RunReport) -> float | None:

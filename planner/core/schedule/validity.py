@@ -88,7 +88,7 @@ def _positions(actions: Sequence[Sequence[Action]], num_micro_batches: int) -> d
                     hint=f"micro-batches are numbered from 0 to {num_micro_batches - 1}",
                 )
             if action in positions:
-                raise UsageError(f"device {device}: {action} comes twice", hint=f"take out one {action}")
+                raise UsageError(f"device {device}: {action} occurs twice", hint=f"remove one {action}")
             positions[action] = device, index
     return positions
 

@@ -92,9 +92,9 @@ def check_same_model(balance: Balance, loaded: LoadedModel, chain: Chain) -> Non
     names, planned = chain.names, tuple(name for stage in balance.stages for name in stage.layers)
     changed = [(a, b) for a, b in zip(planned, names, strict=False) if a != b]
     if planned != names:
-        what = f'"{changed[0][1]}" stands where "{changed[0][0]}" was' if changed else pluralize(len(names), "layer")
+        what = f'"{changed[0][1]}" is in the place of "{changed[0][0]}"' if changed else pluralize(len(names), "layer")
         raise ModelError(
-            f"the model is not the one that was planned: {what} (planned were {pluralize(len(planned), 'layer')})",
+            f"the model is not the one that was planned: {what} (the plan has {pluralize(len(planned), 'layer')})",
             hint="profile, solve and emit again",
         )
     digest = chain_digest(chain, loaded.settings, balance.dtype)

@@ -345,7 +345,7 @@ def _loss(loaded: LoadedModel, model: nn.Module, batch: Batch, *, seed: int) -> 
 
 def _no_mean(losses: _Losses) -> str:
     return (
-        f"the loss is no mean over samples: {losses.whole:.6g} for a few samples, {losses.first:.6g} and "
+        f"the loss is not a mean over samples: {losses.whole:.6g} for a few samples, {losses.first:.6g} and "
         f"{losses.second:.6g} for their halves; so micro-batches train another loss than the whole mini-batch; define "
         "`loss_count(target)` if it is a mean over something else (tokens that are not masked, the sum of class "
         'weights), use `reduction="mean"` in place of a sum, and plan a loss that compares samples with '

@@ -103,7 +103,7 @@ def check_equivalence(
         found = _in_child(request, progress)
         if not found.wrong:
             return EquivalenceResult(loaded, found.proof, tuple(warnings), found.is_failure)
-        warnings.extend(f'the model cannot be cut behind "{end}": {why}' for end, why in found.wrong.items())
+        warnings.extend(f'the model cannot be cut after "{end}": {why}' for end, why in found.wrong.items())
         if found.random:
             raise ModelError(
                 f"the model trains differently every time, also in a plain loop ({found.random}): stages cannot be "

@@ -116,7 +116,7 @@ class Child:
             if pid:
                 number = os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0
                 if number == signal.SIGALRM:
-                    return f"it was not done after {self._limit_s:.0f} s"
+                    return f"it did not finish within {self._limit_s:.0f} s"
                 how = signal.Signals(number).name if number else f"exit code {os.waitstatus_to_exitcode(status)}"
                 return f"its process was ended by {how}"
             time.sleep(0.01)

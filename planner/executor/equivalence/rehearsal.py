@@ -86,7 +86,7 @@ def _forwards(loaded: LoadedModel, chain: Chain, _connection: Connection) -> Non
                 trained += _trained_outputs(module, value)
             loss = loaded.loss_fn(value, batch.targets)
         if chain.outline is not None and not torch.isfinite(loss.detach()).all():
-            raise another_path(f"the loss of forward {now[0] + 1} is no number: code may read tensors of other stages")
+            raise another_path(f"the loss of forward {now[0] + 1} is not a number: it may read other stages' tensors")
         first_trained = first_trained or trained
         if trained != first_trained:
             raise another_path(f"forward {now[0] + 1} computes gradients of other tensors than the first")

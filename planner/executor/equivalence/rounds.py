@@ -341,7 +341,7 @@ def _different_copies(differences: Sequence[Differences]) -> str:
         for name, digest in rank.own_values.items():
             digests.setdefault(name, set()).add(digest)
     name = next((name for name, values in digests.items() if len(values) > 1), "")
-    return name and f'"{name}" begins with other values on every stage that holds it'
+    return name and f'"{name}" has different initial values on the stages that hold it'
 
 
 def _together(differences: Sequence[Differences]) -> dict[str, float]:

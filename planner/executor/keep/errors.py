@@ -25,7 +25,7 @@ def reading_errors(path: str | Path, subject: str) -> Iterator[None]:
         raise
     except Exception as error:
         message = f"{subject} cannot be read: {first_line(error)}".lstrip()
-        raise FileError(message, path=str(path), hint="take another checkpoint or file") from error
+        raise FileError(message, path=str(path), hint="use another checkpoint or file") from error
 
 
 def first_line(error: BaseException) -> str:

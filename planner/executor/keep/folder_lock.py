@@ -39,7 +39,7 @@ class FolderLock:
                 who = f"process {holder.get('process', '?')} on {holder.get('host', 'another machine')}"
                 raise UsageError(
                     f"another job writes checkpoints into {folder} ({who}, since {holder.get('since', '?')})",
-                    hint="give each job a folder of its own, or end the other one; a job that is dead holds nothing",
+                    hint="use a separate folder for each job, or end the other job; a dead job holds no lock",
                 )
             time.sleep(0.2)
 
@@ -61,7 +61,7 @@ class FolderLock:
                 return False
             self.warning = (
                 f"the file system of {self._path.parent} has no locks ({error.strerror}): "
-                "that two jobs write there would go unnoticed"
+                "two jobs that write there at once would not be detected"
             )
             return True
         if not self._path.exists() or os.fstat(file).st_ino != self._path.stat().st_ino:

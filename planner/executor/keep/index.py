@@ -82,7 +82,7 @@ def read_index(folder: Path) -> CheckpointIndex:
             "is a checkpoint of `torch.distributed.checkpoint`, which gpipe-plan does not read",
             path=str(folder),
             hint="if you trust it, `python -m torch.distributed.checkpoint.format_utils dcp_to_torch FOLDER FILE` "
-            "writes a file from which `--weights` may begin",
+            "writes a file for `--weights`",
         )
     if not (folder / INDEX).exists():
         raise FileError(f"is no checkpoint (it has no {INDEX})", path=str(folder))
@@ -90,7 +90,7 @@ def read_index(folder: Path) -> CheckpointIndex:
         check_file(folder / INDEX, most_bytes=_MOST_BYTES)
         index = parse_json(CheckpointIndex, (folder / INDEX).read_bytes())
         if index.digest != _digest(index):
-            raise ValueError("its digest is that of other content")
+            raise ValueError("its digest does not match its content")
         for name in index.tensors:
             rank = index.tensors.get(index.first_name(name))
             if not isinstance(rank, int) or not 0 <= rank < len(index.files):
@@ -136,6 +136,6 @@ def check_same_computation(index: CheckpointIndex, computation: Mapping[str, str
     changed = [words for name, words in _COMPUTES.items() if index.computation.get(name) != computation[name]]
     if changed and index.python == PYTHON:
         raise UsageError(
-            f"{' and '.join(changed)} changed since {source} was written: the run would go on with another model",
-            hint=f"undo the change in the model file; or begin a new run with the weights alone: `--weights {source}`",
+            f"{' and '.join(changed)} changed since {source} was written: the run would continue with another model",
+            hint=f"undo the change in the model file; or start a new run from the weights only: `--weights {source}`",
         )

@@ -57,7 +57,7 @@ class RankFile:
             self._file = cast("Any", safe_open(path, framework="pt"))
             text = self._file.metadata()["state"]
             if hashlib.sha256(text.encode()).hexdigest() != entry.state_sha256:
-                raise ValueError("its state is not the one that `checkpoint.json` was written for")
+                raise ValueError("its state does not match `checkpoint.json`")
             self._state: dict[str, Any] = json.loads(text)
             self._crc32: dict[str, int] = self._state["crc32"]
 

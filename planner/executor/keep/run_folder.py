@@ -84,10 +84,10 @@ class RunFolder:
             is_newest = "yes" if is_own and step == step_of(there[-1]) else ""
             runs = {its.run for path in there if (its := lineage_of(path)) is not None}
             if not is_own and runs - {written.run}:
-                problem = f"{self.path} holds checkpoints of another run than {source} is of"
+                problem = f"{self.path} holds checkpoints of another run than that of {source}"
         problem, is_newest = self._exchange.of_first(problem), self._exchange.of_first(is_newest)
         if problem:
-            raise UsageError(problem, hint="give another folder to `--checkpoint`")
+            raise UsageError(problem, hint="pass another folder to `--checkpoint`")
         self.lineage = written if is_newest else written.branched(step)
         if self._is_first:
             self._set_others_aside(self.path)
@@ -108,7 +108,7 @@ class RunFolder:
                 if self._lock.warning:
                     self._tell(self._lock.warning, True)
             except OSError as error:
-                problem = f"cannot be made: {error.strerror}"
+                problem = f"cannot be created: {error.strerror}"
         problem = self._exchange.of_first(problem)
         if problem:
             raise FileError(problem, path=str(path))
@@ -122,7 +122,7 @@ class RunFolder:
         if blind:
             raise UsageError(
                 f"rank {blind} does not see the checkpoint folder of rank 0 ({path})",
-                hint="it must lie on a file system that all machines share",
+                hint="it must be on a file system that all machines share",
             )
         if self._is_first:
             mark.unlink()
@@ -133,8 +133,8 @@ class RunFolder:
         names = self._exchange.of_first(" to ".join(dict.fromkeys((there[0].name, there[-1].name))) if there else "")
         if names:
             raise UsageError(
-                f"{self.path} holds checkpoints of another run ({names}), and this one is to begin anew",
-                hint="go on with that run (`--resume auto`), or give another folder to `--checkpoint`",
+                f"{self.path} holds checkpoints of another run ({names}), and this is a new run",
+                hint="continue that run (`--resume auto`), or pass another folder to `--checkpoint`",
             )
 
     def _set_others_aside(self, path: Path) -> None:
@@ -146,7 +146,7 @@ class RunFolder:
             aside = set_aside(foreign)
         except OSError as error:
             raise FileError(f"{names} cannot be moved aside: {error.strerror}", path=str(path)) from error
-        self._tell(f"kept apart in {aside}, since this run does not go on from there: {names}", False)
+        self._tell(f"moved to {aside}, because this run does not continue them: {names}", False)
 
 
 def _first_with_any(values: Sequence[str]) -> str:

@@ -106,7 +106,7 @@ def begin_with_weights(path: str, tensors: Mapping[str, Tensor], names: Mapping[
         if tensor.dtype in _FLOATS and tensor.detach().isnan().any():
             raise UsageError(
                 f'{path}: "{name}" holds NaN, so that the loss of every step would be NaN',
-                hint="the run that wrote it diverged: take weights from an earlier step",
+                hint="the run that wrote it diverged: use weights from an earlier step",
             )
     return casts
 
@@ -233,7 +233,7 @@ def _check_names(path: str, stored: Iterable[str], names: Mapping[str, str]) -> 
     unexpected = sorted(stored - set(names))
     if missing or unexpected:
         lacks = [f"it lacks {_some(missing)}"] if missing else []
-        holds = [f"holds {_some(unexpected)}, which the model has not"] if unexpected else []
+        holds = [f"holds {_some(unexpected)}, which the model lacks"] if unexpected else []
         raise UsageError(
             f"{path} does not fit the model: {' and '.join(lacks + holds)}",
             hint="the names must be those of the model's own `state_dict()`",

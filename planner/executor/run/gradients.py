@@ -61,7 +61,7 @@ def check_output(output: Any, position: Position) -> None:
     for tensor in (output,) if isinstance(output, Tensor) else output:
         if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
             raise TrainingError(
-                f"{position.name} put out NaN or infinity {position.where}, from finite inputs",
+                f"{position.name} returned NaN or infinity {position.where}, from finite inputs",
                 hint="one of its layers overflowed, or its parameters are not finite",
             )
 

@@ -112,9 +112,9 @@ class Loader:
         length = _length(self.loader)
         if (state["loader"] is not None) != _is_stateful(self.loader) or (state["batch"] and state["length"] != length):
             raise UsageError(
-                f"the loader is not the one that the checkpoint goes on in: {_title(self.loader, length)} stands where "
-                f"one {'with' if state['loader'] is not None else 'without'} a state and {state['length']} batches was",
-                hint="give `batches` the same loader as before; a new one begins with a new run (`--weights`)",
+                f"the loader differs from the checkpoint's: it is {_title(self.loader, length)}, that one has "
+                f"{'a' if state['loader'] is not None else 'no'} state and {state['length']} batches",
+                hint="pass the same loader to `batches` as before, or start a new run (`--weights`)",
             )
         self._resumed = state
 
@@ -129,7 +129,7 @@ class Loader:
                 return
             if not self._batch and not is_resumed:
                 raise UsageError(
-                    f"{_title(self.loader, _length(self.loader))} gave no batch",
+                    f"{_title(self.loader, _length(self.loader))} returned no batch",
                     hint="with `drop_last=True` there must be at least one whole mini-batch",
                 )
             self._number, self._batch = self._number + 1, 0
@@ -217,12 +217,12 @@ def checked_state(state: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
     if state is None:
         return None
     if not all(type(state[name]) is int and state[name] >= 0 for name in ("epoch", "batch")):
-        raise ValueError("a place in an epoch that is no number")
+        raise ValueError("a position in an epoch that is not a number")
     state["loader"], state["length"]
     for drawn in (state["begun"], state["now"]) if state["begun"] else ():
         HostStates.from_plain(drawn["host"])
         if not all(isinstance(held, torch.Tensor) for held in drawn["generators"].values()):
-            raise TypeError("a generator's state that is no tensor")
+            raise TypeError("a generator's state that is not a tensor")
     return state
 
 

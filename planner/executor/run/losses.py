@@ -43,7 +43,7 @@ def loss_counts(loss_count: Callable[[Any], Any], targets: Sequence[Any], source
             count = float(loss_count(target))
         if not 0 <= count < float("inf"):
             raise ModelError(
-                f"`loss_count` returned {count:g}, expected how many things the loss of a micro-batch is the mean of",
+                f"`loss_count` returned {count:g}, expected the number of items that the loss averages over",
                 hint="for a cross-entropy over tokens: `(target != -100).sum()`",
             )
         counts.append(count)

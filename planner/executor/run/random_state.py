@@ -68,7 +68,7 @@ class HostStates(NamedTuple):
         kind, key, position, *rest = states["numpy"]
         # NumPy checks neither, and would read past the end of its state.
         if kind != "MT19937" or type(position) is not int or not 0 <= position <= len(key) == _NUMPY_WORDS:
-            raise ValueError("it is no state of NumPy's generator")
+            raise ValueError("it is not a state of NumPy's generator")
         numpy = (kind, np.array(key, dtype=np.uint32), position, *rest)
         return cls(states["torch"], (version, tuple(internal), gauss), numpy)
 

@@ -350,8 +350,8 @@ def _explained_resizing() -> Iterator[None]:
         if "COW.cpp" not in str(error):
             raise
         raise ModelError(
-            "a layer resizes one of its buffers in `forward`, as quantization-aware training does: what the buffer was "
-            "cannot be kept for recomputation",
+            "a layer resizes one of its buffers in `forward`, as quantization-aware training does: its earlier "
+            "content cannot be kept for recomputation",
             hint="plan with `--recompute never`",
         ) from error
 
@@ -379,7 +379,7 @@ def _address(tensor: Tensor) -> int:
 def _beyond(entry: _Entry, why: str) -> ModelError:
     name, layer = entry.location.name, entry.location.module
     return ModelError(
-        f'"{name}" of the layer "{layer}" {why}: what it was cannot be kept for recomputation',
+        f'"{name}" of the layer "{layer}" {why}: its earlier content cannot be kept for recomputation',
         hint="plan with `--recompute never`",
     )
 
@@ -388,5 +388,5 @@ def _changed(entry: _Entry) -> ModelError:
     return ModelError(
         f'the layer "{entry.location.module}" changed its "{entry.location.name}" when it was recomputed, '
         "and not in its first forward",
-        hint="what is recomputed must do the same each time: plan with `--recompute never`",
+        hint="recomputed layers must do the same each time: plan with `--recompute never`",
     )

@@ -82,7 +82,7 @@ class Boundary:
         if not same:
             raise ModelError(
                 f"a stage that got {_described(received)} was to send {_described(self.leaves)} and has "
-                f"{_described(leaves)}: the next one waits for what the model made of its `example_batch`",
+                f"{_described(leaves)}: the next stage expects the shapes of `example_batch`",
                 hint="give inputs of the same shape in every step (pad or cut them), or plan for these: let "
                 "`example_batch` return them, and profile again",
             )

@@ -30,12 +30,12 @@ def explained(error: BaseException, position: Position) -> PlannerError:
     if isinstance(root, SystemExit):
         return TrainingError(
             f"{who} ended itself {position.where} (SystemExit: {root})\n{_frames(root)}".rstrip(),
-            hint="the other stages have ended, too; a run that is to end early leaves the loop on every rank alike",
+            hint="the other stages have ended, too; to end a run early, leave the loop on every rank",
         )
     first = f"{type(root).__name__}: {root}".strip()
     return TrainingError(
         f"{who} failed {position.where}: {first}\n{_frames(root)}".rstrip(),
-        hint="the other stages have ended, too; start again with `--resume auto` once it is mended",
+        hint="the other stages have ended, too; fix it, then restart with `--resume auto`",
     )
 
 
@@ -44,7 +44,7 @@ def left_alone(left: Mapping[str, Any], position: Position) -> PlannerError:
     return TrainingError(
         f"{left['name'] or 'another rank'} ended itself {left['where']} (SystemExit: 0) "
         f"while {position.name or 'this rank'} waited {position.where}",
-        hint="a run that is to end early leaves the loop on every rank alike; every rank knows the loss",
+        hint="to end a run early, leave the loop on every rank; every rank knows the loss",
     )
 
 
@@ -110,7 +110,7 @@ def _out_of_memory(error: BaseException, who: str, position: Position) -> Planne
     return TrainingError(
         f"{who} ran out of memory {position.where}, with {held}{beside}\n  {str(error).strip().splitlines()[0][:300]}",
         hint="solve again with less memory (`--mem`), more in reserve (`--reserve`), more micro-batches or `--recompute"
-        " always`; what else runs on the device counts, too",
+        " always`; other programs on the device count, too",
     )
 
 

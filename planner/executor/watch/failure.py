@@ -181,7 +181,7 @@ class Watch:
             name = signal.Signals(number).name
             who = self.position.name or "this rank"
             stopped = f"stopped at once by a second {name}: {who} was {self.position.where}"
-            line = printable_lines(f"{stopped}; what was done since the last checkpoint is lost")
+            line = printable_lines(f"{stopped}; steps since the last checkpoint are lost")
             print(line, file=sys.stderr, flush=True)
         self._leave(128 + number)
 
@@ -247,7 +247,7 @@ class Watch:
             f"{listed(names, len(silent), ' and ')} {'gives' if len(silent) == 1 else 'give'} no sign of life while "
             f"{self.position.name or f'rank {self._rank}'} {waited} {self.position.where}",
             hint="its process was killed or is stopped, or its machine is lost: see the system's log (out of memory?), "
-            "then start again with `--resume auto`; `torchrun --max-restarts 3` does so by itself",
+            "then start again with `--resume auto`; `torchrun --max-restarts 3` does so automatically",
         )
 
     # Private methods: both threads

@@ -168,8 +168,8 @@ def _times(task: Task, records: Records, clock: Clock) -> dict[Key, LayerTimes]:
         share = _doubt(task, records)
         if share >= _DOUBT and time.monotonic() - started > budget_s:
             task.warn(
-                f"this machine is too noisy to tell the best plan: the time of all layers is known to ±{share:.1%} "
-                f"only; end other programs, or allow more than `--time-budget {budget_s:g}s`"
+                f"this machine is too noisy to determine the best plan: the time of all layers is known "
+                f"to ±{share:.1%} only; end other programs, or allow more than `--time-budget {budget_s:g}s`"
             )
             return False
         return share >= _DOUBT

@@ -62,7 +62,7 @@ def rules_markdown(rules: Sequence[Rule]) -> str:
 
 
 def _difference(difference: Difference) -> list[str]:
-    how = "" if difference.recomputed else " (its numbers are as written, because its profile is missing)"
+    how = "" if difference.recomputed else " (its numbers are as stored, because its profile is missing)"
     return [f"Against `{_code(difference.against)}`{how}:", "", *_table(difference_table(difference))]
 
 

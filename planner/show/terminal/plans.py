@@ -23,7 +23,7 @@ def plans_text(comparison: Comparison, style: Style) -> str:
     parts: list[RenderableType] = [shown, BLANK, *_chart(comparison.plans, style)]
     notes = [row.path for row in comparison.plans if not row.recomputed]
     if notes:
-        said = f"numbers are as written, because the profile is missing: {', '.join(notes)}"
+        said = f"numbers are as stored, because the profile is missing: {', '.join(notes)}"
         parts += [BLANK, Text(plain(said, style))]
     if comparison.difference is not None:
         parts += [BLANK, *difference_parts(comparison.difference, style)]
@@ -47,7 +47,7 @@ def difference_parts(difference: Difference, style: Style) -> list[RenderableTyp
     """Return bytes and time per stage, before and now."""
     title = heading(plain(f"against {difference.against}", style))
     if not difference.recomputed:
-        title.append(", whose numbers are as written, because its profile is missing", "not bold")
+        title.append(", whose numbers are as stored, because its profile is missing", "not bold")
     return [title, drawn(fitted(difference_table(difference), style), style)]
 
 

@@ -16,7 +16,7 @@ _TIME_LIMIT_S = 5.0
 _ACTIONS = 30_000
 """Actions to simulate per schedule for a plan that is not claimed to be optimal: some tenths of a second."""
 
-_HINT = "solve again, to have what is written recomputed"
+_HINT = "solve again to recompute these values"
 
 
 def certified(written: Plan, verdict: Verdict, profile: Profile) -> Verdict:
@@ -60,7 +60,7 @@ def _findings(written: Plan, now: Plan, profile: Profile) -> tuple[Finding, ...]
                 problem, is_open = question(written, now, profile)
                 (open_ones if is_open else problems).extend([problem] if problem else [])
     wrong = [finding("GP205", "; ".join(problems), hint=_HINT)] if problems else []
-    return (*wrong, *(finding("GP206", f"{why}: status, bound and frontier are as written") for why in open_ones[:1]))
+    return (*wrong, *(finding("GP206", f"{why}: status, bound and frontier are as stored") for why in open_ones[:1]))
 
 
 def _faster(_written: Plan, now: Plan, profile: Profile) -> tuple[str, bool]:
@@ -78,7 +78,7 @@ def _faster(_written: Plan, now: Plan, profile: Profile) -> tuple[str, bool]:
     except (SolverError, MissingPackageError) as error:
         return "the solver took too long" if isinstance(error, SolverError) else error.message, True
     except PlannerError as error:
-        return f"solved again there is no such plan: {error.message}", False
+        return f"solving again found no such plan: {error.message}", False
     return "", now.solver.status == "optimal" and best.solver.status != "optimal"
 
 
@@ -86,9 +86,9 @@ def _contradiction(now: Plan, best: Plan) -> str:
     """Return how the best plan contradicts a plan's certificate, in words; empty if it does not."""
     step_us, best_us, bound_us = now.predicted.step_us, best.predicted.step_us, now.solver.lower_bound_us
     if now.solver.status == "optimal" and best_us < step_us and not is_same("step_us", best_us, step_us):
-        return f"it is called optimal, but {list(best.balance)} takes {best_us / 1e3:.1f} ms"
+        return f"it is marked as optimal, but {list(best.balance)} takes {best_us / 1e3:.1f} ms"
     if best_us < bound_us and not is_same("lower_bound_us", best_us, bound_us):
-        return f"nothing is said to be faster than {bound_us / 1e3:.1f} ms, {list(best.balance)} is"
+        return f"its lower bound is {bound_us / 1e3:.1f} ms, but {list(best.balance)} is faster"
     return ""
 
 
@@ -107,9 +107,9 @@ def _frontier(written: Plan, now: Plan, profile: Profile) -> tuple[str, bool]:
     except MissingPackageError as error:
         return error.message, True
     except PlannerError as error:
-        return f"it has a frontier where there is none: {error.message}", False
+        return f"it has a frontier, but solving again finds none: {error.message}", False
     wrong = [p.micro_batches for p in written.frontier if not _alike(p, points.get((p.replicas, p.micro_batches)))]
-    return (f"its frontier is another one at M = {', '.join(map(str, wrong[:5]))}" if wrong else ""), False
+    return (f"its frontier differs at M = {', '.join(map(str, wrong[:5]))}" if wrong else ""), False
 
 
 def _alike(written: FrontierPoint, computed: FrontierPoint | None) -> bool:

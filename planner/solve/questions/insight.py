@@ -107,7 +107,7 @@ def _pace(profile: Profile, plan: Plan) -> str:
     times = Evaluation.of(plan, profile).stage_times
     forward = [(t.forward_us, f"stage {k}") for k, t in enumerate(times)]
     backward = [(t.backward_us, f"stage {k}") for k, t in enumerate(times)]
-    links = [(t.send_us, f"the link behind stage {k}") for k, t in enumerate(times) if not t.blocking]
+    links = [(t.send_us, f"the link after stage {k}") for k, t in enumerate(times) if not t.blocking]
     slowest = max([*forward, *links], key=lambda item: item[0]), max([*backward, *links], key=lambda item: item[0])
     (forward_us, where), (backward_us, there) = slowest
     if where == there:

@@ -114,8 +114,8 @@ def test_from_a_model_to_a_jax_program(here: Path, capsys: pytest.CaptureFixture
     [
         (5 * 2**30, 6 * 2**30, "fits: the plan's limit is 6.00 GiB", 0),
         (6 * 2**30, 6 * 2**30, "does not fit: the plan's limit is 6.00 GiB", 1),
-        (6 * 2**30, 9 * 2**30, "fits: what programs can use of a tpu:v2 is 7.48 GiB", 0),
-        (7 * 2**30, 9 * 2**30, "does not fit: what programs can use of a tpu:v2 is 7.48 GiB", 1),
+        (6 * 2**30, 9 * 2**30, "fits: the memory that programs can use on a tpu:v2 is 7.48 GiB", 0),
+        (7 * 2**30, 9 * 2**30, "does not fit: the memory that programs can use on a tpu:v2 is 7.48 GiB", 1),
     ],
 )
 def test_a_compiled_program_fits_or_does_not(temporary: int, cap: int, last: str, code: int) -> None:
@@ -212,7 +212,7 @@ def test_without_the_extra_profile_says_what_to_install(
     ("options", "problem"),
     [
         (("--schedule", "1f1b"), "the JAX program runs GPipe's schedule"),
-        (("--replicas", "2"), "the JAX program is one pipeline, not 2 side by side"),
+        (("--replicas", "2"), "the JAX program is one pipeline, not 2 replicas"),
         ((), "the profile does not record what layers need in one compiled program"),
     ],
 )
@@ -239,15 +239,15 @@ def test_stages_too_unlike_for_one_program_are_refused(here: Path, capsys: pytes
     assert call(capsys, "solve", "--devices", "2", "--mem", "4MB", "--batch", "8", *cut).code == 0
     refused = call(capsys, "emit", "--format", "jax")
     assert refused.code == 1
-    assert "every device holds as much as the stage with most of it" in refused.error
+    assert "every device needs as much of each component as the stage with most of it" in refused.error
 
 
 @pytest.mark.parametrize(
     ("fits", "code", "told"),
     [
         (True, 0, "note: the compiler's words"),
-        (False, 1, "every device holds as much as the stage with most of it"),
-        (None, 1, "the TPU's compiler would be asked, were the extra installed: pip install 'gpipe-plan[tpu]'"),
+        (False, 1, "every device needs as much of each component as the stage with most of it"),
+        (None, 1, "the TPU's compiler could decide if the extra were installed: pip install 'gpipe-plan[tpu]'"),
     ],
 )
 def test_the_compiler_is_asked_before_a_program_is_refused(
@@ -269,7 +269,7 @@ def test_the_compiler_is_asked_before_a_program_is_refused(
     done = call(capsys, "emit", "--format", "jax")
     assert done.code == code
     assert told in done.err
-    assert ("is asked, which takes a while" in done.err) == (fits is not None)
+    assert ("asking the TPU's compiler, which takes a while" in done.err) == (fits is not None)
     assert ("the compiler's words" in done.err) == (fits is not None)
     assert (here / "train_jax.py").exists() == (here / "balance.yaml").exists() == (code == 0)
 
@@ -288,7 +288,7 @@ def test_a_program_that_is_predicted_too_large_is_compiled(here: Path, capsys: p
         assert call(capsys, "solve", "--devices", "2", "--batch", "8", *cut, *cap).code == 0
         done = call(capsys, "emit", "--format", "jax", "-o", f"cap-{megabytes}")
         assert done.code == code, done.err
-        assert "the TPU's compiler says: every device: " in done.err
+        assert "the TPU's compiler reports: every device: " in done.err
         assert ("; fits: the plan's limit is " in done.err) == (code == 0)
         assert ("; does not fit: the plan's limit is " in done.err) == (code == 1)
         assert Path(f"cap-{megabytes}").exists() == (code == 0)

@@ -199,5 +199,5 @@ def test_what_fits_under_headroom_auto_fits_when_peaks_are_highest(kind, cap):
 
 def test_headroom_auto_needs_rows():
     """Where no peak was measured there is nothing to take."""
-    with pytest.raises(UsageError, match="no peak has been measured"):
+    with pytest.raises(UsageError, match="there is no measured peak"):
         headroom_for(on("tpu:v2")[0], [10**9])

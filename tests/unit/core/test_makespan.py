@@ -99,7 +99,7 @@ def test_what_cannot_run_is_refused_as_by_the_simulator() -> None:
     times = random_times(np.random.default_rng(0), 2, 2)
     with pytest.raises(ValueError, match=r"deadlock.*B0.*F0"):
         makespans([[Action(0, "B", 0), Action(0, "F", 0)], [Action(1, "F", 0), Action(1, "B", 0)]], **times)
-    with pytest.raises(ValueError, match="2 stages cannot lie on 3 devices"):
+    with pytest.raises(ValueError, match="2 stages cannot be divided evenly among 3 devices"):
         makespans(SCHEDULES["gpipe"].actions(3, 2), **times)
     with pytest.raises(ValueError, match="one shape"):
         makespans(SCHEDULES["gpipe"].actions(2, 2), **(times | {"send_us": np.zeros((2, 1))}))

@@ -274,7 +274,7 @@ def test_no_choice_is_below_the_bounds(*, is_exact: bool) -> None:
 
 def test_which_layers_must_be_said() -> None:
     """All stages at once know nothing of single layers."""
-    with pytest.raises(ValueError, match="one stage at a time"):
+    with pytest.raises(ValueError, match="use `stage_memory`"):
         totals_of(exact(), np.arange(3), slice(0, 3), moments_with(2), choices=["layers"])
 
 

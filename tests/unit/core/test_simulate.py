@@ -236,7 +236,7 @@ def test_one_device_sends_nothing_to_itself(*, blocking: bool) -> None:
 
 def test_stages_must_be_shared_out_evenly() -> None:
     """Three stages do not lie on two devices."""
-    with pytest.raises(ValueError, match="3 stages cannot lie on 2 devices"):
+    with pytest.raises(ValueError, match="3 stages cannot be divided evenly among 2 devices"):
         simulate(SCHEDULES["gpipe"].actions(2, 2), [stage(1, 1)] * 3)
 
 

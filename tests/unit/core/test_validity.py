@@ -166,7 +166,7 @@ def test_named_schedules_are_valid(schedule: Schedule) -> None:
         ("0F0,0I0,0W0,0B0", 1, "device 0: 0B0 is the whole backward, 0I0 is part of the same backward"),
         ("0F0,0B0", 2, "device 0: 0F1 is missing"),
         ("0F0,0B0,0F1,0B1", 1, "device 0: 0F1 needs micro-batch 1, there are 1"),
-        ("0F0,0B0,0F0", 1, "device 0: 0F0 comes twice"),
+        ("0F0,0B0,0F0", 1, "device 0: 0F0 occurs twice"),
         ("0B0,0F0", 1, "device 0: 0B0 comes before 0F0, which it needs"),
         ("0F0,0W0,0I0", 1, "device 0: 0W0 comes before 0I0, which it needs"),
         ("0F0,0B0,1F0,1I0,1W0", 1, "device 0: 0B0 comes before 1I0, which it needs"),

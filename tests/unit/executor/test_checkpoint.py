@@ -180,7 +180,7 @@ def test_what_cannot_be_resumed_is_refused(tmp_path: Path) -> None:
     with pytest.raises(FileError, match=r"checkpoint\.json cannot be read"):
         train(path, 3, resume=f"{folder}/step-00000002")
     (tmp_path / "file").touch()
-    with pytest.raises(FileError, match="cannot be made"):
+    with pytest.raises(FileError, match="cannot be created"):
         train(path, 2, folder=str(tmp_path / "file/saved"))
 
 

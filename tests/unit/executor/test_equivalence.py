@@ -147,7 +147,7 @@ def test_cuts_between_a_module_that_leaves_something_behind_and_its_reader_are_t
     found = checked(build)
     assert found.proof.cuts == len(found.loaded.chain(build()).layers) - 1
     assert 0 < found.proof.cuts < 4
-    assert all("cannot be cut behind" in warning for warning in found.warnings)
+    assert all("cannot be cut after" in warning for warning in found.warnings)
     assert not found.proof.differs_recomputed
 
 
@@ -332,7 +332,7 @@ def test_copies_of_a_tied_weight_that_begin_differently_are_found(monkeypatch: p
 
     assert checked(build).warnings == ()
     monkeypatch.setattr(assembly, "equalize_copies", lambda *_args, **_options: None)
-    with pytest.raises(ModelError, match="begins with other values on every stage"):
+    with pytest.raises(ModelError, match="has different initial values on the stages"):
         checked(build)
 
 
@@ -482,7 +482,7 @@ def test_a_process_that_dies_or_takes_too_long_is_reported() -> None:
     with pytest.raises(ChildError, match="ended by SIGSEGV"):
         child.result()
     child = Child(lambda _connection: time.sleep(60), limit_s=1)
-    with pytest.raises(ChildError, match="not done after 1 s"):
+    with pytest.raises(ChildError, match="did not finish within 1 s"):
         child.result()
     child = Child(lambda _connection: {}["missing"], limit_s=30)
     with pytest.raises(ChildError, match="KeyError: 'missing'"):

@@ -88,7 +88,7 @@ def test_not_a_number() -> None:
         check_losses([good, bad], float("inf"), position())
     check_output((good, torch.ones(2, dtype=torch.int64)), position())
     with pytest.raises(
-        TrainingError, match=r"stage 1 .* put out NaN or infinity in forward of micro-batch 1 of step 7"
+        TrainingError, match=r"stage 1 .* returned NaN or infinity in forward of micro-batch 1 of step 7"
     ):
         check_output(bad, position())
     parameters: dict[str, Tensor] = {"a.weight": nn.Parameter(torch.ones(2)), "b": nn.Parameter(torch.ones(2))}

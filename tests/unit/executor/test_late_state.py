@@ -100,7 +100,7 @@ def test_an_object_that_layers_share_stays_in_one_stage() -> None:
 
     found = checked(build)
     assert found.proof.cuts == 1
-    assert 'behind "0": the number "0.stats.calls" differs' in found.warnings[0]
+    assert 'after "0": the number "0.stats.calls" differs' in found.warnings[0]
 
 
 def test_a_number_that_a_backward_changes_is_refused() -> None:
@@ -244,7 +244,7 @@ def test_a_tensor_in_a_dict_that_layers_share_stays_in_one_stage() -> None:
 
 def test_a_module_level_tensor_that_layers_change_is_refused() -> None:
     """Each process has its own."""
-    with pytest.raises(ModelError, match=r'cannot be cut: behind "0": a tensor made in 0'):
+    with pytest.raises(ModelError, match=r'cannot be cut: after "0": a tensor made in 0'):
         checked(layers(counted, counted))
 
 

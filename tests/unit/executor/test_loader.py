@@ -172,11 +172,11 @@ def test_another_loader_is_refused(tmp_path: Path) -> None:
     loader = Loader(plain(), 5)
     drawn(loader, 2)
     for other in (noisy(), stateful()):
-        with pytest.raises(UsageError, match="the loader is not the one"):
+        with pytest.raises(UsageError, match="the loader differs from the checkpoint"):
             Loader(other, 5).load_state_dict(loader.state_dict())
     pipeline = Pipeline(balance_of(tmp_path, MODEL + GROUPS))
     pipeline.load_state_dict({**pipeline.state_dict(), "step_index": 2, "loader": loader.state_dict()})
-    with pytest.raises(UsageError, match="`batches` is given none"):
+    with pytest.raises(UsageError, match="`batches` got no loader"):
         next(pipeline.batches(4))
     pipeline.close()
 
@@ -196,7 +196,7 @@ def test_a_sampler_in_a_batch_sampler_shuffles_anew_each_epoch() -> None:
 
 def test_loaders_that_end() -> None:
     """An empty one is refused; what can be iterated once ends with its data."""
-    with pytest.raises(UsageError, match=r"a list of 0 batches gave no batch"):
+    with pytest.raises(UsageError, match=r"a list of 0 batches returned no batch"):
         drawn(Loader([], 5), 1)
     once = ((torch.ones(8, 8) * n, torch.ones(8, 4)) for n in range(3))
     assert len(drawn(Loader(once, 5), 9)) == 3

@@ -111,7 +111,7 @@ def example_batch(size):
 def test_a_loss_that_is_no_mean_is_reported_once(tmp_path: Path, loss: str) -> None:
     """Sums, class weights, and losses that compare samples."""
     (warning,) = check_loss(loaded_of(tmp_path, PLAIN, loss)).warnings
-    assert "the loss is no mean over samples" in warning
+    assert "the loss is not a mean over samples" in warning
     assert "loss_count" in warning
 
 

@@ -100,6 +100,6 @@ def test_an_optimizer_of_the_script_is_checked_when_a_run_starts(tmp_path: Path)
     pipeline = Pipeline(balance_of(tmp_path, MODEL + OPTIMIZER))
     assert isinstance(pipeline.optimizer(ClippedSGD), ClippedSGD)
     pipeline.balance = replace(pipeline.balance, balance=(3, 2))
-    with pytest.raises(ModelError, match="looks at all parameters"):
+    with pytest.raises(ModelError, match="reads all parameters"):
         pipeline.optimizer(ClippedSGD)
     pipeline.close()

@@ -426,7 +426,7 @@ def test_a_model_without_parameters_gets_an_optimizer(tmp_path: Path) -> None:
     ("old", "new", "told"),
     [
         ("int = 16", "int = 24", "the model has changed since it was planned"),
-        ("nn.Linear(8, width), nn.ReLU()", "nn.Linear(8, width)", "planned were 5 layers"),
+        ("nn.Linear(8, width), nn.ReLU()", "nn.Linear(8, width)", "the plan has 5 layers"),
     ],
 )
 def test_a_changed_model_is_refused(tmp_path: Path, old: str, new: str, told: str) -> None:

@@ -127,7 +127,7 @@ def test_a_broken_newest_checkpoint_is_passed_over(
     printed = capsys.readouterr()
     assert again["begun"] == 2
     assert f"warning: {folder}/step-00000004" in printed.err
-    assert "trying the checkpoint before" in printed.err
+    assert "trying the previous checkpoint" in printed.err
     assert f"resumed {folder}/step-00000002 after 2 steps" in printed.out
     assert "Traceback" not in printed.err
     assert again["losses"] == whole["losses"][2:]
@@ -145,7 +145,7 @@ def test_what_is_asked_for_by_name_is_not_replaced(path: Path, folder: Path, how
         train(path, 6, resume=f"{folder}/step-00000004")
     assert "step-00000002" in refused.value.hint
     broken(folder / "step-00000002", how)
-    with pytest.raises(FileError, match=r"step-00000004: cannot be resumed \(nor can the 1 before it\)"):
+    with pytest.raises(FileError, match=r"step-00000004: cannot be resumed \(nor can 1 older one\)"):
         train(path, 6, folder=str(folder), resume="auto")
     assert names(folder)[-2:] == ["step-00000002", "step-00000004"]
 

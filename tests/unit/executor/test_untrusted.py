@@ -176,7 +176,7 @@ def test_files_of_two_checkpoints_are_not_mixed(
     write_index(step, replace(index, files=(replace(index.files[0], size_bytes=max(sizes)),)))
     ran = call(capsys, "export", str(step), "-o", str(tmp_path / "model.pt"))
     assert ran.code == 2
-    assert "its state is not the one that `checkpoint.json` was written for" in ran.error
+    assert "its state does not match `checkpoint.json`" in ran.error
     assert not (tmp_path / "model.pt").exists()
     with pytest.raises(FileError, match="step-00000002"):
         train(path, 3, resume=str(step))

@@ -85,7 +85,7 @@ def test_names_and_shapes_that_do_not_fit_are_named(model: nn.Module, tmp_path: 
         load_weights(path, tensors, names)
     assert raised.value.message == (
         f'{path} does not fit the model: it lacks "embedding.weight", "norm.weight" and holds "more", '
-        "which the model has not"
+        "which the model lacks"
     )
     torch.save(state | {"embedding.weight": torch.ones(6, 3), "head.weight": torch.ones(6, 3)}, path)
     with pytest.raises(UsageError, match=r'"(head|embedding).weight" is \[6, 3\] there, \[5, 3\] here'):

@@ -245,7 +245,7 @@ def test_why_there_are_few_cuts_is_told() -> None:
     assert outline is not None
     assert outline.names == ("stem", "blocks.0")
     assert outline.prevented.startswith(
-        'the model cannot be cut behind 4 of 5 modules (behind "blocks.0": a tensor made in blocks.0 (aten::mul)'
+        'the model cannot be cut after 4 of 5 modules (after "blocks.0": a tensor made in blocks.0 (aten::mul)'
     )
     followed = chain_of(Mixture(), values).outline
     assert followed is not None

@@ -1,4 +1,4 @@
-"""Without a `loss_fn` the output's own `.loss` is trained, else the one scalar that carries a gradient, or its mean."""
+"""Without a `loss_fn` the output's own `.loss` is trained, else the only scalar with a gradient, or its mean."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -58,11 +58,11 @@ def loaded(model: nn.Module) -> LoadedModel:
 @pytest.mark.parametrize(
     ("answer", "noted"),
     [
-        (lambda logits, loss: (logits, loss), 'output "1", the one scalar'),
-        (lambda logits, loss: {"logits": logits, "total": loss}, 'output "total", the one scalar'),
-        (lambda logits, loss: Answer(logits, {"nll": loss, "accuracy": loss.detach()}), 'output "parts.nll", the one'),
-        (lambda logits, loss: (logits, loss.reshape(1)), 'output "1", the one scalar'),
-        (lambda logits, loss: (logits, loss, torch.tensor(3)), 'output "1", the one scalar'),
+        (lambda logits, loss: (logits, loss), 'output "1", the only scalar'),
+        (lambda logits, loss: {"logits": logits, "total": loss}, 'output "total", the only scalar'),
+        (lambda logits, loss: Answer(logits, {"nll": loss, "accuracy": loss.detach()}), 'output "parts.nll", the only'),
+        (lambda logits, loss: (logits, loss.reshape(1)), 'output "1", the only scalar'),
+        (lambda logits, loss: (logits, loss, torch.tensor(3)), 'output "1", the only scalar'),
         (lambda _logits, loss: loss, "output, a scalar"),
         (lambda logits, loss: {"extra": logits.mean(), "loss": loss}, "own `.loss`"),
         (lambda logits, loss: SimpleNamespace(loss=loss, extra=logits.mean()), "own `.loss`"),
@@ -94,7 +94,7 @@ def test_the_same_one_is_taken_without_a_graph_and_from_a_single_sample() -> Non
     weight = torch.ones((), requires_grad=True)
     loss((torch.ones(2, 1), weight.detach(), weight * 2), None)
     assert float(loss((torch.ones(1, 1), torch.tensor(5.0), torch.tensor(7.0)), None)) == 7.0
-    with pytest.raises(ModelError, match=r'"2".* is what is trained, and an output has none this time'):
+    with pytest.raises(ModelError, match=r'"2".* is trained, but this output has none'):
         loss((torch.ones(1, 1), torch.tensor(5.0)), None)
 
 

@@ -117,7 +117,7 @@ def test_what_steps_each_parameter_by_itself_is_accepted(build: Callable[..., to
 @pytest.mark.parametrize("build", [ClippedSGD, OneStepSize])
 def test_what_looks_at_all_parameters_is_refused(build: Callable[..., torch.optim.Optimizer]) -> None:
     """A clip in `step()`, and a step size of all parameters."""
-    with pytest.raises(ModelError, match=f"{build.__name__} looks at all parameters in `step") as refused:
+    with pytest.raises(ModelError, match=f"{build.__name__} reads all parameters in `step") as refused:
         check(lambda parameters: build(parameters, lr=0.1))
     assert "`pipeline.clip_gradients(max_norm)` in train.py" in refused.value.hint
 
@@ -129,7 +129,7 @@ def test_a_limit_on_the_largest_gradient_is_refused(limit: float) -> None:
     def build(parameters: Iterable[Tensor]) -> torch.optim.Optimizer:
         return SkipsLarge([{"params": list(parameters), "limit": limit}], lr=1e-3)
 
-    with pytest.raises(ModelError, match=r"looks at all parameters"):
+    with pytest.raises(ModelError, match=r"reads all parameters"):
         check(build)
 
 
@@ -165,7 +165,7 @@ class SkipsInfinite(torch.optim.SGD):
 
 def test_a_skip_of_what_is_not_finite_is_refused() -> None:
     """A rank would skip a step that others take."""
-    with pytest.raises(ModelError, match="SkipsInfinite looks at all parameters") as refused:
+    with pytest.raises(ModelError, match="SkipsInfinite reads all parameters") as refused:
         check(SkipsInfinite)
     assert "skip steps by the norm" in refused.value.hint
 

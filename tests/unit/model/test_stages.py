@@ -445,7 +445,7 @@ def test_what_is_collected_from_within_blocks_may_be_left_out() -> None:
     assert [t.shape for t in output["blocks"]] == [(3, 5, 2 * WIDTH)] * 4
     with pytest.raises(ModelError, match=r'output "blocks.3"'):
         output["blocks"][3].sum()
-    with pytest.raises(ModelError, match="nobody returned it"):
+    with pytest.raises(ModelError, match="but is not returned"):
         chain_of(Probing(), values, loss_of=lambda _size: read(0))
 
 
@@ -596,7 +596,7 @@ def test_what_crosses_in_parts_is_told_of() -> None:
     assert outline is not None
     assert [len(values) for values in outline.crossings] == [1, 2, 3, 4]
     assert outline.parts == ((0, 0), (0, 0), (2, 1), (3, 1))
-    assert '3 tensors cross the boundary behind "blocks.3" only for' in outline.widened
+    assert '3 tensors cross the boundary after "blocks.3" only for' in outline.widened
     skips = compared(Skips()).chain.outline
     assert skips is not None
     assert not skips.widened
@@ -705,7 +705,7 @@ def test_a_block_alone_is_cut_into_its_parts() -> None:
     ("model", "told"),
     [
         (Drawing(), "random numbers are drawn"),
-        (Leaking(Leaking.Leaving), "nobody returned it"),
+        (Leaking(Leaking.Leaving), "but is not returned"),
         (nn.Linear(WIDTH, WIDTH), "single layer"),
     ],
     ids=["random", "leak", "one layer"],
@@ -738,7 +738,7 @@ class Choosy(Blocks):
 def test_another_path_is_noticed() -> None:
     """Instead of a wrong result."""
     chain = chain_of(Choosy(), values)
-    with pytest.raises(ModelError, match=r'another path .* "blocks.2" was to be called'):
+    with pytest.raises(ModelError, match=r'another path .* "blocks.2" should have been called'):
         chain.stage(0, 4)(values(2) + 1e6)
 
 

@@ -61,7 +61,7 @@ def test_a_model_that_sends_more_than_it_need_is_told_so() -> None:
     said: list[str] = []
     profile_model(loaded_model(Concatenated()), OPTIONS, warn=said.append)
     assert len(said) == 1
-    assert 'cross the boundary behind "blocks.4"' in said[0]
+    assert 'cross the boundary after "blocks.4"' in said[0]
 
 
 # How often

@@ -48,10 +48,10 @@ def test_narrow_and_ascii():
 
 def test_without_noise_and_questions():
     """What is not known is left out."""
-    insight = Insight(pace="the link behind stage 0", tightest_device=0, free_bytes=0)
+    insight = Insight(pace="the link after stage 0", tightest_device=0, free_bytes=0)
     assert section(replace(plan(), insight=insight)).splitlines() == [
         "why this plan",
-        "bottleneck  the link behind stage 0",
+        "bottleneck  the link after stage 0",
         "tightest    stage 0, 0 B free of 120 MiB",
     ]
     assert "why this plan" not in plan_text(plan(), (), WIDE)

@@ -79,7 +79,7 @@ def test_a_run_on_too_few_cores_says_so():
     planned = plan()
     run = report(planned, time_factor=11.77)
     crowded = replace(run, stages=tuple(replace(stage, core_share=0.08) for stage in run.stages))
-    words = "a process of the run had a core for only 8% of the time that it wanted one"
+    words = "a process of the run had a core for only 8% of the time that it needed one"
     for shown in (run_text(crowded, planned, WIDE), run_text(crowded, None, WIDE), run_html(crowded)):
         assert words in shown
     assert words not in run_text(run, planned, WIDE)

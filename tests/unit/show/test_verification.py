@@ -36,7 +36,7 @@ def test_times_that_say_nothing_are_not_judged():
     """And the reason is told."""
     text = verification_text(verification(), WIDE)
     assert row(text, "step").endswith("+10.0 %")
-    assert "times are not judged: the plan's processes want 3 cores, and this machine has 2" in text
+    assert "times are not judged: the plan's processes need 3 cores, and this machine has 2" in text
     assert row(text, "peak memory, device 1").endswith("! OFF")
 
 

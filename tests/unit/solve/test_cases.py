@@ -36,7 +36,7 @@ def test_micro_batches_that_do_not_divide_the_batch_are_refused(micro_batches: i
 def test_a_batch_that_no_profiled_size_divides_is_refused() -> None:
     """7 samples are micro-batches of 7 or 1; 2 to 4 were profiled."""
     profile = random_profile(1, 3, sizes=(2, 4))
-    with pytest.raises(UsageError, match="a batch of 7 gives micro-batches of 7, 1: none lies within") as refused:
+    with pytest.raises(UsageError, match="a batch of 7 gives micro-batches of 7, 1: none is within") as refused:
         solve(profile, Request(inputs=inputs_of(2, 7)))
     assert "2, 4" in refused.value.message
     for way_out in ("--batch", "--batch-sizes", "--extrapolate"):
@@ -232,7 +232,7 @@ def test_a_prediction_beyond_the_profile_is_marked() -> None:
 def test_too_few_links_are_refused_with_how_to_measure_them() -> None:
     """4 devices have 3 boundaries; with no links at all `link` counts."""
     inputs = dataclasses.replace(inputs_of(4, 4), links=(Link(), Link()))
-    with pytest.raises(UsageError, match="2 links between neighbours for 4 devices: 3 are needed") as refused:
+    with pytest.raises(UsageError, match="2 links between neighbors for 4 devices: 3 are needed") as refused:
         solve(profile_of([1.0] * 5), Request(inputs=inputs))
     assert "torchrun --nproc-per-node 4 -m planner profile-links" in refused.value.hint
 
@@ -264,7 +264,7 @@ def test_halves_are_refused_where_programs_run_backwards_whole() -> None:
     profile = profile_of([1.0] * 4, [2.0] * 4)
     compiled = dataclasses.replace(profile, device=dataclasses.replace(profile.device, kind="tpu:v2", how="compiled"))
     asked = dataclasses.replace(inputs_of(2, 4), schedule="zb-h1")
-    with pytest.raises(UsageError, match=r"`zb-h1` runs backwards in halves, .*`tpu:v2`") as refused:
+    with pytest.raises(UsageError, match=r"`zb-h1` splits backwards in halves, .*`tpu:v2`") as refused:
         solve(compiled, Request(inputs=asked, micro_batches=4))
     assert "--schedule gpipe" in refused.value.hint
     assert solve(profile, Request(inputs=asked, micro_batches=4)).schedule == "zb-h1"

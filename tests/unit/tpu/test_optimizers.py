@@ -50,8 +50,8 @@ def test_steps_are_torchs(build: Builder) -> None:
 @pytest.mark.parametrize(
     ("build", "problem"),
     [
-        (OPTIMIZERS["adafactor"], "does not know the optimizer Adafactor"),
-        (of(torch.optim.Adam, amsgrad=True), "does not know the optimizer Adam with amsgrad"),
+        (OPTIMIZERS["adafactor"], "does not support the optimizer Adafactor"),
+        (of(torch.optim.Adam, amsgrad=True), "does not support the optimizer Adam with amsgrad"),
         (lambda parameters: torch.optim.SGD([{"params": [p]} for p in parameters], lr=0.1), "SGD has several"),
         (lambda parameters: torch.optim.SGD([next(iter(parameters))], lr=0.1), "SGD has some of them"),
     ],

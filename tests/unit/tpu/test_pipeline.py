@@ -290,7 +290,7 @@ def test_losses_that_are_no_mean_over_samples_are_refused() -> None:
     from planner.tpu.pipeline import JaxPipeline
 
     loaded = replace(uneven(), loss_count=lambda target: target.numel())
-    with pytest.raises(UsageError, match="`loss_count` says otherwise"):
+    with pytest.raises(UsageError, match="defines `loss_count`"):
         JaxPipeline(loaded, loaded.chain(loaded.build()), balance_of(loaded, (5,), 2), [None])
 
 
