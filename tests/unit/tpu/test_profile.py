@@ -189,13 +189,13 @@ def test_what_lies_in_places_is_recorded_with_its_shape(composed: tuple[LoadedMo
 
 @pytest.mark.slow
 def test_half_the_precision_is_half_the_memory() -> None:
-    """`--dtype bf16`: parameters and what is saved; autocast is torch's own and refused."""
+    """`--dtype bf16`: parameters and what is saved; autocast is a feature of torch, and refused."""
     options = replace(V2, micro_batch_sizes=(16,))
     whole = profile_model(perceptron(), options).layers[0]
     half = profile_model(in_precision(perceptron(), "bf16"), options).layers[0]
     assert 2 * half.parameter_bytes == whole.parameter_bytes
     assert 2 * half.saved_bytes[0] == pytest.approx(whole.saved_bytes[0], rel=0.05)
-    with pytest.raises(UsageError, match="autocast is torch's own"):
+    with pytest.raises(UsageError, match="autocast is a feature of torch"):
         profile_model(in_precision(perceptron(), "bf16-mixed"), options)
 
 
