@@ -16,7 +16,7 @@ pytestmark = pytest.mark.slow
 SMALL = ["layers=4", "width=64", "feed_forward=256", "heads=4", "vocabulary=256", "tokens=32"]
 
 
-@pytest.mark.parametrize("recompute", ["never", "always"])
+@pytest.mark.parametrize("recompute", ["never", pytest.param("always", marks=pytest.mark.nightly)])
 def test_the_prediction_of_memory_comes_true_and_the_loss_falls(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recompute: str
 ) -> None:

@@ -125,6 +125,7 @@ def test_an_interrupted_profile_goes_on(here: Path, monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_a_script_without_a_guard_is_run_once(here: Path) -> None:
     """The processes that measure the executor do not run the caller's script again."""
     write_model(here)

@@ -119,6 +119,7 @@ def test_parameters_that_outputs_in_front_of_a_cut_read_are_there_behind_it() ->
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_zeros_in_place_of_such_a_parameter_would_be_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """As they stood there once: gradients of the stages behind were wrong, and nothing said so."""
 
