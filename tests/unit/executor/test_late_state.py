@@ -326,6 +326,22 @@ def test_draws_in_a_backward_are_refused() -> None:
         checked(build)
 
 
+def test_draws_in_a_backward_that_sets_the_seed_are_right() -> None:
+    """As in reversible layers, which run their forward again with its seed."""
+
+    def seeded(gradient: torch.Tensor) -> torch.Tensor:
+        torch.manual_seed(7)
+        return gradient + torch.randn_like(gradient)
+
+    def build() -> nn.Module:
+        model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
+        for parameter in model.parameters():
+            parameter.register_hook(seeded)
+        return model
+
+    assert checked(build).proof.cuts == 1
+
+
 class Odd(nn.Linear):
     """Does not run on the micro-batches of the check."""
 
