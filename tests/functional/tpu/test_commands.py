@@ -280,7 +280,7 @@ def test_a_program_that_is_predicted_too_large_is_compiled(here: Path, capsys: p
     """The profile exaggerates: what fits by the compiler is written, and nothing else is."""
     names = ("0", "1", "2", "3", "4")
     cut = ("--balance", "2,3", "--micro-batches", "8", "--recompute", "never")
-    for megabytes, code in ((4, 0), (0.2, 1)):
+    for megabytes, code in ((4, 0), (0.25, 1)):
         share = int(1000 * megabytes / 4)
         parameters, saved = (600 * share // 1000, 1, 1, 1, 1), (1, 1, 1, 1, 400 * share // 1000)
         _hand_written(here, parameters, saved, names=names)
