@@ -19,13 +19,14 @@ _IN_HALVES: Final = 2
 """Divisor of the effort of each named schedule with a split backward, in the first pass of an open schedule."""
 
 
-def search_for(case: Case, request: Request, by_stage: Answer | None) -> Search:
+def search_for(case: Case, request: Request, start: Answer | None) -> Search:
     """Return the search of a case.
 
     Args:
         case: The case.
         request: The request.
-        by_stage: Answer of the case with whole stages recomputed, if it is known.
+        start: Answer to start from, if there is one: with whole stages recomputed where single layers are requested,
+            else the plan whose action orders are to be improved.
 
     Returns:
         The search.
@@ -38,15 +39,15 @@ def search_for(case: Case, request: Request, by_stage: Answer | None) -> Search:
     if case.policy == "layers":
         from planner.solve.layers.search import search_layers  # noqa: PLC0415
 
-        return partial(search_layers, by_stage=by_stage)
-    return search_gpipe if case.schedule.has_closed_form else _simulated_search(case.schedule, by_stage)
+        return partial(search_layers, by_stage=start)
+    return search_gpipe if case.schedule.has_closed_form else _simulated_search(case.schedule, start)
 
 
-def _simulated_search(schedule: Schedule, known: Answer | None) -> Search:
+def _simulated_search(schedule: Schedule, start: Answer | None) -> Search:
     if schedule.is_to_be_made:
         from planner.solve.orders.search import search_orders  # noqa: PLC0415
 
-        return search_orders if known is None else partial(search_orders, start=known.partition)
+        return search_orders if start is None else partial(search_orders, start=start.partition)
     if schedule.is_one_forward_one_backward:
         from planner.solve.chain.one_forward_one_backward import search_one_forward_one_backward  # noqa: PLC0415
 

@@ -148,7 +148,7 @@ def _searched(cases: Sequence[Case], request: Request, deadline: Deadline, *, up
     whole = [replace(case, policy="auto") for case in cases]
     by_stage = _in_passes(whole, request, deadline.share(0.5), upper_us=upper_us)
     upper_us = upper_us if by_stage.best is None else by_stage.best.step_us
-    by_layer = _one_by_one(cases, request, deadline, upper_us=upper_us, by_stage=by_stage.answers)
+    by_layer = _one_by_one(cases, request, deadline, upper_us=upper_us, starts=by_stage.answers)
     return by_layer._replace(best=by_layer.best or by_stage.best)
 
 
@@ -210,8 +210,8 @@ def _improved_orders(
 ) -> Answer | None:
     """Return a plan of the case that is faster than `start`, if a search for action orders from there finds one."""
     alone = replace(request, inputs=replace(request.inputs, schedule=SEARCHED.name))
-    known, budget = {_Key.of(case): start}, {SEARCHED.name: most_actions}
-    return _one_by_one([case], alone, deadline, upper_us=start.step_us, by_stage=known, budget=budget).best
+    starts, budget = {_Key.of(case): start}, {SEARCHED.name: most_actions}
+    return _one_by_one([case], alone, deadline, upper_us=start.step_us, starts=starts, budget=budget).best
 
 
 def _search_orders_twice(
@@ -271,7 +271,7 @@ def _one_by_one(
     deadline: Deadline,
     *,
     upper_us: float,
-    by_stage: Mapping[_Key, Answer] = MappingProxyType({}),
+    starts: Mapping[_Key, Answer] = MappingProxyType({}),
     best: Answer | None = None,
     ranks: Mapping[tuple[int, int, int], float] | None = None,
     budget: Mapping[ScheduleName, int] = MappingProxyType({}),
@@ -284,7 +284,7 @@ def _one_by_one(
         request: The request.
         deadline: End of the search.
         upper_us: Step time to beat.
-        by_stage: Answers of the cases with whole stages recomputed, if they are known.
+        starts: Answers of the cases to start from, as in `search_for`.
         best: Best answer of earlier searches.
         ranks: Estimated step times by width, replicas and M, if widths share the effort; the fastest come first.
         budget: Actions to simulate per schedule; empty for those of the request.
@@ -308,19 +308,19 @@ def _one_by_one(
         least_us = _least_us(case, upper_us)
         if least_us >= upper_us:
             continue
-        whole = by_stage.get(_Key.of(case))
+        start = starts.get(_Key.of(case))
         is_hopeless = not case.schedule.has_closed_form and case.ideal_us >= upper_us
         is_spent = ranks is not None and left.get(case.schedule.name, 1) <= 0
         is_cut_short = (is_second or case.schedule.is_to_be_made) and _Key.of(case) not in promising
         has_chunks = is_cut_short and _has_enough_chunks(case, answers)
         most_actions = effort_of(case, left, unseen[case.schedule.name] + 1, is_ranked=ranks is not None)
-        if has_chunks or is_spent or (is_open and left and is_hopeless and whole is None):
+        if has_chunks or is_spent or (is_open and left and is_hopeless and start is None):
             _bound_by(bounds_us, case, least_us)  # not worth the effort, but its bound still counts
             left |= {case.schedule.name: left[case.schedule.name] - (most_actions or 0)} if has_chunks and left else {}
             continue
         # Cases without time left count with a weak bound that ignores memory. Reserve half of the time for them.
         share = deadline.share(0.5) if any(other.bound_us < upper_us for other in ordered[n + 1 :]) else deadline
-        search, near_us = search_for(case, request, whole), _near_us(upper_us, case, request)
+        search, near_us = search_for(case, request, start), _near_us(upper_us, case, request)
         answer = _answer(search, case, upper_us=near_us, deadline=replace(share, most_actions=most_actions))
         if answer is None:
             complete = False
