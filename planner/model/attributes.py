@@ -1,10 +1,10 @@
 """Record values that a module's forward leaves in attributes: `self.aux_loss`, an entry of a list, the size of a grid.
 
-Later code may read them: the model sums the losses of its experts, a layer reads a size that another layer stored. So
-they are recorded like the result of a call, and a stage that does not run the call restores them.
+Later code may read these values: the model sums the losses of its experts, a layer reads a size that another layer
+stored. So the values are recorded like the result of a call, and a stage that does not run the call sets them again.
 
-Attributes of modules are followed, and lists, dicts and objects of the user's in them. Values are recorded if they are
-tensors, plain values, or nests of these. Other values are ignored.
+The search follows attributes of modules, and the lists, dicts and objects of user-defined classes in them. Values are
+recorded if they are tensors, plain values, or nests of tensors and plain values. Other values are ignored.
 """
 
 from collections import OrderedDict, defaultdict
@@ -40,17 +40,17 @@ class AttributeChange:
     """`set`: an attribute or an entry of a dict was set. `extended`, `replaced`: a list got more or other items."""
     nest: Nest
     leaves: tuple[Any, ...]
-    """Leaves of the value, or of the tuple of (new) items; in a recording, recorded leaves."""
+    """Leaves of the value that was set, or of the tuple of (new) list items; `leaves.Leaf` objects in a recording."""
 
     @property
     def holds_tensors(self) -> bool:
-        """True if tensors are among the leaves, in a recording."""
+        """True if the recorded value contains a tensor."""
         return any(isinstance(leaf, Value) for leaf in self.leaves)
 
 
 @dataclass(frozen=True)
 class _Container:
-    """Dict or list, or the attributes of an object, with a copy of its former content."""
+    """Dict, list, or attribute dict of an object, with a copy of its content at the time of the snapshot."""
 
     path: str
     keys: tuple[Any, ...]
@@ -59,11 +59,11 @@ class _Container:
 
 
 class Attributes:
-    """Snapshot of the attributes of modules, which are given by path.
+    """Snapshot of the attributes of some modules, to find and undo later changes.
 
     Args:
-        modules: Modules by path.
-        of_model: Snapshot of the whole model, whose names of objects that several modules hold are used.
+        modules: Pairs of a module's path and the module.
+        of_model: Snapshot of the whole model. An object that several modules hold keeps the name it has there.
     """
 
     def __init__(self, modules: Iterable[tuple[str, nn.Module]], of_model: "Attributes | None" = None) -> None:
@@ -77,7 +77,7 @@ class Attributes:
         return [change for container in self._containers.values() for change in _changes(container)]
 
     def tensors(self) -> list[Tensor]:
-        """Return the tensors that the attributes hold now, except in objects that are nested too deeply."""
+        """Return the tensors that the attributes hold at present, except in objects that are nested too deeply."""
         leaves: list[Any] = []
         for container in self._containers.values():
             live = dict(enumerate(container.live)) if isinstance(container.live, list) else container.live
@@ -85,9 +85,9 @@ class Attributes:
         return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
 
     def restore(self) -> None:
-        """Restore containers that hold other tensors now, and remove attributes that were set in the same objects.
+        """Restore the containers whose tensors changed since the snapshot, and remove attributes added to them.
 
-        Plain values are restored as well: they may count forwards, or note that this was the first one.
+        Plain values are restored as well, because they may count forwards or mark the first one.
         """
         for container in self._containers.values():
             live, before = container.live, container.before
@@ -112,7 +112,7 @@ class Attributes:
             if isinstance(container, list)
             else {key: value for key, value in container.items() if keys or key not in _OF_EVERY_MODULE}
         )
-        # Added before its content is followed, because objects may refer to each other in cycles.
+        # The container is added before its content is followed, because objects may refer to each other in cycles.
         self._containers[id(container)] = _Container(path, keys, container, items)
         if len(keys) >= _DEEPEST:
             return
@@ -123,12 +123,12 @@ class Attributes:
 
 
 def put_back(model: nn.Module, change: AttributeChange, leaves: Sequence[Any]) -> None:
-    """Repeat a change of a recording with these leaves.
+    """Repeat a recorded attribute change on `model`, with the given values.
 
     Args:
         model: The model.
-        change: The change.
-        leaves: Values of its leaves.
+        change: Recorded change.
+        leaves: Values of the leaves, which replace the recorded ones.
 
     Raises:
         LookupError: The container of the attribute does not exist.
@@ -144,13 +144,13 @@ def put_back(model: nn.Module, change: AttributeChange, leaves: Sequence[Any]) -
 
 
 def left_leaves(model: nn.Module, change: AttributeChange) -> list[Any]:
-    """Return the leaves that a call has just left at the place of a recorded change.
+    """Return the leaves of the value that a call has just stored in the attribute of a recorded change.
 
     Raises:
-        LookupError: There is no value of that structure.
+        LookupError: The attribute has no value, or a value of another structure than the recorded one.
     """
     container = _container(model, change)
-    # A list is longer than it was when recorded if it is not emptied between steps: the last items are the new ones.
+    # A list that is not emptied between steps is longer than in the recording; its last items are the new ones.
     if change.kind == "set":
         value = container[change.keys[-1]]
     else:
@@ -164,12 +164,12 @@ def left_leaves(model: nn.Module, change: AttributeChange) -> list[Any]:
 
 @contextmanager
 def without_leftovers(model: nn.Module, changes: Iterable[AttributeChange]) -> Iterator[None]:
-    """Remove, at the end of the block, the tensors that forward left in attributes, and with them their graphs."""
+    """Undo recorded attribute changes at the end of the block, which frees the tensors in them and their graphs."""
     before: list[tuple[Any, Any, Any]] = []
     for change in changes:
         try:
             container = _container(model, change)
-        except LookupError:  # the container is made during forward, within one that is restored
+        except LookupError:  # forward creates the container, within another container that is restored
             continue
         if change.kind == "set":
             before.append((container, change.keys[-1], container.get(change.keys[-1], _NOTHING)))
@@ -217,7 +217,7 @@ def _is_same(value: Any, other: Any) -> bool:
 
 
 def value_at(model: nn.Module, path: str, keys: Sequence[Any]) -> Any:
-    """Return the value at a place of an attribute, None if there is none."""
+    """Return the value at `keys` below the attributes of the module at `path`; None if there is none."""
     at: Any = vars(model.get_submodule(path))
     for key in keys[:-1]:
         at = _inside(at[key])
@@ -234,7 +234,7 @@ def _container(model: nn.Module, change: AttributeChange) -> Any:
 
 
 def _inside(value: Any) -> Any:
-    """Return the list or dict that a value is, or the attribute dict of an object of the user's; else None."""
+    """Return `value` if it is a list or dict, the attribute dict of a user-defined object, and None otherwise."""
     if type(value) in (list, dict, OrderedDict, defaultdict):
         return value
     if isinstance(value, Tensor | nn.Module | type) or callable(value) or is_plain(value):

@@ -1,14 +1,14 @@
 """Run layers under `torch.autocast`.
 
-Under autocast torch makes low-precision copies of weights when they are first needed. It caches them until the
-outermost context ends. So one context (`keeping_casts`) is open around all micro-batches of a step, and each copy is
-made once. Layers and loss run with autocast enabled inside it (`layers_in`). Backward runs without: its operators use
-the dtypes that forward chose.
+Under autocast, torch makes low-precision copies of weights when they are first needed. It caches the copies until the
+outermost autocast context ends. So one context (`keeping_casts`) is open around all micro-batches of a step, and each
+copy is made once. Layers and loss run with autocast enabled inside this context (`layers_in`). Backward runs without
+autocast, because its operators use the dtypes that forward chose.
 
-Until 2.11 torch cached a copy as it was first made. If that was under `no_grad`, the copy had no graph, and a later use
+Before 2.11, torch cached a copy that was made under `no_grad` without an autograd graph. A later use of that copy
 passed the weight no gradient (pytorch/pytorch#165068). The first forward of recomputed layers runs under `no_grad`.
-With such a torch, it neither reads nor fills the cache (`caching_only_with_graph`): each micro-batch makes its own
-copies and drops them at once. The same holds for the forward of a model's own autograd functions.
+With these torch releases, it neither reads nor fills the cache (`caching_only_with_graph`): each micro-batch makes its
+own copies and drops them at once. The same holds for the forward of a model's own autograd functions.
 """
 
 from collections.abc import Iterator
@@ -25,17 +25,17 @@ _AUTOCAST: dict[Precision, torch.dtype] = {"bf16-mixed": torch.bfloat16, "fp16-m
 
 
 def autocast_dtype(precision: Precision) -> torch.dtype | None:
-    """Return the dtype that autocast computes in; None without autocast."""
+    """Return the dtype that autocast computes in; None if the precision does not use autocast."""
     return _AUTOCAST.get(precision)
 
 
 def layers_in(precision: Precision, device: torch.device, *, keep: bool = True) -> AbstractContextManager[Any]:
-    """Return the context in which layers and loss run.
+    """Return the context manager in which layers and loss run: autocast, or a context without effect.
 
     Args:
         precision: Precision of the model.
         device: Device of the layers.
-        keep: Whether copies of weights are cached; without the cache each use makes a new copy.
+        keep: Whether autocast caches its copies of weights; otherwise each use of a weight makes a new copy.
 
     Returns:
         A context manager.
@@ -44,25 +44,25 @@ def layers_in(precision: Precision, device: torch.device, *, keep: bool = True) 
     if dtype is None:
         return nullcontext()
     autocast = torch.autocast(device.type, dtype=dtype, cache_enabled=keep)
-    # Where there is no graph at all, in an evaluation, copies are kept as they are.
+    # An evaluation records no graph, so it may use cached copies that have none.
     needs_care = keep and torch.is_grad_enabled() and not _copies_have_graphs()
     return _with_care(autocast) if needs_care else autocast
 
 
 def keeping_casts(precision: Precision, device: torch.device) -> AbstractContextManager[Any]:
-    """Return a context that keeps autocast's weight cache while it is open; it does not enable autocast."""
+    """Return a context manager that keeps autocast's weight cache alive, without enabling autocast."""
     dtype = _AUTOCAST.get(precision)
     return nullcontext() if dtype is None else torch.autocast(device.type, dtype=dtype, enabled=False)
 
 
 def caching_only_with_graph() -> AbstractContextManager[None]:
-    """Return a context for recomputed layers in which autocast caches no copy that would stop gradients."""
+    """Return a context manager for recomputed layers, in which autocast caches no weight copy without a graph."""
     return nullcontext() if torch.is_grad_enabled() or _copies_have_graphs() else _without_cache()
 
 
 @cache
 def _copies_have_graphs() -> bool:
-    """Return True if a copy that autocast makes under `no_grad` passes gradients on when it is used again."""
+    """Return True if a weight copy that autocast made under `no_grad` passes gradients to the weight in a later use."""
     weight = torch.ones(1, 1, requires_grad=True)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         with torch.no_grad():
@@ -78,14 +78,14 @@ def _with_care(autocast: torch.autocast) -> Iterator[None]:
 
 
 class _CacheGuard(TorchFunctionMode):
-    """Mode that disables the weight cache for functions that run without a graph.
+    """Mode that disables autocast's weight cache while gradients are disabled.
 
-    The forward of an autograd function is one.
+    Gradients are disabled, for example, in the forward of an autograd function.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Call `func`, without the weight cache where there is no graph."""
-        # The common case comes first, for speed. Code is compiled without this mode.
+        """Call `func`; if gradients are disabled, call it with autocast's weight cache off."""
+        # The common case comes first, for speed. `torch.compile` traces code without this mode.
         if torch.is_grad_enabled() or torch.compiler.is_dynamo_compiling():
             return func(*args, **(kwargs or {}))
         with _without_cache():

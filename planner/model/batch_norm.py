@@ -1,13 +1,14 @@
-"""Deferred batch normalization: running statistics of whole mini-batches, though each micro-batch runs alone.
+"""Deferred batch normalization: running statistics of whole mini-batches, although each micro-batch runs alone.
 
 In training every micro-batch is normalized by its own statistics. A plain `BatchNorm` would also update its running
-statistics with each of them, and again where a micro-batch is recomputed. Here the sums over all micro-batches are
-collected, and the running statistics are updated once per step with the mean and the unbiased variance of the whole
-mini-batch. The unpartitioned model would do the same with the same inputs of the layer. (The idea is torchgpipe's,
-which uses the biased variance.)
+statistics with every micro-batch, and once more when a micro-batch is recomputed. This module collects sums over all
+micro-batches, and updates the running statistics once per step with the mean and the unbiased variance of the whole
+mini-batch. The unpartitioned model would do the same with the same inputs of the layer. (The idea comes from
+torchgpipe, which uses the biased variance.)
 
-While a layer runs, a scratch pair replaces its running statistics, with a momentum of one. So torch's own kernel
-computes mean and variance, and no input is read twice. `planner.model.state` counts the memory for this.
+While a layer runs, a pair of scratch tensors (mean, variance) replaces its running statistics, with a momentum of one.
+So torch's own kernel computes mean and variance, and no input is read twice. `planner.model.state` counts the memory
+of the scratch tensors and the sums.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -24,21 +25,21 @@ from planner.core.errors import ModelError
 
 
 def has_batch_norm(model: nn.Module) -> bool:
-    """Return True if a batch normalization is trained, and so depends on the size of micro-batches."""
+    """Return True if the model trains a batch normalization, so that results depend on the micro-batch size."""
     return any(isinstance(module, _BatchNorm) and module.training for module in model.modules())
 
 
 def uses_batch_in_evaluation(model: nn.Module) -> bool:
-    """Return True if a batch normalization has no running statistics, so that samples depend on each other."""
+    """Return True if a batch normalization has no running statistics, so that samples of a batch affect each other."""
     return any(isinstance(module, _BatchNorm) and module.running_mean is None for module in model.modules())
 
 
 @contextmanager
 def deferring(model: nn.Module) -> Iterator["BatchStatistics"]:
-    """Defer the batch normalizations of a model inside the block, as in pipelined training.
+    """Defer the running statistics of a model's batch normalizations inside the block, as in pipelined training.
 
     Raises:
-        ModelError: One of them is a `SyncBatchNorm`.
+        ModelError: The model has a `SyncBatchNorm`.
     """
     before = {module: vars(module).get("forward") for module in model.modules()}
     try:
@@ -51,7 +52,7 @@ def deferring(model: nn.Module) -> Iterator["BatchStatistics"]:
 
 
 class BatchStatistics:
-    """Statistics of the batch normalizations among some modules; frozen ones (in evaluation mode) are not changed."""
+    """Collector of batch normalization statistics; layers in evaluation mode keep their running statistics."""
 
     def __init__(self, modules: Iterable[tuple[str, nn.Module]] = ()) -> None:
         self.is_collecting = False
@@ -59,12 +60,12 @@ class BatchStatistics:
         self.watch(modules)
 
     def watch(self, modules: Iterable[tuple[str, nn.Module]]) -> None:
-        """Collect the statistics of the batch normalizations among `modules`, too.
+        """Also collect the statistics of the batch normalizations among `modules`.
 
-        For a stage of a larger model these may include modules that other stages run.
+        For a stage of a larger model, `modules` may include modules that other stages run.
 
         Raises:
-            ModelError: One of them is a `SyncBatchNorm`.
+            ModelError: A module is a `SyncBatchNorm` in training mode.
         """
         for name, module in modules:
             if isinstance(module, nn.SyncBatchNorm) and module.training:
@@ -77,22 +78,22 @@ class BatchStatistics:
 
     @contextmanager
     def collecting(self) -> Iterator[None]:
-        """Collect the statistics of one micro-batch's forward; forwards outside of the block are not counted."""
+        """Collect the statistics of one micro-batch, whose forward runs inside the block."""
         self.is_collecting = True
         try:
             yield
         finally:
             self.is_collecting = False
-        # Not reached if the forward failed.
+        # This line is not reached if the forward failed.
         if any(call.new for call in self._calls.values()):
             self._add()
 
     def scratch_of(self, module: _BatchNorm, values: int) -> tuple[Tensor, Tensor]:
-        """Return the tensors that receive mean and variance of the input of `module`, which is about to run.
+        """Return the scratch tensors for the mean and variance of the input of `module`, which is about to run.
 
         Args:
             module: Batch normalization.
-            values: Number of values per channel in its input.
+            values: Number of values per channel in the input of `module`.
 
         Returns:
             Mean and variance, each of shape (channels,).
@@ -108,8 +109,8 @@ class BatchStatistics:
         return call.mean, call.variance
 
     def commit(self, group: dist.ProcessGroup | None = None) -> None:
-        """Update running statistics with all that was collected since the last call, over all ranks of `group`."""
-        # In the order of the first forward, which is the same in every replica: so the sums belong together.
+        """Update running statistics with everything collected since the last `commit`, on all ranks of `group`."""
+        # The order is that of the first forward. It is equal in all replicas, so each sum meets its counterparts.
         calls = list(self._calls.values())
         if calls and group is not None:
             _sum_over(group, calls)
@@ -117,12 +118,12 @@ class BatchStatistics:
             call.commit()
 
     def _add(self) -> None:
-        """Add the scratch pairs to the sums."""
+        """Add the mean and variance of this micro-batch to the sums over the mini-batch."""
         calls_of: dict[int, list[_NormCall]] = {}
         for call in self._calls.values():
             if call.new:
                 calls_of.setdefault(call.new, []).append(call)
-        # Layers that see as many values share one kernel; of a convolutional net these are a handful of groups.
+        # Layers with equal numbers of values share one kernel; a convolutional network has a handful of such groups.
         for values, calls in calls_of.items():
             means, variances = [call.mean for call in calls], [call.variance for call in calls]
             torch._foreach_add_([call.sum for call in calls], means, alpha=values)
@@ -130,7 +131,7 @@ class BatchStatistics:
             squares = [call.squares for call in calls]
             torch._foreach_add_(squares, variances, alpha=values - 1)
             torch._foreach_addcmul_(squares, means, means, value=values)
-            # Through `data`: autograd saves these tensors for backward, and would report them as modified.
+            # `data` hides the write from autograd, which saved these tensors and would report them as modified.
             torch._foreach_zero_([scratch.data for scratch in (*means, *variances)])
             for call in calls:
                 call.count += values
@@ -139,20 +140,20 @@ class BatchStatistics:
 
 @dataclass
 class _NormCall:
-    """One of the calls of a layer in a forward; there is nearly always only one."""
+    """Statistics of one call of a layer in a forward; nearly all layers are called once."""
 
     module: _BatchNorm
     mean: Tensor
     variance: Tensor
-    """Unbiased variance. This tensor and `mean` are overwritten by each micro-batch."""
+    """Unbiased variance. Each micro-batch overwrites `variance` and `mean`."""
     sum: Tensor
-    """Sum of all values so far; float64, because a difference of large sums follows."""
+    """Sum of the input's values per channel, over the micro-batches so far; float64, to subtract large sums exactly."""
     squares: Tensor
-    """Sum of their squares, in float64."""
+    """Sum of the squares of the same values, in float64."""
     new: int = 0
-    """Values per channel that `mean` and `variance` are of; 0 before the layer has run."""
+    """Number of values per channel behind `mean` and `variance`; 0 before the layer has run."""
     count: int = 0
-    """Values per channel in the sums."""
+    """Number of values per channel in `sum` and `squares`."""
 
     @classmethod
     def of(cls, module: _BatchNorm) -> "_NormCall":
@@ -163,24 +164,24 @@ class _NormCall:
         return cls(module, mean, variance, total, squares)
 
     def commit(self) -> None:
-        """Update the layer's running statistics from the sums, if they are not empty, and clear these."""
+        """Update the layer's running statistics from the sums, unless no values were collected; then clear the sums."""
         if self.count:
             mean = self.sum / self.count
-            # Not a division by 0: of one value there is no variance, and torch refuses to train on it.
+            # `count` is at least 2, because torch refuses to train on a single value per channel.
             self._update(mean, (self.squares - self.sum * mean) / (self.count - 1))
         self.count = 0
         self.sum.zero_()
         self.squares.zero_()
 
     def _update(self, mean: Tensor, variance: Tensor) -> None:
-        """Update running statistics as `BatchNorm` would, with the statistics of a whole mini-batch."""
+        """Update the running statistics as `BatchNorm` would after a forward on the whole mini-batch."""
         module = self.module
         assert module.running_mean is not None
         assert module.running_var is not None
         momentum = module.momentum
         if module.num_batches_tracked is not None:
             module.num_batches_tracked.add_(1)
-            # Without a momentum torch keeps the mean over all mini-batches.
+            # If momentum is None, torch averages over all mini-batches so far.
             if momentum is None:
                 momentum = 1 / float(module.num_batches_tracked)
         assert momentum is not None
@@ -189,7 +190,7 @@ class _NormCall:
 
 
 def _sum_over(group: dist.ProcessGroup, calls: Sequence[_NormCall]) -> None:
-    # One message for all layers: counts are exact in float64, and go along with the sums.
+    # One all-reduce serves all layers. It includes the counts, which are exact in float64.
     counts = calls[0].sum.new_tensor([call.count for call in calls])
     sums = [part for call in calls for part in (call.sum, call.squares)]
     flat = torch.cat([*sums, counts])
@@ -202,11 +203,11 @@ def _sum_over(group: dist.ProcessGroup, calls: Sequence[_NormCall]) -> None:
 
 
 class _Deferred:
-    """Replacement of the forward of a batch normalization, of any class."""
+    """Forward of a batch normalization, of any class, that collects statistics instead of updating running ones."""
 
     def __init__(self, module: _BatchNorm, statistics: BatchStatistics) -> None:
         before = vars(module).get("forward")
-        # A finished model may have been in another pipeline.
+        # The model may have been part of another pipeline before, which left its own `_Deferred` there.
         self._forward: Callable[..., Any] = before._forward if isinstance(before, _Deferred) else module.forward
         self._module = module
         self._statistics = statistics
@@ -217,13 +218,13 @@ class _Deferred:
             return self._forward(*args, **kwargs)
         names = ("running_mean", "running_var", "num_batches_tracked")
         buffers, momentum = {name: module._buffers[name] for name in names}, module.momentum
-        # Without running statistics a layer uses those of its input, and stores none.
+        # A layer without running statistics normalizes by those of its input, and stores none.
         scratch: tuple[Tensor | None, Tensor | None] = (None, None)
         if self._statistics.is_collecting:
             value: Tensor = args[0] if args else next(iter(kwargs.values()))
             scratch = self._statistics.scratch_of(module, value.numel() // value.shape[1])
         module._buffers.update(zip(names, (*scratch, None), strict=True))
-        # With momentum 1 the scratch pair holds this micro-batch's statistics alone.
+        # With momentum 1, the scratch tensors hold the statistics of this micro-batch alone.
         module.momentum = 1.0
         try:
             return self._forward(*args, **kwargs)

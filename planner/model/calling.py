@@ -20,7 +20,7 @@ def arguments_of(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 @contextmanager
 def wrapped(modules: Iterable[nn.Module], run: Callable[..., Any]) -> Iterator[None]:
-    """Call `run(module, forward, args, kwargs)` wherever the forward of one of the modules is called."""
+    """Replace the forward of each module, inside the block, by a call of `run(module, forward, args, kwargs)`."""
     with ExitStack() as stack:
         for module in dict.fromkeys(modules):
             stack.callback(_restore, module, vars(module).get("forward"))
@@ -29,7 +29,7 @@ def wrapped(modules: Iterable[nn.Module], run: Callable[..., Any]) -> Iterator[N
 
 
 def _wrapper(module: nn.Module, forward: Callable[..., Any], run: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(forward)  # some libraries look at the signature of a forward
+    @functools.wraps(forward)  # some libraries inspect the signature of a forward
     def call(*args: Any, **kwargs: Any) -> Any:
         return run(module, forward, args, kwargs)
 
@@ -37,7 +37,7 @@ def _wrapper(module: nn.Module, forward: Callable[..., Any], run: Callable[..., 
 
 
 def _restore(module: nn.Module, forward: Any) -> None:
-    # A forward may be an attribute of the object, as libraries set it that replace forwards; usually it is the class's.
+    # A forward is usually a method of the class. Libraries that replace it set an attribute of the object.
     if forward is None:
         module.__dict__.pop("forward", None)
     else:

@@ -1,8 +1,9 @@
 """Represent a model as a chain of layers: layer l maps the tensors at boundary l - 1 to those at boundary l.
 
-For an `nn.Sequential` a layer is a child (nested ones are flattened). Its name is its module path, and any nest of
-tuples, lists and dicts of tensors may cross a boundary. Any other model is cut according to its outline: a layer is
-part of its own forward, named after the largest module in it, and a tuple of tensors crosses a boundary.
+In an `nn.Sequential`, each child is a layer (nested Sequentials are flattened). The name of a layer is its module path,
+and any nest of tuples, lists and dicts of tensors may cross a boundary. Any other model is cut according to its outline
+(`planner.model.outline`). A layer is then a part of the model's forward, named after the largest module in that part,
+and a tuple of tensors crosses each boundary.
 """
 
 import hashlib
@@ -34,7 +35,7 @@ from planner.model.stage import ModelStage, holder_at
 
 @dataclass(frozen=True)
 class Layer:
-    """Layer with its path in the model, or that of the largest module in it (`#2` for a second layer of that name)."""
+    """Layer, named by its path in the model or that of its largest module (`#2` for a second layer of that name)."""
 
     name: str
     module: nn.Module
@@ -49,7 +50,7 @@ class Layer:
 
     @property
     def buffer_bytes(self) -> int:
-        """Bytes of all its current buffers."""
+        """Memory of the layer's current buffers, in bytes."""
         return sum(buffer.nbytes for buffer in self.module.buffers())
 
     @property
@@ -73,20 +74,20 @@ class Chain:
 
     @property
     def ends(self) -> tuple[str, ...]:
-        """Name, for each boundary, that `uncut` uses to prevent a cut there."""
+        """Name of each boundary: the layer that would end there in the finest cut. Option `uncut` uses these names."""
         return self.names[:-1] if self.outline is None else self.outline.ends
 
     def modules(self, layer: int) -> tuple[str, ...]:
-        """Return the paths of the modules in a layer, in execution order; empty if the layer's name is the only one."""
+        """Return the paths of the modules in a layer, in execution order; empty if the only one is the layer's name."""
         name = self.layers[layer].name
         modules = (name,) if self.outline is None else self.outline.modules[layer]
         return () if modules == (name,) else modules
 
     def stage(self, first: int, end: int) -> nn.Module:
-        """Return layers `first` to `end - 1` as one module, whose parameters have the names they have in the model.
+        """Return layers `first` to `end - 1` as one module, whose parameters keep their names in the model.
 
-        The first stage takes the model's inputs, and the last returns the model's output. Between stages it is what
-        crosses the boundary. The modules are the model's own.
+        The first stage takes the model's inputs, and the last stage returns the model's output. All others take and
+        return the tensors that cross the boundaries. The module shares the model's submodules; nothing is copied.
         """
         if self.outline is None:
             return _Layers(self.layers[first:end])
@@ -94,7 +95,7 @@ class Chain:
 
 
 class _Layers(nn.Module):
-    """Layers of a Sequential."""
+    """Consecutive layers of an `nn.Sequential`, as one module."""
 
     def __init__(self, layers: Sequence[Layer]) -> None:
         super().__init__()
@@ -119,16 +120,18 @@ def chain_of(
     Args:
         model: The model.
         example_inputs: Function from a number of samples to inputs; only an `nn.Sequential` needs none.
-        granularity: About one layer per block, or also parts of blocks; a Sequential is always cut into its children.
-        loss_of: Function from a number of samples to the loss of the model's output for them. Outputs that it does not
-            read are not sent to the last layer (in a Sequential, all are). Without it, all outputs are sent.
+        granularity: `coarse` for about one layer per block, `fine` for parts of blocks as well. A Sequential is always
+            cut into its children.
+        loss_of: Function from a number of samples to a function that computes the loss from the model's output.
+            Outputs that the loss does not read are not sent to the last layer, except in a Sequential. If `loss_of` is
+            None, all outputs are sent.
         uncut: Names of layers after which the model is not cut.
 
     Returns:
         The chain.
 
     Raises:
-        ModelError: The model is empty, has parameters without a shape, cannot be run, or cannot be cut anywhere.
+        ModelError: The model is empty, has parameters without a shape, fails when it runs, or cannot be cut anywhere.
     """
     lazy = [path for path, module in model.named_modules() if any(map(is_lazy, module._parameters.values()))]
     if lazy:
@@ -148,7 +151,7 @@ def chain_of(
             hint="compile its blocks instead, or leave `torch.compile` out",
         )
     refuse_sparse(model)
-    # If children must stay in one layer, the Sequential is cut like any other module.
+    # A Sequential with children that must stay in one layer is cut like any other module.
     if _is_plain_sequential(model) and not uncut and not _shares_state(model, example_inputs):
         layers = tuple(_flatten(model, ""))
         if not layers:
@@ -163,7 +166,7 @@ def chain_of(
 
 
 def outlined(outline: Outline, model: nn.Module) -> Chain:
-    """Return the chain of an instance of the model that an outline describes."""
+    """Return the chain of `model`, cut as `outline` says; the outline may be from another instance of the model."""
     stages = (ModelStage(outline, model, n, n + 1) for n in range(len(outline.names)))
     return Chain(tuple(map(Layer, outline.names, stages)), model, outline)
 
@@ -181,16 +184,16 @@ def register(root: nn.Module, name: str, module: nn.Module) -> None:
 
 
 def run_layers(layers: Sequence[nn.Module], value: Any) -> Any:
-    """Return the result of `layers` applied to `value` one after another, without keeping values between them."""
+    """Apply `layers` to `value` one after another and return the result; intermediate values are released."""
     for layer in layers:
         value = layer(value)
     return value
 
 
 def shared_parameters(layers: Sequence[Layer]) -> list[list[tuple[int, str]]]:
-    """Return (layer, parameter name) of all owners, for each memory that parameters of several layers cover.
+    """Return the parameters that several layers share: for each, a list of (layer index, parameter name).
 
-    Views of one storage that cover different parts of it are separate parameters.
+    Parameters are shared if they cover the same memory. Views of different parts of one storage are not shared.
     """
     by_memory: dict[tuple[object, ...], list[tuple[int, str]]] = {}
     for index, layer in enumerate(layers):
@@ -200,9 +203,9 @@ def shared_parameters(layers: Sequence[Layer]) -> list[list[tuple[int, str]]]:
 
 
 def tied_parameters(layers: Sequence[Layer]) -> dict[str, tuple[str, ...]]:
-    """Return the tied parameters: each parameter's name, and its names in the other layers that share it.
+    """Return the tied parameters: for each parameter's name, its names in the other layers that share it.
 
-    A name in another layer is replaced by that layer's name if it does not begin with the layer's name.
+    If the name in another layer does not begin with that layer's name, the name of the layer takes its place.
     """
     tied: dict[str, tuple[str, ...]] = {}
     for owners in shared_parameters(layers):
@@ -214,15 +217,15 @@ def tied_parameters(layers: Sequence[Layer]) -> dict[str, tuple[str, ...]]:
 
 
 def chain_digest(chain: Chain, settings: dict[str, Setting], precision: Precision = "") -> str:
-    """Return a digest `sha256:…` of everything about a chain but the values of its tensors.
+    """Return a digest `sha256:…` of everything about a chain except the values of its tensors.
 
-    It covers names, classes, parameters and buffers (shape, dtype, trainability), settings and precision. The model may
-    be on the meta device.
+    The digest covers names, classes, parameters and buffers (shape, dtype, trainability), settings and precision. The
+    model may be on the meta device.
 
     Args:
         chain: The chain.
         settings: Settings that the model was built with.
-        precision: Precision that it runs in.
+        precision: Precision that the model runs in.
 
     Returns:
         The digest.
@@ -236,12 +239,12 @@ def chain_digest(chain: Chain, settings: dict[str, Setting], precision: Precisio
 
 
 def digest_of(content: Any) -> str:
-    """Return `sha256:…` over values that JSON can hold, and over the text of any others."""
+    """Return a digest `sha256:…` of `content` as JSON; values that JSON cannot hold enter as their text."""
     return "sha256:" + hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode()).hexdigest()
 
 
 def without_addresses(text: str) -> str:
-    """Return a printed module without the memory addresses of functions and objects, which differ between processes."""
+    """Remove memory addresses from the text of a printed module, because they differ between processes."""
     return re.sub(r" at 0x[0-9a-f]+", "", text)
 
 
@@ -256,7 +259,7 @@ def _described(layer: Layer) -> dict[str, Any]:
 
 
 def _printed(module: nn.Module) -> str:
-    """Return the printed module; or its classes, if a submodule prints values that a rank may not have."""
+    """Return the printed module; if a submodule prints values that a rank may lack, return the class names instead."""
     own = any(
         type(part).__module__.startswith("torch.ao.")
         or (type(part).__repr__ is not nn.Module.__repr__ and not type(part).__module__.startswith("torch."))
@@ -272,16 +275,16 @@ def _tensor(name: str, tensor: Tensor) -> list[Any]:
 
 
 def _is_plain_sequential(module: nn.Module) -> bool:
-    # A subclass with a forward of its own does something else; hooks on a container would be lost by flattening.
+    # A subclass with its own forward may do something else. Flattening would lose the hooks of a container.
     hooked = module._forward_hooks or module._forward_pre_hooks or module._backward_hooks
     return isinstance(module, nn.Sequential) and type(module).forward is nn.Sequential.forward and not hooked
 
 
 def refuse_sparse(model: nn.Module) -> None:
-    """Refuse a model that holds sparse tensors, or a layer whose gradients are sparse.
+    """Refuse a model with sparse tensors or with a layer whose gradients are sparse.
 
     Raises:
-        ModelError: There is one; it names the tensor or the layer.
+        ModelError: The model has a sparse tensor or such a layer, which the message names.
     """
     for path, module in model.named_modules():
         if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse:
@@ -296,7 +299,7 @@ def refuse_sparse(model: nn.Module) -> None:
 
 
 def _shares_state(model: nn.Module, example_inputs: Callable[[int], Any] | None) -> bool:
-    """Return True if a forward changes a tensor that several layers of a Sequential use, or if that is unknown."""
+    """Return True if a forward changes a tensor that several layers of a Sequential use, or if this is unknown."""
     layers = [layer.module for layer in _flatten(model, "")]
     owned = [{storage_key(t) for t in (*m.parameters(), *m.buffers(), *outlying_tensors([m], ()))} for m in layers]
     shared = {key for key, count in Counter(key for keys in owned for key in keys).items() if count > 1}
@@ -304,7 +307,7 @@ def _shares_state(model: nn.Module, example_inputs: Callable[[int], Any] | None)
         return False
     try:
         recording = record(model, (example_inputs(SIZES[0]),), ghosts=True)
-    except Exception:  # it reads values, which this instance may not have; an error of the user's comes again
+    except Exception:  # the forward reads values that this instance may lack; the user's own errors are raised later
         return not shared <= set(map(storage_key, model.parameters()))
     names = [layer.name for layer in _flatten(model, "")]
     calls = [call for call in recording.calls if call.path in names]

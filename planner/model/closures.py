@@ -1,10 +1,10 @@
-"""Find tensors outside of a model's parameters and buffers that its code and its hooks can read.
+"""Find the tensors that a model's code and hooks can read, and that are not among its parameters and buffers.
 
     mask = torch.rand(8, 8) > 0.5
     layer.weight.register_hook(lambda gradient: gradient * mask)
 
-Here no module holds `mask`. It is found by following the references of Python objects: attributes, containers, closures
-and default arguments of functions, bound objects, and modules that are hidden in any of these.
+In this example, no module holds `mask`. The search finds it by following references between Python objects: attributes,
+containers, closures and default arguments of functions, bound objects, and modules that are hidden in any of these.
 """
 
 from collections import deque
@@ -20,17 +20,17 @@ _HELD_BY_MODULE = ("_parameters", "_buffers", "_modules")
 
 
 def outlying_tensors(modules: Iterable[nn.Module], hooked: Iterable[Tensor]) -> list[Tensor]:
-    """Return the tensors that modules and hooks can read, other than the modules' own parameters and buffers.
+    """Return the tensors that modules and hooks can read, except the modules' own parameters and buffers.
 
     Args:
-        modules: The modules, with all of their submodules.
-        hooked: Tensors whose hooks run.
+        modules: The modules; their submodules are searched as well.
+        hooked: Tensors with hooks; the search covers what the hooks can read.
     """
     own = {id(part): part for module in modules for part in module.modules()}
     held = {id(t) for part in own.values() for t in (*part._parameters.values(), *part._buffers.values())}
     todo: list[Any] = [value for part in own.values() for value in _own_values(part)]
     todo.extend(hooks for tensor in hooked for hooks in _hooks(tensor))
-    seen: dict[int, Any] = dict(own)  # with the objects: an address may come again once its object is gone
+    seen: dict[int, Any] = dict(own)  # holds the objects, because the address of a freed object could be reused
     found = []
     while todo:
         value = todo.pop()
@@ -55,7 +55,7 @@ def _hooks(tensor: Tensor) -> Iterator[Any]:
 
 
 def _referred(value: Any) -> Iterator[Any]:
-    """Yield the objects that an object references, without classes and imported Python modules."""
+    """Yield the objects that `value` refers to; none if it is a class or an imported Python module."""
     if isinstance(value, type | ModuleType):
         return
     if isinstance(value, dict):

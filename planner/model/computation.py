@@ -1,8 +1,9 @@
-"""Compute digests of the code of a model that names and shapes do not show: loss function, activations, own forwards.
+"""Compute digests of a model's code: loss function, activations, and forwards of the user's classes.
 
-The two digests, of the loss and of the layers, show whether a resumed run still trains the same model. They are taken
-from the parsed code, so comments, docstrings and formatting do not count. Python versions may differ in how they write
-parsed code. For installed code (torch, transformers) only names count: another release is not another model.
+Names and shapes of layers do not show this code. The two digests, of the loss and of the layers, show whether a resumed
+run still trains the same model. They are computed from the parsed code, so comments, docstrings and formatting do not
+count. They may differ between Python versions. For installed code (torch, transformers) only names count, so that
+another release is not another model.
 """
 
 import ast
@@ -25,8 +26,8 @@ _INSTALLED: Final = ("site-packages", "dist-packages")
 
 
 def computation_of(model: nn.Module, loaded: LoadedModel) -> dict[str, str]:
-    """Return digests of what `loss` and `layers` of a model compute; the model may be on any device."""
-    # Constants that a loss reads count, too; a layer's are mostly sizes, which its tensors show.
+    """Return two digests, under `loss` and `layers`, of the code of a model; the model may be on any device."""
+    # The constants that a loss reads count as well. Those of a layer are mostly sizes, which its tensors show.
     reader = _CodeReader(constants=True)
     loss = [reader.described(loaded.loss_fn), reader.described(loaded.loss_count)]
     reader = _CodeReader(constants=False)
@@ -36,7 +37,7 @@ def computation_of(model: nn.Module, loaded: LoadedModel) -> dict[str, str]:
 
 
 class _CodeReader:
-    """Description of functions, classes and objects by values that JSON can hold."""
+    """Reader that describes the code of functions, classes and objects by values that JSON can hold."""
 
     def __init__(self, *, constants: bool) -> None:
         self._constants = constants
@@ -49,7 +50,7 @@ class _CodeReader:
         return [type(module).__qualname__, without_addresses(module.extra_repr()), functions]
 
     def described(self, value: Any) -> Any:
-        """Return a description of `value`, as far as it determines results, that JSON can hold."""
+        """Return a description of `value` that JSON can hold, of everything that affects computed results."""
         if isinstance(value, functools.partial):
             return ["partial", self._all([value.func, *value.args]), self._named(value.keywords)]
         if isinstance(value, MethodType):
@@ -109,19 +110,19 @@ def _is_own(thing: Any) -> bool:
 
 def _methods(thing: type) -> Iterator[FunctionType]:
     for held in vars(thing).values():
-        function = getattr(held, "__func__", getattr(held, "fget", held))  # of static and class methods, properties
+        function = getattr(held, "__func__", getattr(held, "fget", held))  # unwrap methods, properties
         if isinstance(function, FunctionType):
             yield function
 
 
 def _referred(function: FunctionType) -> dict[str, Any]:
-    """Return the values that a function reads from outside by name: globals of its file, and enclosing variables."""
+    """Return the outer variables that a function reads, by name: globals of its file and variables in its closure."""
     names = set(_names(function.__code__))
     values = {name: function.__globals__[name] for name in names if name in function.__globals__}
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
         try:
             values[name] = cell.cell_contents
-        except ValueError:  # not yet bound
+        except ValueError:  # the variable has no value yet
             continue
     return values
 
@@ -134,7 +135,7 @@ def _names(code: CodeType) -> Iterator[str]:
 
 
 def _text(thing: Callable[..., Any]) -> str:
-    """Return the source without comments, docstrings and formatting."""
+    """Return the source of a function or class without comments, docstrings and formatting; empty if unknown."""
     try:
         source = textwrap.dedent(inspect.getsource(thing))
     except (OSError, TypeError):

@@ -1,6 +1,6 @@
-"""Model of a Hugging Face config.json, as a module with the functions that a model.py defines.
+"""Build a model from a Hugging Face config.json, as a module with the functions that a model.py defines.
 
-The model has random weights: `transformers` builds it from the configuration alone.
+The model has random weights, because `transformers` builds it from the configuration alone.
 """
 
 import json
@@ -41,7 +41,7 @@ def configuration_module(path: str) -> ModuleType:
     """Return a module with `build_model` and `example_batch` for the model of a config.json.
 
     Args:
-        path: Path of the file.
+        path: Path of the config.json.
 
     Raises:
         MissingPackageError: transformers is not installed.
@@ -69,9 +69,9 @@ def configuration_module(path: str) -> ModuleType:
 
 
 def _read(transformers: ModuleType, path: str) -> tuple[Any, bool]:
-    """Return the configuration of the language model, and True if the model also has other parts.
+    """Return the configuration of the language model, and True if the model also has other parts (vision, audio).
 
-    It is without a cache of keys and values, which training does not use.
+    The configuration disables the cache of keys and values, because training does not use it.
     """
     whole = transformers.AutoConfig.from_pretrained(path)
     configuration = whole.get_text_config()
@@ -80,7 +80,10 @@ def _read(transformers: ModuleType, path: str) -> tuple[Any, bool]:
 
 
 def _task(path: str, task: str, *, is_part: bool) -> str:
-    """Return the name of the task: the given one, that of a part, or that of the first class in `architectures`."""
+    """Return the name of the task: `task` if given, else a default that depends on the configuration.
+
+    The default is `causal-lm` for the language model in a larger model, and else follows from `architectures`.
+    """
     if task in TASKS:
         return task
     if task:

@@ -1,8 +1,9 @@
 """Find where a recorded model can be cut, and what crosses each cut.
 
-A cut is a time of the recording; code before it has run. Calls that ended before a cut do not run again after it: their
-results are received where they are needed. Calls that are still open run their code again from its start, on the
-received tensors. Joins are an exception: they are received.
+A cut is a time of the recording: stages before the cut run the code before that time. Calls that ended before a cut do
+not run again after it. Later stages receive their results, if these are needed. Calls that are still open at the cut
+run their code again from its start, on the received tensors. Joins (`planner.model.joins`) are an exception: a later
+stage receives a join instead of computing it again.
 
     def forward(self, x):
         a = self.first(x)
@@ -11,8 +12,8 @@ received tensors. Joins are an exception: they are received.
         ----------------------     the cut: after `second`, or after the join that follows it
         return self.third(c) + a
 
-After the cut c and a are read. If c is no join, it is computed again there, and a and b cross; if it is one, c and a
-cross.
+After the cut, the code reads c and a. If c is a join, then c and a cross. Otherwise a and b cross, and the stage after
+the cut computes c again.
 """
 
 from bisect import bisect_left
@@ -32,13 +33,13 @@ from planner.model.regions import Region
 from planner.model.repetition import Repetition
 
 _NEAR = 1.1
-"""Cuts with up to this many times the bytes of the best one nearby are kept."""
+"""Cuts are kept if at most this many times the bytes of the best nearby cut cross them."""
 
 _WIDEST = 3.0
-"""Limit of the bytes of a cut inside a block, relative to the cuts around the block."""
+"""Largest number of bytes across a cut inside a block, relative to those across the cuts around the block."""
 
 _Life = tuple[int, int, int, list[int]]
-"""Life of a version that is used: its number, time of creation, time of the last use, and times of all uses."""
+"""Lifetime of a version that is used: its number, time of creation, time of the last use, and times of all uses."""
 
 
 @dataclass(frozen=True)
@@ -46,15 +47,15 @@ class CutCrossing:
     """Tensors that must cross a cut."""
 
     values: tuple[int, ...]
-    """Numbers of tensors in `Recording.values`."""
+    """Indices of the tensors in `Recording.values`."""
     holds: frozenset[str]
     """Parameters and buffers that later stages read when they repeat code from before the cut."""
     problem: str | None
-    """Reason why the model cannot be cut here; or None."""
+    """Reason why the model cannot be cut here; None if it can."""
 
 
 class Cuts:
-    """Cuts of a recording of a model, of which only the module structure is used."""
+    """Possible cuts of a recorded model. Of `model`, only the module structure is used."""
 
     def __init__(self, recording: Recording, model: nn.Module) -> None:
         self.recording = recording
@@ -68,10 +69,10 @@ class Cuts:
         self._lives: list[_Life] = [
             (v, data["created"], data["uses"][-1], data["uses"]) for v, data in flow.items() if data["uses"]
         ]
-        # Cached: many modules end at the same times, and every choice below needs the width of the same cuts.
+        # The widths are cached: many modules end at the same times, and every choice below needs the same widths.
         self._num_bytes: dict[tuple[int, bool], int] = {}
         self._cut_behind: dict[int, int] = {}
-        # Versions come in the order in which they were made: the first of a storage is what created it.
+        # Versions are in order of creation, so the first version of a storage names the operator that created it.
         self._creator: dict[int, int] = {}
         for data in flow.values():
             self._creator.setdefault(data["storage"], data["operator"])
@@ -83,17 +84,17 @@ class Cuts:
         """Number of calls after which `choose` would cut if nothing prevented it."""
 
     def crossing(self, cut: int, *, used_before: int = END + 1, with_unread: bool = False) -> CutCrossing:
-        """Return what crosses `cut` for uses between it and `used_before`.
+        """Return the tensors that must cross `cut`, because code between `cut` and `used_before` uses them.
 
         Args:
             cut: Time of the cut.
-            used_before: Later uses do not count.
+            used_before: Time from which uses do not count.
             with_unread: Whether outputs that the loss does not read count as used.
 
         Returns:
-            The crossing.
+            The tensors, and the parameters and buffers that repeated code reads.
         """
-        # Uses are in order: the first that is not before the cut says whether the version is needed soon enough.
+        # Uses are in order, so the first one after the cut decides whether the version is used before `used_before`.
         live = [
             version
             for version, created, last, uses in self._lives
@@ -105,7 +106,7 @@ class Cuts:
             ]
         needs = _Needs(self, cut)
         needs.follow(live, strict=True)
-        # Repeated code decides again (`if x.sum() > 0`), and needs these values even if nothing else reads them.
+        # Repeated code branches again on values (`if x.sum() > 0`), which it needs even if nothing else reads them.
         for number in self.recording.decisions:
             if self.repetition.repeats(number, cut):
                 needs.follow(self.recording.reads[number], strict=False)
@@ -114,7 +115,7 @@ class Cuts:
         return CutCrossing(tuple(sorted(needs.values)), frozenset(needs.holds), problem)
 
     def num_bytes(self, cut: int, *, with_unread: bool = False) -> int:
-        """Return the bytes that cross a cut."""
+        """Return the number of bytes that cross a cut."""
         key = cut, with_unread and bool(self.recording.unread)
         if key not in self._num_bytes:
             crossing = self.crossing(cut, with_unread=with_unread)
@@ -123,7 +124,7 @@ class Cuts:
 
     @property
     def joins(self) -> tuple[Join, ...]:
-        """Joins, which are sent across a cut if they would otherwise be computed again after it."""
+        """Joins. A join is sent across a cut if later stages would otherwise compute it again."""
         return tuple(self._joins.values())
 
     def join(self, operator: int, cut: int) -> Join | None:
@@ -132,11 +133,7 @@ class Cuts:
         return join if join is not None and join.exit < cut and self.repetition.repeats(operator, cut) else None
 
     def parts(self, cut: int) -> tuple[int, int]:
-        """Return the costs of repeating code after a cut.
-
-        Returns:
-            Number of tensors that cross the cut only for the repeated code, and number of results of that code.
-        """
+        """Return two counts: tensors that cross the cut only because repeated code reads them, and its results."""
         flow = self.recording.flow.nodes
         read_behind = {flow[v]["storage"] for v, _, last, _ in self._lives if last >= cut}
         crossing = {self.recording.values[value][0] for value in self.crossing(cut).values}
@@ -145,7 +142,7 @@ class Cuts:
         return len(crossing - read_behind), sum(self.join(number, cut) is None for number in repeated)
 
     def holds(self, first: int, end: int) -> frozenset[str]:
-        """Return the parameters and buffers that are needed to run the code between two cuts."""
+        """Return the names of the parameters and buffers that a stage needs to run the code between two cuts."""
         inside = (o.holds for o in self.recording.operators if first <= o.time < end)
         # The model's output is used at the end of the last layer.
         used_before = END + 1 if end == END else end
@@ -154,14 +151,14 @@ class Cuts:
         return frozenset(name for names in inside for name in names) | crossing.holds | returned
 
     def missing_outputs(self, cut: int, holds: frozenset[str]) -> frozenset[int]:
-        """Return the unread leaves of the model's output that cannot be computed after `cut`.
+        """Return the outputs that the loss does not read and that stages after `cut` cannot compute.
 
         Args:
             cut: Time of the cut.
-            holds: Parameters and buffers that the stages after it have.
+            holds: Parameters and buffers that the stages after the cut have.
 
         Returns:
-            Indices of leaves.
+            Indices of leaves of the model's output.
         """
         unread = self.recording.unread
         if not unread:
@@ -174,27 +171,27 @@ class Cuts:
             if number >= 0 and self.join(number, cut) is not None:
                 is_there = data["storage"] in received
             elif number >= 0 and (data["created"] >= cut or self.repetition.repeats(number, cut)):
-                # It is computed after the cut, if its operands are there.
+                # This version is computed after the cut, if its operands are available there.
                 operator = self.recording.operators[number]
                 is_there = holds.issuperset(operator.holds) and missing.isdisjoint(self.recording.reads[number])
             elif number < 0 and data["storage"] not in self.recording.exposures:
-                is_there = version not in unread  # a parameter; the operators that read it are checked for it
+                is_there = version not in unread  # a parameter: `holds` is checked at the operators that read it
             else:
-                # A finished call made it. Its storage crosses as it is at the cut, which may be another version.
+                # A finished call made this version. The storage crosses in its state at the cut, maybe a later version.
                 is_there = data["storage"] in received and self._num_versions[data["storage"]] == 1
             if not is_there:
                 missing.add(version)
         return frozenset(leaf for leaf, version in enumerate(self.recording.outputs) if version in missing & unread)
 
     def choose(self, granularity: Granularity) -> tuple[list[int], list[str]]:
-        """Return the useful cuts, in order; and messages, blocks first, on calls after which there is none.
+        """Return the useful cuts in order, and messages why there is no cut after certain calls, those of blocks first.
 
-        A block is a member of a ModuleList, ModuleDict or Sequential. The model is cut after each block and after other
-        modules that hold trained ones, wherever that is possible. After smaller modules outside of blocks it is cut
-        only at narrow places; within blocks only if `granularity` is fine.
+        A block is a member of a ModuleList, ModuleDict or Sequential. If possible, the model is cut after each block
+        and after other modules that contain modules with parameters. After smaller modules outside of blocks, it is
+        cut only where few bytes cross. Within blocks, it is cut only if `granularity` is `fine`.
         """
         calls = self.recording.calls
-        # Boundaries between blocks are natural cuts; elsewhere a cut must be narrow to be useful.
+        # Boundaries between blocks are natural cuts. Any other cut is useful only if few bytes cross it.
         blocks = [call for call in calls[1:] if self._is_member(call)]
         inside = {number for call in blocks for number in self._below(call)}
         outside = [call for call in calls[1:] if call.number not in inside and not self._is_member(call)]
@@ -207,7 +204,7 @@ class Cuts:
         ends.update(self._narrowest([cut for cut in possible if cut in small], sorted(ends)))
         chosen = self._without_empty(sorted(ends))
         if not chosen and not problems:
-            # The model is one block, so all possible cuts are within it.
+            # The model is a single block, so all possible cuts are inside the block.
             chosen = self._without_empty(self._possible(calls[1:], problems))
         self.num_tried = sum(map(self._is_tried, (*blocks, *outside)))
         if granularity == "fine":
@@ -218,7 +215,7 @@ class Cuts:
 
     @cached_property
     def _ancestors_of_unread(self) -> list[int]:
-        """Outputs that the loss does not read, and all versions that they were computed from, in order of creation."""
+        """Outputs that the loss does not read, and all versions they were computed from, in order of creation."""
         unread = self.recording.unread
         return sorted(unread.union(*(nx.ancestors(self.recording.flow, version) for version in unread)))
 
@@ -233,7 +230,7 @@ class Cuts:
             yield from self._below(self.recording.calls[child])
 
     def _possible(self, calls: Sequence[Call], problems: list[str]) -> list[int]:
-        """Return the possible cuts after calls, as long as later code has trained parameters."""
+        """Return the possible cuts after `calls`, and append to `problems` a message for each impossible one."""
         possible = []
         for call in filter(self._is_tried, calls):
             cut = self._behind(call)
@@ -245,11 +242,11 @@ class Cuts:
         return sorted(set(possible))
 
     def _behind(self, call: Call) -> int:
-        """Return the cut after a call: directly, or after a join that follows it, whichever is narrower."""
+        """Return the cut after a call: directly after it or after a following join, whichever fewer bytes cross."""
         if call.number not in self._cut_behind:
             parent = self.recording.calls[call.parent]
             gap = parent.children.index(call.number) + 1
-            # After the last child its parent ends, which has its own cut.
+            # After the last child, the parent call ends, and the cut after the parent is considered separately.
             joins = self._joins_in.get((parent.number, gap), []) if gap < len(parent.children) else []
             cuts = [call.exit + 1, *(join.exit + 1 for join in joins)]
             possible = [cut for cut in cuts if self.crossing(cut).problem is None]
@@ -261,10 +258,10 @@ class Cuts:
         return not call.constant and call.exit <= self._last_trained
 
     def _no_wider_than_around(self, cuts: list[int], calls: Sequence[Call]) -> list[int]:
-        """Return the cuts that are hardly wider than the boundaries around each of `calls` that they divide.
+        """Return the cuts that hardly more bytes cross than the boundaries of any call in `calls` that they divide.
 
-        Unread outputs count in the width of a module: the width does not depend on what the loss reads. An example is a
-        model with its loss inside that also returns its logits.
+        Outputs that the loss does not read count at the boundaries of a call, so that this choice does not depend on
+        the loss. An example is a model that computes its loss itself and also returns its logits.
         """
         narrow = []
         for cut in cuts:
@@ -278,9 +275,9 @@ class Cuts:
         return narrow
 
     def _narrowest(self, cuts: list[int], ends: list[int], *, widest: float = float("inf")) -> list[int]:
-        """Return the cuts between each two of `ends` that are nearly the narrowest there.
+        """Return, between each two cuts in `ends`, those of `cuts` that nearly the fewest bytes cross.
 
-        They are at most `widest` times as wide as these two ends.
+        At most `widest` times as many bytes cross them as cross the two `ends`.
         """
         narrow: list[int] = []
         for first, end in zip([0, *ends], [*ends, END], strict=True):
@@ -291,9 +288,9 @@ class Cuts:
         return narrow
 
     def _without_empty(self, cuts: list[int]) -> list[int]:
-        """Remove cuts that would leave a layer without parameters: of the two around it the wider one is removed."""
+        """Return `cuts` without those around layers that have no parameters; of two, the one with more bytes goes."""
         left = list(cuts)
-        layer = 0  # between cuts `layer - 1` and `layer`; the first and last layer have only one cut
+        layer = 0  # index of the layer between cuts `layer - 1` and `layer`; the first and last layer have only one cut
         while layer <= len(left) and left:
             first, end = (left[layer - 1] if layer else 0), (left[layer] if layer < len(left) else END)
             if self._trains(first, end):
@@ -302,7 +299,7 @@ class Cuts:
             is_at_edge = layer in (0, len(left))
             wider = layer - (self.num_bytes(first) >= self.num_bytes(end))
             del left[min(layer, len(left) - 1) if is_at_edge else wider]
-            # The layer was merged with a neighbor, perhaps the previous one: continue from there.
+            # The layer was merged with a neighbor, perhaps with the previous layer: continue there.
             layer = max(0, layer - 1)
         return left
 
@@ -317,7 +314,7 @@ class Cuts:
 
 
 class _Needs:
-    """Values that must be received, and tensors that must be held, to have certain versions after a cut.
+    """Search for what a stage after a cut needs to have certain versions: received tensors, parameters and buffers.
 
     The search goes back from each version to its operands, until it reaches a tensor that can be sent: a join, or a
     result of a call that the repeated code can use. All operators on the way run again.
@@ -332,7 +329,7 @@ class _Needs:
         self.problem: str | None = None
 
     def follow(self, versions: Iterable[int], *, strict: bool) -> None:
-        """Add the needs of `versions`; a strict need requires the same random numbers as before the cut."""
+        """Add the needs of `versions`; `strict` forbids repeated code that draws random numbers."""
         recording = self._cuts.recording
         flow = recording.flow
         open_versions = [version for version in versions if version not in self._seen]
@@ -345,7 +342,7 @@ class _Needs:
             exposed = self._cuts.repetition.exposed(data["storage"], self._cut)
             self.values.update(exposed)
             number = data["operator"]
-            if number < 0:  # an input of the model, which was exposed, or a parameter, which is held
+            if number < 0:  # an input of the model (among `exposed`) or a parameter (among `holds`)
                 continue
             join = self._cuts.join(number, self._cut)
             if join is not None:
@@ -368,7 +365,7 @@ class _Needs:
         elif not is_exposed:
             self._fail(f"a tensor made in {where} ({operator.name}) is used after it, but is not returned")
         elif self._was_made_outside(storage):
-            # The code around would make the tensor again, without the values that the call wrote.
+            # The code around the call would make the tensor again, without the values that the call wrote.
             self._fail(f"{where} writes into a tensor ({operator.name}) that the code around it uses afterwards")
 
     def _check_repeated(self, operator: Operator, reads: Sequence[int], *, strict: bool) -> None:
@@ -377,20 +374,20 @@ class _Needs:
         region = self._region_of(operator)
         if region is not None:
             self._fail(f"{where} computes it ({name}), and {region.problem}")
-        if operator.random and strict:  # each stage would draw others
+        if operator.random and strict:  # each stage would draw different numbers
             self._fail(f"random numbers are drawn ({name}) by the code of {where} between modules")
-        if operator.writes_held:  # each stage that holds it would write once more
+        if operator.writes_held:  # each stage that holds the tensor would repeat the write
             self._fail(f"the code of {where} writes into a parameter or buffer ({name})")
         for version in reads:
             kept = self._cuts._states.get(self._cuts.recording.flow.nodes[version]["storage"])
-            if kept is not None:  # only one of the stages changes it
+            if kept is not None:  # only one stage changes this state
                 self._fail(f'the code of {where} reads "{kept}" ({name}), which forward changes')
         if any(not self._is_repeated(old) for old in operator.writes):
-            # The received tensor already contains this write.
+            # The received tensor already contains the result of this write.
             self._fail(f"the code of {where} writes into what a module returned ({name})")
 
     def _region_of(self, operator: Operator) -> Region | None:
-        """Return the region around an operator, if it calls modules."""
+        """Return the region around an operator if the region calls modules, else None."""
         region = self._cuts.recording.regions[operator.region] if operator.region >= 0 else None
         return region if region is not None and region.calls_modules else None
 

@@ -1,7 +1,7 @@
-"""Choose a loss where the user's file has no `loss_fn`: the output's own `.loss`, its only scalar, or its mean.
+"""Choose a loss if the user's file has no `loss_fn`: the output's `.loss`, its only scalar, or its mean.
 
-The first output, of an example batch, decides which; the same one is used for all later outputs. Two scalars that could
-be the loss are an error, because only one of them is what the user means.
+The output of an example batch decides between these three, and the choice is kept for all later outputs. Two scalars
+that could be the loss are an error, because the user means only one of them.
 """
 
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ _HINT = "define `loss_fn(output, target)` that returns the one to train"
 
 
 class DefaultLoss:
-    """Function `loss_fn(output, target)` for a file that has none; `path` is the file's name in messages."""
+    """Replacement of `loss_fn(output, target)` for a file that has none; `path` names the file in messages."""
 
     def __init__(self, path: str) -> None:
         self._path = path
@@ -30,7 +30,7 @@ class DefaultLoss:
         """Return the loss in an output.
 
         Raises:
-            ModelError: The output has no loss, or several, or not the one that an earlier output had.
+            ModelError: The output has no loss, several possible losses, or not the loss that was chosen before.
         """
         if self._taken is None:
             self._taken = self._chosen(output)
@@ -44,7 +44,7 @@ class DefaultLoss:
 
     @property
     def note(self) -> str:
-        """Note for the user on what is trained; empty until that is known."""
+        """Note that tells the user which loss is trained; empty until the loss is chosen."""
         if self._taken is None:
             return ""
         return f"{self._path} has no `loss_fn(output, target)`: {self._described} is trained"
@@ -74,7 +74,7 @@ class DefaultLoss:
             )
         scalars = [name for name, leaf in floats.items() if _is_scalar(leaf, list(floats.values()))]
         carrying = [name for name in scalars if floats[name].requires_grad]
-        if not any(leaf.requires_grad for leaf in floats.values()):  # where no graph is made
+        if not any(leaf.requires_grad for leaf in floats.values()):  # gradients are disabled
             carrying = scalars
         if len(carrying) > 1:
             names = ", ".join(f'"{name}"' for name in carrying)
@@ -102,10 +102,10 @@ def _own_loss(output: Any) -> Tensor | None:
 
 
 def _is_scalar(tensor: Tensor, beside: Sequence[Tensor]) -> bool:
-    """Return True if a tensor can be a loss: it has one element.
+    """Return True if a tensor with one element can be a loss.
 
-    A one-element tensor with dimensions counts only if another tensor of the output has several samples. Otherwise
-    it may be the output of the only sample.
+    A tensor without dimensions always can. A tensor of shape (1,) or (1, 1) can only if another tensor in `beside` has
+    several samples: otherwise it may be the model's output for a batch of one sample.
     """
     of_several = any(other.numel() and other.shape[:1] > (1,) for other in beside)
     return tensor.ndim == 0 or (tensor.numel() == 1 and of_several)

@@ -1,4 +1,4 @@
-"""Watch calls of `torch.autograd.grad` in a forward that is recorded, and silence torch's log during it."""
+"""Watch calls of `torch.autograd.grad` while a forward is recorded, and silence torch's log meanwhile."""
 
 import logging
 from collections.abc import Callable, Iterator
@@ -11,13 +11,13 @@ import torch
 class DifferentiatesError(BaseException):
     """Signal that the forward calls `torch.autograd.grad`.
 
-    It is no `Exception`, so that the model's own handlers do not catch it.
+    This class is no `Exception`, so that the model's own handlers do not catch it.
     """
 
 
 @contextmanager
 def watching_gradients(begin: Callable[[Any], Callable[[], None]]) -> Iterator[None]:
-    """Call `begin` with the inputs of each `torch.autograd.grad`, and then, when that ends, what `begin` returned."""
+    """Call `begin(inputs)` before each `torch.autograd.grad` in the block, and the function that it returns after."""
     grad = torch.autograd.grad
 
     def watched(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
@@ -36,10 +36,7 @@ def watching_gradients(begin: Callable[[Any], Callable[[], None]]) -> Iterator[N
 
 @contextmanager
 def quiet_about_shapes() -> Iterator[None]:
-    """Suppress torch's log about operators whose shape depends on values.
-
-    Their errors are handled.
-    """
+    """Suppress torch's log about operators whose result shape depends on values; the caller handles their errors."""
     logger = logging.getLogger("torch._subclasses.fake_tensor")
     level = logger.level
     logger.setLevel(logging.CRITICAL + 1)

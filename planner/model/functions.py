@@ -1,7 +1,7 @@
-"""Watch calls of torch's functions by a module's own code, between the calls of its submodules.
+"""Watch calls of torch functions by a module's own code, in the gaps between the calls of its submodules.
 
-Such a call is identified by its position: the gap between submodules that it is in, its name, and the number of earlier
-calls of that name in the gap. Code that runs again makes the same call at the same position.
+A function call is identified by its gap, the function's name, and the number of earlier calls of that function in the
+gap. If the code runs again, the same call has the same identification.
 """
 
 from collections import Counter
@@ -13,16 +13,16 @@ from torch._C import _len_torch_function_stack
 from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
 
 Called = tuple[str, int]
-"""Call in a gap: the function's name, and the number of earlier calls of that name in the gap."""
+"""Function call in a gap: the function's name, and the number of earlier calls of this function in the gap."""
 
 Run = Callable[[Called, Callable[[], Any]], Any]
 
 
 class FunctionWatch(TorchFunctionMode):
-    """Mode that intercepts the calls of torch's functions in gaps.
+    """Mode that intercepts calls of torch functions between the calls of submodules (in gaps).
 
-    Gaps begin and end while the model's code runs, which may enter and leave modes of its own. So this mode is placed
-    below those in the stack, and removed from wherever it is.
+    The model's code may enter and leave other modes between the start and the end of a gap. So this mode is inserted
+    below them in torch's stack of modes, and removed from any position.
     """
 
     def __init__(self) -> None:
@@ -33,9 +33,9 @@ class FunctionWatch(TorchFunctionMode):
         self._is_running = False
 
     def begin_gap(self, run: Run) -> None:
-        """Pass each of the following calls to `run`, with a function that makes the call; `run` returns the result."""
+        """Replace each following call of a torch function by `run(called, make_call)`, which returns the result."""
         if self._run is not None:
-            return  # A function that calls modules: torch has removed the mode, and puts it back after the call.
+            return  # A function that calls modules is running. Torch removed the mode and restores it after the call.
         self._run = run
         self._counts.clear()
         modes = _emptied_stack()
@@ -67,13 +67,13 @@ class FunctionWatch(TorchFunctionMode):
 
 
 def in_transform() -> bool:
-    """Return True within a function that `torch.vmap` transforms: its tensors represent one sample and have no memory.
+    """Return True while a function runs that `torch.vmap` transforms.
 
-    Modules that are called there are part of the code around the transform.
+    Tensors in such a function represent one sample and have no memory. Modules that it calls are not recorded as calls.
     """
     return torch._C._functorch.peek_interpreter_stack() is not None
 
 
 def _emptied_stack() -> list[TorchFunctionMode]:
-    """Empty the stack of modes and return its modes, from the outermost."""
+    """Empty torch's stack of function modes and return the modes, the outermost first."""
     return [_pop_mode() for _ in range(_len_torch_function_stack())][::-1]

@@ -1,15 +1,15 @@
 """Ghosts: tensors that have a shape and a device, and no values.
 
-A ghost replaces a value that is not available: a parameter of another stage, or an unread output. The result of an
-operator on a ghost is a ghost. Code that reads its value (`.item()`, an `if`) raises an error. So a mistake about what
-a stage needs results in a ghost where a value should be, never in a wrong number.
+A ghost replaces a tensor that is not available: a parameter of another stage, or an output that no stage computes. The
+result of an operator on a ghost is a ghost. Code that reads the values of a ghost (`.item()`, an `if`) raises an error.
+So if a stage lacks a tensor by mistake, its results are ghosts, never wrong numbers.
 
-There are two kinds. A lean ghost belongs to a model without values, of which only shapes are needed. An absent ghost
-replaces, in a stage, a value that another stage has. Results computed from an absent ghost are absent, too, so that it
-cannot affect an output or a sent tensor unnoticed (`expect_present`).
+There are two kinds of ghosts. A lean ghost belongs to a model of which only shapes are needed. An absent ghost
+replaces, in a stage, a tensor that another stage has. Results computed from an absent ghost are absent, too, so that
+`expect_present` finds every output and sent tensor that depends on one.
 
-A ghost contains a fake tensor of torch's. It is wrapped because libraries check for fake tensors, take them for a sign
-of compilation, and then run other code.
+A ghost contains one of torch's fake tensors. The model does not get the fake tensor itself, because libraries take fake
+tensors for a sign of compilation and then run other code.
 """
 
 from collections.abc import Iterable, Sequence
@@ -38,11 +38,11 @@ SHAPE_ONLY = frozenset(
         *("new_zeros", "new_ones", "new_full", "new_empty", "new_empty_strided"),
     )
 )
-"""Operators that read no value of the tensor that they get."""
+"""Operators that read the shape of their argument, but none of its values."""
 
 
 class NeedsValuesError(Exception):
-    """An operator needs the values of a ghost, for a Python number or to know the shape of its result."""
+    """Error of an operator that needs the values of a ghost, for a Python number or for the shape of its result."""
 
 
 class Ghost(Tensor):
@@ -51,13 +51,13 @@ class Ghost(Tensor):
     _fake: FakeTensor | None = None
 
     origin = ""
-    """Name of what is absent, for a message; empty for a lean ghost."""
+    """Name of the absent tensor, for a message; empty for a lean ghost."""
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @property
     def bare(self) -> FakeTensor:
-        """Fake tensor inside; ghosts are views of one another if these share a storage."""
+        """Fake tensor inside this ghost; two ghosts share memory if their fake tensors share a storage."""
         if self._fake is None:
             with _mode(), torch._C.DisableTorchFunction():
                 self._fake = torch.empty_strided(self.shape, self.stride(), dtype=self.dtype, device=self.device)  # type: ignore[assignment]
@@ -65,9 +65,9 @@ class Ghost(Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        """Run an operator on the fake tensors."""
+        """Run an operator on the fake tensors inside its arguments, and wrap the results."""
         if func._schema.name in SHAPE_ONLY and isinstance(args[0], Absent):
-            # The result has values, although its template has none.
+            # The result has values, although the tensor whose shape it copies has none.
             like = zeros_without_memory(args[0].shape, args[0].dtype, args[0].device)
             return func(like, *args[1:], **(kwargs or {}))
         ghosts: dict[int, Ghost] = {}
@@ -79,7 +79,7 @@ class Ghost(Tensor):
                 ghosts[id(value.bare)] = value
                 origin = origin or value.origin
                 return value.bare
-            # Torch reads `.grad` of a tensor that it converts to a fake one, and warns if it is not a leaf.
+            # When torch converts a tensor to a fake one, it reads `.grad`, and warns if the tensor is not a leaf.
             return value.detach() if value.requires_grad else value
 
         def wrap(value: Any) -> Any:
@@ -106,21 +106,21 @@ class Ghost(Tensor):
         return _mapped(wrap, result)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        """Return shape, dtype and device; there are no values."""
+        """Return shape, dtype and device as text; a ghost has no values to print."""
         return f"{type(self).__name__}({list(self.shape)}, {self.dtype}, {self.device})"
 
 
 class Absent(Ghost):
-    """Ghost of a value that another stage has."""
+    """Ghost of a tensor that another stage has."""
 
 
 def absent(like: Tensor, device: torch.device, origin: str) -> Absent:
-    """Return an absent ghost.
+    """Return an absent ghost, which replaces a tensor that another stage has.
 
     Args:
-        like: Tensor with its shape, strides and dtype.
-        device: Device that it reports.
-        origin: Name of the parameter, or of the module that returned the value.
+        like: Tensor with the shape, strides and dtype of the ghost.
+        device: Device that the ghost reports.
+        origin: Name of the parameter, or of the module that returned the tensor.
 
     Returns:
         The ghost.
@@ -152,9 +152,9 @@ def ghost_like(tensor: Tensor, device: torch.device) -> Ghost:
 
 
 def drop_computed(value: Any) -> Any:
-    """Return `value` with a ghost in place of every tensor that has a graph, in objects and containers that it holds.
+    """Replace every tensor with an autograd graph in `value` by a ghost, and return the result.
 
-    Objects, lists and dicts are changed in place. The graph of a tensor holds the parameters that it was computed from.
+    Objects, lists and dicts in `value` are changed in place. This frees the graphs, which keep parameters in memory.
     """
     return _without_computed(value, set())
 
@@ -177,7 +177,7 @@ def _without_computed(value: Any, visited: set[int]) -> Any:
 
 
 def storage_of(tensor: Tensor) -> torch.UntypedStorage:
-    """Return the storage of a tensor; that of a ghost has the right size, and is shared with its views."""
+    """Return the storage of a tensor. The storage of a ghost has the right size and is shared with its views."""
     if not isinstance(tensor, Ghost):
         return tensor.untyped_storage()
     if tensor.bare.is_sparse:
@@ -190,8 +190,8 @@ def zeros_without_memory(shape: Sequence[int], dtype: torch.dtype, device: torch
 
     Args:
         shape: Shape of the tensor.
-        dtype: Its dtype.
-        device: Its device.
+        dtype: Dtype of the tensor.
+        device: Device of the tensor.
 
     Returns:
         An expanded tensor.
@@ -206,18 +206,21 @@ def storage_key(tensor: Tensor) -> int:
 
 
 def memory_key(tensor: Tensor) -> tuple[object, ...]:
-    """Return a key that is equal for tensors that cover the same memory in the same order; see `storage_key`."""
+    """Return a key that is equal for tensors that cover the same memory in the same order.
+
+    Like `storage_key`, it identifies memory only among tensors that exist at the same time.
+    """
     return storage_key(tensor), tensor.storage_offset(), tensor.shape, tensor.stride()
 
 
 @cache
 def _mode() -> FakeTensorMode:
-    # Made on first use, because torch imports its compiler for it, which takes a second.
+    # The mode is made on first use, because torch then imports its compiler, which takes a second.
     return FakeTensorMode(allow_non_fake_inputs=True)
 
 
 def _grouped_product(func: Any, left: Tensor, right: Tensor, offsets: Tensor, *_: Any) -> Tensor:
-    # torch knows the shape of the result for one dtype only, though on the CPU it computes it for others.
+    # Torch derives the result's shape only for bfloat16, although it computes the operator for other dtypes on the CPU.
     product: Tensor = func(left.to(torch.bfloat16), right.to(torch.bfloat16), offsets)
     return product.to(left.dtype)
 
@@ -238,7 +241,7 @@ def _wrapped(inner: FakeTensor, origin: str) -> Ghost:
 
 
 def _poison_written(func: Any, args: Any, kwargs: dict[str, Any], origin: str) -> None:
-    """Fill a tensor that an absent ghost is written into with NaN: the tensor itself cannot become a ghost."""
+    """Fill ordinary tensors into which `func` writes an absent ghost with NaN, because they cannot become ghosts."""
     for position, argument in enumerate(func._schema.arguments):
         if argument.alias_info is None or not argument.alias_info.is_write:
             continue

@@ -1,14 +1,15 @@
-"""Determine how a model's tensors grow with the batch, from forwards of two batches of different size.
+"""Determine how the shapes of a model's tensors grow with the batch size, from forwards of two batches.
 
-Every dimension is assumed to be linear in the number of samples, through the two sizes that were recorded:
+Every dimension is assumed to be linear in the number of samples; two recorded batch sizes determine the line:
 
     value          2 samples    4 samples    n samples
     embeddings     (2, 7, 16)   (4, 7, 16)   (n, 7, 16)
     windows        (6, 16)      (12, 16)     (3 n, 16)
     padded words   (2, 9)       (4, 7)       none: its shape depends on the data
 
-The model is not cut where a tensor of the last kind would cross. It is also not cut inside of a call that calls other
-modules for another batch: a pipeline runs the same code, and sends the same tensors, for every micro-batch.
+The model is not cut where a tensor with a data-dependent shape, as in the last row, would cross. Nor is it cut inside
+a call that calls other modules for another batch size. The reason is that a pipeline runs the same code, and sends the
+same tensors, for every micro-batch.
 """
 
 import contextlib
@@ -22,23 +23,23 @@ from planner.model.leaves import Constant, Leaf, Value, as_sample_count
 from planner.model.recording import Call, Join, Recording
 
 SIZES = (2, 4)
-"""Samples in the two batches. Not 1, because batch normalization and broadcasting treat one sample differently."""
+"""Numbers of samples in the two batches. Batch normalization and broadcasting treat a single sample differently."""
 
 ShapePair = tuple[tuple[int, ...], tuple[int, ...]]
-"""Shapes of one value in the batches of `SIZES[0]` and `SIZES[1]` samples."""
+"""Shapes of one tensor in the batches of `SIZES[0]` and `SIZES[1]` samples."""
 
 Shapes = dict[int, ShapePair]
-"""Shapes of values by their numbers in `Recording.values`."""
+"""Shape pairs of tensors, by their indices in `Recording.values`."""
 
 
 def shape_at(pair: ShapePair, size: int) -> tuple[int, ...]:
-    """Return the shape in a batch of `size` samples."""
+    """Return the shape of a tensor in a batch of `size` samples, given its shapes in the two recorded batches."""
     step = SIZES[1] - SIZES[0]
     return tuple(max(0, a + (b - a) * (size - SIZES[0]) // step) for a, b in zip(*pair, strict=True))
 
 
 def candidates_in_both(recording: Recording, other: Recording) -> dict[Join, ShapePair]:
-    """Return the candidates for joins that occur for both batch sizes, as those of `recording`, with their shapes."""
+    """Return the join candidates of `recording` that `other`, of another batch size, has as well, with their shapes."""
     other_shapes = {place: other.values[join.value][1].shape for place, join in _candidates_by_place(other)}
     pairs = {}
     for place, join in _candidates_by_place(recording):
@@ -49,9 +50,9 @@ def candidates_in_both(recording: Recording, other: Recording) -> dict[Join, Sha
 
 
 def shapes_in_both(recording: Recording, other: Recording, cuts: Sequence[int]) -> tuple[Shapes, list[Call]]:
-    """Return the shapes of values that running modules can read at a cut, and the calls whose code path varies.
+    """Return the shapes of tensors that running modules can read at a cut, and the calls whose code path varies.
 
-    Integers among the leaves that grow with the batch become `SampleCount` in the calls of `recording`.
+    This also changes `recording`: integers that grow with the batch size become `SampleCount` leaves of its calls.
 
     Args:
         recording: Forward of a batch of `SIZES[0]` samples.
@@ -59,7 +60,7 @@ def shapes_in_both(recording: Recording, other: Recording, cuts: Sequence[int]) 
         cuts: Times of the cuts.
 
     Returns:
-        Shapes by value, and the calls that call other modules for another batch size.
+        Shapes by index of the tensor, and the calls that call other modules for another batch size.
 
     Raises:
         ModelError: The model's inputs have another structure for another batch.
@@ -75,12 +76,12 @@ def shapes_in_both(recording: Recording, other: Recording, cuts: Sequence[int]) 
             varying.append(call)
             continue
         for number, other_number in zip(call.children, other_call.children, strict=True):
-            # A value that several calls return is the same tensor: the first one defines its shape.
+            # A value that several calls return is one tensor; the first of these calls defines its shape.
             shapes = _shapes_of_call(recording.calls[number], other.calls[other_number]) | shapes
             if any(recording.calls[number].enter < cut <= recording.calls[number].exit for cut in cuts):
                 open_pairs.append((number, other_number))
     if recording.unread:
-        with contextlib.suppress(ModelError):  # another structure is allowed, but then there are no stand-ins for it
+        with contextlib.suppress(ModelError):  # an output of varying structure is allowed, but gets no stand-ins
             shapes = _paired("the model", recording.calls[0].leaves, other.calls[0].leaves) | shapes
     return shapes, varying
 
@@ -88,19 +89,19 @@ def shapes_in_both(recording: Recording, other: Recording, cuts: Sequence[int]) 
 def refusals_of_cuts(
     cuts: Iterable[tuple[int, str, Sequence[int]]], shapes: Shapes, varying: Sequence[Call]
 ) -> dict[int, ModelError]:
-    """Return the error of each cut through a call without a fixed path, or crossed by a data-dependent tensor.
+    """Return an error for each cut through a call whose code path varies, or where a tensor's shape depends on data.
 
     Args:
-        cuts: Every cut, the name of the layer before it, and the values that cross it.
-        shapes: Shapes by value, from `shapes_in_both`.
-        varying: Calls that take no fixed path.
+        cuts: For every cut: its time, the name of the layer before it, and the indices of the tensors that cross it.
+        shapes: Shapes by index of the tensor, from `shapes_in_both`.
+        varying: Calls that call other modules for another batch size.
 
     Returns:
         Errors by cut.
     """
     refusals: dict[int, ModelError] = {}
     for cut, name, values in cuts:
-        # The path is looked at first: off it, the values of the two recordings do not belong together.
+        # The path is checked first: if it varies, tensors of the two recordings do not correspond.
         through = next((call.path for call in varying if call.enter < cut <= call.exit), None)
         error = _data_dependence(name, values, shapes) if through is None else _no_fixed_path(through)
         if error is not None:
@@ -109,12 +110,12 @@ def refusals_of_cuts(
 
 
 def _candidates_by_place(recording: Recording) -> Iterator[tuple[tuple[Any, ...], Join]]:
-    """Yield the candidates for joins, each with a position that is the same in every recording.
+    """Yield the candidates for joins, each with its position, which is the same in every recording of the model.
 
-    Numbers of calls are not: a module may call more modules for another batch.
+    The numbers of calls are not the same, because a module may call more modules for another batch size.
     """
     places: list[tuple[int, ...]] = [()] * len(recording.calls)
-    # A parent comes before its children, so its place is known by then.
+    # A parent precedes its children in `calls`, so the place of the parent is already known.
     for call in recording.calls:
         for position, child in enumerate(call.children):
             places[child] = (*places[call.number], position)
@@ -123,9 +124,12 @@ def _candidates_by_place(recording: Recording) -> Iterator[tuple[tuple[Any, ...]
 
 
 def _shapes_of_call(call: Call, other: Call) -> Shapes:
-    """Return the shapes of what a call returned and left in attributes; mark its integers that grow with the batch."""
+    """Return the shapes of the tensors that a call returned or left in attributes.
+
+    Integers that grow with the batch become `SampleCount` leaves of `call`.
+    """
     shapes: Shapes = {}
-    # Its result may have another structure if none of it crosses a cut; its shapes are then unknown.
+    # A result of varying structure is allowed if no part of it crosses a cut; its shapes are then unknown.
     with contextlib.suppress(ModelError):
         shapes = _paired(call.path, call.leaves, other.leaves)
         call.leaves = _with_sample_counts(call.leaves, other.leaves)
@@ -147,12 +151,12 @@ def _with_sample_counts(leaves: Sequence[Leaf], other_leaves: Sequence[Leaf]) ->
 
 
 def _changes_in_both(call: Call, other: Call) -> tuple[tuple[AttributeChange, ...], Shapes]:
-    """Return the attribute changes that a call makes for both batches, and the shapes of the tensors in them."""
+    """Return the attribute changes that a call makes in both recordings, and the shapes of the tensors in them."""
     other_leaves = {(change.path, change.keys, change.kind, change.nest): change.leaves for change in other.changes}
     kept: list[AttributeChange] = []
     shapes: Shapes = {}
     for change in call.changes:
-        # Changes are matched by place and structure: one call may make several, in any order.
+        # Changes are matched by place and structure, because a call may make several changes, in any order.
         others = other_leaves.get((change.path, change.keys, change.kind, change.nest), ())
         leaves = _with_sample_counts(change.leaves, others) if others else ()
         # A number that depends on the data is not restored: its value is unknown after a cut.
@@ -165,7 +169,7 @@ def _changes_in_both(call: Call, other: Call) -> tuple[tuple[AttributeChange, ..
 
 
 def _grows(shape: tuple[int, ...], other: tuple[int, ...]) -> bool:
-    """Return True if every sample adds the same, and no dimension would be negative without samples."""
+    """Return True if each dimension is linear in the number of samples, and not negative for zero samples."""
     if not all(type(length) is int for length in (*shape, *other)):
         return False  # the ragged dimension of a nested tensor
     step = SIZES[1] - SIZES[0]
@@ -174,7 +178,7 @@ def _grows(shape: tuple[int, ...], other: tuple[int, ...]) -> bool:
 
 
 def _data_dependence(name: str, values: Sequence[int], shapes: Shapes) -> ModelError | None:
-    """Return the error if a tensor that crosses the boundary after a layer depends on the data."""
+    """Return an error if the shape of a tensor that crosses the boundary after layer `name` depends on the data."""
     if any(value not in shapes for value in values):
         return ModelError(
             f'what crosses the boundary after "{name}" differs for another batch size',

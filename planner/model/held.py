@@ -1,7 +1,7 @@
 """List and replace the tensors that modules hold: parameters, buffers, and tensors in plain attributes.
 
-A plain attribute may be a list of the module's own parameters (`_flat_weights` of torch's LSTM and GRU). These are not
-additional tensors: code that replaces parameters must also replace them there.
+A plain attribute may also list the module's own parameters (`_flat_weights` of torch's LSTM and GRU). Code that
+replaces parameters must replace them in these attributes, too.
 """
 
 from collections import deque
@@ -23,12 +23,12 @@ _Change = tuple[dict[str, Any], str, Any]
 
 
 def named_tensors(module: nn.Module) -> list[tuple[str, Tensor]]:
-    """Return parameters and buffers under all their names: a tied tensor occurs once for each name."""
+    """Return parameters and buffers under all their names; a tied tensor occurs once for each of its names."""
     return [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
 
 
 def loose_tensors(module: nn.Module) -> list[Tensor]:
-    """Return tensors in plain attributes, lists and dicts that are not parameters or buffers of `module`."""
+    """Return the tensors in plain attributes, and lists or dicts there, that are no parameters or buffers."""
     held = {id(tensor) for tensor in (*module.parameters(), *module.buffers())}
     leaves = [leaf for part in module.modules() for _, value in _attributes(part) for leaf in tree_leaves(value)]
     return [leaf for leaf in leaves if isinstance(leaf, Tensor) and id(leaf) not in held]
@@ -46,9 +46,9 @@ def replace_tensors(module: nn.Module, other: Callable[[Tensor], Tensor]) -> lis
     `other` is called once for each tensor, so that tied tensors stay tied.
 
     Returns:
-        The changed plain attributes, as returned by `replace_loose`.
+        For each changed plain attribute: the attribute dict of its module, its name, and its former value.
     """
-    # The old tensors are kept as well: the id of a freed tensor could be reused.
+    # The old tensors are kept as well, because the id of a freed tensor could be reused.
     replacements: dict[int, tuple[Tensor, Tensor]] = {}
     for table in _tables(module):
         for name, tensor in table.items():
@@ -62,7 +62,7 @@ def replace_tensors(module: nn.Module, other: Callable[[Tensor], Tensor]) -> lis
 
 @contextmanager
 def replaced_tensors(module: nn.Module, other: Callable[[Tensor], Tensor]) -> Iterator[None]:
-    """Apply `replace_tensors` inside the block; afterwards every module holds its former tensors again."""
+    """Replace every parameter and buffer by `other(tensor)` inside the block, and restore all of them afterwards."""
     before = [(table, dict(table)) for table in _tables(module)]
     changed = replace_tensors(module, other)
     try:
@@ -76,22 +76,24 @@ def replaced_tensors(module: nn.Module, other: Callable[[Tensor], Tensor]) -> It
 
 
 def as_ghosts(module: nn.Module) -> AbstractContextManager[None]:
-    """Replace parameters and buffers of `module` by ghosts inside the block; tied ones stay tied."""
+    """Replace parameters and buffers of `module` by ghosts inside the block; tied tensors stay tied."""
     return replaced_tensors(module, _ghost)
 
 
 def copy_attributes(parameter: Tensor, other: Tensor) -> None:
-    """Give a tensor the attributes of a parameter by which a builder may choose (`p.no_decay = True`)."""
+    """Copy the Python attributes of a parameter to `other`; optimizer builders may read them (`p.no_decay = True`)."""
     for name, value in vars(parameter).items():
         if name not in _OF_GHOSTS:
             vars(other).setdefault(name, value)
 
 
 def replace_loose(module: nn.Module, other: Callable[[Tensor], Tensor]) -> list[_Change]:
-    """Replace every tensor in plain attributes, lists and dicts by `other(tensor)`, parameters included.
+    """Replace every tensor in plain attributes, and in lists and dicts there, by `other(tensor)`.
+
+    Plain attributes may also contain parameters and buffers, which are replaced as well.
 
     Returns:
-        For each changed attribute, the attributes of its module, its name and its former value.
+        For each changed attribute: the attribute dict of its module, its name, and its former value.
     """
     changed: list[_Change] = []
     for part in module.modules():
@@ -104,7 +106,7 @@ def replace_loose(module: nn.Module, other: Callable[[Tensor], Tensor]) -> list[
 
 
 def _attributes(part: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Yield the plain attributes that can hold a tensor; flattening all the thousands of others would take too long."""
+    """Yield names and values of the plain attributes of one module that are tensors or non-empty containers."""
     for name, value in vars(part).items():
         holds = isinstance(value, Tensor) or (isinstance(value, list | tuple | dict | deque) and len(value) > 0)
         if holds and name not in _HELD_BY_TORCH:
@@ -112,7 +114,7 @@ def _attributes(part: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def _tables(module: nn.Module) -> Iterator[dict[str, Tensor | None]]:
-    """Yield the dicts in which a module and its submodules hold parameters and buffers, by name."""
+    """Yield the dicts, by name, in which a module and its submodules store parameters and buffers."""
     for part in module.modules():
         yield cast("dict[str, Tensor | None]", part._parameters)
         yield part._buffers

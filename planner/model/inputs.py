@@ -1,6 +1,6 @@
 """Parse inputs given as text: `3x224x224`, `1024:int64:32000`.
 
-The form is shape[:dtype[:upper bound]], without the batch dimension.
+The form of the text is shape[:dtype[:upper bound]]; the shape has no batch dimension.
 """
 
 import torch
@@ -20,7 +20,7 @@ _EXAMPLE = "for example `--input 3x224x224` or `--input 1024:int64:32000`"
 def input_tensor(text: str, batch_size: int) -> Tensor:
     """Return random data of shape (batch_size, *shape).
 
-    Floating-point data are normal; integers are uniform below the upper bound.
+    Floating-point numbers are normally distributed. Integers are uniform from 0 to below the upper bound.
 
     Args:
         text: Text of the form shape[:dtype[:upper bound]].

@@ -1,16 +1,17 @@
-"""Find joins: results of a module's own code that are narrower than their operands, as the sum in `x = x + block(x)`.
+"""Find joins: results of a module's own code that have fewer bytes than their operands, as in `x = x + block(x)`.
 
-Code before a cut runs again after it, on the received tensors. To repeat a sum, all of its operands would have to be
-sent: for `x = x + block(x)` over many blocks, the results of every block. A join is sent itself instead. The stage
-before the cut computes it. In later stages, the function that makes it returns the received tensor.
+The code of a module that is divided by a cut runs again after the cut, on the received tensors. To repeat a sum, a
+stage would have to receive all operands: for `x = x + block(x)` over many blocks, the results of every block. Instead,
+the sum itself is sent; it is called a join. The stage before the cut computes the join. In later stages, the function
+call that would compute it returns the received tensor.
 
     x0 --+-- block 0 -- r0 --(+)-- x1 --+-- block 1 -- r1 --(+)-- x2 | -- block 2
          +--------------------+         +--------------------+      cut
 
-At this cut x0, r0 and r1 would be sent without joins; with the joins x1 and x2, only x2 is sent.
+Without joins, x0, r0 and r1 would cross this cut. With the joins x1 and x2, only x2 crosses it.
 
-A join never makes a cut wider. It replaces tensors that only it is computed from, that no other code reads after the
-cut, and that are larger together than it is. No two joins replace the same tensors.
+A join never adds bytes to a cut. It replaces operands that together have more bytes than the join and that no other
+code reads after the cut. No two joins replace the same tensors.
 """
 
 from bisect import bisect_right
@@ -21,12 +22,12 @@ from planner.model.repetition import Repetition
 
 
 def joins_of(recording: Recording, repetition: Repetition) -> dict[int, Join]:
-    """Return the joins among `Recording.candidates`, by the operator that made each."""
+    """Return the joins among `Recording.candidates`, by the number of the operator that computed each join."""
     return _Finder(recording, repetition).joins
 
 
 class _Finder:
-    """Search for joins in execution order: a later join may be computed from earlier ones."""
+    """Search for joins, in execution order because a later join may be computed from earlier joins."""
 
     def __init__(self, recording: Recording, repetition: Repetition) -> None:
         self._recording = recording
@@ -37,14 +38,14 @@ class _Finder:
         for version, data in self._flow.items():
             self._versions.setdefault(data["storage"], []).append(version)
         self.joins: dict[int, Join] = {}
-        for candidate in recording.candidates:  # in the order in which they ended
+        for candidate in recording.candidates:  # in order of creation
             number = self._flow[candidate.version]["operator"]
             if self._is_pure(candidate) and self._is_narrower(candidate):
                 self.joins[number] = candidate
 
     def _is_pure(self, candidate: Join) -> bool:
-        """Return True if the call has no effect but its result, and nothing writes into that."""
-        # A stage that received the tensor does not run the function, so its other effects would be missing.
+        """Return True if the candidate's function call has no other effect than its result, which no code modifies."""
+        # A stage that receives the result does not run the function, so other effects would be missing.
         if len(self._versions[self._flow[candidate.version]["storage"]]) > 1:
             return False
         first, end = (bisect_right(self._times, time) for time in (candidate.enter, candidate.exit))
@@ -55,15 +56,15 @@ class _Finder:
         )
 
     def _writes_outside(self, versions: tuple[int, ...], time: int) -> bool:
-        """Return True if one of the versions belongs to a storage that existed before `time`."""
+        """Return True if one of the written versions belongs to a storage that existed before `time`."""
         storages = (self._flow[version]["storage"] for version in versions)
         return any(self._flow[self._versions[storage][0]]["created"] < time for storage in storages)
 
     def _is_narrower(self, candidate: Join) -> bool:
-        """Return True if sending the result takes fewer bytes than sending the tensors that only it needs.
+        """Return True if the candidate has fewer bytes than the tensors that would be sent only to compute it.
 
-        Both are counted at the cut just after it. An equal number is enough if the later stages would need parameters
-        or buffers to make it.
+        The bytes are counted at the cut just after the candidate. An equal number suffices if later stages would need
+        parameters or buffers to compute the candidate.
         """
         cut = candidate.exit + 1
         replaced_bytes, needs_held = 0, False
@@ -74,7 +75,7 @@ class _Finder:
             for data in map(self._flow.__getitem__, self._sources(number, cut)):
                 maker = data["operator"]
                 if maker < 0 or not self._repetition.repeats(maker, cut):
-                    # A finished call returned it, or it is an input: it would be sent.
+                    # The tensor is an input or the result of a finished call, so it would be sent.
                     replaced_bytes += sum(map(self._num_bytes, self._repetition.exposed(data["storage"], cut)))
                 elif maker in self.joins:
                     replaced_bytes += self._num_bytes(self.joins[maker].value)
@@ -84,13 +85,13 @@ class _Finder:
 
     def _sources(self, operator: int, cut: int) -> Iterator[int]:
         """Yield the versions that an operator reads and that no other code after the cut reads."""
-        # A tensor that other code reads there is sent anyway: the join would not replace it.
+        # A tensor that other code reads after the cut is sent anyway, so the join would not replace it.
         for version in dict.fromkeys(self._recording.reads[operator]):
             if all(self._is_over(time, operator, cut) for time in self._flow[version]["uses"]):
                 yield version
 
     def _is_over(self, time: int, operator: int, cut: int) -> bool:
-        """Return True if the use at `time` is by the operator itself, or by code that is not repeated after the cut."""
+        """Return True if no code after the cut needs the use at `time`, except `operator` if it runs again."""
         if time >= cut:
             return False
         number = bisect_right(self._times, time) - 1

@@ -1,14 +1,14 @@
 """Find state that a model keeps from one forward to the next, and the part of a forward that uses it.
 
-Each stage has a separate copy of the state, changed only by its own forwards. So code that changes state and code that
-reads it must be in the same stage:
+Each stage has its own copy of the state, which only its own forwards change. So the code that changes a state and the
+code that reads it must be in the same stage:
 
     forward of block 0      reads w           first access
     ------------------                        a stage that ends here would read a `w` that is never changed
     forward of block 3      changes w         last access
 
-Tensors that are written in place are found in one forward. Tensors that are assigned to attributes (`self.h = h`) are
-state if the next forward reads them, which a second recording shows. Numbers in attributes are ignored.
+One recorded forward shows which tensors are written in place. A tensor that is assigned to an attribute (`self.h = h`)
+is state only if the next forward reads it, which a second recording shows. Numbers in attributes are ignored.
 """
 
 from collections.abc import Iterable, Mapping
@@ -28,12 +28,12 @@ def key_of(change: AttributeChange) -> Key:
 
 
 def written_states(recording: Recording, names: Mapping[int, str], assigned: Mapping[int, str]) -> list[KeptState]:
-    """Return the state that operators write, or that other tensors replaced.
+    """Return the tensors that a forward writes in place, and the buffers that it replaces by other tensors.
 
     Args:
         recording: One forward.
-        names: By storage, the name of each tensor that was there before the forward and is there after it.
-        assigned: Path of the module of each replaced buffer, by the buffer's old storage.
+        names: By storage, the name of each tensor that exists both before and after the forward.
+        assigned: By old storage, the path of the module of each buffer that the forward replaced.
     """
     flow = recording.flow.nodes
     times: dict[int, list[int]] = {}
@@ -44,7 +44,7 @@ def written_states(recording: Recording, names: Mapping[int, str], assigned: Map
         for storage in written.union(flow[version]["storage"] for version in reads):
             times.setdefault(storage, []).append(operator.time)
     for storage, path in assigned.items():
-        # The exact time is unknown; it is at the latest the end of the module's last call.
+        # The exact time of the replacement is unknown; the end of the module's last call is an upper bound.
         ends = [call.exit for call in recording.calls if call.path == path]
         times.setdefault(storage, []).append(max(ends, default=END))
     return [
@@ -61,17 +61,17 @@ def written_states(recording: Recording, names: Mapping[int, str], assigned: Map
 
 @dataclass(frozen=True, kw_only=True)
 class Rereads:
-    """Uses, in a second forward, of the tensors that the first forward left in attributes."""
+    """Second forward of a model, to see which tensors it reads that the first forward left in attributes."""
 
     recording: Recording
     storages: Mapping[Key, frozenset[int]]
-    """Storages of those tensors in the second recording, by attribute."""
+    """Storages, in the second recording, of the tensors that the first forward left in each attribute."""
     fixed: frozenset[Key]
-    """Attributes whose tensors depend on nothing that differs between stages or forwards, such as cached tables."""
+    """Attributes whose tensors every stage can compute itself, such as cached tables."""
 
 
 def attribute_states(first: Recording, second: Rereads) -> list[KeptState]:
-    """Return the attributes that a forward sets to tensors and a later forward reads."""
+    """Return the attributes that one forward sets to tensors and the next forward reads."""
     flow, again = second.recording.flow.nodes, second.recording
     is_same = [call.exit for call in first.calls] == [call.exit for call in again.calls]
     set_again = set(map(key_of, again.calls[0].changes))
@@ -84,7 +84,7 @@ def attribute_states(first: Recording, second: Rereads) -> list[KeptState]:
         ]
         if not reading or (key in second.fixed and key not in set_again):
             continue
-        if len(first.calls) != len(again.calls):  # it is unknown which calls of the first recording read it
+        if len(first.calls) != len(again.calls):  # the reading calls have no counterparts in the first recording
             span = (0, END)
         else:
             setting = _innermost(first, key)
@@ -97,7 +97,7 @@ def attribute_states(first: Recording, second: Rereads) -> list[KeptState]:
 
 
 def separated(states: Iterable[KeptState], cut: int) -> str:
-    """Return why the model cannot be cut at a time, or an empty text."""
+    """Return a problem if `cut` lies between two accesses to the same state, else an empty text."""
     for state in states:
         if state.first < cut <= state.last:
             return f'forward changes "{state.name}", which code before and after it uses (let one block alone use it)'
@@ -105,6 +105,6 @@ def separated(states: Iterable[KeptState], cut: int) -> str:
 
 
 def _innermost(recording: Recording, key: Key) -> list[int]:
-    """Return the numbers of the calls whose own code set an attribute."""
+    """Return the numbers of the calls whose own code, not that of a submodule, set an attribute."""
     setting = {call.number for call in recording.calls if key in map(key_of, call.changes)}
     return [number for number in setting if setting.isdisjoint(recording.calls[number].children)]

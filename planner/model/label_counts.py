@@ -17,7 +17,8 @@ def label_count(inputs: Any, counted_labels: CountedLabels) -> float:
 
     Args:
         inputs: Keyword arguments of the model, with `labels` of shape (samples, ..., tokens).
-        counted_labels: Labels that count; `shifted` if the label of a token is predicted from the tokens before it.
+        counted_labels: Labels that count; `shifted` leaves out the first label of each sample, because a token is
+            predicted from the tokens before it.
 
     Raises:
         UsageError: The labels are on the meta device and have no values.

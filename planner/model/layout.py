@@ -1,8 +1,8 @@
 """Keep the memory layout of tensors that cross a stage boundary.
 
 A layer may return a dense tensor whose dimensions have another order in memory than in its shape: an LSTM with the
-batch first, a convolution with the channels last. It is sent in that layout. A contiguous copy would cost memory on the
-sending stage, and the next layer would receive a tensor with other strides than in the unpartitioned model.
+batch first, a convolution with the channels last. Such a tensor is sent in its memory order. A contiguous copy would
+cost memory on the sending stage, and the next layer would get other strides than in the unpartitioned model.
 """
 
 from collections.abc import Sequence
@@ -12,11 +12,11 @@ from torch import Tensor
 
 
 def shape_like(tensor: Tensor, shape: Sequence[int] | None = None) -> Tensor:
-    """Return a dense tensor on the meta device with the layout that `tensor` has when it is sent.
+    """Return a dense tensor on the meta device with the layout in which `tensor` is sent.
 
     Args:
         tensor: Tensor that is sent.
-        shape: Shape of the result, if it is not that of `tensor`.
+        shape: Shape of the result; by default the shape of `tensor`.
     """
     return torch.empty_permuted(
         tensor.shape if shape is None else tuple(shape),
@@ -28,8 +28,8 @@ def shape_like(tensor: Tensor, shape: Sequence[int] | None = None) -> Tensor:
 
 
 def laid_out(tensor: Tensor, like: Tensor) -> Tensor:
-    """Return `tensor` in the dimension order of `like`; it is copied only if its order differs."""
-    if tensor.is_contiguous() and like.is_contiguous():  # nearly always, and permuting takes longer
+    """Return `tensor` with its dimensions in memory ordered as in `like`; copy it only if the order differs."""
+    if tensor.is_contiguous() and like.is_contiguous():  # this shortcut serves nearly all calls; permuting takes longer
         return tensor
     order = _order(like)
     if tensor.permute(order).is_contiguous():
@@ -38,20 +38,20 @@ def laid_out(tensor: Tensor, like: Tensor) -> Tensor:
 
 
 def in_memory_order(tensor: Tensor) -> Tensor:
-    """Return a contiguous tensor with the same memory, for a transfer.
+    """Return a contiguous tensor with the same memory as `tensor`, for a transfer.
 
-    It has no autograd history unless it is `tensor` itself.
+    Unless `tensor` is already contiguous, the result has no autograd history.
     """
     if tensor.is_contiguous() or (order := _order(tensor)) == tuple(range(tensor.dim())):
         return tensor
     shape, strides = ([sizes[n] for n in order] for sizes in (tensor.shape, tensor.stride()))
-    # No view, which would hold on to the tensor that it is of.
+    # A view would keep `tensor` itself in memory.
     with torch.no_grad():
         return tensor.new_empty(0).set_(tensor.untyped_storage(), tensor.storage_offset(), shape, strides)
 
 
 def _order(tensor: Tensor) -> tuple[int, ...]:
-    """Return the dimensions in their order in memory; in index order if the tensor has gaps or overlaps."""
+    """Return the indices of the dimensions in memory order; in index order if the tensor has gaps or overlaps."""
     counted = tuple(range(tensor.dim()))
     if tensor.is_contiguous():
         return counted

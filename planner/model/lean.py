@@ -1,8 +1,8 @@
 """Build models without memory for their parameters: for planning, and for measuring a few layers at a time.
 
-A model that is larger than the device, or than this machine, is built with parameters on the meta device, which have a
-shape and take no memory. Buffers (tables, masks) are real, because code reads their values. Layers that are measured
-get random parameters: their cost does not depend on the values.
+A model that is larger than the device's or this machine's memory is built with parameters on the meta device, which
+have a shape and take no memory. Buffers (tables, masks) are real, because code reads their values. Layers that are
+measured get random parameters, because their cost does not depend on the values.
 """
 
 from collections import OrderedDict
@@ -17,28 +17,28 @@ from planner.model.held import copy_attributes, move_loose_tensors, replace_loos
 from planner.model.stage import ModelStage
 
 _SPREAD = 0.02
-"""Standard deviation of the random parameters: outputs stay far from overflow and from denormal numbers."""
+"""Standard deviation of random parameters, which keeps outputs far from overflow and from denormal numbers."""
 
 
 def build_lean(build: Callable[[], nn.Module]) -> nn.Module:
     """Return the model that `build` makes, without memory for the parameters of its modules."""
     with _without_parameters():
         model = build()
-    # A list that a module made of its parameters before it registered them still has those with memory.
+    # A module may have made a list of its parameters before it registered them: the list still has the original ones.
     replace_loose(model, lambda tensor: vars(tensor).get("_empty", tensor))
     return model
 
 
 def fill(modules: Iterable[nn.Module], model: nn.Module, device: torch.device, *, initial: bool = True) -> None:
-    """Give the parameters of `modules`, parts of `model`, memory and values; tied parameters stay tied.
+    """Replace parameters on the meta device by parameters with memory and values; tied parameters stay tied.
 
-    Parameters that have values already are not changed.
+    Parameters that already have values are not changed.
 
     Args:
-        modules: The modules.
-        model: The model that they are part of.
-        device: Device of their memory.
-        initial: Whether values are random; if False, the memory is not initialized.
+        modules: Modules whose parameters get memory.
+        model: Model that contains the modules.
+        device: Device of the memory.
+        initial: Whether to set random values; otherwise the memory is not initialized.
     """
     modules = list(modules)
     wanted = {id(p) for module in modules for p in module.parameters() if p.is_meta}
@@ -49,7 +49,7 @@ def fill(modules: Iterable[nn.Module], model: nn.Module, device: torch.device, *
 
 
 def move_buffers(model: nn.Module, device: torch.device) -> None:
-    """Move all tensors that are not parameters to `device`."""
+    """Move buffers and tensors in plain attributes to `device`; parameters stay where they are."""
     replace_tensors(model, lambda tensor: tensor if isinstance(tensor, nn.Parameter) else tensor.to(device))
     move_loose_tensors(model, lambda tensor: tensor.to(device))
 
@@ -58,16 +58,16 @@ def move_buffers(model: nn.Module, device: torch.device) -> None:
 def _without_parameters() -> Iterator[None]:
     register = nn.Module.register_parameter
     at_place: dict[tuple[object, ...], Tensor] = {}
-    """New memory by the address of the parameters' original memory; weak references keep these addresses unique."""
+    """Meta tensors by the original memory of the parameters; weak references prevent that an address is reused."""
 
     def register_empty(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
         register(module, name, parameter)
-        # A subclass (a quantised parameter, an uninitialised one) has more to it than a shape.
+        # A subclass (a quantized or uninitialized parameter) has more properties than a shape.
         if parameter is None or type(parameter) is not nn.Parameter or parameter.is_meta:
             return
         # A second registration under another name gets the same replacement.
         if "_empty" not in vars(parameter):
-            # Two parameters that are made of one tensor share their memory here as well.
+            # Two parameters that were made from one tensor also share the tensor on the meta device.
             place = StorageWeakRef(parameter.untyped_storage()), parameter.storage_offset(), parameter.stride()
             values = at_place.setdefault((*place, parameter.shape), parameter.detach().to("meta"))
             empty = nn.Parameter(values, requires_grad=parameter.requires_grad)
@@ -83,7 +83,7 @@ def _without_parameters() -> Iterator[None]:
 
 
 def _share_hooks(parameter: nn.Parameter, empty: nn.Parameter) -> None:
-    """Give `empty` the hooks of `parameter`, and those that the user's code adds to it later."""
+    """Let `empty` share the hooks of `parameter`, including hooks that the user's code adds later."""
     for name in ("_backward_hooks", "_post_accumulate_grad_hooks"):
         if getattr(parameter, name) is None:
             setattr(parameter, name, OrderedDict())

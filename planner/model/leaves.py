@@ -1,4 +1,4 @@
-"""Leaves of what a call returned or left in attributes, as they are recorded: none of them holds a tensor."""
+"""Records of the values that a call returned or left in attributes. A record keeps no tensor in memory."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -19,7 +19,7 @@ class Meta:
 
     @classmethod
     def of(cls, tensor: Tensor) -> "Meta":
-        """Return the properties of `tensor`."""
+        """Return shape, strides, offset, dtype and gradient flag of `tensor`."""
         return cls(
             tuple(tensor.shape),
             tuple(tensor.stride()),
@@ -30,13 +30,13 @@ class Meta:
 
     @property
     def nbytes(self) -> int:
-        """Bytes to send it."""
+        """Number of bytes that are sent for this tensor."""
         return int(torch.Size(self.shape).numel()) * self.dtype.itemsize
 
 
 @dataclass(frozen=True)
 class Value:
-    """Leaf that is a tensor, given by its number in `Recording.values`."""
+    """Leaf that is a tensor, identified by its index in `Recording.values`."""
 
     number: int
     meta: Meta
@@ -44,38 +44,38 @@ class Value:
 
 @dataclass(frozen=True)
 class Passed:
-    """Leaf that is the same object as the argument at this position."""
+    """Leaf that is the same object as an argument of the call, given by the index among the argument's leaves."""
 
     argument: int
 
 
 @dataclass(frozen=True)
 class HeldTensor:
-    """Leaf that is this parameter or buffer itself."""
+    """Leaf that is a parameter or buffer of the model, given by name."""
 
     name: str
 
 
 @dataclass(frozen=True)
 class Constant:
-    """Leaf that is not a tensor."""
+    """Leaf that is no tensor and does not depend on the number of samples."""
 
     value: Any
 
 
 @dataclass(frozen=True)
 class SampleCount:
-    """Leaf that is one or several integers that grow linearly with the number of samples."""
+    """Leaf that consists of integers that grow linearly with the number of samples: one integer or a `torch.Size`."""
 
     at_zero: tuple[int, ...]
-    """Values for zero samples."""
+    """Integers for zero samples (the line through the recorded integers, extended to zero)."""
     per_sample: tuple[int, ...]
-    """Increase per sample."""
+    """Increase of each integer per sample."""
     is_size: bool
-    """True if they form a `torch.Size`."""
+    """True if the integers form a `torch.Size`; otherwise there is a single integer."""
 
     def of(self, size: int) -> Any:
-        """Return the value for `size` samples."""
+        """Return the integer or `torch.Size` for a batch of `size` samples."""
         numbers = (number + size * more for number, more in zip(self.at_zero, self.per_sample, strict=True))
         return torch.Size(numbers) if self.is_size else next(numbers)
 
@@ -84,12 +84,12 @@ Leaf = Value | Passed | HeldTensor | Constant | SampleCount
 
 
 def as_sample_count(leaf: Leaf, other: Leaf, sizes: tuple[int, int]) -> Leaf:
-    """Return `leaf` as a function of the number of samples, if the two recordings show that it is one.
+    """Return `leaf` as a linear function of the number of samples, if two recordings show such a dependence.
 
     Args:
         leaf: Leaf recorded with a batch of `sizes[0]` samples.
-        other: The same leaf recorded with `sizes[1]` samples.
-        sizes: Both numbers of samples.
+        other: The same leaf recorded with a batch of `sizes[1]` samples.
+        sizes: Numbers of samples in the two batches.
 
     Returns:
         A `SampleCount`, or `leaf` itself if it does not grow linearly with the batch.
@@ -110,6 +110,6 @@ def as_sample_count(leaf: Leaf, other: Leaf, sizes: tuple[int, int]) -> Leaf:
 
 
 def is_plain(value: Any) -> bool:
-    """Return True if the value is immutable, so that an equal one can replace it."""
+    """Return True if the value is of an immutable plain type, so that an equal value can replace it."""
     plain = bool | int | float | str | torch.Size | torch.dtype | torch.device
     return value is None or isinstance(value, plain)

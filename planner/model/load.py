@@ -36,14 +36,14 @@ from planner.model.variables import undoing
 
 
 class Batch(NamedTuple):
-    """Inputs of the model and targets of the loss, for some number of samples (first dimension of every tensor)."""
+    """Inputs of the model and targets of the loss; the first dimension of every tensor counts the samples."""
 
     inputs: Any
     targets: Any
 
     @property
     def num_samples(self) -> int:
-        """Size of the first dimension of the inputs."""
+        """Number of samples: the first dimension of the first input tensor."""
         tensors = [leaf for leaf in tree_flatten(self.inputs)[0] if isinstance(leaf, Tensor)]
         return int(tensors[0].shape[0])
 
@@ -56,38 +56,39 @@ class LoadedModel:
     settings: dict[str, Setting]
     inputs: tuple[str, ...]
     build: Callable[[], nn.Module]
-    """Function that makes the model; after `torch.manual_seed(S)`, with the initial values of that seed."""
+    """Function that returns a new model. The initial values depend on the seed of `torch.manual_seed`."""
     example_batch: Callable[[int], Batch]
     loss_fn: Callable[[Any, Any], Tensor]
     build_optimizer: Builder
     train_batches: Callable[[int], Iterable[Any]] | None
     optimizer_name: str
     loss_count: Callable[[Any], Any] | None = None
-    """Function from targets to the number of items that `loss_fn` averages over; None if it averages over samples."""
+    """Function from targets to the number of items over which `loss_fn` averages; None if these are the samples."""
     counted_labels: CountedLabels = ""
-    """Labels among the inputs that the model's own loss averages over (`Model.counted_labels`)."""
+    """Labels among the inputs over which the model averages its own loss (`Model.counted_labels`)."""
     granularity: Granularity = "coarse"
     uncut: tuple[str, ...] = ()
     """Names of layers that no stage may end with; see `planner.core.values.profile.Model.uncut`."""
     precision: Precision = ""
-    """Precision to run the model in; `build` returns the model unconverted (`planner.model.precision`)."""
+    """Precision in which the model runs. The model that `build` returns still has to be converted
+    (`planner.model.precision`)."""
     default_loss: DefaultLoss | None = None
-    """Origin of `loss_fn` if the file has none."""
+    """Chooser of the loss, used as `loss_fn`; None if the file defines `loss_fn`."""
     is_without_values: bool = False
-    """True if `build` makes parameters on the meta device (`planner.model.shortened`)."""
+    """True if `build` returns parameters on the meta device, which have no values (`planner.model.shortened`)."""
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """User notes about defaults, such as the loss; complete once the chain was made."""
+        """Notes to the user about defaults, such as the chosen loss; complete after the first call of `chain`."""
         return () if self.default_loss is None or not self.default_loss.note else (self.default_loss.note,)
 
     def chain(self, model: nn.Module) -> Chain:
-        """Return the chain of `model`, which this model file has built.
+        """Return the chain of layers of `model`, an instance that `build` returned.
 
         Raises:
-            ModelError: It cannot be run on its example batch, or not be cut, or layers share memory that is trained.
+            ModelError: The model fails on its example batch, cannot be cut, or has layers that share trained memory.
         """
-        # A copy of a weight that two modules share would be a tensor that crosses the cuts between them.
+        # Autocast's cache is off: a cached copy of a weight that two modules share would cross the cuts between them.
         with layers_in(self.precision, torch.device("cpu"), keep=False):
             chain = chain_of(
                 model,
@@ -102,8 +103,8 @@ class LoadedModel:
         return chain
 
     def _choose_loss(self, model: nn.Module) -> None:
-        """Call the loss once, so that a default loss is chosen; finding the layers of a Sequential does not call it."""
-        quiet = contextlib.suppress(Exception, SystemExit)  # errors are raised again when layers run on values
+        """Call the loss once, so that a default loss is chosen. Cutting a Sequential into layers does not call it."""
+        quiet = contextlib.suppress(Exception, SystemExit)  # running the layers raises the error again
         with torch.random.fork_rng(), undoing(model, self.loss_fn), as_ghosts(model), quiet:
             batch = self.example_batch(SIZES[0])
             args, kwargs = arguments_of(batch.inputs)
@@ -131,20 +132,21 @@ def load_model(
     """Load the model in `path/to/model.py[:ENTRY]`.
 
     Args:
-        source: The file, and after a colon the entry if it is not the first found of `build_model`, `model`, or the
-            file's only `nn.Module` subclass without required arguments. A Hugging Face config.json has no entries.
-        settings: `--set` values as typed; their types come from the entry's signature.
-        inputs: `--input` shapes, for a file without `example_batch`.
+        source: Path of the file; after a colon, the name of the function, class or module that gives the model. Its
+            default is `build_model`, else `model`, else the only `nn.Module` subclass without required arguments. A
+            Hugging Face config.json has no such names.
+        settings: Texts of the `--set` options by name; the signature of the entry determines their types.
+        inputs: Texts of the `--input` options, for a file without `example_batch`.
         optimizer: Name of an optimizer, which replaces the file's `build_optimizer`.
-        granularity: How finely a model that is not a Sequential is cut.
-        uncut: Layers that no stage may end with.
+        granularity: `coarse` for about one layer per block, `fine` for parts of blocks; no effect on a Sequential.
+        uncut: Names of layers that no stage may end with.
 
     Returns:
         The loaded model.
 
     Raises:
-        FileError: There is no such file, or it is not a Python file.
-        ModelError: The file cannot be run or offers no model.
+        FileError: The file does not exist, or is no Python file.
+        ModelError: The file fails when it is imported, or defines no model.
         UsageError: A setting is unknown or has another type.
     """
     path, module, entry = _import(source)
@@ -163,21 +165,21 @@ def model_of(
     optimizer: str | None = None,
     granularity: Granularity = "coarse",
 ) -> LoadedModel:
-    """Return a loaded model from an object: a copy of `model`, with the functions that a model.py would define.
+    """Return a `LoadedModel` of a copy of `model`, with functions that a model.py would otherwise define.
 
     Args:
         model: The module.
         example_batch: Function from a number of samples to `(inputs, targets)`.
-        loss_fn: Function of output and targets.
-        inputs: `--input` shapes, without an `example_batch`.
+        loss_fn: Function from output and targets to the loss.
+        inputs: Shapes as in the `--input` option, if there is no `example_batch`.
         optimizer: Name of an optimizer.
-        granularity: How finely a model that is not a Sequential is cut.
+        granularity: `coarse` for about one layer per block, `fine` for parts of blocks; no effect on a Sequential.
 
     Returns:
         The loaded model.
 
     Raises:
-        ModelError: It is not an `nn.Module`, or its inputs are unknown.
+        ModelError: `model` is not an `nn.Module`, or its inputs are unknown.
     """
     module = ModuleType("given")
     content = {"model": copy.deepcopy(model), "example_batch": example_batch, "loss_fn": loss_fn}
@@ -185,7 +187,7 @@ def model_of(
     loaded = _loaded(
         "the model", module, "model", settings=None, inputs=inputs, optimizer=optimizer, granularity=granularity
     )
-    # There is no file that a script could train.
+    # The empty source shows that there is no file from which a script could load the model.
     return replace(loaded, source="")
 
 
@@ -199,7 +201,7 @@ def _loaded(
     optimizer: str | None,
     granularity: Granularity,
 ) -> LoadedModel:
-    """Return the loaded model of `module`, whose file is `path`."""
+    """Return the model that the Python module `module`, read from `path`, defines."""
     entry_name, build_model, typed = _builder(path, module, entry, dict(settings or {}))
     example = _example_batch(path, module, typed, tuple(inputs))
     for name in ("loss_fn", "loss_count", "build_optimizer", "train_batches"):
@@ -241,14 +243,14 @@ def _import(source: str) -> tuple[str, ModuleType, str | None]:
     spec = importlib.util.spec_from_file_location(name, file.resolve(), loader=loader)
     assert spec is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # pickling and dataclasses look it up
+    sys.modules[spec.name] = module  # pickling and dataclasses look up modules there
     with user_code(path, "importing it"):
         loader.exec_module(module)
     return path, module, entry if colon else None
 
 
 class _FromSource(SourceFileLoader):
-    """Loader that always reads the source: the bytecode cache would miss an edit within the same second."""
+    """Loader that ignores the bytecode cache, because the cache misses an edit within the same second."""
 
     def path_stats(self, path: str) -> NoReturn:
         raise OSError(f"{path} is not cached")
@@ -321,7 +323,7 @@ def _example_batch(
             hint="define it to return `(inputs, targets)`, or give shapes: `--input 3x224x224` or `1024:int64:32000`",
         )
     if function is None or inputs:
-        # Parsed once here, so that a wrong shape is reported before anything is built.
+        # The texts are parsed here once, so that a wrong shape is reported before the model is built.
         for text in inputs:
             input_tensor(text, 1)
         if len(inputs) == 1:
@@ -335,7 +337,7 @@ def _example_batch(
     def example(size: int) -> Batch:
         with user_code(path, f"`example_batch({size})`"):
             pair = function(size, **arguments)
-        # A list of two is what `default_collate` makes, and `next(iter(loader))` returns.
+        # A list of two items is accepted, because `next(iter(loader))` returns one.
         if not isinstance(pair, tuple | list) or len(pair) != 2:
             kind = f"a {type(pair).__name__} of {len(pair)}" if isinstance(pair, tuple | list) else type(pair).__name__
             raise ModelError(
@@ -377,5 +379,5 @@ def _checked_optimizer(path: str, build: Builder) -> Builder:
 
 
 def to_device(value: Any, device: torch.device) -> Any:
-    """Return `value` with every tensor on `device`."""
+    """Return the nested `value` with every tensor moved to `device`."""
     return tree_map_only(Tensor, lambda tensor: tensor.to(device), value)

@@ -1,4 +1,4 @@
-"""Tensors of a model's output that the loss reads."""
+"""Find out which tensors of a model's output the loss reads."""
 
 from collections.abc import Callable
 from typing import Any
@@ -10,10 +10,10 @@ from planner.model.operators import OperatorWatch, decides
 
 
 def addresses_read(loss_of: Callable[[Any], object], output: Any) -> set[int] | None:
-    """Return the addresses of the storages that a loss reads.
+    """Run a loss on `output` and return the addresses of the storages that it reads.
 
     Returns:
-        None if what the loss reads may depend on values, or if the loss fails.
+        The addresses; None if the loss fails, or if values may decide what the loss reads.
     """
     addresses: set[int] = set()
     has_decided = False
@@ -30,7 +30,7 @@ def addresses_read(loss_of: Callable[[Any], object], output: Any) -> set[int] | 
             loss = loss_of(output)
     except PlannerError:
         raise
-    except Exception:  # it is reported where the loss is needed
+    except Exception:  # the caller that needs the loss reports its error
         return None
-    addresses.update(map(storage_key, tensors_in(loss)))  # no operator reads an output that is itself the loss
+    addresses.update(map(storage_key, tensors_in(loss)))  # an output may itself be the loss
     return None if has_decided else addresses

@@ -1,7 +1,7 @@
 """Flatten and rebuild nests: the tuples, lists, dicts and dataclasses that models take and return.
 
-Torch's pytrees do not fit: they only know registered types, and they flatten some types that must stay whole here (a
-key-value cache, which is changed in place while other code refers to it).
+Torch's pytrees do not serve this purpose. They know only registered types, and they flatten a key-value cache, which
+must stay one object because it is changed in place while other code refers to it.
 """
 
 import dataclasses
@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 
 ABSENT: Final = object()
-"""Placeholder of a leaf that is missing."""
+"""Placeholder for a missing leaf."""
 
 
 @dataclass(frozen=True)
 class Nest:
-    """Structure of a value; a leaf if `kind` is None."""
+    """Structure of a nested value: type, keys and substructures; `kind` is None for a leaf."""
 
     kind: type | None = None
     keys: tuple[Any, ...] = ()
@@ -30,23 +30,23 @@ _LEAF = Nest()
 
 
 def flatten(value: Any) -> tuple[list[Any], Nest]:
-    """Return the leaves of `value` in order, and its structure."""
+    """Return the leaves of `value` in order, and the structure of `value`."""
     leaves: list[Any] = []
     return leaves, _nest(value, leaves)
 
 
 def unflatten(leaves: Iterable[Any], nest: Nest) -> Any:
-    """Return the value of structure `nest` with the given leaves."""
+    """Return the nested value with the structure `nest` and the given leaves, the inverse of `flatten`."""
     return _value(iter(leaves), nest)
 
 
 def tensors_in(value: Any) -> list[Tensor]:
-    """Return the tensors in `value`, in order."""
+    """Return the leaves of the nested `value` that are tensors, in order."""
     return [leaf for leaf in flatten(value)[0] if isinstance(leaf, Tensor)]
 
 
 def leaf_names(nest: Nest, prefix: str = "") -> list[str]:
-    """Return a name for every leaf: keys and positions, joined by dots."""
+    """Return a name for every leaf: the keys and positions that lead to the leaf, joined by dots."""
     if nest.kind is None:
         return [prefix]
     below = zip(nest.keys, nest.children, strict=True)
@@ -54,7 +54,7 @@ def leaf_names(nest: Nest, prefix: str = "") -> list[str]:
 
 
 def aligned(value: Any, nest: Nest) -> list[Any]:
-    """Return the leaves of `value` at the positions of `nest`; ABSENT where a part has another structure."""
+    """Return one leaf of `value` for each leaf of `nest`; ABSENT for leaves in parts whose structures differ."""
     leaves, structure = flatten(value)
     return _aligned(iter(leaves), structure, nest)
 
@@ -85,7 +85,7 @@ def _nest(value: Any, leaves: list[Any]) -> Nest:
 
 
 def _is_plain_dataclass(value: Any) -> bool:
-    # One that could not be made again from its fields stays whole.
+    # A dataclass that cannot be rebuilt from its fields is treated as a leaf.
     return (
         dataclasses.is_dataclass(value)
         and not isinstance(value, type)

@@ -1,4 +1,4 @@
-"""Watch torch's operators as they run, and read from their schemas what they write and what depends on values."""
+"""Watch torch's operators as they run, and find out which tensors they write and whether results depend on values."""
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -14,8 +14,9 @@ class OperatorWatch(TorchDispatchMode):
     """Mode that reports every operator that runs while it is open.
 
     Args:
-        before: Called with operator, arguments and keywords before each operator; it sees the old arguments.
-        after: Called with these and the result after each operator; by then it is known which storages are new.
+        before: Function of (operator, arguments, keywords) that is called before each operator, and sees arguments
+            that the operator may overwrite.
+        after: Function of (operator, arguments, keywords, result) that is called after each operator.
     """
 
     def __init__(
@@ -28,7 +29,7 @@ class OperatorWatch(TorchDispatchMode):
         self._before, self._after = before, after
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run one operator."""
+        """Run one operator, with the calls before and after it."""
         kwargs = kwargs or {}
         self._before(func, args, kwargs)
         result = func(*args, **kwargs)
@@ -40,9 +41,9 @@ def written_tensors(func: Any, args: Any, kwargs: dict[str, Any]) -> Iterator[Te
     """Yield the tensors among an operator's arguments that it writes into.
 
     Args:
-        func: Operator.
-        args: Its positional arguments.
-        kwargs: Its keyword arguments.
+        func: The operator.
+        args: Positional arguments of the operator.
+        kwargs: Keyword arguments of the operator.
     """
     for position, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
@@ -50,7 +51,7 @@ def written_tensors(func: Any, args: Any, kwargs: dict[str, Any]) -> Iterator[Te
 
 
 def decides(func: Any, arguments: Sequence[Tensor]) -> bool:
-    """Return True if control flow, or the shape of the operator's result, depends on the values of its tensors."""
+    """Return True if the operator returns a Python value, or a shape, that depends on the values of its tensors."""
     if func._schema.name == "aten::index" and all(t.dtype is not torch.bool for t in arguments[1:]):
-        return False  # only a mask makes the shape depend on values
+        return False  # of all index tensors, only a mask makes the result's shape depend on values
     return torch.Tag.data_dependent_output in func.tags or torch.Tag.dynamic_output_shape in func.tags

@@ -1,9 +1,10 @@
-"""Check that an optimizer steps a part of a model's parameters as it steps all of them.
+"""Check that an optimizer updates each parameter independently of the others.
 
-Each rank of a pipeline steps the parameters of its own stages. That is the step of a plain loop only if no parameter's
-step depends on another parameter. A gradient clip within `step()` breaks this, as does a step size found from all
-gradients (D-Adaptation, Prodigy). So a few small parameters get random gradients and are stepped together, then in two
-parts, as ranks would step them. Parameters, gradients and optimizer state must be the same.
+Each rank of a pipeline updates only the parameters of its own stages. The result equals that of a plain loop only if no
+parameter's update depends on another parameter. A gradient clip within `step()` violates this, as does a step size
+computed from all gradients (D-Adaptation, Prodigy). To check it, a few small parameters get random gradients. They are
+updated together, and then in two parts, as two ranks would update them. Parameters, gradients and optimizer state must
+be equal.
 """
 
 import math
@@ -21,20 +22,20 @@ from planner.model.optimizers import Builder, ModelOptimizer, ParameterGroup
 _STEPS = ((1.0, 1.0), (1.0, 1.0), (1e3, 1e-3), (1e3, 1e3), (1e-2, 1e-2), (1.0, 1.0), (1.0, 1.0))
 """Scales of the gradients of each step, in the first part and in the second.
 
-Some exceed the limit of any gradient clip, others do not. If only one part exceeds it, the comparison also finds a
-limit on the largest gradient of all parameters."""
+Some gradients exceed the limit of any gradient clip, others do not. If only one part exceeds the limit, the comparison
+also finds a clip by the largest gradient of all parameters."""
 
 _NOT_FINITE = ((1.0, 1.0), (1.0, math.inf))
-"""An optimizer that skips a step with infinite gradients must not skip it for other parameters."""
+"""Scales with infinite gradients in one part: if an optimizer skips a parameter for them, it must not skip others."""
 
 _MOST_PARAMETERS = 32
-"""Parameters that are stepped; the others are absent."""
+"""Largest number of parameters that are updated in the check; all others are absent."""
 
 _LONGEST = 8
-"""Longest dimension of a parameter that is stepped."""
+"""Length to which each dimension of a parameter is cut for the check."""
 
 _LIMIT = 1e-5
-"""Larger relative differences are no rounding errors."""
+"""Largest relative difference that can be a rounding error."""
 
 _HINT = (
     "clip with `pipeline.clip_gradients(max_norm)` in train.py instead of within `step()`, and skip steps by the norm "
@@ -45,26 +46,26 @@ _Item = TypeVar("_Item")
 
 
 def check_optimizer(build: Builder, parameters: Iterable[Tensor], device: torch.device) -> None:
-    """Refuse an optimizer whose step over some parameters differs from its step over all.
+    """Refuse an optimizer that updates a parameter differently if other parameters are missing.
 
     Args:
-        build: Builder of the optimizer.
-        parameters: Parameters of the whole model, in its order. Their values are not read.
-        device: Device of the steps.
+        build: Function that builds the optimizer from parameters.
+        parameters: Parameters of the whole model, in the model's order. Their values are not read.
+        device: Device on which the optimizer runs.
 
     Raises:
-        ModelError: The step depends on other parameters, draws random numbers, needs a closure, or fails. Or the
-            builder needs values.
+        ModelError: `step()` uses other parameters, draws random numbers, needs a closure, or fails; or the builder
+            reads values of parameters.
     """
     parameters = list(parameters)
     if any(map(is_lazy, parameters)):
-        return  # such a model is refused, with a reason of its own
+        return  # `chain_of` refuses a lazy model, with its own message
     whole = ModelOptimizer(build, parameters)
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         sample = _sample(_groups(whole))
         differing = _num_differing(whole, sample, _STEPS, device)
         if not differing:
-            with suppress(ModelError):  # an error for an infinite gradient ends a run on any rank
+            with suppress(ModelError):  # an optimizer that raises for an infinite gradient would end any run
                 differing = _num_differing(whole, sample, _NOT_FINITE, device)
     if differing:
         raise ModelError(
@@ -78,7 +79,7 @@ def check_optimizer(build: Builder, parameters: Iterable[Tensor], device: torch.
 def _num_differing(
     whole: ModelOptimizer, sample: Sequence[Tensor], steps: Sequence[tuple[float, float]], device: torch.device
 ) -> int:
-    """Return the number of parameters that are stepped differently in two parts than together."""
+    """Return the number of parameters whose update in one of two parts differs from the update of all together."""
     together = _stepped(whole, sample, range(len(sample)), steps=steps, device=device)
     apart: dict[int, list[Tensor]] = {}
     for part in (range(0, len(sample), 2), range(1, len(sample), 2)):
@@ -97,7 +98,7 @@ def _groups(whole: ModelOptimizer) -> list[ParameterGroup]:
 
 
 def _sample(groups: Sequence[ParameterGroup]) -> list[Tensor]:
-    """Choose a few trained parameters of every group, or of as many groups as there is room for."""
+    """Choose a few trained parameters of every group, or of evenly spread groups if there are too many."""
     by_group = [[p for p in group.parameters if p.requires_grad] for group in groups]
     trained = _spread([parameters for parameters in by_group if parameters], _MOST_PARAMETERS // 2)
     each = _MOST_PARAMETERS // max(1, len(trained))
@@ -119,10 +120,10 @@ def _stepped(
     steps: Sequence[tuple[float, float]],
     device: torch.device,
 ) -> dict[int, list[Tensor]]:
-    """Step some parameters of the sample; return by index each parameter, its gradients and its optimizer state.
+    """Update some parameters of the sample; return, by index, each parameter, its gradients and its optimizer state.
 
     Raises:
-        ModelError: The step draws random numbers, needs a closure, or fails.
+        ModelError: `step()` draws random numbers, needs a closure, or fails.
     """
     tensors = {n: nn.Parameter(_random(sample[n], n).to(device)) for n in part}
     optimizer = whole.over((sample[n], tensor) for n, tensor in tensors.items())
@@ -135,7 +136,7 @@ def _stepped(
         _step(optimizer)
         for n, tensor in tensors.items():
             results[n] += [] if tensor.grad is None else [tensor.grad]
-            results[n].append(torch.tensor(torch.equal(tensor, former[n])))  # a small step may be less than `_LIMIT`
+            results[n].append(torch.tensor(torch.equal(tensor, former[n])))  # an update may be smaller than `_LIMIT`
         optimizer.zero_grad()
     if not torch.equal(before, torch.get_rng_state()):
         raise ModelError(
@@ -145,22 +146,22 @@ def _stepped(
         )
     groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
     for n, tensor in tensors.items():
-        # A step size of all parameters is an option of their group.
+        # A step size that is computed from all parameters is an option of their group.
         for numbers in (optimizer.state.get(tensor, {}), groups.get(id(tensor), {})):
             results[n] += [torch.as_tensor(value) for _, value in sorted(numbers.items()) if _is_number(value)]
     return results
 
 
 def _step(optimizer: torch.optim.Optimizer) -> None:
-    """Call `step()` and convert its errors.
+    """Call `optimizer.step()` and convert its errors.
 
     Raises:
-        ModelError: The step needs a closure, or fails.
+        ModelError: `step()` needs a closure, or fails.
     """
     name = type(optimizer).__name__
     try:
         optimizer.step()
-    except Exception as error:  # whatever the user's optimizer raises
+    except Exception as error:  # the user's optimizer may raise any error
         text = str(error).partition("\n")[0]
         if "closure" in text:
             raise ModelError(
@@ -182,7 +183,7 @@ def _random(like: Tensor, seed: int) -> Tensor:
 
 
 def _gradient(like: Tensor, n: int, step: int, scale: float) -> Tensor:
-    """Return a random gradient: about the same direction in every step, a new size per parameter and step."""
+    """Return a random gradient, of nearly the same direction in every step and of a random size."""
     steady, noise = _random(like, 1000 + n), _random(like, 2000 + 100 * step + n)
     generator = torch.Generator().manual_seed(100 * step + n)
     size = 10 ** (2 * torch.rand((), generator=generator) - 1.5)

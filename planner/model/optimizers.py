@@ -1,4 +1,4 @@
-"""Build optimizers by name, for models without a builder; and optimizers of a model that is present in part."""
+"""Build optimizers by name, for models without `build_optimizer`, and optimizers for a part of a model."""
 
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, NamedTuple
@@ -22,11 +22,11 @@ OPTIMIZERS: dict[str, Builder] = {
 
 
 def optimizer_builder(user_builder: Callable[..., Any] | None, name: str) -> tuple[Builder, str]:
-    """Return the builder of an optimizer, and its name for messages.
+    """Return a function that builds the optimizer, and the optimizer's name for messages.
 
     Args:
         user_builder: The user's `build_optimizer`, which has precedence; or None.
-        name: Name of one of `OPTIMIZERS`.
+        name: Key of `OPTIMIZERS`.
 
     Raises:
         UsageError: There is no optimizer of that name.
@@ -39,28 +39,28 @@ def optimizer_builder(user_builder: Callable[..., Any] | None, name: str) -> tup
 
 
 class ParameterGroup(NamedTuple):
-    """One parameter group of an optimizer of the whole model."""
+    """One parameter group of the whole model's optimizer."""
 
     options: dict[str, Any]
     parameters: list[Tensor]
 
     @property
     def cost_options(self) -> str:
-        """Text of the options that change the cost of a step."""
+        """Text of the options that affect the cost of an update."""
         free = ("lr", "initial_lr", "weight_decay", "param_names")
         return repr(sorted((key, value) for key, value in self.options.items() if key not in free))
 
 
 class ModelOptimizer:
-    """Optimizer of a whole model, of which only some parameters are present.
+    """Optimizer of a whole model, of which this process has only some parameters.
 
-    The builder gets all parameters, in the order of `model.parameters()`: a builder that selects them by position does
-    what it does in a plain loop. Absent parameters have a shape, and no memory. They are removed from their groups
-    after the optimizer is built. Groups stay, even if they are empty then.
+    The builder gets all parameters, in the order of `model.parameters()`, so that it can select them by position as in
+    a plain loop. Absent parameters have a shape and no memory. They are removed from their groups after the optimizer
+    is built. A group stays even if all of its parameters are removed.
 
     Args:
-        build: Builder of the optimizer.
-        parameters: Parameters of the whole model, in its order. Their values are not read.
+        build: Function that builds the optimizer from parameters.
+        parameters: Parameters of the whole model, in the model's order. Their values are not read.
     """
 
     def __init__(self, build: Builder, parameters: Iterable[Tensor]) -> None:
@@ -70,13 +70,13 @@ class ModelOptimizer:
         self._placeholders = [_placeholder(parameter) for parameter in self._parameters]
 
     def over(self, present: Iterable[tuple[Tensor, Tensor]]) -> torch.optim.Optimizer:
-        """Build the optimizer and keep the parameters that are present.
+        """Return a new optimizer that has only the parameters that are present.
 
         Args:
             present: Pairs of a parameter of the model and the tensor to optimize in its place.
 
         Raises:
-            ModelError: The optimizer has tensors that are no parameters of the model.
+            ModelError: The builder gave the optimizer tensors that are no parameters of the model.
         """
         given: list[Tensor] = [*self._placeholders]
         kept = set()
@@ -89,7 +89,7 @@ class ModelOptimizer:
             _keep(group, kept)
         for tensor in given:
             if id(tensor) not in kept:
-                optimizer.state.pop(tensor, None)  # of an optimizer that makes its state when it is built
+                optimizer.state.pop(tensor, None)  # some optimizers create their state when they are built
         return optimizer
 
     @property
@@ -98,7 +98,7 @@ class ModelOptimizer:
         return type(self._built(self._placeholders)).__name__
 
     def groups(self) -> list[ParameterGroup]:
-        """Return the groups of the whole model's optimizer, with parameters of the model."""
+        """Return the parameter groups of the whole model's optimizer."""
         by_id = {id(p): original for p, original in zip(self._placeholders, self._parameters, strict=True)}
         return [
             ParameterGroup(
@@ -131,7 +131,10 @@ def _placeholder(parameter: Tensor) -> nn.Parameter:
 
 
 def _keep(group: dict[str, Any], kept_ids: Collection[int]) -> None:
-    """Remove all other parameters from a group, in place: the optimizer may refer to the same list elsewhere."""
+    """Remove all parameters except those in `kept_ids` from a group.
+
+    The group's list changes in place, because the optimizer may refer to it elsewhere.
+    """
     chosen = [n for n, p in enumerate(group["params"]) if id(p) in kept_ids]
     for key in ("params", "param_names"):
         if key in group:

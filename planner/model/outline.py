@@ -1,7 +1,7 @@
 """A model's outline: the recording of one forward, the cuts into layers, and the tensors that cross the cuts.
 
-It names modules and tensors and holds none, so the outline of one instance of a model serves every other. Two forwards,
-of batches of different size, show how the shapes of all tensors grow with the batch.
+An outline refers to modules and tensors by name and number only, so the outline of one instance of a model serves all
+others. Two recorded forwards, with different batch sizes, show how the shapes of all tensors grow with the batch.
 
     layers     0          1            2
     times    0 ... cuts[0] ... cuts[1] ... END
@@ -36,10 +36,10 @@ from planner.model.spans import (
 )
 
 _MANY_PARTS = 2
-"""Least number of avoidable tensors across a boundary for which a note is given."""
+"""Number of avoidable tensors across a boundary from which the user gets a note."""
 
 _MANY_PREVENTED = 0.25
-"""Least share of possible cuts that are prevented for which a note is given."""
+"""Number of prevented cuts divided by that of tried cuts, from which the user gets a note."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,40 +48,40 @@ class Outline:
 
     recording: Recording
     shapes: Shapes
-    """Shapes of the values, in the batches of both sizes."""
+    """Shapes of each tensor in the two recorded batches."""
     cuts: tuple[int, ...]
-    """Times of the recording, in order."""
+    """Times of the cuts in the recording, in order."""
     names: tuple[str, ...]
-    """Names of the layers, one more than there are cuts."""
+    """Names of the layers; there is one layer more than there are cuts."""
     ends: tuple[str, ...]
-    """Name of the layer before each cut, if the model is cut everywhere."""
+    """Name of each cut for the option `uncut`: the layer that ends there if all useful cuts are made."""
     modules: tuple[tuple[str, ...], ...]
-    """Paths, for each layer, of the largest modules that run as a whole in it, in order."""
+    """For each layer, the paths of the largest modules that run completely in the layer, in order."""
     holds: tuple[frozenset[str], ...]
     """Parameters and buffers that each layer needs."""
     crossings: tuple[tuple[int, ...], ...]
-    """Values that cross each cut."""
+    """For each cut, the indices in `Recording.values` of the tensors that cross it."""
     repeated_holds: tuple[frozenset[str], ...]
-    """Parameters and buffers read by the code that is repeated after each cut."""
+    """For each cut, the parameters and buffers that the code that runs again after the cut reads."""
     overwritten: tuple[frozenset[int], ...]
-    """Storages written by the code that is repeated after each cut."""
+    """For each cut, the storages that the code that runs again after the cut writes."""
     writes: tuple[bool, ...]
-    """True for each layer that writes into a tensor that it receives."""
+    """True for each layer that writes into a received tensor."""
     aliases: tuple[bool, ...]
-    """True for each layer that sends a storage that it has received."""
+    """True for each layer that sends a tensor in the same memory as a received one."""
     parts: tuple[tuple[int, int], ...]
-    """Number of tensors that cross each cut only for code that is repeated after it, and number of results of that
-    code."""
+    """For each cut, the number of tensors that cross only because code that runs again reads them, and the number of
+    tensors that this code computes."""
     prevented: str
-    """Reason why there are few cuts; empty if nearly all possible cuts are made."""
+    """Note that many cuts are not possible, with a reason; empty if nearly all useful cuts are possible."""
     joins: tuple[Join, ...]
-    """Joins, which cross the cuts after them."""
+    """Joins of the recording, which may cross the cuts after them (`planner.model.joins`)."""
     missing: tuple[frozenset[int], ...]
-    """Leaves of the model's output, for each cut, that the loss does not read and that later stages cannot compute."""
+    """For each cut, the leaves of the model's output that the loss does not read and later stages cannot compute."""
 
     @property
     def widened(self) -> str:
-        """Note on the boundary with most tensors that cross it only for repeated code; empty if they are few."""
+        """Note on the boundary that the most tensors cross only for code that runs again; empty if these are few."""
         layer = max(range(len(self.parts)), key=lambda n: self.parts[n][0] - self.parts[n][1])
         parts, results = self.parts[layer]
         if parts - results < _MANY_PARTS:
@@ -94,34 +94,42 @@ class Outline:
         )
 
     def times(self, first: int, end: int) -> tuple[int, int]:
-        """Return the times between which layers `first` to `end - 1` run."""
+        """Return the time at which layer `first` begins and the time at which layer `end - 1` ends."""
         return (self.cuts[first - 1] if first else 0), (self.cuts[end - 1] if end <= len(self.cuts) else END)
 
     def received(self, layer: int) -> tuple[int, ...]:
-        """Return the values that a layer other than the first receives."""
+        """Return the indices, in `Recording.values`, of the tensors that a layer other than the first receives."""
         return self.crossings[layer - 1]
 
     def shape(self, value: int, size: int) -> tuple[int, ...]:
-        """Return the shape of a value in a batch of `size` samples."""
+        """Return the shape that the tensor with index `value` has in a batch of `size` samples."""
         return shape_at(self.shapes[value], size)
 
     def size_of(self, values: Sequence[int], tensors: Sequence[Tensor]) -> int:
-        """Return the number of samples, from the shapes of some values."""
+        """Return the number of samples in a batch, derived from the shapes of some of its tensors.
+
+        Args:
+            values: Indices of tensors in `Recording.values`.
+            tensors: The same tensors in the batch.
+
+        Returns:
+            Number of samples.
+        """
         for value, tensor in zip(values, tensors, strict=True):
-            # Only a dimension that grows determines it; one of a mask for all samples, for example, is constant.
+            # Only a dimension that grows with the batch determines the size; those of a common mask are constant.
             for a, b, length in zip(*self.shapes[value], tensor.shape, strict=True):
                 if a != b:
-                    # `shape_at`, solved for the size.
+                    # This is the formula of `shape_at`, solved for the number of samples.
                     return SIZES[0] + (length - a) * (SIZES[1] - SIZES[0]) // (b - a)
         return SIZES[0]
 
     def boundary(self, layer: int, size: int) -> tuple[Tensor, ...]:
-        """Return the tensors that a layer other than the first receives, on the meta device."""
+        """Return tensors on the meta device like those that a layer other than the first receives."""
         return tuple(self._meta(value, size) for value in self.received(layer))
 
     @property
     def described(self) -> list[Any]:
-        """Shapes and dtypes that cross each cut, for a digest."""
+        """Shapes and dtypes of the tensors that cross each cut, for a digest of the chain."""
         return [[[self.shapes[v], str(self.recording.values[v][1].dtype)] for v in values] for values in self.crossings]
 
     def _meta(self, value: int, size: int) -> Tensor:
@@ -141,34 +149,35 @@ def outline_of(
     *,
     uncut: Sequence[str] = (),
 ) -> Outline:
-    """Return the outline of any module.
+    """Return the outline of a model: record two forwards and choose the cuts.
 
     Args:
         model: The model.
         example_inputs: Function from a number of samples to inputs.
-        granularity: About one layer per block, or also parts of blocks.
-        loss_of: Function from a number of samples to the loss of the model's output for them; or None.
+        granularity: `coarse` for about one layer per block, `fine` for parts of blocks as well.
+        loss_of: Function from a number of samples to a function that computes the loss from the model's output. If it
+            is None, all outputs count as read by the loss.
         uncut: Names of layers after which the model is not cut.
 
     Returns:
-        The outline; `planner.model.chain.chain_of` has the details.
+        The outline.
 
     Raises:
-        ModelError: The model cannot be cut anywhere, or runs other code for other batch sizes.
+        ModelError: The model cannot be cut anywhere, or its code depends on the batch size.
     """
     recording = _recorded(model, example_inputs, SIZES[0], loss_of)
     other = _recorded(model, example_inputs, SIZES[1])
     candidates = candidates_in_both(recording, other)
-    # A join crosses a cut as it is: only what is there for either batch can be one.
+    # A join is sent for every batch size, so a candidate must occur in both recordings.
     recording.candidates = list(candidates)
     cuts = Cuts(recording, model)
     chosen, problems = cuts.choose(granularity)
     shapes, varying = shapes_in_both(recording, other, chosen)
-    # No call returns a join, so none of the shapes above is of one.
+    # No call returns a join, so the shapes of joins are added here.
     shapes |= {join.value: candidates[join] for join in cuts.joins}
     crossings = ((cut, name, cuts.crossing(cut).values) for cut, name in _ends(recording, model, chosen))
     chosen = _without(refusals_of_cuts(crossings, shapes, varying), chosen, problems)
-    # The names of the ends are those before any cut is removed, because `uncut` refers to these names.
+    # These names are those before `uncut` removes cuts, because `uncut` refers to them.
     ends = [(cut, name) for cut, name in _ends(recording, model, chosen) if name not in uncut]
     if uncut:
         problems.append(f"the stages after {', '.join(uncut)} do not compute what the model does")
@@ -184,7 +193,7 @@ def outline_of(
 def _outline(
     cuts: Cuts, model: nn.Module, ends: Sequence[tuple[int, str]], shapes: Shapes, *, prevented: str
 ) -> Outline:
-    """Return the outline of a model that is cut at `ends`: times, and names of the layers before them."""
+    """Return the outline of a model that is cut at `ends`: pairs of a time and the name of the layer before it."""
     recording, chosen = cuts.recording, tuple(cut for cut, _ in ends)
     edges = (0, *chosen, END)
     spans = list(pairwise(edges))
@@ -219,7 +228,7 @@ def _outline(
 
 
 def _ends(recording: Recording, model: nn.Module, cuts: Sequence[int]) -> list[tuple[int, str]]:
-    """Return every cut, with the name of the layer before it if the model is cut at all of them."""
+    """Return every cut with a name: that of the layer before it if the model is cut at all `cuts`."""
     spans = pairwise((0, *cuts, END))
     return list(zip(cuts, layer_names(model, (modules_in(recording, span) for span in spans)), strict=False))
 
@@ -230,14 +239,14 @@ def _recorded(
     size: int,
     loss_of: Callable[[int], Callable[[Any], object]] | None = None,
 ) -> Recording:
-    """Record one forward on `size` samples, with ghosts as parameters or, if the model reads values, with real ones."""
+    """Record one forward on `size` samples. Parameters are ghosts, or real if the model reads their values."""
     with torch.random.fork_rng():
-        torch.manual_seed(0)  # the same data every time, and so the same digest
+        torch.manual_seed(0)  # equal data in every process, for equal digests
         inputs = example_inputs(size)
         loss = None if loss_of is None else loss_of(size)
     try:
-        # Ghosts need no memory for activations and no time, for a model of any size.
-        with contextlib.suppress(Exception):  # on real values the error may not occur, or it is raised again
+        # With ghosts, a forward needs hardly any memory and time, whatever the size of the model.
+        with contextlib.suppress(Exception):  # with real values the error may not occur; otherwise it is raised again
             return record(model, inputs, loss_of=loss, ghosts=True)
         return record(model, _on_device_of(model, inputs), loss_of=loss, ghosts=False)
     except (Exception, SystemExit) as error:
@@ -264,10 +273,10 @@ def _prevented(problems: Sequence[str], num_tried: int) -> str:
 
 
 def _without(errors: dict[int, ModelError], chosen: Sequence[int], problems: list[str]) -> list[int]:
-    """Return the cuts without errors; the messages of the others are added to `problems`.
+    """Return the chosen cuts without errors, and add the messages of all errors to `problems`.
 
     Raises:
-        ModelError: Every cut has an error.
+        ModelError: Every chosen cut has an error; the first one is raised.
     """
     sound = [cut for cut in chosen if cut not in errors]
     if errors and not sound:

@@ -1,4 +1,4 @@
-"""Run a model in the requested precision: converted, or under autocast; also load it again that way."""
+"""Prepare a model for the requested precision: convert it, or run it under autocast."""
 
 import copy
 from collections.abc import Callable, Iterable, Iterator
@@ -19,8 +19,8 @@ _CONVERTED: dict[Precision, torch.dtype] = {"fp32": torch.float32, "bf16": torch
 def in_precision(loaded: LoadedModel, precision: Precision) -> LoadedModel:
     """Return `loaded` with batches and a loss that fit a model that runs in `precision`.
 
-    Floating-point inputs are converted where parameters are. The loss is float32 in any precision. For a converted
-    model it is computed from float32 outputs, because its gradient would be coarse otherwise.
+    If the precision converts parameters, it converts floating-point inputs, too. The loss is always float32. The loss
+    of a converted model is computed from float32 outputs, because its gradient would be too coarse otherwise.
     """
     if not precision:
         return loaded
@@ -44,20 +44,20 @@ def in_precision(loaded: LoadedModel, precision: Precision) -> LoadedModel:
 
 
 def reload_model(source: str, model: Model, precision: Precision, *, optimizer: str | None = None) -> LoadedModel:
-    """Return the model in `source`, loaded with the settings, inputs and cuts that it was profiled with.
+    """Load a model again, with the settings, inputs and cuts with which it was profiled.
 
     Args:
-        source: File and entry of the model.
+        source: Path of the model's file, and its entry after a colon.
         model: Description of the model in its profile.
-        precision: Precision to run it in.
-        optimizer: Name of an optimizer; the file's own if it is empty or `build_optimizer`.
+        precision: Precision in which the model runs.
+        optimizer: Name of an optimizer; empty or `build_optimizer` for the one that the file builds.
 
     Returns:
         The loaded model.
 
     Raises:
         FileError: The file does not exist.
-        ModelError: It cannot be loaded.
+        ModelError: The model cannot be loaded.
     """
     loaded = load_model(
         source,
@@ -71,7 +71,7 @@ def reload_model(source: str, model: Model, precision: Precision, *, optimizer: 
 
 
 def to_precision(value: Any, precision: Precision) -> Any:
-    """Return a nest with floating-point tensors in the dtype of a converted model; other leaves are unchanged."""
+    """Return a nested value with floating-point tensors in the dtype of `precision`; other leaves are unchanged."""
     dtype = _CONVERTED.get(precision)
     if dtype is None:
         return value
@@ -79,7 +79,7 @@ def to_precision(value: Any, precision: Precision) -> Any:
 
 
 def convert(module: nn.Module, precision: Precision) -> nn.Module:
-    """Convert floating-point parameters and buffers in place; tied ones stay tied."""
+    """Convert floating-point parameters and buffers to `precision`, in place; tied tensors stay tied."""
     dtype = _CONVERTED.get(precision)
     if dtype is None:
         return module
@@ -89,7 +89,7 @@ def convert(module: nn.Module, precision: Precision) -> nn.Module:
 
 
 def converted(module: nn.Module, precision: Precision) -> nn.Module:
-    """Return `module`, or a converted copy of it if anything changes: the user may still use the original."""
+    """Return `module` in `precision`: a converted copy, or `module` itself if no tensor needs a conversion."""
     dtype = _CONVERTED.get(precision)
     tensors = (*module.parameters(), *module.buffers())
     if dtype is None or not any(t.is_floating_point() and t.dtype != dtype for t in tensors):

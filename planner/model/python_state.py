@@ -1,16 +1,16 @@
-"""Read the Python values that the code of a model keeps between forwards: counters, lengths, states of generators.
+"""Read the Python values that a model's code keeps between forwards: counters, lengths, states of generators.
 
-Such values may change what is computed only after many steps, later than the equivalence check trains. So the check
-compares the values themselves, each as a number by its path:
+These values may affect results only after many steps, more than the equivalence check runs. So the check compares the
+values themselves. Each value becomes a number, which is identified by its path:
 
     self.calls = 3                 blocks.0.calls
     self.stats = {"seen": 3}       blocks.0.stats.seen, blocks.0.stats.length
     nonlocal n (of a function)     blocks.0.tick.n
     STATE = {"seen": 3}            STATE.seen, STATE.length
 
-Followed are lists, dicts, other containers, objects of the user's classes, modules in plain attributes, closures,
-defaults and attributes of functions, and class attributes. Tensors have numbers as well (`TENSOR`). They may be
-leftovers of a forward, which are no state: only those that are there from the start count (`without_leftovers`).
+The search follows containers, objects of user-defined classes, modules in plain attributes, closures, defaults and
+attributes of functions, and class attributes. A small tensor becomes a number as well (`TENSOR`), but counts only if it
+exists before the first forward (`without_leftovers`). Other tensors may be results that a forward left behind.
 """
 
 import functools
@@ -33,10 +33,10 @@ import torch
 from torch import Tensor, nn
 
 NUMBERS = (bool, int, float)
-"""Types of attributes that are state."""
+"""Types of Python numbers that count as state."""
 
 TENSOR = ".tensor"
-"""End of the name of a number that stands for the values of a tensor."""
+"""Suffix of the name of a number that represents the values of a tensor."""
 
 _OF_EVERY_MODULE = frozenset(vars(nn.Module())) | {"forward"}
 
@@ -44,22 +44,22 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_
 _TENSOR_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 
 _DEEPEST = 4
-"""Depth to which values within values are followed."""
+"""Nesting depth to which values are followed."""
 
 _MOST_ITEMS = 64
 """Number of items of a container that are followed."""
 
 _MOST_BYTES = 2**20
-"""Largest arrays and texts in bytes that count as state; larger ones are data."""
+"""Size in bytes up to which arrays and texts count as state; larger ones count as data."""
 
 _MOST_NUMBERS = 20_000
 
 _LIBRARIES = ("torch", "transformers", "timm", "planner")
-"""Packages whose objects and module-level values are no part of a model."""
+"""Packages whose objects and module-level values do not count as state of a model."""
 
 
 def module_numbers(modules: Mapping[str, nn.Module]) -> dict[str, float]:
-    """Return the values that modules hold in plain attributes, by path and name."""
+    """Return the numbers in plain attributes of modules, by path of the module and name of the attribute."""
     numbers = _WithTensors()
     for path, module in modules.items():
         _add_attributes(numbers, path, module, 0)
@@ -67,7 +67,7 @@ def module_numbers(modules: Mapping[str, nn.Module]) -> dict[str, float]:
 
 
 def hook_numbers(modules: Mapping[str, nn.Module]) -> dict[str, float]:
-    """Return the values that hooks of modules and of their parameters hold in closures, by path and name."""
+    """Return the numbers in closures of hooks on modules and on their parameters, by path and variable name."""
     numbers: dict[str, float] = {}
     for path, module in modules.items():
         for table in _HOOKS:
@@ -79,7 +79,7 @@ def hook_numbers(modules: Mapping[str, nn.Module]) -> dict[str, float]:
 
 
 def file_numbers(model: nn.Module, loss_fn: Callable[..., Any]) -> dict[str, float]:
-    """Return the module-level values of the user's files that the model's classes and its loss are written in."""
+    """Return the module-level numbers of the user's files that define the model's classes and its loss."""
     numbers = _WithTensors()
     for file in users_files(model, loss_fn):
         for variable, value in list(vars(file).items()):
@@ -89,12 +89,12 @@ def file_numbers(model: nn.Module, loss_fn: Callable[..., Any]) -> dict[str, flo
 
 
 def without_leftovers(numbers: Mapping[str, float], kept: Container[str]) -> dict[str, float]:
-    """Return the numbers without those of tensors that are not in `kept`."""
+    """Return `numbers` without the entries for tensors, except those whose names are in `kept`."""
     return {name: number for name, number in numbers.items() if not name.endswith(TENSOR) or name in kept}
 
 
 def variables_read(modules: Mapping[str, nn.Module]) -> set[str]:
-    """Return the module-level variables, as `file:name`, that the code of modules may read, calls included."""
+    """Return the module-level variables, as `file:name`, that modules or functions called by them may read."""
     classes = {cls for module in modules.values() for cls in type(module).__mro__ if is_users(cls.__module__)}
     found = {f"{cls.__module__}:{cls.__name__}" for cls in classes}
     waiting: list[Any] = [value for cls in classes for value in vars(cls).values()]
@@ -112,11 +112,11 @@ def variables_read(modules: Mapping[str, nn.Module]) -> set[str]:
 
 
 class _WithTensors(dict[str, float]):
-    """Numbers by path, in which tensors have one, too."""
+    """Dict of numbers by path to which `_add` also adds numbers for tensors."""
 
 
 def _add(numbers: dict[str, float], name: str, value: Any, depth: int) -> None:
-    """Add the number of a value, or the numbers of its content, to `numbers`."""
+    """Add to `numbers` the number that represents `value`, or the numbers for its content."""
     if len(numbers) >= _MOST_NUMBERS:
         return
     if isinstance(value, Tensor):
@@ -133,7 +133,7 @@ def _add(numbers: dict[str, float], name: str, value: Any, depth: int) -> None:
 
 
 def _number_of(value: Any) -> float | None:
-    """Return a number that changes with a value of a plain type, array, generator or iterator; None for others."""
+    """Return a number that represents a plain value, array, generator or iterator; None for other types."""
     if type(value) in NUMBERS:
         return cast("float", value)
     if isinstance(value, np.generic | np.ndarray):
@@ -158,7 +158,7 @@ _STATES: Mapping[Any, Callable[[Any], bytes]] = {
 def _add_content(numbers: dict[str, float], name: str, value: Any, depth: int) -> None:
     if isinstance(value, list | tuple | deque | dict | set | frozenset):
         items = value.items() if isinstance(value, dict) else enumerate(value)
-        # Stages delete the tensors that a forward left, so the number of tensors is no state.
+        # Stages delete the tensors that a forward leaves behind, so the number of tensors in a list is no state.
         held = value.values() if isinstance(value, dict) else value
         numbers[f"{name}.length"] = sum(not isinstance(item, Tensor) for item in held)
         if not isinstance(value, set | frozenset):
@@ -178,9 +178,9 @@ def _add_content(numbers: dict[str, float], name: str, value: Any, depth: int) -
 
 
 def _fields(value: Any) -> dict[str, Any]:
-    """Return the attributes of an object of the user's, those in slots included, or the value of a context variable."""
+    """Return the attributes (slots included) of a user-defined object, or the value of a context variable."""
     if isinstance(value, ContextVar):
-        with suppress(LookupError):  # it has no value yet
+        with suppress(LookupError):  # the variable has no value yet
             return {"value": value.get()}
     if not isinstance(value, SimpleNamespace | threading.local) and not is_object_of_users(value):
         return {}
@@ -218,7 +218,7 @@ def _add_variable(numbers: dict[str, float], name: str, value: Any, file: str) -
 
 
 def _function_of(value: Any) -> FunctionType | None:
-    """Return the function of a function, method, property or the like, else None."""
+    """Return the plain function inside a method, property, partial or cached function; None for other values."""
     if isinstance(value, property):
         value = value.fget
     elif isinstance(value, staticmethod | classmethod | MethodType):
@@ -239,7 +239,7 @@ def _names_in(code: CodeType) -> set[str]:
 
 
 def users_files(model: nn.Module, loss_fn: Callable[..., Any] | None) -> list[ModuleType]:
-    """Return the user's Python files that the model and its loss are written in, and those that they import from."""
+    """Return the user's Python modules that define the model and its loss, and those that they import from."""
     waiting = sorted({type(module).__module__ for module in model.modules()} | {getattr(loss_fn, "__module__", "")})
     found: dict[str, ModuleType] = {}
     while waiting:
@@ -255,14 +255,14 @@ def users_files(model: nn.Module, loss_fn: Callable[..., Any] | None) -> list[Mo
 
 
 def is_object_of_users(value: Any) -> bool:
-    """Return True for an object with attributes whose class is in one of the user's files."""
+    """Return True if `value` is an object with attributes whose class is defined in one of the user's files."""
     is_thing = isinstance(value, Tensor | type | ModuleType | torch.optim.Optimizer)
     has_fields = hasattr(value, "__dict__") or hasattr(value, "__slots__")
     return not is_thing and has_fields and is_users(type(value).__module__)
 
 
 def is_users(module_name: str | None) -> bool:
-    """Return True if a module is a file of the user's, not of the standard library or an installed package."""
+    """Return True if a Python module is the user's own file, not part of the standard library or a package."""
     top = (module_name or "").partition(".")[0]
     file = getattr(sys.modules.get(module_name or ""), "__file__", None) or ""
     return bool(file) and top not in sys.stdlib_module_names and top not in _LIBRARIES and _is_local(file)

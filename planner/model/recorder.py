@@ -1,4 +1,4 @@
-"""Record one forward of a model, if possible on ghosts of its parameters; `recording.py` defines the recording."""
+"""Record one forward of a model, if possible on ghosts of its parameters. `recording.py` defines all terms."""
 
 import sys
 from collections.abc import Callable
@@ -31,19 +31,19 @@ from planner.model.variables import undoing
 
 
 def record(model: nn.Module, inputs: Any, *, loss_of: Callable[[Any], object] | None = None, ghosts: bool) -> Recording:
-    """Run `model` on `inputs` once and record it; buffers, gradients and the random state are restored.
+    """Run `model` on `inputs` once and record the forward; buffers, gradients and the random state are restored.
 
     Args:
         model: The model.
-        inputs: Its inputs.
-        loss_of: Loss of the output; outputs that it does not read count as unread. Without it all count as read.
-        ghosts: Whether to run without the values of parameters and buffers, which takes neither time nor memory.
+        inputs: Inputs of the model.
+        loss_of: Function from the output to the loss, which shows the outputs that the loss reads; None: all outputs.
+        ghosts: Whether to run without the values of parameters and buffers, which takes hardly any time and memory.
 
     Returns:
         The recording.
 
     Raises:
-        NeedsValuesError: The model reads a value of a ghost.
+        NeedsValuesError: With ghosts, the model reads the value of a parameter, a buffer, or a result of one.
     """
     try:
         return _record(model, inputs, loss_of=loss_of, ghosts=ghosts, keeps_graph=False)
@@ -66,7 +66,7 @@ def _record(
         stack.enter_context(quiet_about_shapes())
         stack.enter_context(torch.random.fork_rng())
         torch.manual_seed(0)  # random choices, such as skipped layers, are the same in each recording
-        # On values, buffers are copied: a forward writes into them, into running statistics for example.
+        # Real buffers are copied, because a forward may write into them (running statistics).
         copied = replaced_tensors(model, lambda tensor: tensor if isinstance(tensor, nn.Parameter) else tensor.clone())
         stack.enter_context(as_ghosts(model) if ghosts else copied)
         recorder.note_model(model)
@@ -75,7 +75,7 @@ def _record(
         stack.enter_context(watching_gradients(recorder.begin_gradient))
         if not ghosts:
             stack.enter_context(saved_tensors_hooks(_forget, refuse_backward))
-        elif not keeps_graph:  # What is kept for backward would look as if code still used it.
+        elif not keeps_graph:  # Tensors saved for backward would look as if code still used them.
             stack.enter_context(saved_tensors_hooks(_forget, _forget))
         stack.enter_context(without_reentrance())
         before = host_draws()
@@ -90,7 +90,7 @@ def _record(
 
 
 def _attribute_states(recorder: "_ForwardRecorder", model: nn.Module, inputs: Any) -> list[KeptState]:
-    """Run the model a second time, if it left tensors in attributes, to find those that it reads."""
+    """Return the attributes in which the model keeps state; a second forward shows which of them the model reads."""
     left = recorder.left_in_attributes(model)
     if not left:
         return []
@@ -102,39 +102,39 @@ def _attribute_states(recorder: "_ForwardRecorder", model: nn.Module, inputs: An
         again.output_of(model, inputs)
     except NeedsValuesError:
         raise
-    except Exception:  # a model that cannot run twice without a backward between
+    except Exception:  # the model cannot run twice without a backward in between
         return []
     fixed = frozenset(key for key, tensors in left.items() if not any(map(recorder.is_tainted, tensors)))
     return attribute_states(recorder.recording, Rereads(recording=again.recording, storages=storages, fixed=fixed))
 
 
 class _ForwardRecorder:
-    """Recorder of a model that runs under it.
+    """Recorder of one forward.
 
-    A version is tainted if it depends on a parameter, a floating-point input or a random number. Every stage can
-    compute an untainted version itself, such as a mask of positions.
+    A version (state of a storage after a write) is tainted if it depends on a parameter, a floating-point input or a
+    random number. Every stage can compute an untainted version itself, such as a mask of positions.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self.recording = Recording()
         self._attributes = Attributes(model.named_modules())
-        # Of several paths of one module the first counts, as it does in `named_modules`.
+        # If a module has several paths, the first one counts, as in `named_modules`.
         self._paths = {module: path for path, module in reversed(list(model.named_modules(remove_duplicate=False)))}
         self._time = 0
-        self._stack: list[int] = []  # numbers of the calls that are at work, the model's own first
-        self._storages: dict[int, tuple[StorageWeakRef, int]] = {}  # by address
-        self._versions: list[int] = []  # by storage, the newest
-        self._held: dict[int, list[str]] = {}  # by storage, names of parameters and buffers
-        self._buffers: dict[int, Tensor] = {}  # by storage, all that there were
-        self._tainted: set[int] = set()  # versions
+        self._stack: list[int] = []  # numbers of the running calls, that of the model first
+        self._storages: dict[int, tuple[StorageWeakRef, int]] = {}  # number of each storage, by address
+        self._versions: list[int] = []  # newest version, by storage
+        self._held: dict[int, list[str]] = {}  # names of parameters and buffers, by storage
+        self._buffers: dict[int, Tensor] = {}  # buffers that exist before the forward, by storage
+        self._tainted: set[int] = set()  # tainted versions
         self._values: dict[tuple[int, Meta], int] = {}
         self._below: dict[nn.Module, list[tuple[str, nn.Module]]] = {}
         self._finder, self._watch = RegionFinder(type(self).run.__code__, self.recording.regions), FunctionWatch()
         self.keeps_graph = True
-        self._gradient = -1  # number of the region of the call of `torch.autograd.grad` at work
+        self._gradient = -1  # region of the running call of `torch.autograd.grad`
 
     def output_of(self, model: nn.Module, inputs: Any) -> Any:
-        """Return the model's output; raise errors of torch with the name of the module that caused them."""
+        """Run the model under this recorder and return its output; torch's errors name the module that caused them."""
         args, kwargs = arguments_of(inputs)
         try:
             with wrapped(model.modules(), self.run), OperatorWatch(after=self.note_operator):
@@ -147,7 +147,7 @@ class _ForwardRecorder:
             self._watch.end_gap()
 
     def note_model(self, model: nn.Module) -> None:
-        """Record parameters and buffers by storage; parameters are tainted."""
+        """Record the storages of parameters and buffers, and mark parameters as tainted."""
         for path, module in model.named_modules(remove_duplicate=False):
             for name, tensor in [*module._parameters.items(), *module._buffers.items()]:
                 if tensor is None:
@@ -163,7 +163,7 @@ class _ForwardRecorder:
                     self._tainted.add(self._versions[storage])
 
     def note_inputs(self, inputs: Any) -> None:
-        """Record the tensors among the inputs; floating-point ones are tainted."""
+        """Record the tensors among the inputs, and mark floating-point tensors as tainted."""
         leaves, nest = flatten(inputs)
         noted: list[Leaf] = []
         for leaf in leaves:
@@ -177,12 +177,12 @@ class _ForwardRecorder:
         self.recording.inputs, self.recording.input_nest = tuple(noted), nest
 
     def note_outputs(self, output: Any, read: set[int] | None) -> None:
-        """Record a use of the outputs whose storages are at the addresses in `read`; if it is None, of all tensors."""
+        """Record the outputs, and a use of those whose addresses are in `read`; if it is None, of all outputs."""
         leaves, nest = flatten(output)
         versions = [self._version_of(leaf) if isinstance(leaf, Tensor) else -1 for leaf in leaves]
         used = {version for version in versions if version >= 0}
         if read is not None:
-            # The loss may read more than the leaves: what is kept in an object of some class.
+            # The loss may also read tensors that are no leaves, inside an object of a class that is not flattened.
             used = {self._versions[self._storages[address][1]] for address in read if address in self._storages}
         storages = {self.recording.flow.nodes[version]["storage"] for version in used}
         self.recording.output_holds = frozenset(names[0] for held, names in self._held.items() if held in storages)
@@ -192,14 +192,14 @@ class _ForwardRecorder:
         self.recording.unread = frozenset(versions).difference(used, (-1,))
 
     def drop_computed(self) -> None:
-        """Drop the tensors that recorded objects (a key-value cache) hold: their graphs hold the model's parameters."""
+        """Drop tensors in recorded objects (a key-value cache), whose graphs would keep the parameters in memory."""
         for call in self.recording.calls:
             for leaf in (*call.leaves, *(leaf for change in call.changes for leaf in change.leaves)):
                 if isinstance(leaf, Constant) and not is_plain(leaf.value):
                     drop_computed(leaf.value)
 
     def begin_gradient(self, inputs: Any) -> Callable[[], None]:
-        """Record a call of `torch.autograd.grad` as a region, from the making of its inputs to its end."""
+        """Begin a region for a call of `torch.autograd.grad`, and return the function that ends the region."""
         if not self.keeps_graph:
             raise DifferentiatesError
         created = (self.recording.flow.nodes[self._version_of(t)]["created"] for t in tensors_in(inputs))
@@ -212,10 +212,10 @@ class _ForwardRecorder:
         self._gradient, region.end = -1, self._tick()
 
     def changed_tensors(self, model: nn.Module) -> tuple[dict[int, str], dict[int, str]]:
-        """Return names, by storage, of tensors that exist before and after the forward; and paths of new buffers."""
+        """Return, by storage, names of tensors that the forward kept, and module paths of buffers that it replaced."""
         received = {self.recording.values[leaf.number][0] for leaf in self.recording.inputs if isinstance(leaf, Value)}
         made = {data["storage"] for data in self.recording.flow.nodes.values() if data["created"] < 0}
-        # Temporary tensors of the forward are freed by now.
+        # Temporary tensors of the forward have already been freed.
         there = {n for memory, n in self._storages.values() if n in made and not memory.expired()}
         names = {n: self._held[n][0] if n in self._held else "a tensor in no module" for n in there - received}
         now = {self._storage(buffer) for buffer in model.buffers()}
@@ -223,7 +223,7 @@ class _ForwardRecorder:
         return names, gone
 
     def left_in_attributes(self, model: nn.Module) -> dict[Key, list[Tensor]]:
-        """Return the tensors that the forward left in attributes."""
+        """Return the tensors that the forward left in attributes of modules, by attribute."""
         left: dict[Key, list[Tensor]] = {}
         for change in self.recording.calls[0].changes:
             with suppress(LookupError):
@@ -231,7 +231,7 @@ class _ForwardRecorder:
         return {key: tensors for key, tensors in left.items() if tensors}
 
     def is_tainted(self, tensor: Tensor) -> bool:
-        """Return True if other stages could not compute the tensor themselves."""
+        """Return True if the tensor depends on a parameter, a floating-point input or a random number."""
         return self._version_of(tensor) in self._tainted
 
     def run(self, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -247,7 +247,7 @@ class _ForwardRecorder:
             self.recording.regions[number].calls_modules = True
         arguments = flatten((args, kwargs))[0]
         attributes = Attributes(self._modules_in(module), self._attributes)
-        # A call may write into an argument and return it: then it is no longer the object that was passed.
+        # If a call writes into an argument and returns it, the result does not count as the passed object.
         before = {id(leaf): self._version_of(leaf) for leaf in arguments if isinstance(leaf, Tensor)}
         self._stack.append(call.number)
         self._finder.enter()
@@ -270,7 +270,7 @@ class _ForwardRecorder:
         return result
 
     def note_operator(self, func: Any, args: Any, kwargs: dict[str, Any], result: Any) -> None:
-        """Record an operator that has run, and the versions that it made."""
+        """Record an operator after it has run, and the versions that it created."""
         recording, time = self.recording, self._tick()
         name = func._schema.name
         arguments = [] if name in SHAPE_ONLY else tensors_in((args, kwargs))
@@ -294,11 +294,11 @@ class _ForwardRecorder:
         number = len(recording.operators)
         recording.operators.append(operator)
         recording.reads.append(reads)
-        if operator.decides and reads:  # without a tensor there is nothing that a stage could lack
+        if operator.decides and reads:  # an operator without tensor arguments needs nothing that a stage could lack
             recording.decisions.append(number)
         for version in reads:
             self._use(version, time)
-        # A result in a storage that was read or written is a view of it: no new version, or the one made below.
+        # A result in a storage that was read is a view and no new version; a written storage gets its version below.
         shared = {*storages, *written}
         for storage in (self._storage(tensor, operator=number) for tensor in tensors_in(result)):
             if storage not in shared:
@@ -307,12 +307,12 @@ class _ForwardRecorder:
             self._versions[storage] = self._version(storage, number)
             self._derive(self._versions[storage], reads, tainted=tainted)
         if tainted:
-            # To run one of these calls again, a stage needs what the operator read.
+            # A stage that repeats one of these calls needs the tensors that the operator read.
             for above in self._stack:
                 recording.calls[above].constant = False
 
     def _begun(self, module: nn.Module) -> Call:
-        """Record the beginning of a call, whose parent is the innermost running call."""
+        """Record and return a new call of `module`, whose parent is the innermost running call."""
         calls = self.recording.calls
         parent = self._stack[-1] if self._stack else -1
         call = Call(number=len(calls), path=self._paths[module], parent=parent, enter=self._tick())
@@ -322,7 +322,7 @@ class _ForwardRecorder:
         return call
 
     def _function(self, called: Called, run: Callable[[], Any]) -> Any:
-        """Run one call of a torch function by a module's own code; its result may be a join."""
+        """Run one call of a torch function by a module's own code, and record its result as a join candidate."""
         if in_transform():
             return run()
         recording = self.recording
@@ -330,11 +330,11 @@ class _ForwardRecorder:
         gap, enter = len(call.children), self._tick()
         result = run()
         end = self._tick()
-        # A function that calls submodules ends in another gap than it began in: a stage could not find it again.
+        # A function that calls submodules ends in another gap than the one it began in, so no stage could identify it.
         if not (isinstance(result, Tensor) and result.is_floating_point() and len(call.children) == gap):
             return result
-        # An old tensor is sent already, or not needed. Every stage computes an untainted one itself. A tensor within
-        # an autograd function has no graph.
+        # An older tensor has been considered before, every stage can compute an untainted one itself, and a tensor
+        # within an autograd function has no graph. None of them is a candidate.
         version = self._version_of(result)
         is_new = recording.flow.nodes[version]["created"] > enter
         if is_new and version in self._tainted and call.function < 0:
@@ -345,7 +345,7 @@ class _ForwardRecorder:
         return result
 
     def _modules_in(self, module: nn.Module) -> list[tuple[str, nn.Module]]:
-        # Blocks call the same modules over and over, and a walk through a large one takes time.
+        # The result is cached: blocks call the same modules many times, and listing a large module's parts takes time.
         if module not in self._below:
             self._below[module] = list(module.named_modules(prefix=self._paths[module]))
         return self._below[module]
@@ -356,11 +356,11 @@ class _ForwardRecorder:
             self._tainted.add(version)
 
     def _leaf(self, leaf: Any, call: Call, arguments: list[Any], before: dict[int, int]) -> Leaf:
-        """Return the record of a leaf that a call returned or left in attributes, without the tensor."""
+        """Return the record of a leaf that a call returned or left in an attribute; it does not keep the tensor."""
         argument = next((n for n, other in enumerate(arguments) if other is leaf), -1)
         if isinstance(leaf, Tensor):
             storage = self._storage(leaf)
-            # If it is unchanged, a stage that skips the call returns its own argument: nothing must be sent.
+            # If the tensor is an unchanged argument, a stage that skips the call returns its own argument.
             if argument >= 0 and before[id(leaf)] == self._versions[storage]:
                 return Passed(argument)
             if isinstance(leaf, nn.Parameter) and storage in self._held:
@@ -369,7 +369,7 @@ class _ForwardRecorder:
         return Passed(argument) if argument >= 0 and not is_plain(leaf) else Constant(leaf)
 
     def _value(self, tensor: Tensor, call: int, *, exposed: bool = True) -> Value:
-        """Return the number of a tensor that a call returned, by storage and geometry; joins are not exposed."""
+        """Return the entry in `Recording.values` of a tensor; `exposed` is false for a join, which no call returns."""
         storage, meta = self._storage(tensor), Meta.of(tensor)
         number = self._values.setdefault((storage, meta), len(self._values))
         if number == len(self.recording.values):
@@ -386,7 +386,7 @@ class _ForwardRecorder:
         noted = self._storages.get(memory._cdata)
         if noted is not None:
             return noted[1]
-        # A weak reference keeps the address from being given out again.
+        # A weak reference prevents that the address is reused for another storage.
         storage = len(self._versions)
         self._storages[memory._cdata] = StorageWeakRef(memory), storage
         self._versions.append(self._version(storage, operator))
@@ -402,7 +402,7 @@ class _ForwardRecorder:
         self.recording.flow.nodes[version]["uses"].append(time)
 
     def _name_in(self, names: list[str], call: int) -> str:
-        """Return the name of a parameter; of a tied one, the name in the running module."""
+        """Return the name of a parameter; for a tied one, the name within the innermost running module that has it."""
         while call >= 0:
             path = self.recording.calls[call].path
             inside = [name for name in names if name.startswith(f"{path}.")] if path else []
@@ -417,4 +417,4 @@ class _ForwardRecorder:
 
 
 def _forget(_: Any) -> Any:
-    """Return nothing, so that the tensor is not kept."""
+    """Return None in place of a tensor, so that autograd does not keep the tensor."""

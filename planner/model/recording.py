@@ -1,8 +1,9 @@
 """Recording of one forward of a model: calls of modules, operators, and the dependencies between tensors.
 
-Time is a counter that every operator and every begin and end of a module's forward advances. Tensors are followed by
-storage, and every write makes a new version of the storage: views share their storage, so a write through one view is
-seen through all others. The versions form a directed acyclic graph, from what an operator read to what it made.
+Time is a counter: every operator, and every begin and end of a module's forward, increases it by one. Tensors are
+tracked by storage, because a write through one view changes all views of the same storage. Every write makes a new
+version of the storage. The versions form a directed acyclic graph, with edges from the versions that an operator read
+to those that it created.
 
     def forward(self, x):              time       event
                                        1          call 0 begins: the model's own
@@ -10,9 +11,10 @@ seen through all others. The versions form a directed acyclic graph, from what a
         y = h + 1                      6 .. 8     a torch function in the code of call 0, with one operator (add)
         return self.second(y) * h      9 .. 12    call 2;  13 .. 15: another function (mul);  16: call 0 ends
 
-A cut decides for each earlier operator whether later stages repeat it. An operator of a finished call is not repeated:
-the result of the call is received. An operator in the code of an open call is repeated. At a cut at time 6, call 1 is
-finished; at 13, calls 1 and 2 are. After the latter, `h + 1` would be repeated if anything there read y.
+The time of a cut determines which earlier operators later stages repeat. They do not repeat the operators of a call
+that has finished, because they receive the result of the call. They repeat operators in the code of a call that is
+still open. At a cut at time 6, call 1 has finished; at time 13, calls 1 and 2 have. After a cut at time 13, `h + 1`
+would be repeated if later code read y.
 """
 
 from dataclasses import dataclass, field
@@ -37,57 +39,61 @@ class Call:
     number: int
     path: str
     parent: int
-    """Number of the call whose code made this one; -1 for the model itself."""
+    """Number of the call whose code made this call; -1 for the call of the model."""
     enter: int
     exit: int = END
     constant: bool = True
-    """True if it depends on no parameter, floating-point input or random number: every stage can run it again."""
+    """True if the call depends on no parameter, floating-point input or random number, so that every stage can run it.
+    """
     children: list[int] = field(default_factory=list)
-    """Numbers of the calls that its code made, in order."""
+    """Numbers of the calls that the code of this call made, in order."""
     nest: Nest = field(default_factory=Nest)
     leaves: tuple[Leaf, ...] = ()
-    """Leaves of its result, in the structure `nest`."""
+    """Leaves of the result, whose structure is `nest`."""
     changes: tuple[AttributeChange, ...] = ()
-    """Values that it left in attributes of modules."""
+    """Values that the call left in attributes of modules."""
     function: int = -1
-    """Number of the outermost region around it that is an autograd function: its result has no graph there."""
+    """Number of the outermost autograd function region around the call, in which results have no graph; or -1."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Operator:
-    """Operator that ran."""
+    """One execution of an operator."""
 
     name: str
     time: int
     call: int
-    """Innermost call that it ran in."""
+    """Number of the innermost call in which the operator ran."""
     holds: tuple[str, ...]
-    """Parameters and buffers it reads."""
+    """Names of the parameters and buffers that the operator reads."""
     random: bool
     decides: bool
-    """True if control flow, or the shape of its result, depends on the values it reads."""
+    """True if the values that the operator reads decide on control flow, or on the shape of its result."""
     writes_held: bool
-    """True if it writes into a parameter or buffer."""
+    """True if the operator writes into a parameter or buffer."""
     writes: tuple[int, ...]
-    """Versions that it wrote over."""
+    """Versions that the operator overwrote."""
     region: int = -1
-    """Number of the outermost region around it."""
+    """Number of the outermost region around the operator; -1 if there is none."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Join:
-    """Result of one call of a torch function in a module's own code, after that code has called a submodule."""
+    """Result of a torch function that a module's own code called, which may cross cuts in place of its operands.
+
+    The module has called a submodule before. See `planner.model.joins`.
+    """
 
     call: int
-    """Call whose own code made it."""
+    """Number of the module's call, whose own code computed the join."""
     gap: int
     """Number of submodules that the code had called before."""
     called: Called
-    """Torch function that made it, in this gap."""
+    """Torch function that computed the join, identified within the gap."""
     enter: int
     exit: int
     value: int
-    """Number of the tensor in `Recording.values`."""
+    """Index of the tensor in `Recording.values`."""
     version: int
 
 
@@ -97,13 +103,13 @@ class KeptState:
 
     name: str
     storage: int
-    """Number of its storage when the forward begins; -1 for an attribute that is assigned."""
+    """Number of the tensor's storage at the begin of the forward; -1 if the forward assigns it to an attribute."""
     first: int
     """Time of the first access."""
     last: int
     """Time of the last access."""
     attribute: tuple[str, tuple[Any, ...]] | None = None
-    """Path of the module, and the keys from its attributes to the tensor; None if it is written in place."""
+    """Path of the module, and the keys from its attributes to the tensor; None if the tensor is written in place."""
     is_replaced: bool = False
     """True for a buffer that the forward replaces by another tensor."""
 
@@ -113,31 +119,31 @@ class Recording:
     """Forward of a model. Calls, operators, versions and values are identified by their numbers."""
 
     calls: list[Call] = field(default_factory=list)
-    """Calls in the order in which they began; number 0 is the model's own."""
+    """Calls in the order in which they began; call 0 is that of the model."""
     operators: list[Operator] = field(default_factory=list)
     flow: nx.DiGraph = field(default_factory=nx.DiGraph)
     """Versions of storages, with edges from operands to results.
 
-    Attributes of a version: `storage`, its number; `operator`, the operator that made it, or -1; `created`, the time of
-    that; `uses`, the times of all uses."""
+    Attributes of a version: `storage`, the number of the storage; `operator`, the number of the operator that created
+    the version, or -1; `created`, the time of creation; `uses`, the times of all uses."""
     values: list[tuple[int, Meta]] = field(default_factory=list)
-    """Tensors that calls returned or that are inputs, as (storage, geometry); each geometry of a storage once."""
+    """Tensors that are inputs, results of calls, or join candidates, as distinct pairs (storage, geometry)."""
     exposures: dict[int, list[tuple[int, int]]] = field(default_factory=dict)
-    """Pairs (value, call that returned it; -1 for an input of the model), by storage."""
+    """By storage, pairs (index in `values`, number of the call that returned the tensor; -1 for a model input)."""
     inputs: tuple[Leaf, ...] = ()
     input_nest: Nest = field(default_factory=Nest)
     decisions: list[int] = field(default_factory=list)
-    """Numbers of the operators that decide the control flow or a shape by the values that they read."""
+    """Numbers of the operators whose values decide on control flow or on a shape (`Operator.decides`)."""
     reads: list[tuple[int, ...]] = field(default_factory=list)
-    """Versions that each operator reads."""
+    """For each operator, the versions that it reads."""
     regions: list[Region] = field(default_factory=list)
     """Regions that no cut may go through."""
     candidates: list[Join] = field(default_factory=list)
-    """Floating-point tensors that may cross a cut although no call returns them, in order of creation."""
+    """Candidates for joins: floating-point tensors that no call returns, in order of creation."""
     outputs: tuple[int, ...] = ()
-    """Version of each leaf of the model's result; -1 if it is not a tensor."""
+    """Version of each leaf of the model's output; -1 for a leaf that is not a tensor."""
     output_holds: frozenset[str] = frozenset()
-    """Parameters and buffers that the model returns unchanged, such as learned weights of losses."""
+    """Names of the parameters and buffers that the model returns unchanged, such as learned weights of losses."""
     output_nest: Nest = field(default_factory=Nest)
     states: tuple[KeptState, ...] = ()
     """State that the model keeps from one forward to the next."""

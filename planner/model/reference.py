@@ -6,14 +6,14 @@
             loss.backward()
         optimizer.step()
 
-No code of the executor is used. Two things are arranged so that the loop can be compared with a pipeline:
+The loop uses no code of the executor. It differs from a usual loop in two ways, so that a pipeline can equal it:
 
-- Every layer draws random numbers from its own seed (`planner.model.seeding`), as layers of a pipeline do. Torch's
+- Every layer draws random numbers from its own seed (`planner.model.seeding`), like the layers of a pipeline. Torch's
 global module hooks set this seed. The model's own hooks are not modified.
-- Running statistics of batch normalization are those of the whole mini-batch (docs/cost-model.md), computed here from
-the layers' inputs.
+- Running statistics of batch normalization are those of the whole mini-batch (docs/cost-model.md). They are computed
+from the layers' inputs.
 
-After the gradients and after the optimizer's step, the state is written to a file.
+In each step, the state is written to a file after the backward and after the optimizer's update.
 """
 
 import math
@@ -45,37 +45,38 @@ from planner.model.seeding import host_draws, layer_seed, seed_host, seed_proces
 from planner.model.shortened import SkippedModule, shortened
 
 _LOSS_SCALE = 2.0**16
-"""Scale of the loss in the first step under `fp16-mixed`; it is halved after an overflow."""
+"""Initial loss scale under `fp16-mixed`, which is halved after each overflow."""
 
 _CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True, kw_only=True)
 class LayerStart:
-    """Beginning of a layer in a forward: the start or the end of one call of a module."""
+    """Point in a forward at which a layer begins: the start or the end of one call of a module."""
 
     path: str
     call: int
-    """Number of the call among those of this module in one forward, from 1."""
+    """Number of the call among the calls of this module in one forward, counted from 1."""
     at_end: bool
 
 
 @dataclass(frozen=True, kw_only=True)
 class ReferenceOptions:
-    """Options of the plain loop."""
+    """Options of the reference training loop."""
 
     seed: int
     steps: int
     micro_batches: int
     micro_batch_size: int
     starts: tuple[LayerStart | None, ...]
-    """Start of each layer from the second on; None where no call of a module begins or ends there."""
+    """Start of each layer except the first; None if a layer starts neither at the start nor the end of a module call.
+    """
     updates: bool = True
-    """True if there is an optimizer; else only the gradients of one step are computed."""
+    """True to update parameters with the optimizer; False to compute only the gradients of one step."""
     skipped: tuple[SkippedModule, ...] = ()
-    """Modules that are left out."""
+    """Modules that return their input, to shorten the model."""
     lean: bool = False
-    """True if parameters get new random values, so that only those of layers that run take memory."""
+    """True to give parameters new random values, so that only layers that are not skipped need memory for them."""
 
 
 def train_reference(
@@ -83,19 +84,19 @@ def train_reference(
 ) -> list[float]:
     """Train the model in a plain loop and write its states to `folder`.
 
-    The files are `initial`, and for every step `gradients-N` and `updated-N`.
+    The files are `initial`, and for every step N `gradients-N` and `updated-N`.
 
     Args:
         loaded: The model.
         options: Options of the loop.
-        folder: Folder of the files; None writes nothing.
-        shake: Changes the parameters a little before the last step, to see how far rounding errors grow in it.
+        folder: Folder for the files; None to write none.
+        shake: Function that changes the parameters slightly before the last step, to measure how rounding errors grow.
 
     Returns:
         The loss of every step.
 
     Raises:
-        ModelError: The loss is not finite, or carries no gradient.
+        ModelError: The loss is not finite, or does not depend on trained parameters.
     """
 
     def write(name: str, state: Callable[[], ReferenceState]) -> None:
@@ -140,7 +141,7 @@ Shake = Callable[[nn.Module], None]
 
 
 def mini_batch(loaded: LoadedModel, options: ReferenceOptions, step: int) -> Batch:
-    """Return the example mini-batch of a step, which depends on seed and step alone.
+    """Return the example mini-batch of a step, which depends only on the seed and the step.
 
     Args:
         loaded: The model.
@@ -148,7 +149,7 @@ def mini_batch(loaded: LoadedModel, options: ReferenceOptions, step: int) -> Bat
         step: Index of the step.
 
     Returns:
-        A batch of all micro-batches.
+        One batch with the samples of all micro-batches.
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(options.seed * 1_000_003 + step)
@@ -170,7 +171,7 @@ def _accumulate(
     scale: float,
     begin_micro_batch: Callable[[int], None],
 ) -> float:
-    """Add up the gradients of a mini-batch, times `scale`; return its loss."""
+    """Accumulate the gradients of a mini-batch, multiplied by `scale`, and return the loss of the mini-batch."""
     total = 0.0
     for number, (batch, weight) in enumerate(zip(batches, _weights(loaded, batches), strict=True)):
         if not weight:
@@ -190,10 +191,10 @@ def _accumulate(
 
 
 def _refuse_new_parameters(model: nn.Module, names: Collection[str]) -> None:
-    """Check that forwards have made no parameters besides those with these names.
+    """Check that the model has no parameters except those in `names`, which existed before the first forward.
 
     Raises:
-        ModelError: They have.
+        ModelError: A forward has created a parameter.
     """
     new = next((name for name, _ in model.named_parameters() if name not in names), "")
     if new:
@@ -209,10 +210,14 @@ def _values(model: nn.Module, loaded: LoadedModel) -> dict[str, float]:
 
 
 def _refuse_changes(before: Mapping[str, float], after: Mapping[str, float]) -> None:
-    """Check that a backward changed no value that `forward` may read.
+    """Check that a backward changed no Python number that `forward` may read.
+
+    Args:
+        before: Numbers before the backward, by name.
+        after: Numbers after the backward, by name.
 
     Raises:
-        ModelError: It did.
+        ModelError: A number changed.
     """
     for name, value in after.items():
         if name in before and value != before[name] and not math.isnan(value):
@@ -228,13 +233,13 @@ def _generators() -> tuple[object, ...]:
 
 
 def _refuse_draws(before: tuple[object, ...]) -> None:
-    """Check that a backward has drawn no random numbers.
+    """Check that a backward has drawn no random numbers, given the state of the generators before it.
 
     Raises:
-        ModelError: It has.
+        ModelError: The backward has drawn random numbers.
     """
     after = _generators()
-    # A backward that sets a seed first, as that of reversible layers, draws the same numbers in a stage.
+    # A backward that first sets a seed, as reversible layers do, draws the same numbers in a stage.
     if after != before and after[0] == before[0]:
         raise ModelError(
             "a backward draws random numbers (in a hook, or in the backward of an autograd function): stages would "
@@ -244,10 +249,10 @@ def _refuse_draws(before: tuple[object, ...]) -> None:
 
 
 def _has_gradient(model: nn.Module, loss: Tensor) -> bool:
-    """Return True if there is something to train.
+    """Return True if the loss has a gradient; False if the model has no trained parameters.
 
     Raises:
-        ModelError: The model has trained parameters, and the loss does not depend on them.
+        ModelError: The model has trained parameters, but the loss does not depend on them.
     """
     if not loss.requires_grad and any(parameter.requires_grad for parameter in model.parameters()):
         raise ModelError("the loss carries no gradient, so nothing would be trained", hint="is something detached?")
@@ -267,7 +272,7 @@ def _rows(tensor: Tensor, first: int, end: int) -> Tensor:
 
 
 def _weights(loaded: LoadedModel, batches: Sequence[Batch]) -> list[float]:
-    """Return the weight of each micro-batch's loss in the mini-batch's loss."""
+    """Return the weights with which the losses of the micro-batches sum to the loss of the mini-batch."""
     if loaded.loss_count is not None:
         counts = [float(loaded.loss_count(batch.targets)) for batch in batches]
     elif loaded.counted_labels and all(isinstance(b.inputs, dict) and "labels" in b.inputs for b in batches):
@@ -278,7 +283,7 @@ def _weights(loaded: LoadedModel, batches: Sequence[Batch]) -> list[float]:
 
 
 def _unscale(trained: Sequence[nn.Parameter], scale: float) -> float:
-    """Divide gradients by the loss scale, or drop them all where one overflowed; return the next step's scale."""
+    """Divide gradients by the loss scale, or drop all of them if one overflowed; return the next step's loss scale."""
     if scale == 1.0:
         return scale
     gradients = [parameter.grad for parameter in trained if parameter.grad is not None]
@@ -291,9 +296,9 @@ def _unscale(trained: Sequence[nn.Parameter], scale: float) -> float:
 
 @contextmanager
 def _seeded_layers(model: nn.Module, options: ReferenceOptions) -> Iterator[Callable[[int, int], None]]:
-    """Seed the generators at the start of every layer.
+    """Seed the random generators at the start of every layer, inside the block.
 
-    Yields a function that must be called with the step and the micro-batch before each micro-batch.
+    Yields a function that must be called before each micro-batch, with the indices of step and micro-batch.
     """
     layer_at = {
         (id(model.get_submodule(start.path)), start.call, start.at_end): layer
@@ -345,7 +350,7 @@ def _whole_mini_batch_statistics(model: nn.Module) -> Iterator[None]:
     forwards: list[None] = []
 
     def see(norm: Any, args: Any) -> None:
-        if args:  # by channel, in float64
+        if args:  # sums per channel, in float64
             values = args[0].detach().double().movedim(1, 0).flatten(1)
             sums = torch.stack([torch.full_like(values[:, 0], values.shape[1]), values.sum(1), values.square().sum(1)])
             seen[norm].append(sums)
@@ -369,7 +374,7 @@ def _whole_mini_batch_statistics(model: nn.Module) -> Iterator[None]:
 
 
 def _update(norm: _BatchNorm, sums: Tensor) -> None:
-    """Update running statistics with the count, sum and sum of squares of every channel."""
+    """Update the running statistics of `norm`; rows of `sums` are count, sum and sum of squares for each channel."""
     assert norm.running_mean is not None
     assert norm.running_var is not None
     count, mean = sums[0], sums[1] / sums[0]

@@ -1,4 +1,4 @@
-"""States of a training loop that the equivalence check compares, and their files."""
+"""States of the reference training loop, which the equivalence check compares with stages, and their files."""
 
 import math
 from collections.abc import Mapping
@@ -18,23 +18,23 @@ class ReferenceState:
 
     loss: float
     tensors: Mapping[str, Tensor | None]
-    """Tensors by kind and name, as in `gradient:head.weight`; None for a missing gradient."""
+    """Tensors by kind and name, such as `gradient:head.weight`; None for a missing gradient."""
     numbers: Mapping[str, float]
-    """Numbers that modules hold in attributes, by path; those of the model file, by module and name."""
+    """Python numbers: those in attributes of modules by path, those of the user's files by module and name."""
     groups: Mapping[str, Mapping[str, float]]
-    """Options of the optimizer's group, by parameter."""
+    """For each parameter, the numeric options of its group in the optimizer."""
     largest_gradient: float = 0.0
-    """Largest absolute number in all gradients."""
+    """Largest absolute value in all gradients."""
 
     def sampled(self) -> "ReferenceState":
-        """Return this state with each large tensor replaced by a sample, which suffices to verify an update."""
+        """Return this state with large tensors replaced by samples of their values, which suffice to check updates."""
         return replace(self, tensors={n: None if t is None else sample_of(t) for n, t in self.tensors.items()})
 
     def lend_parameters(self, named: Mapping[str, Tensor]) -> None:
-        """Replace the values of parameters by those of this state; their memory is that of its file.
+        """Let parameters use the tensors of this state, which was loaded from a file, as their memory.
 
         Args:
-            named: Parameters by name; what is written into them is not written into the file.
+            named: Parameters by name. Later writes into them do not change the file.
         """
         for name, parameter in named.items():
             values = self.tensors[f"parameter:{name}"]
@@ -46,7 +46,7 @@ class ReferenceState:
         tensors = {name: None if tensor is None else tensor.detach() for name, tensor in self.tensors.items()}
         unfinished = path.with_suffix(".unfinished")
         torch.save({**vars(self), "tensors": tensors}, unfinished)
-        unfinished.replace(path)  # a reader finds all of it or nothing
+        unfinished.replace(path)  # a reader finds a complete file or none
 
     @classmethod
     def load(cls, path: Path) -> "ReferenceState":
@@ -55,43 +55,43 @@ class ReferenceState:
 
 
 def sample_of(tensor: Tensor) -> Tensor:
-    """Return the numbers of a tensor in one dimension; of a large one a million or two, evenly spread.
+    """Return the values of a tensor in one dimension; for a large tensor, one to two million evenly spaced values.
 
-    The sample of a sample is the same sample.
+    Sampling a sample changes nothing.
     """
     flat = tensor.detach().reshape(-1)
     return flat[:: max(1, flat.numel() >> 20)].clone()
 
 
 def dense_values(tensor: Tensor) -> Tensor:
-    """Return a tensor without its graph, dense."""
+    """Return a tensor as a dense one, without its autograd graph."""
     tensor = tensor.detach()
     return tensor.to_dense() if tensor.layout != torch.strided else tensor
 
 
 def largest(tensor: Tensor) -> float:
-    """Return the largest absolute number of a tensor; 0 of an empty one."""
+    """Return the largest absolute value in a tensor; 0 if the tensor is empty."""
     values = dense_values(tensor)
     if not values.numel():
         return 0.0
     if not values.is_floating_point() and not values.is_complex():
         values = values.double()
-    # A norm, which makes no tensor of absolute values.
+    # The norm avoids a temporary tensor of absolute values.
     return float(torch.linalg.vector_norm(values, math.inf))
 
 
 def initial_state(loaded: LoadedModel, model: nn.Module) -> ReferenceState:
-    """Return parameters, buffers and numbers."""
+    """Return the state before the first step: parameters, buffers and Python numbers."""
     tensors = {f"parameter:{name}": p for name, p in model.named_parameters(remove_duplicate=False)}
     return ReferenceState(loss=0.0, tensors={**tensors, **_buffers(model)}, numbers=_numbers(loaded, model), groups={})
 
 
 def state_after_backward(loaded: LoadedModel, model: nn.Module, loss: float) -> ReferenceState:
-    """Return gradients, buffers and numbers.
+    """Return the state after a backward: gradients, buffers and Python numbers.
 
     Args:
-        loaded: The model as loaded.
-        model: The instance that was trained.
+        loaded: Functions of the model file.
+        model: Instance that is trained.
         loss: Loss of the step.
 
     Returns:
@@ -110,12 +110,12 @@ def state_after_backward(loaded: LoadedModel, model: nn.Module, loss: float) -> 
 
 
 def state_after_update(model: nn.Module, loss: float, optimizer: torch.optim.Optimizer) -> ReferenceState:
-    """Return samples of parameters and of the optimizer's state.
+    """Return the state after an update: samples of parameters and of the optimizer's state.
 
     Args:
-        model: The instance that was trained.
+        model: Instance that is trained.
         loss: Loss of the step.
-        optimizer: Its optimizer.
+        optimizer: Optimizer of the instance.
 
     Returns:
         The state.
@@ -138,7 +138,15 @@ def _numbers(loaded: LoadedModel, model: nn.Module) -> dict[str, float]:
 def optimizer_state(
     optimizer: torch.optim.Optimizer, named: Mapping[str, Tensor]
 ) -> tuple[dict[str, Tensor | None], dict[str, dict[str, float]]]:
-    """Return an optimizer's tensors and numbers by parameter and key, and the numbers of each parameter's group."""
+    """Return the state of an optimizer, and the numeric options of its groups.
+
+    Args:
+        optimizer: The optimizer.
+        named: Parameters by name.
+
+    Returns:
+        State as tensors, by `optimizer:PARAMETER:KEY`; and, for each parameter, the numeric options of its group.
+    """
     names: dict[int, list[str]] = {}
     for name, parameter in named.items():
         names.setdefault(id(parameter), []).append(name)

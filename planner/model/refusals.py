@@ -1,4 +1,4 @@
-"""Convert what a model raised to an error that says what to do about it."""
+"""Convert errors that a model's code raised to errors with a hint on what to change."""
 
 import re
 from collections.abc import Iterator
@@ -15,19 +15,19 @@ _ONE_VALUE = "Expected more than 1 value per channel when training"
 
 
 class TooFewSamplesError(ModelError):
-    """Error of a micro-batch that is too small for a layer; a larger one would be accepted."""
+    """Error that a micro-batch has too few samples for a layer; larger micro-batches may work."""
 
 
 def raised_by(where: str, error: BaseException, inputs: str) -> PlannerError:
-    """Return the error to report for what a layer or the model raised; errors of planner.core.errors are kept.
+    """Convert an error that a layer or the model raised to one with a hint.
 
     Args:
-        where: Name of the layer or the model.
-        error: What it raised.
-        inputs: Description of its inputs.
+        where: Name of the layer or the model, for the message.
+        error: Error that it raised. A `PlannerError` is returned unchanged.
+        inputs: Description of the inputs, for the message.
 
     Returns:
-        The error to raise.
+        The error to report.
     """
     if isinstance(error, PlannerError):
         return error
@@ -51,7 +51,7 @@ def raised_by(where: str, error: BaseException, inputs: str) -> PlannerError:
 
 
 def another_path(deviation: str) -> ModelError:
-    """Return the error of a stage whose model runs other code than when it was profiled."""
+    """Return the error for a model that runs other code in a stage than when it was profiled."""
     return ModelError(
         f"the model took another path than when it was profiled: {deviation}",
         hint="every step must run the same layers and code: switch off what skips layers by chance or by the data; "
@@ -60,18 +60,21 @@ def another_path(deviation: str) -> ModelError:
 
 
 def sparse_gradients(where: str) -> ModelError:
-    """Return the error of a layer whose gradients are sparse."""
+    """Return the error for a layer, named `where`, whose gradients are sparse."""
     return ModelError(f"{where} makes sparse gradients, which are not supported", hint="build it with `sparse=False`")
 
 
 @contextmanager
 def explained_refusals(where: str) -> Iterator[None]:
-    """Convert torch's refusals of the code of `where`, the running layer, to errors that say what to write instead.
+    """Convert errors of torch, raised inside the block, to errors that say what to write instead.
 
-    Refused are in-place writes that backward forbids, and hooks on tensors without gradients.
+    These are the errors for in-place writes that backward forbids, and for hooks on tensors without gradients.
+
+    Args:
+        where: Name of the layer whose code runs in the block.
 
     Raises:
-        ModelError: The code did one of these.
+        ModelError: Torch raised one of these errors.
     """
     try:
         yield
@@ -103,7 +106,7 @@ def _first_line(error: BaseException) -> str:
 
 
 def refuse_backward(_: Any) -> Any:
-    """Raise the error of a forward that differentiates and also needs values."""
+    """Raise the error for a forward that calls `torch.autograd.grad` and also needs real values."""
     raise ModelError(
         "`forward` calls `torch.autograd.grad` and also reads values of what depends on parameters (`.item()`, `if`, "
         "NumPy): both together cannot be recorded",

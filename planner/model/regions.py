@@ -1,15 +1,15 @@
-"""Regions of a forward that no cut goes through: checkpoints, autograd functions that call modules, and gradients.
+"""Find the regions of a forward through which no cut may go.
 
-`torch.utils.checkpoint` calls its function again in backward, with the modules as they are then. Stand-ins of a stage
-are removed by that time. An autograd function runs without a graph, so the results of modules in it carry no gradient;
-only its own result does. So neither is cut. An autograd function that calls no module is no obstacle: a stage after a
-cut runs it again, with all the code around it.
+- `torch.utils.checkpoint` calls its function again in backward. By then, the stand-ins for modules that a stage does
+not run are removed, so the function must be in one stage.
+- The forward of an autograd function runs without a graph. If it calls modules, their results carry no gradient across
+a cut. An autograd function that calls no module is no obstacle: a stage after a cut runs it again, with all the code
+around it.
+- `torch.autograd.grad` in a forward (the forces of a potential, a gradient penalty) needs the graph from its inputs to
+its outputs. With a cut in between, no stage has the whole graph.
 
-`torch.autograd.grad` in a forward (the forces of a potential, a gradient penalty) needs the graph from its inputs to
-its outputs, which no stage has if a cut goes through it.
-
-Re-entrant checkpointing is such an autograd function. While a model is recorded, and while its layers run, the other
-kind replaces it. It computes the same results and keeps their graph.
+Re-entrant checkpointing is an autograd function that calls modules. While a model is recorded, and while its layers
+run, non-reentrant checkpointing replaces it, which computes the same results and keeps their graph.
 """
 
 import inspect
@@ -29,19 +29,19 @@ _CHECKPOINT = inspect.unwrap(checkpointing.checkpoint).__code__
 
 @dataclass(kw_only=True)
 class Region:
-    """Region of a forward, from the first to the last time at which an operator or call in it began or ended."""
+    """Region of a forward through which no cut may go, unless it calls no modules; `begin` and `end` are times."""
 
     begin: int
     end: int
     function: str = ""
     """Name of the autograd function; empty for a checkpoint."""
     call: int = -1
-    """Call of a module whose code calls `torch.autograd.grad`; -1 for other regions.
+    """Number of the module call whose code calls `torch.autograd.grad`; -1 for other regions.
 
-    The region ends with that call: a stage that begins within it would run that code again, without the graph.
+    The region ends with this call, because a stage that begins before its end would run the code without the graph.
     """
     calls_modules: bool = False
-    """True if a module was called in it; otherwise its code can run again like any other."""
+    """True if the region contains calls of modules; otherwise its code can run again like any other code."""
 
     def holds(self, cut: int) -> bool:
         """Return True if a cut at this time would divide the region."""
@@ -49,7 +49,7 @@ class Region:
 
     @property
     def problem(self) -> str:
-        """Reason why no cut can go through it."""
+        """Reason why no cut can go through the region, for a message."""
         if self.call >= 0:
             return (
                 "`torch.autograd.grad` in `forward` differentiates the code there, so one stage needs its whole graph "
@@ -64,20 +64,20 @@ class Region:
 
 
 class RegionFinder:
-    """Search for regions around calls and operators, on the stack of Python's frames.
+    """Finder of checkpoints and autograd functions around calls and operators, by Python's stack frames.
 
     Args:
-        run: Code that runs every call of a module.
-        regions: All regions that were found, in the order in which they began.
+        run: Code object of the recorder's function that runs every call of a module; the search stops at its frames.
+        regions: List that receives the regions, in the order in which they begin.
     """
 
     def __init__(self, run: CodeType, regions: list[Region]) -> None:
         self._run = run
         self._regions = regions
-        self._levels: list[list[tuple[FrameType, int]]] = [[]]  # by call that is at work: the regions in its own code
+        self._levels: list[list[tuple[FrameType, int]]] = [[]]  # for each running call: the regions in its own code
 
     def around(self, frame: FrameType | None, time: int) -> tuple[int, ...]:
-        """Return the numbers of the regions around a frame, from the outermost, and extend them to `time`."""
+        """Return the numbers of the regions around a frame, the outermost first, and set their end to `time`."""
         self._levels[-1] = self._in_code_at_work(frame, time)
         around = tuple(number for level in self._levels for _, number in level)
         for number in around:
@@ -85,11 +85,11 @@ class RegionFinder:
         return around
 
     def enter(self) -> None:
-        """Record that a call begins; `around` must be called for it just before."""
+        """Record that a call begins; the caller must call `around` for its frame just before."""
         self._levels.append([])
 
     def leave(self) -> None:
-        """End the running call."""
+        """Record that the innermost running call ends."""
         self._levels.pop()
 
     def _in_code_at_work(self, frame: FrameType | None, time: int) -> list[tuple[FrameType, int]]:
@@ -108,7 +108,7 @@ class RegionFinder:
 
 @contextmanager
 def without_reentrance() -> Iterator[None]:
-    """Run checkpoints with `use_reentrant=True` as with `use_reentrant=False` inside the block."""
+    """Run checkpoints inside the block as with `use_reentrant=False`, even if they say `use_reentrant=True`."""
     before = checkpointing.CheckpointFunction
     checkpointing.CheckpointFunction = _NotReentrant  # type: ignore[assignment, misc]
     try:
@@ -118,11 +118,11 @@ def without_reentrance() -> Iterator[None]:
 
 
 class _NotReentrant:
-    """Replacement of the autograd function."""
+    """Replacement for the autograd function of re-entrant checkpointing."""
 
     @staticmethod
     def apply(function: Callable[..., Any], *args: Any) -> Any:
-        """Return the result of `function`, with a graph if the re-entrant kind would give it one."""
+        """Return the result of `function`, with a graph if re-entrant checkpointing would return one."""
         preserve_rng_state, *given = args
         carries_gradient = any(isinstance(argument, Tensor) and argument.requires_grad for argument in args)
         if torch.is_grad_enabled() and carries_gradient:
@@ -135,12 +135,12 @@ class _NotReentrant:
 
 @cache
 def _function_of(code: CodeType) -> str:
-    """Return the autograd function that runs this code as its forward; empty if there is none."""
-    # Found by its forward, because only some releases of torch have a frame for `apply`.
+    """Return the name of the autograd function whose forward has this code object; empty if there is none."""
+    # The forward identifies the function, because only some releases of torch have a frame for `apply`.
     if code.co_name != "forward":
         return ""
     functions = [torch.autograd.Function]
-    for function in functions:  # grows as it goes
+    for function in functions:  # the loop appends to the list
         functions += function.__subclasses__()
         if getattr(vars(function).get("forward"), "__func__", None) is not None and function.forward.__code__ is code:
             return function.__name__

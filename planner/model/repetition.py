@@ -1,7 +1,7 @@
 """Find the code before a cut that runs again after it.
 
-The code of a call runs again after every cut within the call. A constant call, whose result depends on nothing that a
-stage could lack, counts as part of the code around it: it runs again if that code does.
+The code of a call runs again after every cut within the call. A constant call, whose result depends on no parameter,
+input or random number, counts as part of the code around it: the call runs again if that code does.
 
     call 0           |---------------------------------------|
     call 1             |-------|                                   finished before both cuts: not run again
@@ -14,32 +14,40 @@ from planner.model.recording import Call, Recording
 
 
 class Repetition:
-    """Operators of a recording that run again after a cut, and the values that they can use."""
+    """Rules on which operators of a recording run again after a cut, and which tensors they can use."""
 
     def __init__(self, recording: Recording) -> None:
         self._recording = recording
         self._runner_of = [self._runner(call) for call in recording.calls]
 
     def repeats(self, operator: int, cut: int) -> bool:
-        """Return True if an operator before a cut runs again after it."""
+        """Return True if the operator runs before the cut and runs again after it."""
         run = self._recording.operators[operator]
         return run.time < cut <= self._exit_of(self._runner_of[run.call])
 
     def exposes(self, call: int, cut: int) -> bool:
-        """Return True if code that runs again after a cut can use the results of a call."""
-        if call < 0:  # inputs of the model are in sight of all its code
+        """Return True if a call ends before the cut, and code that runs again after the cut can use its results."""
+        if call < 0:  # all code of the model may use its inputs
             return True
         maker = self._recording.calls[call]
         is_over = maker.exit < cut and self._runner_of[call] == call
         return is_over and cut <= self._exit_of(self._runner_of[maker.parent])
 
     def exposed(self, storage: int, cut: int) -> set[int]:
-        """Return the values with this storage, as calls returned them, that code running again after a cut can use."""
+        """Return the indices of the tensors in a storage that calls returned and that repeated code can use.
+
+        Args:
+            storage: Number of the storage.
+            cut: Time of the cut, after which code of open calls runs again.
+        """
         exposures = self._recording.exposures.get(storage, ())
         return {value for value, call in exposures if self.exposes(call, cut)}
 
     def _runner(self, call: Call) -> int:
-        """Return the call whose end decides whether `call` runs again: for a constant call, the code around it."""
+        """Return the number of the call whose end decides whether `call` runs again.
+
+        This is `call` itself. For a constant call, it is the innermost call around it that is not constant.
+        """
         while call.constant and call.parent >= 0:
             call = self._recording.calls[call.parent]
         return call.number

@@ -1,4 +1,4 @@
-"""Seed all random draws of a step, such as dropout: one seed for every step, layer and micro-batch."""
+"""Seed random draws, such as dropout, separately for every step, layer and micro-batch."""
 
 # ruff: noqa: NPY002 - the global generator is what a script draws from
 
@@ -13,13 +13,13 @@ _MASK = (1 << 64) - 1
 
 
 def layer_seed(seed: int, step: int, layer: int, micro_batch: int) -> int:
-    """Return the seed of all generators just before a layer runs.
+    """Return the seed to set on all random generators just before a layer runs.
 
     Args:
-        seed: The run's seed.
+        seed: Seed of the run.
         step: Index of the step since the start of training.
-        layer: Index in the whole model's chain.
-        micro_batch: Index in the step's mini-batch.
+        layer: Index of the layer in the whole model's chain.
+        micro_batch: Index of the micro-batch in the step's mini-batch.
 
     Returns:
         A 64-bit seed.
@@ -28,25 +28,25 @@ def layer_seed(seed: int, step: int, layer: int, micro_batch: int) -> int:
 
 
 def seed_process(seed: int) -> None:
-    """Seed every generator that a model file or a script may draw from, those of devices included."""
+    """Seed every random generator that a model file or a script may use, on the host and on devices."""
     torch.manual_seed(seed)
     seed_host(seed)
 
 
 def seed_host(seed: int) -> None:
-    """Seed torch's CPU generator, Python's and NumPy's."""
+    """Seed the random generators of the host: those of torch (CPU), Python and NumPy."""
     torch.default_generator.manual_seed(seed)
     random.seed(seed)
     np.random.seed(seed % (1 << 32))
 
 
 def host_draws() -> tuple[object, ...]:
-    """Return values that change when Python's or NumPy's generator is drawn from."""
+    """Return the states of Python's and NumPy's random generators, to detect whether code has drawn numbers."""
     _, keys, *rest = cast("tuple[Any, ...]", np.random.get_state(legacy=True))
     return random.getstate(), keys.tobytes(), *rest
 
 
-@lru_cache(maxsize=256)  # the same for every micro-batch
+@lru_cache(maxsize=256)  # all micro-batches use the same result
 def _of_layer(seed: int, step: int, layer: int) -> int:
     return _next(_next(_next(0, seed), step), layer)
 

@@ -12,18 +12,18 @@ from planner.core.values.profile import Setting
 
 
 def typed_settings(owner: str, build: Callable[..., Any], settings: dict[str, str]) -> dict[str, Setting]:
-    """Return settings with the types that a function expects.
+    """Convert settings to the types that a function or class expects.
 
     Args:
-        owner: Name of the function in a message.
-        build: The function, or the class.
-        settings: Texts by name, as they were typed.
+        owner: Name of the function, for messages.
+        build: The function or class.
+        settings: Texts by name, as the user typed them.
 
     Returns:
         The converted values by name.
 
     Raises:
-        UsageError: The function has no such setting, or the text has another type.
+        UsageError: The function has no such parameter, or the text does not fit its type.
     """
     parameters = inspect.signature(build).parameters
     is_open = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
@@ -37,16 +37,16 @@ def typed_settings(owner: str, build: Callable[..., Any], settings: dict[str, st
 
 
 def public_names(names: Iterable[str]) -> str:
-    """Return the names without a leading underscore, as text for a message."""
+    """Return a text for messages that lists the names without a leading underscore."""
     public = [f"`{name}`" for name in names if not name.startswith("_")]
     return ", ".join(public) or "nothing"
 
 
 def _wanted(build: Callable[..., Any], parameter: inspect.Parameter) -> type:
-    """Return the type of a setting: from its annotation (also as text or optional), else from its default."""
+    """Return the type of a setting: that of its annotation (also within a text or `Optional`), else of its default."""
     try:
         hint = typing.get_type_hints(build.__init__ if inspect.isclass(build) else build).get(parameter.name)
-    except Exception:  # an annotation that names what is not there says nothing
+    except Exception:  # an annotation with an unknown name is ignored
         hint = None
     for option in (hint, *typing.get_args(hint)):
         if option in (bool, int, float, str):

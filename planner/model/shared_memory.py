@@ -1,4 +1,4 @@
-"""Check tensors that several layers hold: stages hold copies of them, which must train like the one tensor."""
+"""Check tensors that several layers share: each stage has its own copy, and the copies must train like one tensor."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import combinations
@@ -13,7 +13,7 @@ from planner.model.ghosts import storage_key
 
 
 class _MemorySpan(NamedTuple):
-    """Part of a storage that a tensor of a layer covers, from byte `begin` to before byte `end`."""
+    """Part of a storage that a tensor of a layer covers, from byte `begin` to byte `end - 1`."""
 
     layer: int
     name: str
@@ -30,13 +30,13 @@ class _MemorySpan(NamedTuple):
 
 
 def check_separate_memory(layers: Sequence[Layer]) -> None:
-    """Check that no trained parameter overlaps another tensor of another layer in memory.
+    """Check that no trained parameter shares memory with a different tensor of another layer.
 
-    In one process an update of one changes the other, and an optimizer steps two trained parameters one after the
-    other. Stages on several devices have the same parameter, but not the same memory.
+    In one process, an update of the parameter also changes the other tensor. In a pipeline it would not, because the
+    stages have separate memory. (One parameter that several layers use is no problem.)
 
     Raises:
-        ModelError: Two tensors overlap; it names both.
+        ModelError: Two tensors overlap; the message names both.
     """
     by_storage: dict[int, list[_MemorySpan]] = {}
     for span in _spans(layers):
@@ -63,19 +63,19 @@ def has_hooks(parameter: Tensor) -> bool:
 
 
 def check_hooks(hooked: Mapping[str, nn.Parameter], layers: Sequence[Layer]) -> None:
-    """Check that the hooks of parameters that several layers hold work on the parts of a gradient.
+    """Check that gradient hooks on parameters that several layers share give equal results in a pipeline.
 
-    Autograd calls `Tensor.register_hook` once per backward, so once per micro-batch, with the sum of the gradients
-    of all uses of the parameter in that micro-batch; what it returns is accumulated. A stage calls it with the
-    gradient of its own layers, and the ranks sum what was accumulated. That is the same if h(a) + h(b) = h(a + b).
-    A hook that runs after accumulation would see the gradient of one stage alone.
+    Autograd calls a hook h of `Tensor.register_hook` once per micro-batch, with the sum of the gradients of all uses of
+    the parameter, and accumulates the result. In a pipeline, each stage calls the hook with the gradient of its own
+    layers, and the ranks sum the results. Both are equal if h(a) + h(b) = h(a + b). A hook that runs after accumulation
+    is refused, because it would get the gradient of one stage alone.
 
     Args:
-        hooked: The parameters with hooks, by their names in the model.
-        layers: The layers of the model's chain.
+        hooked: Parameters with hooks, by their names in the model.
+        layers: Layers of the model's chain.
 
     Raises:
-        ModelError: Naming the parameter.
+        ModelError: A hook on a shared parameter is not additive; the message names the parameter.
     """
     for owners in shared_parameters(layers):
         parameter = next((hooked[name] for _, name in owners if name in hooked), None)
@@ -92,7 +92,7 @@ def check_hooks(hooked: Mapping[str, nn.Parameter], layers: Sequence[Layer]) -> 
 
 
 def _is_additive(parameter: nn.Parameter) -> bool:
-    """Return True if the hooks of `parameter` applied to a sum of gradients equal the sum of the hooks of each."""
+    """Return True if the hooks h of `parameter` satisfy h(a + b) = h(a) + h(b) for random gradients a and b."""
     limits, device = torch.finfo(parameter.dtype), torch.device("cpu") if parameter.is_meta else parameter.device
     generator = torch.Generator().manual_seed(0)
 
@@ -100,14 +100,14 @@ def _is_additive(parameter: nn.Parameter) -> bool:
         return torch.randn(parameter.shape, generator=generator).mul_(scale).to(device, parameter.dtype)
 
     tolerance = 4 * limits.eps**0.75
-    # A limit on the size of a gradient is reached by the largest, a constant that is added shows with the smallest.
+    # Large gradients reveal a hook that limits the gradient's size, small ones a hook that adds a constant.
     for scale in (1e-6, 1.0, limits.max**0.5):
         one, other = part(scale), part(scale)
         try:
             with torch.no_grad(), torch.random.fork_rng(devices=[]):
                 whole = _after_hooks(parameter, one + other)
                 in_parts = _after_hooks(parameter, one) + _after_hooks(parameter, other)
-        except Exception:  # the user's code may depend on objects that exist only in training
+        except Exception:  # a hook may depend on objects that exist only during training
             return False
         largest = max(float(result.abs().max()) for result in (whole, in_parts))
         if not torch.allclose(whole, in_parts, rtol=0.0, atol=tolerance * largest):
@@ -116,7 +116,7 @@ def _is_additive(parameter: nn.Parameter) -> bool:
 
 
 def _after_hooks(parameter: nn.Parameter, gradient: Tensor) -> Tensor:
-    """Return what the hooks make of a gradient; one that returns nothing may have changed it in place."""
+    """Return the gradient after all hooks of `parameter`; a hook that returns None may change it in place."""
     gradient = gradient.clone()
     for hook in (parameter._backward_hooks or {}).values():
         result = hook(gradient)

@@ -1,11 +1,11 @@
-"""Leave out most of a model's repeated layers, so that a check of its cuts needs little memory and time.
+"""Skip most of a model's repeated layers, so that the equivalence check needs little memory and time.
 
-Of a run of equal layers two are kept, so that every kind of neighbors still meets:
+Of consecutive equal layers, two are kept, so that every kind of layer still has every kind of neighbor:
 
     embedding  block 0  block 1  block 2  ...  block 46  block 47  head
     embedding  block 0  -------- passed through --------  block 47  head
 
-A layer that is left out keeps its module, which then has no parameters and returns its input.
+The module of a skipped layer stays in the model, but has no parameters and returns its input.
 """
 
 from collections.abc import Callable, Hashable, Sequence
@@ -21,21 +21,21 @@ from planner.model.load import LoadedModel
 from planner.model.nests import Nest, flatten, unflatten
 
 _LONGEST_PERIOD = 8
-"""Longest period of layers that repeat in groups, such as local and global attention."""
+"""Largest number of layers in a group that repeats, such as a layer with local and one with global attention."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SkippedModule:
-    """Module that returns its input."""
+    """Module that is skipped: it returns its input instead of running."""
 
     path: str
     leaves: tuple[Leaf, ...] = ()
     nest: Nest | None = None
-    """Structure of its recorded result; None if the result is its only argument (in a Sequential)."""
+    """Structure of the module's recorded result; None in a Sequential, where the result replaces the only argument."""
 
 
 def repeated_layers(keys: Sequence[Hashable]) -> list[int]:
-    """Return the layers that can be left out: all periods but two of every repetition.
+    """Return the indices of the layers that can be skipped: in every repetition of a group, all groups except two.
 
     Args:
         keys: Key of each layer; equal layers have equal keys.
@@ -60,7 +60,7 @@ def repeated_layers(keys: Sequence[Hashable]) -> list[int]:
 
 
 def skipped_modules(chain: Chain, layers: Sequence[int]) -> tuple[SkippedModule, ...] | None:
-    """Return the modules that must pass through their input to skip layers; None if any layer cannot be skipped."""
+    """Return the modules to replace by their input, in order to skip `layers`; None if one cannot be skipped."""
     if chain.outline is None:
         return tuple(SkippedModule(path=chain.names[layer]) for layer in layers)
     skipped = []
@@ -77,11 +77,11 @@ def skipped_modules(chain: Chain, layers: Sequence[int]) -> tuple[SkippedModule,
 
 
 def shortened(loaded: LoadedModel, skipped: Sequence[SkippedModule], *, lean: bool = False) -> LoadedModel:
-    """Return the model without some of its layers; it is built whole first.
+    """Return `loaded` with a `build` function that skips some layers; it builds the whole model first.
 
     Args:
         loaded: The model.
-        skipped: Modules that are left out.
+        skipped: Modules that are skipped.
         lean: Whether parameters are built on the meta device (`planner.model.lean`).
 
     Returns:
@@ -95,12 +95,12 @@ def shortened(loaded: LoadedModel, skipped: Sequence[SkippedModule], *, lean: bo
 
 
 def without_modules(model: nn.Module, skipped: Sequence[SkippedModule]) -> nn.Module:
-    """Make some modules of a model return their input, and drop their parameters, buffers and submodules."""
+    """Make the `skipped` modules of a model return their input, and drop their parameters, buffers and submodules."""
     for each in skipped:
         module = model.get_submodule(each.path)
         tables: tuple[dict[str, Any], ...] = (module._modules, module._parameters, module._buffers)
         for held in tables:
-            held.update(dict.fromkeys(held))  # Names stay: code asks whether there is a bias.
+            held.update(dict.fromkeys(held))  # The names stay, because code may ask whether there is a bias.
         vars(module)["forward"] = _passing(each)
     return model
 

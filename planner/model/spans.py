@@ -1,6 +1,6 @@
-"""Describe the code between two cuts: the modules of a layer, its name, and the storages that it touches.
+"""Describe the code of a layer, between two cuts: its modules, its name, and the storages that it uses.
 
-A span is a pair of times: a layer is what runs from the first time and before the second.
+A span is the pair of times (begin, end) between which the layer runs.
 """
 
 from collections.abc import Iterable, Sequence
@@ -12,26 +12,26 @@ from planner.model.leaves import Value
 from planner.model.recording import END, Call, Recording
 
 Span = tuple[int, int]
-"""Pair of times: of the cut before, or 0, and of the cut after, or `END`."""
+"""Times of the cut before a layer (0 for the first layer) and of the cut after it (`END` for the last layer)."""
 
 
 def modules_in(recording: Recording, span: Span) -> tuple[str, ...]:
-    """Return the paths of the largest modules that run as a whole in a span, in order."""
+    """Return the paths of the largest modules that run completely within a span, in order."""
     whole = [call for call in recording.calls[1:] if _is_whole(call, span)]
     tops = [call.path for call in whole if not _is_whole(recording.calls[call.parent], span)]
     return tuple(dict.fromkeys(tops))
 
 
 def layer_names(model: nn.Module, modules: Iterable[tuple[str, ...]]) -> tuple[str, ...]:
-    """Return a name for every layer, given its modules as returned by `modules_in`.
+    """Return a name for every layer, given the paths of its modules (`modules_in`).
 
-    The name is that of the module in it with the most parameters, followed by `#2` for the second layer of that name.
+    A layer is named after its module with the most parameters. The second layer with a name gets the suffix `#2`.
     """
     by_path = dict(model.named_modules(remove_duplicate=False))
     counts: dict[str, int] = {}
     names = []
     for paths in modules:
-        # A layer may hold no whole module, only code between modules.
+        # A layer may contain no complete module, only code between modules.
         sizes = {path: sum(p.numel() for p in by_path[path].parameters()) for path in paths}
         name = max(sizes, key=sizes.__getitem__, default="rest")
         counts[name] = counts.get(name, 0) + 1
@@ -40,45 +40,45 @@ def layer_names(model: nn.Module, modules: Iterable[tuple[str, ...]]) -> tuple[s
 
 
 def storages_at(recording: Recording, time: int, crossing: Sequence[int]) -> set[int]:
-    """Return the storages of the tensors that exist at a time.
+    """Return the storages of the model's inputs, of its outputs, or of the tensors that cross a cut.
 
     Args:
         recording: One forward.
-        time: 0 for the inputs, `END` for the outputs, or a cut.
-        crossing: Values that cross the cut, if it is one.
+        time: 0 for the inputs, `END` for the outputs, or the time of a cut.
+        crossing: Indices of the tensors that cross the cut; not used for inputs and outputs.
 
     Returns:
-        Numbers of storages.
+        Numbers of the storages.
     """
     if time == 0:
         return {recording.values[leaf.number][0] for leaf in recording.inputs if isinstance(leaf, Value)}
     if time == END:
-        # Uses are in order, and nothing is used after the outputs.
+        # The uses of a version are in order, and no use is later than `END`.
         versions = (data for _, data in recording.flow.nodes(data=True) if data["uses"] and data["uses"][-1] == END)
         return {data["storage"] for data in versions}
     return {recording.values[value][0] for value in crossing}
 
 
 def writes_into(recording: Recording, span: Span, storages: set[int]) -> bool:
-    """Return True if an operator of a span writes into one of these storages.
+    """Return True if an operator of a layer writes into one of the given storages.
 
     Args:
         recording: One forward.
-        span: Times of a layer.
-        storages: Numbers of storages.
+        span: Begin and end of the layer.
+        storages: Numbers of the storages.
 
     Returns:
-        True if it writes.
+        True if an operator writes into one of them.
     """
     inside = (operator for operator in recording.operators if span[0] <= operator.time < span[1])
     return any(recording.flow.nodes[version]["storage"] in storages for o in inside for version in o.writes)
 
 
 def repeated_effects(cuts: Cuts, cut: int) -> tuple[frozenset[str], frozenset[int]]:
-    """Return what the code that runs again after a cut reads and writes.
+    """Return what the code before a cut that runs again after it reads and writes.
 
     Returns:
-        The parameters and buffers that it reads, and the storages that it writes into.
+        Names of the parameters and buffers that this code reads, and numbers of the storages that it writes.
     """
     flow = cuts.recording.flow.nodes
     numbered = enumerate(cuts.recording.operators)
@@ -92,27 +92,27 @@ def repeated_effects(cuts: Cuts, cut: int) -> tuple[frozenset[str], frozenset[in
 def add_unread(
     holds: Sequence[frozenset[str]], recording: Recording, model: nn.Module, spans: Sequence[Span]
 ) -> tuple[frozenset[str], ...]:
-    """Add the parameters and buffers that this forward did not read to the layers.
+    """Assign the parameters and buffers that the recorded forward did not read to layers.
 
-    Those of experts that were not chosen, for example, go to the layer in which their module, or the nearest module
-    around it that was called, begins. Others go to the first layer.
+    An example is the parameters of experts that no token chose. A tensor goes to the layer in which its module begins,
+    or the nearest enclosing module that was called. If no enclosing module was called, it goes to the first layer.
 
     Args:
-        holds: Parameters and buffers that each layer reads.
+        holds: For each layer, the names of the parameters and buffers that it reads.
         recording: One forward.
         model: The model.
-        spans: Times of each layer.
+        spans: Begin and end of each layer.
 
     Returns:
-        Parameters and buffers of each layer, complete.
+        For each layer, the names of all its parameters and buffers.
     """
     read = frozenset(name for names in holds for name in names)
-    # Compare by identity, because the forward may have read a tied tensor under another of its names.
+    # Tensors are compared by identity, because the forward may have read a tied tensor under another name.
     placed = {id(tensor) for name, tensor in _named_tensors(model) if name in read}
     layer_of: dict[str, int] = {}
     for layer, span in enumerate(spans):
         for call in recording.calls[1:]:
-            # A module that is called several times counts where it is called first.
+            # The first call of a module decides.
             if span[0] <= call.enter < span[1]:
                 layer_of.setdefault(call.path, layer)
     complete = list(holds)

@@ -1,15 +1,15 @@
 """Split the backward of a stage: input gradient (I) first, weight gradients (W) later.
 
-    forward           under `SplitBackward.splitting`: linear layers, convolutions and embeddings note their use
-    backward_input    I: the whole backward except for gradients of their weights; (x, dy) of each is kept
-    backward_weight   W: these gradients, added to the parameters as autograd adds them
+    forward           under `SplitBackward.splitting`: linear layers, convolutions and embeddings record their use
+    backward_input    I: the backward without the weight gradients of these operators; their (x, dy) are kept
+    backward_weight   W: these weight gradients, added to the parameters as autograd adds them
 
-I is autograd's own backward. Everything else in it is done once and then released: recomputation, other parameters,
-hooks, streams. W builds a separate graph that leads straight to the parameters.
+I is autograd's own backward. It also does everything else, and releases the graph: recomputation, gradients of other
+parameters, hooks, streams. W builds a separate graph that leads straight to the parameters.
 
-A function mode sees the operators as they are called, by a module or not. The following remain whole, in I: compiled
-code and weights computed from other weights, which the mode cannot see, and parameters with hooks. A backward that a
-model runs within its forward is whole as well, and may be differentiated again.
+A function mode intercepts the operators, whether modules call them or not. Some weight gradients are not deferred but
+computed in I: those of compiled code and of weights computed from other weights, which the mode cannot see, and those
+of parameters with hooks. A backward that a model runs within its forward is not split, and can be differentiated again.
 
 Deferred weight gradients: Qi et al. 2024, arXiv:2401.10241.
 """
@@ -35,25 +35,26 @@ from planner.model.weight_operators import OPERATORS, Operands, Use, WeightOpera
 
 @dataclass(slots=True, kw_only=True)
 class _DeferredUse:
-    """Deferred weight gradients of one use of a weight."""
+    """Deferred weight gradients of one call of an operator."""
 
     operator: WeightOperator
     operands: Operands
-    """Operands of the use: parameters, or autocast's copies of them; the bias is None if it is not trained."""
+    """Operands of the call. Weight and bias are parameters or autocast's copies of them; bias is None if not trained.
+    """
     leaves: tuple[nn.Parameter, ...]
-    """Parameters that these operands are, or are copies of."""
+    """Parameters that receive the gradients of weight and bias."""
     gradient: Tensor
     """Gradient of the operator's result."""
     versions: tuple[int, int]
-    """Version counters of x and of the gradient, to detect writes since."""
+    """Version counters of x and of `gradient` during I, to detect later writes."""
     backward: int
-    """Autograd's number of the backward that reached it."""
+    """Autograd's number of the backward that reached this call."""
 
     def gradients(self) -> tuple[Tensor, Tensor | None]:
         """Return the gradients of weight and bias.
 
         Raises:
-            RuntimeError: One of their operands was modified since, as autograd reports it.
+            RuntimeError: Code has modified x or the gradient since I; the message is like autograd's.
         """
         x, weight, _ = self.operands
         if (x._version, self.gradient._version) != self.versions:
@@ -70,29 +71,29 @@ DeferredUses = list[_DeferredUse]
 
 
 def additions_of(deferred: DeferredUses) -> Counter[nn.Parameter]:
-    """Return how many times W adds to the gradient of each parameter: once for every backward that reached it."""
+    """Return how many times W adds to the gradient of each parameter: once per backward that reached the parameter."""
     backwards = (together for _, together in groupby(deferred, key=lambda use: use.backward))
     return Counter(leaf for uses in backwards for leaf in {id(p): p for use in uses for p in use.leaves}.values())
 
 
 class SplitBackward:
-    """Backward of one stage, in two parts.
+    """Backward of one stage in two parts: input gradients (I) and weight gradients (W).
 
     Args:
-        counts_only: Returns True for a hook on a parameter that does not read its gradient, so that it may run before
-            the gradient is complete. By default no hook may.
+        counts_only: Function that returns True for a parameter hook that may run before the gradient is complete,
+            because it does not read the gradient. By default, no hook may.
     """
 
     def __init__(self, counts_only: Callable[[Callable[..., Any]], bool] = lambda _: False) -> None:
         self._counts_only = counts_only
         self.collected: DeferredUses | None = None
-        """Deferred gradients of the running I; None if none runs."""
+        """Deferred gradients of the running I; None if no I is running."""
         self._casts: dict[nn.Parameter, Tensor] | None = None
         self._mode = _OperatorMode(self)
 
     @contextmanager
     def keeping_casts(self) -> Iterator[None]:
-        """Cache autocast's copies of the weights with deferred gradients inside the block, as torch does for others."""
+        """Cache, inside the block, autocast's copies of weights with deferred gradients; torch caches only others."""
         self._casts = {}
         try:
             yield
@@ -100,18 +101,18 @@ class SplitBackward:
             self._casts = None
 
     def splitting(self) -> AbstractContextManager[Any]:
-        """Return the context for a forward whose backward is split."""
+        """Return the context manager in which to run a forward whose backward is split."""
         return self._mode
 
     def backward_input(self, outputs: Sequence[Tensor], gradients: Sequence[Tensor]) -> DeferredUses:
-        """Run I: add gradients to all leaves except for weights whose gradients are deferred.
+        """Run I: compute all gradients except the deferred weight gradients.
 
         Args:
             outputs: Outputs of a forward that ran in `splitting`.
             gradients: Gradients of the outputs.
 
         Returns:
-            The argument of `backward_weight`.
+            Deferred weight gradients, for `backward_weight`.
         """
         collected: DeferredUses = []
         self.collected = collected
@@ -123,34 +124,34 @@ class SplitBackward:
         return collected
 
     def backward_weight(self, deferred: DeferredUses) -> None:
-        """Run W: add the deferred gradients of weights, and empty `deferred`.
+        """Run W: compute the deferred weight gradients, add them to the parameters, and empty `deferred`.
 
         Raises:
-            RuntimeError: A tensor that they need was modified.
+            RuntimeError: Code has modified a tensor that a weight gradient needs.
         """
-        # Uses of a weight are summed before they are added to the parameter, separately for each backward: recomputed
-        # code has its own.
+        # As in autograd, the gradients of all uses of a weight in one backward are summed, then added to the parameter.
+        # Recomputed code (a checkpoint) has a backward of its own.
         while deferred:
             together = list(takewhile(lambda use: use.backward == deferred[0].backward, deferred))
             del deferred[: len(together)]
             starts = []
-            # Autograd starts with the newest node, so the use that I reached first must be made last.
+            # Autograd starts with the newest node, so the node of the use that I reached first must be created last.
             while together:
                 starts.append(_start_of(together.pop()))
             torch.autograd.backward(starts, [start.detach() for start in starts])
 
     def call(self, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Return the result of `function`, one of `OPERATORS`, so that the gradients of its weight can be deferred.
+        """Call `function`, one of `OPERATORS`, in a way that allows to defer the gradients of its weight.
 
         Args:
-            function: The function of torch.
-            args: Its positional arguments.
-            kwargs: Its keyword arguments.
+            function: Function of torch.
+            args: Positional arguments of the function.
+            kwargs: Keyword arguments of the function.
 
         Returns:
-            Its result.
+            Result of the function.
         """
-        # Most products have no trained weight; the cheap test comes first, for speed.
+        # Most products have no trained weight. For speed, this cheap test comes first.
         use = use_of(function, args, kwargs) if self._is_trained(weight_in(function, args, kwargs)) else None
         if use is None or not self._can_be_deferred(use.operands):
             return function(*args, **kwargs)
@@ -163,7 +164,7 @@ class SplitBackward:
         return _WeightOperation.apply(self, use, *operands)  # type: ignore[no-untyped-call]
 
     def _can_be_deferred(self, operands: Operands) -> bool:
-        """Return True if the gradients of a trained weight and of a bias can be deferred, given the type of x."""
+        """Return True if a use of a trained weight can defer its gradients: x, bias and the context must allow it."""
         x, _, bias = operands
         if type(x) not in _PLAIN or x.layout != torch.strided or x.is_complex():
             return False
@@ -175,15 +176,15 @@ class SplitBackward:
         return needs_something and not is_transformed
 
     def _is_trained(self, weight: Any) -> bool:
-        """Return True if gradients accumulate in the parameter, and no hook reads them before they are complete."""
+        """Return True if `weight` is a trained parameter whose hooks do not read an incomplete gradient."""
         if not _is_parameter(weight) or not weight.requires_grad or not weight.is_leaf or weight.is_complex():
             return False
-        # A hook would be called in I, without a gradient.
+        # Autograd would call a hook in I, without a gradient.
         hooks = weight._post_accumulate_grad_hooks
         return not weight._backward_hooks and (not hooks or all(map(self._counts_only, hooks.values())))
 
     def _cast(self, tensor: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-        """Return the tensor as autocast casts it; a parameter's copy is made once, with a graph to the parameter."""
+        """Return the tensor as autocast would cast it; the copy of a parameter is cached, and has a graph."""
         if tensor is None or tensor.dtype in {dtype, torch.float64}:
             return tensor
         if not isinstance(tensor, nn.Parameter):
@@ -191,7 +192,7 @@ class SplitBackward:
         casts = self._casts if torch.is_autocast_cache_enabled() else None
         copy = None if casts is None else casts.get(tensor)
         if copy is None:
-            with torch.enable_grad():  # it may be needed first where no graph is made, and later where one is
+            with torch.enable_grad():  # a later use of the cached copy may need the graph
                 copy = tensor.to(dtype)
             if casts is not None:
                 casts[tensor] = copy
@@ -199,7 +200,7 @@ class SplitBackward:
 
 
 class _OperatorMode(TorchFunctionMode):
-    """Mode that intercepts the functions of torch that a forward calls."""
+    """Mode that intercepts the calls of torch functions in a forward."""
 
     def __init__(self, split: SplitBackward) -> None:
         super().__init__()
@@ -208,9 +209,9 @@ class _OperatorMode(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Return the result of `func`."""
+        """Call `func`, by `SplitBackward.call` if the gradients of its weight can be deferred."""
         kwargs = kwargs or {}
-        # The common case comes first, for speed. Code is compiled without this mode.
+        # The common case comes first, for speed. `torch.compile` traces code without this mode.
         if torch.compiler.is_dynamo_compiling() or func not in _SEEN:
             return func(*args, **kwargs)
         if not _PLAIN.issuperset(types):
@@ -223,14 +224,14 @@ class _OperatorMode(TorchFunctionMode):
 
 
 class _WeightOperation(torch.autograd.Function):
-    """Operator with an ordinary backward, which leaves out the gradients of weights within an I."""
+    """Operator whose backward leaves out the weight gradients during I, and is an ordinary backward otherwise."""
 
     @staticmethod
     def forward(ctx: Any, split: SplitBackward, use: Use, *tensors: Any) -> Tensor:
         operands = Operands._make(tensors)
-        # Only weights are kept here; x is a saved tensor, which a checkpoint may drop.
+        # Only weights are attributes of `ctx`; x is a saved tensor, so that a checkpoint can drop it.
         ctx.split, ctx.operator, ctx.leaves, ctx.weights = split, use.operator, use.operands[1:], operands[1:]
-        # The same tensors as torch saves: the weight is needed only for the gradient of the input.
+        # Torch saves the same tensors: the weight is needed only for the gradient of the input.
         ctx.save_for_backward(operands.x, operands.weight if operands.x.requires_grad else None)
         ctx.set_materialize_grads(False)
         result = use.operator.forward(operands)
@@ -241,7 +242,7 @@ class _WeightOperation(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor | None) -> Any:
         if gradient is None:
             return (None,) * 5
-        x, weight = ctx.saved_tensors  # where a checkpoint recomputes them, under the mode
+        x, weight = ctx.saved_tensors  # a checkpoint recomputes its tensors here, under the mode
         with torch._C.DisableTorchFunction():
             return _WeightOperation._gradients(ctx, gradient, x, weight)
 
@@ -256,7 +257,7 @@ class _WeightOperation(torch.autograd.Function):
             weights = (ctx.weights[0], ctx.weights[1] if needs_bias else None)
             use = _DeferredUse(
                 operator=ctx.operator,
-                # Without the graph that x came from.
+                # `detach` releases the graph of x.
                 operands=Operands(x.detach(), *weights),
                 leaves=tuple(leaf for leaf, weight in zip(ctx.leaves, weights, strict=True) if weight is not None),
                 gradient=gradient,
@@ -268,7 +269,7 @@ class _WeightOperation(torch.autograd.Function):
 
 
 class _WeightGradients(torch.autograd.Function):
-    """Scalar whose backward computes the gradients of a weight, and holds the only reference to them."""
+    """Function that returns a scalar, whose backward computes the deferred gradients of weight and bias."""
 
     @staticmethod
     def forward(ctx: Any, use: _DeferredUse, *weights: Tensor) -> Tensor:
@@ -283,7 +284,7 @@ class _WeightGradients(torch.autograd.Function):
 
 
 def _start_of(use: _DeferredUse) -> Tensor:
-    """Return the scalar from which a backward leads to the weights of a use."""
+    """Return the scalar whose backward computes the deferred weight gradients of `use`."""
     weights = [weight for weight in use.operands[1:] if weight is not None]
     start: Tensor = _WeightGradients.apply(use, *weights)  # type: ignore[no-untyped-call]
     return start
@@ -295,11 +296,16 @@ def _autocast_dtype(x: Tensor) -> torch.dtype | None:
 
 
 def _wanted(leaves: Sequence[nn.Parameter | None], *, is_split: bool) -> str:
-    """Return when gradients of weights are computed: in W ("later"), "never", or in this backward (empty)."""
+    """Return when to compute the weight gradients: `later` (in W), `never`, or an empty text for this backward.
+
+    Args:
+        leaves: Weight and bias, as parameters.
+        is_split: Whether I of a split backward is running.
+    """
     trained = [leaf for leaf in leaves if leaf is not None and leaf.requires_grad]
     try:
         answers = {torch._C._will_engine_execute_node(get_gradient_edge(leaf).node) for leaf in trained}
-    except RuntimeError:  # says it of a leaf whose gradient is to be returned, not added up
+    except RuntimeError:  # `torch.autograd.grad` is running, which returns the gradient instead of accumulating it
         return ""
     if answers == {False}:
         return "never"
@@ -307,11 +313,11 @@ def _wanted(leaves: Sequence[nn.Parameter | None], *, is_split: bool) -> str:
 
 
 def _replayed(ctx: Any, gradient: Tensor, x: Tensor) -> tuple[Tensor | None, ...]:
-    """Return the gradients of x, weight and bias; they can be differentiated again if the backward creates a graph."""
+    """Return the gradients of x, weight and bias, with a graph if the running backward creates one."""
     create_graph = torch.is_grad_enabled()
     needed = ctx.needs_input_grad[2:]
     with torch.enable_grad():
-        # Views: one and the same tensor may be several of them, and each has its own gradient.
+        # Views separate the gradients if one tensor serves as several operands.
         operands = [None if tensor is None else tensor.view_as(tensor) for tensor in (x, *ctx.weights)]
         result = ctx.operator.forward(Operands._make(operands))
         inputs = [tensor for tensor, need in zip(operands, needed, strict=True) if tensor is not None and need]
@@ -320,11 +326,11 @@ def _replayed(ctx: Any, gradient: Tensor, x: Tensor) -> tuple[Tensor | None, ...
 
 
 _PLAIN: Final = frozenset((Tensor, nn.Parameter, Ghost))
-"""Types of tensors that are supported. An absent ghost has another class, because its gradients are unused."""
+"""Supported tensor types. An absent ghost has another type, because no gradient of it is used."""
 
 
 def _is_parameter(weight: Any) -> bool:
-    # A ghost keeps its class when it becomes a parameter.
+    # `nn.Parameter(ghost)` returns an object of the class `Ghost`.
     return type(weight) is nn.Parameter or (type(weight) is Ghost and isinstance(weight, nn.Parameter))
 
 
@@ -333,8 +339,8 @@ def _never(*_: Any) -> bool:
 
 
 def _unasked(function: Any) -> Any:
-    """Return a copy of a function of torch that is written in Python, so that modes see the functions that it calls."""
-    # Torch passes a function that is written in Python to the mode as a whole, without the functions it calls.
+    """Return a copy of a torch function written in Python, such that modes intercept the functions that it calls."""
+    # Torch passes such a function to the mode as one call, and then does not pass the functions inside.
     names = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
     inside = {**function.__globals__, **dict.fromkeys(names, _never)}
     copy = FunctionType(function.__code__, inside, function.__name__, function.__defaults__, function.__closure__)
@@ -343,7 +349,7 @@ def _unasked(function: Any) -> Any:
 
 
 _BACKWARDS: Final = (Tensor.backward, torch.autograd.backward, torch.autograd.grad)
-"""Functions during which checkpoints are recomputed; these must save the same tensors as their first forward."""
+"""Functions that recompute checkpoints, whose recomputation must save the same tensors as the first forward."""
 _SEEN_THROUGH: Final = {
     function: _unasked(function)
     for function in (functional.embedding, functional.multi_head_attention_forward, *_BACKWARDS)

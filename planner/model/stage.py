@@ -1,9 +1,10 @@
 """Run a stage of a model that is not a Sequential: the model's own forward, in which only the stage's layers run.
 
-Modules before the stage do not run. They return the received tensors or, where the stage needs none, an absent ghost.
-The same holds for functions between them that made a join (`joins.py`). Parameters of other stages that the model's own
-code touches are absent ghosts, too. The stage checks that no output and no sent tensor depends on an absent ghost. The
-forward ends after the stage's last module, or the join after that. Modules are changed only while a stage runs.
+Modules before the stage do not run. A call of one returns the received tensors or, if the stage does not need them, an
+absent ghost (`ghosts.py`). So do calls of functions between these modules that computed a join (`joins.py`). Parameters
+of other stages that the model's own code uses are absent ghosts, too. The stage checks that no output and no sent
+tensor depends on an absent ghost. The forward ends after the stage's last module, or after a join that follows it. The
+modules are modified only while a stage runs.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -18,11 +19,11 @@ from planner.model.stage_part import StagePart
 
 
 class ModelStage(nn.Module):
-    """Layers `first` to `end - 1` of `model`; parameters and buffers have the names they have in the model.
+    """Layers `first` to `end - 1` of `model`; parameters and buffers keep their names in the model.
 
-    The first stage takes the model's inputs; the others, a tuple of the tensors of `Outline.received`. The last returns
-    the model's output, with stand-ins for unread outputs that it does not have; the others, the tuple that the next one
-    takes.
+    The first stage takes the model's inputs. Every other stage takes a tuple of tensors (`Outline.received`), which the
+    previous stage returns. The last stage returns the model's output. Outputs that the loss does not read may be
+    replaced by stand-ins.
     """
 
     def __init__(self, outline: Outline, model: nn.Module, first: int, end: int) -> None:
@@ -32,16 +33,16 @@ class ModelStage(nn.Module):
         self.share_with(self)
 
     def forward(self, received: Any) -> Any:
-        """Return the tensors that the stage sends, or the model's output; see the class."""
+        """Return the tuple of tensors for the next stage or, in the last stage, the model's output."""
         return StageForward(self._part, received).result()
 
     def share_with(self, root: nn.Module) -> None:
-        """Register this stage's parameters and buffers in `root`, under the names they have in the model.
+        """Register this stage's parameters and buffers in `root`, under their names in the model.
 
-        Buffers that forwards replace are excluded: see `replaced_buffers`.
+        Buffers that forwards replace by other tensors (`replaced_buffers`) are left out.
         """
         for name in self._part.held:
-            if name in self._part.replaced:  # it would keep the first tensor in memory
+            if name in self._part.replaced:  # registering it would keep the first tensor in memory
                 continue
             *path, last = name.split(".")
             owner, holder = self._part.model.get_submodule(".".join(path)), holder_at(root, path)
@@ -51,7 +52,7 @@ class ModelStage(nn.Module):
                 holder._buffers[last] = owner._buffers[last]
 
     def named_buffers(self, prefix: str = "", *args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:
-        """Yield the current buffers of the stage."""
+        """Yield names and values of the stage's buffers, including those that forwards replace."""
         yield from super().named_buffers(prefix, *args, **kwargs)
         for name, buffer in self.replaced_buffers():
             yield f"{prefix}.{name}" if prefix else name, buffer
@@ -61,19 +62,19 @@ class ModelStage(nn.Module):
         return [(name, held_tensor(self._part.model, name)) for name in self._part.replaced]
 
     def call_at_ends(self, begun: Callable[[], None], done: Callable[[], None] = lambda: None) -> None:
-        """Call `begun` in each forward after all code before the stage, and `done` after its last layer."""
+        """In each forward, call `begun` when the stage's first layer begins, and `done` after its last layer."""
         self._part.when_begun, self._part.when_done = begun, done
 
     def call_at_layers(self, listener: Callable[[int], None]) -> None:
-        """Call `listener` in each forward where a layer begins, with its index in the stage.
+        """In each forward, call `listener` when a layer begins, with the layer's index in the stage.
 
-        Where the model draws from Python's or NumPy's generator, it is also called for layers before the stage: -1 is
-        the last.
+        If the model draws from Python's or NumPy's generator, `listener` is also called for the repeated code of layers
+        before the stage. The index of the layer just before the stage is -1.
         """
         self._part.listen(listener)
 
     def keep_state(self) -> None:
-        """Let forwards keep the tensors in attributes that later forwards read."""
+        """Let tensors stay in attributes after a forward if later forwards read them."""
         self._part.keep_state()
 
     @property
@@ -83,35 +84,35 @@ class ModelStage(nn.Module):
 
     @property
     def begun(self) -> list[str]:
-        """Paths of the modules whose code begins before the stage, and runs again from its start."""
+        """Paths of the modules whose code begins before the stage and runs again in the stage, from its start."""
         return self._part.begun
 
     @property
     def finished(self) -> dict[str, nn.Module]:
-        """Modules whose forward ends in this stage, by path; parts of them may run in earlier stages, too."""
+        """Modules whose forward ends in this stage, by path; parts of these modules may run in earlier stages."""
         part, calls = self._part, self._part.outline.recording.calls
         paths = {call.path for call in calls if part.begin <= call.exit and (call.exit < part.stop or part.stop == END)}
         return {path: part.model.get_submodule(path) for path in sorted(paths)}
 
     @property
     def holders(self) -> list[nn.Module]:
-        """Modules of the model whose own parameters, buffers and kept attributes the stage needs."""
+        """Modules that directly hold a parameter, a buffer or state in an attribute that the stage needs."""
         paths = sorted({*(name.rpartition(".")[0] for name in self._part.held), *(path for path, _ in self._part.kept)})
         return [self._part.model.get_submodule(path) for path in paths]
 
     @property
     def read_before_stage(self) -> list[Tensor]:
-        """Parameters and buffers that code before the stage reads, and that the stage has."""
+        """Parameters and buffers of the stage that code of earlier layers, which runs again in the stage, reads."""
         return [held_tensor(self._part.model, name) for name in self._part.repeated]
 
     @property
     def model(self) -> nn.Module:
-        """Whole model, of which the stage runs its part."""
+        """Whole model, of which the stage runs a part."""
         return self._part.model
 
 
 def holder_at(root: nn.Module, path: Sequence[str]) -> nn.Module:
-    """Return the module at `path` below `root`; it is created if it is missing."""
+    """Return the module at `path` below `root`; create missing modules on the way."""
     for part in path:
         below = root._modules.get(part)
         if below is None:

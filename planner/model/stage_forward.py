@@ -2,14 +2,14 @@
 
 For example, the model's forward calls `embed`, `blocks.0`, `blocks.1` and `head`, and the stage is `blocks.1` alone:
 
-    embed       ends before the stage: not run, an absent ghost of its result is returned
-    blocks.0    also not run, but its result was received: that is returned
-                here the stage begins
-    blocks.1    run; its results that cross the next cut are kept
-                here it stops: `_Finished` leaves the model's code, and `head` is never reached
+    embed       ends before the stage: it does not run; an absent ghost replaces its result
+    blocks.0    ends before the stage: it does not run; the received tensors replace its result
+                the stage begins here
+    blocks.1    runs; its results that cross the next cut are kept
+                the stage ends here: `_Finished` leaves the model's code, and `head` is never called
 
-A cut may also go through a call, such as that of an encoder that holds the blocks. Such a call is open: its code runs,
-and its children are followed in turn.
+A cut may also go through a call, such as that of an encoder that contains the blocks. The call is then open: its code
+runs, and the calls that it makes are followed one by one.
 """
 
 from collections.abc import Callable, Sequence
@@ -36,7 +36,7 @@ from planner.model.stand_ins import StandIns
 class _Finished(BaseException):
     """Signal that the stage's last module has run.
 
-    It is no `Exception`, so that the model's own handlers do not catch it.
+    This class is no `Exception`, so that the model's own handlers do not catch it.
     """
 
 
@@ -45,22 +45,22 @@ class StageForward:
 
     Args:
         part: The stage's part of the model.
-        received: The model's inputs for the first stage; for the others, a tuple of the tensors that they receive.
+        received: Inputs of the model for the first stage; tuple of received tensors for any other stage.
 
     Raises:
-        ModelError: The inputs have another structure than when the layers were found.
+        ModelError: The inputs have another structure than the example batch.
     """
 
     def __init__(self, part: StagePart, received: Any) -> None:
         self._part = part
         self._recording = part.outline.recording
         self._calls = self._recording.calls
-        self._stack = [0]  # numbers of the open calls that are at work, the model's own first
-        self._next = {0: 0}  # by open call: how many submodules it has called
-        self._inside = False  # whether a call runs as a whole: what it calls is not followed
+        self._stack = [0]  # numbers of the open calls that are running, that of the model first
+        self._next = {0: 0}  # number of submodules that each open call has called
+        self._inside = False  # True while a call runs as a whole, whose inner calls are not followed
         self._watch = FunctionWatch()
-        self._awaited: dict[Called, Join] = {}  # joins of the gap that the code is in
-        self._tensors: dict[int, Tensor] = {}  # by value: what was received, and what is to be sent
+        self._awaited: dict[Called, Join] = {}  # joins that the code must still compute before its next submodule
+        self._tensors: dict[int, Tensor] = {}  # received tensors and tensors to send, by index in `Recording.values`
         self._begun = part.begin == 0
         if self._begun:
             self._inputs = received
@@ -71,7 +71,7 @@ class StageForward:
         device = received[0].device if part.received else torch.device("cpu")
         self._stand_ins = StandIns(part, self._size, device)
         if not self._begun:
-            # The model's code runs from its start and needs its inputs: those that cross the cut were received.
+            # The model's code runs from its start and needs the model's inputs. Those that cross the cut were received.
             self._inputs = self._rebuilt(self._recording.inputs, self._recording.input_nest, [])
 
     def result(self) -> Any:
@@ -88,7 +88,7 @@ class StageForward:
             stack.enter_context(without_leftovers(part.model, part.leftovers))
             stack.enter_context(wrapped(part.watched, self._run))
             stack.callback(self._watch.end_gap)
-            if self._begun:  # there is no earlier call whose end would begin the stage and its first layer
+            if self._begun:  # the first stage begins here; any other stage begins at the end of an earlier call
                 self._part.when_begun()
                 self._begin_layer(0)
             else:
@@ -104,7 +104,7 @@ class StageForward:
             return output
         if self._recording.unread:
             output = self._with_stand_ins(output)
-        # No other output may depend on values that this stage does not have; zeros as stand-ins would hide that.
+        # Apart from stand-ins, no output may depend on tensors that this stage does not have.
         expect_present(flatten(output)[0], "the model's output")
         return output
 
@@ -127,7 +127,7 @@ class StageForward:
         """Handle one call of a watched module: skip it, open it, or run it as a whole."""
         if self._inside or in_transform():
             return forward(*args, **kwargs)
-        # The code that makes this call was in a gap, in which it must have made every join that the recording has.
+        # The calling code must by now have computed every join that the recording has before this call.
         self._end_gap()
         call = self._expected(module)
         # A constant call, such as one that makes a mask of positions, is cheaper to repeat than to send.
@@ -145,7 +145,7 @@ class StageForward:
                 result = forward(*args, **kwargs)
             finally:
                 self._inside = False
-        # The result of a call before the stage was received if it must be sent on.
+        # A call before the stage has no result to keep: if its result must be sent, it was received.
         if call.exit >= self._part.begin:
             self._keep_result(call, result)
         self._reach(call.exit + 1)
@@ -158,19 +158,19 @@ class StageForward:
         if len(leaves) != len(call.leaves):
             if not (self._part.begin and call.number in self._part.open):
                 raise another_path(f'"{call.path}" returned something else')
-            # Results that it collects from skipped modules are incomplete.
+            # A call that collects results of skipped modules (a list of hidden states) returns fewer leaves.
             leaves = aligned(result, call.nest)
         self._keep(leaves, call.leaves)
         self._expect_constants(call, leaves)
         self._keep_changes(call)
 
     def _function(self, called: Called, run: Callable[[], Any]) -> Any:
-        """Handle one call of a torch function in a gap with joins: its result was received, or may have to be sent."""
+        """Handle a call of a torch function that may compute a join: use the received tensor, or run and keep it."""
         join = self._awaited.pop(called, None)
         if join is None:
             return run()
         if join.exit < self._part.begin and join.value in self._tensors:
-            result = self._tensors[join.value]  # the function does not run: its arguments may be stand-ins
+            result = self._tensors[join.value]  # the function does not run, because its arguments may be stand-ins
         else:
             result = run()
             if join.value in self._part.sent:
@@ -179,14 +179,14 @@ class StageForward:
         return result
 
     def _begin_gap(self) -> None:
-        """Watch functions for joins, after a submodule of the running call has returned."""
+        """Watch for functions that compute joins, after a submodule of the running call has returned."""
         joins = self._part.joins.get((self._stack[-1], self._next[self._stack[-1]]))
         if joins:
             self._awaited = dict(joins)
             self._watch.begin_gap(self._function)
 
     def _end_gap(self) -> None:
-        """Stop watching functions: the running call calls its next submodule, or ends."""
+        """Stop watching functions, because the running call calls its next submodule or ends."""
         self._watch.end_gap()
         if self._awaited:
             path = self._calls[self._stack[-1]].path
@@ -195,7 +195,7 @@ class StageForward:
             raise another_path(f"{where} did not call `{name}` between its modules")
 
     def _reach(self, time: int) -> None:
-        """Mark the begin or the end of the stage, and the begins of its layers, at a time of the recording."""
+        """Announce that the forward has reached a time of the recording: begin or end of the stage or of a layer."""
         if time == self._part.begin:
             self._part.when_begun()
         if time < self._part.begin:
@@ -203,10 +203,10 @@ class StageForward:
         self._begin_layer(time)
         if time == self._part.stop:
             self._part.when_done()
-            raise _Finished  # leaves all open calls, which do not use the results
+            raise _Finished  # leave all open calls, whose further code belongs to later stages
 
     def _begin_earlier(self, time: int) -> None:
-        """Seed the generators for repeated code before the stage as for the earlier layer that it belongs to."""
+        """Announce the earlier layer whose code is about to be repeated, so that it draws from that layer's seed."""
         numbers = [number for begin, number in self._part.earlier if begin <= time]
         if numbers:
             self._part.when_layer_begins(numbers[-1])
@@ -217,7 +217,7 @@ class StageForward:
             self._part.when_layer_begins(layer)
 
     def _expected(self, module: nn.Module) -> Call:
-        """Return the next call in the recording; raise if it is of another module."""
+        """Return the recorded call that comes next; raise an error if it is a call of another module."""
         parent = self._calls[self._stack[-1]]
         position = self._next[parent.number]
         self._next[parent.number] = position + 1
@@ -235,7 +235,7 @@ class StageForward:
                 self._tensors[recorded_leaf.number] = leaf
 
     def _expect_constants(self, call: Call, leaves: Sequence[Any]) -> None:
-        """Check that values that are not tensors equal the recorded ones, which later stages use."""
+        """Check that returned values that are not tensors equal the recorded values, which later stages use."""
         for leaf, recorded in zip(leaves, call.leaves, strict=True):
             if not isinstance(recorded, Constant | SampleCount) or not isinstance(leaf, int | float | str | torch.Size):
                 continue
@@ -258,7 +258,7 @@ class StageForward:
                 raise another_path(f'"{call.path}" left other values in attributes') from None
 
     def _passed_over(self, call: Call, arguments: Sequence[Any]) -> Any:
-        """Return the result of a call that does not run; put the values that it would leave in attributes there."""
+        """Return the result of a call that does not run, and set the attributes that the call would set."""
         for change in call.changes:
             try:
                 put_back(self._part.model, change, [self._leaf(leaf, arguments) for leaf in change.leaves])
@@ -284,7 +284,7 @@ class StageForward:
                 return leaf.of(self._size)
 
     def _with_stand_ins(self, output: Any) -> Any:
-        """Return the model's output with stand-ins for unread leaves that this stage does not have."""
+        """Return the model's output with stand-ins for the leaves that the loss does not read and the stage lacks."""
         nest = self._recording.output_nest
         # Lists that the model's code fills (hidden states) lack the values of modules before the stage.
         leaves = aligned(output, nest)
@@ -301,6 +301,6 @@ class StageForward:
 
 
 def held_tensor(model: nn.Module, full: str) -> Any:
-    """Return the parameter or buffer of that name."""
+    """Return the parameter or buffer with the full name `full` in the model."""
     path, _, name = full.rpartition(".")
     return getattr(model.get_submodule(path), name)

@@ -1,4 +1,4 @@
-"""Describe a stage's part of the model before it runs: its begin and end, and the tensors it receives and sends."""
+"""Describe a stage's part of the model: its begin and end, and the tensors that it receives, holds and sends."""
 
 from collections.abc import Callable, Sequence
 
@@ -10,11 +10,11 @@ from planner.model.outline import Outline
 from planner.model.recording import END, Join
 
 _Joins = dict[Called, Join]
-"""Joins of one gap, by the call of a torch function that makes each."""
+"""Joins between two calls of submodules, by the call of a torch function that computes each join."""
 
 
 class StagePart:
-    """Layers `first` to `end - 1` of a model; the outline may be that of another instance of it."""
+    """Layers `first` to `end - 1` of `model`; the outline may be that of another instance of the model."""
 
     def __init__(self, outline: Outline, model: nn.Module, first: int, end: int) -> None:
         self.outline = outline
@@ -25,9 +25,9 @@ class StagePart:
         self.held = sorted({name for layer in outline.holds[first:end] for name in layer})
         repeated = outline.repeated_holds[first - 1] if first else frozenset[str]()
         self.repeated = sorted(repeated.intersection(self.held))
-        """Parameters and buffers that code before the stage reads, and that the stage has."""
+        """Parameters and buffers of the stage that repeated code of earlier layers reads."""
         self.absent = sorted(repeated.difference(self.held))
-        """Parameters and buffers that only other stages have: no result of the stage may depend on them."""
+        """Parameters and buffers of other stages that repeated code of earlier layers reads; no result may use them."""
         self.overwritten = outline.overwritten[first - 1] if first else frozenset()
         calls = outline.recording.calls
         self.leftovers = [
@@ -36,29 +36,28 @@ class StagePart:
             for c in call.changes
             if c.holds_tensors or (call.exit < self.begin and not call.constant)
         ]
-        """Attribute values that a forward sets and does not keep: tensors, and numbers of calls that the stage does not
-        run."""
+        """Attribute changes to undo after a forward: all with tensors, and those of calls that the stage does not run.
+        """
         states = [state for state in outline.recording.states if self.begin <= state.first < self.stop]
         self.replaced = [state.name for state in states if state.is_replaced and state.name in self.held]
         """Buffers that the stage's forwards replace by other tensors."""
         self.kept = [state.attribute for state in states if state.attribute is not None]
-        """Attributes with tensors that the stage changes and that its later forwards read."""
+        """Attributes whose tensors a forward of the stage sets and later forwards read."""
         self.missing = outline.missing[first - 1] if first and self.stop == END else frozenset()
         self.when_begun: Callable[[], None] = lambda: None
         self.when_done: Callable[[], None] = lambda: None
         self.when_layer_begins: Callable[[int], None] = lambda _layer: None
         self.layer_at: dict[int, int] = {}
-        """Layer of the stage that begins at each time; empty without a listener."""
+        """Index of the stage's layer that begins at each time; empty without a listener."""
         self.earlier: list[tuple[int, int]] = []
-        """Begin of each earlier layer: the time, and the layer's index relative to the stage's first layer (-1: the
-        previous one)."""
+        """For each layer before the stage: the time at which it begins, and its index (-1 just before the stage)."""
         self._layers = range(first, end)
         self._cuts = [outline.times(layer, layer + 1)[0] for layer in self._layers]
         self._watch([self.begin, self.stop])
 
     @property
     def running(self) -> list[str]:
-        """Paths of the modules whose code runs: open ones, and those that run as a whole with all submodules."""
+        """Paths of the modules whose code runs in the stage, partly or as a whole, including submodules."""
         calls = self.outline.recording.calls
         whole = [path for layer in self._layers for path in self.outline.modules[layer]]
         inside = [p for path in whole for p, _ in self.model.get_submodule(path).named_modules(prefix=path)]
@@ -66,17 +65,18 @@ class StagePart:
 
     @property
     def begun(self) -> list[str]:
-        """Paths of the modules whose code begins in an earlier layer, and runs again from its start."""
+        """Paths of the modules whose code begins before the stage and runs again in the stage, from its start."""
         return sorted({call.path for call in self.outline.recording.calls if call.enter < self.begin <= call.exit})
 
     def keep_state(self) -> None:
-        """Let forwards keep the attributes that later forwards read."""
+        """Let tensors stay in attributes after a forward if later forwards read them."""
         self.leftovers = [change for change in self.leftovers if key_of(change) not in self.kept]
 
     def listen(self, listener: Callable[[int], None]) -> None:
-        """Call `listener` where each layer begins; this also watches the cuts within the stage.
+        """Call `listener` when a layer begins, with the layer's index in the stage.
 
-        Code before the stage runs again. Where it draws from generators of the host, it must draw the same numbers.
+        If the model draws from generators of the host, layers before the stage count as well, with negative indices:
+        their code runs again and must draw the same numbers.
         """
         self.when_layer_begins = listener
         if self.outline.recording.draws_on_host:
@@ -86,15 +86,15 @@ class StagePart:
         self._watch([*self._cuts, self.stop])
 
     def _watch(self, times: Sequence[int]) -> None:
-        """Choose the calls and joins that a forward must follow to notice that it passes these times.
+        """Choose the calls and joins that a forward must follow to notice when it reaches `times`.
 
-        A call is open if one of the times is within it: its code runs, and its children are followed one by one. All
-        other calls run, or are skipped, as a whole.
+        A call that contains one of the times is open: its code runs, and the calls that it makes are followed one by
+        one. All other calls run, or are skipped, as a whole.
         """
         calls = self.outline.recording.calls
         crossing = {*self.received, *self.sent}
         self.joins: dict[tuple[int, int], _Joins] = {}
-        """Joins by call and gap in it."""
+        """Joins by (number of a call, number of submodules that it has called before)."""
         for join in self.outline.joins:
             if join.value in crossing or join.exit + 1 in times:
                 self.joins.setdefault((join.call, join.gap), {})[join.called] = join

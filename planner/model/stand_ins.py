@@ -1,8 +1,8 @@
 """Stand-ins for tensors that a stage does not have: ghosts, zeros, and outputs that cannot be read.
 
-Outputs of the model that the loss did not read when the layers were found (hidden states, attentions, encoder states)
-are not sent from stage to stage. The last stage returns stand-ins instead, which have a shape and no values. Code that
-reads one raises an error that names the output.
+Outputs of the model that the loss did not read when the model was recorded (hidden states, attentions, encoder states)
+are not sent from stage to stage. The last stage returns stand-ins for them, which have a shape and no values. Code that
+reads a stand-in raises an error that names the output.
 """
 
 from collections.abc import Iterator, Sequence
@@ -22,7 +22,7 @@ from planner.model.stage_part import StagePart
 
 
 class UnreadOutput(Tensor):
-    """Tensor that cannot be read."""
+    """Stand-in for an output of the model that the loss does not read; reading it raises an error."""
 
     _name: str
 
@@ -30,7 +30,7 @@ class UnreadOutput(Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        """Run an operator that needs only the shape; raise for all others."""
+        """Run an operator that needs only the shape, and raise an error for all other operators."""
         if func._schema.name in SHAPE_ONLY:
             return func(zeros_without_memory(args[0].shape, args[0].dtype, args[0].device), *args[1:], **(kwargs or {}))
         name = next(tensor._name for tensor in tensors_in((args, kwargs)) if isinstance(tensor, UnreadOutput))
@@ -41,7 +41,7 @@ class UnreadOutput(Tensor):
         )
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        """Return shape, dtype and device; there are no values."""
+        """Return shape, dtype and device as text; a stand-in has no values to print."""
         return f"UnreadOutput({list(self.shape)}, {self.dtype}, {self.device})"
 
 
@@ -58,17 +58,17 @@ class StandIns:
     def __init__(self, part: StagePart, size: int, device: torch.device) -> None:
         self._part = part
         self._size = size
-        # Tensors on a device that torch does not know cannot be mixed with ghosts. They get zeros, which detect no
-        # mistake here: stages are checked when the model is profiled, which runs them in torch.
+        # Ghosts do not work with tensors on devices such as TPUs; there, stand-ins are zeros. Zeros do not reveal
+        # mistakes, but profiling has already checked the stages in torch.
         self._with_ghosts = device.type in (*TORCH_KINDS, "meta")
         self._device = device if self._with_ghosts else torch.device("cpu")
 
     def received(self, value: int) -> Tensor:
-        """Return a stand-in for the result of a call before the stage that nothing in the stage needs."""
+        """Return a stand-in for a tensor that a call before the stage returned and that the stage does not need."""
         recording = self._part.outline.recording
         storage, meta = recording.values[value]
         shape = self._part.outline.shape(value, self._size)
-        # Making a stand-in is no operator of the model, so modes that watch its operators must not see it.
+        # Modes that watch the model's operators must not see the creation of a stand-in.
         with _disable_current_modes(), torch.no_grad():
             if self._with_ghosts:
                 like = torch.empty(shape, dtype=meta.dtype, device="meta")
@@ -79,25 +79,25 @@ class StandIns:
             return zeros_without_memory(shape, meta.dtype, self._device)
 
     def parameter(self, name: str, tensor: Tensor) -> Tensor:
-        """Return a stand-in for a parameter or buffer that code before the stage touches."""
+        """Return a stand-in for a parameter or buffer of another stage, which repeated code may use."""
         with _disable_current_modes(), torch.no_grad():
             if self._with_ghosts:
                 return absent(tensor, self._device, name)
             return zeros_without_memory(tensor.shape, tensor.dtype, self._device)
 
     def output(self, number: int, name: str, leaf: Any) -> Any:
-        """Return a stand-in for a leaf of the model's output that the stage does not have and the loss does not read.
+        """Return a stand-in for a leaf of the model's output that the stage lacks and the loss does not read.
 
         Args:
             number: Index of the leaf.
-            name: Name of the leaf, for the error of code that reads the stand-in.
-            leaf: Value in the stage's own output: a tensor of that shape, `ABSENT`, or a value that is not a tensor.
+            name: Name of the leaf, for the error that reading the stand-in raises.
+            leaf: Leaf that the stage's forward returned: a tensor of the right shape, another value, or `ABSENT`.
 
         Returns:
-            The stand-in, or `leaf` itself if it is not a tensor.
+            The stand-in, or `leaf` itself if it is neither a tensor nor absent.
 
         Raises:
-            LookupError: The leaf is absent, and the recording does not say what it would be.
+            LookupError: The leaf is absent, and its shape or value is not known from the recording.
         """
         if isinstance(leaf, Tensor):
             return _unread_output(name, leaf.shape, leaf.dtype, leaf.device)
@@ -116,7 +116,7 @@ class StandIns:
 
     @contextmanager
     def in_model(self, names: Sequence[str]) -> Iterator[None]:
-        """Replace parameters and buffers of the model by stand-ins inside the block."""
+        """Replace the parameters and buffers called `names` by stand-ins, inside the block."""
         replaced: list[tuple[dict[str, Any], str, Any]] = []
         for full in names:
             path, _, name = full.rpartition(".")

@@ -1,7 +1,7 @@
 """Locate the state that layers hold and that a forward may change.
 
-Running statistics of batch normalization are excluded. The executor collects them over the micro-batches
-(`planner.model.batch_norm`), so that they are those of whole mini-batches. The profile counts the memory for that.
+Running statistics of batch normalization are excluded, because the executor updates them once per mini-batch
+(`planner.model.batch_norm`). The profile includes the memory in which it collects them (`statistics_bytes`).
 """
 
 from collections.abc import Iterable, Iterator
@@ -20,20 +20,20 @@ ABSENT = object()
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 
 _SUM_BYTES = 16
-"""Bytes per channel, in float64: sums of values and of their squares."""
+"""Bytes per channel for the sum of the values and the sum of their squares, both in float64."""
 
 
 class StateLocation(NamedTuple):
     """Location of a tensor in a module, where another tensor may replace it."""
 
     module: str
-    """Path of its module."""
+    """Path of the module."""
     holder: dict[str, Any]
     name: str
 
     @property
     def value(self) -> Any:
-        """Current value at this location."""
+        """Tensor that is at this location at present; `ABSENT` if there is none."""
         return self.holder.get(self.name, ABSENT)
 
 
@@ -44,19 +44,19 @@ class StateOwner:
     path: str
     module: nn.Module
     elsewhere: frozenset[str] = frozenset()
-    """Names of tensors of the module that belong to other layers."""
+    """Names of the module's tensors that belong to other layers."""
     tensors: tuple[str, ...] = ()
-    """Plain attributes that are tensors, or None at the start."""
+    """Names of plain attributes that are initially a tensor or None."""
     numbers: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, path: str, module: nn.Module, elsewhere: frozenset[str] = frozenset()) -> "StateOwner":
-        """Return the module with its plain attributes; None counts as one, because it may become a tensor later.
+        """Return the owner of the state of `module`. Attributes that are None count, because they may become tensors.
 
         Args:
             path: Path of the module.
             module: The module.
-            elsewhere: Names of tensors that belong to other layers.
+            elsewhere: Names of the module's tensors that belong to other layers.
 
         Returns:
             The module as an owner of state.
@@ -67,7 +67,7 @@ class StateOwner:
         return cls(path, module, elsewhere, tensors, numbers)
 
     def locations(self) -> Iterator[StateLocation]:
-        """Yield the locations of all state but numbers."""
+        """Yield the locations of all tensors that are state: buffers, frozen parameters, and plain attributes."""
         for name in self.module._buffers:
             if name not in self.elsewhere:
                 yield StateLocation(self.path, self.module._buffers, name)
@@ -80,15 +80,18 @@ class StateOwner:
 
 
 def state_owners(layers: Iterable[tuple[str, nn.Module]]) -> list[StateOwner]:
-    """Return the modules that hold the state of some layers, given by name, each once.
+    """Return the modules that hold the state of some layers, each module once.
 
-    For layers of a `ModelStage` these are the modules of the model that own the tensors of the layers.
+    A layer that is a `ModelStage` contributes the modules of the model that own its tensors.
+
+    Args:
+        layers: Pairs of a layer's name and its module.
     """
     by_module: dict[nn.Module, StateOwner] = {}
     for name, layer in layers:
         for owner in _owners(name, layer):
             first = by_module.get(owner.module, owner)
-            # What belongs to one of the layers belongs to all of them.
+            # A tensor that belongs to one of the layers is not `elsewhere` for the others.
             by_module[owner.module] = replace(first, elsewhere=first.elsewhere & owner.elsewhere)
     return list(by_module.values())
 
@@ -101,10 +104,10 @@ def collecting_layers(module: nn.Module) -> list[_BatchNorm]:
 
 
 def statistics_bytes(module: nn.Module) -> int:
-    """Return the bytes held all through training to collect running statistics of the batch normalizations in `module`.
+    """Return the bytes that collecting running statistics for the batch normalizations in `module` takes.
 
-    For every channel these are a mean and a variance of the running micro-batch, in the precision of the running
-    statistics, and the sums. A layer that is called several times in a forward takes them as often; once is counted.
+    Each channel needs mean and variance of the current micro-batch, in the dtype of the running statistics, and two
+    sums. A layer needs this memory once per call in a forward; only one call is counted.
     """
     means = [layer.running_mean for layer in collecting_layers(module) if layer.running_mean is not None]
     return sum(2 * mean.nbytes + _SUM_BYTES * mean.numel() for mean in means)

@@ -1,4 +1,4 @@
-"""Convert what a user's code raises to an error that names the place in their file and the original cause."""
+"""Convert errors that a user's code raises to errors that name the line in the user's file and the first cause."""
 
 import contextlib
 import sys
@@ -20,10 +20,15 @@ _UNFIT = "the torchvision that is installed does not fit torch: install the one 
 
 @contextmanager
 def user_code(path: str, action: str, *, hint: str = _DEBUG) -> Iterator[None]:
-    """Convert anything that the user's code raises to a `ModelError` with the line in their file.
+    """Convert any error that the user's code raises inside the block to a `ModelError` with the line in the file.
 
-    Inside the block, modules next to the file can be imported, as if it ran as a script. Its output goes to stderr,
-    because stdout is reserved for our result.
+    Inside the block, modules next to the file can be imported, as in a script. Printed output goes to stderr, because
+    stdout is reserved for the command's result.
+
+    Args:
+        path: Path of the user's file.
+        action: Action that the block performs, for the message.
+        hint: Hint of the error.
     """
     folder = str(Path(path).resolve().parent)
     sys.path.insert(0, folder)
@@ -47,7 +52,7 @@ def user_code(path: str, action: str, *, hint: str = _DEBUG) -> Iterator[None]:
 
 
 def place_in_model(model: nn.Module, loss_fn: Callable[..., Any], error: BaseException) -> str:
-    """Return `file:line` of the code of the model or of its loss that raised an error; empty if other code did."""
+    """Return `file:line` of the model's or the loss's code that raised an error; empty if other code did."""
     names = {type(part).__module__ for part in model.modules()} | {getattr(loss_fn, "__module__", "")}
     modules = set(map(sys.modules.get, names))
     files = {getattr(module, "__file__", None) for module in modules if not _is_of(module, "torch", "planner")}
@@ -60,10 +65,9 @@ def _is_of(module: ModuleType | None, *packages: str) -> bool:
 
 
 def _first_cause(error: BaseException) -> BaseException:
-    """Return the original error that caused an import error.
+    """Return the first cause of an import error, and any other error unchanged.
 
-    Packages that import lazily (`transformers`) only report that something could not be imported. Other errors are
-    returned unchanged.
+    Packages that import lazily (`transformers`) report only that an import failed, not why.
     """
     if not isinstance(error, ImportError):
         return error

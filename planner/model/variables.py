@@ -1,7 +1,7 @@
-"""Undo what a forward without values, or one that only shows what code does, changes outside of tensors that it owns.
+"""Undo changes of Python state by a forward that is not part of training, such as a recorded one.
 
-A forward may leave tensors and counts in attributes of modules, in module-level variables, in class attributes and in
-closures. A run begins as a plain loop does only if these are what they were when the model was built.
+A forward may leave tensors and counters in attributes of modules, in module-level variables, in class attributes and in
+closures. Training starts like a plain loop only if all of these have the values from when the model was built.
 """
 
 from collections import deque
@@ -21,21 +21,21 @@ from planner.model.python_state import is_object_of_users, is_users, users_files
 _MOST_CONTAINERS = 10_000
 
 _MOST_ITEMS = 10_000
-"""Longer lists and dicts are data."""
+"""Number of items up to which lists and dicts are followed; longer ones count as data."""
 
 _MOST_BYTES = 2**20
-"""Larger tensors are data, which a forward does not write into."""
+"""Size in bytes up to which tensors are copied; larger ones count as data, which a forward does not change."""
 
 _ABSENT = object()
 
 
 @contextmanager
 def undoing(model: nn.Module, loss_fn: Callable[..., Any] | None = None) -> Iterator[None]:
-    """Restore, after the block, the attributes of modules and the variables of the user's files.
+    """Restore attributes of modules and variables of the user's files at the end of the block.
 
     Args:
         model: The model.
-        loss_fn: Its loss, if it runs as well.
+        loss_fn: Loss of the model, if the block runs it as well.
     """
     attributes = Attributes(model.named_modules())
     variables = [_Variables.of(container) for container in _containers(model, loss_fn)]
@@ -48,22 +48,22 @@ def undoing(model: nn.Module, loss_fn: Callable[..., Any] | None = None) -> Iter
 
 
 class _Variables(NamedTuple):
-    """Container, class or function, what it contained, and copies of the small tensors in it."""
+    """Container, class or function, with its former content and copies of the small tensors in it."""
 
     container: Any
     before: dict[Any, Any]
     copies: list[tuple[Tensor, int, Tensor]]
-    """Tensor, its version, and a copy."""
+    """Triples of a tensor, its version counter, and a copy."""
 
     @classmethod
     def of(cls, container: Any) -> "_Variables":
-        """Return the variables of a container."""
+        """Return the variables of a container, with their present values."""
         before = _content(container)
         tensors = [value for value in before.values() if type(value) is Tensor and value.nbytes <= _MOST_BYTES]
         return cls(container, before, [(t, t._version, t.detach().clone()) for t in tensors])
 
     def restore(self) -> None:
-        """Restore values that are tensors or plain, or were; other objects stay."""
+        """Restore variables whose former or present value is plain or contains tensors; other objects stay."""
         for tensor, version, copy in self.copies:
             if tensor._version != version:
                 tensor.detach().copy_(copy)
@@ -79,8 +79,8 @@ class _Variables(NamedTuple):
 
 
 def _containers(model: nn.Module, loss_fn: Callable[..., Any] | None) -> list[Any]:
-    """Return the containers that variables of the user's files lead to."""
-    # A file's own variables are a dict as well.
+    """Return the containers, classes and functions that can be reached from variables of the user's files."""
+    # The search starts with the dicts of module-level variables.
     todo: list[Any] = [vars(file) for file in users_files(model, loss_fn)]
     seen: dict[int, Any] = {}
     while todo and len(seen) < _MOST_CONTAINERS:
@@ -119,7 +119,7 @@ def _content(container: Any) -> dict[Any, Any]:
 
 
 def _put(container: Any, key: Any, value: Any) -> None:
-    """Set or remove a value."""
+    """Set `key` in a container to `value`, or remove it if `value` is `_ABSENT`."""
     if isinstance(container, FunctionType):
         container.__closure__[container.__code__.co_freevars.index(key)].cell_contents = value  # type: ignore[index]
     elif isinstance(container, type):

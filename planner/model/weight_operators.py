@@ -2,9 +2,10 @@
 
     y = x W + b      I: dx = dy Wᵀ      W: dW = xᵀ dy, db = the sum of dy over rows
 
-Linear layers, convolutions and embeddings hold nearly all parameters that a model trains. The backward of each has two
-parts that do not need each other's results. They are computed by the same kernels as in torch, with the factors in the
-same order and layout, so that gradients are bit-for-bit the same.
+Here x is the input, W the weight, b the bias, y the result, and dx, dW, db, dy are the gradients of the loss with
+respect to them. Linear layers, convolutions and embeddings contain nearly all parameters of a model. The two parts of
+their backward, I and W, do not need each other's results. The same kernels as in torch compute them, with factors in
+the same order and layout, so that gradients are bit-for-bit equal.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -18,7 +19,7 @@ from torch.nn import functional
 
 
 class Operands(NamedTuple):
-    """Operands of an operator."""
+    """Operands of a call of a weight operator: input, weight and optional bias."""
 
     x: Tensor
     weight: Tensor
@@ -26,24 +27,27 @@ class Operands(NamedTuple):
 
 
 class WeightOperator(Protocol):
-    """Function of an input and a weight; linear in each."""
+    """Function of an input and a weight that is linear in each of them."""
 
     @property
     def is_cast(self) -> bool:
-        """True if autocast runs it in low precision."""
+        """True if autocast runs the operator in low precision."""
 
     def forward(self, of: Operands) -> Tensor:
         """Return the result of the operator."""
 
     def input_gradient(self, gradient: Tensor, of: Operands) -> Tensor:
-        """Return the gradient of x, given the gradient of the result."""
+        """Return the gradient of the input x, given the gradient of the result."""
 
     def weight_gradients(self, gradient: Tensor, of: Operands) -> tuple[Tensor, Tensor | None]:
-        """Return the gradients of weight and bias; of these only shape and layout are read."""
+        """Return the gradients of weight and bias, given the gradient of the result.
+
+        Of the weight and the bias in `of`, only shape and layout are read.
+        """
 
 
 class Use(NamedTuple):
-    """Call of an operator; its operands may be of any type."""
+    """Call of a weight operator with its operands, whose types are not checked yet."""
 
     operator: WeightOperator
     operands: Operands
@@ -55,11 +59,11 @@ class Product:
 
     call: Callable[[Operands], Tensor]
     is_transposed: bool
-    """True if W has a row for every output, as in a linear layer."""
+    """True if W has one row per output feature, as in a linear layer."""
     is_cast: bool = True
 
     def forward(self, of: Operands) -> Tensor:
-        """Return the product of the matrices by the original function."""
+        """Return the product, computed by the original function."""
         return self.call(of)
 
     def input_gradient(self, gradient: Tensor, of: Operands) -> Tensor:
@@ -71,7 +75,7 @@ class Product:
         return rows.mm(factor.t()).reshape(of.x.shape)
 
     def weight_gradients(self, gradient: Tensor, of: Operands) -> tuple[Tensor, Tensor | None]:
-        """Return `xᵀ dy`, as `mm_mat2_backward` computes it, and the sum over rows."""
+        """Return `dW = xᵀ dy`, as `mm_mat2_backward` of torch computes it, and `db`, the sum of dy over rows."""
         rows, inputs = _rows(gradient), _rows(of.x)
         by_columns = _is_by_columns(self._factor(of.weight))
         product = rows.t().mm(inputs).t() if by_columns else inputs.t().mm(rows)
@@ -79,7 +83,7 @@ class Product:
         return of_weight, None if of.bias is None else rows.sum_to_size(of.bias.shape)
 
     def _factor(self, weight: Tensor) -> Tensor:
-        """Return the second factor of the product, with a column for every output."""
+        """Return the second factor of the product, with one column per output feature."""
         return weight.t() if self.is_transposed else weight
 
 
@@ -97,18 +101,18 @@ class Convolution:
     is_cast: bool = True
 
     def forward(self, of: Operands) -> Tensor:
-        """Return the convolution by the original function."""
+        """Return the convolution, computed by the original function."""
         rest = (self.output_padding, self.groups, self.dilation) if self.is_transposed else (self.dilation, self.groups)
         return self.call(*of, self.stride, self.padding, *rest)
 
     def input_gradient(self, gradient: Tensor, of: Operands) -> Tensor:
-        """Return the gradient of the input, by torch's kernel."""
+        """Return the gradient of the input, computed by torch's kernel."""
         kernel = torch.ops.aten.convolution_backward
         of_input, _, _ = kernel(gradient, of.x, of.weight, None, *self._numbers, [True, False, False])
         return of_input  # type: ignore[no-any-return]
 
     def weight_gradients(self, gradient: Tensor, of: Operands) -> tuple[Tensor, Tensor | None]:
-        """Return the gradients of the weight and of the bias, if there is one, by torch's kernel."""
+        """Return the gradients of the weight and of the bias (None without a bias), computed by torch's kernel."""
         kernel, has_bias = torch.ops.aten.convolution_backward, of.bias is not None
         sizes = None if of.bias is None else list(of.bias.shape)
         _, *gradients = kernel(gradient, of.x, of.weight, sizes, *self._numbers, [False, True, has_bias])
@@ -128,48 +132,48 @@ class Embedding:
     is_cast: bool = False
 
     def forward(self, of: Operands) -> Tensor:
-        """Return the rows."""
+        """Return the rows of the weight that the indices x select."""
         return torch.embedding(of.weight, of.x, self.padding_idx, self.scale_grad_by_freq)
 
     def input_gradient(self, gradient: Tensor, of: Operands) -> Tensor:
-        """Raise an error: integer indices have no gradient."""
+        """Raise NotImplementedError, because integer indices have no gradient."""
         raise NotImplementedError
 
     def weight_gradients(self, gradient: Tensor, of: Operands) -> tuple[Tensor, Tensor | None]:
-        """Return the sums of the gradients of every row."""
+        """Return the gradient of the weight: for every row, the sum of the gradients of its lookups."""
         options = (of.weight.shape[0], self.padding_idx, self.scale_grad_by_freq, False)
         return torch.ops.aten.embedding_backward(gradient, of.x, *options), None
 
 
 def weight_in(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Return the argument of a call of one of `OPERATORS` that is the weight; None if it is missing.
+    """Return the weight among the arguments of a call; None if it is missing.
 
     Args:
-        function: The function of torch.
-        args: Its positional arguments.
-        kwargs: Its keyword arguments.
+        function: Function of torch, a key of `OPERATORS`.
+        args: Positional arguments of the call.
+        kwargs: Keyword arguments of the call.
 
     Returns:
-        The argument.
+        The weight.
     """
     names, place, _ = OPERATORS[function]
     return args[place] if place < len(args) else kwargs.get(names[place])
 
 
 def use_of(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Use | None:
-    """Return the use of a weight by a call of one of `OPERATORS`; None if the form of the call is not supported.
+    """Return the operator and operands of a call; None if this form of the call is not supported.
 
     Args:
-        function: The function of torch.
-        args: Its positional arguments.
-        kwargs: Its keyword arguments.
+        function: Function of torch, a key of `OPERATORS`.
+        args: Positional arguments of the call.
+        kwargs: Keyword arguments of the call.
 
     Returns:
         The operator and its operands.
     """
     names, _, make = OPERATORS[function]
     arguments = {**dict(zip(names, args, strict=False)), **kwargs}
-    # Such as a call with `out=`. Torch has the better message for a wrong call.
+    # Calls with `out=` are not supported. For a wrong call, torch raises an error with a better message.
     if len(args) > len(names) or not arguments.keys() <= set(names):
         return None
     try:
@@ -182,12 +186,12 @@ _Arguments = Mapping[str, Any]
 
 
 class _Form(NamedTuple):
-    """Signature of a function of torch."""
+    """Signature of a function of torch, and how to get its operands."""
 
     names: tuple[str, ...]
-    """Names of its arguments, in order."""
+    """Names of the arguments, in order."""
     weight: int
-    """Position of the weight among them."""
+    """Index of the weight among the arguments."""
     use: Callable[[_Arguments], Use | None]
 
 
@@ -210,7 +214,7 @@ _ADDMM: Final = Product(call=_added, is_transposed=False)
 
 
 def _product(operator: Product, operands: Operands) -> Use | None:
-    # With a vector torch calls another kernel; with a batch of matrices the weight is not one.
+    # Torch multiplies vectors with another kernel, and a batch of matrices is no weight.
     return Use(operator, operands) if operands.x.dim() > 1 and operands.weight.dim() == 2 else None
 
 
@@ -242,7 +246,7 @@ def _convolution(call: Callable[..., Tensor], is_transposed: bool, arguments: _A
     stride, dilation = (_each(arguments.get(name, 1), dimensions) for name in ("stride", "dilation"))
     padding = _padding(arguments.get("padding", 0), tuple(operands.weight.shape[2:]), dilation)
     if padding is None or operands.x.dim() != operands.weight.dim():
-        return None  # torch adds a dimension, or pads the input
+        return None  # torch would add a batch dimension or pad the input, which is not supported here
     operator = Convolution(
         call=call,
         stride=stride,
@@ -256,13 +260,13 @@ def _convolution(call: Callable[..., Tensor], is_transposed: bool, arguments: _A
 
 
 def _each(value: Any, dimensions: int) -> tuple[int, ...]:
-    """Return one number for every dimension, from a single number or a sequence."""
+    """Return one number per dimension, given a single number or a sequence."""
     values = (value,) if isinstance(value, int) else tuple(value)
     return values * dimensions if len(values) == 1 else values
 
 
 def _padding(padding: Any, kernel: Sequence[int], dilation: Sequence[int]) -> tuple[int, ...] | None:
-    """Return the padding on either side; None if the two sides differ."""
+    """Return the padding per dimension, equal on both sides; None if the two sides need different padding."""
     if padding == "valid":
         return (0,) * len(kernel)
     if padding != "same":
