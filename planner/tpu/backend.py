@@ -1,11 +1,11 @@
-"""Profile backend for TPUs, which need not be attached: costs of layers from the TPU's own compiler.
+"""Profile backend that takes the costs of layers from the TPU's compiler; no TPU needs to be attached.
 
 Each distinct layer becomes four executables (`planner.tpu.layer_programs`). The compiler reports the bytes of their
 arguments, results and temporaries, padding included, and an estimate of their time. The optimizer step over a layer's
 parameters is an executable, too (`planner.tpu.optimizers`).
 
-With a TPU attached, the same executables are run and timed instead. Results are cached on disk, so that an interrupted
-profile continues.
+If a TPU is attached, the same executables run on it, and their times are measured. Results for chips that are not
+attached are cached on disk, so that an interrupted profile continues where it stopped.
 """
 
 import os
@@ -44,11 +44,11 @@ _PRECISIONS = ("", "fp32", "bf16")
 
 
 def backend_of(name: str) -> "CompiledBackend":
-    """Return the backend for `tpu`, the TPU of this machine, or for a kind of TPU: `tpu:v2`.
+    """Return the backend for the attached TPU (`tpu`), or for a chip that need not be attached (such as `tpu:v2`).
 
     Raises:
-        UsageError: There is no such TPU.
-        MissingPackageError: The packages that it needs are not installed.
+        UsageError: No TPU is attached, or the chip is unknown.
+        MissingPackageError: A package of the extra `tpu` is not installed.
     """
     check_installed("tpu")
     if name == "tpu":
@@ -67,7 +67,7 @@ class CompiledBackend:
 
     @classmethod
     def of_absent(cls, absent: Accelerator) -> "CompiledBackend":
-        """Return the backend for a TPU that is not attached; its links are those of the chip, its overhead is 0."""
+        """Return the backend for a TPU that is not attached: its links are the chip's, the executor costs no time."""
         rates = rates_of(absent.name)
         described = Device(
             kind="tpu",
@@ -80,10 +80,10 @@ class CompiledBackend:
 
     @classmethod
     def of_attached(cls) -> "CompiledBackend":
-        """Return the backend for the TPU of this machine.
+        """Return the backend for the attached TPU.
 
         Raises:
-            UsageError: There is none.
+            UsageError: No TPU is attached.
         """
         from planner.tpu.chips import attached_tpu  # noqa: PLC0415 - jax
 
@@ -96,7 +96,7 @@ class CompiledBackend:
         return self._described
 
     def check_model(self, loaded: LoadedModel) -> None:
-        """Raise `UsageError` for autocast."""
+        """Raise `UsageError` if the model is trained under autocast, which programs for TPUs lack."""
         if loaded.precision not in _PRECISIONS:
             raise UsageError(
                 f"`--dtype {loaded.precision}`: autocast is a feature of torch, which programs for TPUs lack",
@@ -104,10 +104,10 @@ class CompiledBackend:
             )
 
     def check_chain(self, *, lean: bool) -> None:
-        """Accept every chain: layers that need real values get them, because the model is then built completely."""
+        """Accept every chain: a model whose layers read values of tensors is built completely, with its values."""
 
     def measure(self, task: Task) -> BackendResult:
-        """Compile every distinct layer at each size, and the optimizer step over its parameters."""
+        """Compile every distinct layer at each micro-batch size, and the optimizer step over the layer's parameters."""
         folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "gpipe-plan", "tpu")
         compiler = Compiler(self._chip, self._rates, folder, task.options.repeats)
         rule = rule_of(task.loaded.build_optimizer, list(task.chain.model.parameters()))
@@ -124,7 +124,7 @@ class CompiledBackend:
                 casts_bytes=records.of_each(partial(measure_casts, meter=GhostMeter())),
                 # A program writes into no buffer.
                 rewritten_bytes=dict.fromkeys(distinct, 0),
-                idle=dict.fromkeys(distinct, ()),  # a program makes all gradients
+                idle=dict.fromkeys(distinct, ()),  # a program computes all gradients
                 optimizer=[optimizer[unit.digest] for unit in records.units],
                 boundary_peaks=[0] * len(records.units),
                 flops=dict.fromkeys(distinct, 0),
@@ -141,7 +141,7 @@ class CompiledBackend:
         num_targets = sum(isinstance(target, Tensor) for target in tree_leaves(last.targets))
         return BackendResult(
             sizes=records.sizes,
-            optimizer_peaks_add=False,  # one program steps one array after the other
+            optimizer_peaks_add=False,  # a program updates one array after another
             layers=tuple(
                 _with_programs(
                     profile,
@@ -158,7 +158,7 @@ class CompiledBackend:
 
 
 def _compile(jobs: Sequence[SizedUnit], task: Task, compiler: Compiler, layers: dict[Key, CompiledLayer]) -> None:
-    """Compile units at one size; store the results in `layers` and in the task's measurements."""
+    """Compile distinct layers at one micro-batch size; store results in `layers` and in the task's measurements."""
     _, size = jobs[0].key
     task.steps.begin(f"{len(jobs)} layers of {size} samples", size * len(jobs))
     for n, layer in compiler.compile([(job.unit, job.received) for job in jobs]):
@@ -177,19 +177,19 @@ def _with_programs(
     is_first: bool,
     num_targets: int,
 ) -> LayerProfile:
-    """Return the layer with a memory record of compiled executables instead of that of an allocator.
+    """Return the layer's profile with memory records of executables (`program`) in place of an allocator's (`detail`).
 
     Args:
         profile: The layer's profile.
-        buffer_bytes: Bytes of its buffers; the executable does not change running statistics.
-        compiled: The compiled layer at each size.
-        kept_outputs: Per size, outputs that loops over micro-batches keep, as from `_kept_outputs`.
-        received: Per size, bytes of each received tensor as sent, and as later layers lay it out.
-        is_first: Whether the layer's inputs are the mini-batch.
-        num_targets: Number of inputs that are targets of the loss; they come last.
+        buffer_bytes: Memory of the layer's buffers, in bytes. Executables do not write into buffers.
+        compiled: The compiled layer at each micro-batch size.
+        kept_outputs: For each size, the layer's entry in the result of `_kept_outputs`.
+        received: For each size, the layer's entry in the result of `_received`.
+        is_first: Whether this is the chain's first layer, whose inputs are the mini-batch.
+        num_targets: Number of inputs that are targets of the loss; they are the last inputs.
 
     Returns:
-        The layer's profile.
+        The completed profile.
     """
     programs = [
         _program(layer, kept_outputs[place], received[place], is_first=is_first, num_targets=num_targets)
@@ -205,9 +205,10 @@ def _with_programs(
 
 
 def _kept_outputs(compiled: Sequence[CompiledLayer]) -> list[dict[int, bool]]:
-    """Return the outputs of each layer that are kept for some layer's backward, each storage once.
+    """Return, for each layer, the indices of the outputs that a loop over micro-batches keeps for some backward.
 
-    The value of an output is True if all backwards read it only as a matmul operand.
+    Outputs that share a storage are listed once. The value of an index is True if the backwards of all layers read the
+    output only as a matmul operand.
     """
     storages = CrossingStorages([layer.detail() for layer in compiled])
     wide = {
@@ -225,7 +226,7 @@ def _kept_outputs(compiled: Sequence[CompiledLayer]) -> list[dict[int, bool]]:
 
 
 def _received(compiled: Sequence[CompiledLayer]) -> list[list[tuple[int, int]]]:
-    """Return bytes of each received tensor of each layer: as sent, and the most in the layouts of later layers."""
+    """Return two sizes in bytes for each tensor that a layer receives: as sent, and the largest in any later layer."""
     wanted: list[Sequence[int]] = [compiled[-1].wanted]
     for layer in reversed(compiled[:-1]):
         sizes = list(layer.wanted)
@@ -258,7 +259,7 @@ def _program(
 
 
 def _optimizer_costs(records: Records, compiler: Compiler, rule: OptimizerRule) -> dict[str, OptimizerCost]:
-    """Return optimizer costs of every distinct layer: state from the rule, time and transients from the compiler."""
+    """Return optimizer costs of every distinct layer: state from the rule, time and temporaries from the compiler."""
     units = records.distinct
     trained = {digest: trained_parameters(unit.module) for digest, unit in units.items()}
     digests = [digest for digest, parameters in trained.items() if parameters]

@@ -1,4 +1,4 @@
-"""TPUs as JAX devices: the TPU of this machine, or chips that are not attached."""
+"""TPUs as JAX devices: the attached TPU, or chips that are not attached."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,26 +11,26 @@ from planner.tpu.extra import TOPOLOGIES
 
 
 def attached_tpu() -> tuple[str, int]:
-    """Return name and memory in bytes of the TPU of this machine.
+    """Return the name of the attached TPU, and its memory in bytes.
 
     Raises:
-        UsageError: There is none.
+        UsageError: No TPU is attached.
     """
     try:
         device = jax.devices("tpu")[0]
     except RuntimeError as error:
         raise UsageError(
             "no TPU on this machine for `--device tpu`",
-            hint="profile on the machine that has it, or compile for a TPU that is not attached: `--device tpu:v2`",
+            hint="profile on a machine with a TPU, or compile for a TPU that is not attached: `--device tpu:v2`",
         ) from error
     return device.device_kind, (device.memory_stats() or {}).get("bytes_limit", 0)
 
 
 def named_chips(name: str, num: int) -> list[jax.Device]:
-    """Return `num` neighboring devices of a chip in `CHIPS`, such as `v2`, which need not be attached.
+    """Return `num` neighboring devices of a kind of TPU such as `v2`, which need not be attached.
 
     Raises:
-        UsageError: No topology of the compiler has so many devices.
+        UsageError: No known topology of this TPU has `num` devices.
     """
     if not jax._src.xla_bridge._backends:
         # No TPU is attached, and the search for one takes long.
@@ -44,18 +44,18 @@ def named_chips(name: str, num: int) -> list[jax.Device]:
 
 
 def target_device(chip: str) -> jax.Device:
-    """Return a device of that chip, which need not be attached; JAX's first device if `chip` is empty."""
+    """Return a device of a chip such as `v2`, which need not be attached; if `chip` is empty, JAX's first device."""
     return named_chips(chip, 1)[0] if chip else jax.devices()[0]
 
 
 def devices_of(platform: str | None, num: int) -> Sequence[jax.Device]:
-    """Return the first `num` devices of a JAX platform; of JAX's default platform if it is None.
+    """Return the first `num` devices of a JAX platform, or of JAX's default platform if `platform` is None.
 
     Raises:
-        UsageError: There are fewer.
+        UsageError: The platform has fewer devices.
     """
     if platform == "cpu" or (platform is None and not _may_have_accelerators()):
-        # Before JAX is initialized, set as many CPU devices as there are stages.
+        # Create one CPU device per stage. JAX reads this setting only once, when it is initialized.
         jax.config.update("jax_platforms", "cpu")
         jax.config.update("jax_num_cpu_devices", num)
     devices = jax.devices(platform) if platform else jax.devices()
@@ -65,7 +65,7 @@ def devices_of(platform: str | None, num: int) -> Sequence[jax.Device]:
 
 
 def _may_have_accelerators() -> bool:
-    """Return True if accelerators may be attached; does not initialize JAX."""
+    """Return True if this machine may have accelerators. JAX is not initialized by this function."""
     if jax._src.xla_bridge._backends:
         return bool(jax.default_backend() != "cpu")
     return (

@@ -32,25 +32,25 @@ if TYPE_CHECKING:
     from planner.tpu.programs import Program
 
 _REVISION = 7
-"""Revision of the cache: changes whenever its content or the way of compiling changes."""
+"""Revision of the cache; increase it when the content of cached results or the compilation changes."""
 
 _WORKER_BYTES = 4 * 2**30
-"""Bytes that a compiling process needs at most."""
+"""Memory reserved for each compiling process, in bytes; limits the number of processes."""
 
 _Found = TypeVar("_Found", CompiledLayer, CompiledStep)
 _Work = Callable[[], _Found]
 
 
 class LacksOperatorError(Exception):
-    """Operator that torchax does not translate."""
+    """Error of an operator that torchax cannot translate; the message is the operator's name."""
 
 
 class OutOfMemoryError(Exception):
-    """Executable that needs more memory than the chip has."""
+    """Error of an executable that needs more memory than the chip has."""
 
 
 class _WorkerError(Exception):
-    """Exception of another process: a line of text, and its traceback as text."""
+    """Error of a compiling process: the error in one line, and the traceback as text."""
 
     def __str__(self) -> str:
         return f"\n{self.args[1]}"
@@ -61,8 +61,8 @@ class Compiler:
 
     Args:
         chip: The chip, such as `v2`; empty for the attached device.
-        rates: Rates of the chip.
-        folder: Folder of the cache; None for no cache.
+        rates: Compute and memory rates of the chip, for times that the compiler does not estimate.
+        folder: Folder of the cache; None for no cache. Results of an attached device are not cached.
         repeats: Number of timed runs of each executable on an attached device.
     """
 
@@ -70,10 +70,10 @@ class Compiler:
         self._chip, self._rates, self._folder, self._repeats = chip, rates, folder, repeats
 
     def compile(self, jobs: Sequence[tuple[Unit, UnitInput]]) -> Iterator[tuple[int, CompiledLayer]]:
-        """Yield the index and result of each job as they finish, cached ones first.
+        """Yield the index and the compiled layer of each job: first the cached ones, then each as it finishes.
 
         Args:
-            jobs: Units with their inputs.
+            jobs: Units (distinct layers) with their inputs.
 
         Raises:
             ModelError: torchax lacks an operator of a layer, or a layer cannot be compiled; all such layers are named.
@@ -86,10 +86,10 @@ class Compiler:
     def steps(
         self, names: Sequence[str], parameters: Sequence[Sequence[Tensor]], rule: OptimizerRule
     ) -> Iterator[tuple[int, CompiledStep]]:
-        """Yield the index and compiled optimizer step of each layer as they finish.
+        """Yield the index and the optimizer step of each layer: first the cached ones, then each as it finishes.
 
         Args:
-            names: Names of the layers, for errors.
+            names: Names of the layers, for error messages.
             parameters: Trained parameters of each layer; only shape and dtype matter.
             rule: Rule of the optimizer.
 
@@ -101,7 +101,7 @@ class Compiler:
         works = [partial(self._compiled_step, of_layer, rule) for of_layer in parameters]
         yield from self._outcomes(CompiledStep, names, described, works)
 
-    # These methods run in the forked processes, which import jax only then.
+    # The next two methods and `_time_us` run in forked processes. Each process imports jax there, not before the fork.
 
     def _compiled_unit(self, unit: Unit, received: UnitInput) -> CompiledLayer:
         from planner.tpu.chips import target_device  # noqa: PLC0415
@@ -116,7 +116,7 @@ class Compiler:
         return compile_step(parameters, rule, target_device(self._chip), self._time_us)
 
     def _time_us(self, program: "Program", shapes: Any) -> float:
-        """Return the time measured on an attached device; else the compiler's estimate, or else the roofline's."""
+        """Return the time measured on an attached device, else the compiler's estimate, else a roofline estimate."""
         if not self._chip:
             from planner.tpu.programs import measured_us  # noqa: PLC0415
 
@@ -129,13 +129,13 @@ class Compiler:
     def _outcomes(
         self, kind: type[_Found], names: Sequence[str], described: Sequence[list[Any]], works: Sequence[_Work[_Found]]
     ) -> Iterator[tuple[int, _Found]]:
-        """Yield the index and result of each job as they finish; jobs with equal descriptions run once.
+        """Yield the index and result of each job as it finishes; jobs with equal descriptions run once.
 
         Args:
             kind: Class of the results.
-            names: Names of the layers, for errors.
-            described: Description of each job, the key of the cache.
-            works: Functions that compile.
+            names: Names of the layers, for error messages.
+            described: Description of each job, the key of its result in the cache.
+            works: Function that compiles, for each job.
         """
         paths = list(map(self._path, described))
         missing: dict[Path | int, list[int]] = {}
@@ -156,7 +156,7 @@ class Compiler:
         _raise_first(problems)
 
     def _path(self, described: list[Any]) -> Path | None:
-        """Return the path of a cached result by its description; None without a cache."""
+        """Return the path of the cached result of a job with this description; None if results are not cached."""
         if self._folder is None or not self._chip:
             return None
         decisive = [_REVISION, self._chip, *described, versions()]
@@ -165,7 +165,7 @@ class Compiler:
 
 
 def unit_function(unit: Unit, received: UnitInput) -> "LayerFunction":
-    """Return a unit, with the loss if it is the last, as a function of JAX arrays: inputs, then targets."""
+    """Return a unit as a function of JAX arrays: inputs, then targets. For the last unit, it returns the loss."""
     from planner.tpu.halves import layer_function  # noqa: PLC0415 - jax
 
     targets, nest = tree_flatten(received.targets)
@@ -184,7 +184,7 @@ def _described(unit: Unit, received: UnitInput) -> list[Any]:
 
 
 def _raise_first(problems: Mapping[str, Exception]) -> None:
-    """Raise the error of the failed layers, if any; see `Compiler.compile`."""
+    """Raise an error that names the failed layers, if any; `problems` has the exception of each."""
     lacking = [f'"{layer}": {error}' for layer, error in problems.items() if isinstance(error, LacksOperatorError)]
     if lacking:
         raise ModelError(
@@ -201,7 +201,7 @@ def _raise_first(problems: Mapping[str, Exception]) -> None:
 
 
 def _worked_off(works: Sequence[_Work[_Found]], *, num_workers: int) -> Iterator[tuple[int, _Found | Exception]]:
-    global _jobs  # noqa: PLW0603 - what a forked process inherits
+    global _jobs  # noqa: PLW0603 - forked processes inherit it
     _jobs = works
     if num_workers == 1:
         yield from map(_run_job, range(len(works)))
@@ -245,7 +245,7 @@ def _restored(kind: Any, value: Any) -> Any:
 def _remember(path: Path | None, outcome: Any) -> None:
     if path is None:
         return
-    with suppress(OSError):  # a full disk costs time, not the profile
+    with suppress(OSError):  # on a full disk, only the time of another compilation is lost
         path.parent.mkdir(parents=True, exist_ok=True)
         unfinished = path.with_suffix(f".{os.getpid()}")
         unfinished.write_text(json.dumps(asdict(outcome)), encoding="utf-8")
@@ -253,7 +253,7 @@ def _remember(path: Path | None, outcome: Any) -> None:
 
 
 def _quiet() -> None:
-    """Ignore Ctrl-C, which the parent handles, and silence stderr, to which libtpu writes when it is ended."""
+    """Ignore Ctrl-C, which the parent handles, and discard stderr, where libtpu prints when its process is ended."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
 

@@ -1,8 +1,8 @@
 """Emitter of `balance.yaml` and `train_jax.py`: a plan as one JAX program over a mesh with an axis of stages.
 
-All devices of such a program run the same code on arrays of the same shapes, and need more than the fullest stage alone
-(`planner.tpu.program_memory`). A plan that does not fit by this prediction is refused, unless the TPU's compiler
-is available and reports that it fits. This module imports no torch.
+All devices run the same code on arrays of the same shapes, so each device needs more memory than the fullest stage
+alone (`planner.tpu.program_memory`). A plan whose predicted memory exceeds the limit is refused, unless the TPU's
+compiler is installed and reports that the program fits. This module imports no torch.
 """
 
 import subprocess
@@ -36,15 +36,23 @@ def emit(
     profile_folder: str,
     say: Callable[[str], None],
 ) -> Emitted:
-    """Return the balance configuration and the training script; arguments as for `emit_native`.
+    """Return the balance configuration and the training script of a plan.
 
-    `say` is called before the compiler runs, which takes long.
+    Args:
+        plan: Plan to emit.
+        profile: Profile from which the plan was made.
+        folder: Folder for the emitted files.
+        profile_folder: Folder that the model's path in the profile is relative to.
+        say: Called with a message before the compiler runs, which takes long.
+
+    Returns:
+        The files to write, with a note on the program's memory.
 
     Raises:
         UsageError: The plan does not cut the profile's chain, the profile names no model to train, or one program for
             all stages cannot run the plan.
-        InfeasibleError: The program would need more than the limit, by the compiler where it can be asked, else by the
-            prediction.
+        InfeasibleError: The program needs more memory than the limit, as the compiler reports; if it is not installed,
+            as predicted.
     """
     layout = Layout.of(plan, profile)
     _check_program(plan, layout)
@@ -84,7 +92,7 @@ def emit(
 
 
 def ask_compiler(script: Path, chip: str) -> tuple[bool, str]:
-    """Run `train_jax.py --compile` in a process of its own; return whether the program fits, and the report."""
+    """Run `train_jax.py --compile` in a separate process; return True if the program fits, and the report."""
     command = [sys.executable, str(script), "--compile", chip]
     done = subprocess.run(command, env=environment(), capture_output=True, text=True, check=False)  # noqa: S603 - ours
     if done.returncode in {ExitCode.OK, ExitCode.NO} and "every device: " in done.stdout:
@@ -96,7 +104,7 @@ def ask_compiler(script: Path, chip: str) -> tuple[bool, str]:
 
 
 def _check_can_ask(profile: Profile, refused: InfeasibleError) -> None:
-    """Raise `refused` unless the profile is for a TPU that programs can be compiled for here."""
+    """Raise `refused` unless the TPU's compiler is installed and the profile is for a TPU that it compiles for."""
     if profile.device.how != "compiled" or not tpu_named(profile.device.name):
         raise refused
     if absent_from("train") or absent_from("tpu"):
@@ -113,7 +121,7 @@ def _check_program(plan: Plan, layout: Layout) -> None:
     if plan.replicas > 1:
         raise UsageError(
             f"the JAX program is one pipeline, not {plan.replicas} replicas",
-            hint=f"solve for one: `--devices {plan.num_devices} --batch {plan.inputs.batch // plan.replicas}`",
+            hint=f"solve for one pipeline: `--devices {plan.num_devices} --batch {plan.inputs.batch // plan.replicas}`",
         )
     tied = layout.ties_over_stages()
     if tied:
@@ -132,7 +140,7 @@ def _too_large(plan: Plan, memory: StageMemory, limit_bytes: int) -> InfeasibleE
     items = ", ".join(f"{name.replace('_', ' ')} {format_bytes(size)}" for name, size in memory.items() if size)
     return InfeasibleError(
         f"in one JAX program, every device needs as much of each component as the stage with most of it: {items}; "
-        f"that is {format_bytes(memory.total)}, the limit is {format_bytes(limit_bytes)}",
+        f"the sum is {format_bytes(memory.total)}, the limit is {format_bytes(limit_bytes)}",
         hint=f"reserve the memory that the program needs in addition to its fullest stage, `solve --reserve "
         f"{bytes_option(memory.total - fullest)}`, or emit for the bundled executor",
     )

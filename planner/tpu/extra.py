@@ -1,7 +1,7 @@
 """Settings that must be made before the packages of the extra `tpu` are imported.
 
-This module imports neither jax nor torchax. Other modules of this package import them at the top. Their users call
-`planner.core.extras.check_installed` first, and `expect_no_tpu` if no TPU is attached, and then import them.
+This module imports neither jax nor torchax. Other modules of this package import them at the top, so their users first
+call `planner.core.extras.check_installed` and, if no TPU is attached, `expect_no_tpu`.
 """
 
 import importlib.metadata
@@ -22,7 +22,7 @@ TOPOLOGIES: Final[dict[str, tuple[tuple[str, ...], dict[str, str]]]] = {
     "v5p": (_CUBE, {}),
     "v6e": (("2x2", "2x4", "4x4", "4x8", "8x8"), {}),
 }
-"""Topologies of each chip, the smallest first, with compiler options."""
+"""Topologies of each chip, smallest first, and the chip's compiler options."""
 
 CHIPS: Final = tuple(TOPOLOGIES)
 """Kinds of TPU that programs can be compiled for."""
@@ -41,7 +41,7 @@ _SETTINGS = {
 
 
 def tpu_named(reported: str) -> str:
-    """Return the TPU chip that reports this name, as in `--compile v2`; empty if it is unknown."""
+    """Return the chip, such as `v2`, whose devices report this name; empty if no known chip does."""
     chips = (known for known in ACCELERATORS if known.name.startswith("tpu:") and known.matches_name(reported))
     return next((chip.name.removeprefix("tpu:") for chip in chips), "")
 

@@ -1,9 +1,9 @@
 """Layer of a chain as a function of JAX arrays, with separate forward and backward.
 
-The forward returns the outputs and the residuals, the values that the backward reads. This module chooses them equally
-for a profile and for a program that trains. Results of matmuls, convolutions, reductions and other expensive
-operators are kept. Cheap operators (additions, activations, masks, reshapes) are recomputed. Within one program the
-TPU's compiler does the same: it fuses such operators into the operators that read their results.
+The forward returns the outputs and the residuals, which are the values that the backward reads. A profile and the
+program that trains have the same residuals: the results of matmuls, convolutions, reductions and other expensive
+operators. Cheap operators (additions, activations, masks, reshapes) are recomputed in the backward. The TPU's compiler
+does the same within one program: it fuses cheap operators into the operators that read their results.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -46,12 +46,13 @@ def random_key() -> jax.ShapeDtypeStruct:
 
 @dataclass(frozen=True)
 class LayerFunction:
-    """Module as a pure function of JAX arrays: of parameters and buffers, inputs, and a random key.
+    """Module as a pure function of JAX arrays.
 
-    Inputs and outputs are the tensors among the flat values. Writes into buffers are dropped.
+    Inputs and outputs are the tensors of the module's flattened inputs and outputs. Writes into buffers are dropped.
     """
 
     call: Callable[[Arrays, Sequence[Array], Array], list[Array]]
+    """Function (parameters and buffers by name, inputs, random key) -> outputs."""
     trained: dict[str, jax.ShapeDtypeStruct]
     """Shapes of the trained parameters, by name."""
     fixed: dict[str, jax.ShapeDtypeStruct]
@@ -64,18 +65,18 @@ class LayerFunction:
 def layer_function(
     module: nn.Module, run: Callable[[Sequence[Any]], Sequence[Any]], values: Sequence[Any]
 ) -> LayerFunction:
-    """Return `run` as a function of JAX arrays.
+    """Convert a function that runs a module on torch's tensors to a function of JAX arrays.
 
     Args:
         module: Module whose parameters and buffers become arguments; other tensors are constants.
-        run: Function from flat inputs to flat outputs.
-        values: Inputs of `run`; of tensors only shape and dtype matter.
+        run: Function from flattened inputs to flattened outputs.
+        values: Inputs of `run`. Only shape and dtype of tensors matter.
 
     Returns:
-        The function.
+        The function of JAX arrays.
     """
     env = environment()
-    # A stage runs the whole model's forward, so the model has its parameters.
+    # A `ModelStage` runs the forward of the whole model, so its parameters belong to the model.
     owner = module._part.model if isinstance(module, ModelStage) else module
     places = [n for n, value in enumerate(values) if isinstance(value, Tensor)]
     tensors = [values[n] for n in places]
@@ -121,7 +122,7 @@ class Residual:
 
 @dataclass(frozen=True)
 class SplitFunction:
-    """Forward and backward of a function."""
+    """Forward and backward of a layer as two functions of JAX arrays."""
 
     forward: Callable[..., tuple[list[Array], list[Array]]]
     """Function (trained, fixed, inputs, key) -> (outputs, residuals made)."""
@@ -144,7 +145,7 @@ class SplitFunction:
 
 
 def halves_of(function: LayerFunction) -> SplitFunction:
-    """Return forward and backward of a layer's function, for the shapes of its inputs."""
+    """Split a layer's function into forward and backward, for inputs of the shapes in `function`."""
     trained, fixed, inputs, needed = function.trained, function.fixed, function.inputs, function.needed
     wanted = [n for n, need in enumerate(needed) if need]
     traced: dict[str, Any] = {}
@@ -197,21 +198,23 @@ class _ResidualPlan:
     residuals: tuple[Residual, ...]
 
     def rebuilt(self, **lists: Sequence[Array]) -> list[Array]:
-        """Return all values from the lists that `sources` names."""
+        """Return all values for the backward, taken from `lists`, whose names are those in `sources`."""
         return [place if kind == "literal" else lists[kind][place] for kind, place in self.sources]
 
 
 def _plan_of(jaxpr: jax.extend.core.Jaxpr, num_outputs: int, state: Sequence[str], num_inputs: int) -> _ResidualPlan:
-    """Return the plan of a traced forward, from (state, inputs, key) to (outputs, values for backward).
+    """Find the origin of each value that a traced forward passes to its backward.
+
+    The forward is a function (state, inputs, key) -> (outputs, values for the backward).
 
     Args:
         jaxpr: The traced forward.
         num_outputs: Number of outputs; the values for the backward follow them.
-        state: Names of the first arguments.
-        num_inputs: Number of inputs, which follow the state.
+        state: Names of the arrays of the state, which are the first arguments.
+        num_inputs: Number of inputs; they follow the state.
 
     Returns:
-        The plan.
+        The origins.
     """
     outputs, values = jaxpr.outvars[:num_outputs], jaxpr.outvars[num_outputs:]
     sources: dict[Any, tuple[str, int]] = {var: ("argument", n) for n, var in enumerate(jaxpr.invars)}
@@ -257,7 +260,7 @@ def _is_literal(var: Any) -> bool:
 
 
 def _worth_keeping(primitive: Any, *_: Any, **parameters: Any) -> bool:
-    """Return True if the result of an operator is kept for backward instead of being recomputed."""
+    """Return True if the backward should read the stored result of an operator, instead of recomputing the result."""
     called = [value for value in parameters.values() if hasattr(value, "jaxpr") and hasattr(value, "consts")]
     if called:
         # An activation with a custom derivative, such as `relu`, is as cheap as its operators.

@@ -1,13 +1,14 @@
-"""Executables of a layer, from which its costs are read.
+"""Executables of a layer, whose sizes and times are the costs of the layer.
 
+    executable  computation                                     cost taken from it
     forward     returns outputs and residuals                   saved bytes: results other than the outputs
     backward    reads residuals, adds to gradients              transient: temporaries, gradients of outputs and inputs
-    both        forward, then backward                          `peak_bytes` of `ProgramMemory`: the same
-    apart       forward, a large array, then backward; its      `carried_bytes`: temporaries besides that array
-                peak is while the array exists
+    both        forward, then backward                          `peak_bytes`: temporaries, the same gradients
+    apart       forward, a large array, then backward; the      `carried_bytes`: temporaries except the large array
+                peak is reached while the array exists
 
-The first two correspond to a loop over micro-batches, which stores residuals in arrays. The last two run a whole
-micro-batch: the compiler chooses what it keeps, and in which precision.
+`forward` and `backward` correspond to loops over micro-batches, which store residuals in arrays. `both` and `apart` run
+forward and backward of one micro-batch together: the compiler chooses which values to keep, and in which precision.
 
 Matmuls of a TPU take 16-bit operands unless the model sets a higher precision. The compiler stores arrays that are only
 matmul operands in 16 bits, also in loops (jax 0.10.2, libtpu 0.0.52). `readers_of` finds these arrays.
@@ -50,7 +51,7 @@ def compile_layer(function: LayerFunction, device: jax.Device, time_us: Timer) -
     """Compile a layer's four executables.
 
     Args:
-        function: The layer.
+        function: The layer as a function of JAX arrays.
         device: Device from `named_chips` or from JAX.
         time_us: Function that returns the time of an executable.
 
@@ -71,7 +72,7 @@ def compile_layer(function: LayerFunction, device: jax.Device, time_us: Timer) -
 
     def both(gradients: Any, pulled: Any, *arguments: Any) -> Any:
         outputs, created = halves.forward(*arguments)
-        # Readers of the outputs run before their gradients exist.
+        # Operators that read the outputs must run before the gradients of the outputs exist.
         outputs, pulled = jax.lax.optimization_barrier((outputs, pulled))
         return backward(gradients, pulled, *arguments, outputs, created)
 
@@ -86,9 +87,9 @@ def compile_layer(function: LayerFunction, device: jax.Device, time_us: Timer) -
     programs = [forward, compile_program(backward, arguments, device, donated=(0, 1))]
     times_us = [time_us(program, shapes) for program, shapes in zip(programs, (state, arguments), strict=True)]
     programs.append(compile_program(both, arguments[:-2], device, donated=(0, 1)))
-    # The array is larger than all other temporaries together.
+    # An array larger than all other temporaries together: the peak is then reached while the array exists.
     filling = programs[2].temporary_bytes + _LEAST_FILLING_BYTES
-    with suppress(OutOfMemoryError):  # without memory for the array, only the residuals of a loop are known
+    with suppress(OutOfMemoryError):  # if the array does not fit, `carried_bytes` are the residuals of a loop
         full = compile_program(apart, arguments[:-2], device, donated=(0, 1))
         programs.append(replace(full, temporary_bytes=max(0, full.temporary_bytes - filling)))
     return _layer_of(function, halves, programs, times_us)
@@ -98,7 +99,7 @@ def compile_step(parameters: Sequence[Tensor], rule: OptimizerRule, device: jax.
     """Compile the optimizer step over some parameters.
 
     Args:
-        parameters: Parameters; only shape and dtype matter.
+        parameters: Parameters, of which only shape and dtype matter.
         rule: Rule of the optimizer.
         device: Device from `named_chips` or from JAX.
         time_us: Function that returns the time of an executable.
@@ -172,7 +173,7 @@ def _layer_of(
 
 
 def _narrowed_bytes(shape: Any) -> int:
-    """Return the bytes of a weight's 16-bit copy for matmuls; 0 for vectors, which are no operands."""
+    """Return the bytes of a weight's 16-bit copy for matmuls; 0 for vectors, which are not matmul operands."""
     return int(2 * shape.size) if len(shape.shape) > 1 and shape.dtype == "float32" else 0
 
 
@@ -186,20 +187,20 @@ _LOOPS: Final = frozenset(("cond", "scan", "while"))
 
 @dataclass(frozen=True, kw_only=True)
 class Readers:
-    """Arrays of a layer that are only matmul operands; it matters for 32-bit arrays only."""
+    """Flags of a layer's arrays that are only matmul operands, which the compiler stores in 16 instead of 32 bits."""
 
     received: tuple[bool, ...]
-    """True for inputs that forward and backward read only as operands."""
+    """True for inputs that forward and backward read only as matmul operands."""
     inputs: tuple[bool, ...]
-    """True for inputs that the backward reads only as operands."""
+    """True for inputs that the backward reads only as matmul operands."""
     outputs: tuple[bool, ...]
-    """True for outputs that the backward reads only as operands."""
+    """True for outputs that the backward reads only as matmul operands."""
     made: tuple[bool, ...]
-    """True for other residuals that the backward reads only as operands."""
+    """True for other residuals that the backward reads only as matmul operands."""
 
 
 def readers_of(function: LayerFunction, halves: SplitFunction) -> Readers:
-    """Return which arrays of a layer are only matmul operands."""
+    """Find the arrays of a layer that are only matmul operands."""
     state = (function.trained, function.fixed, list(function.inputs), random_key())
     pulled = [halves.outputs[n] for n in halves.differentiable]
     forward = read_by_products(jax.make_jaxpr(halves.forward)(*state).jaxpr)
@@ -220,14 +221,14 @@ def readers_of(function: LayerFunction, halves: SplitFunction) -> Readers:
 
 
 def read_by_products(jaxpr: jax.extend.core.Jaxpr, results: Sequence[bool] | None = None) -> list[bool]:
-    """Return True for each argument that is only a matmul operand.
+    """Find the arguments of a traced function that are only matmul operands.
 
     Args:
         jaxpr: The traced function.
-        results: True for results that are only matmul operands; None if no result is.
+        results: For each result, True if the caller uses it only as a matmul operand; None if this holds for no result.
 
     Returns:
-        One value per argument.
+        For each argument, True if it is only a matmul operand.
     """
     narrow: dict[Any, bool] = {}
 
@@ -243,7 +244,12 @@ def read_by_products(jaxpr: jax.extend.core.Jaxpr, results: Sequence[bool] | Non
 
 
 def _read_in(eqn: Any, results: Sequence[bool]) -> list[bool]:
-    """Return True for each argument of an equation that is only a matmul operand, here and through its results."""
+    """Return, for each argument of an equation, True if it is only a matmul operand.
+
+    Args:
+        eqn: Equation of a traced function.
+        results: For each result of the equation, True if it is only a matmul operand in later equations.
+    """
     name, num = eqn.primitive.name, len(eqn.invars)
     if name in _PRODUCTS:
         return [_takes_16_bits(eqn)] * num

@@ -3,8 +3,9 @@
     forward     for tick t in 0..M+K-2: device k runs micro-batch t - k and sends its output to device k + 1
     backward    for tick t in 0..M+K-2: device k runs micro-batch t - (K-1-k) and sends a gradient to device k - 1
 
-Both are `lax.scan`s inside `shard_map`. A `lax.switch` on the index in the mesh selects the stage, or nothing without a
-micro-batch. All devices run the same program. Arrays that differ between stages (parameters, transferred tensors,
+K is the number of devices, M the number of micro-batches. Forward and backward are `lax.scan`s inside `shard_map`. A
+`lax.switch` on the device's index in the mesh selects the stage to run, or nothing if the device has no micro-batch in
+this tick. All devices run the same program. Arrays that differ between stages (parameters, transferred tensors,
 residuals) are therefore packed into arrays of equal shapes (`Packing`).
 """
 
@@ -30,16 +31,16 @@ _Kind = tuple[tuple[int, ...], jnp.dtype]
 
 
 class Packing:
-    """Packing of one list of arrays per stage into arrays of equal shapes on every device.
+    """Packing of each stage's arrays into arrays of equal shapes on every device.
 
-    Arrays of equal shape share a slot as long as that wastes little memory (`planner.tpu.places`). Otherwise all arrays
-    of a dtype are concatenated to one vector, which the device unpacks into other layouts.
+    Arrays of equal shape share a slot as long as slots waste little memory (`planner.tpu.places`). Otherwise all arrays
+    of a dtype are concatenated to one vector, which each device unpacks into the stage's arrays.
 
     Args:
         stages: Shapes of each stage's arrays.
-        in_loops: Whether loops hold the arrays, with the micro-batch as first dimension. Arrays that would be half
-            padding are then stored in rows (`planner.tpu.programs.loop_shape`), and vectors are not. Outside loops
-            vectors are stored in rows, because with the stage as first dimension they would take twice as much.
+        in_loops: Whether loops store the arrays, with the micro-batch as first dimension. Arrays that would be half
+            padding are then stored in rows (`planner.tpu.programs.loop_shape`), vectors as they are. Outside loops,
+            vectors are stored in rows, because the stage as first dimension would double their memory.
     """
 
     def __init__(self, stages: Sequence[Sequence[jax.ShapeDtypeStruct]], *, in_loops: bool = False) -> None:
@@ -60,8 +61,8 @@ class Packing:
 
         Args:
             stage: Index of the stage.
-            arrays: Its arrays.
-            numpy: Module that makes the arrays: JAX's numpy, or numpy itself for arrays on the host.
+            arrays: Arrays of the stage.
+            numpy: Module that makes the packed arrays: JAX's numpy, or numpy itself for arrays on the host.
 
         Returns:
             The packed arrays.
@@ -79,7 +80,7 @@ class Packing:
         return packed
 
     def unpack(self, stage: int, packed: Sequence[Array]) -> list[Array]:
-        """Return a stage's arrays from packed ones."""
+        """Return the arrays of a stage, in their original shapes, from packed arrays."""
         if not self._flat:
             return [
                 _unpadded(packed[n], shape) for n, shape in zip(self._slots_of(stage), self._stages[stage], strict=True)
@@ -94,12 +95,12 @@ class Packing:
         return arrays
 
     def add(self, stage: int, packed: Sequence[Array], arrays: Sequence[Array]) -> list[Array]:
-        """Return the sums of packed arrays and a stage's own arrays.
+        """Add a stage's arrays to packed arrays of the same stage, and return the packed sums.
 
         Args:
             stage: Index of the stage.
-            packed: Packed arrays.
-            arrays: Arrays of the stage, in its own shapes.
+            packed: Packed arrays of the stage.
+            arrays: Arrays of the stage, in their original shapes.
         """
         sums = list(packed)
         if not self._flat:
@@ -109,7 +110,7 @@ class Packing:
         return [whole + more for whole, more in zip(packed, self.pack(stage, arrays), strict=True)]
 
     def zeros(self, *front: int) -> list[Array]:
-        """Return packed zeros, with `front` as first dimensions."""
+        """Return packed arrays of zeros, with the additional first dimensions `front`."""
         return [jnp.zeros((*front, *s.shape), s.dtype) for s in self.shapes]
 
     def _slots_of(self, stage: int) -> list[int]:
@@ -136,7 +137,7 @@ def _padded(array: Array, whole: jax.ShapeDtypeStruct, numpy: ModuleType) -> Arr
 
 
 def _unpadded(whole: Array, shape: jax.ShapeDtypeStruct) -> Array:
-    """Return the array of that shape that `_padded` padded."""
+    """Remove the padding that `_padded` added; `shape` is the original shape."""
     if whole.shape == shape.shape:
         return whole
     return whole.reshape(-1)[: math.prod(shape.shape)].reshape(shape.shape)
@@ -145,11 +146,11 @@ def _unpadded(whole: Array, shape: jax.ShapeDtypeStruct) -> Array:
 Arrays = Sequence[Array]
 Shapes = Sequence[jax.ShapeDtypeStruct]
 _Forward = tuple[Arrays, Arrays, Arrays, Array]
-"""State between ticks: tensors to send, all received tensors, all residuals, and the sum of losses."""
+"""State between two ticks of the forward: tensors to send, all received tensors, all residuals, sum of losses."""
 
 
 class MeshProgram:
-    """Program for a mini-batch's loss and gradients, with one stage per device."""
+    """JAX program that computes the loss and the gradients of a mini-batch, with one stage per device."""
 
     def __init__(self, stages: Sequence[JaxStage], devices: Sequence[jax.Device], micro_batches: int) -> None:
         self.stages, self.micro_batches, self.num_stages = stages, micro_batches, len(stages)
@@ -162,7 +163,7 @@ class MeshProgram:
         self.gradient_edges = Packing([[], *(_floating(stage.inputs) for stage in stages[1:])], in_loops=True)
 
     def placed(self, packing: Packing, stages: Sequence[Sequence[Any]]) -> list[Array]:
-        """Pack every stage's numpy arrays onto its device; results have the stage as first dimension."""
+        """Pack every stage's numpy arrays and copy them to its device; results have the stage as first dimension."""
         packed = [packing.pack(k, arrays, np) for k, arrays in enumerate(stages)]
         return [
             jax.device_put(np.stack([arrays[n] for arrays in packed]), self._sharding("stage"))
@@ -174,12 +175,17 @@ class MeshProgram:
         return [jax.device_put(array, self._sharding()) for array in arrays]
 
     def unpacked(self, packing: Packing, packed: Arrays) -> list[list[Any]]:
-        """Return every stage's arrays on the host."""
+        """Copy packed arrays to the host, and return every stage's arrays in their original shapes."""
         arrays = [jax.device_get(array) for array in packed]
         return [packing.unpack(k, [array[k] for array in arrays]) for k in range(self.num_stages)]
 
     def shapes(self, inputs: Shapes, targets: Shapes) -> tuple[Shapes, Shapes, StageInput]:
-        """Return shapes and shardings of the arguments of `gradients` for a micro-batch's inputs and targets."""
+        """Return shapes and shardings of the arguments of `gradients`.
+
+        Args:
+            inputs: Shapes of a micro-batch's inputs.
+            targets: Shapes of a micro-batch's targets.
+        """
         apart, everywhere = self._sharding("stage"), self._sharding()
 
         def packed(packing: Packing) -> list[jax.ShapeDtypeStruct]:
@@ -192,7 +198,7 @@ class MeshProgram:
         return packed(self.trained), packed(self.fixed), StageInput(data(inputs), data(targets), key)
 
     def gradients(self, trained: Arrays, fixed: Arrays, batch: StageInput) -> tuple[Array, list[Array]]:
-        """Compute the loss of a mini-batch and the gradients; to be jitted.
+        """Compute the loss and the gradients of a mini-batch; callers compile this function with `jax.jit`.
 
         Args:
             trained: Packed trained parameters.
@@ -221,7 +227,7 @@ class MeshProgram:
 
 
 class _OneDevice:
-    """View of one device on the program while it is traced: its packed parameters, and the mini-batch."""
+    """Computation of one device while the program is traced, from its packed parameters and the mini-batch."""
 
     def __init__(self, program: MeshProgram, trained: Arrays, fixed: Arrays, batch: StageInput) -> None:
         self._all, self._batch = program, batch
@@ -230,7 +236,7 @@ class _OneDevice:
         self._trained, self._fixed = ([array[0] for array in arrays] for arrays in (trained, fixed))
 
     def run(self) -> tuple[Array, list[Array]]:
-        """Return the sum of this device's losses, and the sums of the gradients of its parameters."""
+        """Run all micro-batches; return the sum of their losses, and the summed gradients of the packed parameters."""
         program, scan = self._all, lax.scan
         ticks = jnp.arange(self._micro + self._num - 1)
         edge, zero = program.edges.zeros(), jnp.zeros((), jnp.float32)
@@ -295,7 +301,7 @@ class _OneDevice:
         return StageInput(inputs, targets, jax.random.fold_in(self._batch.key, m))
 
     def _chosen(self, run: Any, idle: Any, m: Array, work: Any) -> Any:
-        """Run the stage of this device, or `idle` without a micro-batch."""
+        """Run the stage of this device, or `idle` if the device has no micro-batch in this tick."""
         if self._num == 1:
             return run(0, work, m)
         branches = [*(partial(run, k) for k in range(self._num)), idle]

@@ -1,6 +1,6 @@
-"""Torch's optimizers as elementwise rules: a profile compiles their steps, and the training program runs them.
+"""Torch's optimizers as elementwise update rules for JAX arrays.
 
-This module imports no jax.
+A profile compiles the optimizer's step, and the JAX program runs the same step. This module imports no jax.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -16,42 +16,42 @@ if TYPE_CHECKING:
     from jax import Array
 
 Update = Callable[["Array", "Array", list["Array"], "Array"], tuple["Array", list["Array"]]]
-"""Function (parameter, gradient, states, index of the step from 1) -> (parameter, states)."""
+"""Function (parameter, gradient, states, index of the step from 1) -> (new parameter, new states)."""
 
 
 @dataclass(frozen=True)
 class OptimizerRule:
-    """Elementwise update of an optimizer."""
+    """Update rule of an optimizer, which treats every element of a parameter alike."""
 
     update: Update
     num_states: int
-    """Number of states per parameter element."""
+    """Number of state values per parameter element."""
     description: str
     """Name and options of the optimizer."""
 
 
 def rule_of(build: Builder, parameters: Sequence[Tensor]) -> OptimizerRule:
-    """Return the rule of the optimizer of a model with these parameters.
+    """Return the update rule of the optimizer that `build` makes for these parameters.
 
     Raises:
-        UsageError: The optimizer is not supported, or does not treat all trained parameters alike.
+        UsageError: The optimizer is not supported, has several parameter groups, or leaves out a trainable parameter.
     """
     whole = ModelOptimizer(build, parameters)
     name, groups = whole.name, whole.groups()
     if len(groups) > 1:
-        raise UsageError(f"the JAX program supports one parameter group, the model's {name} has several")
+        raise UsageError(f"the JAX program supports one parameter group, but the model's {name} has several")
     ((options, optimized),) = groups
     if sum(p.requires_grad for p in optimized) < sum(p.requires_grad for p in parameters):
         raise UsageError(
-            f"the JAX program trains all parameters, the model's {name} has some of them",
-            hint="freeze the others in `build_model`: `p.requires_grad_(False)`",
+            f"the JAX program trains all parameters, but the model's {name} has only some of them",
+            hint="freeze the parameters that the optimizer leaves out, in `build_model`: `p.requires_grad_(False)`",
         )
     odd = [option for option in ("amsgrad", "maximize", "centered", "nesterov") if options.get(option)]
     if name not in _RULES or odd:
         text = f"{name} with {odd[0]}" if odd else name
         raise UsageError(
             f"the JAX program does not support the optimizer {text}",
-            hint=f"one of {', '.join(_RULES)}: `--optimizer`",
+            hint=f"use one of {', '.join(_RULES)}: `--optimizer`",
         )
     make, num_states = _RULES[name]
     return OptimizerRule(make(options), num_states + bool(options.get("momentum")), f"{name} {sorted(options.items())}")
@@ -106,4 +106,4 @@ _RULES: Final[Mapping[str, tuple[Callable[[Mapping[str, Any]], Update], int]]] =
     "Adam": (_adam, 2),
     "AdamW": (_adam, 2),
 }
-"""Rules by torch's class name: maker of the update, and number of states per element without momentum."""
+"""For each torch class name: function that makes the update, and number of states per element without momentum."""

@@ -16,7 +16,7 @@ class CompiledLayer:
     laid_out: tuple[int, ...]
     """Bytes of each input in the layout that the layer chooses."""
     wanted: tuple[int, ...]
-    """Bytes of each input in that layout, as loops hold it."""
+    """Bytes of each input in the layout that the layer chooses, as loops over micro-batches store it."""
     kept_inputs: tuple[bool, ...]
     """True for inputs that the backward reads."""
     outputs: tuple[int, ...]
@@ -24,16 +24,16 @@ class CompiledLayer:
     aliases: tuple[int, ...]
     """For each output, the index of the input that it returns unchanged; -1 for new outputs."""
     reshaped_bytes: int
-    """Bytes, in the layer's shape, of arrays that the backward reads and that loops store in another shape."""
+    """Bytes of arrays that the backward reads and that loops store in another shape; counted in the layer's shape."""
     forward_us: float
     backward_us: float
     forward_temporary_bytes: int
     backward_temporary_bytes: int
-    """Temporaries of the backward, with the gradients of outputs and inputs."""
+    """Temporaries of the backward, including gradients of outputs and inputs."""
     peak_bytes: int
-    """Temporaries of forward and backward in one executable, with the same gradients."""
+    """Temporaries of forward and backward in one executable, including gradients of outputs and inputs."""
     carried_bytes: int
-    """Bytes kept from forward to backward in that executable, without inputs, outputs and parameters."""
+    """Bytes kept from forward to backward if both are in one executable, without inputs, outputs and parameters."""
     narrowed_bytes: int
     """Bytes of 16-bit copies of weights for matmuls."""
     padding_bytes: int
@@ -45,7 +45,7 @@ class CompiledLayer:
     trained_kinds: tuple[ArrayKind, ...]
     """Kinds of trained parameters."""
     made_kinds: tuple[ArrayKind, ...]
-    """Kinds of other arrays kept for backward, as loops hold them: no inputs, outputs or parameters."""
+    """Kinds of arrays kept for backward, as loops store them, without inputs, outputs and parameters."""
     input_kinds: tuple[ArrayKind, ...]
     """Kind of each input; inputs that are only matmul operands take 16 bits per element in loops."""
     output_kinds: tuple[ArrayKind, ...]
@@ -55,7 +55,7 @@ class CompiledLayer:
     """True for inputs that the backward reads only as matmul operands, or not at all."""
 
     def detail(self) -> MemoryDetail:
-        """Return the memory record as an allocator would have measured it."""
+        """Return the layer's memory in the form in which measurements with an allocator are recorded."""
         tensors = zip(self.output_kinds, self.kept_outputs, self.aliases, strict=True)
         outputs = tuple(BoundaryTensor(bytes=array.bytes, kept=kept, alias=alias) for array, kept, alias in tensors)
         created_bytes = sum(tensor.bytes for tensor in outputs if tensor.alias < 0)
@@ -74,14 +74,14 @@ class CompiledLayer:
         )
 
     def program(self, kept_outputs: Mapping[int, bool], received: Sequence[tuple[int, int]]) -> ProgramMemory:
-        """Return the memory record of the layer as part of one executable.
+        """Return the layer's memory within an executable that contains all layers.
 
         Args:
-            kept_outputs: Outputs kept for some backward; True if all backwards read them only as matmul operands.
-            received: Bytes of each received tensor: as sent by the previous layer, and as layers lay it out.
+            kept_outputs: Index of each output kept for some backward; True if it is only a matmul operand there.
+            received: Two sizes in bytes of each received tensor: as sent, and the largest in any later layer.
 
         Returns:
-            The record.
+            The memory record.
         """
         return ProgramMemory(
             carried_bytes=self.carried_bytes + sum(self.outputs[n] for n in kept_outputs),

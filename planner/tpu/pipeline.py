@@ -1,4 +1,4 @@
-"""Pipeline of a plan as one JAX program (`planner.tpu.mesh_program`), with a model's layers and tensors."""
+"""Pipeline of a plan as one JAX program (`planner.tpu.mesh_program`), made from a model's layers and tensors."""
 
 from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate, pairwise
@@ -26,7 +26,7 @@ from planner.tpu.torchax_adapter import shape_of, torch_like
 class JaxPipeline:
     """Pipeline of a model's stages as one program over the devices of a mesh, one stage per device.
 
-    The parameters in `chain` are read by `parameters`.
+    The values of parameters are those in `chain` when `parameters` is called.
 
     Raises:
         UsageError: One JAX program cannot run the plan.
@@ -42,7 +42,7 @@ class JaxPipeline:
         self.gradients = self.program.gradients
 
     def parameters(self) -> tuple[list[Any], list[Any]]:
-        """Return trained and fixed state of all stages, packed with the stage as first dimension."""
+        """Return trained parameters, then frozen parameters and buffers: packed, with the stage as first dimension."""
         program = self.program
         return (
             program.placed(program.trained, [self._state(k, stage.trained) for k, stage in enumerate(program.stages)]),
@@ -50,7 +50,7 @@ class JaxPipeline:
         )
 
     def batch(self, inputs: Any, targets: Any) -> tuple[list[Any], list[Any]]:
-        """Return a mini-batch for the program: tensors of shape (micro-batch, sample, …).
+        """Return inputs and targets of a mini-batch on every device, as arrays of shape (micro-batch, sample, …).
 
         Raises:
             UsageError: The loss is a mean over labels, and the micro-batches have different numbers of labels.
@@ -60,7 +60,7 @@ class JaxPipeline:
             counts = {label_count(each, self._counted_labels) for each in micro_batches}
             if len(counts) > 1:
                 raise UsageError(
-                    f"micro-batches have between {min(counts):g} and {max(counts):g} labels, and the JAX program takes "
+                    f"micro-batches have between {min(counts):g} and {max(counts):g} labels, but the JAX program takes "
                     "the mean of their losses",
                     hint="emit for the bundled executor: `--format native`",
                 )
@@ -117,7 +117,7 @@ def _stages(loaded: LoadedModel, chain: Chain, balance: Balance, batch: Any) -> 
             tensors = [torch_like(shape) for shape in halves.outputs]
             values = [tensors[n] if isinstance(n, int) else n[0] for n in places]
             number += 1
-        # `except-last` would keep the last micro-batch's activations; the program is the same for all of them.
+        # `except-last` would keep the last micro-batch's activations, but the program treats all micro-batches alike.
         stages.append(JaxStage(layers, num_inputs, recompute=cut.recompute in ("always", "except-last")))
     return stages
 
@@ -130,13 +130,14 @@ def _function(
     Args:
         loaded: The model, for its loss.
         layer: The layer.
-        values: Flat inputs of the layer.
+        values: Flattened inputs of the layer.
         nest: Structure of the inputs.
         targets: Targets of the loss, for the last layer.
-        last: Whether the layer is the last, so that the loss is included.
+        last: Whether this is the last layer, whose function returns the loss.
 
     Returns:
-        Both functions. The second returns the nest of the outputs and the index of each tensor in them.
+        Both functions. The second returns the structure of the outputs, and a list of the flattened outputs: the index
+        of each tensor among the tensors, and each other value in a tuple.
     """
     of_loss, loss_nest = tree_flatten(targets)
     seen: dict[str, Any] = {}
@@ -162,8 +163,9 @@ def _stage_names(layer: Layer, stage: int, owners: dict[int, tuple[int, str]]) -
             first_stage, first = owners.setdefault(id(tensor), (stage, name))
             if first_stage != stage:
                 raise UsageError(
-                    f'"{name}" is the same parameter as "{first}" in another stage: the JAX program does not sum these',
-                    hint="build the model without sharing it, or emit for the bundled executor, which sums them",
+                    f'"{name}" is the same parameter as "{first}" in another stage, and the JAX program does not sum '
+                    "their gradients",
+                    hint="build the model without sharing it, or emit for the bundled executor, which sums gradients",
                 )
             names[in_layer] = first
         else:

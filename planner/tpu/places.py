@@ -1,6 +1,6 @@
-"""Slots for arrays that differ between stages, equal on every device of one program (`planner.tpu.mesh_program`).
+"""Slots for the arrays of different stages, equal on every device of one program (`planner.tpu.mesh_program`).
 
-Arrays of equal shape and dtype in different stages share one slot, as long as that wastes little memory. Otherwise all
+Arrays of equal shape and dtype in different stages share one slot, as long as slots waste little memory. Otherwise all
 arrays of a dtype are concatenated to one vector, without padding.
 """
 
@@ -12,13 +12,13 @@ from typing import Final, NamedTuple, TypeVar
 from planner.core.values.profile import ArrayKind
 
 MOST_ROOM: Final = 1.5
-"""Most bytes of slots relative to the largest stage's arrays, without padding; above it, vectors are used."""
+"""Largest ratio of the bytes of all slots to those of the largest stage's arrays; above it, vectors are used."""
 
 _Kind = TypeVar("_Kind")
 
 
 def slots_for(stages: Iterable[Mapping[_Kind, int]]) -> Counter[_Kind]:
-    """Return the slots of each kind: the largest number of arrays of that kind in any stage."""
+    """Return the number of slots of each kind: the largest number of arrays of that kind in any stage."""
     places: Counter[_Kind] = Counter()
     for stage in stages:
         places |= Counter(stage)
@@ -26,22 +26,27 @@ def slots_for(stages: Iterable[Mapping[_Kind, int]]) -> Counter[_Kind]:
 
 
 def are_vectors(places_bytes: float, largest_bytes: float) -> bool:
-    """Return True if slots take too many bytes compared with the largest stage's arrays, so that vectors are used."""
+    """Return True if vectors must be used, because slots waste too much memory.
+
+    Args:
+        places_bytes: Bytes of all slots, without padding.
+        largest_bytes: Bytes of the arrays of the largest stage, without padding.
+    """
     return places_bytes > MOST_ROOM * largest_bytes
 
 
 class SharedSlots(NamedTuple):
-    """Memory of every device for the arrays of all stages."""
+    """Memory that every device needs so that it can store the arrays of any stage."""
 
     share: float
-    """Bytes relative to the arrays of the fullest stage; 1 without arrays."""
+    """Bytes of the slots or vectors, divided by those of the fullest stage's arrays; 1 if there are no arrays."""
     are_vectors: bool
 
 
 def shared_slots(stages: Sequence[Sequence[ArrayKind]]) -> SharedSlots:
-    """Return the memory of every device for the arrays of each stage.
+    """Return the memory that every device needs so that it can store the arrays of any of these stages.
 
-    Slots hold arrays as loops do. Vectors hold the elements without padding.
+    Slots store arrays as loops over micro-batches do. Vectors store the elements without padding.
     """
     counts = [_count_kinds(stage) for stage in stages]
     fullest = max((sum(array.count * array.bytes for array in stage) for stage in stages), default=0)
@@ -61,7 +66,7 @@ def shared_slots(stages: Sequence[Sequence[ArrayKind]]) -> SharedSlots:
 
 
 def _loop_bytes(stages: Sequence[Sequence[ArrayKind]], kind: str) -> int:
-    """Return the bytes of all slots of a kind; the widest arrays of all stages share the first slot, and so on."""
+    """Return the bytes of all slots of a kind. The n-th slot is as large as the largest n-th array of any stage."""
     widths = (
         sorted((a.loop_bytes for a in stage if a.kind == kind for _ in range(a.count)), reverse=True)
         for stage in stages

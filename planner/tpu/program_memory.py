@@ -1,25 +1,27 @@
 """Compute the peak memory of a plan that is one JAX program for all devices of a mesh (`planner.tpu.mesh_program`).
 
-Every device runs the same code on arrays of the same shapes. So each device needs, of every component, as much as the
-stage with most of it, and the whole mini-batch. In addition to what exists all the time, the peak is the larger of
+Every device runs the same code on arrays of the same shapes. For each memory component, a device needs as much as the
+stage with most of this component, and it needs the whole mini-batch. Parameters, optimizer state, buffers and the
+mini-batch exist during the whole step. The rest of the peak is the larger of
 
     forward     M * (I + S) + invariant + (I + S) + I + 1.1 * largest forward of a stage
     backward    M * (I + S) + invariant + G + (I + S) + 2 * I + 1.1 * largest backward of a stage
 
+    M            number of micro-batches
     I            bytes that a stage receives per micro-batch, the largest of any stage
     S            bytes that a stage keeps per micro-batch, the largest of any stage
     G            gradients
     invariant    arrays that the compiler creates once before the loops, such as 16-bit copies of all weights
 
-A stage is a branch of a conditional, which has its own arrays for results. A forward's kept arrays are created, are a
-result, and are then copied into one of M slots; a backward gets them back the same way. A received tensor exists at the
-same time as a sent one. Gradients are accumulated in place. These rules were read from the compiler's assignment of
+A stage is a branch of a conditional, which has its own arrays for results. A forward creates the arrays that it keeps
+as results; then they are copied into one of M slots. A backward reads a copy of the slot. A received tensor exists at
+the same time as a sent one. Gradients are accumulated in place. These rules were read from the compiler's assignment of
 buffers (jax 0.10.2, libtpu 0.0.52). The factor 1.1 accounts for gaps between arrays of different sizes, in addition to
-those within a stage (`planner.tpu.stage_memory`).
+the gaps within a stage (`planner.tpu.stage_memory`).
 
-If stages have arrays of different shapes, slots take at most half more than the largest stage's arrays. Otherwise
-arrays are concatenated to vectors without padding (`planner.tpu.places`). Accuracy:
-docs/measurements/tpu-composition.md.
+If stages have arrays of different shapes, slots are used only if they take at most 1.5 times the memory of the largest
+stage's arrays. Otherwise arrays are concatenated to vectors without padding (`planner.tpu.places`). Measured errors are
+in docs/measurements/tpu-composition.md.
 """
 
 from collections.abc import Collection, Iterable, Sequence
@@ -40,17 +42,16 @@ from planner.tpu.places import shared_slots
 from planner.tpu.stage_memory import LoopMemory, ProgramArrays, Programs
 
 _GAPS = 1.1
-"""Memory of a forward or backward, relative to the sum of its layers."""
+"""Memory of a forward or backward in one program of all stages, divided by the memory of the stage alone."""
 
 _TAKEN_OUT = 1 / 2
-"""Share of arrays kept in vectors that also exists unpacked at the backward's peak, as observed on ConvNeXt."""
+"""Share of the arrays stored in vectors that also exists unpacked at the backward's peak, as observed on ConvNeXt."""
 
 _RESHAPED = 1 / 2
-"""Share of arrays that loops store in rows and that also exists in the layer's shape at the same time; observed on
-U-Nets."""
+"""Share of the arrays stored in rows that also exists in the layer's shape at the peak, as observed on U-Nets."""
 
 _WIDENED = 1 / 2
-"""Margin for a forward that creates 16-bit arrays, as a share of them: a ViT's program needed that much more."""
+"""Additional memory of a forward that creates 16-bit arrays, divided by their bytes; as observed on a ViT."""
 
 _NARROW: Final = ("bfloat16", "float16")
 
@@ -59,11 +60,14 @@ _KEEPING: Final = ("never", "layers")
 
 
 def program_memory(costs: ChainCosts, partition: Partition) -> StageMemory:
-    """Return the memory of every device by component, at the higher of the two peaks, in bytes, without the reserve.
+    """Return the memory of every device by component in bytes, without the reserve.
+
+    The components are those at the peak of the forward or of the backward, whichever is higher.
 
     Args:
         costs: Costs of the chain at the plan's micro-batch size.
-        partition: GPipe's schedule with one stage per device. `except-last` counts as `always`, as in the program.
+        partition: Partition under GPipe's schedule with one stage per device. `except-last` counts as `always`, because
+            the program recomputes all micro-batches alike.
 
     Raises:
         UsageError: The profile does not record the memory of layers in one compiled program.
@@ -79,7 +83,7 @@ def program_memory(costs: ChainCosts, partition: Partition) -> StageMemory:
     micro_batches = partition.micro_batches
     choices = ["always" if choice == "except-last" else choice for choice in partition.recompute]
     intervals = partition.intervals()
-    if len(intervals) == 1:  # there is nothing to choose, and no array of results
+    if len(intervals) == 1:  # without a conditional, there are no arrays for its results
         return stage_memory(
             costs,
             *intervals[0],
@@ -114,7 +118,7 @@ def program_memory(costs: ChainCosts, partition: Partition) -> StageMemory:
 
 
 class _ProgramParts(NamedTuple):
-    """Bytes of a stage in a program that several stages share."""
+    """Memory of a stage in a program that all stages share, in bytes."""
 
     parameters: float
     gradients: float
@@ -131,7 +135,7 @@ class _ProgramParts(NamedTuple):
     batch: float
     """16-bit copy of the mini-batch for matmuls; created before the loops."""
     forward: float
-    """Results of a forward, and its temporaries."""
+    """Results and temporaries of a forward."""
     backward: float
     """Results and temporaries of a backward, including a recomputed forward."""
 
@@ -142,13 +146,13 @@ def _with_room(
     most: _ProgramParts,
     choices: Sequence[Recompute],
 ) -> _ProgramParts:
-    """Return the largest bytes of any stage, increased for arrays whose shapes differ between stages."""
+    """Increase `most`, the largest bytes of any stage, for arrays whose shapes differ between stages."""
     keeping = [interval for interval, choice in zip(intervals, choices, strict=True) if choice in _KEEPING]
     state = shared_slots([_chained(layer.trained for layer in layers[first:end]) for first, end in intervals])
     kept = shared_slots([_chained(layer.kept for layer in layers[first:end]) for first, end in keeping])
     received = shared_slots([layers[first].received for first, _ in intervals[1:]])
     is_narrow = any(array.kind.startswith(_NARROW) for layer in layers for array in layer.kept)
-    # Out of vectors a stage takes its arrays, and its gradients are put together to one.
+    # With vectors, the stage's unpacked arrays exist as well, and its gradients before they are concatenated.
     taken_out = most.parameters if state.are_vectors else 0.0
     kept_out = _TAKEN_OUT * most.kept if kept.are_vectors else 0.0
     return most._replace(
@@ -182,7 +186,7 @@ def _program_parts(
     programs, stage, keeps = costs.law, slice(first, end), recompute in _KEEPING
     nothing = np.zeros_like(s.saved)
     kept = s.saved if keeps else nothing
-    # All of the mini-batch lies as the first layer wants it, in 16 bits where its products read it so.
+    # The whole mini-batch has the layout of the first layer, in 16 bits if the layer's matmuls read it.
     is_narrowed = programs.narrowed_input[stage].any()
     batch = nothing + micro_batches * programs.laid_out[stage].sum() / (2 if is_narrowed else 1)
     copies = nothing + programs.narrowed[stage].sum() + programs.padding[stage].sum()

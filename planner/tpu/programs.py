@@ -17,12 +17,12 @@ from planner.core.values.profile import ArrayKind
 from planner.tpu.compiler import OutOfMemoryError
 
 _ROW = 1024
-"""Number of columns of the array that `filled_between` makes."""
+"""Number of columns of the large array that `filled_between` makes."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Program:
-    """Executable and its costs by the compiler; sizes are bytes of device memory, padding included."""
+    """Executable and the costs that the compiler reports; sizes are bytes of device memory, padding included."""
 
     arguments: tuple[int, ...]
     """Bytes of each argument."""
@@ -35,16 +35,16 @@ class Program:
     flops: float
     accessed_bytes: float
     seconds: float
-    """Time estimate of the compiler; 0 without one."""
+    """Time that the compiler estimates; 0 if it does not estimate times."""
     executable: Any = None
 
 
 def options_for(device: jax.Device) -> dict[str, str]:
-    """Return the compiler options for a whole step on such a device.
+    """Return the compiler options for a program that trains a whole step on this device.
 
-    A TPU's compiler tries several placements of arrays and takes the smallest. For 48 programs, this saved up to
-    14 % of the memory; one of them needed 1.2 % more (docs/measurements/tpu-composition.md, libtpu 0.0.52). Other
-    compilers lack the option.
+    With the option for TPUs, the compiler tries several placements of arrays in memory and takes the smallest. For 48
+    programs, this saved up to 14 % of the memory; one of them needed 1.2 % more (docs/measurements/tpu-composition.md,
+    libtpu 0.0.52). Compilers for other devices lack the option.
     """
     if device.platform != "tpu":
         return {}
@@ -74,13 +74,13 @@ def compile_program(
         function: Function of nests of JAX arrays.
         shapes: Shapes of its arguments.
         device: Device from `named_chips` or from JAX.
-        donated: Indices of arguments whose memory it may reuse for results.
+        donated: Indices of arguments whose memory the executable may reuse for results.
 
     Returns:
         The executable.
 
     Raises:
-        OutOfMemoryError: The program alone needs more than the device has.
+        OutOfMemoryError: The program alone needs more memory than the device has.
     """
     anyhow = Format(Layout.AUTO, jax.sharding.SingleDeviceSharding(device))
     jitted = jax.jit(function, donate_argnums=tuple(donated), in_shardings=anyhow, out_shardings=anyhow)
@@ -103,15 +103,15 @@ def compile_program(
 
 
 def filled_between(outputs: Sequence[Any], gradients: Sequence[Any], num_bytes: int) -> list[Any]:
-    """Make gradients depend on an array of this size, so that a compiled program must hold the array.
+    """Make gradients depend on a large array, so that the compiled program must store the array before the backward.
 
     Args:
-        outputs: Arrays that the array is computed from.
-        gradients: The gradients.
-        num_bytes: Size of the array.
+        outputs: Outputs of the forward, from which the large array is computed.
+        gradients: Gradients of the outputs.
+        num_bytes: Size of the large array, in bytes.
 
     Returns:
-        The gradients, with values that depend on the array.
+        The gradients, each with a number added that depends on the large array.
     """
     seed = sum((jnp.sum(output.astype(jnp.float32)) for output in outputs), jnp.zeros(()))
     rows = num_bytes // (4 * _ROW)
@@ -123,7 +123,7 @@ def measured_us(program: Program, shapes: Any, repeats: int) -> float:
     """Return the median time of several runs of an executable on its device, in microseconds.
 
     Args:
-        program: Program with the executable.
+        program: Executable to run.
         shapes: Shapes of its arguments.
         repeats: Number of timed runs.
     """
@@ -149,7 +149,7 @@ _TILE = (8, 128)
 """Rows and columns of a tile of a TPU's memory."""
 
 _WORTH, _WORTH_OF_32_BITS = 1.25, 2
-"""Least ratio of padded bytes to bytes in rows for which loops store arrays in rows; the second is for 32 bits."""
+"""Smallest ratio of padded bytes to bytes in rows at which loops store arrays in rows: for 16 bits, and for 32 bits."""
 
 
 def num_bytes(shape: jax.ShapeDtypeStruct) -> int:
@@ -165,15 +165,15 @@ def padded_bytes(shape: jax.ShapeDtypeStruct) -> int:
 
 
 def in_rows(length: int) -> tuple[int, int]:
-    """Return a shape of full tiles of a TPU's memory for at least `length` elements."""
+    """Return the shape (rows, columns) that has at least `length` elements and fills whole tiles of a TPU's memory."""
     rows, columns = _TILE
     return -(-length // (rows * columns)) * rows, columns
 
 
 def loop_shape(shape: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-    """Return the shape in which loops over micro-batches hold an array: its own, or rows if that saves much padding.
+    """Return the shape in which loops over micro-batches store an array: its own, or rows if rows save much padding.
 
-    Images with few channels and columns take several times their bytes in any order of their axes.
+    For example, images with few channels and columns take several times their bytes in any order of their axes.
     """
     rows = jax.ShapeDtypeStruct(in_rows(math.prod(shape.shape)), shape.dtype)
     worth = _WORTH_OF_32_BITS if shape.dtype == "float32" else _WORTH
@@ -181,20 +181,20 @@ def loop_shape(shape: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
 
 
 def bytes_in_loops(shape: jax.ShapeDtypeStruct, size: int) -> int:
-    """Return the bytes of an array as loops hold it (`loop_shape`); `size` are its bytes in its own shape."""
+    """Return the bytes of an array as loops store it (`loop_shape`); in its own shape, it has `size` bytes."""
     held = loop_shape(shape)
     return size if held is shape else num_bytes(held)
 
 
 def kinds_of_arrays(shapes: Sequence[jax.ShapeDtypeStruct], sizes: Sequence[int]) -> tuple[ArrayKind, ...]:
-    """Return the kinds of arrays whose sizes in memory are `sizes`, in bytes."""
+    """Return the kind of each array, from its shape and its size in memory in bytes."""
     return tuple(_kind_of_array(shape, size, size) for shape, size in zip(shapes, sizes, strict=True))
 
 
 def kinds_in_loops(
     shapes: Sequence[jax.ShapeDtypeStruct], sizes: Sequence[int], read_by_products: Sequence[bool]
 ) -> tuple[ArrayKind, ...]:
-    """Return the kinds of arrays that loops hold (`loop_shape`); matmul operands of 32 bits take half.
+    """Return the kind of each array as loops store it (`loop_shape`); 32-bit matmul operands take half their bytes.
 
     Args:
         shapes: Shapes of the arrays.
@@ -218,7 +218,7 @@ def _kind_of_array(shape: jax.ShapeDtypeStruct, size: int, loop_bytes: int) -> A
 
 
 def laid_out_sizes(shapes: Any, formats: Any) -> tuple[int, ...]:
-    """Return the bytes of each array of a nest, including random keys, in the formats of an executable."""
+    """Return the bytes of each array of a nest in the layouts that an executable uses; random keys count as arrays."""
     sizes = []
     for shape, place in zip(jax.tree.leaves(shapes), jax.tree.leaves(formats), strict=True):
         tiling = place.layout.tiling if place.layout is not None else None

@@ -1,7 +1,7 @@
-"""Stage of consecutive layers on one device, each with separate forward and backward (`planner.tpu.halves`).
+"""Stage of consecutive layers on one device; each layer is split into forward and backward (`planner.tpu.halves`).
 
-A stage therefore keeps exactly the residuals in its profile. Recomputed layers keep only their input. Writes of a layer
-into its buffers (running statistics) are dropped.
+Because of the split, a stage keeps exactly the residuals in the profile. Recomputed layers keep only their input.
+Writes of a layer into its buffers (running statistics) are dropped.
 """
 
 from collections.abc import Sequence
@@ -30,7 +30,7 @@ class StageInput(NamedTuple):
 
 @dataclass(frozen=True)
 class LayerHalves:
-    """Layer of a stage, whose parameters have other names in the stage."""
+    """Layer of a stage, with the names that the layer's parameters and buffers have in the stage."""
 
     number: int
     """Index in the chain."""
@@ -41,7 +41,7 @@ class LayerHalves:
     recomputed: bool
 
     def state(self, trained: dict[str, Array], fixed: dict[str, Array]) -> State:
-        """Return the arrays of this layer, trained and fixed, from those of the stage."""
+        """Select this layer's arrays, trained and fixed, from the arrays of the stage."""
         return (
             {name: trained[self.names[name]] for name in self.function.trained},
             {name: fixed[self.names[name]] for name in self.function.fixed},
@@ -54,7 +54,7 @@ class JaxStage:
     Args:
         layers: The layers.
         num_inputs: Number of received tensors, without targets of the loss.
-        recompute: Whether only the input is kept for backward.
+        recompute: Whether the stage keeps only its input for backward.
     """
 
     def __init__(self, layers: Sequence[LayerHalves], num_inputs: int, *, recompute: bool) -> None:
@@ -95,7 +95,7 @@ class JaxStage:
             gradients: Gradients of the outputs.
 
         Returns:
-            Gradients of trained parameters by name, and of the inputs that have one.
+            Gradients of trained parameters by name, and gradients of the inputs that need one.
         """
         values, created = self._run(state, received) if self._recompute else self._unpacked(received.inputs, saved)
         of_trained: dict[str, Array] = {}
@@ -128,7 +128,7 @@ class JaxStage:
         return (*layer.state(*state), [*values, *received.targets[:more]], key)
 
     def _needed_between(self) -> list[tuple[int, int]]:
-        """Return the tensors between layers that some backward reads, as (boundary, index), each storage once."""
+        """Return (boundary, index) of the tensors between layers that some backward reads; list each storage once."""
         needed: dict[tuple[int, int], None] = {}
         for place, layer in enumerate(self._layers):
             tensors = range(len(self._between(place)))
@@ -140,7 +140,7 @@ class JaxStage:
         return [tensor for tensor in needed if tensor[0] > 0]
 
     def _made_at(self, boundary: int, n: int) -> tuple[int, int]:
-        """Return boundary and index at which a tensor that layers only pass on was made."""
+        """Follow a tensor back through layers that only pass it on; return the boundary and index where it was made."""
         while boundary > 0 and self._layers[boundary - 1].halves.passed[n] >= 0:
             boundary, n = boundary - 1, self._layers[boundary - 1].halves.passed[n]
         return boundary, n
@@ -149,7 +149,7 @@ class JaxStage:
         return self.inputs if boundary == 0 else self._layers[boundary - 1].halves.outputs
 
     def _unpacked(self, inputs: Sequence[Array], saved: Sequence[Array]) -> tuple[list[list[Array]], list[list[Array]]]:
-        # Values that are not read may be anything.
+        # Placeholder for values that no backward reads.
         nothing = jnp.zeros(())
         earlier = dict(zip(self._needed, saved, strict=False)) | {(0, n): value for n, value in enumerate(inputs)}
         values = [

@@ -20,10 +20,10 @@ from planner.core.values.plan import Recompute
 from planner.core.values.profile import ArrayKind, LayerProfile, ProgramMemory
 
 _GAPS: Final = 1.05
-"""Factor for the memory of a forward and backward in one executable, relative to the sum of its layers.  It accounts
-for gaps between arrays of different sizes, which no single layer shows. Without it, predictions were 0.92 to 1.06 times
-the measured memory of the executables in docs/measurements/tpu-composition.md. Their arrays are placed as
-`planner.tpu.programs.options_for` requests."""
+"""Memory of a forward and backward in one executable, divided by the sum over its layers. The factor accounts for gaps
+between arrays of different sizes, which executables of single layers lack. Without it, predictions were 0.92 to 1.06
+times the compiled memory (docs/measurements/tpu-composition.md). There, arrays were placed with the options of
+`planner.tpu.programs.options_for`."""
 
 
 class ProgramArrays(NamedTuple):
@@ -38,12 +38,12 @@ class ProgramArrays(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Programs:
-    """Bytes of each layer within one executable, including gaps between arrays; arrays of shape (L,)."""
+    """Memory of each layer within one executable, in bytes, including gaps between arrays; shape (L,) for L layers."""
 
     carried: FloatArray
     """Bytes stored from a layer's forward to its backward."""
     level: FloatArray
-    """Highest memory while the layer runs, for forward and backward of one micro-batch."""
+    """Highest memory while the layer runs forward or backward of one micro-batch, with what earlier layers carry."""
     narrowed: FloatArray
     """16-bit copies of weights for matmuls, which a loop over micro-batches stores."""
     narrowed_input: FloatArray
@@ -51,16 +51,17 @@ class Programs:
     padding: FloatArray
     """Padding of parameters and gradients."""
     reshaped: FloatArray
-    """Arrays that loops store in rows, in the layer's own shape; they exist temporarily in a backward. Without gaps."""
+    """Arrays that loops store in rows, counted in the layer's shape, which they have temporarily in a backward. Gaps
+    between arrays are not included."""
     waiting: FloatArray
-    """Additional bytes of kept arrays before they are converted to rows, without gaps between arrays."""
+    """Additional bytes of kept arrays before they are converted to rows. Gaps between arrays are not included."""
     laid_out: FloatArray
     """Copy of one micro-batch of the first layer's input, in the layout that the layer needs."""
     arrays: tuple[ProgramArrays, ...]
     """Arrays of each layer at the nearest profiled size; empty if the profile does not list them."""
 
     def in_stages(self, window: Window, micro_batches: int) -> "LoopMemory":
-        """Return the bytes of the stages of a window."""
+        """Return the memory of all stages of a window, from the memory of their layers."""
         carried_before = sums_before(self.carried)[window.firsts][:, None]
         return LoopMemory(
             straight=window.highest(self.level[window.columns]) - carried_before,
@@ -72,7 +73,7 @@ class Programs:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class LoopMemory:
-    """Bytes of stages that are compiled as one executable each, in addition to those in `Stages`."""
+    """Memory of stages that are compiled as one executable each, in bytes, in addition to the fields of `Stages`."""
 
     straight: FloatArray
     """Highest memory of a forward and backward in one executable."""
@@ -83,17 +84,17 @@ class LoopMemory:
     """Additional bytes of arrays that a forward keeps, before they are converted to rows."""
 
     def parts(self, s: Stages, recompute: Recompute, *, in_flight: int) -> Parts:
-        """Return the parts of stages that are compiled as one executable each.
+        """Return the memory parts of stages that are compiled as one executable each.
 
-        Gradients exist during the whole step. A loop over micro-batches has one array for everything that is kept, with
-        a slot for each micro-batch. A forward first creates what it keeps and then copies it into its slot, so one more
-        copy exists. A micro-batch that is alone or recomputed does not need a loop. Forward and backward then form one
-        piece, in which the compiler decides what to keep and when to free it.
+        Gradients exist during the whole step. A loop over micro-batches stores activations in arrays with one slot for
+        each micro-batch. A forward first creates its activations and then copies them into a slot, so they exist twice.
+        With one micro-batch, or with recomputation of the stage, there are no slots. The compiler then decides which
+        activations to keep from forward to backward, and when to free them.
 
         Args:
             s: The stages.
             recompute: Recompute choice of the stages.
-            in_flight: N, the most micro-batches in flight.
+            in_flight: Largest number of micro-batches in flight.
         """
         kept_bytes, edges = s.input + s.saved, s.input + s.output
         keeps, loops = recompute in ("never", "layers"), in_flight > 1
@@ -103,7 +104,8 @@ class LoopMemory:
         if not keeps or not (loops or s.recomputes_layers):
             forward = backward = running_part(s.input if keeps else edges, self.straight + around, transfer)
         else:
-            # Not all of it waits to be put away, so that copies of weights find room.
+            # Copies of weights (`narrowed`) are not added: not all activations wait for a slot at the same time, and
+            # the copies fit into the memory of the rest.
             making = s.peaks.forward + self.padding + (s.saved + self.waiting if loops else 0.0)
             forward = running_part(kept_bytes, making, s.message, saved=1 + loops, level=FORWARD)
             backward = running_part(kept_bytes, s.peaks.backward + around, transfer, saved=1, level=BACKWARD)
@@ -113,7 +115,7 @@ class LoopMemory:
 
 
 def compiled_costs(layers: Sequence[LayerProfile], n: int) -> SizeCosts:
-    """Return the additive costs at the profile's size number `n`, with the memory of layers in one executable."""
+    """Return the additive costs at the n-th profiled micro-batch size, with the memory of layers in one executable."""
     plain, programs = additive_costs(layers, n), [layer.program[n] for layer in layers]
     received = np.append(programs[0].input_bytes, plain.boundaries.input[1:])
     return replace(

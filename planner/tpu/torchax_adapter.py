@@ -23,9 +23,9 @@ _GONE = re.compile("dimname|names", re.IGNORECASE)
 
 @contextmanager
 def _without_named_tensors() -> Iterator[None]:
-    """Make torchax importable: it lists overloads for named tensors, which torch 2.13 lacks (pytorch/pytorch#173895).
+    """Make torchax importable with torch 2.13, which lacks overloads for named tensors (pytorch/pytorch#173895).
 
-    During the import they resolve to placeholders, which are never used.
+    Torchax refers to these overloads. During the import they resolve to placeholders, which are never used.
     """
     look_up = OpOverloadPacket.__getattr__
 
@@ -56,13 +56,13 @@ OperatorNotFound = torchax.tensor.OperatorNotFound
 
 # Random state for torch's `fork_rng`; JAX's keys are passed explicitly.
 torchax.device_module.get_rng_state = lambda *_: torch.empty(0)
-# Streams, which torch's activation checkpointing queries for any device, also for other models. There is nothing to
-# wait for.
+# Torch's activation checkpointing queries the streams of all devices, also for models that do not use JAX. This stream
+# has nothing to wait for.
 _STREAM = SimpleNamespace(synchronize=lambda: None)
 torchax.device_module.current_stream = lambda *_: _STREAM
 torchax.device_module.stream = nullcontext
-# It is no accelerator of torch. Otherwise `torch.compile` would request its stream from torch's runtime, and fail for
-# every model of the process.
+# Torch must not take torchax for an accelerator. Otherwise `torch.compile` would request a stream for it from torch's
+# runtime, and fail for every model of the process.
 torchax.device_module.is_available = lambda: False
 
 
@@ -92,7 +92,7 @@ def environment() -> torchax.tensor.Environment:
 
 
 class _Environment(torchax.tensor.Environment):  # type: ignore[misc]
-    """Environment with one device, in which tensors that are no parameters, such as masks, are constants."""
+    """Torchax environment with one device; tensors that are not parameters, such as masks, become constants."""
 
     def _to_copy(self, the_tensor: Any, new_dtype: torch.dtype | None, new_device: Any) -> Any:
         # A rotary embedding moves to the device of the token ids, which in a later stage is the host.

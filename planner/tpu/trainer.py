@@ -72,14 +72,14 @@ class TrainingStep:
         Args:
             state: State before the step.
             inputs: Inputs of the mini-batch.
-            targets: Its targets.
+            targets: Targets of the mini-batch.
             number: Index of the step, from 0.
         """
         loss, state = self._jitted(state, StageInput(inputs, targets, jax.random.key(self._seed)), number)
         return float(loss), state
 
     def lowered(self, shapes: tuple[Any, Any, StageInput]) -> jax.stages.Lowered:
-        """Return the lowered step for arguments of these shapes, which come from `MeshProgram.shapes`."""
+        """Lower the step for `shapes`, the result of `MeshProgram.shapes`, and return it."""
         trained, fixed, batch = shapes
         state = TrainingState(trained, [list(trained) for _ in range(self._rule.num_states)], fixed)
         return self._jitted.lower(state, batch, jax.ShapeDtypeStruct((), jnp.int32, sharding=batch.key.sharding))
@@ -143,11 +143,18 @@ class JaxTraining:
                 yield example_of(self.model, self.balance.batch, seed=self._seed, step=step)
 
     def step(self, state: TrainingState, inputs: Any, targets: Any, number: int) -> tuple[float, TrainingState]:
-        """Return loss and next state; arguments as for `TrainingStep.run`."""
+        """Run one step on a mini-batch of torch's tensors; return the loss and the next state.
+
+        Args:
+            state: State before the step.
+            inputs: Inputs of the mini-batch.
+            targets: Targets of the mini-batch.
+            number: Index of the step, from 0.
+        """
         return self._step.run(state, *self.pipeline.batch(inputs, targets), number)
 
     def save(self, state: TrainingState, path: str) -> None:
-        """Write trained parameters and buffers as one state dict: safetensors by suffix, else `torch.save`.
+        """Write trained parameters and buffers as one state dict, as `.safetensors` or else with `torch.save`.
 
         Raises:
             FileError: The file cannot be written.
@@ -156,7 +163,7 @@ class JaxTraining:
         with torch.no_grad():
             for name, array in self.pipeline.by_name(state.trained).items():
                 parameters[name].copy_(torch.from_numpy(array.astype("float32")))
-        write_weights(whole_state(self._built), path)  # first: the host may have no room for what follows
+        write_weights(whole_state(self._built), path)  # before the host may run out of memory in the estimation
         estimated = self._estimate_statistics()
         if estimated:
             write_weights(whole_state(self._built), path)
@@ -164,10 +171,10 @@ class JaxTraining:
         print(f"wrote {path}{text}", flush=True)
 
     def compiled_memory(self) -> CompiledMemory:
-        """Return the memory that the step needs on the requested chips, by the compiler.
+        """Return the memory that the step needs on the requested chips, as the compiler reports it.
 
         Raises:
-            OutOfMemoryError: The step needs more than they have.
+            OutOfMemoryError: The step needs more memory than the chips have.
         """
         memory = compiled(self._step.lowered(self.pipeline.shapes())).memory_analysis()
         # The state is an argument, and a result in the same memory.
@@ -175,14 +182,14 @@ class JaxTraining:
         return CompiledMemory(held, memory.temp_size_in_bytes)
 
     def print_memory(self, predicted_bytes: int, plan_bytes: int) -> ExitCode:
-        """Compile the step for the requested chips, and print needed memory, prediction and whether it fits.
+        """Compile the step for the requested chips; print its memory, the prediction, and whether the step fits.
 
         Args:
             predicted_bytes: Predicted memory of every device.
             plan_bytes: Memory limit of the plan.
 
         Returns:
-            `NO` if the program needs more than the plan's memory limit, or than the chip has for programs.
+            `NO` if the program needs more memory than the plan's limit or than the chip has for programs; else `OK`.
         """
         try:
             needed = self.compiled_memory()
@@ -194,7 +201,7 @@ class JaxTraining:
         return code
 
     def _estimate_statistics(self) -> int:
-        """Estimate running statistics; return the number of batch normalization layers."""
+        """Estimate the running statistics of the built model; return the number of batch normalization layers."""
         layers = collecting_layers(self._built)
         if not layers:
             return 0

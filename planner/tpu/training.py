@@ -27,7 +27,7 @@ __all__ = ["CompiledMemory", "JaxArguments", "fit_report", "jax_arguments", "jax
 
 @dataclass(frozen=True, kw_only=True)
 class JaxArguments:
-    """Command-line arguments of an emitted script."""
+    """Command-line arguments of an emitted `train_jax.py`."""
 
     steps: int
     seed: int
@@ -38,26 +38,27 @@ class JaxArguments:
 
 
 class CompiledMemory(NamedTuple):
-    """Memory that every device of a program needs, in bytes."""
+    """Memory that a program needs on every device, in bytes."""
 
     held: int
     """Parameters, optimizer state, and the mini-batch."""
     temporary: int
+    """Arrays that exist only during a step."""
 
 
 def fit_report(
     needed: CompiledMemory, predicted_bytes: int, *, plan_bytes: int, chip: Accelerator
 ) -> tuple[str, ExitCode]:
-    """Compare the memory of a compiled program with the plan's memory limit and the chip.
+    """Compare the memory of a compiled program with the plan's memory limit and with the chip's memory.
 
     Args:
-        needed: Memory by the compiler.
+        needed: Memory of every device, as the compiler reports it.
         predicted_bytes: Predicted memory of every device.
         plan_bytes: Memory limit of the plan.
-        chip: The chip.
+        chip: Chip for which the program was compiled.
 
     Returns:
-        The text, and `OK` or `NO`.
+        The report as text, and `OK` if the program fits, else `NO`.
     """
     total = needed.held + needed.temporary
     limit_bytes, whose = chip.memory_bytes, f"the memory that programs can use on a {chip.name}"
@@ -67,7 +68,7 @@ def fit_report(
     text = (
         f"every device: {format_bytes(total)} (parameters, optimizer and data {format_bytes(needed.held)}, "
         f"temporaries {format_bytes(needed.temporary)})\n"
-        f"predicted: {format_bytes(predicted_bytes)}, {predicted_bytes / total:.2f} of that\n"
+        f"predicted: {format_bytes(predicted_bytes)}, {predicted_bytes / total:.2f} times the compiled memory\n"
         f"{'fits' if fits else 'does not fit'}: {whose} is {format_bytes(limit_bytes)}"
     )
     return text, ExitCode.OK if fits else ExitCode.NO
@@ -94,7 +95,7 @@ def jax_arguments(description: str | None, *, steps: int, seed: int) -> JaxArgum
         "--compile",
         metavar="v2",
         choices=CHIPS,
-        help="only compile for this TPU, which need not be attached; does it fit?",
+        help="only compile for this TPU, which need not be attached, and report whether the program fits",
     )
     parser.add_argument("--weights", metavar="FILE", help="start from a state dict of the whole model")
     parser.add_argument("--save", metavar="FILE", help="write the trained weights; .pt or .safetensors")
@@ -106,7 +107,7 @@ def jax_arguments(description: str | None, *, steps: int, seed: int) -> JaxArgum
 
 @contextmanager
 def jax_training(balance_path: str | Path, options: JaxArguments) -> "Iterator[JaxTraining]":
-    """Provide a plan's program with the model file's optimizer inside a `with` block.
+    """Provide the training of a plan as one JAX program inside a `with` block, with the model file's optimizer.
 
     A `PlannerError` ends the process with its message and exit code 2, for example if the model or the plan cannot run
     as one JAX program, or the extra `tpu` is not installed.

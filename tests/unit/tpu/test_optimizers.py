@@ -53,7 +53,7 @@ def test_steps_are_torchs(build: Builder) -> None:
         (OPTIMIZERS["adafactor"], "does not support the optimizer Adafactor"),
         (of(torch.optim.Adam, amsgrad=True), "does not support the optimizer Adam with amsgrad"),
         (lambda parameters: torch.optim.SGD([{"params": [p]} for p in parameters], lr=0.1), "SGD has several"),
-        (lambda parameters: torch.optim.SGD([next(iter(parameters))], lr=0.1), "SGD has some of them"),
+        (lambda parameters: torch.optim.SGD([next(iter(parameters))], lr=0.1), "SGD has only some of them"),
     ],
 )
 def test_other_optimizers_are_refused(build: Builder, problem: str) -> None:
