@@ -20,7 +20,7 @@ from planner.core.values.plan import Plan
 from planner.core.values.units import format_bytes
 from planner.model import in_precision, load_model
 from planner.profile import ProfilerOptions, profile_model
-from planner.tpu.extra import versions
+from planner.tpu.extra import package_versions
 
 MODELS = Path(__file__).parent.parent / "sample_models"
 GIB, GB = 2**30, 10**9
@@ -133,7 +133,7 @@ def _line(row: Row, cap: str, recompute: str, parameters: int, plan: Plan | None
 
 def main() -> None:
     """Prints the table of the models named on the command line."""
-    told = ", ".join(f"{name} {version}" for name, version in versions().items())
+    told = ", ".join(f"{name} {version}" for name, version in package_versions().items())
     print(f"# The GPipe paper's table 1, planned\n\nMade by `{shlex.join(['python', *sys.argv])}`: {told}.\n")
     print(
         "| model | dtype | cores | batch | cap | recompute | M | answer | parameters, 12 B each | paper | "

@@ -31,7 +31,7 @@ from planner.model import LoadedModel, in_precision, load_model
 from planner.profile import ProfilerOptions, profile_model
 from planner.profile.structure import find_chain
 from planner.tpu.emitter import emit
-from planner.tpu.extra import expect_no_tpu, versions
+from planner.tpu.extra import expect_no_tpu, package_versions
 from planner.tpu.program_memory import program_memory
 from planner.tpu.training import JaxArguments, jax_training
 
@@ -153,8 +153,8 @@ def compiled_bytes(loaded: LoadedModel, size: int, recompute: Recompute, micro_b
         stages=(StageBalance(index=0, recompute=recompute, layers=names),),
     )
     pipeline = JaxPipeline(loaded, chain, balance, [target_device(CHIP)])
-    jitted = jax.jit(pipeline.gradients, compiler_options=options_for(target_device(CHIP)))
-    memory = jitted.lower(*pipeline.shapes()).compile().memory_analysis()
+    jitted = jax.jit(pipeline.loss_and_gradients, compiler_options=options_for(target_device(CHIP)))
+    memory = jitted.lower(*pipeline.argument_shapes()).compile().memory_analysis()
     return _total_bytes(memory)
 
 
@@ -230,7 +230,7 @@ def lines_of_several(cases: Sequence[Case]) -> Iterator[str]:
 def main() -> None:
     """Prints the table that is asked for."""
     expect_no_tpu()
-    told = ", ".join(f"{name} {version}" for name, version in versions().items())
+    told = ", ".join(f"{name} {version}" for name, version in package_versions().items())
     print(f"Made by `python benchmarks/tpu_composition.py {' '.join(sys.argv[1:])}` for TPU {CHIP}: {told}.\n")
     match sys.argv[1:]:
         case ["several"]:

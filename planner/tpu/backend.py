@@ -35,7 +35,7 @@ from planner.profile.task import Task
 from planner.profile.timing import LayerTimes
 from planner.profile.units import Key
 from planner.tpu.compiler import Compiler
-from planner.tpu.extra import expect_no_tpu, tpu_named
+from planner.tpu.extra import chip_of_device, expect_no_tpu
 from planner.tpu.optimizers import OptimizerRule, rule_of
 from planner.tpu.outcomes import CompiledLayer
 
@@ -88,7 +88,7 @@ class CompiledBackend:
         from planner.tpu.chips import attached_tpu  # noqa: PLC0415 - jax
 
         name, memory_bytes = attached_tpu()
-        rates = rates_of(f"{_TPU}{tpu_named(name) or 'v2'}")
+        rates = rates_of(f"{_TPU}{chip_of_device(name) or 'v2'}")
         return cls(Device(kind="tpu", name=name, memory_bytes=memory_bytes), rates)
 
     def described(self) -> Device:
@@ -161,7 +161,7 @@ def _compile(jobs: Sequence[SizedUnit], task: Task, compiler: Compiler, layers: 
     """Compile distinct layers at one micro-batch size; store results in `layers` and in the task's measurements."""
     _, size = jobs[0].key
     task.steps.begin(f"{len(jobs)} layers of {size} samples", size * len(jobs))
-    for n, layer in compiler.compile([(job.unit, job.received) for job in jobs]):
+    for n, layer in compiler.compile_layers([(job.unit, job.received) for job in jobs]):
         layers[jobs[n].key] = layer
         task.measurements.memory[jobs[n].key] = layer.detail()
         task.steps.end(jobs[n].unit.name, size)
@@ -265,7 +265,7 @@ def _optimizer_costs(records: Records, compiler: Compiler, rule: OptimizerRule) 
     digests = [digest for digest, parameters in trained.items() if parameters]
     names, parameters = [units[digest].name for digest in digests], [trained[digest] for digest in digests]
     costs = dict.fromkeys(trained, OptimizerCost())
-    for n, step in compiler.steps(names, parameters, rule):
+    for n, step in compiler.compile_steps(names, parameters, rule):
         state_bytes = rule.num_states * sum(parameter.nbytes for parameter in parameters[n])
         costs[digests[n]] = OptimizerCost(state_bytes=state_bytes, peak_bytes=step.peak_bytes, step_us=step.step_us)
     return costs

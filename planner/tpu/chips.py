@@ -26,7 +26,7 @@ def attached_tpu() -> tuple[str, int]:
     return device.device_kind, (device.memory_stats() or {}).get("bytes_limit", 0)
 
 
-def named_chips(name: str, num: int) -> list[jax.Device]:
+def chip_devices(name: str, num: int) -> list[jax.Device]:
     """Return `num` neighboring devices of a kind of TPU such as `v2`, which need not be attached.
 
     Raises:
@@ -45,10 +45,10 @@ def named_chips(name: str, num: int) -> list[jax.Device]:
 
 def target_device(chip: str) -> jax.Device:
     """Return a device of a chip such as `v2`, which need not be attached; if `chip` is empty, JAX's first device."""
-    return named_chips(chip, 1)[0] if chip else jax.devices()[0]
+    return chip_devices(chip, 1)[0] if chip else jax.devices()[0]
 
 
-def devices_of(platform: str | None, num: int) -> Sequence[jax.Device]:
+def platform_devices(platform: str | None, num: int) -> Sequence[jax.Device]:
     """Return the first `num` devices of a JAX platform, or of JAX's default platform if `platform` is None.
 
     Raises:

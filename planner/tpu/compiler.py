@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from planner.core.errors import ModelError
 from planner.core.values.rates import Rates
 from planner.profile.units import Unit, UnitInput
-from planner.tpu.extra import versions
+from planner.tpu.extra import package_versions
 from planner.tpu.optimizers import OptimizerRule
 from planner.tpu.outcomes import CompiledLayer, CompiledStep
 
@@ -69,7 +69,7 @@ class Compiler:
     def __init__(self, chip: str, rates: Rates, folder: Path | None, repeats: int = 10) -> None:
         self._chip, self._rates, self._folder, self._repeats = chip, rates, folder, repeats
 
-    def compile(self, jobs: Sequence[tuple[Unit, UnitInput]]) -> Iterator[tuple[int, CompiledLayer]]:
+    def compile_layers(self, jobs: Sequence[tuple[Unit, UnitInput]]) -> Iterator[tuple[int, CompiledLayer]]:
         """Yield the index and the compiled layer of each job: first the cached ones, then each as it finishes.
 
         Args:
@@ -83,7 +83,7 @@ class Compiler:
         works = [partial(self._compiled_unit, unit, received) for unit, received in jobs]
         yield from self._outcomes(CompiledLayer, [unit.name for unit, _ in jobs], described, works)
 
-    def steps(
+    def compile_steps(
         self, names: Sequence[str], parameters: Sequence[Sequence[Tensor]], rule: OptimizerRule
     ) -> Iterator[tuple[int, CompiledStep]]:
         """Yield the index and the optimizer step of each layer: first the cached ones, then each as it finishes.
@@ -118,9 +118,9 @@ class Compiler:
     def _time_us(self, program: "Program", shapes: Any) -> float:
         """Return the time measured on an attached device, else the compiler's estimate, else a roofline estimate."""
         if not self._chip:
-            from planner.tpu.programs import measured_us  # noqa: PLC0415
+            from planner.tpu.programs import measure_time_us  # noqa: PLC0415
 
-            return measured_us(program, shapes, self._repeats)
+            return measure_time_us(program, shapes, self._repeats)
         if program.seconds > 0:
             return 1e6 * program.seconds
         # Matmuls use bfloat16 unless the model sets another precision.
@@ -159,7 +159,7 @@ class Compiler:
         """Return the path of the cached result of a job with this description; None if results are not cached."""
         if self._folder is None or not self._chip:
             return None
-        decisive = [_REVISION, self._chip, *described, versions()]
+        decisive = [_REVISION, self._chip, *described, package_versions()]
         digest = hashlib.sha256(json.dumps(decisive, sort_keys=True).encode())
         return self._folder / f"{digest.hexdigest()[:32]}.json"
 

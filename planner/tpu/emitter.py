@@ -22,7 +22,7 @@ from planner.emit.layout import Layout
 from planner.emit.native import Emitted, emit_with
 from planner.emit.processes import environment
 from planner.files import relocated
-from planner.tpu.extra import tpu_named
+from planner.tpu.extra import chip_of_device
 from planner.tpu.program_memory import program_memory
 
 _SCRIPT = "train_jax.py"
@@ -59,7 +59,7 @@ def emit(
     costs = costs_at(profile, plan.micro_batch_size, extrapolate=plan.inputs.extrapolate)
     memory = program_memory(costs, Partition.of(plan, [layer.name for layer in profile.layers]))
     limit_bytes = min(stage.memory_bytes for stage in plan.stages)
-    chip = tpu_named(profile.device.name) or "v2"
+    chip = chip_of_device(profile.device.name) or "v2"
 
     def emitted_to(folder: str, note: str) -> Emitted:
         script = Path(folder, _SCRIPT)
@@ -105,7 +105,7 @@ def ask_compiler(script: Path, chip: str) -> tuple[bool, str]:
 
 def _check_can_ask(profile: Profile, refused: InfeasibleError) -> None:
     """Raise `refused` unless the TPU's compiler is installed and the profile is for a TPU that it compiles for."""
-    if profile.device.how != "compiled" or not tpu_named(profile.device.name):
+    if profile.device.how != "compiled" or not chip_of_device(profile.device.name):
         raise refused
     if absent_from("train") or absent_from("tpu"):
         more = f"the TPU's compiler could decide if the extra were installed: {command_for('tpu')}"

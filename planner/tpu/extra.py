@@ -40,7 +40,7 @@ _SETTINGS = {
 }
 
 
-def tpu_named(reported: str) -> str:
+def chip_of_device(reported: str) -> str:
     """Return the chip, such as `v2`, whose devices report this name; empty if no known chip does."""
     chips = (known for known in ACCELERATORS if known.name.startswith("tpu:") and known.matches_name(reported))
     return next((chip.name.removeprefix("tpu:") for chip in chips), "")
@@ -52,6 +52,6 @@ def expect_no_tpu() -> None:
         os.environ.setdefault(setting, value)
 
 
-def versions() -> dict[str, str]:
+def package_versions() -> dict[str, str]:
     """Return the versions of all packages that determine the compiled executables."""
     return {name: importlib.metadata.version(name) for name in ("torch", "torchax", "jax", "jaxlib", "libtpu")}

@@ -19,7 +19,7 @@ from torch.nn.utils.stateless import _reparametrize_module
 
 from planner.model.stage import ModelStage
 from planner.tpu.compiler import LacksOperatorError
-from planner.tpu.torchax_adapter import OperatorNotFound, environment, in_32_bits, shape_of
+from planner.tpu.torchax_adapter import OperatorNotFound, ignore_64_bit_warnings, jax_shape_of, torchax_environment
 
 Arrays = Mapping[str, Array]
 """JAX arrays, or their shapes, by parameter name."""
@@ -39,7 +39,7 @@ _CHEAP = frozenset((
 """JAX primitives that the compiler fuses into other operators, and pooling, which is nearly as cheap."""
 
 
-def random_key() -> jax.ShapeDtypeStruct:
+def random_key_shape() -> jax.ShapeDtypeStruct:
     """Return the shape of a random key."""
     return jax.eval_shape(lambda: jax.random.key(0))
 
@@ -75,7 +75,7 @@ def layer_function(
     Returns:
         The function of JAX arrays.
     """
-    env = environment()
+    env = torchax_environment()
     # A `ModelStage` runs the forward of the whole model, so its parameters belong to the model.
     owner = module._part.model if isinstance(module, ModelStage) else module
     places = [n for n, value in enumerate(values) if isinstance(value, Tensor)]
@@ -84,7 +84,7 @@ def layer_function(
 
     def call(state: Arrays, inputs: Sequence[Array], key: Array) -> list[Array]:
         with (
-            in_32_bits(),
+            ignore_64_bit_warnings(),
             env.override_property(prng=key),
             env,
             _reparametrize_module(owner, env.j2t_iso(dict(state)), tie_weights=True),
@@ -99,13 +99,13 @@ def layer_function(
             return [env.t2j_iso(output) for output in outputs if isinstance(output, Tensor)]
 
     named = dict(module.named_parameters())
-    trained = {name: shape_of(p) for name, p in named.items() if p.requires_grad}
-    frozen = {name: shape_of(p) for name, p in named.items() if not p.requires_grad}
+    trained = {name: jax_shape_of(p) for name, p in named.items() if p.requires_grad}
+    frozen = {name: jax_shape_of(p) for name, p in named.items() if not p.requires_grad}
     return LayerFunction(
         call=call,
         trained=trained,
-        fixed={**frozen, **{name: shape_of(buffer) for name, buffer in module.named_buffers()}},
-        inputs=tuple(map(shape_of, tensors)),
+        fixed={**frozen, **{name: jax_shape_of(buffer) for name, buffer in module.named_buffers()}},
+        inputs=tuple(map(jax_shape_of, tensors)),
         needed=tuple(tensor.requires_grad for tensor in tensors),
     )
 
@@ -144,7 +144,7 @@ class SplitFunction:
         return [residual.shape for residual in self.residuals if residual.kind == "made"]
 
 
-def halves_of(function: LayerFunction) -> SplitFunction:
+def split_layer(function: LayerFunction) -> SplitFunction:
     """Split a layer's function into forward and backward, for inputs of the shapes in `function`."""
     trained, fixed, inputs, needed = function.trained, function.fixed, function.inputs, function.needed
     wanted = [n for n, need in enumerate(needed) if need]
@@ -165,7 +165,7 @@ def halves_of(function: LayerFunction) -> SplitFunction:
         leaves, traced["tree"] = jax.tree.flatten(pull)
         return outputs, leaves
 
-    arguments = (trained, fixed, list(inputs), random_key())
+    arguments = (trained, fixed, list(inputs), random_key_shape())
     jaxpr, shapes = jax.make_jaxpr(forward, return_shape=True)(*arguments)
     plan = _plan_of(jaxpr.jaxpr, len(shapes[0]), [*sorted(trained), *sorted(fixed)], len(inputs))
 

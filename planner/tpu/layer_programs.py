@@ -11,7 +11,7 @@
 forward and backward of one micro-batch together: the compiler chooses which values to keep, and in which precision.
 
 Matmuls of a TPU take 16-bit operands unless the model sets a higher precision. The compiler stores arrays that are only
-matmul operands in 16 bits, also in loops (jax 0.10.2, libtpu 0.0.52). `readers_of` finds these arrays.
+matmul operands in 16 bits, also in loops (jax 0.10.2, libtpu 0.0.52). `matmul_operands_of` finds these arrays.
 """
 
 from collections.abc import Callable, Sequence
@@ -24,21 +24,21 @@ from jax import numpy as jnp
 from torch import Tensor
 
 from planner.tpu.compiler import OutOfMemoryError
-from planner.tpu.halves import LayerFunction, SplitFunction, halves_of, random_key
+from planner.tpu.halves import LayerFunction, SplitFunction, random_key_shape, split_layer
 from planner.tpu.optimizers import OptimizerRule
 from planner.tpu.outcomes import CompiledLayer, CompiledStep
 from planner.tpu.programs import (
     Program,
     bytes_in_loops,
     compile_program,
-    filled_between,
     kinds_in_loops,
     kinds_of_arrays,
     loop_shape,
+    make_depend_on_array,
     num_bytes,
     padded_bytes,
 )
-from planner.tpu.torchax_adapter import shape_of
+from planner.tpu.torchax_adapter import jax_shape_of
 
 Timer = Callable[[Program, Any], float]
 """Function (executable, shapes of its arguments) -> microseconds."""
@@ -52,7 +52,7 @@ def compile_layer(function: LayerFunction, device: jax.Device, time_us: Timer) -
 
     Args:
         function: The layer as a function of JAX arrays.
-        device: Device from `named_chips` or from JAX.
+        device: Device from `chip_devices` or from JAX.
         time_us: Function that returns the time of an executable.
 
     Returns:
@@ -62,8 +62,8 @@ def compile_layer(function: LayerFunction, device: jax.Device, time_us: Timer) -
         LacksOperatorError: torchax cannot translate the layer.
         OutOfMemoryError: The layer alone needs more memory than the device has.
     """
-    halves = halves_of(function)
-    state = (function.trained, function.fixed, list(function.inputs), random_key())
+    halves = split_layer(function)
+    state = (function.trained, function.fixed, list(function.inputs), random_key_shape())
     pulled = [halves.outputs[n] for n in halves.differentiable]
 
     def backward(gradients: Any, pulled: Any, *arguments: Any) -> Any:
@@ -78,7 +78,7 @@ def compile_layer(function: LayerFunction, device: jax.Device, time_us: Timer) -
 
     def apart(gradients: Any, pulled: Any, *arguments: Any) -> Any:
         outputs, created = halves.forward(*arguments)
-        return backward(gradients, filled_between(outputs, pulled, filling), *arguments, outputs, created)
+        return backward(gradients, make_depend_on_array(outputs, pulled, filling), *arguments, outputs, created)
 
     forward = compile_program(halves.forward, state, device)
     arguments = (function.trained, pulled, *state, halves.outputs, halves.made_shapes)
@@ -101,13 +101,13 @@ def compile_step(parameters: Sequence[Tensor], rule: OptimizerRule, device: jax.
     Args:
         parameters: Parameters, of which only shape and dtype matter.
         rule: Rule of the optimizer.
-        device: Device from `named_chips` or from JAX.
+        device: Device from `chip_devices` or from JAX.
         time_us: Function that returns the time of an executable.
 
     Returns:
         The compiled step.
     """
-    shapes = list(map(shape_of, parameters))
+    shapes = list(map(jax_shape_of, parameters))
 
     def step(parameters: Any, states: Any, gradients: Any, number: Any) -> Any:
         updated = [rule.update(*of_one, number) for of_one in zip(parameters, gradients, states, strict=True)]
@@ -126,7 +126,7 @@ def compile_step(parameters: Sequence[Tensor], rule: OptimizerRule, device: jax.
 def _layer_of(
     function: LayerFunction, halves: SplitFunction, programs: Sequence[Program], times_us: Sequence[float]
 ) -> CompiledLayer:
-    forward, readers, trained = programs[0], readers_of(function, halves), list(function.trained.values())
+    forward, readers, trained = programs[0], matmul_operands_of(function, halves), list(function.trained.values())
     inputs = tuple(map(padded_bytes, function.inputs))
     laid_out = forward.arguments[-1 - len(function.inputs) : -1]
     read = {(residual.kind, residual.index) for residual in halves.residuals}
@@ -186,7 +186,7 @@ _LOOPS: Final = frozenset(("cond", "scan", "while"))
 
 
 @dataclass(frozen=True, kw_only=True)
-class Readers:
+class MatmulOperands:
     """Flags of a layer's arrays that are only matmul operands, which the compiler stores in 16 instead of 32 bits."""
 
     received: tuple[bool, ...]
@@ -199,12 +199,12 @@ class Readers:
     """True for other residuals that the backward reads only as matmul operands."""
 
 
-def readers_of(function: LayerFunction, halves: SplitFunction) -> Readers:
+def matmul_operands_of(function: LayerFunction, halves: SplitFunction) -> MatmulOperands:
     """Find the arrays of a layer that are only matmul operands."""
-    state = (function.trained, function.fixed, list(function.inputs), random_key())
+    state = (function.trained, function.fixed, list(function.inputs), random_key_shape())
     pulled = [halves.outputs[n] for n in halves.differentiable]
-    forward = read_by_products(jax.make_jaxpr(halves.forward)(*state).jaxpr)
-    backward = read_by_products(
+    forward = find_matmul_operands(jax.make_jaxpr(halves.forward)(*state).jaxpr)
+    backward = find_matmul_operands(
         jax.make_jaxpr(halves.backward)(state, halves.outputs, halves.made_shapes, pulled).jaxpr
     )
     first = len(function.trained) + len(function.fixed)
@@ -212,7 +212,7 @@ def readers_of(function: LayerFunction, halves: SplitFunction) -> Readers:
     outputs = slice(inputs.stop + 1, inputs.stop + 1 + len(halves.outputs))  # after the random key
     made = slice(outputs.stop, outputs.stop + len(halves.made_shapes))
     both = zip(forward[inputs], backward[inputs], strict=True)
-    return Readers(
+    return MatmulOperands(
         received=tuple(a and b for a, b in both),
         inputs=tuple(backward[inputs]),
         outputs=tuple(backward[outputs]),
@@ -220,7 +220,7 @@ def readers_of(function: LayerFunction, halves: SplitFunction) -> Readers:
     )
 
 
-def read_by_products(jaxpr: jax.extend.core.Jaxpr, results: Sequence[bool] | None = None) -> list[bool]:
+def find_matmul_operands(jaxpr: jax.extend.core.Jaxpr, results: Sequence[bool] | None = None) -> list[bool]:
     """Find the arguments of a traced function that are only matmul operands.
 
     Args:
@@ -259,7 +259,7 @@ def _read_in(eqn: Any, results: Sequence[bool]) -> list[bool]:
     if len(called) == 1:
         body = getattr(called[0], "jaxpr", called[0])
         if (len(body.invars), len(body.outvars)) == (num, len(results)) and name not in _LOOPS:
-            return read_by_products(body, results)
+            return find_matmul_operands(body, results)
     return [False] * num
 
 

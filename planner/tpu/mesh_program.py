@@ -21,9 +21,9 @@ import numpy as np
 from jax import Array, lax
 from jax import numpy as jnp
 
-from planner.tpu.halves import random_key
-from planner.tpu.places import are_vectors, slots_for
-from planner.tpu.programs import in_rows, loop_shape, num_bytes
+from planner.tpu.halves import random_key_shape
+from planner.tpu.places import needs_vectors, slots_for
+from planner.tpu.programs import loop_shape, num_bytes, tiled_shape
 from planner.tpu.stage import JaxStage, StageInput, State
 
 _Kind = tuple[tuple[int, ...], jnp.dtype]
@@ -49,11 +49,11 @@ class Packing:
         counts = slots_for(Counter[_Kind]((tuple(s.shape), s.dtype) for s in stage) for stage in self._held)
         self.shapes = [jax.ShapeDtypeStruct(*kind) for kind in counts.elements()]
         most_bytes = max((sum(map(num_bytes, stage)) for stage in self._held), default=0)
-        self._flat = are_vectors(sum(map(num_bytes, self.shapes)), most_bytes)
+        self._flat = needs_vectors(sum(map(num_bytes, self.shapes)), most_bytes)
         if self._flat:
             dtypes = sorted({shape.dtype for stage in self._stages for shape in stage}, key=str)
             lengths = {dtype: max(self._length(stage, dtype) for stage in self._stages) for dtype in dtypes}
-            shaped = _vector if in_loops else in_rows
+            shaped = _vector if in_loops else tiled_shape
             self.shapes = [jax.ShapeDtypeStruct(shaped(lengths[dtype]), dtype) for dtype in dtypes]
 
     def pack(self, stage: int, arrays: Sequence[Array], numpy: ModuleType = jnp) -> list[Array]:
@@ -162,7 +162,7 @@ class MeshProgram:
         self.edges = Packing([[], *(stage.inputs for stage in stages[1:])], in_loops=True)
         self.gradient_edges = Packing([[], *(_floating(stage.inputs) for stage in stages[1:])], in_loops=True)
 
-    def placed(self, packing: Packing, stages: Sequence[Sequence[Any]]) -> list[Array]:
+    def place_on_devices(self, packing: Packing, stages: Sequence[Sequence[Any]]) -> list[Array]:
         """Pack every stage's numpy arrays and copy them to its device; results have the stage as first dimension."""
         packed = [packing.pack(k, arrays, np) for k, arrays in enumerate(stages)]
         return [
@@ -170,17 +170,17 @@ class MeshProgram:
             for n in range(len(packing.shapes))
         ]
 
-    def everywhere(self, arrays: Iterable[Any]) -> list[Array]:
+    def copy_to_all_devices(self, arrays: Iterable[Any]) -> list[Array]:
         """Copy numpy arrays to every device."""
         return [jax.device_put(array, self._sharding()) for array in arrays]
 
-    def unpacked(self, packing: Packing, packed: Arrays) -> list[list[Any]]:
+    def copy_to_host(self, packing: Packing, packed: Arrays) -> list[list[Any]]:
         """Copy packed arrays to the host, and return every stage's arrays in their original shapes."""
         arrays = [jax.device_get(array) for array in packed]
         return [packing.unpack(k, [array[k] for array in arrays]) for k in range(self.num_stages)]
 
-    def shapes(self, inputs: Shapes, targets: Shapes) -> tuple[Shapes, Shapes, StageInput]:
-        """Return shapes and shardings of the arguments of `gradients`.
+    def argument_shapes(self, inputs: Shapes, targets: Shapes) -> tuple[Shapes, Shapes, StageInput]:
+        """Return shapes and shardings of the arguments of `loss_and_gradients`.
 
         Args:
             inputs: Shapes of a micro-batch's inputs.
@@ -194,10 +194,10 @@ class MeshProgram:
         def data(shapes: Shapes) -> list[jax.ShapeDtypeStruct]:
             return [jax.ShapeDtypeStruct((self.micro_batches, *s.shape), s.dtype, sharding=everywhere) for s in shapes]
 
-        key = jax.ShapeDtypeStruct(random_key().shape, random_key().dtype, sharding=everywhere)
+        key = jax.ShapeDtypeStruct(random_key_shape().shape, random_key_shape().dtype, sharding=everywhere)
         return packed(self.trained), packed(self.fixed), StageInput(data(inputs), data(targets), key)
 
-    def gradients(self, trained: Arrays, fixed: Arrays, batch: StageInput) -> tuple[Array, list[Array]]:
+    def loss_and_gradients(self, trained: Arrays, fixed: Arrays, batch: StageInput) -> tuple[Array, list[Array]]:
         """Compute the loss and the gradients of a mini-batch; callers compile this function with `jax.jit`.
 
         Args:

@@ -17,10 +17,10 @@ from planner.model.chain import Chain, Layer
 from planner.model.label_counts import label_count
 from planner.model.load import LoadedModel
 from planner.model.stage import ModelStage
-from planner.tpu.halves import LayerFunction, halves_of, layer_function
+from planner.tpu.halves import LayerFunction, layer_function, split_layer
 from planner.tpu.mesh_program import MeshProgram
-from planner.tpu.stage import JaxStage, LayerHalves
-from planner.tpu.torchax_adapter import shape_of, torch_like
+from planner.tpu.stage import JaxStage, StageLayer
+from planner.tpu.torchax_adapter import jax_shape_of, torch_like
 
 
 class JaxPipeline:
@@ -37,16 +37,20 @@ class JaxPipeline:
         self._counted_labels = loaded.counted_labels
         self._chain, self._cuts = chain, list(pairwise(accumulate(balance.balance, initial=0)))
         batch = loaded.example_batch(balance.batch // balance.micro_batches)
-        self._inputs, self._targets = ([shape_of(tensor) for tensor in tensors_of(nest)] for nest in batch)
+        self._inputs, self._targets = ([jax_shape_of(tensor) for tensor in tensors_of(nest)] for nest in batch)
         self.program = MeshProgram(_stages(loaded, chain, balance, batch), devices, balance.micro_batches)
-        self.gradients = self.program.gradients
+        self.loss_and_gradients = self.program.loss_and_gradients
 
     def parameters(self) -> tuple[list[Any], list[Any]]:
         """Return trained parameters, then frozen parameters and buffers: packed, with the stage as first dimension."""
         program = self.program
         return (
-            program.placed(program.trained, [self._state(k, stage.trained) for k, stage in enumerate(program.stages)]),
-            program.placed(program.fixed, [self._state(k, stage.fixed) for k, stage in enumerate(program.stages)]),
+            program.place_on_devices(
+                program.trained, [self._state(k, stage.trained) for k, stage in enumerate(program.stages)]
+            ),
+            program.place_on_devices(
+                program.fixed, [self._state(k, stage.fixed) for k, stage in enumerate(program.stages)]
+            ),
         )
 
     def batch(self, inputs: Any, targets: Any) -> tuple[list[Any], list[Any]]:
@@ -66,13 +70,13 @@ class JaxPipeline:
                 )
         return self._split(inputs), self._split(targets)
 
-    def shapes(self) -> tuple[Any, ...]:
-        """Return shapes and shardings of the arguments of `gradients`."""
-        return self.program.shapes(self._inputs, self._targets)
+    def argument_shapes(self) -> tuple[Any, ...]:
+        """Return shapes and shardings of the arguments of `loss_and_gradients`."""
+        return self.program.argument_shapes(self._inputs, self._targets)
 
-    def by_name(self, packed: Sequence[Any]) -> dict[str, Any]:
+    def arrays_by_name(self, packed: Sequence[Any]) -> dict[str, Any]:
         """Return packed trained parameters, or their gradients, as numpy arrays by their names in the model."""
-        arrays = self.program.unpacked(self.program.trained, packed)
+        arrays = self.program.copy_to_host(self.program.trained, packed)
         stages = zip(self.program.stages, arrays, strict=True)
         return {name: array for stage, held in stages for name, array in zip(stage.trained, held, strict=True)}
 
@@ -83,7 +87,7 @@ class JaxPipeline:
 
     def _split(self, value: Any) -> list[Any]:
         pieces = (tensor.reshape(self.program.micro_batches, -1, *tensor.shape[1:]) for tensor in tensors_of(value))
-        return self.program.everywhere(map(_as_numpy, pieces))
+        return self.program.copy_to_all_devices(map(_as_numpy, pieces))
 
 
 def _check(loaded: LoadedModel, balance: Balance) -> None:
@@ -110,9 +114,9 @@ def _stages(loaded: LoadedModel, chain: Chain, balance: Balance, batch: Any) -> 
         for layer in chain.layers[number : number + len(cut.layers)]:
             last = number == len(chain.layers) - 1
             function, after = _function(loaded, layer, values, nest, targets=batch.targets if last else None, last=last)
-            halves = halves_of(function)
+            halves = split_layer(function)
             names = _stage_names(layer, k, owners)
-            layers.append(LayerHalves(number, names, function, halves, layer.name in cut.recomputed))
+            layers.append(StageLayer(number, names, function, halves, layer.name in cut.recomputed))
             nest, places = after()
             tensors = [torch_like(shape) for shape in halves.outputs]
             values = [tensors[n] if isinstance(n, int) else n[0] for n in places]
@@ -187,4 +191,4 @@ def _tensors(layer: Layer) -> dict[str, Tensor]:
 def _as_numpy(tensor: Tensor) -> Any:
     # numpy itself has no bfloat16.
     held = tensor.detach().cpu()
-    return np.asarray(held.float() if held.dtype == torch.bfloat16 else held, shape_of(tensor).dtype)
+    return np.asarray(held.float() if held.dtype == torch.bfloat16 else held, jax_shape_of(tensor).dtype)

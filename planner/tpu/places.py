@@ -25,14 +25,14 @@ def slots_for(stages: Iterable[Mapping[_Kind, int]]) -> Counter[_Kind]:
     return places
 
 
-def are_vectors(places_bytes: float, largest_bytes: float) -> bool:
+def needs_vectors(slots_bytes: float, largest_bytes: float) -> bool:
     """Return True if vectors must be used, because slots waste too much memory.
 
     Args:
-        places_bytes: Bytes of all slots, without padding.
+        slots_bytes: Bytes of all slots, without padding.
         largest_bytes: Bytes of the arrays of the largest stage, without padding.
     """
-    return places_bytes > MOST_ROOM * largest_bytes
+    return slots_bytes > MOST_ROOM * largest_bytes
 
 
 class SharedSlots(NamedTuple):
@@ -55,7 +55,7 @@ def shared_slots(stages: Sequence[Sequence[ArrayKind]]) -> SharedSlots:
     arrays = list(chain.from_iterable(stages))
     plain_bytes = {array.kind: array.plain_bytes for array in arrays}
     places = slots_for(counts)
-    if not are_vectors(_sum(places, plain_bytes), max(_sum(count, plain_bytes) for count in counts)):
+    if not needs_vectors(_sum(places, plain_bytes), max(_sum(count, plain_bytes) for count in counts)):
         return SharedSlots(sum(_loop_bytes(stages, kind) for kind in places) / fullest, are_vectors=False)
     longest: dict[str, int] = {}
     for count in counts:

@@ -39,7 +39,7 @@ from planner.core.schedule import GPIPE
 from planner.core.values.plan import Recompute, StageMemory
 from planner.core.values.profile import ArrayKind
 from planner.tpu.places import shared_slots
-from planner.tpu.stage_memory import LoopMemory, ProgramArrays, Programs
+from planner.tpu.stage_memory import CompiledLayerMemory, CompiledStageMemory, ProgramArrays
 
 _GAPS = 1.1
 """Memory of a forward or backward in one program of all stages, divided by the memory of the stage alone."""
@@ -75,7 +75,7 @@ def program_memory(costs: ChainCosts, partition: Partition) -> StageMemory:
     Complexity: O(L).
     """
     programs = costs.law
-    if not isinstance(programs, Programs) or not programs.arrays:
+    if not isinstance(programs, CompiledLayerMemory) or not programs.arrays:
         raise UsageError(
             "the profile does not record what layers need in one compiled program",
             hint="profile for a TPU, which need not be attached: `gpipe-plan profile MODEL --device tpu:v2`",
@@ -181,8 +181,8 @@ def _program_parts(
     recomputed: Collection[int] = (),
 ) -> _ProgramParts:
     s, _ = one_stage(costs, first, end, micro_batches=micro_batches, recompute=recompute, recomputed=recomputed)
-    assert isinstance(costs.law, Programs)
-    assert isinstance(s.law, LoopMemory)
+    assert isinstance(costs.law, CompiledLayerMemory)
+    assert isinstance(s.law, CompiledStageMemory)
     programs, stage, keeps = costs.law, slice(first, end), recompute in _KEEPING
     nothing = np.zeros_like(s.saved)
     kept = s.saved if keeps else nothing

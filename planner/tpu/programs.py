@@ -17,7 +17,7 @@ from planner.core.values.profile import ArrayKind
 from planner.tpu.compiler import OutOfMemoryError
 
 _ROW = 1024
-"""Number of columns of the large array that `filled_between` makes."""
+"""Number of columns of the large array that `make_depend_on_array` makes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,7 +51,7 @@ def options_for(device: jax.Device) -> dict[str, str]:
     return {"xla_tpu_buffer_assignment_algorithm": "BEST_OF_SPATIAL_TEMPORAL"}
 
 
-def compiled(lowered: Any) -> Any:
+def compile_lowered(lowered: Any) -> Any:
     """Compile a lowered program.
 
     Raises:
@@ -73,7 +73,7 @@ def compile_program(
     Args:
         function: Function of nests of JAX arrays.
         shapes: Shapes of its arguments.
-        device: Device from `named_chips` or from JAX.
+        device: Device from `chip_devices` or from JAX.
         donated: Indices of arguments whose memory the executable may reuse for results.
 
     Returns:
@@ -87,7 +87,7 @@ def compile_program(
     with warnings.catch_warnings():
         # Donated memory that cannot be reused is harmless.
         warnings.filterwarnings("ignore", message="Some donated buffers were not usable")
-        executable = compiled(jitted.lower(*shapes))
+        executable = compile_lowered(jitted.lower(*shapes))
     memory, cost = executable.memory_analysis(), executable.cost_analysis() or {}
     return Program(
         arguments=laid_out_sizes(shapes, executable.input_formats[0]),
@@ -102,7 +102,7 @@ def compile_program(
     )
 
 
-def filled_between(outputs: Sequence[Any], gradients: Sequence[Any], num_bytes: int) -> list[Any]:
+def make_depend_on_array(outputs: Sequence[Any], gradients: Sequence[Any], num_bytes: int) -> list[Any]:
     """Make gradients depend on a large array, so that the compiled program must store the array before the backward.
 
     Args:
@@ -119,7 +119,7 @@ def filled_between(outputs: Sequence[Any], gradients: Sequence[Any], num_bytes: 
     return [gradient + jnp.sum(filling).astype(gradient.dtype) for gradient in gradients]
 
 
-def measured_us(program: Program, shapes: Any, repeats: int) -> float:
+def measure_time_us(program: Program, shapes: Any, repeats: int) -> float:
     """Return the median time of several runs of an executable on its device, in microseconds.
 
     Args:
@@ -164,7 +164,7 @@ def padded_bytes(shape: jax.ShapeDtypeStruct) -> int:
     return min((_padded_bytes(shape, order, _TILE) for order in orders), default=_padded_bytes(shape, axes, _TILE))
 
 
-def in_rows(length: int) -> tuple[int, int]:
+def tiled_shape(length: int) -> tuple[int, int]:
     """Return the shape (rows, columns) that has at least `length` elements and fills whole tiles of a TPU's memory."""
     rows, columns = _TILE
     return -(-length // (rows * columns)) * rows, columns
@@ -175,7 +175,7 @@ def loop_shape(shape: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
 
     For example, images with few channels and columns take several times their bytes in any order of their axes.
     """
-    rows = jax.ShapeDtypeStruct(in_rows(math.prod(shape.shape)), shape.dtype)
+    rows = jax.ShapeDtypeStruct(tiled_shape(math.prod(shape.shape)), shape.dtype)
     worth = _WORTH_OF_32_BITS if shape.dtype == "float32" else _WORTH
     return rows if padded_bytes(shape) >= worth * num_bytes(rows) else shape
 
@@ -192,20 +192,20 @@ def kinds_of_arrays(shapes: Sequence[jax.ShapeDtypeStruct], sizes: Sequence[int]
 
 
 def kinds_in_loops(
-    shapes: Sequence[jax.ShapeDtypeStruct], sizes: Sequence[int], read_by_products: Sequence[bool]
+    shapes: Sequence[jax.ShapeDtypeStruct], sizes: Sequence[int], only_matmul_operands: Sequence[bool]
 ) -> tuple[ArrayKind, ...]:
     """Return the kind of each array as loops store it (`loop_shape`); 32-bit matmul operands take half their bytes.
 
     Args:
         shapes: Shapes of the arrays.
         sizes: Bytes of the arrays in their own shapes.
-        read_by_products: True for arrays that are only matmul operands.
+        only_matmul_operands: True for arrays that are only matmul operands.
 
     Returns:
         One kind per array.
     """
     kinds = []
-    for shape, size, narrow in zip(shapes, sizes, read_by_products, strict=True):
+    for shape, size, narrow in zip(shapes, sizes, only_matmul_operands, strict=True):
         held, held_bytes = loop_shape(shape), bytes_in_loops(shape, size)
         is_halved = narrow and held is shape and shape.dtype == "float32"
         kinds.append(_kind_of_array(held, held_bytes, held_bytes // 2 if is_halved else held_bytes))

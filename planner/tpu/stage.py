@@ -29,7 +29,7 @@ class StageInput(NamedTuple):
 
 
 @dataclass(frozen=True)
-class LayerHalves:
+class StageLayer:
     """Layer of a stage, with the names that the layer's parameters and buffers have in the stage."""
 
     number: int
@@ -57,7 +57,7 @@ class JaxStage:
         recompute: Whether the stage keeps only its input for backward.
     """
 
-    def __init__(self, layers: Sequence[LayerHalves], num_inputs: int, *, recompute: bool) -> None:
+    def __init__(self, layers: Sequence[StageLayer], num_inputs: int, *, recompute: bool) -> None:
         self._layers, self._recompute = layers, recompute
         self.inputs = list(layers[0].function.inputs[:num_inputs])
         self.outputs = list(layers[-1].halves.outputs)

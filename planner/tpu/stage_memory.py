@@ -37,7 +37,7 @@ class ProgramArrays(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Programs:
+class CompiledLayerMemory:
     """Memory of each layer within one executable, in bytes, including gaps between arrays; shape (L,) for L layers."""
 
     carried: FloatArray
@@ -60,10 +60,10 @@ class Programs:
     arrays: tuple[ProgramArrays, ...]
     """Arrays of each layer at the nearest profiled size; empty if the profile does not list them."""
 
-    def in_stages(self, window: Window, micro_batches: int) -> "LoopMemory":
+    def in_stages(self, window: Window, micro_batches: int) -> "CompiledStageMemory":
         """Return the memory of all stages of a window, from the memory of their layers."""
         carried_before = sums_before(self.carried)[window.firsts][:, None]
-        return LoopMemory(
+        return CompiledStageMemory(
             straight=window.highest(self.level[window.columns]) - carried_before,
             narrowed=window.sums(self.narrowed) + micro_batches * window.sums(self.narrowed_input),
             padding=window.sums(self.padding) + window.sums(self.laid_out),
@@ -72,7 +72,7 @@ class Programs:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class LoopMemory:
+class CompiledStageMemory:
     """Memory of stages that are compiled as one executable each, in bytes, in addition to the fields of `Stages`."""
 
     straight: FloatArray
@@ -121,19 +121,19 @@ def compiled_costs(layers: Sequence[LayerProfile], n: int) -> SizeCosts:
     return replace(
         plain,
         boundaries=replace(plain.boundaries, input=received),
-        law=_programs(programs, plain.levels.saved),
+        law=_layer_memory(programs, plain.levels.saved),
         target=float(programs[-1].target_bytes),
     )
 
 
-def _programs(programs: Sequence[ProgramMemory], saved: FloatArray) -> Programs:
+def _layer_memory(programs: Sequence[ProgramMemory], saved: FloatArray) -> CompiledLayerMemory:
     def each(size: Callable[[ProgramMemory], float]) -> FloatArray:
         return _GAPS * np.array([size(program) for program in programs], dtype=float)
 
     carried = each(lambda program: program.carried_bytes)
     reshaped = np.array([program.reshaped_bytes for program in programs], dtype=float)
     arrays = tuple(ProgramArrays(program.trained, program.kept, program.received) for program in programs)
-    return Programs(
+    return CompiledLayerMemory(
         carried=carried,
         level=sums_before(carried)[:-1] + each(lambda program: program.peak_bytes),
         narrowed=each(lambda program: program.narrowed_bytes),

@@ -66,7 +66,7 @@ torchax.device_module.stream = nullcontext
 torchax.device_module.is_available = lambda: False
 
 
-def shape_of(tensor: Tensor) -> jax.ShapeDtypeStruct:
+def jax_shape_of(tensor: Tensor) -> jax.ShapeDtypeStruct:
     """Return a tensor's shape and dtype in JAX, where 64-bit integers have 32 bits."""
     return jax.ShapeDtypeStruct(tuple(tensor.shape), jax.dtypes.canonicalize_dtype(mappings.t2j_dtype(tensor.dtype)))
 
@@ -78,7 +78,7 @@ def torch_like(shape: jax.ShapeDtypeStruct) -> Tensor:
 
 
 @contextmanager
-def in_32_bits() -> Iterator[None]:
+def ignore_64_bit_warnings() -> Iterator[None]:
     """Suppress JAX's warnings that 64-bit integers become 32-bit integers."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Explicitly requested dtype")
@@ -86,7 +86,7 @@ def in_32_bits() -> Iterator[None]:
 
 
 @cache
-def environment() -> torchax.tensor.Environment:
+def torchax_environment() -> torchax.tensor.Environment:
     """Return the environment that translates torch's operators to JAX."""
     return _Environment()
 

@@ -29,12 +29,12 @@ from planner.model.batch_norm import BatchStatistics
 from planner.model.calling import arguments_of
 from planner.model.precision import converted
 from planner.model.state import collecting_layers
-from planner.tpu.chips import devices_of, named_chips
+from planner.tpu.chips import chip_devices, platform_devices
 from planner.tpu.compiler import OutOfMemoryError
 from planner.tpu.mesh_program import MeshProgram
 from planner.tpu.optimizers import OptimizerRule, rule_of
 from planner.tpu.pipeline import JaxPipeline
-from planner.tpu.programs import compiled, options_for
+from planner.tpu.programs import compile_lowered, options_for
 from planner.tpu.stage import StageInput
 from planner.tpu.training import CompiledMemory, JaxArguments, fit_report
 
@@ -79,14 +79,14 @@ class TrainingStep:
         return float(loss), state
 
     def lowered(self, shapes: tuple[Any, Any, StageInput]) -> jax.stages.Lowered:
-        """Lower the step for `shapes`, the result of `MeshProgram.shapes`, and return it."""
+        """Lower the step for `shapes`, the result of `MeshProgram.argument_shapes`, and return it."""
         trained, fixed, batch = shapes
         state = TrainingState(trained, [list(trained) for _ in range(self._rule.num_states)], fixed)
         return self._jitted.lower(state, batch, jax.ShapeDtypeStruct((), jnp.int32, sharding=batch.key.sharding))
 
     def _step(self, state: TrainingState, batch: StageInput, number: Array) -> tuple[Array, TrainingState]:
         batch = batch._replace(key=jax.random.fold_in(batch.key, number))
-        loss, gradients = self._program.gradients(state.trained, state.fixed, batch)
+        loss, gradients = self._program.loss_and_gradients(state.trained, state.fixed, batch)
         columns = [
             self._rule.update(parameter, gradient, [column[n] for column in state.optimizer], number + 1)
             for n, (parameter, gradient) in enumerate(zip(state.trained, gradients, strict=True))
@@ -123,9 +123,9 @@ class JaxTraining:
                 print(f"cast on loading {how.weights}: {', '.join(casts)}", flush=True)
         rule = rule_of(self.model.build_optimizer, list(built.parameters()))
         devices = (
-            named_chips(how.compile, self.balance.num_stages)
+            chip_devices(how.compile, self.balance.num_stages)
             if how.compile
-            else devices_of(how.device, self.balance.num_stages)
+            else platform_devices(how.device, self.balance.num_stages)
         )
         self.pipeline = JaxPipeline(self.model, layers, self.balance, devices)
         self._step = TrainingStep(self.pipeline.program, rule, how.seed)
@@ -161,7 +161,7 @@ class JaxTraining:
         """
         parameters = dict(self._built.named_parameters(remove_duplicate=False))
         with torch.no_grad():
-            for name, array in self.pipeline.by_name(state.trained).items():
+            for name, array in self.pipeline.arrays_by_name(state.trained).items():
                 parameters[name].copy_(torch.from_numpy(array.astype("float32")))
         write_weights(whole_state(self._built), path)  # before the host may run out of memory in the estimation
         estimated = self._estimate_statistics()
@@ -176,7 +176,7 @@ class JaxTraining:
         Raises:
             OutOfMemoryError: The step needs more memory than the chips have.
         """
-        memory = compiled(self._step.lowered(self.pipeline.shapes())).memory_analysis()
+        memory = compile_lowered(self._step.lowered(self.pipeline.argument_shapes())).memory_analysis()
         # The state is an argument, and a result in the same memory.
         held = memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
         return CompiledMemory(held, memory.temp_size_in_bytes)

@@ -137,7 +137,7 @@ def test_weights_go_in_and_out(
 
     from planner.tpu import trainer
 
-    monkeypatch.setattr(trainer, "devices_of", lambda _, num: jax.devices()[:num])
+    monkeypatch.setattr(trainer, "platform_devices", lambda _, num: jax.devices()[:num])
     write_model(tmp_path, NORMALISED)
     write_balance(Case(model=tmp_path / "model.py", balance=(1, 3), micro_batches=2), tmp_path / "balance.yaml")
     first = _one_step(tmp_path, seed=1, save="first.safetensors")

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from planner.tpu.extra import tpu_named
+from planner.tpu.extra import chip_of_device
 
 
 @pytest.mark.slow
@@ -22,4 +22,4 @@ def test_jax_is_imported_by_those_who_compile_alone() -> None:
 )
 def test_a_tpu_is_known_by_the_name_it_reports(reported: str, chip: str) -> None:
     """As programs are compiled for it; other devices are none."""
-    assert tpu_named(reported) == chip
+    assert chip_of_device(reported) == chip

@@ -52,10 +52,10 @@ def test_what_products_alone_read(function: Callable[[Any, Any], Any], narrow: l
     """At once, behind what moves numbers, and in functions that are called once."""
     import jax
 
-    from planner.tpu.layer_programs import read_by_products
+    from planner.tpu.layer_programs import find_matmul_operands
 
     square = jax.ShapeDtypeStruct((4, 4), "float32")
-    assert read_by_products(jax.make_jaxpr(function)(square, square).jaxpr) == narrow
+    assert find_matmul_operands(jax.make_jaxpr(function)(square, square).jaxpr) == narrow
 
 
 class Residual(nn.Module):
@@ -83,13 +83,13 @@ def test_what_layers_read() -> None:
 
     A backward of the residual layer reads its input for the gradient of the weights alone.
     """
-    from planner.tpu.halves import halves_of
-    from planner.tpu.layer_programs import readers_of
+    from planner.tpu.halves import split_layer
+    from planner.tpu.layer_programs import matmul_operands_of
 
     loaded = model()
     chain, lean = find_chain(loaded, torch.device("cpu"))
     units, inputs = trace_units(chain, loaded, (4,), torch.device("cpu"), ghosts=lean)
     functions = [unit_function(unit, inputs[unit.digest, 4]) for unit in units]
-    readers = [readers_of(function, halves_of(function)) for function in functions]
+    readers = [matmul_operands_of(function, split_layer(function)) for function in functions]
     assert [reader.received[0] for reader in readers] == [True, False, False, True]
     assert [reader.inputs[0] for reader in readers] == [True, False, True, True]

@@ -129,7 +129,7 @@ def agrees(
     pipeline = JaxPipeline(loaded, loaded.chain(model), balance, jax.devices()[: len(balance.balance)])
     inputs, targets = loaded.example_batch(8)
     trained, fixed = pipeline.parameters()
-    step = jax.jit(pipeline.gradients, compiler_options=options)
+    step = jax.jit(pipeline.loss_and_gradients, compiler_options=options)
     loss, packed = step(trained, fixed, StageInput(*pipeline.batch(inputs, targets), jax.random.key(0)))
     model.zero_grad()
     expected = torch.zeros(())
@@ -138,7 +138,7 @@ def agrees(
         part.backward()
         expected += part.detach()
     assert float(loss) == pytest.approx(expected.item(), rel=1e-4)
-    gradients = pipeline.by_name(packed)
+    gradients = pipeline.arrays_by_name(packed)
     wanted_names = {name for name, p in model.named_parameters() if p.requires_grad}
     assert set(gradients) == wanted_names
     for name, parameter in model.named_parameters():

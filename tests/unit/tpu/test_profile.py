@@ -127,7 +127,7 @@ def test_the_optimizers_step_is_what_the_compiler_says(tmp_path: Path, monkeypat
     parameters = [nn.Parameter(torch.empty(3))]
 
     def steps_of(build: Builder) -> dict[int, CompiledStep]:
-        return dict(compiler.steps("abc", jobs, rule_of(build, parameters)))
+        return dict(compiler.compile_steps("abc", jobs, rule_of(build, parameters)))
 
     found = steps_of(OPTIMIZERS["adamw"])
     assert len(compiled) == 2
@@ -218,17 +218,17 @@ def test_what_was_compiled_is_remembered(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(layer_programs, "compile_program", counted)
     monkeypatch.setattr(tpu, "_num_workers", lambda _: 1)
     remembering = Compiler("v2", rates_of("tpu:v2"), tmp_path)
-    interrupted = remembering.compile(jobs)
+    interrupted = remembering.compile_layers(jobs)
     begun = dict([next(interrupted)])
     interrupted.close()
     assert len(compiled) == 4
-    finished = dict(remembering.compile(jobs))
+    finished = dict(remembering.compile_layers(jobs))
     assert len(compiled) == 8
-    assert dict(remembering.compile(jobs)) == finished
+    assert dict(remembering.compile_layers(jobs)) == finished
     assert len(compiled) == 8
     assert finished[0] == begun[0]
     # Another chip is another matter.
-    dict(Compiler("v3", rates_of("tpu:v3"), tmp_path).compile(jobs[:1]))
+    dict(Compiler("v3", rates_of("tpu:v3"), tmp_path).compile_layers(jobs[:1]))
     assert len(compiled) == 12
 
 
@@ -261,7 +261,7 @@ def test_a_layer_that_fails_to_compile_keeps_the_traceback_of_its_process(monkey
     ((_, problem),) = tpu._worked_off([work], num_workers=1)
     assert pickle.loads(pickle.dumps(problem)).args == problem.args
     with pytest.raises(ModelError, match="cannot be compiled for the TPU: IndexError: tuple index") as failed:
-        dict(compiler.compile([(units[0], inputs[units[0].digest, 8])]))
+        dict(compiler.compile_layers([(units[0], inputs[units[0].digest, 8])]))
     assert "in fails_here" in "".join(traceback.format_exception(failed.value))
 
 
@@ -272,7 +272,7 @@ def test_an_attached_device_is_timed() -> None:
     chain, lean = find_chain(loaded, torch.device("cpu"))
     units, inputs = trace_units(chain, loaded, (8,), torch.device("cpu"), ghosts=lean)
     compiler = Compiler("", rates_of("tpu:v2"), None, repeats=3)
-    found = dict(compiler.compile([(unit, inputs[unit.digest, 8]) for unit in units]))
+    found = dict(compiler.compile_layers([(unit, inputs[unit.digest, 8]) for unit in units]))
     assert all(layer.forward_us > 0 and layer.backward_us > 0 for layer in found.values())
     assert [array.bytes for array in found[0].made_kinds] == [4 * 8 * 512]
 

@@ -17,11 +17,11 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.skipif(find_spec("torchax") is None, reason="needs the extra: pip install 'gpipe-plan[tpu]'")
 
 
-def halves_of(function: "LayerFunction") -> "SplitFunction":
+def split_layer(function: "LayerFunction") -> "SplitFunction":
     """The bridge's, which imports jax, and is imported late: other tests in this process start processes."""
     from planner.tpu import halves
 
-    return halves.halves_of(function)
+    return halves.split_layer(function)
 
 
 def function_of(module: nn.Module, *inputs: Tensor) -> "LayerFunction":
@@ -45,7 +45,7 @@ def through(module: nn.Module, *inputs: Tensor) -> tuple["SplitFunction", list[A
     import jax
 
     function = function_of(module, *inputs)
-    halves = halves_of(function)
+    halves = split_layer(function)
     state = {**dict(module.named_parameters()), **dict(module.named_buffers())}
     trained = {name: array(state[name]) for name in function.trained}
     fixed = {name: array(state[name]) for name in function.fixed}
@@ -90,7 +90,7 @@ def test_the_halves_are_the_layer() -> None:
 def test_what_is_cheap_is_computed_again() -> None:
     """Of linear, ReLU, linear the first product is kept: no ReLU, no mask, no parameter, and the input is no news."""
     layer = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 4))
-    halves = halves_of(function_of(layer, torch.randn(5, 8, requires_grad=True)))
+    halves = split_layer(function_of(layer, torch.randn(5, 8, requires_grad=True)))
     assert [tuple(shape.shape) for shape in halves.made_shapes] == [(5, 32)]
     assert {residual.kind for residual in halves.residuals} == {"state", "input", "made"}
 
@@ -119,7 +119,7 @@ def test_chance_is_the_keys() -> None:
     import jax
 
     function = function_of(nn.Dropout(0.5), torch.ones(64, requires_grad=True))
-    halves = halves_of(function)
+    halves = split_layer(function)
     ones = array(torch.ones(64))
     given = ({}, {}, [ones], jax.random.key(3))
     outputs, made = halves.forward(*given)
