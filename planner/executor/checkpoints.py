@@ -1,16 +1,16 @@
-"""Checkpoints of a run: each rank stores its part under the names of the model, so that any plan can resume it.
+"""Checkpoints of a run: each rank stores its tensors under their names in the model, so any plan can resume the run.
 
     DIR/step-00000100/              one checkpoint: after 100 optimizer steps
-        rank-00000.safetensors      tensors of a rank, and its state as JSON: options, random states, place in the data
-        checkpoint.json             index: what the checkpoint is, which file has which tensor, and digests of the files
+        rank-00000.safetensors      tensors of a rank; its other state as JSON: options, random states, data position
+        checkpoint.json             index: run and plan, the file of each tensor, and digests of the files
 
-A checkpoint is written into a hidden folder and renamed when every rank has written its file, so a folder called
-`step-…` is always whole (`saved`). It says which run wrote it; a folder is of one run, and of one job at a time
-(`run_folder`). Replicas hold the same tensors, which the first replica stores. A tied weight is stored by each stage
-that has it, so that a rank need not open another stage's file.
+A checkpoint is written into a hidden folder, which is renamed when every rank has written its file. So a folder called
+`step-…` is always complete (`saved`). The index names the run that wrote the checkpoint. All checkpoints of a folder
+belong to one run, and one job at a time writes them (`run_folder`). Replicas hold the same tensors, so only the first
+replica stores them. A tied weight is stored by each of its stages, so that a rank need not open another stage's file.
 
-Under the plan that wrote the checkpoint, a stage resumes bit for bit. Under another plan, it finds its parameters and
-their optimizer state by name. It takes the rest, which is the same on all ranks, from the first rank.
+Under the plan that wrote the checkpoint, a run resumes bit for bit. Under another plan, a stage finds its parameters
+and their optimizer state by name. All other state is equal on all ranks, and is read from the first rank's file.
 """
 
 import json
@@ -52,24 +52,24 @@ _NO_ROOM = "free space, then use `--resume auto`"
 
 
 class Checkpoints:
-    """Checkpoints of a run, which restore it when made and then save it; every rank makes one after the optimizer.
+    """Writer of a run's checkpoints; resumes the run when it is created. Every rank creates one, after the optimizer.
 
     Args:
         pipeline: The pipeline.
         optimizer: Optimizer of this stage's parameters.
-        folder: Folder of the checkpoints; None saves nothing.
+        folder: Folder of the checkpoints; None to save nothing.
         every: Steps between two checkpoints; the last step is saved as well.
         keep: Number of newest checkpoints to keep.
-        resume: A checkpoint, a folder of them, or `auto`: the latest in `folder`, if there is any. In a folder, the
-            latest readable one is used.
-        weights: A state dict to start from, if nothing is resumed (`planner.executor.keep.weights.load_weights`).
-        steps: Steps of the whole run.
-        others: Further objects to save by name, with `state_dict` and `load_state_dict`, such as a learning-rate
-            schedule. The same on every rank.
+        resume: A checkpoint, a folder of checkpoints, or `auto` for `folder`. Of a folder, the latest readable
+            checkpoint is resumed. With `auto`, a new run begins if the folder has no checkpoint.
+        weights: File of a state dict from which a new run starts (`planner.executor.keep.weights.load_weights`).
+        steps: Number of steps of the whole run.
+        stateful: Further objects to save and restore by name, such as a learning-rate schedule. Each has `state_dict`
+            and `load_state_dict`. Every rank passes the same objects.
 
     Raises:
-        UsageError: The resumed or loaded state does not fit the model; or `folder` belongs to another run or job.
-        FileError: It cannot be read.
+        UsageError: The checkpoint or the weights do not fit the model, or `folder` belongs to another run or job.
+        FileError: The checkpoint or the weights cannot be read.
     """
 
     def __init__(
@@ -97,14 +97,14 @@ class Checkpoints:
         self._pending: CheckpointWriter | None = None
         pipeline.position.at("opening the checkpoints", waits_for=STORE)
         self._exchange = Exchange(pipeline.rank, dist.get_world_size())
-        # Saved in a thread, from a copy in host memory. On the CPU the copy would take memory that the plan needs.
+        # On a GPU, a thread saves from a copy in host memory. On a CPU, the copy would take memory that the plan needs.
         self._is_async = kind_of(pipeline.device).has_own_memory
         self._pruner = ThreadPoolExecutor(1, thread_name_prefix="prune")
         self._pruning: Future[None] | None = None
         self._place = RunFolder(folder, rank=pipeline.rank, exchange=self._exchange, tell=self._tell)
         self._folder = self._place.path
         if self._folder is not None:
-            self._stored()  # refuses state that cannot be saved; checked again after the first step
+            self._stored()  # raise an error now if some state cannot be saved; checked again after the first step
         pipeline.at_close.append(self._release)
         candidates = self._place.candidates(resume)
         pipeline.position.at("reading a checkpoint")
@@ -118,15 +118,18 @@ class Checkpoints:
         pipeline.position.at("between steps")
 
     def step_done(self) -> None:
-        """Save if it is time, and end the script if a signal requested it; call it after every step."""
+        """Save a checkpoint if one is due; if a signal requested the end, save and end the script.
+
+        Call this method after every step.
+        """
         if self._folder is None:
             return
-        if not self._is_checked:  # loaders and optimizers have no state before
+        if not self._is_checked:  # loaders and optimizers have no state before the first step
             self._stored()
             self._is_checked = True
         step, signalled = self._pipeline.step_index, 0
         if self._watch is not None:
-            # Replicas synchronize only at the end of each step, so one may have begun the next before another.
+            # Replicas synchronize only at the end of a step, so a replica may begin the next step before another one.
             signalled = self._watch.stops_after(step, steps_ahead=2 if self._pipeline.place.num_replicas > 1 else 1)
         is_end = bool(signalled) or step == self._steps
         if is_end or step % self._every == 0:
@@ -146,9 +149,9 @@ class Checkpoints:
             raise Stopped(128 + signalled)
 
     def close(self) -> None:
-        """Save the end of a run whose loop ended before `steps` steps were done, for example by early stopping.
+        """Save the state at the end of the loop, which may end before `steps` steps, for example by early stopping.
 
-        `pipeline_script` calls it at the end of its block. Other loops must call it after their last step.
+        `pipeline_script` calls this method at the end of its block. Other scripts must call it after their last step.
         """
         step = self._pipeline.step_index
         if self._folder is None:
@@ -164,7 +167,7 @@ class Checkpoints:
             raise self._failed
 
     def save(self) -> None:
-        """Save now. If that fails, the run continues with a warning, and keeps its checkpoints."""
+        """Save a checkpoint of the current step. If this fails, a warning is printed, and the run continues."""
         assert self._folder is not None
         self.finish()
         step = self._pipeline.step_index
@@ -201,16 +204,16 @@ class Checkpoints:
             return
         self._failed = None
         if self._pipeline.rank == 0:
-            # In a thread: a checkpoint has a file per rank, and removing one may take seconds.
+            # In a thread, because a checkpoint has a file per rank, and removing it may take seconds.
             self._pruning = self._pruner.submit(prune, self._folder, self._place.lineage, self._keep)
 
     # Private methods: saving
 
     def _stored(self) -> RankState:
-        """Return the state that this rank stores.
+        """Return the state and the tensors that this rank stores in a checkpoint.
 
         Raises:
-            UsageError: A state holds an object that is neither data nor a tensor.
+            UsageError: Some state contains an object that JSON and tensors cannot represent.
         """
         pipeline = self._pipeline
         names, of_device = pipeline.first_names, kind_of(pipeline.device).generator
@@ -233,7 +236,7 @@ class Checkpoints:
         )
 
     def _end(self) -> None:
-        """Wait for all pending work, before this process may end."""
+        """Wait until the pending checkpoint is written and old ones are removed, so that this process may end."""
         self.finish()
         if self._pruning is not None:
             self._pruning.result()
@@ -245,7 +248,7 @@ class Checkpoints:
         self._place.release()
 
     def _index(self) -> CheckpointIndex:
-        """Return the index of a checkpoint of the current step, without the files."""
+        """Return the index of a checkpoint of the current step, in which files and tensors are still missing."""
         balance = self._pipeline.balance
         return CheckpointIndex(
             branches=self._place.lineage.branches,
@@ -288,7 +291,7 @@ class Checkpoints:
     # Private methods: resuming
 
     def _begin_with(self, weights: str) -> None:
-        """Load weights, and report casts on any rank."""
+        """Load the initial weights, and report which types were cast on any rank."""
         pipeline = self._pipeline
         own = begin_with_weights(weights, pipeline.named_tensors(), pipeline.first_names)
         cast = json.loads(self._exchange.decided(json.dumps(own), _union))
@@ -296,7 +299,7 @@ class Checkpoints:
             self._tell(f"cast on loading {weights}: {', '.join(cast)}")
 
     def _resume(self, candidates: list[Path]) -> None:
-        """Resume from the first of the candidates that every rank can read."""
+        """Resume from the first candidate that every rank can read."""
         problems: list[_Problem] = []
         for source in candidates:
             problem, held = None, None
@@ -304,7 +307,7 @@ class Checkpoints:
                 held = read_checkpoint(source, self._pipeline, self._optimizer)
             except (UsageError, ModelError):
                 raise
-            except Exception as error:  # of any kind: an older checkpoint may be whole
+            except Exception as error:  # of any kind: an older checkpoint may be readable
                 problem = _problem(error, source)
             first = json.loads(self._exchange.decided(json.dumps(problem), _first_problem))
             if first is None:
@@ -325,7 +328,7 @@ class Checkpoints:
         restored("the optimizer", partial(self._optimizer.restore, checkpoint.optimizer_state), checkpoint.groups, path)
         self._restore_others(state["others"], path)
         restored("the pipeline", pipeline.load_state_dict, state["pipeline"], path)
-        # Outside of steps every rank draws the same under any plan.
+        # Outside of steps, all ranks draw the same random numbers under any plan.
         restored("the random numbers", lambda s: HostStates.from_plain(s).restore(), state["random"], path)
         of_device = kind_of(pipeline.device).generator
         if state["device_random"] is not None and of_device is not None:
@@ -356,7 +359,7 @@ class _Problem(NamedTuple):
 
 
 def _union(reports: Sequence[str]) -> str:
-    """Return the casts that any rank reports, each once."""
+    """Return the casts that the ranks report, without repetition."""
     return json.dumps(sorted({cast for report in reports for cast in json.loads(report)}))
 
 

@@ -1,4 +1,4 @@
-"""Describe one process of a job: its plan, its place among the processes, and the way it joins them."""
+"""Describe one process of a job (plan, device, position in the pipeline), and join it to the other processes."""
 
 import os
 from collections.abc import Mapping
@@ -29,14 +29,14 @@ from planner.model.precision import reload_model
 
 @dataclass(frozen=True, kw_only=True)
 class RankJob:
-    """Work and place of this process; known without the other processes."""
+    """Plan, device and position of this process, which are known before it communicates with other processes."""
 
     balance: Balance
     seed: int
     place: ProcessPlace
     device: torch.device
     position: Position
-    """Receives what this process does and waits for."""
+    """Record of what this process is doing and waiting for, for error messages."""
     watch: Watch | None
     check_nan: bool = False
     """True if every output and gradient must be finite, not only the loss."""
@@ -50,20 +50,20 @@ class RankJob:
 def job_of(
     source: str | Path | Balance, *, seed: int, device: str | None, watch: Watch | None, check_nan: bool = False
 ) -> RankJob:
-    """Return the job of this process, by its rank from `torchrun` or from an existing process group.
+    """Return the job of this process, whose rank is set by `torchrun` or by an existing process group.
 
     Args:
         source: Balance configuration, or its path.
         seed: Seed of the run.
-        device: Name of a device; None for the plan's.
-        watch: Watch of this process, if any.
-        check_nan: Whether every output and gradient must be finite, not only the loss.
+        device: Name of the device to use; None for the device of the plan.
+        watch: Watch of this process; None if other ranks need not be watched.
+        check_nan: Whether to check that every output and gradient is finite, not only the loss.
 
     Returns:
         The job.
 
     Raises:
-        UsageError: The number of processes is not what the plan needs, or the device is missing.
+        UsageError: The plan needs another number of processes, or the device is missing.
     """
     rank, num_processes = rank_here()
     balance = source if isinstance(source, Balance) else _planned(Path(source), num_processes)
@@ -81,26 +81,34 @@ def job_of(
 
 
 def _planned(path: Path, num_processes: int) -> Balance:
-    """Return the balance at `path`, or the file next to it for the number of processes that were started."""
+    """Return the balance at `path`, or the balance next to it that was planned for `num_processes` processes."""
     balance = read_balance(str(path))
     return read_balance(str(cuts_path(path, num_processes))) if num_processes in balance.smaller else balance
 
 
 def load_planned(balance: Balance, folder: Path) -> LoadedModel:
-    """Load the model of a balance configuration in `folder`, in the planned precision."""
+    """Load the model that a balance configuration names, in the planned precision.
+
+    Args:
+        balance: The balance configuration.
+        folder: Folder of the balance configuration; the model's path is relative to it.
+
+    Returns:
+        The loaded model.
+    """
     path, colon, entry = balance.model.source.rpartition(":")
     source = f"{os.path.relpath(folder / path)}{colon}{entry}"
     return reload_model(source, balance.model, balance.dtype, optimizer=balance.optimizer)
 
 
 def join(job: RankJob, timeout_s: float) -> bool:
-    """Wait for the other processes, and make the default process group with them, unless there is one.
+    """Wait for the other processes, and initialize the default process group unless it exists.
 
     Returns:
-        True if the group was made here, and the caller must destroy it.
+        True if this call initialized the group, so that the caller must destroy it.
 
     Raises:
-        UsageError: A process has another plan, seed, device or torch than the first.
+        UsageError: A process has another plan, seed, device or torch version than the first one.
     """
     job.position.at("joining the others", waits_for=ANY)
     backend = kind_of(job.device).communication
@@ -146,7 +154,7 @@ def _device_of_rank(name: str) -> torch.device:
 
 
 def _difference(must_agree: Mapping[str, Any]) -> UsageError | None:
-    """Return the error for the first of these values that differs between ranks, or None; keys are their names."""
+    """Return an error that names the first value in `must_agree` that differs between ranks; None if all are equal."""
     everybody: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everybody, dict(must_agree))
     for what, value in everybody[0].items():

@@ -1,4 +1,4 @@
-"""Provide the mini-batches of a run: this process's part of each, and the tensors that enter its stages."""
+"""Provide the mini-batches of a run: this process's part of each mini-batch, and the tensors that enter its stages."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice, starmap
@@ -23,7 +23,7 @@ _META = torch.device("meta")
 
 
 class MiniBatches:
-    """Training data of a process: the model's data or examples, or a user's loader."""
+    """Training data of a process: the model's own data, example mini-batches, or a user's loader."""
 
     def __init__(self, job: RankJob, model: LoadedModel) -> None:
         self._job, self._model = job, model
@@ -33,7 +33,7 @@ class MiniBatches:
         self._first: BatchDigest | None = None
         """Digest of the first mini-batch of this process, or of the first one after a resume."""
         self.is_compared = False
-        """True if that digest was compared with the other ranks'."""
+        """True if the digest of the first mini-batch was compared with those of other ranks."""
 
     def between(self, begin: int, end: int, loader: Iterable[Any] | None = None) -> Iterator[Batch]:
         """Yield this rank's parts of the mini-batches of steps `begin` to `end - 1`; see `Pipeline.batches`.
@@ -41,10 +41,10 @@ class MiniBatches:
         Args:
             begin: First step.
             end: Step after the last.
-            loader: Loader of the user's; None for the model's data.
+            loader: The user's loader; None for the model's data.
 
         Raises:
-            UsageError: A resumed run continues within a loader, and there is none or another one.
+            UsageError: A resumed run continues in the middle of a loader's epoch, but `loader` is None or another one.
         """
         drawn: Iterator[Any]
         if loader is not None and check_sampler(loader, self._job.place):
@@ -64,7 +64,7 @@ class MiniBatches:
         yield from starmap(self.own_part, drawn)  # no variable may hold a whole mini-batch through its step
 
     def example(self, step: int) -> Batch:
-        """Return the example mini-batch of a step, which depends on seed and step alone."""
+        """Return the example mini-batch of a step, which depends only on seed and step."""
         return example_of(self._model, self._job.balance.batch, seed=self._job.seed, step=step)
 
     def own_part(self, inputs: Any, targets: Any) -> Batch:
@@ -85,7 +85,7 @@ class MiniBatches:
         return self._needed(*batch)
 
     def _needed(self, inputs: Any, targets: Any) -> Batch:
-        """Return a replica's part of a mini-batch, with meta tensors for what this rank does not need."""
+        """Return a replica's part of a mini-batch, in which tensors that this rank does not need are meta tensors."""
         place = self._job.place
         self._note(Batch(inputs, targets), is_whole=False)
         if not place.is_first:
@@ -99,17 +99,17 @@ class MiniBatches:
         """Compare the first mini-batch over all ranks; every rank must call it before its first step.
 
         Raises:
-            UsageError: A rank has other inputs or targets than another one.
+            UsageError: Two ranks have different inputs or targets.
         """
         self.is_compared = True
         if self._first is not None:
             check_same_batch(self._first)
 
     def parts(self, batch: Batch) -> Iterator[MiniBatchPart]:
-        """Yield the parts of this replica's mini-batch.
+        """Yield the parts of this replica's mini-batch; each part has micro-batches of equal size.
 
         Raises:
-            UsageError: It is larger than planned.
+            UsageError: The mini-batch is larger than planned.
         """
         balance = self._job.balance
         self._note(batch, is_whole=False)
@@ -118,7 +118,7 @@ class MiniBatches:
         if planned < size <= balance.batch:
             raise UsageError(
                 f"got a mini-batch of {size} samples for a pipeline that is one of {balance.replicas}",
-                hint="give each its own part: `inputs, targets = pipeline.own_part(inputs, targets)`",
+                hint="give each pipeline its own part: `inputs, targets = pipeline.own_part(inputs, targets)`",
             )
         if size > planned:
             raise UsageError(
@@ -133,7 +133,10 @@ class MiniBatches:
         return list(parts_of(batch, size_of(batch) or self._job.balance.replica_batch, self._job.micro_batch_size))
 
     def counts(self, parts: Sequence[MiniBatchPart]) -> list[float]:
-        """Return the number of items that the loss of each micro-batch averages over; empty without the last stage."""
+        """Return the number of items that each micro-batch's loss averages over; empty without the last stage.
+
+        Items are samples, labels, or what the model's `loss_count` counts.
+        """
         if not self._job.place.is_last:
             return []
         if self._model.loss_count is not None:
@@ -158,11 +161,11 @@ class MiniBatches:
         return [target if weight else UNCOUNTED for target, weight in zip(targets, weights, strict=True)]
 
     def state_dict(self) -> Mapping[str, Any] | None:
-        """Return the state of the loader, for a checkpoint; None without one."""
+        """Return the state of the loader, for a checkpoint; None if there is no loader."""
         return self._loader.state_dict() if self._loader is not None else self._loader_state
 
     def load_state_dict(self, state: Any) -> None:
-        """Restore the state from `state_dict`, once there is the loader."""
+        """Store the loader state of a checkpoint, which is restored when the script passes its loader."""
         self._loader_state = checked_state(state)
         self._first, self.is_compared = None, False
 
@@ -178,7 +181,7 @@ class MiniBatches:
             self._loader = Loader(loader, self._job.seed)
             if self._loader_state is not None:
                 self._loader.load_state_dict(self._loader_state)
-            elif begin:  # of a checkpoint that was written without it
+            elif begin:  # the checkpoint was written without a loader: skip the batches of earlier steps
                 next(islice(self._loader, begin - 1, None), None)
             self._loader_state = None
         return iter(self._loader)

@@ -1,4 +1,4 @@
-"""Train a model as a pipeline: this process runs a stage of it, or several under interleaved 1F1B."""
+"""Train a model as a pipeline, of which this process runs one stage, or several under schedules such as interleaved."""
 
 import gc
 import sys
@@ -37,21 +37,22 @@ if TYPE_CHECKING:
 
 
 class Pipeline:
-    """Process of the pipelines that a `balance.yaml` describes; every rank of the job makes one.
+    """Stages of this process in the pipeline that a `balance.yaml` describes; every rank of the job makes a `Pipeline`.
 
     Args:
         balance_path: The balance configuration, as `gpipe-plan emit` writes it.
         seed: Seed of initial parameters, example batches and dropout.
-        device: Device to use instead of the plan's.
+        device: Device to use instead of the device in the plan.
         timeout_s: Seconds after which a transfer fails.
-        check_nan: Whether every output and gradient must be finite, not only the loss; waits for the device.
-        watch: Watch of this process, if any.
-        on_step: Called on rank 0 after every step, after the block and outside the step's time.
-        built: The loaded model and its structure, if the caller has them; otherwise they are loaded from the balance's
-            model.
+        check_nan: Whether to check that every output and gradient is finite, not only the loss. Each check waits for
+            the device.
+        watch: Watch of this process; None if other ranks need not be watched.
+        on_step: Called on rank 0 after every step, when the step's block has ended. Its time does not count.
+        built: The model and its structure, if the caller has loaded them; None to load the model that the balance
+            configuration names.
 
     Raises:
-        UsageError: The number of processes is not what the plan needs, or the device is missing.
+        UsageError: The plan needs another number of processes, or the device is missing.
         ModelError: The model is not the one that was planned.
     """
 
@@ -78,7 +79,7 @@ class Pipeline:
         torch.set_num_threads(job.balance.threads)
         if built is None and not kind_of(job.device).has_own_memory:
             keep_freed_memory()
-        # Before anything that counts as this process's memory.
+        # The recorder must exist before this process allocates memory.
         self._recorder = Recorder(job.device)
         self._is_joined = False
         try:
@@ -90,9 +91,9 @@ class Pipeline:
             job.position.at("building the model")
             self._mini_batches = MiniBatches(job, self.model)
             self._assembly = Assembly(job, self.model, groups, self._recorder, structure=structure)
-            # Failed attempts to find or build layers may be in cycles with their errors, and keep the whole model.
+            # Errors of failed attempts to build layers may refer to the whole model in reference cycles.
             gc.collect()
-            # Later draws of the script (the order of its data) are the same on every rank.
+            # Random numbers that the script draws later (the order of its data) are equal on every rank.
             seed_process(seed * 1_000_003 + 7919)
             self._trainer = Trainer(job, self._assembly, self._mini_batches, on_step)
             self.modules = self._assembly.modules
@@ -112,17 +113,17 @@ class Pipeline:
 
     @property
     def is_first(self) -> bool:
-        """True if this rank runs the first stage, in any replica."""
+        """True if this rank runs the first stage of its replica."""
         return self.place.is_first
 
     @property
     def is_last(self) -> bool:
-        """True if this rank runs the last stage, in any replica."""
+        """True if this rank runs the last stage of its replica."""
         return self.place.is_last
 
     @property
     def step_index(self) -> int:
-        """Steps since training began, including earlier processes: random draws of a step depend on it."""
+        """Number of steps since training began, before any resume; it determines the random draws of the next step."""
         return self._trainer.step_index
 
     @step_index.setter
@@ -131,21 +132,23 @@ class Pipeline:
 
     @property
     def skipped(self) -> bool:
-        """True if the gradients of the last step overflowed (`fp16-mixed`) and were dropped, on all stages."""
+        """True if the last step changed no parameters, because gradients overflowed in float16 (`fp16-mixed`)."""
         return self._trainer.skipped
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Return this rank's parameters with the names they have in the whole model; each once."""
+        """Return this rank's parameters with their names in the whole model; a tied parameter is returned once."""
         return self._assembly.named_parameters()
 
     def optimizer(self, build: Callable[[Iterable[Tensor]], torch.optim.Optimizer]) -> torch.optim.Optimizer:
         """Return the optimizer that `build(model.parameters())` makes, with only this rank's parameters in its groups.
 
-        `build` gets the parameters of the whole model, in its order. Those of other ranks have a shape and no values,
-        and are removed from their groups afterwards. All ranks have the same groups, some of them empty.
+        `build` is called with the parameters of the whole model, in the model's order. Parameters of other ranks have
+        shapes but no values, and are removed from their groups afterwards. So all ranks have the same groups, but a
+        group may be empty.
 
         Raises:
-            ModelError: The step reads all parameters at once, or `build` needs the values of other ranks' parameters.
+            ModelError: The optimizer's step reads all parameters at once, or `build` needs values of parameters of
+                other ranks.
         """
         if build is not self.model.build_optimizer and self.balance.num_stages > 1:
             check_optimizer(build, self._assembly.whole_parameters, self.device)  # it was not profiled
@@ -159,11 +162,11 @@ class Pipeline:
 
     @property
     def computation(self) -> dict[str, str]:
-        """Digests of the model's code, `loss` and `layers`, which its tensors do not show."""
+        """Digests of the code of the loss (`loss`) and the layers (`layers`), to detect changes before a resume."""
         return self._assembly.computation
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of this rank for a checkpoint, without tensors."""
+        """Return this rank's state for a checkpoint, without the model's tensors."""
         return {**self._trainer.state_dict(), "loader": self._mini_batches.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -172,13 +175,13 @@ class Pipeline:
         self._mini_batches.load_state_dict(state["loader"])
 
     def batches(self, steps: int, loader: Iterable[Any] | None = None) -> Iterator[Batch]:
-        """Yield this rank's part of mini-batches until `steps` steps are done; those of earlier steps are skipped.
+        """Yield this rank's parts of the mini-batches, from the current step to the last; earlier ones are skipped.
 
         Args:
-            steps: Steps of the whole run.
-            loader: Yields whole mini-batches `(inputs, targets)`, the same on every rank. It is iterated again when it
-                ends, and continues within an epoch after a resume. By default the model's `train_batches`, else its
-                `example_batch`.
+            steps: Number of steps of the whole run.
+            loader: Iterable of whole mini-batches `(inputs, targets)`, the same on every rank. It is iterated again for
+                each epoch, and continues within an epoch after a resume. By default the model's `train_batches`, or
+                else its `example_batch`.
 
         Raises:
             UsageError: The loader is not the one that a resumed run had, or it is empty.
@@ -186,10 +189,10 @@ class Pipeline:
         yield from self._mini_batches.between(self.step_index, steps, loader)
 
     def own_part(self, inputs: Any, targets: Any) -> Batch:
-        """Return this rank's part of a mini-batch that every rank has: its replica's samples.
+        """Return this rank's part of a mini-batch that every rank has: the samples of its replica.
 
-        The first stage keeps inputs and the last stage targets. Other tensors are on the meta device, so that every
-        rank knows the same sizes.
+        The first stage keeps the inputs, and the last stage the targets. Other tensors become meta tensors, so that
+        every rank knows their sizes.
 
         Raises:
             UsageError: There are fewer samples than replicas.
@@ -197,19 +200,18 @@ class Pipeline:
         return self._mini_batches.own_part(inputs, targets)
 
     def example_batch(self, step: int) -> Batch:
-        """Return the example mini-batch of a step, which depends on seed and step alone."""
+        """Return the example mini-batch of a step, which depends only on seed and step."""
         return self._mini_batches.example(step)
 
     def step(self, inputs: Any, targets: Any) -> AbstractContextManager[float]:
-        """Run forward and backward of a mini-batch; the block then steps the optimizer, and both are timed together.
+        """Run forward and backward of a mini-batch; the `with` block must run the optimizer's step.
 
-        Yields the loss, on every rank. Loss and gradients are those of the mini-batch: the mean over its samples, or
-        over the items of `loss_count`. Gradients are added to existing ones.
+        The context's value is the loss, on every rank. Loss and gradients are means over the samples of the mini-batch,
+        or over the items that the model's `loss_count` counts. Gradients are added to existing gradients.
 
-        A mini-batch may be smaller than planned (the last one of an epoch); its last micro-batch may then be smaller.
-        With replicas every rank passes its own part (`batches`, `own_part`), and gradients and loss are those of the
-        whole. If gradients overflow under `fp16-mixed`, they are dropped on all stages, the optimizer does nothing, and
-        `skipped` is true.
+        A mini-batch may be smaller than planned, such as the last one of an epoch. With replicas, every rank passes its
+        own part (`batches`, `own_part`); gradients and loss are those of the whole mini-batch. If gradients overflow
+        under `fp16-mixed`, all stages drop their gradients, the optimizer does nothing, and `skipped` is true.
 
         Raises:
             UsageError: The mini-batch is larger than planned.
@@ -218,16 +220,16 @@ class Pipeline:
         return self.accumulate([(inputs, targets)])
 
     def accumulate(self, batches: Iterable[tuple[Any, Any]]) -> AbstractContextManager[float]:
-        """Run `step` for a mini-batch in several pieces, each of them no larger than the plan's.
+        """Run one step over several mini-batches, each at most as large as planned; see `step`.
 
-        Gradients and loss are those of all pieces together.
+        Gradients and loss are those of one mini-batch with all samples.
         """
         return self._trainer.step(batches)
 
     def clip_gradients(self, max_norm: float) -> float:
-        """Apply `torch.nn.utils.clip_grad_norm_` to the whole model.
+        """Clip the gradients of the whole model, as `torch.nn.utils.clip_grad_norm_` does for one process.
 
-        Every rank must call it, within the block of a step.
+        Every rank must call this method, within the block of a step.
 
         Returns:
             The norm of all gradients before clipping.
@@ -243,27 +245,27 @@ class Pipeline:
     def evaluate(
         self, inputs: Any, targets: Any, *, metrics: Metrics | None = None, outputs: bool = False
     ) -> float | EvaluationResult:
-        """Return the loss of a batch of any size in evaluation mode; every rank must call it.
+        """Return the loss of a batch of any size in evaluation mode; every rank must call this method.
 
         Every rank passes its part of the batch. The evaluation does not affect later training.
 
         Args:
             inputs: Inputs as in `step`.
             targets: Targets as in `step`.
-            metrics: Called with the output and the target of every micro-batch; returns numbers by name, which are
-                means over samples.
-            outputs: Whether to keep the outputs.
+            metrics: Called with the output and the target of every micro-batch. Returns numbers by name, each a mean
+                over the samples of the micro-batch.
+            outputs: Whether to return the model's outputs as well.
 
         Returns:
-            The loss, on every rank; an `EvaluationResult` with `metrics` or `outputs`.
+            The loss, on every rank; an `EvaluationResult` if `metrics` or `outputs` is given.
         """
         evaluation = self._trainer.evaluate(Batch(inputs, targets), metrics, outputs=outputs)
         return evaluation.loss if metrics is None and not outputs else evaluation
 
     def end_loop(self) -> None:
-        """Check that all ranks have ended their loops; every rank must call it after its last step.
+        """Check that all ranks have ended their training loops; every rank must call this method after its last step.
 
-        `pipeline_script`, `report` and `close` call it. A second call in a row does nothing.
+        `pipeline_script`, `report` and `close` call this method. A second call in a row does nothing.
 
         Raises:
             TrainingError: Another rank begins a step, an evaluation or a checkpoint.
@@ -271,7 +273,7 @@ class Pipeline:
         self._trainer.agree("end")
 
     def begin_checkpoint(self) -> None:
-        """Check that all ranks save a checkpoint; every rank must call it before it saves one.
+        """Check that all ranks save a checkpoint; every rank must call this method before it saves one.
 
         Raises:
             TrainingError: Another rank begins a step or an evaluation, or has ended its loop.
@@ -279,7 +281,7 @@ class Pipeline:
         self._trainer.agree("checkpoint")
 
     def report(self) -> RunReport | None:
-        """Return the report of the run on rank 0; None on others. Every rank must call it."""
+        """Return the report of the run on rank 0, and None on other ranks; every rank must call this method."""
         self.end_loop()
         self._recorder.close()
         self.position.at("the report", waits_for=ANY)
@@ -297,16 +299,16 @@ class Pipeline:
 
     @property
     def last_step_us(self) -> float:
-        """Time of the last step on this rank."""
+        """Time of the last step on this rank, in microseconds."""
         return self._recorder.step_us[-1]
 
     @property
     def last_step_samples(self) -> int:
-        """Samples of the last step, over all replicas."""
+        """Number of samples in the last step, over all replicas."""
         return self._trainer.samples[-1]
 
     def close(self) -> None:
-        """Leave the job; without an error, wait first until every rank has ended its loop and has the last loss.
+        """Leave the job. If no error is handled, first wait until every rank has ended its loop and has the last loss.
 
         Raises:
             TrainingError: Another rank begins a step, an evaluation or a checkpoint.
@@ -321,5 +323,5 @@ class Pipeline:
 
 
 def _folder_of(balance: str | Path | Balance) -> Path:
-    """Return the folder that the model's path is relative to."""
+    """Return the folder to which the model's path in a balance configuration is relative."""
     return Path() if isinstance(balance, Balance) else Path(balance).parent

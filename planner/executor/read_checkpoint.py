@@ -1,7 +1,8 @@
-"""Read a rank's part of a checkpoint: the index, its own state, and the files that hold its tensors.
+"""Read a rank's part of a checkpoint: the index, the rank's state, and the files that contain its tensors.
 
-Under the plan that wrote it, these are the index and one file; for a replica, which stores no tensors, the index and
-two. Under another plan they are the files of all stages whose layers this rank has now, and that of the first rank.
+Under the plan that wrote the checkpoint, a rank reads the index and its own file. Ranks of other replicas stored no
+tensors, so they also read the file of the first replica. Under another plan, a rank reads the files of all stages that
+had its layers, and the first rank's file.
 """
 
 from collections.abc import Callable, Mapping
@@ -27,14 +28,14 @@ class ReadCheckpoint:
     index: CheckpointIndex
     optimizer_state: Mapping[str, dict[str, Any]]
     groups: Groups
-    """Options of the optimizers of the ranks that held this rank's parameters, and of the one it continues from."""
+    """Parameter groups of the optimizers in all files that this rank opened."""
     state: Mapping[str, Any]
-    """Other state of the rank that it continues from."""
+    """Other state: random states, step, loader, and further objects of the script."""
     is_same_plan: bool
 
 
 def read_checkpoint(source: Path, pipeline: Pipeline, optimizer: OptimizerState) -> ReadCheckpoint:
-    """Read this rank's part of a checkpoint; weights are copied into the model at once.
+    """Read this rank's part of a checkpoint, and copy the weights into the model.
 
     Args:
         source: The checkpoint.
@@ -42,11 +43,11 @@ def read_checkpoint(source: Path, pipeline: Pipeline, optimizer: OptimizerState)
         optimizer: Optimizer of this rank's parameters.
 
     Returns:
-        State of this rank that is no weight: step, random states, data position and the like.
+        All state that remains to be restored: optimizer, step, random states, data position and other objects.
 
     Raises:
-        FileError: It cannot be read, or is damaged.
-        UsageError: It does not fit the model.
+        FileError: The checkpoint cannot be read, or is damaged.
+        UsageError: The checkpoint does not fit the model.
     """
     stored = StoredCheckpoint(source)
     index, place = stored.index, pipeline.place
@@ -73,16 +74,16 @@ def read_checkpoint(source: Path, pipeline: Pipeline, optimizer: OptimizerState)
 
 
 def restored(name: str, restore: Callable[[Any], Any], state: Any, path: str) -> None:
-    """Restore a part of a run.
+    """Restore one object from a checkpoint, and name the object in the error if this fails.
 
     Args:
-        name: Name of the part in messages.
-        restore: Function that restores it.
-        state: Its state.
+        name: Name of the object in messages.
+        restore: Function that restores the object from its state.
+        state: State of the object.
         path: The checkpoint.
 
     Raises:
-        FileError: The state is not accepted.
+        FileError: `restore` raised an error.
     """
     try:
         restore(state)

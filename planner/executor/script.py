@@ -1,4 +1,4 @@
-"""Functions of every emitted `train.py`: command line, checkpoints, progress line, report, one message for an error."""
+"""Functions of every emitted `train.py`: command line, checkpoints, progress line, report, error message."""
 
 import argparse
 import os
@@ -30,7 +30,7 @@ from planner.files import check_outputs, write, write_text
 
 @dataclass(frozen=True, kw_only=True)
 class Arguments:
-    """Command line of an emitted script."""
+    """Command-line arguments of an emitted script."""
 
     steps: int
     seed: int
@@ -43,12 +43,12 @@ class Arguments:
     resume: str | None = None
     weights: str | None = None
     timeout: float = 300e6
-    """Microseconds."""
+    """Time in microseconds after which a stage is reported as hanging."""
     check_nan: bool = False
 
 
 def arguments(description: str | None, *, steps: int, seed: int) -> Arguments:
-    """Parse the command line; the defaults are constants of the script.
+    """Parse the command line of an emitted script.
 
     Args:
         description: Description for `--help`.
@@ -91,13 +91,14 @@ def arguments(description: str | None, *, steps: int, seed: int) -> Arguments:
 def pipeline_script(
     balance_path: str | Path, options: Arguments, *, on_step: OnStep | None = None
 ) -> Iterator[Pipeline]:
-    """Make the pipeline for the block, and report after it. Any failure ends all processes, with one message.
+    """Make the pipeline for a `with` block, and write the report after the block.
 
-    The exit code is then 2; it is 143 (130) if SIGTERM (SIGINT) ended the run.
+    A failure on any rank ends all processes with one error message and exit code 2. After SIGTERM, the exit code is
+    143; after SIGINT, it is 130.
 
     Args:
         balance_path: The balance configuration, as `gpipe-plan emit` writes it.
-        options: The command line.
+        options: The command-line arguments.
         on_step: Called with a `StepRecord` after every step, on rank 0 only.
     """
     check_outputs({"--report": options.report, "--trace": options.trace}, (str(balance_path),))
@@ -129,13 +130,14 @@ def pipeline_script(
 def checkpoints(
     pipeline: Pipeline, options: Arguments, optimizer: torch.optim.Optimizer, **stateful: Any
 ) -> Checkpoints:
-    """Restore a run as the command line says, and return the object that saves it.
+    """Resume a run or load weights if the command line requests it, and return the object that saves checkpoints.
 
     Args:
         pipeline: The pipeline.
-        options: The command line.
+        options: The command-line arguments.
         optimizer: Optimizer of this stage's parameters.
-        stateful: Further objects to restore, with `state_dict` and `load_state_dict`, such as a learning-rate schedule.
+        stateful: Further objects to save and restore by name, such as a learning-rate schedule. Each has `state_dict`
+            and `load_state_dict`.
 
     Returns:
         The checkpoints.
@@ -154,12 +156,12 @@ def checkpoints(
 
 
 def progress(pipeline: Pipeline, step: int, loss: float) -> None:
-    """Print one line per step, on the first rank.
+    """Print one line about a step, on the first rank.
 
     Args:
         pipeline: The pipeline.
         step: Index of the step.
-        loss: Its loss.
+        loss: Loss of the step.
     """
     if pipeline.rank == 0:
         took_us = pipeline.last_step_us
@@ -168,7 +170,7 @@ def progress(pipeline: Pipeline, step: int, loss: float) -> None:
 
 
 def peak_lines(balance: Balance, report: RunReport) -> Iterator[str]:
-    """Yield one line per device, with its stages and their common peak."""
+    """Yield one line per device, with the device's stages and its peak memory."""
     runs = {(run.replica, run.index): run for run in report.stages}
     for replica in sorted({run.replica for run in report.stages}):
         for stages in balance.by_device():
@@ -208,7 +210,7 @@ def _finish(pipeline: Pipeline, options: Arguments, folder: Path) -> None:
 
 
 def _replan_commands(planned: RunPrediction, folder: Path, report: str | None) -> tuple[str, str, str]:
-    """Return the commands that plan with what the run measured."""
+    """Return a heading, and the commands that replan with the times and memory that the run measured."""
     plan, profile = plan_paths(planned, folder)
     how = "this run measured" if report else "a run measures, after `--report run.json`"
     named = [] if plan == "plan.yaml" else [shlex.quote(plan)]

@@ -1,4 +1,4 @@
-"""Run steps of a training, and evaluations between them, with the stages of one process."""
+"""Run training steps and evaluations with the stages of one process."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -43,9 +43,9 @@ class Trainer:
         is_float16 = autocast_dtype(job.balance.dtype) == torch.float16
         self._loss_scale = LossScale(self._parameters.values(), job.device) if is_float16 else None
         self.step_index = 0
-        """Steps since training began, including earlier processes: random draws of a step depend on it."""
+        """Number of steps since training began, before any resume; it determines the random draws of the next step."""
         self.skipped = False
-        """True if the gradients of the last step overflowed (`fp16-mixed`) and were dropped, on all stages."""
+        """True if the last step changed no parameters, because gradients overflowed in float16 (`fp16-mixed`)."""
         self.losses: list[float] = []
         """Loss of every step of this process."""
         self.samples: list[int] = []
@@ -55,14 +55,14 @@ class Trainer:
 
     @contextmanager
     def step(self, batches: Iterable[tuple[Any, Any]]) -> Iterator[float]:
-        """Run one step over mini-batches that count as one; the block then steps the optimizer.
+        """Run one step over mini-batches that count as one; the `with` block must run the optimizer's step.
 
         See `Pipeline.accumulate`.
 
         Raises:
             UsageError: A mini-batch is larger than planned.
-            ModelError: The remainder of one is too small a micro-batch for a layer.
-            TrainingError: Another rank begins something else.
+            ModelError: The last micro-batch of a mini-batch is too small for a layer.
+            TrainingError: Another rank does not begin this step.
         """
         pieces = [list(self._mini_batches.parts(Batch(inputs, targets))) for inputs, targets in batches]
         for part in chain.from_iterable(pieces):
@@ -77,11 +77,11 @@ class Trainer:
             self._hook.call(self._record(loss))
 
     def steps_with(self, optimizer: torch.optim.Optimizer) -> None:
-        """Register an optimizer whose learning rates belong to the records of steps, as long as it exists."""
+        """Report the optimizer's learning rates in the records of steps, as long as the optimizer exists."""
         self._optimizers.append(ref(optimizer))
 
     def clip_gradients(self, max_norm: float) -> float:
-        """Clip by the Euclidean norm over all stages, and return it; see `Pipeline.clip_gradients`."""
+        """Clip all gradients by their Euclidean norm over all stages, and return the norm before clipping."""
         elsewhere = {id(parameter) for parameter in self._assembly.tied.counted_elsewhere}
         trained = [parameter for parameter in self._parameters.values() if parameter.grad is not None]
         counted = [p.grad for p in trained if p.grad is not None and id(p) not in elsewhere]
@@ -100,11 +100,11 @@ class Trainer:
 
         Args:
             batch: This rank's part of the batch.
-            metrics: Function from output and target to numbers by name; or None.
-            outputs: Whether to keep the outputs.
+            metrics: Function that returns numbers by name for an output and a target; None for the loss only.
+            outputs: Whether to return the model's outputs as well.
 
         Returns:
-            The result.
+            Loss, metrics, and outputs if requested.
         """
         parts = self._mini_batches.parts_of_any_size(batch)
         observed = OutputObserver(metrics, keeps_outputs=outputs)
@@ -121,10 +121,10 @@ class Trainer:
         return EvaluationResult(loss=loss, metrics=means, outputs=observed.outputs())
 
     def agree(self, phase: Literal["checkpoint", "end"]) -> None:
-        """Compare with the other ranks that all save a checkpoint, or that all have ended their loops.
+        """Check that all ranks save a checkpoint, or that all ranks have ended their loops.
 
         Raises:
-            TrainingError: Another rank begins something else.
+            TrainingError: Another rank begins another phase.
         """
         self._agreement.check(phase, self.step_index)
         if phase == "end":
@@ -132,7 +132,7 @@ class Trainer:
         self._job.position.at("between steps")
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state for a checkpoint."""
+        """Return the step index and the loss scale, for a checkpoint."""
         scale = self._loss_scale.state_dict() if self._loss_scale is not None else None
         return {"step_index": self.step_index, "loss_scale": scale}
 
@@ -147,7 +147,7 @@ class Trainer:
     def _agreed(
         self, phase: Phase, pieces: Sequence[Sequence[MiniBatchPart]]
     ) -> list[tuple[MiniBatchPart, int, list[float]]]:
-        """Return the parts of all mini-batches with their weights, after checking that all ranks begin the same."""
+        """Check that all ranks begin this phase, and return all parts with the loss weights of their micro-batches."""
         parts = [*chain.from_iterable(pieces)]
         counts, sizes = self._mini_batches.counts(parts), [sum(part.num_samples for part in piece) for piece in pieces]
         total = self._agreement.check(phase, self.step_index, sizes, count=sum(counts))
@@ -158,7 +158,7 @@ class Trainer:
         return weighted(parts, counts, total)
 
     def _make_engine(self, part: MiniBatchPart) -> None:
-        """Make the engine before anything is sent, so that every rank rejects a micro-batch that is too small."""
+        """Make the engine for a part before anything is sent: all ranks then reject a micro-batch that is too small."""
         try:
             self._assembly.engine(part.micro_batches, part.micro_batch_size)
         except ModelError as error:
@@ -168,13 +168,16 @@ class Trainer:
             ) from error
 
     def _compute(self, agreed: Sequence[tuple[MiniBatchPart, int, list[float]]]) -> float:
-        """Run a step without the optimizer's step, which must not find losses in memory; return the total loss."""
+        """Compute the gradients of a step and return its loss.
+
+        Losses of micro-batches are released before this method returns, because the optimizer needs the memory.
+        """
         losses = self._forward_backward(agreed)
         self._sum_gradients()
         return self._loss_everywhere(losses, sum(part.num_samples for part, *_ in agreed))
 
     def _forward_backward(self, agreed: Sequence[tuple[MiniBatchPart, int, list[float]]]) -> list[Tensor]:
-        """Return, on the last stage, the contribution of each micro-batch to the loss of all parts."""
+        """Run forwards and backwards of all parts; return the weighted loss of each micro-batch on the last stage."""
         assembly = self._assembly
         assembly.tied.begin()
         if self._loss_scale is not None:
@@ -202,9 +205,9 @@ class Trainer:
         return engine.step(self._mini_batches.input_tensors(part), self._mini_batches.targets(part, weights), weights)
 
     def _sum_gradients(self) -> None:
-        """Sum gradients over all micro-batches, replicas and uses of a parameter."""
+        """Complete the sum of gradients over replicas and over the stages that share a parameter."""
         self._job.position.at("the gradients", waits_for=ANY)
-        # Running statistics are written next; without this, their snapshots would be copied first.
+        # Release snapshots before running statistics are written: otherwise the write would copy them.
         for module in self._assembly.modules:
             module.forget_state()
         self._assembly.statistics.commit(self._groups.replicas)
@@ -228,7 +231,7 @@ class Trainer:
         )
 
     def _loss_everywhere(self, losses: Sequence[Tensor], num_samples: int) -> float:
-        """Send the loss of the step and its number of samples to every rank."""
+        """Send the loss of the step and the number of samples to every rank, and return the loss."""
         place, position = self._job.place, self._job.position
         position.at("the loss", waits_for=None if place.is_last else place.stages[-1] + 1)
         loss, samples = self._relay.sum_over_replicas([sum_of(losses), num_samples], 2)
@@ -242,14 +245,14 @@ class Trainer:
     # Private methods: evaluating
 
     def _forward(self, part: MiniBatchPart, weights: Sequence[float], observed: OutputObserver) -> list[Tensor]:
-        """Return, on the last stage, the contribution of each micro-batch to the loss of the batch."""
+        """Run forwards without gradients; return the weighted loss of each micro-batch on the last stage."""
         job, modules, batches = self._job, self._assembly.modules, self._mini_batches
         forward = ForwardOnly(modules=modules, place=job.place, device=job.device, precision=job.balance.dtype)
         self._assembly.expect(part, training=False)
         last = modules[-1]
         last.targets = batches.targets(part, weights)
         if job.place.is_last:
-            # The metrics also get the targets that have no weight in the loss.
+            # Metrics also read targets whose weight in the loss is zero.
             targets = batches.targets(part, [1.0] * len(weights))
             last.seen = partial(observed.see, part.micro_batch_size, targets)
         try:
