@@ -26,7 +26,7 @@ def check(
     quiet: Quiet = False,
     debug: Debug = False,  # noqa: ARG001 - read by main
 ) -> None:
-    """Check if a plan still fits. Exit code 0: yes; 1: no, or stale; 2: error.
+    """Check if a plan still fits. Exit code 0: it fits; 1: it does not, or is stale; 2: error.
 
     `gpipe-plan explain GP101` explains a finding.
     """

@@ -24,7 +24,7 @@ _HELP = """Plan pipeline-parallel training: cut a model into stages, and a batch
   gpipe-plan profile model.py             measure every layer: profile.yaml
   gpipe-plan solve --devices 8 --mem 8GB  find the fastest plan: plan.yaml
   gpipe-plan emit                         write balance.yaml and train.py
-  gpipe-plan verify                       run it, compare with the prediction
+  gpipe-plan verify                       compare a run with the prediction
 """
 
 _COMMANDS = (

@@ -7,11 +7,11 @@ import typer
 
 from planner.core.errors import UsageError
 
-PlanFile = Annotated[str, typer.Argument(metavar="PLAN", help="Plan; `-` is standard input.")]
-ProfileFile = Annotated[str, typer.Argument(metavar="PROFILE", help="Profile; `-` is standard input.")]
+PlanFile = Annotated[str, typer.Argument(metavar="PLAN", help="Plan; `-`: standard input.")]
+ProfileFile = Annotated[str, typer.Argument(metavar="PROFILE", help="Profile; `-`: standard input.")]
 ProfileFiles = Annotated[
     list[str],
-    typer.Argument(metavar="PROFILE…", help="Profile, or profiles of several widths; `-` is standard input."),
+    typer.Argument(metavar="PROFILE…", help="Profile, or one profile per tensor-parallel size; `-`: standard input."),
 ]
 Output = Annotated[str, typer.Option("--output", "-o", metavar="FILE", help="Output file.")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print only results, warnings and errors.")]

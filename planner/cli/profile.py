@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 def profile(
     model: Annotated[
         str | None,
-        typer.Argument(metavar="MODEL", help="model.py[:ENTRY], or a Hugging Face config.json; see `docs/guide.md`."),
+        typer.Argument(metavar="MODEL", help="model.py[:ENTRY], or a Hugging Face config.json; see docs/guide.md."),
     ] = None,
     output: Output = "profile.yaml",
     *,

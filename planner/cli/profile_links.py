@@ -17,7 +17,10 @@ def profile_links(
     output: Output = "links.yaml",
     device: Annotated[
         str,
-        typer.Option(metavar="|".join(("auto", *TORCH_KINDS)), help="Device; auto: CUDA if each process has a GPU."),
+        typer.Option(
+            metavar="|".join(("auto", *TORCH_KINDS)),
+            help="Device of the processes; auto: CUDA if each process has a GPU.",
+        ),
     ] = "auto",
     format_: Format = "text",
     *,

@@ -12,7 +12,9 @@ _KINDS = ("profile", "plan", "balance", "run", "links", "calibration", "partial"
 
 
 def schema(
-    kind: Annotated[str, typer.Argument(metavar="|".join(_KINDS), help="Kind of file.")],
+    kind: Annotated[
+        str, typer.Argument(metavar="|".join(_KINDS), help="Kind of file; partial: an unfinished profile.")
+    ],
     format_: Annotated[str, typer.Option("--format", metavar="json", help="Output format.")] = "json",
     *,
     quiet: Quiet = False,

@@ -16,10 +16,12 @@ def _written(help_: str) -> Any:
 
 
 def show(
-    file: Annotated[str, typer.Argument(metavar="FILE", help="Profile, plan, links or run report.")] = "plan.yaml",
-    plan: Annotated[str | None, _read("Plan of a run report; default: plan.yaml in its folder.")] = None,
+    file: Annotated[
+        str, typer.Argument(metavar="FILE", help="Profile, plan, links of profile-links, or run report.")
+    ] = "plan.yaml",
+    plan: Annotated[str | None, _read("Plan of the run report FILE; default: plan.yaml next to it.")] = None,
     profile: Annotated[str | None, _read("The plan's profile, if it was moved.")] = None,
-    run: Annotated[str | None, _read("Report of a run, to compare with the plan.")] = None,
+    run: Annotated[str | None, _read("Run report to compare with the plan FILE.")] = None,
     html: Annotated[str | None, _written("Write an HTML report.")] = None,
     svg: Annotated[str | None, _written("Write the timeline as a picture.")] = None,
     trace: Annotated[str | None, _written("Write a trace for ui.perfetto.dev or chrome://tracing.")] = None,

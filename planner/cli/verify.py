@@ -25,10 +25,10 @@ def verify(
     quiet: Quiet = False,
     debug: Debug = False,  # noqa: ARG001 - read by main
 ) -> None:
-    """Run a plan and compare it with its prediction. Exit code 0: agrees; 1: not; 2: error.
+    """Run a plan and compare it with its prediction. Exit code 0: they agree; 1: they differ; 2: error.
 
-    Starts torchrun with one process for every device of the plan, or reads a finished run (`--run`). Writes the
-    measured costs to calibration.yaml, for `gpipe-plan solve --calibration`.
+    `verify` starts torchrun with one process for every device of the plan, or reads a finished run (`--run`). It writes
+    the measured costs to calibration.yaml, for `gpipe-plan solve --calibration`.
     """
     from planner import api, files
     from planner.show.terminal.run import verification_text

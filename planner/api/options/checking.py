@@ -16,18 +16,21 @@ _SINCE: Final = "Changes"
 class CheckOptions:
     """Options of `check`."""
 
-    mem: Annotated[Sizes | None, Option("8GB", "Use this memory limit instead of the plan's.", _ELSEWHERE)] = None
-    device: Annotated[str | None, Option("h100", "Use the memory of this accelerator as limit.", _ELSEWHERE)] = None
+    mem: Annotated[
+        Sizes | None, Option("8GB", "Check against this memory limit instead of the plan's.", _ELSEWHERE)
+    ] = None
+    device: Annotated[str | None, Option("h100", "Check against the memory of this accelerator.", _ELSEWHERE)] = None
     headroom: Annotated[str | float, Option("5%|auto", "Warn if less than this share of memory stays free.")] = "0%"
     balance: Annotated[
         Numbers | File | None, Option("6,6,6,6|FILE", "Check these cuts instead of the plan's.", _ELSEWHERE)
     ] = None
     model: Annotated[
-        File | None, Option("MODEL.py[:ENTRY]", "Check that this still is the profiled model (needs torch).", _SINCE)
+        File | None,
+        Option("MODEL.py[:ENTRY]", "Check that the model has not changed since it was profiled (needs torch).", _SINCE),
     ] = None
     against: Annotated[
         File | Plan | None,
-        Option("PLAN|git:REV", "Compare with this plan, or with a git revision of this one.", _SINCE),
+        Option("PLAN|git:REV", "Compare with another plan, or with PLAN at a git revision.", _SINCE),
     ] = None
     profile: Annotated[File | Profile | None, Option("FILE", "The plan's profile, if it was moved.")] = None
     strict: Annotated[bool, Option("", "Treat warnings as errors.")] = False

@@ -24,9 +24,9 @@ class EmitOptions:
         Option(
             "FORMAT",
             "Engine: native (bundled executor), jax (one program for TPUs), torchgpipe, torch, "
-            "torchtitan, automodel (NeMo), deepspeed, megatron, device-map; or csv, only the schedule, for torch "
+            "torchtitan, automodel (NeMo), deepspeed, megatron, device-map; csv: only the schedule, for torch "
             "(`_PipelineScheduleRuntime._load_csv`), torchtitan and NeMo Automodel; "
-            "json: as native, but list the files as JSON.",
+            "json: files of native, listed as JSON.",
             _ENGINE,
             forms="--format",
         ),
@@ -41,13 +41,13 @@ class EmitOptions:
     ] = None
     nodes: Annotated[
         str | None,
-        Option("4x8", "Nodes for `--launch`, as count x devices; default: as in the plan.", _CLUSTER),
+        Option("4x8", "Nodes x devices per node, for `--launch`; default: those of the plan.", _CLUSTER),
     ] = None
     smaller: Annotated[
         Sequence[File | Plan] | None,
         Option(
             "PLAN",
-            "Plan for fewer devices, used when devices are lost (repeatable).",
+            "Plan for fewer devices, used if devices are lost (repeatable).",
             _CLUSTER,
             repeatable=True,
         ),

@@ -18,7 +18,7 @@ _FORMULA: Final = "Formula instead of a model"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShapeOptions:
-    """Sizes of a model for `profile --from-formula`; a configuration has all but `sequence`."""
+    """Sizes of a model for `profile --from-formula`; a config.json contains all of them."""
 
     layers: Annotated[int | None, Option("32", "Number of blocks between embedding and head.", _FORMULA)] = None
     hidden: Annotated[int | None, Option("3072", "Model width.", _FORMULA)] = None
@@ -41,37 +41,40 @@ class FormulaOptions(ShapeOptions):
         str | None,
         Option(
             "transformer|llama|…|auto|never",
-            "Formula by name; auto: the configuration's; never: build its model.",
+            "Formula to use; auto: by the config.json; never: build the model and measure it.",
             _FORMULA,
         ),
     ] = None
-    preset: Annotated[
-        str | None, Option("llama-3-70b", "Configuration of a well-known model, instead of a file.", _FORMULA)
-    ] = None
+    preset: Annotated[str | None, Option("llama-3-70b", "Well-known model, instead of a config.json.", _FORMULA)] = None
     tensor_parallel: Annotated[
         Numbers,
-        Option("auto|1,2,4,8", "GPUs that share each layer; auto: 1, of a configuration 1,2,4,8.", _FORMULA),
+        Option("auto|1,2,4,8", "GPUs that share each layer; auto: 1,2,4,8 for a config.json, else 1.", _FORMULA),
     ] = "auto"
-    expert_parallel: Annotated[int, Option("N", "Groups of devices that share the experts.", _FORMULA)] = 1
+    expert_parallel: Annotated[
+        int, Option("N", "Number of device groups among which the experts are divided.", _FORMULA)
+    ] = 1
     capacity: Annotated[
-        str | float | None, Option("1.25", "Tokens per expert, relative to an even distribution.", _FORMULA)
+        str | float | None,
+        Option("1.25", "Tokens that each expert processes, relative to an even distribution.", _FORMULA),
     ] = None
     mtp_layers: Annotated[
-        int, Option("N", "Blocks that predict further tokens (DeepSeek-V3); default: none.", _FORMULA)
+        int, Option("N", "Number of blocks for multi-token prediction, as in DeepSeek-V3.", _FORMULA)
     ] = 0
     rate: Annotated[
         str | float | None,
-        Option("190TFLOP/s", "Sustained rate of a device; default: that of published runs.", _FORMULA),
+        Option("190TFLOP/s", "Sustained rate of a device; default: the rate of published runs.", _FORMULA),
     ] = None
     state_bytes: Annotated[
         str | Sequence[int] | None,
         Option(
             "2,2,12",
-            "Bytes per parameter, gradient and optimizer state; 2,2,12 is Megatron fp16.",
+            "Bytes of a parameter, its gradient and its optimizer state; Megatron fp16: 2,2,12.",
             _FORMULA,
         ),
     ] = None
-    sequence_parallel: Annotated[bool, Option("", "Split the other layers along the sequence.", _FORMULA)] = False
+    sequence_parallel: Annotated[
+        bool, Option("", "Also split norms and dropout among the GPUs, along the sequence.", _FORMULA)
+    ] = False
     keep_scores: Annotated[bool, Option("", "Save attention scores (no fused kernel).", _FORMULA)] = False
     recompute_attention: Annotated[
         bool, Option("", "Recompute attention in backward (selective recomputation).", _FORMULA)
@@ -85,14 +88,12 @@ class FormulaOptions(ShapeOptions):
 class ProfileOptions(FormulaOptions):
     """Options of `profile`."""
 
-    sequence: Annotated[int | None, Option("4096", "Tokens per sample, of a formula or a configuration.", _WHERE)] = (
-        None
-    )
+    sequence: Annotated[int | None, Option("4096", "Tokens per sample, for a formula or a config.json.", _WHERE)] = None
     task: Annotated[
         str | None,
-        Option("causal-lm|seq2seq", "Head of a configuration's model; default: its `architectures`.", _MODEL),
+        Option("causal-lm|seq2seq", "Task of a config.json's model; default: by its `architectures`.", _MODEL),
     ] = None
-    output: Annotated[File | None, "File of the profile; the model's path in it is relative to its folder."] = None
+    output: Annotated[File | None, "File of the profile; it names the model's file relative to its own folder."] = None
     batch_sizes: Annotated[
         Numbers,
         Option(
@@ -108,12 +109,13 @@ class ProfileOptions(FormulaOptions):
         str,
         Option(
             "cpu|cuda|tpu|tpu:v2|estimate:h100",
-            "Device to measure; tpu:v2 to tpu:v6e compile, estimate:h100 estimates.",
+            "Device to measure; tpu:v2 to tpu:v6e: compile only; estimate:h100: estimate only.",
             _WHERE,
         ),
     ] = "cpu"
     optimizer: Annotated[
-        str | None, Option("NAME", "adamw, adam, sgd, …; default: the file's build_optimizer or adamw.", _MODEL)
+        str | None,
+        Option("NAME", "Optimizer: adamw, adam, sgd, …; default: build_optimizer of model.py, else adamw.", _MODEL),
     ] = None
     dtype: Annotated[str | None, Option("|".join(PRECISIONS), "Precision; default: as the model is built.", _MODEL)] = (
         None
@@ -134,13 +136,14 @@ class ProfileOptions(FormulaOptions):
     ] = None
     threads: Annotated[int, Option("N", "CPU threads per stage.", _WHERE)] = 1
     granularity: Annotated[
-        str, Option("|".join(get_args(Granularity)), "One layer per block, or also cuts inside blocks.", _MODEL)
+        str,
+        Option("|".join(get_args(Granularity)), "coarse: one layer per block; fine: also cut inside blocks.", _MODEL),
     ] = "coarse"
     repeat: Annotated[int, Option("N", "Smallest number of timed repeats of every layer.", _EFFORT)] = 10
-    time_budget: Annotated[str, Option("60s", "Time limit for additional repeats; 0s: none.", _EFFORT)] = "60s"
+    time_budget: Annotated[str, Option("60s", "Time limit for more repeats; 0s: no more repeats.", _EFFORT)] = "60s"
     proof_budget: Annotated[
         str,
-        Option("30s", "Time limit for checking stages against the unpartitioned model; 0s: none.", _EFFORT),
+        Option("30s", "Time limit for comparing stages with the unpartitioned model; 0s: skip.", _EFFORT),
     ] = "30s"
     calibration: Annotated[
         File | Calibration | None,

@@ -37,31 +37,38 @@ class SolverOptions:
 
     devices: Annotated[
         Numbers | None,
-        Option("N|8,6,4", "Number of available devices; several numbers: one plan for each.", _DEVICES),
+        Option("N|8,6,4", "Number of available devices; several numbers: one plan per number.", _DEVICES),
     ] = None
-    mem: Annotated[Sizes | None, Option("8GB", "Memory limit per device, or of each: 24GB,24GB,80GB.", _DEVICES)] = None
+    mem: Annotated[
+        Sizes | None, Option("8GB", "Memory limit of every device, or one per device: 24GB,24GB,80GB.", _DEVICES)
+    ] = None
     speed: Annotated[
         str | float | Sequence[float] | None,
         Option("1,1,2.5", "Speed of each device relative to the profiled device.", _DEVICES),
     ] = None
     nodes: Annotated[str | None, Option("4x8", "Nodes x devices per node, in pipeline order.", _DEVICES)] = None
     reserve: Annotated[
-        str | int | None, Option("500MB", "Memory kept free per device; default: calibrated or measured.", _DEVICES)
+        str | int | None,
+        Option("500MB", "Memory kept free per device; default: from calibration or profile.", _DEVICES),
     ] = None
     headroom: Annotated[
         str | float | None,
-        Option("5%|auto", "Share of memory kept free; auto (default for estimates): error range.", _DEVICES),
+        Option(
+            "5%|auto",
+            "Share of memory kept free; auto: largest error of earlier predictions (default for estimates).",
+            _DEVICES,
+        ),
     ] = None
     link: Annotated[
         str | Link | None,
-        Option("25GB/s,5us", "Links between neighbors; `,blocking`: without overlap.", _LINKS),
+        Option("25GB/s,5us", "Link between neighboring devices; `,blocking`: no overlap with compute.", _LINKS),
     ] = None
     links: Annotated[
-        File | Sequence[Link] | None, Option("FILE", "Links measured by `profile-links`, one by one.", _LINKS)
+        File | Sequence[Link] | None, Option("FILE", "File of `profile-links`: one measured value per link.", _LINKS)
     ] = None
     inter_link: Annotated[
         str | Link | None,
-        Option("25GB/s,10us", "Links between nodes; `--link` then applies within a node.", _LINKS, recorded=_LINK),
+        Option("25GB/s,10us", "Link between nodes; `--link` then applies within nodes.", _LINKS, recorded=_LINK),
     ] = None
     allreduce: Annotated[
         str | Link | None, Option("100GB/s,10us", "Link for summing gradients over replicas.", _LINKS, recorded=_LINK)
@@ -73,12 +80,14 @@ class SolverOptions:
     ] = None
     batch: Annotated[
         int | None,
-        Option("B", "Samples per optimizer step; default: largest profiled size, at least one per device.", _BATCH),
+        Option("B", "Samples per optimizer step; default: largest profiled size, or a multiple of it.", _BATCH),
     ] = None
     micro_batches: Annotated[str | int, Option("auto|M", "Number of micro-batches.", _BATCH)] = "auto"
     min_micro_batch: Annotated[
         int,
-        Option("N", "Smallest micro-batch size, for batch normalization.", _BATCH, recorded=Conversion(texts.one)),
+        Option(
+            "N", "Smallest allowed micro-batch size, for batch normalization.", _BATCH, recorded=Conversion(texts.one)
+        ),
     ] = 1
     schedule: Annotated[
         str | File,
@@ -93,20 +102,22 @@ class SolverOptions:
         str | int,
         Option(
             "auto|R",
-            "Number of data-parallel pipelines, which share batch and devices.",
+            "Number of data-parallel pipelines; batch and devices are divided among them.",
             _BATCH,
             recorded=_COUNT_OR_AUTO,
         ),
     ] = "1"
     tensor_parallel: Annotated[
         str | int,
-        Option("auto|T", "GPUs that share each layer; auto: best of the profile.", _BATCH, recorded=_COUNT_OR_AUTO),
+        Option(
+            "auto|T", "GPUs that share each layer; auto: best value in the profile.", _BATCH, recorded=_COUNT_OR_AUTO
+        ),
     ] = "auto"
     recompute: Annotated[
         str,
         Option(
             "|".join(get_args(RecomputePolicy)),
-            "Recomputation of activations; layers: also of single layers.",
+            "Recomputation of activations, by stage; layers: by stage or by layer.",
             _BATCH,
         ),
     ] = "auto"
@@ -132,18 +143,23 @@ class SolverOptions:
         str | float | None, Option("2.50", "Price of a GPU-hour: predicts the cost.", _RUN, recorded=_PRICE)
     ] = None
     solver: Annotated[
-        str, Option("auto|dp|milp", "Dynamic program, or integer program as a second opinion.", _SEARCH)
+        str, Option("auto|dp|milp", "milp: integer program; auto, dp: dynamic program and local search.", _SEARCH)
     ] = "auto"
-    time_limit: Annotated[str | None, Option("60s", "Stop after this time with the best plan found.", _SEARCH)] = None
+    time_limit: Annotated[
+        str | None, Option("60s", "Stop after this time and return the best plan found.", _SEARCH)
+    ] = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SolveOptions(SolverOptions):
     """Options of `solve`."""
 
-    frontier: Annotated[bool, Option("", "Show the best plan for every M and every schedule.", _SEARCH)] = False
+    frontier: Annotated[
+        bool, Option("", "Also show the best plan for every schedule and number of micro-batches.", _SEARCH)
+    ] = False
     explain: Annotated[
-        bool, Option("", "Explain limits and possible improvements of the plan, and noise.", _SEARCH)
+        bool,
+        Option("", "Explain what limits the plan, what would improve it, and how timing noise affects it.", _SEARCH),
     ] = False
     output: Annotated[File | None, "File of the plan."] = None
     note: Annotated[Callable[[str], None], "Called with assumed defaults."] = ignore
@@ -152,16 +168,16 @@ class SolveOptions(SolverOptions):
 
 _SOLVER_OPTIONS: Final = {keyword.name: keyword.option for keyword in keywords_of(SolverOptions)}
 _RECORDED: Final = {n: of.recorded for n, of in _SOLVER_OPTIONS.items() if of is not None and of.recorded is not None}
-"""Recorded options, by the name of their field in `Inputs`."""
+"""Conversions of the options that a plan records, by the name of the option's field in `Inputs`."""
 
 
 def recorded_values(options: SolverOptions) -> dict[str, Any]:
-    """Return the fields of `Inputs` that options set; raise `UsageError` if a value is invalid."""
+    """Return the values for the fields of `Inputs` that options set; raise `UsageError` if a value is invalid."""
     return {name: of.read(_typed(name), getattr(options, name)) for name, of in _RECORDED.items()}
 
 
 def recorded_texts(inputs: Inputs) -> tuple[tuple[str, str], ...]:
-    """Return the names and typed values of options that differ from their defaults."""
+    """Return the recorded options that differ from their defaults, as typed: `("--replicas", "2")`."""
     defaults = {field.name: field.default for field in fields(Inputs)}
     values = {name: getattr(inputs, name) for name in _RECORDED}
     return tuple(
@@ -177,7 +193,7 @@ def _typed(name: str) -> str:
 
 
 def _as_solved(name: str, **other: Any) -> Option:
-    """Return an option of `solve` for the same section, with `other` fields replaced."""
+    """Return the option of `solve` with this name, with the fields in `other` replaced."""
     option = _SOLVER_OPTIONS[name]
     assert option is not None
     return replace(option, **other)
@@ -189,33 +205,36 @@ class SweepOptions:
 
     devices: Annotated[
         Numbers | None,
-        _as_solved("devices", metavar="1,2,4,8", help="Numbers of devices to try; without --nodes: 1,2,4,8."),
+        _as_solved("devices", metavar="1,2,4,8", help="Numbers of devices to try; default: 1,2,4,8."),
     ] = None
     nodes: Annotated[
         str | None, _as_solved("nodes", metavar="1x8,2x8", help="Cluster sizes to try: nodes x devices per node.")
     ] = None
-    mem: Annotated[Sizes | None, _as_solved("mem", metavar="16GB,80GB", help="Memory limits to try.")] = None
+    mem: Annotated[
+        Sizes | None,
+        _as_solved("mem", metavar="16GB,80GB", help="Memory limits to try; default: the profiled device's memory."),
+    ] = None
     batch: Annotated[int | None, _as_solved("batch")] = None
     micro_batches: Annotated[str | int, _as_solved("micro_batches")] = "auto"
     replicas: Annotated[str | int, _as_solved("replicas")] = "1"
     tensor_parallel: Annotated[str | int, _as_solved("tensor_parallel")] = "auto"
     schedule: Annotated[str, _as_solved("schedule", metavar="NAME", help=_ORDER)] = DEFAULT_SCHEDULE
-    recompute: Annotated[str, _as_solved("recompute", help="Recomputation of activations.")] = "auto"
-    link: Annotated[str | Link | None, _as_solved("link", help="Links between neighbors.")] = None
+    recompute: Annotated[str, _as_solved("recompute")] = "auto"
+    link: Annotated[str | Link | None, _as_solved("link")] = None
     inter_link: Annotated[str | Link | None, _as_solved("inter_link")] = None
     allreduce: Annotated[str | Link | None, _as_solved("allreduce")] = None
     overhead: Annotated[str | None, _as_solved("overhead")] = None
     reserve: Annotated[
-        str | int | None, _as_solved("reserve", help="Memory kept free per device; default: as measured.")
+        str | int | None, _as_solved("reserve", help="Memory kept free per device; default: from the profile.")
     ] = None
     headroom: Annotated[str | float | None, _as_solved("headroom")] = None
     tokens: Annotated[str | int | None, _as_solved("tokens")] = None
     samples: Annotated[str | int | None, _as_solved("samples")] = None
     price: Annotated[str | float | None, _as_solved("price")] = None
     time_limit: Annotated[
-        str | None, _as_solved("time_limit", help="Time limit per cell; then the best plan found is used.")
+        str | None, _as_solved("time_limit", help="Time limit per plan; then the best plan found is used.")
     ] = None
-    output: Annotated[File | None, Option("DIR", "Folder for the plan of every cell.", forms="--output -o")] = None
+    output: Annotated[File | None, Option("DIR", "Folder to write all plans to.", forms="--output -o")] = None
     extrapolate: Annotated[bool, _as_solved("extrapolate")] = False
-    progress: Annotated[Progress, "Called before every cell."] = ignore
+    progress: Annotated[Progress, "Called before each plan is searched."] = ignore
     note: Annotated[Callable[[str], None], "Called with assumed defaults."] = ignore
