@@ -4,11 +4,11 @@
     ├── UsageError          an option or argument is wrong
     ├── MissingPackageError a package of an extra is not installed
     ├── FileError           a file is missing, unreadable or invalid (carries path and line)
-    │   └── StaleError      exit 1: the file it was made from has changed
+    │   └── StaleError      exit 1: the source of a file has changed since
     ├── ModelError          the user's model could not be loaded, cut, or run
     ├── MeasurementError    a layer could not be measured
-    ├── TrainingError       a stage failed while it trained
-    ├── SolverError         the solver failed, or ran out of time
+    ├── TrainingError       a stage failed during training
+    ├── SolverError         the solver failed, or found no plan in time
     └── InfeasibleError     exit 1: no plan satisfies the limits
 
 The message of an error includes the values; `hint` says what to do.
@@ -72,7 +72,7 @@ class FileError(PlannerError):
 
 
 class StaleError(FileError):
-    """Error about a file whose source has changed since; it must be made again."""
+    """Error about a file that must be made again, because the file that it was made from has changed."""
 
     exit_code = ExitCode.NO
 
@@ -86,14 +86,14 @@ class MeasurementError(PlannerError):
 
 
 class TrainingError(PlannerError):
-    """Failure of a stage in training: a crash, a hang, lack of memory, or a NaN."""
+    """Error about a stage that failed during training: a crash, a hang, lack of memory, or a NaN."""
 
 
 class SolverError(PlannerError):
-    """Failure of the solver, or its time limit before it found a plan."""
+    """Error of the solver: it failed, or found no plan within the time limit."""
 
 
 class InfeasibleError(PlannerError):
-    """Proof that no plan satisfies the limits."""
+    """Error for a request that provably has no plan within its limits."""
 
     exit_code = ExitCode.NO

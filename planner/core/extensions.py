@@ -1,4 +1,4 @@
-"""Registry of packages that extend the planner. Other packages load their functions by name, without an import.
+"""Registry of packages that extend the planner, whose functions the planner loads by name.
 
 The `__init__` of such a package lists its functions as `module:function`, in a table for each extension point:
 

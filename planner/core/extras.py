@@ -5,8 +5,9 @@
     milp                pulp, highspy                            solve --solver milp, bounds for several chunks
     tpu                 jax, libtpu, torchax, and train          profile --device tpu:v2, train_jax.py
 
-Packages that need an extra import it within `importing`. Code that imports it later calls `check_installed` first.
-The model of a config.json also needs transformers, which is in no extra.
+Code that needs an extra imports the extra's packages within `importing`. Before work that imports them later,
+`check_installed` reports missing packages early. The model of a config.json also needs transformers, which is in no
+extra.
 """
 
 import ctypes
@@ -36,12 +37,12 @@ _EXTRAS: Final[Mapping[Extra, _Packages]] = {
 
 
 def is_installed(package: str) -> bool:
-    """Return True if a package is installed, without an import of it."""
+    """Return True if a package is installed, without importing it."""
     return find_spec(package) is not None
 
 
 def packages_of(extra: Extra) -> tuple[str, ...]:
-    """Return the packages of an extra, without those of other extras that it includes."""
+    """Return the packages of an extra. Packages of other extras that it includes are not returned."""
     return _EXTRAS[extra].names
 
 
@@ -51,9 +52,10 @@ def absent_from(extra: Extra) -> tuple[str, ...]:
 
 
 def command_for(extra: Extra) -> str:
-    """Return the command that installs an extra's packages.
+    """Return the command that installs the packages of an extra.
 
-    If torch is installed, the command names the other packages of `train`. The extra itself could replace torch.
+    If torch is installed, the command for `train` names only the missing packages, because installing the whole extra
+    could replace torch.
     """
     absent = absent_from(extra)
     if extra == "train" and absent and "torch" not in absent:
@@ -62,7 +64,7 @@ def command_for(extra: Extra) -> str:
 
 
 def check_installed(extra: Extra) -> None:
-    """Check that the packages of an extra are installed, without an import of them.
+    """Check that the packages of an extra are installed, without importing them.
 
     Raises:
         MissingPackageError: A package of the extra is not installed.
@@ -72,15 +74,15 @@ def check_installed(extra: Extra) -> None:
 
 
 def absent_for_configurations() -> tuple[str, ...]:
-    """Return the packages that build the model of a config.json and are not installed."""
+    """Return the packages that are needed to build the model of a config.json but are not installed."""
     return (*absent_from("train"), *(() if is_installed("transformers") else ("transformers",)))
 
 
 def check_for_configurations() -> None:
-    """Check that the packages that build the model of a config.json are installed, without an import of them.
+    """Check that the packages that are needed to build the model of a config.json are installed.
 
     Raises:
-        MissingPackageError: One of them is not installed.
+        MissingPackageError: A package is not installed.
     """
     if absent := absent_for_configurations():
         command = command_for("train") if absent_from("train") else "pip install"
@@ -90,7 +92,7 @@ def check_for_configurations() -> None:
 
 @contextmanager
 def importing(extra: Extra) -> Iterator[None]:
-    """Convert the import error of a missing package in the block, with a hint how to install it.
+    """Convert an import error in the block to an error whose hint is the command to install the missing package.
 
     Raises:
         MissingPackageError: A package of the extra is not installed.
@@ -115,10 +117,10 @@ def _missing(absent: tuple[str, ...], purpose: str, hint: str) -> MissingPackage
 
 @contextmanager
 def without_output() -> Iterator[None]:
-    """Discard what the block writes to file descriptor 1; HiGHS 1.16 always prints a banner."""
+    """Discard the block's output to file descriptor 1, because HiGHS 1.16 always prints a banner."""
     try:
         kept = os.dup(1)
-    except OSError:  # it is closed
+    except OSError:  # standard output is closed
         yield
         return
     if sys.stdout is not None:
@@ -130,6 +132,6 @@ def without_output() -> Iterator[None]:
     try:
         yield
     finally:
-        ctypes.CDLL(None).fflush(None)  # what C's `printf` holds back
+        ctypes.CDLL(None).fflush(None)  # writes C's output buffers
         os.dup2(kept, 1)
         os.close(kept)

@@ -12,7 +12,7 @@ from planner.core.values.run_report import BoundaryRun, RunReport, StageRun
 
 
 def calibration_of(plan: Plan, evaluation: Evaluation, report: RunReport) -> Calibration:
-    """Return the corrections of the prediction that a run of `plan` measured.
+    """Return the costs that a run of `plan` measured, which replace those of the profile in predictions.
 
     Args:
         plan: Plan with current predictions.
@@ -38,18 +38,18 @@ def calibration_of(plan: Plan, evaluation: Evaluation, report: RunReport) -> Cal
 
 
 def calibrated_executor(calibration: Calibration, kind: str, measured: ExecutorCost | None = None) -> ExecutorCost:
-    """Return the calibrated cost of the executor on a device of this kind.
+    """Return the executor's costs according to a calibration, for a profile of devices of kind `kind`.
 
     Args:
         calibration: Calibration from a run.
         kind: Device kind of the profile.
-        measured: Executor cost in the profile; its link is used if the calibration has none.
+        measured: Executor costs in the profile; their link is used if the calibration has none.
 
     Returns:
         Overhead and link of the executor.
 
     Raises:
-        UsageError: The calibration is of another kind of device.
+        UsageError: The calibration was measured on another kind of device.
     """
     if calibration.device.kind != kind:
         raise UsageError(
@@ -61,7 +61,7 @@ def calibrated_executor(calibration: Calibration, kind: str, measured: ExecutorC
 
 
 def stage_runs(report: RunReport) -> tuple[StageRun, ...]:
-    """Return the stages of a pipeline, with the slowest times and the highest peaks over all replicas."""
+    """Return the measurements of each stage, with the slowest times and the highest peaks of all replicas."""
     runs: dict[int, StageRun] = {}
     for run in report.stages:
         previous = runs.get(run.index, run)
@@ -80,7 +80,7 @@ def stage_runs(report: RunReport) -> tuple[StageRun, ...]:
 
 
 def timed_steps_us(report: RunReport) -> tuple[float, ...]:
-    """Return the step times after the warm-up; all of them if the run was no longer than its warm-up."""
+    """Return the step times after the warm-up, in microseconds; all step times if there are none after it."""
     return report.step_us[report.warmup_steps :] or report.step_us
 
 
@@ -90,16 +90,16 @@ def peak_bytes_of(plan: Plan) -> tuple[int, ...]:
 
 
 def _compute(plan: Plan, report: RunReport) -> float:
-    """Return the ratio of measured to profiled time of the stages' forwards and backwards."""
+    """Return the measured divided by the profiled time of all stages' forwards and backwards."""
     measured = sum(run.forward_us + run.backward_us for run in stage_runs(report))
     overhead_us = 2 * plan.inputs.overhead_us * len(plan.stages)
     predicted = sum(stage.forward_us + stage.backward_us for stage in plan.stages) - overhead_us
-    # The factor is relative to the one that the plan was predicted with.
+    # The plan's times already include its own factor.
     return plan.inputs.compute * measured / predicted if measured > 0 < predicted else plan.inputs.compute
 
 
 def _step_ratio(evaluation: Evaluation, report: RunReport, corrected: Calibration) -> float | None:
-    """Return the ratio of the measured step time to the one predicted with the corrections."""
+    """Return the measured step time divided by the step time predicted with `corrected`; None if one is unknown."""
     from statistics import median  # noqa: PLC0415 - slow to import, and `solve` does not need it
 
     steps_us = timed_steps_us(report)
@@ -114,11 +114,14 @@ def _step_ratio(evaluation: Evaluation, report: RunReport, corrected: Calibratio
 
 
 def _link(evaluation: Evaluation, report: RunReport, overhead_us: float) -> Link | None:
-    """Return the link of the plan scaled by one factor, which is fitted to all transfers; None if unknown."""
+    """Return the plan's link with latency and 1/bandwidth multiplied by one factor; None without measured transfers.
+
+    The factor is the measured divided by the predicted time of all transfers together.
+    """
     cluster = evaluation.cluster
     if not report.boundaries or cluster.links or cluster.inter_link is not None:
         return None
-    # The receiver measures the executor's overhead together with the transfer.
+    # Measured transfer times include the executor's overhead.
     times_us = [max(0.0, time - overhead_us) for boundary in report.boundaries for time in _both(boundary)]
     if not times_us:
         return None
@@ -133,7 +136,7 @@ def _link(evaluation: Evaluation, report: RunReport, overhead_us: float) -> Link
 
 
 def _both(boundary: BoundaryRun) -> tuple[float, ...]:
-    """Return the measured times of a transfer, of one direction or of both."""
+    """Return the measured transfer times over a boundary, of one direction or of both."""
     return tuple(time for time in (boundary.forward_us, boundary.backward_us) if time > 0)
 
 
@@ -143,7 +146,7 @@ def _predicted_us(evaluation: Evaluation, boundary: int) -> float:
 
 
 def _reserve(plan: Plan, report: RunReport) -> int:
-    """Return the largest difference between a device's used memory and its predicted allocator peak, in bytes."""
+    """Return the memory reserve in bytes: the largest used memory minus predicted allocator peak of any device."""
     used = {run.index: run.peak_bytes + run.outside_bytes for run in stage_runs(report)}
     measured = [max(used.get(stage.index, 0) for stage in chunks) for chunks in plan.by_device()]
     return max(0, *(has - need for has, need in zip(measured, peak_bytes_of(plan), strict=True)))

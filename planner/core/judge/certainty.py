@@ -1,7 +1,7 @@
 """Error ranges of predictions, taken from earlier predictions of the same kind.
 
-Each bound is the largest error in the measurements under docs/measurements; for rows that were run several times, the
-median counts. docs/cost-model.md names the pages for each kind. `tests/unit/core/test_certainty.py` reads these rows,
+Each bound is the largest error in the measurements under docs/measurements; for runs that were repeated, the median is
+used. docs/cost-model.md names the pages for each kind. `tests/unit/core/test_certainty.py` reads these measurements,
 and fails if a bound is wider or narrower than they are. A kind without measurements has no error range.
 """
 
@@ -47,7 +47,7 @@ STEPS: Final = {
     "rate": StepErrors(source="estimated by formula at a sustained rate", least=0.970, most=1.019),
     "A100": StepErrors(source="estimated by formula at the rate of published runs on A100", least=0.829, most=1.225),
     "H100": StepErrors(source="estimated by formula at the rate of published runs on H100", least=0.700, most=1.250),
-    # Runs of fewer than three sources say little about the next one: errors of all kinds count.
+    # Fewer than three sources say little about the next run, so that this range covers the errors of all kinds of runs.
     "few runs": StepErrors(source="estimated by formula at the rate of a few published runs", least=0.700, most=1.745),
     "peak": StepErrors(source="estimated by formula at the peak rate", least=1.412, most=4.845),
 }
@@ -57,9 +57,9 @@ SHORTEST_US: Final = 20_000.0
 """Shortest forward plus backward time of the slowest stage among the rows of `STEPS["cpu"]`, in microseconds."""
 
 PEAKS: Final = {
-    "measured": 1 / 0.99,  # bound for the 954 peaks of memory.md
-    "compiled": 1 / 0.952,  # of single stages: tpu-composition.md
-    "estimated": 1 / 0.960,  # published.md, whole GB
+    "measured": 1 / 0.99,  # the 954 peaks of memory.md
+    "compiled": 1 / 0.952,  # single stages: tpu-composition.md
+    "estimated": 1 / 0.960,  # published.md, which rounds to whole GB
 }
 """Largest ratio of measured to predicted peak, by the origin of the profile's values."""
 
@@ -85,7 +85,7 @@ class Certainty:
     step_ratio: tuple[float, float] | None = None
     """Smallest and largest ratio of measured to predicted step time; None without timed runs of this kind."""
     sampling: float = 0.0
-    """Sampling error of the step time, from the spread of the repeated measurements; a share of the step."""
+    """Sampling error of the step time, from the spread of repeated measurements; divided by the step time."""
     step_us: tuple[float, float] | None = None
     """Range of the step time in microseconds, from `step_ratio` and `sampling`."""
     peak_ratio: float | None = None
@@ -93,7 +93,7 @@ class Certainty:
     allocator_ratio: float = 1.0
     """Largest ratio of reserved to allocated memory of the device's allocator."""
     device_bytes: tuple[int, ...] = ()
-    """Upper bound of each device's memory in bytes, in pipeline order; empty if `peak_ratio` is None."""
+    """Upper bound of each device's peak in bytes, according to earlier errors; empty if `peak_ratio` is None."""
 
 
 def certainty_of(plan: Plan, profile: Profile) -> Certainty:
@@ -125,7 +125,7 @@ def certainty_of(plan: Plan, profile: Profile) -> Certainty:
 
 
 def memory_fit(plan: Plan, certainty: Certainty | None = None) -> MemoryFit:
-    """Return whether a plan fits its memory limits; `tight` if predicted peaks fit, but their upper bounds do not."""
+    """Return the result for the memory limits: `tight` if the predicted peaks fit, but not their upper bounds."""
     limits = [chunks[0].memory_bytes for chunks in plan.by_device()]
     if any(need > limit for need, limit in zip(plan.device_bytes(), limits, strict=True)):
         return "does not fit"
@@ -133,20 +133,20 @@ def memory_fit(plan: Plan, certainty: Certainty | None = None) -> MemoryFit:
 
 
 def tight_findings(plan: Plan, certainty: Certainty) -> Iterator[Finding]:
-    """Yield a finding for each device whose largest expected peak exceeds its memory."""
+    """Yield a finding for each device whose predicted peak fits, but not the upper bound of the error range."""
     chunks = plan.by_device()
     for device in tight_devices(plan, certainty):
         most, limit = certainty.device_bytes[device], plan.inputs.device_bytes(chunks[device][0].memory_bytes)
         message = (
             f"device {device} may need {format_bytes(most)}, {format_bytes(most - limit)} over its "
-            f"{format_bytes(limit)}, if the prediction is off by as much as earlier ones"
+            f"{format_bytes(limit)}, if the prediction is as far off as earlier predictions"
         )
         hint = "solve with `--headroom auto`, which keeps the error range free"
         yield finding("GP103", message, hint=hint, stage=chunks[device][0].index)
 
 
 def tight_devices(plan: Plan, certainty: Certainty) -> tuple[int, ...]:
-    """Return the devices whose predicted peak fits, although the largest expected one exceeds the device's memory."""
+    """Return the devices whose predicted peak fits, but whose peak's upper bound exceeds the device's memory."""
     devices = zip(plan.by_device(), plan.device_bytes(), certainty.device_bytes, strict=False)
     return tuple(
         device
@@ -156,11 +156,11 @@ def tight_devices(plan: Plan, certainty: Certainty) -> tuple[int, ...]:
 
 
 def sampling_error(plan: Plan, profile: Profile) -> float:
-    """Return the sampling error of the step time, as a share of it.
+    """Return the sampling error of the step time, divided by the step time.
 
-    A step is a maximum over sums of stage times. So its relative error is at most the largest one of the stages.
-    Links are assumed to be exact. Layers that were measured separately have independent errors. Layers with the same
-    digest were measured once, and have the same error.
+    A step time is a maximum over sums of stage times. So its relative error is at most the largest relative error of a
+    stage time. Links are assumed to be exact. Layers that were measured separately have independent errors. Layers with
+    the same digest were measured once, and have the same error.
 
     Args:
         plan: The plan.
@@ -174,14 +174,14 @@ def sampling_error(plan: Plan, profile: Profile) -> float:
 
 
 def headroom_for(profile: Profile, limits: Sequence[int]) -> float:
-    """Return the share of memory to keep free so that the largest expected peaks fit, rounded up to 0.1 %.
+    """Return the share of memory to keep free so that peaks at the upper end of the error range fit, in steps of 0.1 %.
 
     Args:
         profile: Profile that plans are made from.
         limits: Memory limit of each device in bytes.
 
     Raises:
-        UsageError: Predictions from such a profile have no known error.
+        UsageError: No peak was measured for this kind of profile, so that the accuracy of predictions is unknown.
     """
     ratio, reserved = _peak_ratios(profile)
     if ratio is None:
@@ -190,13 +190,13 @@ def headroom_for(profile: Profile, limits: Sequence[int]) -> float:
             f"{profile.device.how} on {profile.device.kind}",
             hint="give the share to keep free: `--headroom 5%`",
         )
-    # This inverts `_most_bytes`; its constant term matters most for the smallest limit.
+    # This inverts `_most_bytes`, whose constant term matters most for the smallest limit.
     share = max(1 - (limit - SLACK_BYTES) / (ratio * reserved) / limit if limit else 0.0 for limit in limits)
     return min(ceil(share * 1000 - 1e-9) / 1000, 0.999)
 
 
 def _step_errors(plan: Plan, profile: Profile) -> StepErrors | None:
-    """Return the step errors of predictions of the plan's kind; None without timed runs."""
+    """Return the range of step errors for predictions of the plan's kind; None without timed runs of this kind."""
     how, kind = profile.device.how, profile.device.kind
     if how == "estimated":
         return _formula_errors(profile)
@@ -207,7 +207,7 @@ def _step_errors(plan: Plan, profile: Profile) -> StepErrors | None:
     if (ratio := plan.inputs.step_ratio) is not None:
         errors = STEPS["calibrated"]
         return replace(errors, least=ratio * errors.least, most=ratio * errors.most)
-    # Several processes on one machine slow each other down.
+    # Several processes on one machine slow each other down, so that a single process has an error range of its own.
     if plan.num_devices * plan.replicas == 1:
         return STEPS["one device"]
     slowest_us = max(stage.forward_us + stage.backward_us for stage in plan.stages)
@@ -228,7 +228,7 @@ def _formula_errors(profile: Profile) -> StepErrors | None:
 
 
 def _peak_ratios(profile: Profile) -> tuple[float | None, float]:
-    """Return the ratios of allocated to predicted, and of reserved to allocated memory."""
+    """Return the largest ratios of allocated to predicted (None if unknown) and of reserved to allocated memory."""
     device = profile.device
     unseen = device.how == "measured" and device.kind not in TORCH_KINDS
     return None if unseen else PEAKS[device.how], ALLOCATOR if device.kind == "cuda" else 1.0
@@ -250,7 +250,7 @@ def _stage_error(layers: Sequence[LayerProfile], indices: Sequence[int]) -> floa
     for n, layer in enumerate(layers):
         time_us = layer.forward_us[indices[-1]] + layer.backward_us[indices[-1]]
         total_us += time_us
-        # The larger error of both sizes between which the costs are interpolated.
+        # Costs are interpolated between two sizes; the larger error of the two is used.
         share = max(layer.spread[n] for n in indices) if layer.spread else 0.0
         errors_us[layer.digest or str(n)] += time_us * share
     return sqrt(sum(error * error for error in errors_us.values())) / total_us if total_us else 0.0

@@ -1,4 +1,4 @@
-"""Comparison of plans: differences in memory and time of two plans, stage by stage, or a list of several."""
+"""Comparison of plans: the differences of two plans in memory and time, stage by stage, or a list of several plans."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ _SAME_SHARE = 1e-4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageDifference:
-    """One stage of two plans; values are None if only the other plan has the stage."""
+    """One stage in two plans; the values of a plan that lacks this stage are None."""
 
     index: int
     layers_before: int | None
@@ -34,12 +34,12 @@ class StageDifference:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Difference:
-    """Difference from another plan to this one."""
+    """Differences between a reference plan, in the fields `…_before`, and a plan."""
 
     against: str
-    """Other plan: a file, or `git:REVISION`."""
+    """Reference plan: a file, or `git:REVISION`."""
     recomputed: bool
-    """True if the other plan was evaluated again from its profile; else its stored values are used."""
+    """True if the reference plan was evaluated again from its profile; else its stored values are used."""
     step_us_before: float
     step_us: float
     samples_per_s_before: float
@@ -73,11 +73,11 @@ class Comparison:
 
 
 def difference_of(before: Plan, now: Plan, *, against: str, recomputed: bool) -> Difference:
-    """Return the difference from one plan to another.
+    """Return the differences between two plans.
 
     Args:
         before: Reference plan.
-        now: Other plan.
+        now: Plan that is compared with the reference plan.
         against: Name of the reference plan.
         recomputed: True if the reference plan was evaluated again from its profile.
 
@@ -112,14 +112,14 @@ def _stage(index: int, before: Stage | None, now: Stage | None) -> StageDifferen
 
 
 def growth(difference: Difference) -> Iterator[Finding]:
-    """Yield findings on growth: the stage whose memory grew most, and a slower step."""
+    """Yield findings about growth: one for the stage whose memory grew most, and one for a slower step."""
     against = difference.against
     grown = [(s.more_bytes, s) for s in difference.stages if s.more_bytes > 0]
     if grown:
         most, stage = max(grown, key=lambda pair: (pair[0], -pair[1].index))
         message = f"stage {stage.index} needs {format_bytes(most)} more than in {against}"
         more = len(grown) - 1
-        hint = f"{more} other stage{'s' * (more > 1)} grew by no more" if more else ""
+        hint = f"{more} other stage{'s' * (more > 1)} grew by at most as much" if more else ""
         yield finding("GP401", message, hint=hint, stage=stage.index)
     before, now = difference.samples_per_s_before, difference.samples_per_s
     if now < before * (1 - _SAME_SHARE):

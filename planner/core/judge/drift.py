@@ -19,7 +19,7 @@ from planner.core.values.run_report import RunReport
 from planner.core.values.units import format_bytes, format_us, pluralize
 
 ENOUGH_STEPS: Final = 10
-"""Least number of steps after the warm-up for a comparison; `verify` measures as many."""
+"""Smallest number of steps after the warm-up for a comparison; `verify` measures this number of steps."""
 
 
 def drift_of(balance: Balance, report: RunReport, *, are_times_judged: bool) -> tuple[ComparedFigure, ...]:
@@ -30,10 +30,10 @@ def drift_of(balance: Balance, report: RunReport, *, are_times_judged: bool) -> 
     Args:
         balance: Stages that were run, with their planned values.
         report: Report of the run.
-        are_times_judged: False if times are known to be disturbed.
+        are_times_judged: False if it is known that other work disturbed the times.
 
     Returns:
-        Values outside their tolerance.
+        Figures outside their tolerance.
     """
     planned, steps_us = balance.planned, timed_steps_us(report)
     is_long = len(report.step_us) - report.warmup_steps >= ENOUGH_STEPS
@@ -43,14 +43,14 @@ def drift_of(balance: Balance, report: RunReport, *, are_times_judged: bool) -> 
         return ()
     step = ComparedFigure(what="step_us", predicted=planned.step_us, measured=median(steps_us))
     peaks = peaks_of(list(zip(balance.by_device(), balance.peak_bytes, strict=True)), report)
-    # Hand-written layers may have no times.
+    # A profile written by hand may have no times.
     are_times_judged = are_times_judged and planned.step_us > 0 and not disturbance(report)
     rows = (judged(row, DEFAULT_TOLERANCE, are_times_judged=are_times_judged) for row in (step, *peaks))
     return tuple(row for row in rows if row.agrees is False)
 
 
 def drift_text(drift: Sequence[ComparedFigure], tolerance: Tolerance = DEFAULT_TOLERANCE) -> str:
-    """Return a sentence with the step time and the largest deviation of a peak."""
+    """Return a sentence about the deviating figures: the step time, and the device peak that deviates most."""
     said = []
     for row in drift:
         if row.what == "step_us":
@@ -63,7 +63,7 @@ def drift_text(drift: Sequence[ComparedFigure], tolerance: Tolerance = DEFAULT_T
         said.append(
             f"the peak of device {worst.index} was {format_bytes(worst.measured)}, planned "
             f"{format_bytes(worst.predicted)} ({_off(worst)}, {allowed})"
-            + (f", and {pluralize(further, 'other')} {'is' if further == 1 else 'are'} off" if further else "")
+            + (f", and {pluralize(further, 'other')} {'deviates' if further == 1 else 'deviate'}" if further else "")
         )
     return f"not as planned: {'; '.join(said)}"
 

@@ -22,13 +22,13 @@ def with_cuts(
     """Return `plan` with other cuts, and with the recomputation that the new stages need.
 
     The schedule, micro-batches and devices stay. Each device gets the fastest recomputation of whole stages that fits
-    and that the plan's policy allows. If none fits, it gets the one with the least memory.
+    and that the plan's policy allows. If no recomputation fits, the device gets the one with the least memory.
 
     Args:
         plan: Plan to change.
         profile: Profile of the plan.
         balance: Layers per stage; there may be more or fewer stages than in the plan.
-        memory_bytes: Memory limit of each device in bytes; None for those of the plan.
+        memory_bytes: Memory limit of each device in bytes; None for the limits of the plan.
 
     Returns:
         Plan with status `given`.

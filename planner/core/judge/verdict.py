@@ -1,4 +1,4 @@
-"""Check of a plan: its values are computed again from the profile and compared with the stored ones.
+"""Check of a plan: its values are computed again from the profile and compared with the stored values.
 
 The possible findings are listed in `planner.core.values.findings`.
 """
@@ -30,14 +30,14 @@ class Verdict:
 
     schema: Literal["gpipe-plan/check/v1"] = "gpipe-plan/check/v1"
     fits: bool
-    """True if no finding is an error, nor, with `strict`, a warning."""
+    """True if no finding is an error and, with `strict`, none is a warning."""
     findings: tuple[Finding, ...]
     plan: Plan | None
     """Plan with values computed from the profile; None if the profile does not match the plan."""
     strict: bool = False
     """True if warnings count as errors."""
     would_fit: tuple[str, ...] = ()
-    """Smallest changes that would fit, if a stage exceeds its memory limit."""
+    """Smallest changes with which the plan would fit, if a stage exceeds its memory limit."""
     difference: "Difference | None" = None
     """Difference from another plan, if one was given."""
     certainty: Certainty | None = None
@@ -72,7 +72,7 @@ def judge(
         plan: Plan as stored.
         profile: Current profile.
         profile_digest: Digest of the profile.
-        memory_bytes: Memory limit of each device in bytes; None for those of the plan.
+        memory_bytes: Memory limit of each device in bytes; None for the limits of the plan.
         device: Device type to assume for every device; its memory is the limit.
         headroom: Share of the limit that should stay free, in [0, 1).
         strict: True to treat warnings as errors.
@@ -116,13 +116,13 @@ def judge(
 
 
 def with_findings(verdict: Verdict, findings: Sequence[Finding]) -> Verdict:
-    """Return `verdict` with more findings, and update `fits`."""
+    """Return `verdict` with more findings, and with `fits` updated."""
     findings = (*verdict.findings, *findings)
     return replace(verdict, findings=findings, fits=all(each.severity not in verdict.refused for each in findings))
 
 
 def compared(verdict: Verdict, before: Plan, *, against: str, recomputed: bool) -> Verdict:
-    """Return `verdict` with the difference from another plan; unchanged if it has no plan.
+    """Return `verdict` with the difference from another plan; return it unchanged if it has no plan.
 
     Args:
         verdict: Result of a check.
@@ -131,7 +131,7 @@ def compared(verdict: Verdict, before: Plan, *, against: str, recomputed: bool) 
         recomputed: True if the reference plan was evaluated again from its profile.
 
     Returns:
-        Verdict with the difference, and findings on growth.
+        Verdict with the difference, and findings about growth.
     """
     if verdict.plan is None:
         return verdict
@@ -155,7 +155,7 @@ def _elsewhere(profile: Profile, device: Accelerator) -> list[Finding]:
 
 
 def _unproven(profile: Profile, plan: Plan) -> list[Finding]:
-    """Return findings on missing or failed equivalence checks; none for a profile without a model."""
+    """Return findings about missing or failed equivalence checks; none for a profile without a model."""
     proof = profile.proof
     if not profile.model.digest or len(plan.stages) == 1:
         return []
@@ -173,7 +173,7 @@ def _unproven(profile: Profile, plan: Plan) -> list[Finding]:
 
 
 def _how_sure(plan: Plan, profile: Profile) -> list[Finding]:
-    """Return findings on predictions that are interpolated, extrapolated or assumed at this micro-batch size."""
+    """Return findings if the profile is not measured, or if the micro-batch size is outside the profiled range."""
     findings = []
     if profile.device.how != "measured":
         called = profile.device.name or profile.device.kind
@@ -195,9 +195,9 @@ def _stale(plan: Plan, digest: str) -> Finding:
 
 
 def _misfit(plan: Plan, profile: Profile, *, stale: bool) -> Finding | None:
-    """Return a finding if a changed profile has other layers than the plan, since evaluating the plan would fail."""
+    """Return a finding if the profile lacks layers of the plan, so that the plan cannot be evaluated."""
     if stale and plan.tensor_parallel not in widths_of(profile):
-        message = f"{plan.tensor_parallel} GPUs of the plan share each layer, the profile has no such layers"
+        message = f"in the plan, {plan.tensor_parallel} GPUs share each layer; the profile has no costs for this number"
         return finding("GP202", message, hint="profile and solve again")
     if sum(plan.balance) == len(profile.layers) and min(plan.balance, default=0) > 0:
         return _renamed(plan, profile)
@@ -212,7 +212,8 @@ def _renamed(plan: Plan, profile: Profile) -> Finding | None:
     known = set(names)
     for stage, count, end in zip(plan.stages, plan.balance, accumulate(plan.balance), strict=True):
         for name, layer in ((stage.first, end - count), (stage.last, end - 1)):
-            # A hand-edited balance moves cuts without renaming: only names the profile does not have are wrong.
+            # If a user edits only the balance, the names of layers at cuts stay. Only names that the profile lacks are
+            # wrong.
             if name not in known:
                 message = f'stage {stage.index} names the layer "{name}", the profile has no such layer'
                 hint = f'layer {layer} is "{names[layer]}" now: solve again'
@@ -221,7 +222,7 @@ def _renamed(plan: Plan, profile: Profile) -> Finding | None:
 
 
 def _memory_findings(chunks: Sequence[Stage], headroom: float) -> list[Finding]:
-    """Return findings on the memory of a device that runs the stages `chunks`."""
+    """Return findings about the memory of a device that runs the stages `chunks`."""
     stage, limit = chunks[0], chunks[0].memory_bytes
     need = sum(chunk.memory.total for chunk in chunks)
     if len(chunks) == 1:
@@ -248,11 +249,11 @@ def _edited(plan: Plan, now: Plan) -> list[Finding]:
     figures = [f"`{place}`" for place in differing(plan, now) if ".memory." not in place]
     if not figures and not changed:
         return []
-    message = f"the plan says {was_us / 1e3:.1f} ms per step, the profile {is_us / 1e3:.1f} ms"
+    message = f"the plan has {was_us / 1e3:.1f} ms per step, the cost model computes {is_us / 1e3:.1f} ms"
     if is_same("step_us", was_us, is_us):
         more = f" and {len(figures) - 6} more" if len(figures) > 6 else ""
         listed = ", ".join(figures[:6])
-        message = f"values that do not follow from the profile: {listed}{more}" if figures else "memory differs"
+        message = f"values that differ from the cost model's: {listed}{more}" if figures else "memory differs"
     if changed:
         message += f"; memory differs in stage {', '.join(map(str, changed))}"
     return [finding("GP203", message, hint="the plan's decisions were edited by hand")]
@@ -267,14 +268,14 @@ def is_same(name: str, written: float, computed: float) -> bool:
         computed: Value from the cost model.
 
     Returns:
-        True if they differ by rounding only.
+        True if the values differ by rounding only.
     """
     slack = 0.1 if name.endswith("_us") else 2e-6
     return abs(written - computed) <= slack + 1e-6 * abs(computed)
 
 
 def claimed_of(written: Plan, verdict: Verdict) -> SolverReport | None:
-    """Return the solver report whose bound and gap can be checked; None if there is none.
+    """Return the solver report whose bound and gap can be checked; None if nothing can be checked.
 
     Args:
         written: Plan as stored.
@@ -289,7 +290,7 @@ def claimed_of(written: Plan, verdict: Verdict) -> SolverReport | None:
 
 
 def differing(plan: Plan, now: Plan) -> tuple[str, ...]:
-    """Return the paths of values in `plan` that differ from the evaluated plan `now`; decisions are not compared."""
+    """Return the paths of predicted values in `plan` that differ from those of the evaluated plan `now`."""
     places = [*_differing(plan.predicted, now.predicted, "predicted")]
     for k, (written, computed) in enumerate(zip(plan.stages, now.stages, strict=True)):
         places += _differing(written, computed, f"stages[{k}]")
@@ -307,7 +308,7 @@ def certificate_problems(plan: Plan, solver: SolverReport) -> tuple[str, ...]:
     if bound_us > step_us and not is_same("lower_bound_us", bound_us, step_us):
         problems.append(f"the bound of {bound_us / 1e3:.1f} ms is above the step of {step_us / 1e3:.1f} ms")
     gap = max(0.0, 1 - bound_us / step_us) if step_us else 0.0
-    # The step and its bound are rounded to 0.1 us, which shows in the gap of very short steps.
+    # Step time and bound are rounded to 0.1 us, which changes the gap of very short steps.
     if abs(gap - solver.gap) > 2e-6 + (0.2 / step_us if step_us else 0.0):
         problems.append(f"the stored gap is {solver.gap:.4%}, but step and bound give {gap:.4%}")
     if solver.status == "optimal" and solver.gap > 0:

@@ -32,7 +32,7 @@ class Tolerance:
     memory_above: float
     """Share by which a predicted peak may be above the measured one."""
     memory_slack_bytes: int = SLACK_BYTES
-    """Bytes that are tolerated in addition, in either direction."""
+    """Error of a peak, in bytes, that is tolerated in addition to the shares, in either direction."""
 
     def allows_peak(self, *, predicted: float, measured: float) -> bool:
         """Return True if a predicted peak is within the tolerance of the measured one, both in bytes."""
@@ -54,7 +54,7 @@ class ComparedFigure:
     predicted: float
     measured: float
     agrees: bool | None = None
-    """True if the values agree; None if they are only shown."""
+    """True if the values agree within the tolerance; None if they are not judged."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,7 +68,7 @@ class Verification:
     tolerance: Tolerance
     notes: tuple[str, ...]
     proof: Proof | None = None
-    """Equivalence check of the stages with the unpartitioned model."""
+    """Result of the equivalence check of the stages with the unpartitioned model."""
     calibration: Calibration
     run: RunReport
     again: str = ""
@@ -92,18 +92,18 @@ def verification_of(
         profile: Profile of the plan.
         report: Report of a run of the plan.
         tolerance: Tolerated errors.
-        crowded: Reason not to judge times, if there is one besides the report.
-        proof: Equivalence check of the stages with the unpartitioned model.
+        crowded: Reason not to judge times that is known without the report; empty if there is none.
+        proof: Result of the equivalence check of the stages with the unpartitioned model.
         wrong: Differences that the equivalence check found.
 
     Returns:
-        Compared values, their verdicts, and a calibration.
+        Compared figures with their verdicts, and a calibration.
 
     Raises:
         MeasurementError: The run was no longer than its warm-up.
     """
     if len(report.step_us) <= report.warmup_steps:
-        raise MeasurementError(f"{len(report.step_us)} steps are all warm-up", hint="run more: `--steps 12`")
+        raise MeasurementError(f"{len(report.step_us)} steps are all warm-up steps", hint="run more: `--steps 12`")
     crowded = crowded or disturbance(report)
     compared = tuple(judged(row, tolerance, are_times_judged=not crowded) for row in compared_of(plan, report))
     return Verification(
@@ -118,9 +118,10 @@ def verification_of(
 
 
 def compared_of(plan: Plan, report: RunReport) -> tuple[ComparedFigure, ...]:
-    """Return predicted and measured values without verdicts: step, bubble, stage times, device peaks.
+    """Return predicted and measured figures without verdicts: step, bubble, stage times, device peaks.
 
-    Over replicas, the slowest times and the highest peaks count. If a run has fewer stages, only these are compared.
+    Of several replicas, the slowest times and the highest peaks are used. If the run has fewer stages than the plan,
+    only the stages of the run are compared.
     """
     stages = [[stage.index for stage in chunks] for chunks in plan.by_device()]
     peaks = peaks_of(list(zip(stages, peak_bytes_of(plan), strict=True)), report)
@@ -128,7 +129,7 @@ def compared_of(plan: Plan, report: RunReport) -> tuple[ComparedFigure, ...]:
 
 
 def crowding(processes: int, threads: int, cores: int) -> str:
-    """Return why times of CPU processes on one machine are not judged; empty if they are.
+    """Return the reason not to judge times if a machine has too few cores for its processes; empty otherwise.
 
     Args:
         processes: Number of processes on the machine.
@@ -145,13 +146,13 @@ def crowding(processes: int, threads: int, cores: int) -> str:
 
 
 def disturbance(report: RunReport) -> str:
-    """Return why the times of a run are not judged if its processes lacked cores; empty otherwise."""
+    """Return the reason not to judge times if processes of the run had to wait for cores; empty otherwise."""
     waited = lack_of_cores(report)
     return f"times are not judged: {waited}; end other programs, and run it again" if waited else ""
 
 
 def lack_of_cores(report: RunReport) -> str:
-    """Return a phrase with the share of time that a process had a core, if it was too small; else an empty string."""
+    """Return a phrase with the share of time in which a process had a core; empty if the share is large enough."""
     share = min((run.core_share for run in report.stages if run.core_share), default=1.0)
     if share >= LEAST_CORE_SHARE:
         return ""
@@ -159,14 +160,14 @@ def lack_of_cores(report: RunReport) -> str:
 
 
 def other_samples(report: RunReport) -> float | None:
-    """Return the samples per step of a run if they differ from the planned number; else None."""
+    """Return the number of samples per step of a run if it differs from the planned number; None otherwise."""
     rates = report.samples_per_s[report.warmup_steps :]
     if not report.batch or not rates:
         return None
     steps_s = [step_us / 1e6 for step_us in report.step_us[report.warmup_steps :]]
-    # A smaller last mini-batch of an epoch does not move the median.
+    # The median ignores a smaller last mini-batch of an epoch.
     samples = median(rate * step_s for rate, step_s in zip(rates, steps_s, strict=False))
-    # Rates are rounded to a tenth, which adds up to samples in steps of a minute.
+    # Rates are rounded to 0.1 samples/s, which are 3 samples in a step of a minute.
     return None if isclose(samples, report.batch, rel_tol=0.02, abs_tol=0.05 * median(steps_s)) else samples
 
 
@@ -186,15 +187,15 @@ def peaks_of(devices: Sequence[tuple[Sequence[int], int]], report: RunReport) ->
 
 
 def judged(row: ComparedFigure, tolerance: Tolerance, *, are_times_judged: bool) -> ComparedFigure:
-    """Return a compared value with its verdict; only step time and peaks are judged.
+    """Return a compared figure with its verdict; only step time and peaks are judged.
 
     Args:
-        row: Compared value.
+        row: Compared figure.
         tolerance: Tolerated errors.
         are_times_judged: False to leave the step time without a verdict.
 
     Returns:
-        The value with `agrees` set if it is judged.
+        The figure, with `agrees` set if it is judged.
     """
     if row.what == "step_us" and are_times_judged:
         return replace(row, agrees=abs(row.measured - row.predicted) <= tolerance.step * row.predicted)

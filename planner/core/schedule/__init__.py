@@ -1,7 +1,8 @@
 """Schedules: the order in which each device of a pipeline runs its forwards and backwards.
 
-A schedule is a value; `SCHEDULES` lists all of them by name. The action orders that it gives to devices are data
-(`programs`). All other code reads names, titles, colors, bounds and supported micro-batch counts from here.
+A schedule is a value; `SCHEDULES` lists all schedules by name. `Schedule.actions` returns the action order of every
+device, and `programs` the instruction lists with transfers. Names, titles, colors, bounds and supported numbers of
+micro-batches are defined only in this package.
 """
 
 from collections.abc import Mapping
@@ -96,12 +97,12 @@ SCHEDULE_CHOICES: Final = (*SCHEDULES, SEARCHED.name, "auto")
 
 @lru_cache(maxsize=64)
 def schedule_of(name: ScheduleName, order: tuple[str, ...] = ()) -> Schedule:
-    """Return the schedule that a plan names, or that its action orders define.
+    """Return the schedule with this name, or the schedule that action orders define.
 
     Args:
         name: Name of the schedule.
-        order: Actions of each device as text, if the schedule was made for the plan. A searched schedule without them
-            is only a name.
+        order: Action order of each device as text, if the schedule was searched for a plan; empty for a searched
+            schedule whose orders are not known yet.
 
     Returns:
         The schedule.
@@ -115,7 +116,7 @@ def schedule_of(name: ScheduleName, order: tuple[str, ...] = ()) -> Schedule:
 
 
 def schedules_for(policy: ScheduleName) -> tuple[Schedule, ...]:
-    """Return the schedules that an option allows: all of them, or the one that it names."""
+    """Return the schedules that the schedule option allows: all schedules for `auto`, else the named one."""
     searched = SEARCHED, SEARCHED_IN_V
     if policy == "auto":
         return *SCHEDULES.values(), *searched

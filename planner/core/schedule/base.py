@@ -50,13 +50,13 @@ class Loads(NamedTuple):
     """Lower bounds of the compute time of one micro-batch, in microseconds, valid for every partition."""
 
     work_us: float
-    """Forward and backward of all layers on the fastest device."""
+    """Forward plus backward time of all layers on the fastest device."""
     forward_us: float
-    """Largest forward time of any device."""
+    """Lower bound of the largest forward time of a device."""
     backward_us: float
-    """Largest backward time of any device."""
+    """Lower bound of the largest backward time of a device."""
     pair_us: float
-    """Largest sum of forward and backward time of any device."""
+    """Lower bound of the largest forward plus backward time of a device."""
 
 
 class Schedule(ABC):
@@ -71,13 +71,13 @@ class Schedule(ABC):
     is_chunked: ClassVar[bool] = False
     """True if a device may run several stages."""
     exact_chunks: ClassVar[int | None] = None
-    """Only possible number of stages per device, such as 2 for a V; None if any number works."""
+    """Number of stages per device that the schedule requires, such as 2 for a V; None if any number works."""
     placement: ClassVar[Placement] = "loop"
     """Placement of the stages on the devices."""
     is_forwards_first: ClassVar[bool] = False
     """True if every device runs all forwards of a step before its first backward."""
     is_to_be_made: bool = False
-    """True if the solver still has to make the action orders for its stages."""
+    """True if the schedule has no action orders yet, because the solver searches them for given stages."""
     splits_backward: ClassVar[bool] = False
     """True if some or all backwards are split into an input-gradient (I) and a weight-gradient (W) pass."""
     has_closed_form: ClassVar[bool] = False
@@ -95,7 +95,7 @@ class Schedule(ABC):
             device: Index of the device.
             num_devices: K.
             micro_batches: M.
-            chunks: V; `refuse` has checked the numbers.
+            chunks: V. The numbers must be valid: `refuse` checks them.
         """
 
     def stages_on(self, device: int, num_devices: int, chunks: int) -> tuple[int, ...]:
@@ -113,7 +113,7 @@ class Schedule(ABC):
 
     @property
     def texts(self) -> tuple[str, ...]:
-        """Action orders as text, one per device, of a schedule made for one pipeline; empty for all others."""
+        """Action order of each device as text, if the schedule was made for one pipeline; empty for other schedules."""
         return ()
 
     def runs_chunks(self, chunks: int) -> bool:
@@ -131,7 +131,7 @@ class Schedule(ABC):
             chunks: V.
 
         Raises:
-            UsageError: The schedule cannot run with them.
+            UsageError: The schedule does not support these numbers.
         """
         if self.exact_chunks is not None and chunks != self.exact_chunks:
             raise UsageError(
@@ -149,11 +149,11 @@ class Schedule(ABC):
         return inf
 
     def round_size(self, num_devices: int) -> int:
-        """Return the number that M must be a multiple of if M is larger than it."""
+        """Return the round size: if M is larger, it must be a multiple of the round size."""
         return 1
 
     def in_flight(self, device: int, num_devices: int, micro_batches: int) -> int:
-        """Return the most micro-batches in flight on a device, if each device runs one stage.
+        """Return the largest number of micro-batches in flight on a device at once, if each device runs one stage.
 
         Args:
             device: Index of the device.
@@ -169,13 +169,13 @@ class Schedule(ABC):
     def bound_us(self, loads: Loads, micro_batches: int, chunks: int) -> float:
         """Return a lower bound of the step time of every partition, in microseconds.
 
-        Memory, links, overheads and recomputation are free in this bound. The busiest device never idles. If every
-        device runs one stage, all micro-batches but one also wait for the slowest backward while the other one passes
-        through all stages and back. Nothing waits for the weight-gradient pass, so split-backward schedules only get
-        the first bound.
+        The bound ignores memory, links, overheads and recomputation. It is the larger of two bounds. First, the busiest
+        device computes all micro-batches. Second, one micro-batch passes all stages and back, and if every device runs
+        one stage, the slowest backward also runs for the M - 1 other micro-batches. With split backwards, only the
+        first bound applies, because no later pass waits for a weight-gradient pass.
 
         Args:
-            loads: Lower bounds for one micro-batch.
+            loads: Lower bounds of the compute time of one micro-batch.
             micro_batches: M.
             chunks: V.
 
@@ -188,15 +188,15 @@ class Schedule(ABC):
         return max(micro_batches * loads.pair_us, loads.work_us + one_after_the_other)
 
     def longest_us(self, upper_us: float, work_us: float, micro_batches: int) -> float:
-        """Return the longest forward plus backward time of a stage in a step shorter than `upper_us`.
+        """Return an upper bound of a stage's forward plus backward time if the step is to be shorter than `upper_us`.
 
         Args:
             upper_us: Step time to beat, in microseconds.
-            work_us: Forward and backward of a micro-batch through all stages, in microseconds.
+            work_us: Forward plus backward time of a micro-batch in all stages, in microseconds.
             micro_batches: M.
 
         Returns:
-            The limit per micro-batch, in microseconds.
+            The upper bound for one micro-batch, in microseconds.
         """
         return upper_us / micro_batches
 

@@ -7,8 +7,8 @@ micro-batch takes six units per device. The memory of a device depends only on h
     1. Repeat the block M times, with F and I only. Put each W into the first free unit after its I.
     2. Squeeze: move every action as early as its inputs and the memory allow. The repeated blocks leave the start and
       the end of the step half empty.
-    3. After its last F a device needs no more memory. It then runs each I as soon as possible and a W when it would
-      otherwise idle, so that gradients are sent sooner.
+    3. After its last F, a device needs no additional memory. It then runs each I as soon as possible and a W when it
+       would otherwise idle, so that gradients are sent sooner.
 
 The authors' code squeezes and reorders by other rules. Its schedules have about the same idle time.
 """
@@ -40,16 +40,16 @@ _Message = tuple[Flow | None, int, int]
 
 
 class BuildingBlock(NamedTuple):
-    """Times at which a device processes the first micro-batch, in units."""
+    """Times at which a device starts the passes of the first micro-batch, in units."""
 
     forward_down: int
-    """F of its first stage, on the way down the V."""
+    """F of the device's first stage, on the way down the V."""
     forward_up: int
-    """F of its second stage, on the way up."""
+    """F of the device's second stage, on the way up the V."""
     backward_up: int
-    """I of its second stage."""
+    """I of the device's second stage."""
     backward_down: int
-    """I of its first stage."""
+    """I of the device's first stage."""
 
 
 class FromBlock(Schedule):
@@ -63,14 +63,14 @@ class FromBlock(Schedule):
 
     @abstractmethod
     def block(self, device: int, num_devices: int) -> BuildingBlock:
-        """Return the device's part of the building block."""
+        """Return the times of the building block's passes on a device."""
 
     @abstractmethod
     def most_held(self, num_devices: int) -> int:
-        """Return the most forwards, of both stages together, that a device holds before their W."""
+        """Return the largest number of forwards, in both stages together, whose W may be outstanding on a device."""
 
     def order(self, device: int, num_devices: int, micro_batches: int, chunks: int) -> tuple[Action, ...]:
-        """Return the device's part of the squeezed blocks."""
+        """Return the device's actions in the repeated and squeezed building block."""
         blocks = tuple(self.block(k, num_devices) for k in range(num_devices))
         return _lists_of(blocks, micro_batches, self.most_held(num_devices))[device]
 
@@ -80,9 +80,9 @@ def _lists_of(blocks: tuple[BuildingBlock, ...], micro_batches: int, most_held: 
     """Return the actions of every device, in O(K^2 M) steps.
 
     Args:
-        blocks: Parts of the building block of the K devices. No two times of a part may be equal modulo six.
+        blocks: Times of the building block on each of the K devices. The times of one device must differ modulo six.
         micro_batches: M.
-        most_held: Limit of the forwards that a device holds before their W. It is at least what the blocks need.
+        most_held: Largest number of forwards whose W may be outstanding on a device; at least the number in the blocks.
 
     Returns:
         K action orders.
@@ -122,7 +122,8 @@ def _squeezed(rows: Sequence[_Slots], most_held: int) -> list[_Slots]:
         queue = action.kind, device if action.kind == "W" else action.stage
         begin = max(last.get(queue, -1), over.get(_message_for(action, num_stages), -1)) + 1
         if action.kind == "F":
-            # The activation is held from its new time. Memory must not be full at any unit from there.
+            # A forward that moves to an earlier unit needs memory from that unit on, so that no unit in between may be
+            # full.
             begin = next((n + 1 for n in range(unit - 1, begin - 1, -1) if holds[n] >= most_held), begin)
         place = next((n for n in range(begin, unit) if n not in row), unit)
         del row[unit]
@@ -136,7 +137,7 @@ def _squeezed(rows: Sequence[_Slots], most_held: int) -> list[_Slots]:
 def _run(rows: Sequence[Sequence[Action]]) -> tuple[tuple[Action, ...], ...]:
     """Return the actions of each device, simulated unit by unit.
 
-    The simulation always finishes: the rows were once in a valid order, so the earliest action has its inputs.
+    The simulation always finishes: the squeezed rows are a valid order, so that the earliest remaining action can run.
     """
     devices = [_Device(row, 2 * len(rows)) for row in rows]
     over: set[_Message | None] = {None}
@@ -147,7 +148,7 @@ def _run(rows: Sequence[Sequence[Action]]) -> tuple[tuple[Action, ...], ...]:
 
 
 class _Device:
-    """Device that follows its row until its last F, and then defers W actions where possible."""
+    """Device that follows its action order until its last F. Later, it runs a W only if no other action can run."""
 
     def __init__(self, row: Sequence[Action], num_stages: int) -> None:
         last_forward = max(place for place, action in enumerate(row) if action.kind == "F")
@@ -158,7 +159,7 @@ class _Device:
         self._num_stages = num_stages
 
     def next_action(self, over: Container[_Message | None]) -> Action | None:
-        """Return the next action of the order, or else the oldest deferred W, or None if neither can run."""
+        """Return the next action of the order if it can run, else the oldest deferred W if that can run, else None."""
         wanted, waiting = self.wanted, self.waiting
         if wanted and _message_for(wanted[0], self._num_stages) in over:
             self.actions.append(wanted.popleft())
@@ -181,5 +182,5 @@ def _message_for(action: Action, num_stages: int) -> _Message | None:
 
 
 def _held_counts(row: _Slots) -> list[int]:
-    """Return the number of forwards held before their W, after each unit."""
+    """Return the number of forwards whose W is outstanding, after each unit."""
     return list(accumulate(_HOLDS[row[unit].kind] if unit in row else 0 for unit in range(max(row) + 1)))

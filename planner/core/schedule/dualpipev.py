@@ -18,7 +18,7 @@ _DOWN, _UP = 0, 1
 
 
 class DualPipeV(Schedule):
-    """Schedule that alternates forwards of one arm of a V with backwards of the other."""
+    """Schedule on a V that alternates forwards of one stage of a device with backwards of the other stage."""
 
     name = "dualpipev"
     title = "DualPipeV"
@@ -66,7 +66,7 @@ class DualPipeV(Schedule):
 
     @staticmethod
     def _drain(row: Row, device: int, behind: int) -> None:
-        """Add the backwards after the last forward; the later ones are split, so that W passes fill gaps at the end."""
+        """Add the backwards after the last forward; the last ones are split, so that W passes fill idle time."""
         whole = device + 1
         for place in range(2 * (device + 1)):
             chunk = _DOWN if place % 2 else _UP
@@ -82,6 +82,6 @@ class DualPipeV(Schedule):
 
 
 def _pair(row: Row, forward: int, backward: int) -> None:
-    """Add a forward of one chunk and a whole backward of the other."""
+    """Add a forward of one chunk and a whole backward of the other chunk."""
     row.forward(forward)
     row.backward(backward)

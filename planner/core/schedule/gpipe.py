@@ -33,9 +33,9 @@ class GPipe(Schedule):
         return micro_batches
 
     def bound_us(self, loads: Loads, micro_batches: int, chunks: int) -> float:
-        """Return a lower bound in microseconds: both flow shops wait M-1 times for their slowest stage."""
+        """Return a lower bound of the step time: forwards and backwards each wait M-1 times for their slowest stage."""
         return loads.work_us + (micro_batches - 1) * (loads.forward_us + loads.backward_us)
 
     def longest_us(self, upper_us: float, work_us: float, micro_batches: int) -> float:
-        """Return the time left in the step for the slowest stage, which runs M-1 more times, in microseconds."""
+        """Return an upper bound in microseconds: a step takes `work_us` plus M-1 times the slowest stage."""
         return inf if micro_batches == 1 else max(0.0, upper_us - work_us) / (micro_batches - 1)

@@ -1,4 +1,4 @@
-"""Helpers of schedules with split backwards: I runs as early as possible, W fills idle time."""
+"""Helpers for schedules with split backwards: I runs as early as possible, and W fills idle time."""
 
 from collections.abc import Sequence
 
@@ -31,13 +31,13 @@ def in_turn(forwards: Sequence[Action], backwards: Sequence[Action], *, warm_up:
 
 
 class Row:
-    """Action order under construction, of a device with several stages.
+    """Builder of the action order of a device with several stages.
 
-    Each kind of action of each chunk continues with its next micro-batch.
+    Each method adds an action of the given chunk, for the next micro-batch in line.
 
     Args:
         stages: Stages of the device, by chunk.
-        micro_batches: M; actions of later micro-batches are left out.
+        micro_batches: M; actions of micro-batches beyond M are not added.
     """
 
     def __init__(self, stages: Sequence[int], micro_batches: int) -> None:
@@ -65,7 +65,7 @@ class Row:
         self._backwards[chunk] += 1
 
     def weight_backward(self, chunk: int | None = None) -> None:
-        """Add the W queued longest, of one chunk or of any; add nothing if the queue is empty."""
+        """Add the oldest queued W, of `chunk` or of any chunk; add nothing if none is queued."""
         place = next((i for i, (waits, _) in enumerate(self._waiting) if chunk in (None, waits)), None)
         if place is not None:
             waits, micro_batch = self._waiting.pop(place)

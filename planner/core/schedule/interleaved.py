@@ -19,7 +19,7 @@ from planner.core.values.plan import ScheduleName
 
 
 class Interleaved(Schedule):
-    """1F1B with several stages per device, which run in turn."""
+    """1F1B with several stages per device, which the device runs in turn."""
 
     name = "interleaved"
     title = "interleaved 1F1B"

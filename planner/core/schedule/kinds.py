@@ -34,19 +34,21 @@ class ActionKind:
     label: Label
     """Name in words."""
     direction: Literal[1, 0, -1]
-    """Direction of its data: +1 to the next stage, -1 to the previous stage, 0 to none."""
+    """Direction in which the action sends data: +1 to the next stage, -1 to the previous stage, 0 if it sends
+    nothing."""
     flow: Flow | None
-    """Message that it sends and waits for; None if it exchanges nothing with other stages."""
+    """Type of message that the action sends and waits for; None if it exchanges nothing with other stages."""
     follows: Flow | None
-    """Message of the same stage and micro-batch that must exist first, if no other stage sends a message."""
+    """Message of the same stage and micro-batch that the action needs if it receives none from another stage."""
     paper: tuple[str, ...]
-    """Colors of its boxes in pictures, one per chunk in turn, as hex; readable on dark and light backgrounds."""
+    """Colors of the action's boxes in pictures, as hex, one per chunk in turn; readable on dark and light
+    backgrounds."""
     ink: str
-    """Color of the text on these boxes."""
+    """Color of the text on the boxes of pictures."""
     terminal: tuple[tuple[int, int], ...]
     """Colors on a 256-color terminal: per chunk two shades, used for neighboring boxes in turn."""
     terminal_ink: int
-    """Color of the text on them."""
+    """Color of the text on terminal boxes."""
 
 
 # Blue and orange differ for color-blind readers, and in brightness alone. Later chunks have other hues of the same

@@ -1,6 +1,6 @@
-"""Schedule made for one pipeline: explicit action orders.
+"""Schedule that was made for one pipeline and consists of explicit action orders.
 
-A plan stores them as text, one line per device, in the notation of torch's schedule files: `0F0 0F1 0I0 0W0`.
+A plan stores action orders as text, one line per device, in the notation of torch's schedule files: `0F0 0F1 0I0`.
 """
 
 from collections.abc import Sequence
@@ -13,11 +13,11 @@ from planner.core.values.placement import Placement, device_of
 
 
 class ListedSchedule(Schedule):
-    """Explicit action orders, found for one pipeline.
+    """Schedule of explicit action orders, which were searched or written for one pipeline.
 
     Args:
-        rows: Actions of each device, in order; empty as long as they are not made.
-        meant_for: Placement of the stages until the orders are made.
+        rows: Actions of each device, in order; empty before the search.
+        meant_for: Placement of the stages for which orders are to be searched; unused if there are orders.
     """
 
     name = "search"
@@ -31,7 +31,7 @@ class ListedSchedule(Schedule):
         self.is_to_be_made = not rows
 
     def __eq__(self, other: object) -> bool:
-        """Return True if the action orders, or the placements of orders yet to be made, are equal."""
+        """Return True if action orders and intended placements are equal."""
         return isinstance(other, ListedSchedule) and (self.rows, self._meant_for) == (other.rows, other._meant_for)
 
     def __hash__(self) -> int:
@@ -40,12 +40,12 @@ class ListedSchedule(Schedule):
 
     @cached_property
     def splits_backward(self) -> bool:  # type: ignore[override]
-        """True if a backward is split, or if the orders are not made yet."""
+        """True if a backward is split, or may be split because there are no orders yet."""
         return not self.rows or any(action.kind == "W" for row in self.rows for action in row)
 
     @property
     def exact_chunks(self) -> int | None:  # type: ignore[override]
-        """2 if orders for a V are yet to be made, otherwise None."""
+        """Required number of stages per device: 2 if orders are to be searched for a V, otherwise None."""
         return 2 if not self.rows and self._meant_for == "v" else None
 
     @cached_property
@@ -68,7 +68,7 @@ class ListedSchedule(Schedule):
 
     @cached_property
     def num_micro_batches(self) -> int:
-        """M; 0 as long as the orders are not made."""
+        """Number of micro-batches (M); 0 if there are no orders yet."""
         return len({action.micro_batch for row in self.rows for action in row})
 
     @property
@@ -77,7 +77,7 @@ class ListedSchedule(Schedule):
         return texts_of(self.rows)
 
     def order(self, device: int, num_devices: int, micro_batches: int, chunks: int) -> tuple[Action, ...]:
-        """Return the actions of the device, without micro-batches that a shorter last mini-batch lacks."""
+        """Return the actions of the device on the first `micro_batches` micro-batches."""
         return tuple(action for action in self.rows[device] if action.micro_batch < micro_batches)
 
     def refuse(self, num_devices: int, micro_batches: int, chunks: int) -> None:
@@ -87,7 +87,7 @@ class ListedSchedule(Schedule):
         numbers = len(self.rows), self.num_micro_batches, len(stages)
         if numbers != (num_devices, micro_batches, num_devices * chunks):
             raise UsageError(
-                f"the action orders are for  {numbers[0]} devices, {numbers[1]} micro-batches and {numbers[2]} stages, "
+                f"the action orders are for {numbers[0]} devices, {numbers[1]} micro-batches and {numbers[2]} stages, "
                 f"the pipeline has {num_devices}, {micro_batches} and {num_devices * chunks}",
                 hint="solve again",
             )

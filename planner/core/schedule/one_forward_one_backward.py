@@ -15,7 +15,7 @@ from planner.core.schedule.base import Action, Schedule
 
 
 class OneForwardOneBackward(Schedule):
-    """Schedule of a few warm-up forwards, then one forward and one backward in turn."""
+    """Schedule of warm-up forwards, then alternating backwards and forwards, then the remaining backwards."""
 
     name = "1f1b"
     title = "1F1B"

@@ -1,8 +1,8 @@
 """Instruction lists of devices, transfers included, and the dependencies between actions.
 
 Only this module knows which stages exchange messages. A forward of stage s waits for the forward of stage s-1. A
-backward or input-gradient pass waits for that of stage s+1, and on the last stage for its own forward. A
-weight-gradient pass waits for its input-gradient pass. `ActionKind.direction` and `ActionKind.follows` encode this.
+backward or input-gradient pass waits for the same pass of stage s+1, and on the last stage for the stage's own forward.
+A weight-gradient pass waits for its input-gradient pass. `ActionKind.direction` and `ActionKind.follows` encode this.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,7 +21,7 @@ class Need(NamedTuple):
 
 
 class DeadlockError(ValueError):
-    """Action orders that wait for each other in a circle, or for an action that is missing.
+    """Error about devices whose action orders wait for each other in a circle, or for a missing action.
 
     Args:
         waiting: Action at which each unfinished device waits.
@@ -35,7 +35,7 @@ class DeadlockError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Instruction:
-    """Next step of a device; `send` and `receive` only start a transfer."""
+    """Instruction of a device: run an action, or start a transfer (`send`, `receive`)."""
 
     do: Literal["run", "send", "receive"]
     kind: Letter
@@ -46,7 +46,7 @@ class Instruction:
 
 
 def message_from(kind: Letter, stage: int, num_stages: int) -> int | None:
-    """Return the stage whose message an action needs.
+    """Return the stage whose message an action waits for.
 
     Args:
         kind: Kind of the action.
@@ -84,7 +84,7 @@ def needed_for(kind: Letter, stage: int, num_stages: int) -> Need | None:
         num_stages: Stages of the pipeline.
 
     Returns:
-        The message and the stage that makes it; None for the first stage's forward.
+        The message and the stage that sends it; None for the first stage's forward.
     """
     source, flow, follows = message_from(kind, stage, num_stages), KINDS[kind].flow, KINDS[kind].follows
     if source is not None and flow is not None:
@@ -109,9 +109,9 @@ def programs(actions: Sequence[Sequence[Action]]) -> tuple[tuple[Instruction, ..
     """Return the instruction lists of all devices: their actions and the transfers between them.
 
     All devices run one action per turn, in order of device index. The message of an action is sent right after it. The
-    receive is appended to the instructions that the receiver has so far; a forward is received before the receiver's
-    own action of that turn, so that the transfer overlaps with it. Any two devices therefore have their transfers in
-    the same order and wait only for earlier instructions. They cannot block each other.
+    receive is appended to the instructions that the receiver has so far. An activation is received before the
+    receiver's own action of that turn, so that the transfer overlaps with this action. Any two devices therefore have
+    their transfers in the same order, and wait only for earlier instructions. So they cannot block each other.
 
     Args:
         actions: Actions of the K devices, in order.
@@ -137,7 +137,7 @@ def programs(actions: Sequence[Sequence[Action]]) -> tuple[tuple[Instruction, ..
 
 
 def execution_order(actions: Sequence[Sequence[Action]]) -> tuple[Action, ...]:
-    """Return all actions in an order in which each follows its dependencies.
+    """Return all actions in an order in which each action comes after the actions that it depends on.
 
     Args:
         actions: Actions of the K devices, in order.

@@ -5,7 +5,7 @@
 
 A row is a device, a cell an action written as stage, kind and micro-batch: `2F0`, `2B0`, `2I0`, `2W0`. An empty cell is
 an idle slot, used only for drawing, because devices wait only for their dependencies. `(0F1;1B0)OVERLAP_F_B` is a
-forward and a backward that torch may overlap; they are read as two consecutive actions.
+forward and a backward that torch may overlap; it is read as two consecutive actions.
 """
 
 import csv
@@ -21,7 +21,7 @@ _TRANSFER = re.compile(r"[0-9]+(SEND_[FB]|RECV_[FB]|UNSHARD|RESHARD|REDUCE_GRAD)
 
 
 def table_of(actions: Sequence[Sequence[Action]]) -> str:
-    """Return the text of the table: a line for each device, without idle slots.
+    """Return the CSV table of action orders: a line for each device, without idle slots.
 
     Args:
         actions: Actions of the K devices, in order.

@@ -4,8 +4,9 @@
     device 0: 0F0 0F1 0F2 3F0 3I0 3W0 3F1 3I1 0I0 0W0 3W1 3F2 3I2 0I1 0W1 0I2 3W2 0W2
     device 1: 1F0 2F0 1F1 2F1 2I0 2W0 1I0 1W0 1F2 2F2 2I1 1I1 2I2 1I2 2W1 1W1 2W2 1W2
 
-A micro-batch takes two units from device to device down the V, and one unit up the V; so does its gradient. The longer
-it stays with a device's first stage, the shorter it stays with the second. All devices need the same memory.
+From each device to the next, a micro-batch takes two units down the V and one unit up the V. Its gradient takes two
+units from device 0 to device K-1, and one unit on the way back. The longer a micro-batch stays with a device's first
+stage, the shorter it stays with the second stage. So all devices need the same memory.
 """
 
 from planner.core.schedule.building_block import BuildingBlock, FromBlock
@@ -18,7 +19,7 @@ class VHalf(FromBlock):
     title = "V-Half"
 
     def block(self, device: int, num_devices: int) -> BuildingBlock:
-        """Return the offsets of the paper."""
+        """Return the times of the paper's building block on a device."""
         # If K is even, gradients come three units later; otherwise they would collide with forwards on the device.
         late = 0 if num_devices % 2 else 3
         return BuildingBlock(
@@ -29,5 +30,5 @@ class VHalf(FromBlock):
         )
 
     def most_held(self, num_devices: int) -> int:
-        """Return the paper's figure: (K+2) // 2 micro-batches in both stages."""
+        """Return the paper's limit for both stages together: (K+2) // 2 micro-batches in each."""
         return 2 * ((num_devices + 2) // 2)

@@ -5,7 +5,7 @@
     device 1: 1F0 1F1 4F0 4F1 4I0 4W0 1F2 1I0 1W0 4I1 4W1 4F2 1I1 4I2 1W1 4W2 1I2 1W2
     device 2: 2F0 3F0 2F1 3F1 3I0 2I0 3W0 2W0 2F2 3F2 3I1 2I1 3W1 2W1 3I2 2I2 3W2 2W2
 
-Micro-batches and gradients pass down and up the V without a pause, so that devices hold them as briefly as a V allows.
+Micro-batches and gradients pass down and up the V without a pause, so that devices store them as briefly as possible.
 If F, I and W differ in length, devices wait for each other at every micro-batch.
 """
 
@@ -19,7 +19,7 @@ class VMin(FromBlock):
     title = "V-Min"
 
     def block(self, device: int, num_devices: int) -> BuildingBlock:
-        """Return the offsets of the paper."""
+        """Return the times of the paper's building block on a device."""
         # If K is a multiple of 3, gradients come two units later; otherwise they would collide with forwards of other
         # micro-batches on the device.
         late = 0 if num_devices % 3 else 2
@@ -31,5 +31,5 @@ class VMin(FromBlock):
         )
 
     def most_held(self, num_devices: int) -> int:
-        """Return the paper's figure: (K+4) // 3 micro-batches in both stages."""
+        """Return the paper's limit for both stages together: (K+4) // 3 micro-batches in each."""
         return 2 * ((num_devices + 4) // 3)

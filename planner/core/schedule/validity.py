@@ -1,6 +1,7 @@
-"""Validity check of action orders: do they form a step that runs to its end?
+"""Check that action orders form a step that can run to its end.
 
-    - Stages are numbered along the pipeline from 0. Each is on one device, and all devices have equally many.
+    - Stages are numbered along the pipeline from 0. Each stage is on one device, and all devices have the same number
+      of stages.
     - Every micro-batch, 0 to M-1, passes every stage once: F and B, or F, I and W.
     - No action comes before an action of the same device that it needs.
     - Devices do not wait for each other in a circle.
@@ -30,7 +31,7 @@ def check_lists(actions: Sequence[Sequence[Action]], num_micro_batches: int) -> 
         num_micro_batches: M.
 
     Raises:
-        UsageError: They are invalid; the message names the device, the action and the problem.
+        UsageError: The action orders are invalid; the message names the device, the action and the problem.
     """
     devices = _devices(actions)
     positions = _positions(actions, num_micro_batches)
@@ -43,7 +44,7 @@ def check_lists(actions: Sequence[Sequence[Action]], num_micro_batches: int) -> 
     except DeadlockError as error:
         raise UsageError(
             f"the devices wait for each other: {_circle(error, devices, positions)}",
-            hint="change the order on one of them: each action comes after what it needs",
+            hint="change the order on one of these devices: each action comes after the actions that it needs",
         ) from None
 
 
@@ -128,7 +129,7 @@ def _refuse_too_early(devices: Sequence[int], positions: dict[Action, _Position]
 
 
 def _needs(action: Action, num_stages: int, positions: dict[Action, _Position]) -> Iterator[Action]:
-    """Yield the dependencies of an action: the message it waits for, then its own forward."""
+    """Yield the actions that an action depends on: the sender of its message, then the forward of its own stage."""
     need = needed_for(action.kind, action.stage, num_stages)
     if need is not None:
         yield _maker(need.flow, need.stage, action.micro_batch, positions)
@@ -143,7 +144,7 @@ def _maker(flow: Flow, stage: int, micro_batch: int, positions: dict[Action, _Po
 
 
 def _circle(error: DeadlockError, devices: Sequence[int], positions: dict[Action, _Position]) -> str:
-    """Return text that lists which device waits at which action for which other action."""
+    """Return a text such as `device 0 at 0B1 for 1B1 on device 1, …` about a deadlock."""
     texts = []
     for device, action in list(error.waiting.items())[:_MOST_NAMED]:
         awaited = next(_needs(action, len(devices), positions))

@@ -5,8 +5,8 @@
     device 1: 1F0 1I0 1F1 1I1 1W0 1F2 1I2 1W1 1W2
 
 1F1B with deferred weight gradients; later stages defer more. Input gradients reach the first stage sooner, and the
-deferred W passes fill the end of the step. Stage i, counted from 0, holds K-i micro-batches before their I and i more
-before their W. That is no more than the first stage holds under 1F1B.
+deferred W passes fill the end of the step. Stage i, counted from 0, stores K-i micro-batches before their I and i more
+before their W. The sum, K, is what the first stage stores under 1F1B.
 """
 
 from planner.core.schedule.base import Action, Schedule
@@ -14,7 +14,7 @@ from planner.core.schedule.halves import in_turn
 
 
 class ZBH1(Schedule):
-    """1F1B with split backwards, at 1F1B's memory."""
+    """1F1B with split backwards, which needs no more memory than 1F1B."""
 
     name = "zb-h1"
     title = "ZB-H1"

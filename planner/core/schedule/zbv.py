@@ -4,9 +4,9 @@
     device 0: 0F0 0F1 0F2 3F0 3I0 3W0 3F1 3I1 3W1 0I0 0W0 3F2 3I2 3W2 0I1 0W1 0I2 0W2
     device 1: 1F0 2F0 1F1 2F1 2I0 2W0 1F2 1I0 1W0 2F2 2I1 2W1 1I1 2I2 1I2 1W1 2W2 1W2
 
-The stages are placed as a V: the first device has the first and the last stage. All devices need the same memory, that
-of the first device under 1F1B. Without transfers and with F = I = W on all stages, no device is idle between its first
-and last action, if M is at least 2K-1. The orders equal those of torch's `ScheduleZBVZeroBubble`.
+The stages are placed as a V: the first device has the first and the last stage. All devices need as much memory as the
+first device under 1F1B. Without transfers and with F = I = W on all stages, no device is idle between its first and
+last action, if M is at least 2K-1. The orders equal those of torch's `ScheduleZBVZeroBubble`.
 """
 
 from planner.core.schedule.base import Action, Schedule
@@ -28,7 +28,7 @@ class ZBV(Schedule):
     splits_backward = True
 
     def order(self, device: int, num_devices: int, micro_batches: int, chunks: int) -> tuple[Action, ...]:
-        """Return the warm-up along both arms, then F, I, W of each arm in turn, then the remaining I and W passes.
+        """Return warm-up passes of both stages, then F, I, W of each stage in turn, then the remaining I and W passes.
 
         With fewer than 2K-1 micro-batches, this is the order for 2K-1 without the missing micro-batches.
         """

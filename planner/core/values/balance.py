@@ -1,4 +1,4 @@
-"""Balance configuration: the part of a plan that the executor needs. These are the values behind `balance.yaml`."""
+"""Balance configuration (`balance.yaml`): the part of a plan that the executor needs."""
 
 import shlex
 from collections.abc import Iterable
@@ -31,31 +31,31 @@ class StageBalance:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunPrediction:
-    """Predictions for a run, and how to replan. Paths are relative to the folder of this file."""
+    """Predictions for a run, and files and options to replan; paths are relative to the folder of `balance.yaml`."""
 
     step_us: float
     reserve_bytes: int = 0
-    """Part of every device's peak that its allocator does not see."""
+    """Memory of each device that its allocator does not count, in bytes; included in the predicted peak."""
     device: str = ""
-    """Kind of device of the prediction, if the bundled executor does not train on that kind."""
+    """Kind of device that the predictions are for, if the bundled executor cannot train on that kind; else empty."""
     plan: str = "plan.yaml"
     profile: str = "profile.yaml"
     solve: tuple[str, ...] = ()
     """Options of `solve` that repeat the plan's request, each with its value.
 
-    A plan for the bundled executor has its options without `--calibration`.
+    For a plan of the bundled executor, `--calibration` is left out.
     """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Balance:
-    """Cuts by layer name, so that a changed model is detected, and how to run them."""
+    """Cuts, by layer name so that a changed model is detected, and the settings to run the stages."""
 
     schema: Literal["gpipe-plan/balance/v1"] = BALANCE_SCHEMA
     generator: Generator | None = None
     plan_digest: str
     model: Model
-    """Profiled model; `source` is relative to the folder of this file."""
+    """Profiled model; `source` is relative to the folder of `balance.yaml`."""
     optimizer: str = ""
     dtype: Precision = ""
     """Value of `profile --dtype`; empty if the model runs as it is built."""
@@ -63,47 +63,48 @@ class Balance:
     threads: int = 1
     schedule: ScheduleName
     chunks: int = field(default=1, metadata=LEFT_OUT)
-    """V: stages per device."""
+    """Number of stages per device (V)."""
     placement: Placement = field(default="loop", metadata=LEFT_OUT)
     """Placement of the stages on the devices."""
     replicas: int = field(default=1, metadata=LEFT_OUT)
-    """R: number of pipelines that run in parallel, each with batch/R samples."""
+    """Number of pipelines that run in parallel (R), each with batch/R samples."""
     batch: int
     """Samples per optimizer step, over all replicas."""
     micro_batches: int
-    """M, of each pipeline."""
+    """Number of micro-batches per step of each pipeline (M)."""
     balance: tuple[int, ...]
     stages: tuple[StageBalance, ...] = field(default=())
     order: tuple[str, ...] = ()
-    """Actions of each device of a pipeline in order, if the schedule was made for the plan."""
+    """Actions of each device of a pipeline, in order, if the schedule was searched for this plan; else empty."""
     smaller: tuple[int, ...] = ()
-    """Numbers of processes, most first, that have a file with other cuts of the same model: see `cuts_path`."""
+    """Smaller numbers of processes, in descending order, for which another file has cuts of the same model
+    (`cuts_path`)."""
     planned: RunPrediction | None = None
-    """Predictions that are compared with the run at its end."""
+    """Predictions with which the run compares itself at its end."""
 
     @property
     def num_stages(self) -> int:
-        """K V: stages of one pipeline."""
+        """Number of stages of one pipeline: K V, devices times stages per device."""
         return len(self.balance)
 
     @property
     def num_devices(self) -> int:
-        """K: devices of one pipeline."""
+        """Number of devices of one pipeline (K)."""
         return len(self.balance) // self.chunks
 
     @property
     def num_processes(self) -> int:
-        """K R: one process per device of every pipeline."""
+        """Number of processes: K R, one for each device of every pipeline."""
         return self.num_devices * self.replicas
 
     @property
     def replica_batch(self) -> int:
-        """Samples per optimizer step of one pipeline."""
+        """Number of samples per optimizer step of one pipeline."""
         return self.batch // self.replicas
 
     @property
     def peak_bytes(self) -> tuple[int, ...]:
-        """Predicted allocator peaks of the devices of a pipeline; empty if nothing is predicted."""
+        """Predicted allocator peak of each device of a pipeline, in bytes; empty without predictions."""
         if self.planned is None:
             return ()
         sums = (sum(self.stages[stage].peak_bytes for stage in chunks) for chunks in self.by_device())
@@ -116,7 +117,7 @@ class Balance:
 
 
 def cuts_path(path: PurePath, num_processes: int) -> PurePath:
-    """Return the path of the cuts for fewer processes, next to the balance configuration `path`: `balance-6.yaml`."""
+    """Return the path of the file, next to `path`, with the cuts for `num_processes` processes: `balance-6.yaml`."""
     return path.with_name(f"{path.stem}-{num_processes}{path.suffix}")
 
 
@@ -138,7 +139,7 @@ def launch_line(num_processes: int, script: str, *, nodes: int = 1) -> str:
 
 
 def as_typed(options: Iterable[str]) -> str:
-    """Return options as a shell takes them; values may come from a file, so they are quoted."""
+    """Return options as text for a shell; their values are quoted, because they may come from a file."""
     words = (option.partition(" ") for option in options)
     return " ".join(shlex.join(filter(None, (name, value))) for name, _, value in words)
 
@@ -148,7 +149,7 @@ def memory_options(inputs: Inputs, how: str) -> tuple[str, ...]:
 
     Args:
         inputs: The request.
-        how: Origin of the profile's values, as in `Device.how`: estimated ones have another default headroom.
+        how: Origin of the profile's values, as in `Device.how`: estimated values have another default headroom.
 
     Returns:
         Options such as `--mem 8GB`.

@@ -1,4 +1,4 @@
-"""Calibration: costs of a machine, measured by a run of a plan. These are the values behind `calibration.yaml`.
+"""Calibration (`calibration.yaml`): costs of a machine, measured by a run of a plan.
 
 `docs/file-formats.md` describes every field; `planner.core.judge.calibration` computes the values from a run.
 """
@@ -25,12 +25,12 @@ class Calibration:
     device: Device
     environment: Environment = field(default_factory=Environment)
     compute: float = 1.0
-    """Ratio of measured to profiled forward and backward time, mostly due to other devices of the same machine."""
+    """Measured divided by profiled forward and backward time; devices that share a machine make it larger than 1."""
     overhead_us: float
-    """Executor time per micro-batch, stage and direction."""
+    """Time of the executor itself per micro-batch, stage and direction (forward or backward)."""
     link: Link | None = None
     """Link between neighbors; None if nothing was sent, or if links were measured one by one."""
     reserve_bytes: int
-    """Memory that a device needs in addition to what the plan counts."""
+    """Memory that a device needs in addition to the plan's predicted peak without reserve."""
     step_ratio: float | None = None
-    """Measured step time over the step time predicted with this calibration; None if not compared."""
+    """Measured step time divided by the step time predicted with this calibration; None if not compared."""

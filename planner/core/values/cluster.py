@@ -16,10 +16,10 @@ Size = TypeVar("Size", float, "NDArray[np.float64]")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Link:
-    """Connection between neighboring stages, the same in both directions at once (full duplex).
+    """Full-duplex connection between neighboring stages, equally fast in both directions.
 
-    A `blocking` link keeps the receiving stage busy for the whole transfer, as gloo on CPUs does. Other links overlap
-    with compute. The default link costs nothing.
+    A `blocking` link keeps the receiving stage busy for the whole transfer, as gloo on CPUs does. Transfers over other
+    links overlap with compute. Over the default link, transfers take no time.
     """
 
     latency_us: float = 0.0
@@ -35,7 +35,7 @@ class Link:
 
     @classmethod
     def slowest(cls, links: Sequence["Link"]) -> "Link":
-        """Return a link at most as fast as any of several: the longest latency with the smallest bandwidth."""
+        """Return a link that is no faster than any of `links`: their longest latency and their smallest bandwidth."""
         rates = [link.bytes_per_s for link in links if link.bytes_per_s]
         return cls(
             latency_us=max((link.latency_us for link in links), default=0.0),
@@ -49,7 +49,7 @@ class ExecutorCost:
     """Costs of the bundled executor on a machine."""
 
     overhead_us: float
-    """Executor time per micro-batch, stage and direction."""
+    """Time of the executor itself per micro-batch, stage and direction (forward or backward)."""
     link: Link
     """Link between two processes."""
 
@@ -60,24 +60,25 @@ class Cluster:
 
     memory_bytes: tuple[int, ...]
     speeds: tuple[float, ...] = ()
-    """Speed of each device relative to the profiled device; empty if all are as fast as it."""
+    """Speed of each device relative to the profiled device; empty if all devices are as fast as the profiled one."""
     compute: float = 1.0
-    """Ratio of measured to profiled compute time, from a run."""
+    """Measured divided by profiled compute time, from a calibration."""
     link: Link = field(default_factory=Link)
     inter_link: Link | None = None
     """Link between nodes, if it differs."""
     node_devices: int = 0
     """Devices per node; 0 if all are in one node."""
     links: tuple[Link, ...] = ()
-    """Link from every device to the next, if each is known; replaces the three fields above."""
+    """Link from every device to the next, if each is known; replaces `link`, `inter_link` and `node_devices`."""
     allreduce: Link | None = None
     """Link over which replicas sum gradients; None if that costs nothing."""
     reserve_bytes: int = 0
     """Context, libraries and allocator slack of every device; counted against the memory limit."""
     overhead_us: float = 0.0
-    """Executor time per micro-batch, stage and direction."""
+    """Time of the executor itself per micro-batch, stage and direction (forward or backward)."""
     tensor_parallel: int = 1
-    """GPUs of a device (T): a group that shares every layer. All other fields are for one of its GPUs."""
+    """Number of GPUs per device (T): a device is a group of GPUs that share every layer. All other fields are per
+    GPU."""
 
     @property
     def num_devices(self) -> int:
@@ -85,15 +86,15 @@ class Cluster:
         return len(self.memory_bytes)
 
     def speed(self, device: int) -> float:
-        """Return the speed of `device` relative to the profiled device."""
+        """Return the speed of `device` relative to the profiled device, divided by the calibrated `compute` ratio."""
         return (self.speeds[device] if self.speeds else 1.0) / self.compute
 
     def link_after(self, device: int, *, num_devices: int, replicas: int = 1) -> Link:
-        """Return the link from `device` to the next device of its pipeline, from the last one to the first.
+        """Return the link from `device` to the next device of its pipeline; the last device is followed by the first.
 
-        Replicas occupy consecutive devices. The slowest of their links counts, because replicas wait for each other. If
-        links are known one by one, the link from the last device to the first is not known; the slowest link of the
-        pipeline is used.
+        Replicas occupy consecutive devices. The slowest of the replicas' links counts, because replicas wait for each
+        other. If links were measured one by one, the link from the last device to the first is unknown, and the slowest
+        link of the pipeline is used.
 
         Args:
             device: Index of the device in its pipeline.
@@ -134,8 +135,8 @@ class Cluster:
     def allreduce_us(self, gradient_bytes: Size, replicas: int) -> Size:
         """Return the time to sum gradients over the replicas by a ring, in microseconds.
 
-        Every replica sends and receives 2 (R-1) pieces of 1/R of the bytes, one after the other (Patarasuk and Yuan,
-        "Bandwidth optimal all-reduce algorithms for clusters of workstations", 2009).
+        Each of the R replicas sends and receives 2 (R-1) pieces, one after the other; a piece is 1/R of the bytes
+        (Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations", 2009).
         """
         if self.allreduce is None or replicas == 1:
             return 0 * gradient_bytes

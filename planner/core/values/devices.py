@@ -1,8 +1,8 @@
 """Accelerators by name, as in `gpipe-plan check --device h100`.
 
 Memory is the vendor's figure, with "GB" read as 10^9 bytes. Boards often have a little more (an H100 of "80 GB" reports
-85.0 GB), so results for a name are on the safe side; `--mem` takes exact sizes. For a TPU it is the memory that
-programs can use, because the compiler reserves some.
+85.0 GB), so results for a name are on the safe side; `--mem` takes exact sizes. For a TPU, memory is what programs can
+use, because the compiler reserves a part.
 """
 
 import re
@@ -32,7 +32,7 @@ class Accelerator:
     """Lower-case words that all occur in the name reported by such a device (`device.name` of a profile)."""
 
     def matches_name(self, reported: str) -> bool:
-        """Return True if a device that reports this name may be one of these."""
+        """Return True if a device that reports the name `reported` may be this accelerator."""
         return set(self.called) <= set(re.split(r"[^a-z0-9]+", reported.lower()))
 
 
@@ -97,5 +97,5 @@ def accelerators_with(need_bytes: int) -> tuple[Accelerator, ...]:
 
 
 def training_kind(profiled: str) -> str:
-    """Return the kind of device to train on for a profile of this kind; the CPU if torch does not train on it."""
+    """Return the kind of device to train on: the kind `profiled`, or `cpu` if torch cannot train on that kind."""
     return profiled if profiled in TORCH_KINDS else "cpu"

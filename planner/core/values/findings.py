@@ -1,4 +1,4 @@
-"""Findings of `gpipe-plan check`: every code with its meaning, its importance and its remedy.
+"""Findings of `gpipe-plan check`: the meaning, severity and remedy of every code.
 
 `gpipe-plan explain`, `docs/findings.md` and the SARIF rules take their texts from here. The first digit is the topic: 1
 memory, 2 plan and profile, 3 profile and model, 4 comparison with another plan.
@@ -42,13 +42,13 @@ RULES: Final = (
         code="GP101",
         severity="error",
         title="a stage needs more memory than its limit",
-        meaning="The predicted peak of a stage, reserve included, exceeds the memory limit of its device: that in "
-        "the plan, or that given by `--mem` or `--device`.",
+        meaning="The predicted peak of a stage, reserve included, exceeds the memory limit of its device: the limit in "
+        "the plan, or the one given by `--mem` or `--device`.",
         why="Training would stop with an out-of-memory error on that device in the first step.",
         remedy="Solve again under this limit: `gpipe-plan solve` finds other cuts, more micro-batches or "
         "recomputation, or reports what would fit. Otherwise use devices with more "
-        "memory, more devices, or a smaller batch. The finding also lists what would fit, computed "
-        "for this plan.",
+        "memory, more devices, or a smaller batch. The finding also lists the smallest changes of "
+        "this plan that would fit.",
     ),
     Rule(
         code="GP102",
@@ -56,16 +56,16 @@ RULES: Final = (
         title="a stage leaves less memory free than requested",
         meaning="The stage fits its memory limit, but less than the share given by `--headroom` stays free.",
         why="Predictions are accurate to a few percent, and fragmentation and libraries differ between "
-        "releases. A plan that fills a device completely may fail after an upgrade.",
-        remedy="Solve with the same headroom (`gpipe-plan solve --headroom 5%`), so that the search keeps it "
-        "free. Warnings change the exit code only with `check --strict`.",
+        "releases. A plan that fills a device completely may run out of memory after an upgrade.",
+        remedy="Solve with the same headroom (`gpipe-plan solve --headroom 5%`), so that the search keeps "
+        "this share free. Warnings change the exit code only with `check --strict`.",
     ),
     Rule(
         code="GP103",
         severity="note",
         title="the largest expected peak of a device is above its memory",
-        meaning="The predicted peak fits, but predictions of this kind were off by more than what is free, or PyTorch "
-        "may reserve more than tensors need. The verdict is `tight`.",
+        meaning="The predicted peak fits. But earlier predictions of this kind were too low by more than is free, "
+        "or PyTorch may reserve more than tensors need. The verdict is `tight`.",
         why="Training may stop with an out-of-memory error on that device.",
         remedy="Solve with `--headroom auto`, or compare a short run with the plan: `gpipe-plan verify`.",
     ),
@@ -73,9 +73,9 @@ RULES: Final = (
         code="GP201",
         severity="error",
         title="the plan was made from another profile",
-        meaning="The digest of the profile that the plan records is not that of the given profile. The digest "
+        meaning="The plan records the digest of its profile. The given profile has another digest. The digest "
         "depends on the values in the file, not on comments and layout.",
-        why="The cuts were the best for other costs. They may no longer fit, and others may be faster. "
+        why="The cuts were the best for other costs. They may no longer fit, and other cuts may be faster. "
         "The memory reported here is computed from the given profile.",
         remedy="Solve again with the options of the plan's `inputs`, and commit profile and plan together. If "
         "the profile was changed by mistake, restore it.",
@@ -91,9 +91,9 @@ RULES: Final = (
     Rule(
         code="GP203",
         severity="warning",
-        title="numbers in the plan do not follow from the profile",
-        meaning="Step time or memory, computed from the profile that the plan was made from, differ from "
-        "those in the plan.",
+        title="numbers in the plan differ from the cost model's",
+        meaning="Step time or memory in the plan differ from the values that the cost model computes from the "
+        "plan's profile.",
         why="The plan was edited by hand. This is allowed, and the edited cuts were checked. But "
         "the numbers and the solver's certificate in the file belong to the original cuts.",
         remedy="None, if the edit is intended. To get the new numbers, use `gpipe-plan check --format json`, or "
@@ -104,7 +104,7 @@ RULES: Final = (
         severity="note",
         title="times were measured on another device",
         meaning="`--device` names a device other than the profiled one; memory is checked for that device.",
-        why="Memory is nearly the same on any device; times are not. Step time, bubble and "
+        why="Memory is nearly the same on any device, but times differ. Step time, bubble and "
         "cuts still refer to the profiled device.",
         remedy="Profile on that device to plan for it. To check only memory, nothing needs to be done.",
     ),
@@ -131,7 +131,8 @@ RULES: Final = (
         severity="note",
         title="the profile is not measured",
         meaning="Times and memory in the profile are estimated from a model of the device, or come from a compiler.",
-        why="The verdict is only as reliable as the profile, and an estimate may be wrong by a factor.",
+        why="The verdict is only as reliable as the profile. An estimated time may be several times too short or too "
+        "long.",
         remedy="Profile on the device before you rely on the numbers.",
     ),
     Rule(
@@ -160,7 +161,7 @@ RULES: Final = (
         meaning="When the model was profiled, its stages were compared with the unpartitioned model. Without "
         "recomputation they were equal. With recomputation, loss, gradients, buffers or module attributes differed.",
         why="A layer changes state in each forward, and the executor cannot restore this state (such as a counter in "
-        "an attribute). Training would continue with wrong gradients, without an error.",
+        "an attribute). Training would continue with wrong gradients, without an error message.",
         remedy="Solve again: the solver never recomputes such a model. To allow recomputation, let the layer store "
         "this state in a buffer, which the executor restores, and profile again.",
     ),
@@ -168,11 +169,11 @@ RULES: Final = (
         code="GP303",
         severity="warning",
         title="the stages were not compared with the model",
-        meaning="The profile does not say that stages of this model train as the unpartitioned model does. It was "
-        "made with `--proof-budget 0s`, or the comparison took too much time or memory.",
-        why="A cut can be wrong in ways that only a run shows. Training would continue with wrong gradients, without "
-        "an error.",
-        remedy="Profile again. If the comparison was not finished, the finding says why. Profiles written "
+        meaning="No result in the profile shows that stages of this model train as the unpartitioned model does. The "
+        "profile was made with `--proof-budget 0s`, or the comparison took too much time or memory.",
+        why="Some wrong cuts show only in a run: training would continue with wrong gradients, without "
+        "an error message.",
+        remedy="Profile again. If the comparison was not finished, the finding gives the reason. Profiles written "
         "by hand have no model to compare with.",
     ),
     Rule(
@@ -181,7 +182,7 @@ RULES: Final = (
         title="not every cut was compared with the model",
         meaning="Some cuts, or the optimizer, were not compared with the unpartitioned model, because time or memory "
         "ran out. The finding gives their number.",
-        why="A cut that was not compared can be wrong without an error.",
+        why="Stages at a cut that was not compared may train with wrong gradients, without an error message.",
         remedy="Profile with more time (`--proof-budget 300s`) or on a machine with more memory; or build a smaller "
         "instance of the model (`--set layers=4`) and profile that once.",
     ),

@@ -1,7 +1,7 @@
 """Mark for fields that are omitted from files if they have their default value.
 
-Fields that were added after the first version of a file have this mark. So files without them keep their bytes and
-digests.
+Fields that were added after the first version of a file format have this mark. Files that do not use such a field
+therefore keep their bytes and digests.
 """
 
 from types import MappingProxyType

@@ -1,4 +1,4 @@
-"""Limits of the size of a request. Larger ones would take hours or all memory, and exceed any real machine."""
+"""Limits of the size of a request. Larger requests would take hours or all memory, and exceed any real machine."""
 
 from planner.core.errors import UsageError
 
@@ -10,10 +10,10 @@ MOST_BATCH = 10**9
 MOST_MICRO_BATCHES = 2**14
 
 MOST_CHUNKS = 4
-"""Most chunks per device that are tried; more chunks rarely pay for their transfers."""
+"""Most chunks per device that the search tries; more chunks rarely save as much time as their transfers cost."""
 
 MOST_ACTIONS = 2**19
-"""Largest number of stages times micro-batches of a pipeline that is simulated and drawn."""
+"""Largest product of stages and micro-batches of a pipeline that is simulated and drawn."""
 
 SPEEDS = (1e-6, 1e6)
 """Range of device speeds relative to the profiled device."""
@@ -27,7 +27,7 @@ PRICES = (1e-6, 1e6)
 
 
 def at_most(option: str, value: int, limit: int, plural: str) -> int:
-    """Return `value` if it does not exceed the limit.
+    """Return `value` if it is at most `limit`.
 
     Args:
         option: Name of the option.
@@ -48,6 +48,6 @@ def at_most(option: str, value: int, limit: int, plural: str) -> int:
 
 def short(value: object, most: int = 40) -> str:
     """Return a value as text, cut off after `most` characters."""
-    # Python writes no integer of more than 4300 digits.
+    # Python refuses to write integers of more than 4300 decimal digits.
     text = f"{value:#x}" if isinstance(value, int) and abs(value) >= 10**30 else str(value)
     return text if len(text) <= most else f"{text[:most]}…"

@@ -14,7 +14,7 @@ LINKS_SCHEMA: Final = "gpipe-plan/links/v1"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasuredLink:
-    """Link measured between a process and the next."""
+    """Link measured between two neighboring processes."""
 
     link: Link
     """Latency and bandwidth that the planner uses."""
@@ -38,15 +38,15 @@ class Links:
 
 
 def fit_link(sizes_bytes: Sequence[int], times_us: Sequence[float], *, blocking: bool) -> Link:
-    """Fit latency and bandwidth by least squares of the relative errors; neither is negative.
+    """Return the link whose latency and bandwidth, both at least 0, fit measured times best.
 
-    Absolute errors would not do, because sizes differ by orders of magnitude: one percent of the largest transfer would
-    outweigh the latency of the small ones.
+    The fit minimizes the sum of squared relative errors. With absolute errors, one percent of the largest transfer
+    would outweigh the latency of small transfers, because sizes differ by orders of magnitude.
 
     Args:
         sizes_bytes: Sizes of the transfers.
         times_us: Measured times in microseconds, one per size.
-        blocking: If the receiver is busy during a transfer.
+        blocking: True if the receiver is busy during a transfer.
 
     Returns:
         The fitted link.
@@ -66,5 +66,5 @@ def fit_link(sizes_bytes: Sequence[int], times_us: Sequence[float], *, blocking:
 
 
 def _factor_of(column: "np.ndarray[tuple[int], np.dtype[np.float64]]") -> float:
-    """Return the least-squares factor that maps a column to ones."""
+    """Return the factor f for which `f * column` is closest to a column of ones, by least squares."""
     return float(column.sum() / (column @ column))

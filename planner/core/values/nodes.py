@@ -9,7 +9,7 @@ class Nodes:
 
     count: int
     devices: int
-    """Devices, and therefore processes, of each node."""
+    """Number of devices, and therefore of processes, of each node."""
 
     @property
     def num_processes(self) -> int:

@@ -1,4 +1,4 @@
-"""Interrupted profile: the measurements so far, so that the same command can continue from them."""
+"""Interrupted profile: finished measurements, which the same command reuses when it is repeated."""
 
 from dataclasses import dataclass, replace
 from typing import Final, Literal
@@ -17,19 +17,19 @@ class Measurement:
     micro_batch_size: int
     memory: MemoryDetail
     split: SplitMemory | None = None
-    """Memory record of its split backward."""
+    """Memory record of the layer's split backward."""
     forward_us: tuple[float, ...] = ()
     """Forward times, one per repeat."""
     backward_us: tuple[float, ...] = ()
     backward_input_us: tuple[float, ...] = ()
-    """Times of forward plus input-gradient pass, one per repeat with a split backward."""
+    """Times of a forward together with its input-gradient pass, one per repeat that splits the backward."""
     backward_weight_us: tuple[float, ...] = ()
-    """Times of the weight-gradient pass of the same repeats."""
+    """Times of the weight-gradient pass, one per repeat that splits the backward."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Partial:
-    """Measurements, and all conditions that must be unchanged to reuse them."""
+    """Measurements, and all conditions that must be unchanged to reuse the measurements."""
 
     schema: Literal["gpipe-plan/partial/v1"] = PARTIAL_SCHEMA
     generator: Generator

@@ -1,4 +1,4 @@
-"""Placement of stages on devices, if each device of a pipeline runs several stages (chunks).
+"""Placement of stages on K devices, if each device of a pipeline runs V stages (chunks).
 
     K = 3, V = 2          loop                    v
     device 0              stages 0, 3             stages 0, 5

@@ -1,8 +1,8 @@
 """Plan: the layers of each stage, the number of micro-batches, and the predicted costs.
 
-These are the values behind `plan.yaml`; `docs/file-formats.md` describes every field. `inputs` is the request.
-`schedule`, `micro_batches`, `balance` and `stages[].recompute` are the result. Everything else is derived from the
-profile and is recomputed when a plan is read.
+The values are stored in `plan.yaml`; `docs/file-formats.md` describes every field. `inputs` is the request. `schedule`,
+`micro_batches`, `balance` and `stages[].recompute` are the result. Everything else is derived from the profile and is
+recomputed when a plan is read.
 """
 
 from dataclasses import dataclass, field, fields
@@ -43,12 +43,12 @@ class ProfileReference:
     path: str
     digest: str
     how: Literal["measured", "compiled", "estimated"] = field(default="measured", metadata=LEFT_OUT)
-    """Source of the profile's numbers."""
+    """Origin of the profile's numbers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Inputs:
-    """Request, with every option resolved."""
+    """Request that a plan answers, with a value for every option."""
 
     profile: ProfileReference
     model_digest: str = ""
@@ -57,25 +57,25 @@ class Inputs:
     memory_bytes: tuple[int, ...]
     """Memory limit of each device, in pipeline order."""
     speeds: tuple[float, ...] = ()
-    """Speed of each device relative to the profiled device; empty if all are as fast as it."""
+    """Speed of each device relative to the profiled device; empty if all devices are as fast as the profiled one."""
     compute: float = field(default=1.0, metadata=LEFT_OUT)
-    """Ratio of measured to profiled compute time, from a calibration."""
+    """Measured divided by profiled compute time, from a calibration."""
     step_ratio: float | None = None
-    """Measured over predicted step time of the calibration's run; None without a calibration."""
+    """Measured divided by predicted step time of the run that the calibration is from; None without a calibration."""
     batch: int
     """Samples per optimizer step (mini-batch), over all replicas."""
     link: Link = field(default_factory=Link)
     inter_link: Link | None = None
-    """Link between nodes, if it differs from `link`, which then is the link within a node."""
+    """Link between nodes, if it differs from the link within a node, which is `link`."""
     node_devices: int = field(default=0, metadata=LEFT_OUT)
     """Devices per node; 0 if all are in one node."""
     links: tuple[Link, ...] = ()
-    """Link from every device to the next, if each was measured; replaces `link` and the nodes."""
+    """Link from every device to the next, if each was measured; replaces `link`, `inter_link` and `node_devices`."""
     allreduce: Link | None = None
     """Link over which replicas sum their gradients; None if that costs nothing."""
     reserve_bytes: int = 0
     headroom: float = field(default=0.0, metadata=LEFT_OUT)
-    """Share of each device's memory that `memory_bytes` leaves out, to stay free."""
+    """Share of each device's memory that stays free; `memory_bytes` is the memory without this share."""
     overhead_us: float = 0.0
     schedule: ScheduleName = "gpipe"
     """Schedule that the user allows."""
@@ -84,7 +84,7 @@ class Inputs:
     replicas: int = field(default=1, metadata=LEFT_OUT)
     """Number of pipelines that run in parallel; 0 lets the solver choose."""
     tensor_parallel: int = field(default=0, metadata=LEFT_OUT)
-    """GPUs that share each layer; 0 lets the solver choose among those of the profile."""
+    """GPUs that share each layer; 0 lets the solver choose among the widths in the profile."""
     together: tuple[tuple[str, ...], ...] = ()
     """Groups of layers that must be in one stage."""
     apart: tuple[tuple[str, ...], ...] = ()
@@ -94,18 +94,18 @@ class Inputs:
     dtype: Precision = ""
     """Value of `profile --dtype`; empty if the model runs as it is built."""
     min_micro_batch: int = field(default=1, metadata=LEFT_OUT)
-    """Smallest allowed number of samples of a micro-batch."""
+    """Smallest allowed number of samples in a micro-batch."""
     extrapolate: bool = False
     """True if micro-batch sizes outside the profiled range are allowed."""
     tokens: int = field(default=0, metadata=LEFT_OUT)
-    """Tokens of the whole training run; 0 if they were not given."""
+    """Number of tokens of the whole training run; 0 if it was not given."""
     samples: int = field(default=0, metadata=LEFT_OUT)
-    """Samples of the whole training run; 0 if they were not given."""
+    """Number of samples of the whole training run; 0 if it was not given."""
     price: float = field(default=0.0, metadata=LEFT_OUT)
     """Price of a GPU-hour, in any currency; 0 if it was not given."""
 
     def device_bytes(self, limit_bytes: int) -> int:
-        """Return the smallest memory of a device of which the headroom leaves a limit; inverts `limit_of`."""
+        """Return the smallest device memory that leaves `limit_bytes` after the headroom; inverse of `limit_of`."""
         size = ceil(limit_bytes / (1 - self.headroom))
         return size if limit_of(size, self.headroom) >= limit_bytes else size + 1
 
@@ -116,11 +116,11 @@ class Inputs:
 
     @property
     def cluster(self) -> Cluster:
-        """Cluster of single devices; `Plan.cluster` has the groups of a plan."""
+        """Cluster in which each GPU is a device of its own; in `Plan.cluster`, a device may be a group of GPUs."""
         return self.cluster_of(1)
 
     def cluster_of(self, tensor_parallel: int) -> Cluster:
-        """Return the cluster whose devices are groups of `tensor_parallel` GPUs; spare GPUs are left out."""
+        """Return the cluster whose devices are groups of `tensor_parallel` GPUs; surplus GPUs are left out."""
         same = {each.name: getattr(self, each.name) for each in fields(Cluster)}
         count = self.devices // tensor_parallel
         groups = {
@@ -133,13 +133,13 @@ class Inputs:
 
 
 def limit_of(device_bytes: int, headroom: float) -> int:
-    """Return the memory limit of a device of which the share `headroom` stays free."""
+    """Return the memory limit of a device, in bytes, if the share `headroom` of its memory stays free."""
     return int(device_bytes * (1 - headroom))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SolverReport:
-    """Quality of the plan, and how it was established."""
+    """Quality of the plan, and the method that established it."""
 
     method: str
     status: Literal["optimal", "feasible", "given"]
@@ -151,7 +151,7 @@ class SolverReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageMemory:
-    """Peak memory of one stage over a step, in bytes, by component at the point of the peak."""
+    """Memory of one stage at its peak within a step, in bytes, by component."""
 
     parameters: int = 0
     gradients: int = 0
@@ -164,13 +164,14 @@ class StageMemory:
     transfer: int = 0
     """Buffers of the engine: gradients being received or sent."""
     working: int = 0
-    """Saved activations and transient peak of the micro-batch being computed, or the optimizer's step."""
+    """Saved activations and transient memory of the running micro-batch, or transient memory of the optimizer's
+    step."""
     reserve: int = 0
     total: int = 0
 
     @classmethod
     def of(cls, **items: int) -> "StageMemory":
-        """Return the components with their sum as total."""
+        """Return the memory with these components, and their sum as `total`."""
         return cls(**items, total=sum(items.values()))
 
     def items(self) -> tuple[tuple[str, int], ...]:
@@ -200,9 +201,9 @@ class Stage:
     backward_us: float
     """Backward time, including recomputation."""
     backward_weight_us: float = field(default=0.0, metadata=LEFT_OUT)
-    """Part of `backward_us` that is the weight-gradient pass, if backwards are split."""
+    """Part of `backward_us` that is the weight-gradient pass; 0 if backwards are not split."""
     memory: StageMemory
-    """Peak of the stage; if it shares its device with other chunks, its part of the device's peak."""
+    """Peak of the stage; if several stages share a device, the stage's part of the device's peak."""
     memory_bytes: int
     """Memory limit of the device."""
 
@@ -214,13 +215,16 @@ class Predicted:
     step_us: float
     samples_per_s: float
     tokens_per_s: float = field(default=0.0, metadata=LEFT_OUT)
-    """Tokens per second; 0 if the tokens of a sample are not known."""
+    """Tokens per second; 0 if the number of tokens per sample is not known."""
     flops_utilization: float = field(default=0.0, metadata=LEFT_OUT)
     """Model FLOPs utilization of the GPUs that the plan uses; 0 if it is not known."""
     bubble: float
     """Share of device time spent idle between the first forward and the last backward."""
     ideal_bubble: float
-    """Bubble of equal stages, (K-1)/(V M+K-1); 0 if backwards are split, which allows a bubble of 0."""
+    """Bubble of equal stages: (K-1)/(V M+K-1) for K devices, V stages per device and M micro-batches.
+
+    It is 0 if backwards are split, because weight-gradient passes can fill the bubble.
+    """
     imbalance: float
     """Largest forward plus backward time of a stage, divided by the mean."""
     recompute_share: float
@@ -230,7 +234,7 @@ class Predicted:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingRun:
-    """Predicted duration and cost of a training run on all GPUs of the request, used or not."""
+    """Predicted duration and cost of a training run on all GPUs of the request, including unused ones."""
 
     gpus: int
     steps: int
@@ -242,28 +246,28 @@ class TrainingRun:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FrontierPoint:
-    """Best plan with one number of micro-batches (and of replicas)."""
+    """Best plan with a given number of micro-batches and of replicas, or with a given schedule."""
 
     micro_batches: int
     micro_batch_size: int
     replicas: int = field(default=1, metadata=LEFT_OUT)
     tensor_parallel: int = field(default=1, metadata=LEFT_OUT)
     fits: bool = True
-    """True if there is a plan; if not, the figures are 0."""
+    """True if there is such a plan; otherwise all figures are 0."""
     schedule: ScheduleName = "gpipe"
     devices: int = 0
-    """K of that plan."""
+    """Number of devices of each pipeline (K)."""
     step_us: float = 0.0
     samples_per_s: float = 0.0
     bubble: float = 0.0
     peak_bytes: int = 0
-    """Predicted peak of the device that needs most."""
+    """Predicted peak memory of the device that needs most."""
     recompute_share: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WhatIf:
-    """Effect of a change of the devices: the step time of the best plan after it."""
+    """Step time of the best plan after a change of the devices."""
 
     change: str
     step_us: float
@@ -271,27 +275,27 @@ class WhatIf:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Noise:
-    """Effect of measurement errors on the plan, from profiles drawn around the measured one."""
+    """Effect of measurement errors on the plan, estimated with profiles drawn at random around the measured one."""
 
     draws: int
     spread: float
-    """Median over layers of the relative half-width of the 95 % interval."""
+    """Median over layers of the relative half-width of the 95 % interval of forward plus backward time."""
     mean_regret: float
-    """Mean relative slowdown of the plan against the best plan of a drawn profile, under that profile."""
+    """Mean over the drawn profiles of how much slower the plan is than the best plan for that profile, as a share."""
     worst_regret: float
     same_plan: float
-    """Share of the draws for which no plan was found that beats these cuts and M."""
+    """Share of the drawn profiles under which no faster plan was found, or one with the same cuts and micro-batches."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Insight:
-    """Explanation of the plan: its bottleneck, its tightest device and changes that would improve it."""
+    """Explanation of the plan: bottleneck, device with the least free memory, and changes that would improve it."""
 
     pace: str
-    """Bottleneck: a stage's forward and backward, or a link."""
+    """Bottleneck of the step: the forward and backward of a stage, or a link."""
     tightest_device: int
     free_bytes: int
-    """Free memory of that device, below its limit."""
+    """Memory that stays free below the limit of the tightest device."""
     what_if: tuple[WhatIf, ...] = ()
     noise: Noise | None = None
     """Effect of measurement errors; None if the profile has no spread."""
@@ -307,18 +311,19 @@ class Plan:
     solver: SolverReport
     schedule: ScheduleName
     chunks: int = field(default=1, metadata=LEFT_OUT)
-    """V: stages per device."""
+    """Number of stages per device (V)."""
     placement: Placement = field(default="loop", metadata=LEFT_OUT)
     """Placement of the stages on the devices."""
     replicas: int = field(default=1, metadata=LEFT_OUT)
-    """R: number of pipelines that run in parallel, each with batch/R samples."""
+    """Number of pipelines that run in parallel (R), each with batch/R samples."""
     tensor_parallel: int = field(default=1, metadata=LEFT_OUT)
-    """T: GPUs that share each layer. A device of the plan is a group of so many; all figures are for one GPU."""
+    """Number of GPUs that share each layer (T). A device of the plan is a group of T GPUs; all figures are for one
+    GPU."""
     micro_batches: int
-    """M, of each pipeline."""
+    """Number of micro-batches per step of each pipeline (M)."""
     micro_batch_size: int
     order: tuple[str, ...] = ()
-    """Actions of each device of a pipeline in order, if the schedule was made for this plan."""
+    """Actions of each device of a pipeline, in order, if the schedule was searched for this plan; else empty."""
     balance: tuple[int, ...]
     stages: tuple[Stage, ...]
     predicted: Predicted
@@ -327,7 +332,7 @@ class Plan:
     frontier: tuple[FrontierPoint, ...] = ()
     """Trade-off over M, if requested."""
     schedules: tuple[FrontierPoint, ...] = ()
-    """Best plan of each schedule, if requested; `fits` is false without a plan."""
+    """Best plan of each schedule, if requested; `fits` is false for a schedule without a plan."""
     insight: Insight | None = None
     """Explanation of the plan, if requested."""
 
@@ -341,17 +346,17 @@ class Plan:
 
     @property
     def num_devices(self) -> int:
-        """K: devices of one pipeline."""
+        """Number of devices of one pipeline (K)."""
         return len(self.balance) // self.chunks
 
     @property
     def num_gpus(self) -> int:
-        """Devices of all replicas; GPUs of all groups if these share layers."""
+        """Number of GPUs that the plan uses: replicas times devices times GPUs per device."""
         return self.num_devices * self.replicas * self.tensor_parallel
 
     @property
     def cluster(self) -> Cluster:
-        """Devices and links that the plan is for; each device is a group of `tensor_parallel` GPUs."""
+        """Devices and links that the plan was made for; each device is a group of `tensor_parallel` GPUs."""
         return self.inputs.cluster_of(self.tensor_parallel)
 
     def device_of(self, stage: Stage) -> int:
@@ -359,7 +364,7 @@ class Plan:
         return device_of(stage.index, self.num_devices, self.placement)
 
     def chunks_of(self, device: int) -> tuple[Stage, ...]:
-        """Return the stages of `device`, which is counted in pipeline order."""
+        """Return the stages of device number `device` of a pipeline."""
         return tuple(self.stages[s] for s in stages_on(device, self.num_devices, self.chunks, self.placement))
 
     def by_device(self) -> tuple[tuple[Stage, ...], ...]:

@@ -1,7 +1,7 @@
-"""Safe printing of text from files: it cannot control a terminal, hide its content or command a CI runner.
+"""Safe printing of text from files, so that no text controls a terminal, hides its content or commands a CI runner.
 
-Terminals obey escape sequences. Bidirectional controls make text look different from its content. GitHub's runner
-executes printed lines that begin with `::` or contain `##[`.
+Terminals execute escape sequences. Bidirectional control characters make text look different from its content. GitHub's
+runner executes printed lines that begin with `::` or contain `##[`.
 """
 
 import re
@@ -18,7 +18,7 @@ def spelled_out(text: str) -> str:
 
 
 def printable(text: str) -> str:
-    """Return a value on one line that is not a command of a CI runner at any position of a line."""
+    """Return `text` on one line, escaped so that a CI runner executes it at no position of a line."""
     return spelled_out(text).replace("::", r":\x3a").replace(_OLD_COMMAND, r"#\x23[")
 
 

@@ -1,7 +1,7 @@
 """Profile: the costs of a chain of layers, by layer and micro-batch size.
 
-These are the values behind `profile.yaml`; `docs/file-formats.md` describes every field. Lists have one value per entry
-of `Profile.micro_batch_sizes`. An empty list means zeros.
+The values are stored in `profile.yaml`; `docs/file-formats.md` describes every field. Lists have one value per entry of
+`Profile.micro_batch_sizes`. An empty list means zeros.
 """
 
 from dataclasses import dataclass, field
@@ -52,7 +52,7 @@ class Model:
     counted_labels: CountedLabels = ""
     """Labels among the inputs that weight the losses of micro-batches; empty if samples do."""
     batch_norm: bool = field(default=False, metadata=LEFT_OUT)
-    """True if a layer normalizes by the statistics of its micro-batch."""
+    """True if a layer normalizes by the statistics of the micro-batch (batch normalization)."""
     digest: str = ""
     """Digest `sha256:…` of structure, names, shapes, dtypes and settings, but not of weights."""
     parameters: int = 0
@@ -66,10 +66,10 @@ class Device:
     name: str = ""
     memory_bytes: int = 0
     reserve_bytes: int = field(default=0, metadata=LEFT_OUT)
-    """Memory that no tensor can use (context, libraries): the solver's default of `--reserve`."""
+    """Memory that no tensor can use (context, libraries), in bytes; default of `solve --reserve`."""
     how: Literal["measured", "compiled", "estimated"] = "measured"
     executor: ExecutorCost | None = None
-    """Costs of the bundled executor between two processes: the solver's defaults for link and overhead."""
+    """Costs of the bundled executor, measured with two processes; the solver's defaults for link and overhead."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,51 +92,52 @@ class BoundaryTensor:
     kept: bool
     """True if the layer saves that storage for backward."""
     alias: int = -1
-    """Index of the tensor whose storage it shares (a view, or written in place); -1 for its own storage.
+    """Index of the tensor whose storage this tensor shares (a view, or written in place); -1 for its own storage.
 
     Indices count the inputs first, then the earlier outputs.
     """
     relayed: bool = False
-    """True if it is an input passed through unchanged: its gradient, if any, becomes the input's gradient."""
+    """True if the tensor is an unchanged input of the layer; its gradient, if any, becomes the input's gradient."""
     carries: bool = True
-    """True if it carries a gradient. Masks and integers carry none."""
+    """True if the tensor carries a gradient. Masks and integers carry none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryDetail:
-    """Exact memory record of one layer at one micro-batch size; the peak of any stage is computed from it.
+    """Exact memory record of one layer at one micro-batch size; the peak of any stage follows from its layers' records.
 
-    Peaks are bytes above the memory in use when the layer starts, which includes its input.
+    A peak is counted from the memory in use when the layer's forward starts. That memory includes the layer's input.
     """
 
     internal_bytes: int
-    """Bytes saved for backward that are neither input, output, parameter nor buffer."""
+    """Memory saved for backward that is not an input, output, parameter or buffer, in bytes."""
     inputs: tuple[BoundaryTensor, ...]
     outputs: tuple[BoundaryTensor, ...]
     forward_peak_bytes: int
     """Peak during forward with gradients."""
     no_grad_peak_bytes: int
-    """Peak during forward without gradients, as in a forward that will be recomputed."""
+    """Peak during a forward without gradients, which is later repeated by recomputation."""
     first_backward_peak_bytes: int
-    """Peak during the first micro-batch's backward, which allocates the gradients; includes the saved tensors."""
+    """Peak during the first micro-batch's backward, including saved tensors and the gradients that it allocates."""
     backward_peak_bytes: int
-    """Peak during a later backward, without the gradients into which it accumulates."""
+    """Peak during a later backward, including saved tensors, but not the gradients that already exist."""
     end_first_backward_peak_bytes: int | None = None
-    """Peak during the first backward at the end of a stage, including outputs and their gradients."""
+    """Peak during the first backward if the layer ends a stage, including its outputs and their gradients."""
     end_backward_peak_bytes: int | None = None
+    """Peak during a later backward if the layer ends a stage, including its outputs and their gradients."""
     writes_input: bool = False
-    """True if it writes into its input: a stage that begins with it works on a copy."""
+    """True if the layer writes into its input. A stage that begins with such a layer works on a copy."""
     target_bytes: int = 0
-    """Last layer only: the targets that its loss reads."""
+    """Last layer only: memory of the targets that the loss reads."""
     attribute_bytes: int = 0
-    """Tensors in plain attributes of the layer's modules, held from one forward to the next.
+    """Memory of tensors in plain attributes of the layer's modules, stored from one forward to the next.
 
-    Parameters and buffers are not included, but the bytes by which forwards enlarge buffers are.
+    Parameters and buffers are not included. If forwards enlarge buffers, the additional bytes are included.
     """
     renewed_bytes: int = 0
     """Part of `attribute_bytes` that each forward creates and its backward reads, such as a pruned weight.
 
-    Every micro-batch in flight holds its own.
+    Each micro-batch in flight stores its own copy.
     """
 
 
@@ -144,34 +145,37 @@ class MemoryDetail:
 class SplitMemory:
     """Exact memory record of one layer with a split backward, at one micro-batch size.
 
-    Peaks are bytes above the memory in use when the pass starts, which includes what the layer holds by then.
+    A peak is counted from the memory in use when the layer's forward starts, so it includes all that the layer has
+    stored since. The layer's input counts only if the layer keeps it for W.
     """
 
     held_bytes: int
-    """Bytes held from the input-gradient (I) to the weight-gradient (W) pass, including the layer's input if held."""
+    """Memory stored from the input-gradient (I) to the weight-gradient pass (W), including the input if W needs it."""
     held_input_bytes: int = 0
     """Part of `held_bytes` that is the layer's input."""
     weight_gradient_bytes: int
-    """Part of `LayerProfile.gradient_bytes` that W creates; I creates the rest."""
+    """Part of `LayerProfile.gradient_bytes` that W creates; I creates the other gradients."""
     first_input_peak_bytes: int
-    """Peak during the first micro-batch's I, including the gradients that it creates."""
+    """Peak during the first micro-batch's I, including the parameter gradients that it creates."""
     input_peak_bytes: int
     """Peak during a later I."""
     output_first_input_peak_bytes: int | None = None
-    """Peak during the first I if the next layer holds its input for its W; includes the outputs."""
+    """Peak during the first I if the next layer keeps its input for W; includes this input, the layer's outputs."""
     output_input_peak_bytes: int | None = None
+    """Peak during a later I if the next layer keeps its input for W; includes this input, the layer's outputs."""
     end_first_input_peak_bytes: int | None = None
-    """Peak during the first I at the end of a stage, including outputs and their gradients."""
+    """Peak during the first I if the layer ends a stage, including its outputs and their gradients."""
     end_input_peak_bytes: int | None = None
+    """Peak during a later I if the layer ends a stage, including its outputs and their gradients."""
     first_weight_peak_bytes: int
-    """Peak during the first W, including the gradients that it creates."""
+    """Peak during the first W, including the parameter gradients that it creates."""
     weight_peak_bytes: int
     """Peak during a later W."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ArrayKind:
-    """Arrays of one shape and type; those of different stages can reuse the same memory."""
+    """Arrays of one type and shape, which can reuse the memory of such arrays of other stages."""
 
     kind: str
     """Type and shape: `float32[8,64,256]`."""
@@ -180,65 +184,69 @@ class ArrayKind:
     plain_bytes: int
     """Size without padding."""
     loop_bytes: int
-    """Size as an array of a loop, in the layout of its reader; half if only matmuls read it, which take 16 bits."""
+    """Size if a loop over micro-batches stores the array in the layout of its reader.
+
+    It is halved if only matmuls read the array, because they read 16 bits per number.
+    """
     count: int = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProgramMemory:
-    """Memory of a layer of a compiled profile within one program, at one micro-batch size, including padding.
+    """Memory of one layer within a compiled program, at one micro-batch size, including padding.
 
-    A compiler that sees forward and backward of a micro-batch at once keeps less than a loop over micro-batches, whose
-    arrays hold everything saved. It also releases a layer's memory when its backward is done.
+    If one program has the forward and the backward of a micro-batch, it stores less than a loop over micro-batches,
+    whose arrays store all saved tensors. It also releases a layer's memory after the layer's backward.
     """
 
     carried_bytes: int
-    """Bytes held from the layer's forward to its backward, including its output if a later layer reads it."""
+    """Memory stored from the layer's forward to its backward, including the output if a later layer reads it."""
     peak_bytes: int
-    """Peak of forward and backward above what earlier layers hold, including gradients of input and output."""
+    """Peak of forward and backward on top of the memory of earlier layers, including gradients of input and output."""
     narrowed_bytes: int = 0
-    """Copies of its weights in the type of matmul operands, which a loop over micro-batches holds throughout."""
+    """Copies of the weights in the type of matmul operands, which exist during a whole loop over micro-batches."""
     padding_bytes: int = 0
-    """Padding of its trained parameters, and again of their gradients."""
+    """Padding of the trained parameters; their gradients have as much padding again."""
     reshaped_bytes: int = 0
-    """Transient copies, in the layer's shape, of arrays that loops store in rows and its backward reads."""
+    """Transient copies of saved arrays: loops store them as rows, and the layer's backward reads their original
+    shape."""
     input_bytes: int = 0
-    """First layer only: its part of the mini-batch."""
+    """First layer only: memory of the micro-batch in the mini-batch."""
     narrowed_input_bytes: int = 0
-    """First layer only: copy of the mini-batch's part in the type of matmul operands, which a loop holds throughout."""
+    """First layer only: copy of the micro-batch in the type of matmul operands, which exists during the whole loop."""
     laid_out_bytes: int = 0
-    """First layer only: such a copy of the running micro-batch, in the layer's layout."""
+    """First layer only: copy of the running micro-batch in the layer's own layout."""
     target_bytes: int = 0
-    """Last layer only: the targets that its loss reads, of the mini-batch's part."""
+    """Last layer only: memory of the micro-batch's targets, which the loss reads."""
     trained: tuple[ArrayKind, ...] = ()
     """Trained parameters."""
     kept: tuple[ArrayKind, ...] = ()
-    """Arrays that it saves for backward in loops over micro-batches."""
+    """Arrays that the layer saves for backward in loops over micro-batches."""
     received: tuple[ArrayKind, ...] = ()
-    """Arrays that cross the boundary before it; of the first layer its input."""
+    """Arrays that cross the boundary before the layer; for the first layer, its input."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TiedGroup:
-    """Parameters that a layer shares with the same earlier layers."""
+    """Parameters of one layer that are all shared with the same earlier layers."""
 
     layers: tuple[str, ...]
-    """Names of these layers, in order."""
+    """Names of the earlier layers, in order."""
     bytes: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerProfile:
-    """Costs of one layer. Times in microseconds and bytes are for one micro-batch, one per micro-batch size."""
+    """Costs of one layer. Tuples of times and bytes are for one micro-batch, with one value per micro-batch size."""
 
     name: str
     modules: tuple[str, ...] = ()
-    """Paths of its modules in execution order, if `name` is not the only one."""
+    """Paths of the layer's modules in execution order, if `name` is not the only path."""
     digest: str = ""
     """Digest; layers with equal digests run the same operators on the same shapes and were measured once."""
     parameter_bytes: int
     gradient_bytes: int | None = None
-    """Gradients that backward creates; defaults to `parameter_bytes`."""
+    """Memory of the gradients that backward creates; defaults to `parameter_bytes`."""
     idle_bytes: int = field(default=0, metadata=LEFT_OUT)
     """Trained parameters that never get a gradient, such as those of an unused head; replicas create zeros for them."""
     optimizer_bytes: int = 0
@@ -249,45 +257,45 @@ class LayerProfile:
     rewritten_bytes: int = field(default=0, metadata=LEFT_OUT)
     """Buffers and frozen parameters that each forward writes; a micro-batch to be recomputed keeps the old values."""
     tied: tuple[str, ...] = ()
-    """Names of parameters in other layers that share storage with one of this layer."""
+    """Names of parameters in other layers that share storage with a parameter of this layer."""
     tied_bytes: int = 0
-    """Part of `parameter_bytes` that is so shared."""
+    """Part of `parameter_bytes` that other layers share."""
     tied_groups: tuple[TiedGroup, ...] = ()
-    """Shared parameters by group; empty if all of `tied_bytes` are shared with the same earlier layers."""
+    """Shared parameters, by the earlier layers that share them; empty if all have the same earlier layers."""
     optimizer_us: float = 0.0
     """Time of the optimizer's step over this layer's parameters, once per mini-batch."""
     optimizer_peak_bytes: int = 0
-    """Transient bytes of that step."""
+    """Transient memory of the optimizer's step over this layer's parameters."""
     optimizer_boundary_peak_bytes: int = field(default=0, metadata=LEFT_OUT)
-    """Transient bytes as that step proceeds to this layer from the previous one, if a stage has both."""
+    """Transient memory while the optimizer's step moves from the previous layer to this one, if a stage has both."""
     forward_us: tuple[float, ...]
     backward_us: tuple[float, ...]
     """Backward time, without recomputation."""
     backward_input_us: tuple[float, ...] = ()
     """Time of the input-gradient pass (I).
 
-    It includes the additional time of its forward, compared with the forward of a whole backward.
+    It includes the time by which a forward before a split backward is longer than a forward before a whole backward.
     """
     backward_weight_us: tuple[float, ...] = ()
-    """Time of the weight-gradient pass (W). I and W together need not take `backward_us`."""
+    """Time of the weight-gradient pass (W). The times of I and W need not add up to `backward_us`."""
     spread: tuple[float, ...] = ()
-    """Relative half-width of the 95 % interval of forward + backward."""
+    """Half-width of the 95 % interval of forward plus backward time, divided by that time."""
     output_bytes: tuple[int, ...]
     """Bytes of all tensors that cross the boundary after this layer."""
     saved_bytes: tuple[int, ...]
     """Bytes that this layer saves for backward; see `docs/cost-model.md`."""
     weight_held_bytes: tuple[int, ...] = ()
-    """Bytes that it holds between the two passes of a split backward."""
+    """Memory that this layer stores between the two passes of a split backward."""
     forward_peak_bytes: tuple[int, ...] = ()
     backward_peak_bytes: tuple[int, ...] = ()
     forward_flops: tuple[int, ...] = ()
     collective_bytes: tuple[int, ...] = ()
-    """Bytes that the GPUs of a group sum in a forward, over all of its all-reduces; the backward sums as many.
+    """Bytes that the GPUs that share the layer all-reduce in one forward; the backward all-reduces as many.
 
     Empty if there are none, or if the times include them, as measured times do.
     """
     collectives: int = field(default=0, metadata=LEFT_OUT)
-    """Number of these all-reduces in a forward, and again in the backward."""
+    """Number of all-reduces in a forward, which is also the number in a backward."""
     detail: tuple[MemoryDetail, ...] = ()
     split: tuple[SplitMemory, ...] = ()
     """Memory records of the split backward, in addition to `detail`."""
@@ -296,16 +304,16 @@ class LayerProfile:
 
     @property
     def trained_bytes(self) -> int:
-        """Bytes of the gradients; as many as of the parameters where the profile does not say."""
+        """Memory of the gradients in bytes: `gradient_bytes`, or `parameter_bytes` if the former is unknown."""
         return self.parameter_bytes if self.gradient_bytes is None else self.gradient_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Width:
-    """Costs of the same layers if each is shared by another number of GPUs."""
+    """Costs of the profile's layers if another number of GPUs shares each layer."""
 
     tensor_parallel: int
-    """GPUs that share each layer; every figure of `layers` is for one of them."""
+    """Number of GPUs that share each layer; every figure in `layers` is for one of these GPUs."""
     layers: tuple[LayerProfile, ...]
 
 
@@ -322,16 +330,16 @@ class Profile:
     environment: Environment = field(default_factory=Environment)
     optimizer: str = ""
     optimizer_peak: Literal["largest", "sum"] = "largest"
-    """Rule for combining the layers' `optimizer_peak_bytes`: the largest one, or the sum if the optimizer updates all
+    """Rule to combine the layers' `optimizer_peak_bytes`: the largest value, or the sum if the optimizer updates all
     parameters at once (`foreach`)."""
     micro_batch_sizes: tuple[int, ...]
     tensor_parallel: int = field(default=1, metadata=LEFT_OUT)
-    """GPUs that share each layer; every figure of `layers` is for one of them."""
+    """Number of GPUs that share each layer; every figure in `layers` is for one of these GPUs."""
     expert_parallel: int = field(default=1, metadata=LEFT_OUT)
-    """Replicas that divide the experts of each layer among them; a number of replicas must be a multiple of it."""
+    """Number of replicas among which the experts of each layer are divided; replicas of a plan are a multiple of it."""
     layers: tuple[LayerProfile, ...]
     widths: tuple[Width, ...] = ()
-    """The same layers, shared by other numbers of GPUs."""
+    """Costs of the layers if other numbers of GPUs share each layer."""
 
     def __repr__(self) -> str:
         """Return a line that names what was profiled."""

@@ -26,11 +26,11 @@ class Proof:
     states: int = 0
     """Number of tensors of optimizer state that were compared; 0 if the optimizer was not compared."""
     worst: float = 0.0
-    """Largest difference of anything compared, relative to the largest number in it."""
+    """Largest difference in any compared tensor, divided by the largest absolute value of that tensor."""
     reason: str = ""
     """Reason why some cuts, or the optimizer, were not compared."""
     differs_recomputed: str = ""
-    """Differences of stages that recompute; empty if there are none."""
+    """Differences that were found only with recomputation, as text; empty if there are none."""
 
     @property
     def recomputed(self) -> bool:
@@ -38,7 +38,7 @@ class Proof:
         return self.cuts > 0 and not self.differs_recomputed
 
     def __str__(self) -> str:
-        """Return one line for people."""
+        """Return the result of the check in one line."""
         if not self.cuts:
             return f"not compared with the unpartitioned model: {self.reason}"
         parts = ["loss", pluralize(self.gradients, "gradient")]

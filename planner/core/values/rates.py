@@ -26,7 +26,7 @@ class Rates:
     """Bandwidth between its memory and its cores."""
     source: str
     link: Link = field(default_factory=Link)
-    """Link to a neighbor, in one direction, if it is the same for all such devices; otherwise unknown."""
+    """Link to a neighbor, in one direction, if all such devices have the same; the default link if it is not known."""
 
 
 _NVLINK_2, _NVLINK_3, _NVLINK_4, _NVLINK_5 = (
@@ -111,14 +111,14 @@ _OTHER_BOARDS: Final = ("pcie", "nvl")
 
 
 def peak_flops_per_s(reported: str, dtype: str) -> float:
-    """Return the peak rate of a device by the name that it reports, for `environment.dtype`; 0 if it is not known."""
+    """Return the peak rate of the device that reports the name `reported`, for `dtype`; 0 if the rate is not known."""
     lower = reported.lower()
     if any(word in lower for word in _OTHER_BOARDS):
         return 0.0
     rates = next((of for of in RATES.values() if of.full_name.lower() == lower), None)
     if rates is None:
         called = [kind.name for kind in ACCELERATORS if kind.name in RATES and kind.matches_name(reported)]
-        # `v100-32gb` also has the word of `v100`: the rates of both are the same.
+        # A reported name may match `v100` and `v100-32gb`, whose rates are equal, so that the first match is enough.
         rates = RATES[called[0]] if called else None
     if rates is None:
         return 0.0

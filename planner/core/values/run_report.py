@@ -1,4 +1,4 @@
-"""Run report: the measurements of a training run under a plan. These are the values behind `run.json`."""
+"""Run report (`run.json`): the measurements of a training run under a plan."""
 
 from dataclasses import dataclass, field
 from typing import Final, Literal
@@ -20,12 +20,13 @@ they had 0.08 to 0.19.
 class StageRun:
     """Measurements of one stage.
 
-    Times are means over the middle of the last steps, per micro-batch, or per step if stated.
+    Times are means over the steps after the warm-up, without the fastest and the slowest quarter of these steps. They
+    are per micro-batch unless stated otherwise.
     """
 
     index: int
     replica: int = field(default=0, metadata=LEFT_OUT)
-    """Index of its pipeline."""
+    """Index of the pipeline to which the stage belongs."""
     first: str
     last: str
     forward_us: float
@@ -36,18 +37,18 @@ class StageRun:
     backward_weight_us: float = field(default=0.0, metadata=LEFT_OUT)
     """Time of the weight-gradient pass (W); I and W need not add up to `backward_us`."""
     recompute_us: float = 0.0
-    """Part of `backward_us` that was recomputation."""
+    """Part of `backward_us` that recomputed activations."""
     transfer_us: float = 0.0
-    """Time per step waiting for transfers of data that the sender had ready."""
+    """Time per step that the stage waited for transfers after the sender had finished computing the data."""
     idle_us: float = 0.0
-    """Time per step waiting for data that was not ready yet; equal for all stages of a device."""
+    """Time per step that the device waited for data that the sender was still computing; equal for all its stages."""
     parameter_bytes: int
     peak_bytes: int
-    """Highest allocation during a step, by the device's allocator; equal for all stages of a device."""
+    """Largest memory that the device's allocator had allocated during a step; equal for all stages of a device."""
     outside_bytes: int = field(default=0, metadata=LEFT_OUT)
-    """Memory in use on the device in addition (context, libraries, allocator slack); known on CUDA."""
+    """Memory in use on the device outside allocated tensors (context, libraries, allocator slack); 0 except on CUDA."""
     core_share: float = field(default=0.0, metadata=LEFT_OUT)
-    """Share of the requested CPU time that its process got, as other processes used the core; 0 if unknown."""
+    """CPU time that the process got, divided by the CPU time that it could have used; 0 if unknown."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,18 +76,18 @@ class RunReport:
     losses: tuple[float, ...]
     """Mean loss over the mini-batch, one per step."""
     step_us: tuple[float, ...]
-    """Time of each step, by the first stage's clock."""
+    """Time of each step, measured on the process with the first stage."""
     batch: int = field(default=0, metadata=LEFT_OUT)
     """Planned samples per step, over all replicas; 0 if unknown."""
     samples_per_s: tuple[float, ...] = ()
     """Samples per second of each step, from its actual number of samples."""
     bubble: float | None = None
-    """Share of device time spent waiting between first forward and last backward; median over the last steps."""
+    """Share of the time between the first forward and the last backward in which devices wait; median over steps."""
     overhead_us: float | None = None
-    """Median engine time before a forward or backward that received nothing."""
+    """Median time that the engine itself takes before a forward or backward that receives no message."""
     warmup_steps: int
-    """Number of first steps that also read memory; they are left out of the times per stage."""
+    """Number of steps at the start that are left out of the stages' times; memory is measured in these steps."""
     stages: tuple[StageRun, ...]
     """Stages of one pipeline in order, then those of the next pipeline."""
     boundaries: tuple[BoundaryRun, ...] = ()
-    """Boundaries between processes, in the same order."""
+    """Boundaries between processes, of one pipeline in order, then those of the next pipeline."""

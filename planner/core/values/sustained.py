@@ -13,15 +13,15 @@ _CHIPS: Final = {"a100-40gb": "A100", "a100-80gb": "A100", "h100": "H100", "h200
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SustainedRate:
-    """Rate of a GPU in half precision over whole steps, without sums over GPUs that share each layer."""
+    """Half-precision FLOP/s of a GPU over whole steps, without the time of all-reduces among GPUs that share layers."""
 
     chip: str
     experts: bool = False
     """True for a mixture of experts."""
     flops_per_s: float
     errors: str
-    """Range of predictions with this rate: a key of `planner.core.judge.certainty.STEPS`, or empty if unknown. Rates
-    from fewer than three sources have the range of all chips."""
+    """Key of the error range of predictions with this rate, in `planner.core.judge.certainty.STEPS`; empty if unknown.
+    Rates from fewer than three sources have the error range of all chips."""
 
 
 SUSTAINED: Final = (
@@ -35,11 +35,11 @@ SUSTAINED: Final = (
 
 
 def sustained_rate(name: str, *, experts: bool = False) -> SustainedRate | None:
-    """Return the rate that runs on an accelerator sustained; None without runs.
+    """Return the rate that published runs on an accelerator sustained; None if there are no such runs.
 
     Args:
         name: Name of the accelerator, as in `planner.core.values.devices`.
-        experts: True for a mixture of experts. Without such runs the rate is that of other models.
+        experts: True for a mixture of experts. If there are no runs of experts, the rate of other models is returned.
 
     Returns:
         The rate.

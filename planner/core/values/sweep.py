@@ -13,9 +13,10 @@ class SweepCell:
 
     devices: int
     memory_bytes: int
-    """Requested memory; the plan's inputs have what it may use of it (headroom)."""
+    """Memory of a device, as requested; the plan's inputs have the limit that the headroom leaves."""
     status: Literal["optimal", "feasible", "none", "unknown"]
-    """Result; `none`: proven that nothing fits; `unknown`: the time limit was reached before a plan was found."""
+    """Result. `none`: it is proven that no plan fits; `unknown`: the time limit ended the search before it found a
+    plan."""
     samples_per_device_s: float = 0.0
     """Samples per second and device, counting unused devices."""
     training: TrainingRun | None = None

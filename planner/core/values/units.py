@@ -147,12 +147,12 @@ def format_us(time_us: float) -> str:
 
 
 def unit_of_us(time_us: float) -> tuple[float, str]:
-    """Return the unit in which `format_us` writes a time: its length in microseconds, and its name."""
+    """Return the unit in which `format_us` writes a time: the unit's length in microseconds, and its name."""
     return _unit_of(float(time_us), 1000, _TIME_UNITS)[1:]
 
 
 def unit_of_bytes(size_bytes: float) -> tuple[float, str]:
-    """Return the unit in which `format_bytes` writes a size: its size in bytes, and its name."""
+    """Return the unit in which `format_bytes` writes a size: the unit's size in bytes, and its name."""
     return _unit_of(float(size_bytes), 1024, _SIZE_UNITS)[1:]
 
 
@@ -208,7 +208,7 @@ def _in_units(value: float, step: int, units: tuple[str, ...]) -> str:
 
 
 def _unit_of(value: float, step: int, units: tuple[str, ...]) -> tuple[float, float, str]:
-    """Return `value` in the largest unit in which it rounds to at least 1, the unit's size, and its name."""
+    """Return `value` in the largest unit in which it rounds to at least 1, that unit's size, and that unit's name."""
     index = 0
     while index < len(units) - 1 and abs(float(_three_digits(value))) >= step:
         value, index = value / step, index + 1
@@ -228,7 +228,7 @@ def three_digits_end(value: float) -> int:
 
 
 def pluralize(count: int, noun: str, plural: str = "s") -> str:
-    """Return a number with its noun: `1 stage`, `4 micro-batches`.
+    """Return a number followed by a noun in singular or plural: `1 stage`, `4 micro-batches`.
 
     Args:
         count: The number.

@@ -71,7 +71,7 @@ def test_what_is_farther_off_than_verify_allows_is_told(run: tuple[Balance, RunR
     assert text.startswith("not as planned: a step took ")
     assert "(+100.0%, 10% are allowed); the peak of device 1 was " in text
     assert text.endswith("(-50.0%, -5% to +1% are allowed)")
-    assert "and 2 others are off" in drift_text(
+    assert "and 2 others deviate" in drift_text(
         drift_of(replace(balance, stages=tuple(replace(s, peak_bytes=0) for s in balance.stages)), report,
                  are_times_judged=True)
     )  # fmt: skip

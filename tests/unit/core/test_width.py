@@ -124,4 +124,4 @@ def test_given_cuts_and_a_check_use_the_plans_width() -> None:
         with_cuts(plan, wide, (1, 1, 2))
     (*_, finding) = judge(plan, profile(1, 2), profile_digest="sha256:1").findings
     assert finding.code == "GP202"
-    assert "4 GPUs of the plan share each layer" in finding.message
+    assert "in the plan, 4 GPUs share each layer" in finding.message
