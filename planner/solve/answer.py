@@ -8,23 +8,26 @@ from planner.solve.space.case import Case
 
 
 class Answer(NamedTuple):
-    """Best partition found, or None if none beats the given step time, with a lower bound of all partitions."""
+    """Result of a search: the best partition found, and a lower bound of the step time of all partitions."""
 
     case: Case
     partition: Partition | None
+    """Best partition found; None if the search found none faster than the step time to beat."""
     step_us: float
-    """Infinite without a partition."""
+    """Step time of the partition; infinite if there is none."""
     lower_bound_us: float
+    """Lower bound of the step time of all partitions of the case."""
     method: str
+    """Name of the search method, for the plan's `SolverReport`."""
     actions: int = 0
-    """Number of actions simulated by a search of bounded effort."""
+    """Number of actions that a search with limited effort has simulated."""
 
 
 class Search(Protocol):
     """Search for the fastest plan of one case."""
 
     def __call__(self, case: Case, *, upper_us: float, deadline: Deadline) -> Answer:
-        """Return the best partition found that is faster than `upper_us`, and a lower bound of all partitions.
+        """Return the fastest partition found, if it beats `upper_us`, and a lower bound for all partitions.
 
         Raises:
             OutOfTimeError: `deadline` passed before anything was found, and `upper_us` is infinite.

@@ -1,4 +1,4 @@
-"""Deadline of a search, created once per request, so that no search reads a clock itself."""
+"""Deadline of a search. It is created once per request, because searches do not read a clock themselves."""
 
 import time
 from collections.abc import Callable
@@ -10,17 +10,18 @@ from planner.core.values.plan import ScheduleName
 
 
 class OutOfTimeError(Exception):
-    """The time limit was reached."""
+    """Error of a search whose time limit has passed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SearchObserver:
-    """Observer of a search."""
+    """Callbacks of a search: one may stop it, the other receives each plan that it finds."""
 
     is_stopped: Callable[[], bool] = lambda: False
     """Called often; True ends the search with the best plan so far."""
     on_plan: Callable[[float, ScheduleName, float], None] = lambda *_: None
-    """Called with the step time and schedule of a plan that was found, and a lower bound of all plans."""
+    """Called with the step time and schedule of a plan that was found, and a lower bound of the step time of all plans.
+    """
 
 
 UNWATCHED: Final = SearchObserver()
@@ -33,17 +34,17 @@ class Deadline:
     ends_s: float
     """End time in seconds of `time.monotonic`; infinite without a limit."""
     most_actions: int | None = None
-    """Number of actions that a search may simulate; tables count as well. None: a limit of some seconds, in which only
-    simulation counts."""
+    """Number of actions that a search may simulate; computing tables counts as well. None: a default of some seconds,
+    for which only simulation counts."""
     enough_us: float = inf
-    """Lower bound at which a search stops to improve its bound: the cases of other schedules have no higher one."""
+    """Lower bound of the cases of other schedules. A search does not raise its own lower bound above this value."""
     least_us: float = 0.0
-    """Lower bound of all plans of the request, for `watch`."""
+    """Lower bound of the step time of all plans of the request; passed to `watch`."""
     watch: SearchObserver = UNWATCHED
 
     @classmethod
     def after(cls, limit_s: float | None, watch: SearchObserver = UNWATCHED) -> "Deadline":
-        """Return the deadline `limit_s` seconds from now, or when `watch` stops the search; None for no limit."""
+        """Return the deadline in `limit_s` seconds; None means no limit. `watch` can stop the search earlier."""
         return cls(ends_s=inf if limit_s is None else time.monotonic() + limit_s, watch=watch)
 
     @property
@@ -53,19 +54,19 @@ class Deadline:
 
     @property
     def left_s(self) -> float:
-        """Seconds left; negative after the deadline."""
+        """Seconds until the deadline; negative after it, or if the observer stopped the search."""
         return -inf if self.watch.is_stopped() else self.ends_s - time.monotonic()
 
     def share(self, part: float) -> "Deadline":
-        """Return a deadline after that part of the time left; without a limit, return this one."""
+        """Return a deadline after the share `part` of the time left; without a time limit, return this deadline."""
         return replace(self, ends_s=time.monotonic() + part * max(0.0, self.left_s)) if self.is_limited else self
 
     def note(self, step_us: float, schedule: ScheduleName) -> None:
-        """Report a plan that was found."""
+        """Report a plan that was found to the observer."""
         self.watch.on_plan(step_us, schedule, self.least_us)
 
     def check(self) -> None:
-        """Raise `OutOfTimeError` if the deadline has passed."""
+        """Raise `OutOfTimeError` if the deadline has passed or the observer stopped the search."""
         if self.left_s < 0:
             raise OutOfTimeError
 

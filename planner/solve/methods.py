@@ -1,4 +1,4 @@
-"""Choice of the search for a case and of its effort, by its schedule and the options of the request."""
+"""Choice of the search function for a case, and of its effort."""
 
 from collections.abc import Iterable, Mapping
 from functools import partial
@@ -13,23 +13,23 @@ from planner.solve.request import Request
 from planner.solve.space.case import Case
 
 MOST_ACTIONS_OF_SEARCH: Final = 2_000_000
-"""Actions to simulate for all cases of a searched schedule: some seconds."""
+"""Number of actions simulated for all cases of the schedule `search`, whose orders the solver makes: some seconds."""
 
 _IN_HALVES: Final = 2
-"""Divisor of the effort of each named schedule with a split backward, in the first pass of an open schedule."""
+"""Divisor of the effort of each named schedule with a split backward, in the first pass if the schedule is `auto`."""
 
 
 def search_for(case: Case, request: Request, start: Answer | None) -> Search:
-    """Return the search of a case.
+    """Return the search function for a case.
 
     Args:
         case: The case.
         request: The request.
-        start: Answer to start from, if there is one: with whole stages recomputed where single layers are requested,
-            else the plan whose action orders are to be improved.
+        start: Answer to start from, or None. If single layers may be recomputed: an answer that recomputes whole
+            stages. If the solver makes the action orders: the answer whose orders are to be improved.
 
     Returns:
-        The search.
+        The search function.
     """
     # Import only the search that is needed, so that short requests, such as those of `check`, start quickly.
     if request.solver == "milp":
@@ -58,22 +58,22 @@ def _simulated_search(schedule: Schedule, start: Answer | None) -> Search:
 
 
 def lacks_bound(schedules: Iterable[Schedule]) -> bool:
-    """Return True if answers under one of the schedules would have a better bound with HiGHS installed."""
+    """Return True if installing HiGHS would raise the lower bounds of answers under one of the schedules."""
     return not is_installed("highspy") and any(map(has_linear_program, schedules))
 
 
 def is_improved(schedule: Schedule) -> bool:
-    """Return True if plans under the schedule are improved step by step, so that more effort may find faster ones."""
+    """Return True if the search under the schedule improves plans step by step: more effort may find faster plans."""
     return schedule.is_to_be_made or has_linear_program(schedule)
 
 
 def has_linear_program(schedule: Schedule) -> bool:
-    """Return True if the bound of plans under the schedule comes from a linear program."""
+    """Return True if lower bounds for plans under the schedule come from a linear program."""
     return not (schedule.has_closed_form or schedule.is_to_be_made or schedule.is_one_forward_one_backward)
 
 
 def budgets(request: Request) -> dict[ScheduleName, int]:
-    """Return the actions to simulate per schedule, for all of its cases; schedules that are left out have no limit."""
+    """Return the number of actions to simulate for all cases of a schedule; schedules not listed have no limit."""
     if request.inputs.schedule == SEARCHED.name:
         return {SEARCHED.name: MOST_ACTIONS_OF_SEARCH // 2}
     if request.inputs.schedule != "auto" or request.actions is None:
@@ -84,10 +84,16 @@ def budgets(request: Request) -> dict[ScheduleName, int]:
 
 
 def effort_of(case: Case, left: Mapping[ScheduleName, int], num_cases: int, *, is_ranked: bool) -> int | None:
-    """Return the actions that the case may simulate, if they are limited.
+    """Return the number of actions that the search of a case may simulate; None if there is no limit.
 
-    Ranked cases have half of what is left, the most promising first. A search for action orders uses all of its effort,
-    so each of the `num_cases` cases that are left has a share.
+    Ranked cases are searched from the most promising one on, each with half of the actions left. A search for action
+    orders always uses its whole effort, so each of the remaining cases gets an equal share.
+
+    Args:
+        case: The case.
+        left: Number of actions left for all remaining cases, by schedule.
+        num_cases: Number of remaining cases of the schedule.
+        is_ranked: True if the cases are sorted by their estimated step time.
     """
     most_actions = left.get(case.schedule.name)
     if most_actions is None:
@@ -98,11 +104,11 @@ def effort_of(case: Case, left: Mapping[ScheduleName, int], num_cases: int, *, i
 
 
 def bound_of(case: Case) -> tuple[float, ...]:
-    """Return the key by which cases of one schedule are sorted: lower bounds, then few replicas and micro-batches."""
+    """Return the sort key of cases of one schedule: lower bound, then number of replicas, then M."""
     return case.bound_us, case.replicas, case.micro_batches
 
 
 def promise_of(case: Case) -> tuple[float, ...]:
-    """Return the key by which cases of an open schedule are sorted: their schedule, then their likely step time."""
+    """Return the sort key of cases if the schedule is `auto`: the schedule, then the estimated step time."""
     rank = [*SCHEDULES, SEARCHED.name].index(case.schedule.name)
     return rank, case.bound_us if case.schedule.has_closed_form else case.ideal_us, case.replicas, case.micro_batches

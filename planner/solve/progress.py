@@ -1,9 +1,10 @@
 """State of searches that simulate partitions: the best partition so far, the effort left, and the deadline.
 
-Only GPipe's step time has a closed form. Under all other schedules, the simulator computes it from the action orders.
-Such a search has a lower bound for all partitions and improves a few good ones step by step. If few partitions lie
-between the two, all of them are simulated, and the answer is optimal; otherwise it has a gap. If the effort is bounded,
-a search skips whatever costs more than is left, and counts the lower bound of the skipped partitions instead.
+Only GPipe's step time has a closed form. Under all other schedules, the simulator computes it from the action orders. A
+search under these schedules computes a lower bound for all partitions and improves a few good partitions step by step.
+If few partitions have a lower bound below the best step time found, all of them are simulated, and the answer is
+optimal. Otherwise a gap remains. A search with limited effort skips partitions that would exceed the limit; the lower
+bound of its answer includes that of the skipped partitions.
 """
 
 from collections.abc import Callable
@@ -23,23 +24,24 @@ SAME = 1e-12
 """Relative difference below which two times are equal; rounding causes such differences."""
 
 BLOCK = 1024
-"""Partitions simulated in one batch; as effort, a batch counts as one partition."""
+"""Largest number of partitions simulated in one batch. A batch of any size costs as much effort as one partition."""
 
 _MOST_SIMULATED = 20_000
-"""Most partitions of which all are simulated to prove the best one."""
+"""Largest number of partitions that a search simulates completely to prove the best one optimal."""
 
 _MOST_ACTIONS = 2_000_000
-"""Actions simulated in one search of unbounded effort: some seconds."""
+"""Number of actions simulated in one search without a limit on its effort: some seconds."""
 
 _FEW_BLOCKS = 8
-"""Most blocks of partitions that a search of bounded effort simulates to prove the best one."""
+"""Largest number of batches that a search with limited effort simulates to prove the best partition optimal."""
 
 
 class Effort:
-    """Number of actions that a search has simulated, and its limit; a batch of partitions counts as one.
+    """Number of actions that a search has simulated, and its limit; a batch of partitions counts as one partition.
 
     Args:
-        most_actions: Limit; tables count as well. None: a limit of some seconds, in which only simulation counts.
+        most_actions: Limit on simulated actions; computing tables counts as well. None: a default of some seconds, for
+            which only simulation counts.
     """
 
     def __init__(self, most_actions: int | None) -> None:
@@ -49,11 +51,16 @@ class Effort:
 
     @property
     def left(self) -> int:
-        """Actions that may still be simulated; 0 or less if none."""
+        """Number of actions that may still be simulated; 0 or less if none."""
         return self._most_actions - self.spent
 
     def try_reserve(self, actions: int, tables: int) -> bool:
-        """Return True if the effort left covers `tables` and `actions`; `tables` is then counted as spent."""
+        """Return True if the effort left covers tables and a simulation; the tables then count as spent.
+
+        Args:
+            actions: Number of actions to simulate with the tables.
+            tables: Effort to compute the tables, in actions.
+        """
         if not self.is_bounded:
             return True
         if tables + actions > self.left:
@@ -62,7 +69,7 @@ class Effort:
         return True
 
     def affordable(self, evaluator: Evaluator) -> int:
-        """Return how many partitions half of the remaining effort can simulate."""
+        """Return the number of partitions that half of the effort left can simulate."""
         blocks = max(0, self.left // (2 * evaluator.num_actions))
         return min(_MOST_SIMULATED, BLOCK * (min(blocks, _FEW_BLOCKS) if self.is_bounded else blocks))
 
@@ -75,42 +82,42 @@ class Progress:
     effort: Effort
     deadline: Deadline
     upper_us: float
-    """Step time of the best partition, or the one to beat."""
+    """Step time of the best partition; before one is found, the step time to beat."""
     best: Partition | None = None
     bound_us: float = inf
-    """Lower bound of the partitions that were left out."""
+    """Lower bound of the step time of the partitions that were left out."""
     rest_us: float = 0.0
-    """Lower bound of the partitions that are still to be searched."""
+    """Lower bound of the step time of the partitions that are still to be searched."""
 
     def leave_out(self, bound_us: float) -> None:
-        """Record that partitions with the lower bound `bound_us` were not simulated."""
+        """Record that partitions whose step takes at least `bound_us` were left out of the search."""
         self.bound_us = min(self.bound_us, bound_us)
 
     def simulate(
         self, evaluator: Evaluator, cuts: IntArray, choices: IntArray, layers_us: FloatArray | None = None
     ) -> FloatArray:
-        """Return simulated step times of partitions, shape (N,), and count the effort.
+        """Simulate partitions, count the effort, and return the step times in microseconds, shape (N,).
 
         Args:
             evaluator: Evaluator for the partitions' number of devices.
-            cuts: Shape (N, S+1).
-            choices: Shape (N, S).
-            layers_us: Forward times of single recomputed layers, see `Evaluator.step_us`; shape (N, S).
+            cuts: Cuts of N partitions, shape (N, S+1).
+            choices: Recomputation of each stage, shape (N, S).
+            layers_us: Forward time of the single layers that each stage recomputes, see `Evaluator.step_us`.
         """
         self.effort.spent += -(-len(cuts) // BLOCK) * evaluator.num_actions
         return evaluator.step_us(cuts, choices, layers_us)
 
     def simulate_fitting(self, evaluator: Evaluator, cuts: IntArray, choices: IntArray, fits: BoolArray) -> FloatArray:
-        """Simulate the partitions that fit, and update the best partition.
+        """Simulate the partitions that fit into memory, and update the best partition.
 
         Args:
-            evaluator: The partitions' devices and schedule.
-            cuts: Shape (N, S+1).
+            evaluator: Evaluator for the partitions' number of devices.
+            cuts: Cuts of N partitions, shape (N, S+1).
             choices: Recomputation of each stage, shape (N, S).
-            fits: Which partitions fit, shape (N,).
+            fits: True for partitions that fit, shape (N,).
 
         Returns:
-            Step times, shape (N,); infinite for partitions that do not fit.
+            Step times in microseconds, shape (N,); infinite for partitions that do not fit.
         """
         step_us = np.full(len(cuts), inf)
         if not fits.any():
@@ -126,16 +133,16 @@ class Progress:
 
 
 def simulated_answer(search: Callable[[Progress], None], case: Case, *, upper_us: float, deadline: Deadline) -> Answer:
-    """Run a search that records its results in a `Progress`, and return them as an answer.
+    """Run a search that records its results in a `Progress`, and return these results as an answer.
 
     Args:
-        search: The search.
+        search: Function that searches the case of a `Progress` and updates the `Progress`.
         case: The case.
-        upper_us: Step time to beat.
-        deadline: Time limit and effort.
+        upper_us: Step time to beat, in microseconds.
+        deadline: Limits on time and effort.
 
     Returns:
-        The best partition found, with the lower bound of all partitions.
+        The best partition found, with a lower bound of the step time of all partitions.
 
     Raises:
         OutOfTimeError: `deadline` passed before anything was found, and `upper_us` is infinite.

@@ -9,13 +9,13 @@ from planner.core.values.profile import Profile
 from planner.solve.deadline import UNWATCHED, SearchObserver
 
 MOST_ACTIONS_OF_AUTO: Final = 400_000
-"""Actions to simulate per schedule in the first pass of an open schedule: about a second."""
+"""Number of actions simulated per schedule in the first search pass if the schedule is `auto`: about a second."""
 
 Solver = Literal["auto", "dp", "milp"]
 
 
 def fix_widths(inputs: Inputs, plan: Plan, profile: Profile) -> Inputs:
-    """Return a request for short searches: if the profile has several widths, with T and R of the plan."""
+    """Return `inputs` with the plan's tensor-parallel width and replicas, if the profile has several widths."""
     if not profile.widths:
         return inputs
     return replace(inputs, tensor_parallel=plan.tensor_parallel, replicas=plan.replicas)
@@ -23,7 +23,7 @@ def fix_widths(inputs: Inputs, plan: Plan, profile: Profile) -> Inputs:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """Inputs of a plan, and options of the search that the plan does not record."""
+    """Request to the solver: inputs of a plan, and options of the search that the plan does not record."""
 
     inputs: Inputs
     micro_batches: int | None = None
@@ -33,13 +33,13 @@ class Request:
     time_limit_s: float | None = None
     """Seconds after which the search returns the best plan found, with its gap."""
     actions: int | None = MOST_ACTIONS_OF_AUTO
-    """Number of actions to simulate per schedule other than GPipe, in the first pass, if the schedule is `auto`. None:
-    as many as for a fixed schedule, so that nearly every answer is proven optimal."""
+    """Number of actions to simulate per schedule in the first search pass, if the schedule is `auto`; GPipe needs none.
+    None: as many as for a requested schedule, so that nearly every answer is proven optimal."""
     searches_on: bool = True
-    """True to search the nearest schedules a second time if the schedule is `auto`, and to improve the best plans of
-    several chunks for some more seconds. Callers that solve many requests switch it off."""
+    """True to search the most promising schedules a second time if the schedule is `auto`, and to improve the best
+    plans with several chunks per device for some more seconds. Callers that solve many requests set it to False."""
     lists: ListedSchedule | None = None
-    """Schedule with given action orders; then `inputs.schedule` is `given`."""
+    """Schedule with action orders that the user gave; `inputs.schedule` is then `given`."""
     watch: SearchObserver = field(default=UNWATCHED, compare=False)
     """Observer of the search, which may stop it."""
     solver: Solver = "auto"
@@ -47,11 +47,11 @@ class Request:
 
     @classmethod
     def of_plan(cls, plan: Plan, *, micro_batches: int | None, time_limit_s: float) -> "Request":
-        """Return the request that `plan` answers; given action orders are kept.
+        """Return the request that `plan` answers. Action orders that the user gave are kept, with the plan's M.
 
         Args:
             plan: The plan.
-            micro_batches: M; None to leave it open.
+            micro_batches: M, or None to let the solver choose it; ignored if the user gave action orders.
             time_limit_s: Time limit of the search in seconds.
 
         Returns:
@@ -65,10 +65,10 @@ class Request:
         return cls(inputs=inputs, micro_batches=micro_batches, time_limit_s=time_limit_s)
 
     def in_one_pass(self) -> "Request":
-        """Return the request without a second search pass if its schedule is `auto`; otherwise the request."""
+        """Return this request, without a second search pass if its schedule is `auto`."""
         return replace(self, searches_on=False) if self.inputs.schedule == "auto" else self
 
     @property
     def schedules(self) -> tuple[Schedule, ...]:
-        """Schedules to choose from."""
+        """Schedules that the solver may choose from."""
         return schedules_for(self.inputs.schedule) if self.lists is None else (self.lists,)

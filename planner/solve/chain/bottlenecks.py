@@ -1,21 +1,24 @@
-"""Branch and bound over the largest forward and backward times, for the fastest partition of a chain under GPipe.
+"""Branch and bound over the bottlenecks of a plan under GPipe: its largest forward time and its largest backward time.
 
 Most of a step is (M-1) times the largest forward and the largest backward time of any stage or link. Labels that differ
 in these two times take most of the dynamic program's effort, and its bound is weakest for them. The plane of the two
-times is therefore divided into boxes:
+times is therefore divided into boxes. A box contains the plans whose largest times are between its two corners:
 
     backward  |_______________________
-              |      |        |           each box: no stage beyond its upper corner, no plan below its lower one
-              |______|________|
-              |      |   |    |           T >= (M-1) f + (M-2) x + least sum of F + p + 2 C over stages of the box
-              |      |___|____|
+              |      |        |           T       step time of a plan in the box
+              |______|________|           f, x    forward and backward time at the lower corner
+              |      |   |    |           F, p    forward and backward time of a stage, below the upper corner
+              |      |___|____|           C       transfer time of the stage's link
               |      |   |    |
-              +-----------------------    forward
+              +-----------------------    T >= (M-1) f + (M-2) x + (smallest sum over stages of F + p + 2 C)
+                        forward
 
-Within a box the sum is a shortest path, and labels hardly differ. If there are few labels, the dynamic program solves
-the box; otherwise the box is divided in two. The box with the smallest bound comes first; that bound holds for all.
+The smallest sum contains one forward and one of the M-1 backwards before the last micro-batch. It is a shortest path.
+Within a box, labels hardly differ. If there are few labels, the dynamic program solves the box; otherwise the box is
+divided in two. The box with the smallest lower bound is searched first, so this bound holds for all boxes.
 
-Complexity: O(K L W) for each box, with windows of W layers; a few dozen boxes for an optimum, fewer for a small gap.
+Complexity: O(K L W) for each box, with K stages, L layers and W layers in the longest stage; a few dozen boxes for an
+optimum, fewer for a small gap.
 """
 
 from heapq import heappop, heappush
@@ -29,39 +32,43 @@ from planner.solve.deadline import NEVER, Deadline
 from planner.solve.space.problem import NO_LIMIT, Bottlenecks, ChainProblem
 
 _SLACKS = (1.01, 1.05, 1.1, 1.25, np.inf)
-"""Step times to try for a first plan, as multiples of the bound; a tight limit is the fastest to search."""
+"""Limits on the step time of a first plan, as multiples of the lower bound; a search is fastest with a tight limit."""
 
 _MOST_LABELS, _ENOUGH_LABELS = 400, 5000
-"""Labels of one stage count, and of all stage counts, above which a box is divided."""
+"""Number of labels of one stage count, and of all stage counts; a box is divided if it has more than both."""
 
 _GROWTH = 1.5
-"""Growth of the label limit per division, for boxes that do not become easier by division."""
+"""Growth of `_ENOUGH_LABELS` per division, because some boxes do not become easier by division."""
 
 _SMALLEST = 1e-9
-"""Smallest side of a box to divide, relative to its largest time."""
+"""Longest side of a box that is not divided any more, relative to the largest time in the box."""
 
 _ROUNDING = 1 + 1e-9
 
 
 class _Box(NamedTuple):
+    """Plans whose largest forward and backward times are between two corners."""
+
     bound_us: float
     """Lower bound of the step times in the box; boxes are sorted by it."""
     number: int
+    """Position in the order of creation; sorts boxes of equal bound."""
     least: Bottlenecks
-    """Lower corner: lower bounds of the bottlenecks in the box."""
+    """Lower corner: lower bounds of the largest times of the plans in the box."""
     most: Bottlenecks
+    """Upper corner: upper bounds of the largest times of the plans in the box."""
     depth: int
     """Number of divisions that led to this box."""
     passes_us: float
-    """Lower bound of the time of one micro-batch through all stages and links, forward and backward."""
+    """Lower bound of the forward plus backward time of one micro-batch through all stages and links."""
 
 
 class BottleneckSearch:
-    """Search over one problem.
+    """Search for the fastest partition of one chain under GPipe.
 
     Args:
-        problem: The problem.
-        micro_batches: M.
+        problem: The chain and its stages.
+        micro_batches: Number of micro-batches, M.
         deadline: Time limit, after which `OutOfTimeError` is raised.
     """
 
@@ -74,7 +81,7 @@ class BottleneckSearch:
         """Lower bound of the step time of all partitions; infinite if none fits."""
 
     def first(self, *, upper_us: float = np.inf) -> ChainCuts | None:
-        """Return a good partition faster than `upper_us`; if that is infinite, one is found if any partition fits."""
+        """Return a good partition faster than `upper_us`, or None; if that is infinite, None means that none fits."""
         for slack in _SLACKS:
             allowed_us = min(upper_us, self.bound_us * slack)
             if self.bound_us < just_below(allowed_us):
@@ -126,7 +133,7 @@ class BottleneckSearch:
             self.best_so_far = cuts
 
     def _searched(self, box: _Box, search: LabelSearch, upper_us: float) -> list[_Box]:
-        """Search a box for partitions faster than `upper_us`; return its halves if it has too many labels."""
+        """Search a box for partitions faster than `upper_us`; if it has too many labels, return its two halves."""
         if not box.bound_us < just_below(upper_us):
             return []
         box = self._clipped(box, upper_us)
@@ -160,7 +167,7 @@ class BottleneckSearch:
         return (self._M - 1) * least.forward_us + (self._M - 2) * least.backward_us + passes_us
 
     def _clipped(self, box: _Box, upper_us: float) -> _Box:
-        """Return the box without the times that no partition faster than `upper_us` can have."""
+        """Return the box without bottlenecks that are too large for partitions faster than `upper_us`."""
         left_us = (upper_us - self._bound_us(box.least, box.passes_us)) * _ROUNDING
         if self._M <= 2 or not np.isfinite(left_us):
             return box

@@ -1,25 +1,25 @@
 """Exact search over the cuts of a chain for a given M: a label dynamic program with bounds.
 
 The search adds stages from the last to the first, as backward visits them. A partial plan of layers i..L-1 is a label
-(`laws.py`). Among labels with the same first layer and stage count, only those that no other dominates are kept.
-Three rules keep their number small:
+(`laws.py`). Among labels with the same first layer and stage count, only labels that no other one dominates are kept.
+Three rules keep the number of labels small:
 
-- A label is dropped if its bound does not beat the best complete plan. The bound consists of its own times, the work of
-  the earlier layers, and their smallest possible bottlenecks.
-- Numbers below the smallest possible bottleneck of the earlier layers, or of the whole chain, are raised to it before
-  labels are compared, because they cannot decide.
-- Stages that are slower than the best plan allows are not in the tables (`width_for`).
+- A label is dropped if its lower bound does not beat the best complete plan. The bound consists of the label's own
+  times, the work of the earlier layers, and the smallest possible bottlenecks of the earlier layers.
+- Before labels are compared, bottlenecks in them are raised to the smallest possible bottleneck of the earlier layers
+  and of the whole chain: every complete plan has at least this bottleneck.
+- Stages that are too slow for a plan faster than the best one are not in the tables (`width_for`).
 
-The first complete plan comes from the same search with only the most promising label of each first layer.
+A first complete plan comes from the same search with only the most promising label of each first layer.
 
-    level   labels, drawn from their first layer                        K = 3, L = 8
+    level = number of later stages; a label is drawn as its stages       K = 3, L = 8
       0                            [ 7 ]    [ 6 7 ]    [ 5 6 7 ]        one stage
       1               [ 4 5 6 ][ 7 ]    [ 5 ][ 6 7 ]   …                one stage before each label of level 0
       2     [ 0 1 2 3 ][ 4 5 6 ][ 7 ]   …                               labels that begin at layer 0 are plans
 
-Complexity: O(K L W) time for the bounds and O(K L W · labels) for the search, with windows of W layers; memory is
-O(K L + L W). W is about L/K on long chains. Few labels survive on real chains. The search is exact for any input:
-candidates are dropped only because of a bound or dominance.
+Complexity: O(K L W) time for the bounds and O(K L W · labels) for the search, with K stages, L layers and W layers in
+the longest stage; memory is O(K L + L W). W is about L/K on long chains. Few labels survive on real chains. The search
+is exact for any input: candidates are dropped only because of a bound or dominance.
 """
 
 from collections.abc import Iterator
@@ -35,13 +35,13 @@ from planner.solve.space.prefixes import MOST_CANDIDATES, Prefixes
 from planner.solve.space.problem import ChainProblem, StageArrays
 
 RELATIVE = 1e-12
-"""Relative difference that counts as better; smaller ones come from rounding, which depends on the order of sums."""
+"""Relative difference above which a number counts as better; sums in another order differ by less, by rounding."""
 
 _SLACKS = (1.01, 1.05, 1.1, 1.25)
-"""Step times to try for a first plan, as multiples of the bound."""
+"""Limits on the step time of a first plan, as multiples of the lower bound."""
 
 _MORE_LABELS = 8
-"""Labels kept of each first layer in the search before the exact one."""
+"""Number of labels kept of each first layer, in the search before the exact search."""
 
 
 class ChainCuts(NamedTuple):
@@ -55,7 +55,7 @@ class ChainCuts(NamedTuple):
 
 
 class _Level(NamedTuple):
-    """Labels with the same number of stages; the last dimension of every array is n, the labels."""
+    """Labels (partial plans) with the same number of stages; the last dimension of each array is one of n labels."""
 
     first: IntArray
     parent: IntArray
@@ -64,8 +64,9 @@ class _Level(NamedTuple):
     numbers: FloatArray
     """Shape (numbers of the law, n)."""
     bound: FloatArray
+    """Lower bounds of the step time of every complete plan that contains the label, shape (n,)."""
     rank: FloatArray
-    """Lower bounds of the rank of every completion, shape (numbers to rank by, n)."""
+    """Lower bounds of the rank of every complete plan that contains the label, shape (numbers to rank by, n)."""
 
     def take(self, index: IndexArray) -> "_Level":
         fields: list[Any] = [field.take(index, axis=-1) for field in self]
@@ -73,18 +74,18 @@ class _Level(NamedTuple):
 
 
 class _Wanted(NamedTuple):
-    """Limits that the bounds of a label must beat."""
+    """Step time and rank that the lower bounds of a label must beat."""
 
     upper_us: float
     best_rank: tuple[float, ...] | None = None
 
 
 class LabelSearch:
-    """Search over one problem under one law.
+    """Search for the best cuts of one chain, with one definition of labels.
 
     Args:
-        problem: The problem.
-        law: The definition of labels.
+        problem: The chain and its stages.
+        law: Definition of the labels, for example of GPipe.
         deadline: Time limit, after which `OutOfTimeError` is raised.
     """
 
@@ -92,7 +93,7 @@ class LabelSearch:
         self.problem = problem
         self.law = law
         self.is_exhaustive = True
-        """True if the last run dropped no label because of limits on their number."""
+        """True if the last run dropped no label because of a limit on the number of labels."""
         self._deadline = deadline
         self._work = (problem.sums.forward_us + problem.sums.backward_us) / problem.fastest
         self._own_us = float(problem.sums.own_us(np.array([0]), np.array([1]), problem.fastest)[0])
@@ -107,15 +108,15 @@ class LabelSearch:
         )
 
     def least_of_chain(self) -> dict[str, float]:
-        """Return the lower bounds of the whole chain that the law needs, by name."""
+        """Return the lower bounds of the whole chain, by their names in `needs` of the label definition."""
         return {name: float(tables[-1][self.problem.num_layers]) for name, tables in self._least.items()}
 
     def best(self, *, upper_us: float = np.inf) -> ChainCuts | None:
-        """Return the partition with the smallest time under the law, or None if none is faster than `upper_us`."""
+        """Return the partition with the smallest step time, or None if none is faster than `upper_us`."""
         root_us = self.root_bound_us()
         if not root_us < just_below(upper_us):
             return None
-        # A first plan is found fastest under a tight limit. If there is none, the limit is raised.
+        # A search is fastest under a tight limit. If no plan is within the limit, the limit is raised.
         for slack in _SLACKS:
             allowed_us = min(upper_us, root_us * slack)
             first = self.run(upper_us=allowed_us, most_labels=1) if root_us < just_below(allowed_us) else None
@@ -126,7 +127,7 @@ class LabelSearch:
         return self.run(upper_us=upper_us)
 
     def _improved(self, best: ChainCuts) -> ChainCuts:
-        """Return the best partition; a run with few labels first finds a better limit for the exact run."""
+        """Improve a good partition: a run with few labels finds a tighter limit for the exact run."""
         best = self.run(upper_us=best.step_us, most_labels=_MORE_LABELS) or best
         return self.run(upper_us=best.step_us) or best
 
@@ -143,10 +144,11 @@ class LabelSearch:
 
         Args:
             upper_us: Step time to beat, in microseconds.
-            most_labels: Labels to keep of each first layer; with a limit, the result need not be the best.
+            most_labels: Number of labels to keep of each first layer; None for all. With a limit, the result need not
+                be the best partition.
             best_rank: Rank to beat.
-            most_in_level: Labels of one stage count above which the search stops.
-            enough_in_all: Labels of all stage counts below which it does not stop.
+            most_in_level: Number of labels of one stage count above which the search stops without a result.
+            enough_in_all: Number of labels of all stage counts up to which the search continues in any case.
 
         Returns:
             The partition.
@@ -175,16 +177,16 @@ class LabelSearch:
         return best
 
     def all_below(self, upper_us: float, most: int) -> tuple[list[ChainCuts], bool]:
-        """Return partitions whose bound is below `upper_us`, and True if these are all.
+        """Return partitions whose lower bound is below `upper_us`, and True if these are all such partitions.
 
-        If a level has more than `most` partial plans, only the most promising ones are kept.
+        If more than `most` partial plans have the same number of stages, only the most promising ones are kept.
         """
         levels = [self._root()]
         partitions: list[ChainCuts] = []
         are_all = True
         for level in range(self.problem.num_stages):
             labels = self._next_level(levels[-1], level, _Wanted(upper_us))
-            # Dominance of bounds says nothing about simulated times, so dominated labels are kept.
+            # Dominated labels are kept: a worse bound does not imply a worse simulated time.
             if len(labels.first) > most:
                 labels, are_all = labels.take(np.argsort(labels.bound, kind="stable")[:most]), False
             levels.append(labels)
@@ -195,7 +197,7 @@ class LabelSearch:
         return partitions, are_all
 
     def _first_of_complete(self, labels: "_Level") -> tuple[tuple[float, ...] | None, int]:
-        # Labels ascend by first layer: complete ones come first.
+        # Labels are sorted by first layer, so complete labels (first layer 0) come first.
         if not len(labels.first) or labels.first[0] > 0:
             return None, -1
         complete = int(np.searchsorted(labels.first, 1))
@@ -213,7 +215,7 @@ class LabelSearch:
         )
 
     def _whole(self, earlier: EarlierLayers) -> EarlierLayers:
-        """Return `earlier` with bottlenecks raised to the smallest possible ones of the whole chain."""
+        """Return `earlier` with bottlenecks raised to the smallest possible bottlenecks of the whole chain."""
         end = self.problem.num_layers
         largest = {
             name: np.maximum(least, self._least[name][-1][end])
@@ -231,7 +233,7 @@ class LabelSearch:
         return _Level(end, nowhere, nowhere.astype(np.int8), np.zeros((self.law.size, 1)), zero[0], zero)
 
     def _next_level(self, labels: _Level, level: int, wanted: _Wanted) -> _Level:
-        """Return all labels with one more stage that can still rank before the best."""
+        """Return all labels with one more stage than `labels` whose lower bounds beat the best plan."""
         parts = [self._extended(labels, block, level, wanted) for block in self._blocks(labels)]
         # All labels are complete.
         if not parts:
@@ -249,7 +251,7 @@ class LabelSearch:
             yield open_[start : start + size]
 
     def _extended(self, labels: _Level, block: IndexArray, level: int, wanted: _Wanted) -> _Level:
-        """Return the labels at `block` extended by each possible previous stage of the level."""
+        """Return the labels at the indices `block`, each extended by every possible previous stage."""
         stages_left = self.problem.num_stages - level - 1
         stages, row = self._in_front(level, labels.first[block])
         # Skip first layers that the remaining stages cannot reach.
@@ -265,13 +267,13 @@ class LabelSearch:
             is_kept &= _before(rank, wanted.best_rank)
         kept = np.flatnonzero(is_kept)
         first = at.first.take(kept)
-        # Bounds use the numbers as they are. Kept labels are raised, so that more of them are dominated.
+        # Bounds use the numbers as they are. In kept labels the numbers are raised, so that more labels are dominated.
         whole = self._whole(self._earlier_layers(first, stages_left))
         raised = np.stack(self.law.raised(tuple(number.take(kept) for number in numbers), whole))
         return _Level(first, parent.take(kept), at.choice.take(kept), raised, bound.take(kept), rank.take(kept, axis=1))
 
     def _in_front(self, level: int, first: IntArray) -> tuple[StageArrays, IntArray]:
-        """Return the stages of a level, and the rows of those that end at each of `first`."""
+        """Return the stages of a level, and for each of `first` the row of the stages that end there."""
         if self.prefixes.every is not None:
             return self.prefixes.every, first
         # Labels with the same first layer have the same previous stages, which are computed once.
@@ -282,9 +284,9 @@ class LabelSearch:
     def _reduced(self, labels: _Level, most_labels: int | None) -> _Level:
         if len(labels.first) == 1:
             return labels
-        # If only a few labels are kept, sort by their bounds.
+        # If only a few labels are kept, keep those with the smallest bounds.
         keys = (*labels.rank, *labels.numbers) if most_labels is None else (labels.bound, *labels.rank)
-        # In this order no label is dominated by a later one, so one pass over the leaders is enough.
+        # In this order, no label is dominated by a later label, as `undominated` requires.
         labels = labels.take(np.lexsort((*keys[::-1], labels.first)))
         return labels.take(undominated(labels.first, labels.numbers, most_labels))
 
@@ -301,7 +303,7 @@ class LabelSearch:
 
 
 def just_below(upper_us: float) -> float:
-    """Return the limit that a step time must be below to beat `upper_us` despite rounding."""
+    """Return `upper_us` minus a tolerance for rounding: a step time below the result beats `upper_us`."""
     return upper_us * (1 - RELATIVE) if np.isfinite(upper_us) else upper_us
 
 
@@ -314,27 +316,28 @@ def _before(rank: FloatArray, best: tuple[float, ...]) -> BoolArray:
 
 
 def undominated(group: IntArray, numbers: FloatArray, most: int | None = None) -> IndexArray:
-    """Return the indices of the rows that no other row of the same group dominates.
+    """Return the indices of labels that no other label of the same group dominates, with no number larger.
 
     Args:
-        group: Shape (n,), ascending. Within a group, no row may be dominated by a later one, except by an equal one.
-        numbers: Shape (numbers, n); smaller is better.
-        most: Rows to return of each group; None for all.
+        group: Group of each of n labels, ascending, shape (n,). Within a group, no label may be dominated by a later
+            label, except by an equal one.
+        numbers: Numbers of the labels, shape (numbers, n); smaller is better.
+        most: Number of labels to return of each group; None for all.
 
     Returns:
         The indices, ascending.
 
-    Complexity: O(n) per round, and as many rounds as the largest group has undominated rows.
+    Complexity: O(n) per round, and as many rounds as the largest group has undominated labels.
     """
     left = np.arange(len(group))
     kept: list[IndexArray] = []
     while len(left) and (most is None or len(kept) < most):
-        # The first remaining row of each group is undominated; remove the rows that it dominates.
+        # The first remaining label of each group is undominated; remove the labels that it dominates.
         is_head = np.ones(len(left), dtype=bool)
         np.not_equal(group[1:], group[:-1], out=is_head[1:])
         kept.append(left[is_head])
         heads = numbers.take(np.flatnonzero(is_head), axis=1).take(np.cumsum(is_head) - 1, axis=1)
         stays = np.flatnonzero((heads > numbers * (1 + RELATIVE)).any(axis=0))
-        # Copy the remaining rows: indexing into the full arrays in every round would be slower.
+        # Copy the remaining labels: indexing into the full arrays in every round would be slower.
         left, group, numbers = left[stays], group[stays], numbers.take(stays, axis=1)
     return np.sort(np.concatenate(kept)) if kept else left

@@ -21,28 +21,32 @@ _EQUAL = 1e-9
 _FEW_LABELS = 4
 
 _MOST_TO_TELL_APART = 150_000
-"""Layers times stages above which ties are broken only among the most promising plans."""
+"""Number of layers times stages above which ties are broken only among the most promising plans."""
 
 _MOST_TIED_LABELS = 3000
-"""Labels of one stage count above which ties are not broken."""
+"""Number of labels of one stage count above which ties are not broken."""
 
 _FIRST_WINDOW = 1.5
-"""Longest stage in the first window, as a multiple of the even share of the work."""
+"""Time of the longest stage in the first, narrowest tables, as a multiple of an even share of the work."""
 
 
 @dataclass(slots=True)
 class Windows:
-    """Width of the window of stages: the fewest layers that still cover every plan better than the best known one."""
+    """Width of the stage tables of a case: the number of layers of the longest stage in the tables.
+
+    The search widens the tables until they have every stage of a plan that is faster than the best plan found.
+    """
 
     case: Case
     width: int = 0
     _longest_us: float = 0.0
 
     def widen(self, upper_us: float) -> bool:
-        """Widen the window; return False if it was already wide enough.
+        """Widen the tables; return False if they already have every stage of a plan faster than `upper_us`.
 
         Args:
-            upper_us: The step time to beat. While it is infinite, the window doubles.
+            upper_us: Step time to beat, in microseconds. While it is infinite, each call doubles the time that a stage
+                in the tables may take.
         """
         case = self.case
         limit_us = case.longest_us(upper_us)
@@ -66,7 +70,7 @@ class Windows:
 
 
 def search_gpipe(case: Case, *, upper_us: float = np.inf, deadline: Deadline = NEVER) -> Answer:
-    """Return the fastest partition, if it beats `upper_us`; it is optimal unless time runs out.
+    """Return the fastest partition under GPipe, if it beats `upper_us`; it is optimal unless time runs out.
 
     Args:
         case: The case.
@@ -77,7 +81,7 @@ def search_gpipe(case: Case, *, upper_us: float = np.inf, deadline: Deadline = N
         The answer.
 
     Raises:
-        OutOfTimeError: `deadline` passed before anything was found, and there is nothing to beat.
+        OutOfTimeError: `deadline` passed before anything was found, and `upper_us` is infinite.
     """
     best: ChainCuts | None = None
     bound_us = case.bound_us
@@ -114,22 +118,22 @@ def _faster(best: ChainCuts | None, other: ChainCuts | None) -> ChainCuts | None
 
 
 def gpipe_searches(case: Case, width: int, deadline: Deadline) -> Iterator[BottleneckSearch]:
-    """Yield searches that together cover every stage count.
+    """Yield searches that together cover every number of stages.
 
     Args:
         case: The case.
-        width: Layers of the longest stage.
+        width: Number of layers of the longest stage.
         deadline: Time limit of the searches.
 
     Yields:
-        One search per group of stage counts.
+        One search for all numbers of stages if the devices and links are equal; otherwise one search for each number.
     """
     for count in _stage_counts(case):
         yield BottleneckSearch(case.problem(count, width=width), case.micro_batches, deadline=deadline)
 
 
 def _stage_counts(case: Case) -> Iterator[int]:
-    """Yield the stage counts to search one by one; with equal devices, one search covers all of them."""
+    """Yield the numbers of stages to search one by one; if devices are equal, the largest search covers the rest."""
     if case.alike:
         yield case.num_devices
     else:
@@ -137,7 +141,9 @@ def _stage_counts(case: Case) -> Iterator[int]:
 
 
 def tie_broken(case: Case, step_us: float, *, deadline: Deadline = NEVER) -> ChainCuts | None:
-    """Return the partition as fast as `step_us` with the lowest peak, fewest bytes moved, and evenest stages.
+    """Return the best of all partitions that are as fast as `step_us`.
+
+    The best partition has the lowest peak memory; among equal ones, the fewest bytes moved, then the evenest stages.
 
     Args:
         case: The case.
@@ -145,7 +151,7 @@ def tie_broken(case: Case, step_us: float, *, deadline: Deadline = NEVER) -> Cha
         deadline: Time limit.
 
     Returns:
-        The partition; None if there are too many equal ones.
+        The partition; None if too many partitions are equally fast.
     """
     law = GPipeLaw(case.micro_batches)
     upper_us = step_us * (1 + _EQUAL) if step_us else 1e-9

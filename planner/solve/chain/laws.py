@@ -1,7 +1,8 @@
-"""Labels of the dynamic program: how the time of a partial plan grows, from the last stage to the first.
+"""Labels of the dynamic program: numbers of a partial plan, from which the step time of complete plans follows.
 
-A partial plan that covers layers i..L-1 is a label of a few numbers; smaller is never worse. A law computes how the
-numbers change when a previous stage is added, and bounds the step time of every completion:
+The dynamic program adds stages from the last to the first. A partial plan that covers layers i..L-1 is a label of a few
+numbers; a smaller number is never worse. A law is the recurrence of a schedule: it computes how the numbers change when
+a previous stage is added. It also bounds the step time of every completion, a plan that contains the partial plan:
 
     layers    0 ........ h-1 | h ...... i-1 | i ................ L-1
             earlier layers   |    stage     |  label: numbers
@@ -10,10 +11,11 @@ numbers change when a previous stage is added, and bounds the step time of every
 
 The letters are those of docs/cost-model.md:
 
-    M           micro-batches
-    F, B, q     forward of the added stage; backward of micro-batches 0..M-2, and of micro-batch M-1
-    R           recomputation of the last micro-batch, part of q
-    C           transfer to the next stage, once
+
+    M, K, k     number of micro-batches, number of stages, index of the added stage
+    F, B, q     time of the added stage: forward; backward of micro-batches 0..M-2; backward of micro-batch M-1
+    R           recomputation of micro-batch M-1, part of q
+    C           time of one transfer to the next stage
     U           all-reduce and optimizer step of the stage
     w           micro-batches in flight, min(M, K-k) under 1F1B
 
@@ -21,25 +23,26 @@ The letters are those of docs/cost-model.md:
 
     T = sum F + sum C + (M-1) max(F, C)  +  D  +  U
 
-where D is the makespan of the backward flow shop and U what optimizers add. The label is
+where D is the makespan of the backward flow shop and U the time that optimizer steps add. The label is
 
     f   largest forward time of any stage or link so far
     x   largest backward time so far
     a   sum of forward and backward times so far
-    d   the last micro-batch's path: d = max(d, a + (M-2) x) + q for each further machine (see `flow_shop_us`)
+    d   end of the last micro-batch's backward: d = max(d, a + (M-2) x) + q for each added stage or link, which are
+          the machines of the flow shop (see `flow_shop_us`)
     u   time that the optimizer steps of these stages add: u = max(U, u - (F + q - R + 2 C)) for an added stage
 
-**1F1B** (a lower bound: the makespan is the longest of many paths, of which these matter most):
+**1F1B** (a lower bound: the makespan is the longest of many paths, and only the most important paths are computed):
 
-    g   time from the first forward to the last backward of the first stage so far, the longest of
+    g   time from the first forward to the last backward of the label's first stage; the largest of
           all its work, M F + M B;
           the round trip of the first micro-batch through all later stages, then the remaining M-1 backwards and
-          M-w forwards of the stage, because w forwards run before that;
+          M-w forwards of the stage, because only w forwards run before the first backward;
           consecutive round trips, because a micro-batch begins only after the w-th previous one has returned;
           g of the next stage, plus one forward, one backward and two transfers
-    s   the first micro-batch's round trip, with its recomputation (y in the document)
-    r   the round trip with the last micro-batch's backward (z in the document)
-    u   as above
+    s   round trip of the first micro-batch, with its recomputation (y in docs/cost-model.md)
+    r   round trip that ends with the backward of the last micro-batch (z in docs/cost-model.md)
+    u   as under GPipe
 """
 
 from collections.abc import Iterator
@@ -57,21 +60,21 @@ Label = tuple[FloatArray, ...]
 _Passed = tuple[FloatArray, FloatArray, FloatArray]
 """Numbers x, a and d of a label."""
 _Machine = tuple[FloatArray, FloatArray, FloatArray]
-"""Times F, p and q of a machine."""
+"""Times F, p and q of a machine (a stage or link): forward, backward, and backward of the last micro-batch."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EarlierLayers:
-    """Lower bounds of the layers before a label; arrays have the labels' shape."""
+    """Lower bounds for the layers before each of several labels; arrays have the shape of the labels."""
 
     work_us: FloatArray
     """Forward plus backward time of all earlier layers, in microseconds."""
     own_us: float
-    """Time of the all-reduce and optimizer of the first stage, if there are earlier layers."""
+    """Lower bound of the all-reduce and optimizer time of the first stage, if there are earlier layers."""
     exist: BoolArray
-    """True where there are earlier layers."""
+    """True for labels with earlier layers."""
     least: dict[str, FloatArray]
-    """Lower bounds by the names in `Law.needs`."""
+    """Lower bounds, by their names in `Law.needs`."""
 
 
 _NEEDS: dict[str, BoundKind] = {
@@ -88,47 +91,49 @@ def _needs(*names: str) -> dict[str, BoundKind]:
 
 
 class Law(Protocol):
-    """Definition of the numbers of a label, and of their bounds."""
+    """Recurrence of a schedule: numbers of a label, the effect of one more stage, and bounds for complete plans."""
 
     size: int
+    """Number of numbers in a label."""
     rank_is_time: bool
+    """True if partitions are ranked by their step time alone."""
     needs: dict[str, BoundKind]
     """Lower bounds of earlier layers that the law uses, by name."""
 
     def extend(self, label: Label, stages: StageArrays, level: int) -> Label:
-        """Return the labels extended by each of `stages`.
+        """Return the labels of partial plans with one more stage.
 
         Args:
-            label: Labels of shape (n, 1).
+            label: Numbers of the partial plans without the stage, shape (n, 1).
             stages: Stages to add.
             level: Number of later stages.
 
         Returns:
-            Labels of the shape of `stages`.
+            Numbers of the partial plans with the stage, in the shape of `stages`.
         """
 
     def raised(self, label: Label, earlier: EarlierLayers) -> Label:
-        """Return the label after raising its numbers to the lower bounds of earlier layers."""
+        """Return the labels with their numbers raised to values that every complete plan reaches."""
 
     def bound_us(self, label: Label, earlier: EarlierLayers) -> FloatArray:
-        """Return a lower bound of the step time of every completion; exact for complete labels."""
+        """Return a lower bound of the step time of all plans that contain a label; exact for complete labels."""
 
     def rank_bound(self, label: Label, earlier: EarlierLayers, bound_us: FloatArray) -> Label:
-        """Return lower bounds of the numbers that rank every completion; exact for complete labels.
+        """Return lower bounds of the numbers by which plans that contain a label are ranked; exact if complete.
 
         Args:
             label: The labels.
-            earlier: Lower bounds of the layers before them.
+            earlier: Lower bounds for the layers before each label.
             bound_us: Lower bounds of the step time, from the method `bound_us`.
         """
 
 
 class GPipeLaw:
-    """GPipe's law, with labels (f, x, a, d, u).
+    """Recurrence of GPipe, with labels (f, x, a, d, u); the legend is in the module's docstring.
 
     Args:
-        micro_batches: M.
-        floor: Lower bounds of the bottlenecks of every plan in the search, if known. They replace the lower bounds of
+        micro_batches: Number of micro-batches, M.
+        floor: Lower bounds of the bottlenecks of every plan in the search, or None. They replace the lower bounds of
             the bottlenecks of earlier layers.
     """
 
@@ -147,11 +152,11 @@ class GPipeLaw:
         self.needs = {"passes": BoundKind(np.add, passes), **({} if floor else _needs("forward", "backward"))}
 
     def _least_bottlenecks(self, earlier: EarlierLayers) -> tuple[FloatArray | float, FloatArray | float]:
-        """Return lower bounds of f and x of the completed label."""
+        """Return lower bounds of the largest forward and the largest backward time of complete plans."""
         return self._floor or (earlier.least["forward"], earlier.least["backward"])
 
     def extend(self, label: Label, stages: StageArrays, level: int) -> Label:  # noqa: ARG002 - GPipe's stages are all alike
-        """Return the labels with the link to the next stage, then the stage, as machines of a flow shop."""
+        """Add the link to the next stage, then the stage, as machines of a flow shop; return the new labels."""
         f, x, a, d, u = label
         F, C = stages.forward, stages.link
         x, a, d = self._pass((x, a, d), (C, C, C))
@@ -159,9 +164,9 @@ class GPipeLaw:
         return np.maximum(np.maximum(f, C), F), x, a, d, extended_tail_us(u, stages.own_us, stages.hidden_us)
 
     def _pass(self, label: _Passed, machine: _Machine) -> _Passed:
-        """Return x, a and d with one more machine."""
+        """Return the numbers x, a and d of labels after one more machine (a stage or link)."""
         (x, a, d), (F, p, q) = label, machine
-        # One flow shop models both directions: forward times only add up.
+        # A single flow shop models both directions, because forward times only add up.
         x, a, d = np.maximum(x, p), a + F + p, d + F
         # The last micro-batch continues at once, or waits until the slowest machine has finished the others.
         if self._M > 1:
@@ -169,14 +174,14 @@ class GPipeLaw:
         return x, a, d + q
 
     def raised(self, label: Label, earlier: EarlierLayers) -> Label:
-        """Raise f and x to the smallest possible ones of earlier layers, which every completion has."""
+        """Raise the largest forward and backward times to lower bounds of earlier layers; every plan reaches them."""
         f, x, a, d, u = label
         forward, backward = self._least_bottlenecks(earlier)
         f, x = np.maximum(f, forward), np.maximum(x, backward)
         return f, x, a, d, _raised_tail(u, earlier)
 
     def bound_us(self, label: Label, earlier: EarlierLayers) -> FloatArray:
-        """Return T with the smallest possible sums, f and x of earlier layers."""
+        """Return the step time that results with lower bounds in place of the numbers of earlier layers."""
         f, x, a, d, u = label
         forward, backward = self._least_bottlenecks(earlier)
         f, x = np.maximum(f, forward), np.maximum(x, backward)
@@ -185,7 +190,7 @@ class GPipeLaw:
         else:
             # The last micro-batch follows the others through the slowest earlier stage.
             d = d if self._floor else np.maximum(d, a + (self._M - 1) * backward)
-            # Or it waits for the recomputation of the others in all of them.
+            # Or the last micro-batch waits for the recomputation of the others in all earlier stages.
             d = np.maximum(d + earlier.work_us, a + earlier.least["passes"] + _times(self._M - 2, x))
         return d + _times(self._M - 1, f) + np.where(earlier.exist, earlier.own_us, u)
 
@@ -194,7 +199,7 @@ class GPipeLaw:
 
 
 class OneForwardOneBackwardLaw:
-    """1F1B's law, with labels (g, s, r, u)."""
+    """Recurrence of 1F1B, with labels (g, s, r, u); the legend is in the module's docstring."""
 
     size = 4
     rank_is_time = True
@@ -209,7 +214,7 @@ class OneForwardOneBackwardLaw:
         self.needs = {**_needs("backward"), "work": BoundKind(np.maximum, work)}
 
     def extend(self, label: Label, stages: StageArrays, level: int) -> Label:
-        """Return the labels with the longest of the four paths."""
+        """Add a stage; the new g is the longest of the four paths in the module's docstring."""
         g, s, r, u = label
         M, w = self._M, min(self._M, level + 1)
         F, C, q = stages.forward, stages.link, stages.last_backward
@@ -229,12 +234,12 @@ class OneForwardOneBackwardLaw:
         return g, s, r, extended_tail_us(u, stages.own_us, stages.hidden_us)
 
     def raised(self, label: Label, earlier: EarlierLayers) -> Label:
-        """Raise u only; g, s and r always count."""
+        """Raise u only: every difference in g, s and r changes the step time."""
         g, s, r, u = label
         return g, s, r, _raised_tail(u, earlier)
 
     def bound_us(self, label: Label, earlier: EarlierLayers) -> FloatArray:
-        """Return the longest of three paths: g plus earlier work, work of an earlier stage, and a round trip."""
+        """Return the longest of three paths: g plus earlier work; all work of an earlier stage; a round trip."""
         g, s, _, u = label
         bound: FloatArray = np.maximum(
             np.maximum(g + earlier.work_us, earlier.least["work"]),
@@ -243,7 +248,7 @@ class OneForwardOneBackwardLaw:
         return bound + np.where(earlier.exist, earlier.own_us, u)
 
     def rank_bound(self, label: Label, earlier: EarlierLayers, bound_us: FloatArray) -> Label:  # noqa: ARG002 - time is all
-        """Return the bound of the step time, by which this law ranks plans."""
+        """Return the lower bound of the step time: plans are ranked by nothing else."""
         return (bound_us,)
 
 
@@ -253,17 +258,17 @@ def _times(count: int, time: FloatArray) -> FloatArray:
 
 
 def _raised_tail(tail: FloatArray, earlier: EarlierLayers) -> FloatArray:
-    # Earlier layers hide at least their own work of it, and the first stage always adds its own.
+    # The work of earlier layers hides that much of an optimizer step. The first stage always adds its own step.
     return np.where(earlier.exist, np.maximum(tail, earlier.own_us + earlier.work_us), tail)
 
 
 class TiedLaw:
-    """Law with additional numbers, which rank partitions of equal step time lexicographically.
+    """Recurrence whose labels have more numbers, which break ties between partitions of equal step time.
 
     Args:
-        law: Law of the step time.
-        ranks: Names in `_NEEDS`: `peak`, the highest peak memory; `moved`, bytes across cuts; `squares`, the sum of
-            squared stage times, which is least for even stages.
+        law: Recurrence of the step time.
+        ranks: Numbers to compare, the first one first: `peak`, the highest peak memory; `moved`, bytes sent across
+            cuts; `squares`, the sum of squared stage times, which is smallest for even stages.
     """
 
     rank_is_time = False
@@ -279,12 +284,12 @@ class TiedLaw:
             yield name, need, number
 
     def extend(self, label: Label, stages: StageArrays, level: int) -> Label:
-        """Return the labels with each additional number combined with the value of the stage."""
+        """Add a stage: each tie-breaking number becomes its maximum or sum with the value of the stage."""
         more = [need.join(number, need.of(stages)) for _, need, number in self._ranked(label)]
         return *self._law.extend(label[: self._law.size], stages, level), *more
 
     def raised(self, label: Label, earlier: EarlierLayers) -> Label:
-        """Raise additional numbers that are maxima; sums always count."""
+        """Raise tie-breaking numbers that are maxima to lower bounds of earlier layers; sums stay as they are."""
         more = [
             np.maximum(number, earlier.least[name]) if need.join is np.maximum else number
             for name, need, number in self._ranked(label)
@@ -292,9 +297,9 @@ class TiedLaw:
         return *self._law.raised(label[: self._law.size], earlier), *more
 
     def bound_us(self, label: Label, earlier: EarlierLayers) -> FloatArray:
-        """Return the bound of the step time, without the additional numbers."""
+        """Return a lower bound of the step time of all plans that contain a label; tie-breaking numbers are ignored."""
         return self._law.bound_us(label[: self._law.size], earlier)
 
     def rank_bound(self, label: Label, earlier: EarlierLayers, bound_us: FloatArray) -> Label:  # noqa: ARG002 - time is equal
-        """Return the additional numbers combined with the lower bounds of earlier layers."""
+        """Return lower bounds of the tie-breaking numbers of all plans that contain a label."""
         return tuple(need.join(number, earlier.least[name]) for name, need, number in self._ranked(label))

@@ -1,14 +1,15 @@
-"""Search for 1F1B with one stage per device: it simulates every partition whose bound is below the best step time.
+"""Search for 1F1B with one stage per device. It simulates every partition whose bound is below the best step time.
 
-The bound is the dynamic program's optimum under `OneForwardOneBackwardLaw`. It improves a few good partitions by
-moving single cuts. The dynamic program then lists all partitions whose bound is below the best, also dominated ones:
+The lower bound is the dynamic program's optimum under `OneForwardOneBackwardLaw`. The search improves a few good
+partitions by moving single cuts. The dynamic program then lists all partitions whose lower bound is below the best step
+time, including dominated ones:
 
-         no partition is faster        all of these are simulated           these are slower
-    |---------------------------------|------------------------------------|------------------->  step time
-    0                                bound of the program                best one simulated
+    no partition is as fast     all partitions with such bounds are simulated     partitions are slower
+    |--------------------------|-------------------------------------------------|--------------------->  step time
+    0                     lower bound                                  best partition simulated
 
-Complexity: as `chain_dp.py` for each stage count whose bound is below the best, and O(K M) for every block
-of partitions that are simulated at once.
+Complexity: that of `chain_dp.py` for each number of stages whose bound is below the best step time, plus O(K M) for
+every batch of simulated partitions, with K stages and M micro-batches.
 """
 
 from math import inf
@@ -28,16 +29,17 @@ from planner.solve.space.problem import ChainProblem
 from planner.solve.space.tables import NO_CHOICE
 
 _ORDER, _FIRST_ORDER = 3, 10
-"""Cost of computing an action order, in blocks of simulated partitions: with bounded, and with unbounded effort."""
+"""Effort to compute an action order, in batches of simulated partitions: if effort is limited, and if it is not."""
 
 _CELLS = 30
-"""Number of table entries, one per stage, that take as long to compute as one simulated action."""
+"""Number of table entries that take as long to compute as one simulated action."""
 
 _ROUNDS = 200
+"""Largest number of moves of a cut from one partition."""
 
 
 def search_one_forward_one_backward(case: Case, *, upper_us: float = inf, deadline: Deadline = NEVER) -> Answer:
-    """Return the fastest partition; raises `OutOfTimeError` as `planner.solve.answer.Search`."""
+    """Return the fastest partition under 1F1B; for arguments and errors, see `planner.solve.answer.Search`."""
     return simulated_answer(_search_all, case, upper_us=upper_us, deadline=deadline)
 
 
@@ -49,12 +51,12 @@ def _search_all(progress: Progress) -> None:
 
 
 def _search_stages(progress: Progress, num_stages: int) -> bool:
-    """Search one stage count; return False if the effort did not suffice."""
+    """Search partitions into `num_stages` stages; return False if the effort did not suffice."""
     case, effort = progress.case, progress.effort
     law = OneForwardOneBackwardLaw(case.micro_batches)
     evaluator = Evaluator(case, num_stages)
     windows = Windows(case)
-    # The bound covers stages within the window, which must include all stages of faster plans.
+    # The lower bound covers stages in the tables only, so the tables must have all stages of faster plans.
     while windows.widen(progress.upper_us):
         cells = num_stages * (case.costs.num_layers + 1) * windows.width
         if not effort.try_reserve((_ORDER + 1) * evaluator.num_actions, cells // _CELLS):
@@ -66,7 +68,7 @@ def _search_stages(progress: Progress, num_stages: int) -> bool:
         if least is None:
             continue
         effort.spent += (_ORDER if effort.is_bounded else _FIRST_ORDER) * evaluator.num_actions
-        # Start with three partitions: that of the bound, and those with the evenest work and the evenest backward.
+        # Start with three partitions: the dynamic program's, one with the evenest work, one with the evenest backward.
         for start in {least.cuts, search.prefixes.min_max("work"), search.prefixes.min_max("backward")} - {None}:
             if effort.left > 0 or progress.best is None:
                 _improve_cuts(progress, evaluator, problem, np.array([start]))
@@ -77,7 +79,7 @@ def _search_stages(progress: Progress, num_stages: int) -> bool:
 
 
 def _simulate_below(progress: Progress, evaluator: Evaluator, search: LabelSearch) -> bool:
-    """Simulate every partition whose bound is below the best step time; return False if they are too many."""
+    """Simulate every partition whose lower bound is below the best step time; return False if there are too many."""
     most = progress.effort.affordable(evaluator)
     if not most:
         return False
@@ -89,7 +91,7 @@ def _simulate_below(progress: Progress, evaluator: Evaluator, search: LabelSearc
 
 
 def _improve_cuts(progress: Progress, evaluator: Evaluator, problem: ChainProblem, cuts: IntArray) -> None:
-    """Move single cuts as long as that helps, always with the fastest recomputation that fits."""
+    """Move single cuts while a move makes the step faster, always with the fastest recomputation that fits."""
     before_us = inf
     for _ in range(_ROUNDS):
         step_us = _race(progress, evaluator, cuts, _choices(problem, cuts))
@@ -103,17 +105,17 @@ def _improve_cuts(progress: Progress, evaluator: Evaluator, problem: ChainProble
 
 
 def _race(progress: Progress, evaluator: Evaluator, cuts: IntArray, choices: IntArray) -> FloatArray:
-    # The problem's tables say which stages fit.
+    # A choice other than `NO_CHOICE` comes from the problem's tables, so the stage fits.
     return progress.simulate_fitting(evaluator, cuts, choices, np.asarray((choices != NO_CHOICE).all(axis=1)))
 
 
 def _choices(problem: ChainProblem, cuts: IntArray) -> IntArray:
-    """Return the fastest recomputation that fits for each stage, shape (N, S); `NO_CHOICE` outside the window."""
+    """Return the fastest recomputation that fits for each stage, shape (N, S); `NO_CHOICE` if there is none."""
     column = cuts[:, :-1] - cuts[:, 1:] + problem.width
     choices = np.full(column.shape, NO_CHOICE)
     for stage in range(problem.num_stages):
         inside = column[:, stage] >= 0
-        # Levels count from the last stage.
+        # A level is the number of later stages.
         table = problem.tables[problem.num_stages - 1 - stage][0].choice
         choices[inside, stage] = table[cuts[inside, stage + 1], column[inside, stage]]
     return choices

@@ -1,4 +1,4 @@
-"""Quick search over widths, replicas and M, which decides where longer searches begin."""
+"""Quick search over tensor-parallel widths, replicas and M. Its result decides where longer searches begin."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -11,14 +11,14 @@ from planner.solve.deadline import Deadline, OutOfTimeError
 from planner.solve.space.case import Case
 
 _FAR: Final = 1.3
-"""Largest step time of a plan that is still searched, relative to the fastest plan found."""
+"""Ratio of a case's lower bound to the fastest step time found, from which the case is skipped."""
 
 _QUICK_ACTIONS: Final = 2_000
-"""Actions to simulate per case."""
+"""Number of actions simulated per case."""
 
 
 def quick_answers(cases: Sequence[Case], deadline: Deadline, *, upper_us: float) -> list[Answer]:
-    """Return plans under 1F1B that a short search finds, for each width, number of replicas and M."""
+    """Return the plans under 1F1B that a short search finds, for each tensor-parallel width, R and M."""
     from planner.solve.chain.one_forward_one_backward import search_one_forward_one_backward  # noqa: PLC0415
 
     answers: list[Answer] = []
@@ -39,12 +39,12 @@ def quick_answers(cases: Sequence[Case], deadline: Deadline, *, upper_us: float)
 
 
 def shape_of(case: Case) -> tuple[int, int, int]:
-    """Return width, replicas and M of a case."""
+    """Return the tensor-parallel width, the number of replicas and M of a case."""
     return case.cluster.tensor_parallel, case.replicas, case.micro_batches
 
 
 def without_bubble_us(answer: Answer) -> float:
-    """Return the step time without its bubble, which other schedules than 1F1B fill or make smaller."""
+    """Return the step time of an answer minus its bubble, because schedules other than 1F1B shrink the bubble."""
     assert answer.partition is not None
     evaluation = Evaluation(answer.case.costs, answer.partition, answer.case.cluster)
     return evaluation.step_us - evaluation.predicted.bubble * evaluation.pipeline_us

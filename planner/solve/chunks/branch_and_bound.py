@@ -2,10 +2,11 @@
 
 In a partition, every layer belongs to one stage, and a stage has one recomputation. The solution of the linear program
 may divide a layer between two stages, or a stage between two recomputations. Branch and bound (Land and Doig, 1960)
-then replaces the program by one program for each possibility. It branches on the program with the smallest solution,
-and there on the undecided layers that take most time. The smallest solution of the open programs is the bound.
+then replaces the linear program by one program for each possible decision. It continues with the program whose smallest
+step time is lowest, and decides the cut or stage whose divided layers take most time. The lowest step time of all open
+programs is a lower bound for all partitions.
 
-HiGHS solves the programs. If it is not installed, there is no such bound.
+The solver HiGHS solves the programs. Without HiGHS, this bound is not available.
 """
 
 import importlib
@@ -20,16 +21,16 @@ from planner.solve.chunks.linear_program import LinearProgram, RecomputeColumns
 from planner.solve.space.arrays import FloatArray, IntArray
 
 _SAFE = 1e-6
-"""Relative amount by which the bound is lowered; several times the tolerances of HiGHS."""
+"""Relative amount by which the lower bound is lowered: several times the tolerances of HiGHS."""
 
 _DOUBT = 1e-6
-"""Share of the work of all layers; less undecided time than this is not branched on."""
+"""Smallest time of divided layers that causes a branch, as a share of the work of all layers."""
 
 _UNLIMITED = 2**31 - 1
 
 
 class CutBound(NamedTuple):
-    """Solution of the linear program."""
+    """Lower bound from the linear program, with the cuts of its solution."""
 
     bound_us: float
     """Lower bound of the step time of all partitions, in microseconds."""
@@ -38,12 +39,12 @@ class CutBound(NamedTuple):
 
 
 class _CutSide(NamedTuple):
-    """Decision on which side of a layer a cut is."""
+    """Decision on which side of a layer a cut is: a fixed value of a variable y of the linear program."""
 
     column: int
-    """Column of the y of this cut and layer."""
+    """Column of the variable y of this cut and layer."""
     value: int
-    """Value of that y: 0 or 1."""
+    """Fixed value of the variable: 0 or 1."""
 
 
 class _RecomputeOption(NamedTuple):
@@ -58,14 +59,15 @@ _Decision = _CutSide | _RecomputeOption
 
 
 class _Node(NamedTuple):
-    """Program with some decisions made; nodes are ordered by `step`."""
+    """Solved linear program with some decisions made; nodes are sorted by `step`."""
 
     step: float
-    """Solution: smallest step time, in the program's units."""
+    """Smallest step time under these decisions, in the units of the linear program."""
     number: int
+    """Position in the order of creation; sorts nodes of equal step time."""
     decided: frozenset[_Decision]
     open: tuple[_Decision, ...]
-    """Decisions to branch on, of which every partition satisfies one; empty if nothing is undecided."""
+    """Alternative decisions to branch on; every partition satisfies one of them. Empty if no layer is divided."""
     shift: tuple[int, ...]
     """c_s - s of each inner cut, rounded."""
 
@@ -79,7 +81,7 @@ class BranchAndBound:
     """Branch and bound over one linear program."""
 
     def __init__(self, program: LinearProgram) -> None:
-        # Import it here: it loads longer than everything else that a short command needs.
+        # HiGHS is imported here, because it loads longer than everything else that a short command needs.
         self._highs: Any = importlib.import_module("highspy")
         self._program = program
         with without_output():
@@ -96,7 +98,7 @@ class BranchAndBound:
         """Number of simplex iterations so far."""
 
     def solve(self, *, most_iterations: int = _UNLIMITED, limit_s: float = inf) -> CutBound | None:
-        """Solve the linear program without decisions; return None if a limit is reached first.
+        """Solve the linear program without decisions and return its bound, or None if a limit is reached first.
 
         Args:
             most_iterations: Limit on simplex iterations.
@@ -109,11 +111,13 @@ class BranchAndBound:
         return CutBound(self._in_us(root.step), self._cuts_of(root))
 
     def branch(self, upper_us: float, *, most_iterations: int, limit_s: float = inf) -> float:
-        """Return a lower bound of the step time of all partitions, at most `upper_us`; 0 if `solve` returned None.
+        """Branch until a limit; return a lower bound of the step time of all partitions, in microseconds.
+
+        The result is at most `upper_us`, and 0 if `solve` returned None.
 
         Args:
-            upper_us: Step time of a known plan, in microseconds; slower programs are not branched on.
-            most_iterations: Limit on simplex iterations; the last program may exceed it.
+            upper_us: Step time of a known plan, in microseconds. Programs with a longer step time are not branched on.
+            most_iterations: Limit on simplex iterations.
             limit_s: Time limit in seconds.
         """
         if not self._made:
@@ -129,7 +133,7 @@ class BranchAndBound:
         return self.iterations >= last_iteration or self._solver.getRunTime() >= ends_s
 
     def _children(self, node: _Node, last_iteration: int, ends_s: float) -> list[_Node]:
-        """Solve the programs with one more decision; return those that are feasible, or the node at a limit."""
+        """Solve the node's programs with one more decision; return the feasible ones, or the node at a limit."""
         children = []
         for decision in node.open:
             decided = node.decided | {decision}
@@ -137,7 +141,7 @@ class BranchAndBound:
             if self._run_solver(max(0, last_iteration - self.iterations), ends_s):
                 children.append(self._node(decided))
             elif self._solver.getModelStatus() != self._highs.HighsModelStatus.kInfeasible:
-                # A later call may have more effort. A program that the solver cannot solve is not branched on.
+                # At a limit, a later call of `branch` may continue. If the solver fails, the node is not branched on.
                 return [node if self._is_over(last_iteration, ends_s) else node._replace(open=())]
         return children
 
@@ -147,7 +151,7 @@ class BranchAndBound:
         return np.array([0, *inner.tolist(), num_layers])
 
     def _run_solver(self, most_iterations: int, ends_s: float) -> bool:
-        """Run the solver until `ends_s` on its own clock; return True if it found the optimum."""
+        """Run the solver until the time `ends_s` of the solver's clock; return True if it found the optimum."""
         self._solver.setOptionValue("simplex_iteration_limit", most_iterations)
         self._solver.setOptionValue("time_limit", ends_s)
         self._solver.run()
@@ -155,7 +159,7 @@ class BranchAndBound:
         return bool(self._solver.getModelStatus() == self._highs.HighsModelStatus.kOptimal)
 
     def _node(self, decided: frozenset[_Decision]) -> _Node:
-        """Return the current solution as a node, with the decisions to branch on."""
+        """Return the solver's current solution as a node, with the decisions to branch on."""
         solution, costs = self._solver.getSolution(), self._program.evaluator.case.costs
         columns, rows = np.array(solution.col_value), np.array(solution.row_value)
         layer_us = costs.forward_us + costs.backward_us
@@ -177,7 +181,7 @@ class BranchAndBound:
         return self._made
 
     def _undecided_cut(self, columns: FloatArray, layer_us: FloatArray) -> tuple[float, tuple[_CutSide, ...]]:
-        """Return the most undecided cut: the time of the layers that it divides, and both decisions on one of them."""
+        """Return the time of the layers that the most undecided cut divides, and two decisions on one such layer."""
         fractions = self._cut_variables(columns)
         if not fractions.size:
             return 0.0, ()
@@ -191,7 +195,11 @@ class BranchAndBound:
     def _undecided_recomputation(
         self, columns: FloatArray, rows: FloatArray, forward_us: FloatArray
     ) -> tuple[float, tuple[_RecomputeOption, ...]]:
-        """Return the most undecided stage: the time of layers that differ from the stage's choice, and all choices."""
+        """Find the stage with the most undecided recomputation, measured by the time of layers outside its main option.
+
+        Returns:
+            This time in microseconds, and a decision for each option of the stage.
+        """
         doubts = [(0.0, 0)]
         for s, stage in enumerate(self._stages()):
             layers, own = list(stage.rows), list(stage.rows.values())
@@ -206,7 +214,7 @@ class BranchAndBound:
         return doubt_us, (_RecomputeOption(s, None), *(_RecomputeOption(s, option) for option in options))
 
     def _decide(self, decided: frozenset[_Decision]) -> None:
-        """Set the bounds of the solver's model to exactly these decisions."""
+        """Set the bounds of variables and rows in the solver's model so that exactly these decisions hold."""
         for decision in self._decided - decided:
             self._bound(decision, is_decided=False)
         for decision in decided - self._decided:
@@ -229,11 +237,11 @@ class BranchAndBound:
             self._solver.changeRowBounds(row, lower, lower if is_whole else constraints.upper[row])
 
     def _stages(self) -> list[RecomputeColumns]:
-        """Return the stages whose recomputation is a decision; none if single layers may be recomputed."""
+        """Return the stages whose recomputation is to be decided; none if single layers may be recomputed."""
         return [] if self._program.evaluator.case.policy == "layers" else self._program.recomputation or []
 
     def _cut_variables(self, columns: FloatArray) -> FloatArray:
-        """Return the values of y, shape (S-1, L-S)."""
+        """Return the values of the variables y, which describe the cuts; shape (S-1, L-S)."""
         cuts = self._program.evaluator.num_stages - 1
         width = self._program.evaluator.case.costs.num_layers - cuts - 1
         return columns[: cuts * width].reshape(cuts, width)

@@ -1,9 +1,11 @@
-"""Descent over cuts for several chunks per device, where whole stages are recomputed.
+"""Descent over cuts for several chunks per device, if whole stages are recomputed.
 
-Moves are first simulated with the current recomputation. For the fastest moves, the recomputation of the devices that
-they change is then chosen again. If something is recomputed, other choices of a single device are moves as well.
+All moves of a cut are first simulated with the current recomputation. For the fastest moves, the recomputation of the
+devices whose stages change is then chosen again. If a stage is recomputed, other choices for the chunks of one device
+are moves as well.
 
-Complexity: O(V K M) for each batch of moves. Effort is counted in simulated actions, per batch.
+Complexity: O(V K M) for each batch of moves, with V chunks on each of K devices and M micro-batches. Effort is counted
+in simulated actions, and a batch counts as one simulation.
 """
 
 from collections.abc import Iterator, Sequence
@@ -17,27 +19,32 @@ from planner.solve.space.arrays import BoolArray, IntArray
 from planner.solve.space.partitions import Evaluator
 
 _MOST_PICKED = 12
-"""Number of moves of a batch whose recomputation is chosen again: the fastest ones."""
+"""Number of moves of a batch, the fastest ones, whose recomputation is chosen again."""
 
 _FRUITLESS, _FRUITLESS_ALONE = 4, 12
-"""Successive restarts without a better plan that end a search: with bounded effort, and with unbounded effort."""
+"""Number of restarts in a row without a better plan that end a search: with limited and with unlimited effort."""
 
 _FRUITLESS_FROM_BEST = 100
-"""The same limit for a search that starts from the best plan of a request."""
+"""Number of restarts without a better plan that end a search that starts from the best plan of a request."""
 
 _PROMISING, _PROMISING_ALONE = 1.05, 1.25
-"""Largest step time from which to restart, relative to the best: with bounded effort, and with unbounded effort."""
+"""Largest ratio of a result to the best step time that allows a restart: with limited and with unlimited effort."""
 
 
 class CutSearch(Descent[Candidate]):
-    """Search over cuts and recomputation for one number of devices."""
+    """Descent over cuts and the recomputation of whole stages, for one number of devices."""
 
     def __init__(self, progress: Progress, evaluator: Evaluator) -> None:
         super().__init__(progress, evaluator)
         self._fitting = Fitting(evaluator)
 
     def search(self, starts: Sequence[IntArray], most_actions: int) -> None:
-        """Search from each of `starts`, cuts of shape (S+1,), with at most `most_actions` simulated actions."""
+        """Search from each of several cuts.
+
+        Args:
+            starts: Cuts to start from, each of shape (S+1,).
+            most_actions: Limit on simulated actions.
+        """
         is_bounded = self.progress.effort.is_bounded
         self.descend(
             (self._evaluate(cuts[None], self._fitting.fastest(1)) for cuts in starts),
@@ -47,12 +54,18 @@ class CutSearch(Descent[Candidate]):
         )
 
     def search_from(self, cuts: IntArray, choices: IntArray, most_actions: int) -> None:
-        """Search from one partition: cuts of shape (S+1,), choices of shape (S,)."""
+        """Search from one partition.
+
+        Args:
+            cuts: Cuts of the partition, shape (S+1,).
+            choices: Recomputation of each stage, shape (S,).
+            most_actions: Limit on simulated actions.
+        """
         is_open = np.full((1, self.evaluator.num_devices), False)
         self.descend([self._evaluate(cuts[None], choices[None], is_open)], most_actions, fruitless=_FRUITLESS_FROM_BEST)
 
     def pick_best(self, candidate: Candidate, cuts: IntArray) -> Candidate:
-        """Return the best move, after choosing the recomputation of those that look best without that."""
+        """Rank moves with the recomputation unchanged, choose the recomputation for the best ones, return the best."""
         choices = np.repeat(candidate.choices[None], len(cuts), axis=0)
         if candidate.over_bytes == 0:
             step_us = self.progress.simulate(self.evaluator, cuts, choices)
@@ -66,7 +79,7 @@ class CutSearch(Descent[Candidate]):
         return self._evaluate(cuts, choices, is_open)
 
     def other_recomputations(self, candidate: Candidate) -> Iterator[Candidate]:
-        """Yield the best other recomputation of each batch; nothing if no stage is recomputed."""
+        """Yield the best of each batch of partitions with other recomputation; nothing if no stage is recomputed."""
         choices = self._other_choices(candidate)
         for first in range(0, len(choices), ROWS):
             self.progress.deadline.check()
@@ -88,7 +101,14 @@ class CutSearch(Descent[Candidate]):
         return self._evaluate(cuts[None], choices[None], is_open)
 
     def _evaluate(self, cuts: IntArray, choices: IntArray, is_open: BoolArray | None = None) -> Candidate:
-        """Return the best of N partitions, after choosing the recomputation of devices where `is_open`, (N, K)."""
+        """Return the best of N partitions, after choosing the recomputation of some devices.
+
+        Args:
+            cuts: Cuts of the partitions, shape (N, S+1).
+            choices: Recomputation of each stage, shape (N, S).
+            is_open: True for devices whose recomputation is to be chosen, shape (N, K). None: all devices of a single
+                partition, no device of several partitions.
+        """
         if is_open is None and len(cuts) == 1:
             is_open = np.full((1, self.evaluator.num_devices), True)
         if is_open is not None:
@@ -103,7 +123,7 @@ class CutSearch(Descent[Candidate]):
         return Candidate(cuts=cuts[at], choices=choices[at], step_us=float(step_us[at]))
 
     def _other_choices(self, candidate: Candidate) -> IntArray:
-        """Return all choices that differ on one device, shape (N, S); none if no stage is recomputed."""
+        """Return all choices that differ from the candidate's on one device, shape (N, S); none if none recomputes."""
         allowed, combinations = self.evaluator.allowed, self._fitting.combinations
         if candidate.over_bytes == 0 and (candidate.choices == allowed[0]).all():
             return np.empty((0, self.evaluator.num_stages), dtype=np.int64)

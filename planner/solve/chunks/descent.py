@@ -1,14 +1,15 @@
 """Descent over cuts: downhill from several starts, then repeatedly from the best result after random moves.
 
-A move shifts the cuts a..b together by the same number of layers. Only the stages before a and after b change size.
+A move shifts the cuts a..b by the same number of layers. Only the stage before cut a and the stage after cut b change
+their number of layers. With a = b, one cut moves; with a < b, the stages between cut a and cut b move together.
 
-    cuts               |  0  |  1  |  2  |  3  |            a = b moves one cut, a < b a block of stages
+    before the move    |  0  |  1  |  2  |  3  |
     a = 2, b = 3, +1   |  0  |  1    |  2  |3  |
 
-Moves are tried in random order (with a fixed seed), batch by batch. The best move of a batch is made if it is an
-improvement. If no move improves the partition, the search continues from the best partition after a few random moves.
+Moves are tried in random order (with a fixed seed), batch by batch. If the best move of a batch improves the partition,
+it is made. If no move improves the partition, the search continues from the best partition after a few random moves.
 
-Fewer bytes over the memory limits are better; among partitions that fit, the faster one is better.
+Partitions are compared by the bytes by which they exceed the memory limits, then by step time.
 """
 
 import random
@@ -28,35 +29,37 @@ ROWS = 128
 """Number of moves in a batch."""
 
 BATCH = 400
-"""Cost of choosing a batch of moves and their recomputation, in simulated actions."""
+"""Effort to choose a batch of moves and their recomputation, in simulated actions."""
 
 _SINGLE_STEPS, _STEPS = (-4, -2, -1, 1, 2, 4), (-2, -1, 1, 2)
 
 _ALL_LENGTHS = 8
-"""Longest block of which every length is moved; of longer ones, each length is 1.5 times the previous one."""
+"""Blocks of up to this number of cuts are moved for every number; each further number is 1.5 times the previous one."""
 
 _PERTURBATIONS = 2, 8
-"""Least and most random moves before a restart."""
+"""Smallest and largest number of random moves before a restart."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
-    """Partition in a descent."""
+    """Partition in a descent, with its memory and step time."""
 
     cuts: IntArray
-    """Shape (S+1,)."""
+    """Cuts from 0 to L, shape (S+1,)."""
     choices: IntArray
-    """Indices into `CHOICES`, or `LAYERS`; shape (S,)."""
+    """Recomputation of each stage, as an index into `CHOICES` or `LAYERS`; shape (S,)."""
     over_bytes: float = 0.0
+    """Bytes by which devices exceed their memory limits, summed over devices; 0 if the partition fits."""
     step_us: float = inf
+    """Step time; infinite if the partition does not fit."""
 
     @property
     def rank(self) -> tuple[float, float]:
-        """Key of comparison: bytes over the memory limits, then step time."""
+        """Key of comparison: bytes over the memory limits, then step time; smaller is better."""
         return self.over_bytes, self.step_us
 
     def beats(self, other: "Candidate") -> bool:
-        """Return True if fewer bytes are over the limits, or as many and the step is faster."""
+        """Return True if this partition exceeds the memory limits by less, or by as much and its step is shorter."""
         return self.rank < (other.over_bytes, other.step_us * (1 - SAME))
 
 
@@ -64,7 +67,7 @@ CandidateT = TypeVar("CandidateT", bound=Candidate)
 
 
 class Descent(ABC, Generic[CandidateT]):
-    """Search over cuts and recomputation for one number of devices.
+    """Descent over cuts and recomputation for one number of devices; subclasses choose the recomputation.
 
     Args:
         progress: State of the search over the case.
@@ -73,22 +76,27 @@ class Descent(ABC, Generic[CandidateT]):
 
     def __init__(self, progress: Progress, evaluator: Evaluator) -> None:
         self.progress, self.evaluator = progress, evaluator
-        # A fixed seed: the same request always gets the same plan.
+        # The seed is fixed, so that the same request always gets the same plan.
         self.random = random.Random(0)  # noqa: S311
         self.moves = moves(evaluator.num_stages)[: None if evaluator.case.rules.balance is None else 0]
         self._ends = 0
 
     @abstractmethod
     def pick_best(self, candidate: CandidateT, cuts: IntArray) -> CandidateT:
-        """Return the best partition with one of `cuts`, shape (N, S+1), each one move away from `candidate`."""
+        """Return the best partition after one move.
+
+        Args:
+            candidate: Partition before the move.
+            cuts: Cuts after each of N moves, shape (N, S+1).
+        """
 
     @abstractmethod
     def other_recomputations(self, candidate: CandidateT) -> Iterator[CandidateT]:
-        """Yield the best of each batch of partitions with the same cuts and other recomputation."""
+        """Yield the best of each batch of partitions that have the candidate's cuts, but other recomputation."""
 
     @abstractmethod
     def perturb(self, candidate: CandidateT) -> CandidateT:
-        """Return the partition after a few random changes."""
+        """Return the candidate after a few random changes."""
 
     @property
     def is_over(self) -> bool:
@@ -103,8 +111,8 @@ class Descent(ABC, Generic[CandidateT]):
         Args:
             starts: Partitions to start from.
             most_actions: Limit on simulated actions.
-            fruitless: Restarts in a row without a better plan after which the search ends.
-            promising: Largest ratio of the result to the best step time for a restart.
+            fruitless: Number of restarts in a row without a better plan after which the descent ends.
+            promising: Largest ratio of the result's step time to the search's best step time that allows a restart.
         """
         self._ends = self.progress.effort.spent + most_actions
         best: CandidateT | None = None
@@ -130,7 +138,7 @@ class Descent(ABC, Generic[CandidateT]):
         return cuts
 
     def _downhill(self, candidate: CandidateT) -> CandidateT:
-        """Move to better neighbors until there is none; return the result."""
+        """Move to better partitions until no move improves the partition; return it."""
         while not self.is_over:
             better = next((n for n in self._neighbors(candidate) if n.beats(candidate)), None)
             if better is None:
@@ -152,13 +160,13 @@ class Descent(ABC, Generic[CandidateT]):
         yield from self.other_recomputations(candidate)
 
     def _legal(self, cuts: IntArray) -> IntArray:
-        """Return those of `cuts` that have no empty stage and keep the rules."""
+        """Return the rows of `cuts`, shape (N, S+1), that have no empty or forbidden stage."""
         some = cuts[(np.diff(cuts, axis=1) > 0).all(axis=1)]
         return some[self.evaluator.case.rules.allows(some)]
 
 
 def moves(num_stages: int) -> IntArray:
-    """Return what each move of one cut, or of a block of cuts, adds to the cuts; shape (moves, S+1)."""
+    """Return all moves of one cut or of several successive cuts, as numbers to add to the cuts; shape (moves, S+1)."""
     lengths, length = list(range(1, min(_ALL_LENGTHS, num_stages - 1) + 1)), _ALL_LENGTHS
     while (length := length * 3 // 2) < num_stages:
         lengths.append(length)

@@ -1,15 +1,15 @@
-"""Choice of recomputation for given cuts with several chunks per device.
+"""Choice of recomputation for given cuts, with several chunks per device.
 
-The memory of a device depends on the choices of its own chunks only. More recomputation never makes a step faster: it
-makes no clock earlier, and does not delay the first action of a device, which waits for forwards only. So the fastest
-plan uses a minimal combination on each device. A combination of choices is minimal if it fits, and no other one that
-fits recomputes at most as much in every chunk.
+The memory of a device depends on the choices of its own chunks only. More recomputation never makes a step faster: no
+action ends earlier, and the first action of a device does not begin later, because it waits for forwards only. A
+combination of choices for the chunks of one device is minimal if it fits, and no other combination that fits recomputes
+at most as much in every chunk. The fastest plan therefore uses a minimal combination on each device.
 
-    allowed: never 0, always 2;  V = 2      (0, 0)   (0, 2)   (2, 0)   (2, 2)
+    V = 2 chunks, 0 = never, 2 = always     (0, 0)   (0, 2)   (2, 0)   (2, 2)
     fits?                                     no       yes      no       yes
-    minimal                                            x
+    minimal?                                  no       yes      no       no
 
-Complexity: the memory of O(N |choices|^V) partitions.
+Complexity: the memory of O(N C^V) partitions is computed, for N partitions, C choices and V chunks per device.
 """
 
 from functools import cached_property
@@ -21,23 +21,23 @@ from planner.solve.space.arrays import BoolArray, FloatArray, IntArray
 from planner.solve.space.partitions import Evaluator
 
 _MOST_COMBINATIONS = 81
-"""Most combinations of one device to try; if there are more, only the first chunks are recomputed."""
+"""Largest number of combinations per device that are all tried; beyond, only the first chunks are recomputed."""
 
 
 class Fitting:
-    """Recomputation that keeps the memory limits, for cuts of one case."""
+    """Choice of the recomputation with which partitions of one case fit into memory."""
 
     def __init__(self, evaluator: Evaluator) -> None:
         self._evaluator = evaluator
 
     @property
     def is_exhaustive(self) -> bool:
-        """Return True if `combinations` has every combination."""
+        """Return True if `combinations` has every combination of the allowed choices."""
         return bool(len(self._evaluator.allowed) ** self._evaluator.case.chunks <= _MOST_COMBINATIONS)
 
     @cached_property
     def combinations(self) -> IntArray:
-        """Combinations of choices for the V chunks of one device, fastest first; shape (W, V)."""
+        """Combinations of choices for the V chunks of one device, ascending; shape (W, V)."""
         allowed, num_chunks = self._evaluator.allowed, self._evaluator.case.chunks
         if self.is_exhaustive:
             return np.array(list(product(allowed, repeat=num_chunks)))
@@ -46,16 +46,19 @@ class Fitting:
         return np.unique(np.array([[allowed[0]] * num_chunks, *some]), axis=0)
 
     def fastest(self, num_partitions: int) -> IntArray:
-        """Return the least recomputation that is allowed, shape (N, S)."""
+        """Return the choices with the least recomputation that is allowed, shape (N, S)."""
         return np.full((num_partitions, self._evaluator.num_stages), self._evaluator.allowed[0])
 
     def fit(self, cuts: IntArray, choices: IntArray, is_open: BoolArray) -> IntArray:
-        """Return the fastest choices that fit, shape (N, S); where none fit, those with the fewest bytes over.
+        """Return choices with the least recomputation time that fit, or that exceed the memory limits by least.
 
         Args:
-            cuts: Shape (N, S+1).
+            cuts: Cuts of N partitions, shape (N, S+1).
             choices: Choices to keep on devices that are not open, shape (N, S).
-            is_open: Devices whose choices may change, shape (N, K).
+            is_open: True for devices whose choices may change, shape (N, K).
+
+        Returns:
+            Choices, shape (N, S).
         """
         evaluator = self._evaluator
         fitted = np.where(self._for_stages(is_open), evaluator.allowed[0], choices)
@@ -71,10 +74,10 @@ class Fitting:
         return fitted
 
     def minimal(self, over: FloatArray) -> list[IntArray]:
-        """Return for each device the indices of the minimal combinations that fit.
+        """Return the indices of the minimal combinations for each device; the module defines *minimal*.
 
         Args:
-            over: Bytes over the memory limits of one partition, from `over_by_combination`; shape (W, K).
+            over: Bytes by which one partition exceeds the memory limits, from `over_by_combination`; shape (W, K).
         """
         lower = (self.combinations[:, None] <= self.combinations[None]).all(axis=2) & ~np.eye(
             len(self.combinations), dtype=bool
@@ -86,18 +89,18 @@ class Fitting:
         return found
 
     def over_by_combination(self, cuts: IntArray) -> FloatArray:
-        """Return the bytes of each device over its memory limit, by combination; shape (N, W, K)."""
+        """Return the bytes by which each device exceeds its memory limit, for each combination; shape (N, W, K)."""
         return self._evaluator.over_by_combination(cuts, np.searchsorted(self._evaluator.allowed, self.combinations))
 
     def _recompute_us(self, cuts: IntArray) -> FloatArray:
-        """Return the approximate recomputation time of a micro-batch, shape (N, W, K)."""
+        """Return the approximate recomputation time per micro-batch of each combination, shape (N, W, K)."""
         forward_us = np.diff(self._evaluator.case.sums.forward_us[cuts], axis=1)
-        # "always" counts slightly more than "except-last", which differs only in the last micro-batch.
+        # "always" counts slightly more than "except-last", because it also recomputes the last micro-batch.
         weights = np.where(self.combinations > 0, 1 + self.combinations * 1e-3, 0.0)
         return np.stack([forward_us[:, list(chunks)] @ weights.T for chunks in self._evaluator.chunks], axis=2)
 
     def _for_stages(self, by_device: BoolArray) -> BoolArray:
-        """Expand values of devices, shape (N, K), to their stages, shape (N, S)."""
+        """Return the value of each stage's device, shape (N, S), from values of devices, shape (N, K)."""
         by_stage = np.empty((len(by_device), self._evaluator.num_stages), dtype=bool)
         for device, chunks in enumerate(self._evaluator.chunks):
             by_stage[:, list(chunks)] = by_device[:, device, None]

@@ -1,23 +1,25 @@
-"""Linear program whose optimum is a lower bound of the step time of all partitions; its cuts are continuous.
+"""Linear program whose optimum is a lower bound of the step time of all partitions. Its cuts may divide layers.
 
-    S, L    stages, layers
+    K, V, M number of devices, of chunks per device, of micro-batches
+    S, L    number of stages (K V), number of layers
     c_s     cut before stage s, s <= c_s <= L - S + s
-    y_s,j   1 if c_s - s > j, else 0, for the cuts of a partition; any value from 0 to 1 in the program
+    y_s,j   for the cuts of a partition, 1 if c_s - s > j, else 0; any value from 0 to 1 in the program
     x_s,l   share of layer l in stage s: y_{s+1,l-s-1} - y_{s,l-s}
     r_w,s,l share of layer l in stage s that is recomputed with option w: for all micro-batches, or all but the last;
             sum_w r <= x
 
-For the cuts of a partition, y does not grow with j, and does not fall with s, because every stage has a layer. These
-are the only constraints on y. Times of stages, transfers and optimizers are sums over layers, so they are linear in y
-and r. The action order is given, so the clocks of `planner.core.cost.simulate` are linear as well, if every maximum of
-two clocks is a variable that is at least both.
+For the cuts of a partition, y does not increase with j. It does not decrease with s, because every stage has a layer.
+There are no other constraints on y. Times of stages, transfers and optimizers are sums over layers, so they are linear
+in y and r. Because the action order is given, the clocks of `planner.core.cost.simulate` are linear as well: the
+maximum of two clocks becomes a variable with the constraints that it is at least each of them.
 
-Memory has a linear lower bound. At a point in the step, a stage of layers i..e-1 takes at least sum a_l + d bytes
-without recomputation, and sum h_l + d with an option: a_l and h_l are the average bytes that layer l adds to a stage,
-and d is the least remainder of any stage in the tables. If single layers may be recomputed, there is one option, with
-h_l at most a_l minus the most bytes that recomputing layer l saves at this point in the step.
+Memory has a linear lower bound. At a point in the step, a stage takes at least d + sum of a_l bytes without
+recomputation, and at least d + sum of h_l bytes with an option, summed over its layers l. Here a_l and h_l are the
+average bytes that layer l adds to a stage, and d is the smallest remainder over all stages in the tables. If single
+layers may be recomputed, there is one option, and h_l is at most a_l minus the most bytes that recomputing layer l can
+save at this point in the step.
 
-Complexity: O(S L + K V M) rows and columns.
+Complexity: O(S L + K V M) rows (constraints) and columns (variables).
 """
 
 from collections.abc import Iterable
@@ -34,24 +36,24 @@ from planner.solve.space.arrays import FloatArray, IntArray
 from planner.solve.space.partitions import Evaluator
 
 _SCALED_STEP = 1000.0
-"""Approximate step time in the program's units."""
+"""Approximate step time in the units of the linear program."""
 
 _MOST_LAYERS = 160
-"""Longest chain whose memory is constrained; the tables of all stages of a longer chain would be too large."""
+"""Largest number of layers with memory constraints; the tables of all stages of a longer chain would be too large."""
 
 
 class RecomputeColumns(NamedTuple):
-    """Columns and rows of the recomputation of one stage."""
+    """Columns (variables) and rows (constraints) that describe the recomputation of one stage."""
 
     columns: list[dict[int, int]]
-    """Column of r by layer, for each option."""
+    """For each option w, the column of the variable r of each layer."""
     rows: dict[int, int]
-    """Row of the constraint sum_w r <= x, by layer."""
+    """Row of the constraint sum_w r <= x of each layer."""
 
 
 @dataclass(slots=True)
 class Constraints:
-    """Rows of a linear program in compressed form; each row is a linear expression that is 0, or at least 0."""
+    """Constraints of a linear program, in compressed rows: each is a linear expression that is 0, or at least 0."""
 
     columns: list[int] = field(default_factory=list)
     factors: list[float] = field(default_factory=list)
@@ -60,7 +62,7 @@ class Constraints:
     upper: list[float] = field(default_factory=list)
 
     def add(self, line: Linear, *, is_equal: bool = False) -> None:
-        """Add the row `line` >= 0, or `line` = 0."""
+        """Add the constraint `line` >= 0, or `line` = 0 if `is_equal`."""
         self.starts.append(len(self.columns))
         self.columns += line.factors.keys()
         self.factors += line.factors.values()
@@ -69,19 +71,19 @@ class Constraints:
 
 
 def program_size(evaluator: Evaluator) -> int:
-    """Return the approximate number of rows of the program; the time to solve it grows faster than that."""
+    """Return the approximate number of rows (constraints) of the linear program for an evaluator's partitions."""
     return (
         3 * evaluator.num_stages * (evaluator.case.costs.num_layers - evaluator.num_stages) + 2 * evaluator.num_actions
     )
 
 
 class LinearProgram:
-    """Linear program of all partitions on a number of devices.
+    """Linear program for all partitions on a number of devices.
 
     Args:
         evaluator: Evaluator for this number of devices.
-        reference_cuts: Cuts at which the fullest points in the step are chosen, shape (S+1,).
-        scale_us: Approximate step time in microseconds.
+        reference_cuts: Cuts with which the points in the step are chosen at which memory is constrained, shape (S+1,).
+        scale_us: Approximate step time in microseconds, which sets the units of the program.
     """
 
     def __init__(self, evaluator: Evaluator, reference_cuts: IntArray, *, scale_us: float) -> None:
@@ -94,7 +96,7 @@ class LinearProgram:
         self._add_cut_constraints()
         recomputing = evaluator.allowed[1:]
         self._choices = [[choice] for choice in recomputing]
-        """Indices into `CHOICES` that each option w stands for."""
+        """Indices into `CHOICES` of each option w."""
         if evaluator.case.policy == "layers":
             self._choices = [recomputing]
         self.recomputation = self._add_memory_constraints(reference_cuts)
@@ -108,7 +110,7 @@ class LinearProgram:
         return len(self.upper) - 1
 
     def _defined(self, value: Linear) -> Linear:
-        """Return a new column that equals `value`, for expressions that are used often."""
+        """Return a new variable that equals `value`, which keeps rows short if the expression is used often."""
         if not value.factors:
             return value
         column = self._column()
@@ -127,7 +129,7 @@ class LinearProgram:
                     self.constraints.add(Linear({column + self._W: 1.0, column: -1.0}))
 
     def _sum_before(self, cut: int, weights: FloatArray) -> Linear:
-        """Return the sum of the weights of all layers before a cut."""
+        """Return the sum of the weights of all layers before a cut, as an expression of the variables y."""
         if cut in (0, self._S):
             return Linear({}, float(weights.sum()) if cut else 0.0)
         first = (cut - 1) * self._W
@@ -187,7 +189,7 @@ class LinearProgram:
             hidden = hidden + sends[device] + sends[device]
 
     def _recompute_times(self, forward_us: FloatArray, options: Iterable[int]) -> list[Linear]:
-        """Return the recomputation time of each stage with the given options."""
+        """Return the time per micro-batch that each stage spends on recomputation with the given options."""
         assert self.recomputation is not None
         columns = [[stage.columns[option] for option in options] for stage in self.recomputation]
         return [
@@ -196,11 +198,11 @@ class LinearProgram:
         ]
 
     def _send(self, stage: int) -> Linear:
-        """Return the transfer time after a stage."""
+        """Return the transfer time from a stage to the next one, as an expression of the variables y."""
         if stage + 1 == self._S or not self.evaluator.crossing_us[stage].any():
             return Linear()
         crossing = self.evaluator.crossing_us[stage] / self.unit_us
-        # The weight of a layer is the change of the transfer time if the cut moves past it.
+        # The weight of a layer is the change of the transfer time if the cut moves from before to after the layer.
         return self._defined(self._sum_before(stage + 1, np.diff(crossing)) + float(crossing[0]))
 
     def _maximum(self, one: Linear, other: Linear) -> Linear:
@@ -214,7 +216,7 @@ class LinearProgram:
     # ---- memory
 
     def _add_memory_constraints(self, reference_cuts: IntArray) -> list[RecomputeColumns] | None:
-        """Add the memory limits; return the recomputation of each stage, or None if memory is not constrained."""
+        """Add the memory limits; return each stage's recomputation variables, or None if memory is not limited."""
         evaluator = self.evaluator
         if 0 not in evaluator.allowed or evaluator.case.costs.ties or self._L > _MOST_LAYERS:
             return None
@@ -235,7 +237,7 @@ class LinearProgram:
         return recomputation
 
     def _recompute_columns(self, stage: int) -> RecomputeColumns:
-        """Add the columns r of a stage, and the rows that limit them to its layers."""
+        """Add the variables r of a stage, with the constraints that only layers of the stage are recomputed."""
         layers = range(stage, stage + self._W + 1)
         columns = [{n: self._column(1.0) for n in layers} for _ in self._choices]
         rows = {}
@@ -247,7 +249,11 @@ class LinearProgram:
         return RecomputeColumns(columns, rows)
 
     def _fullest(self, whole: Evaluator, device: int, reference_cuts: IntArray) -> list[int]:
-        """Return the points in the step at which a device holds most, if at most one stage has another choice."""
+        """Return the points in the step at which a device needs most memory under the reference cuts.
+
+        There is a point for each choice that all stages of the device share, and for each such choice with another
+        choice in one stage.
+        """
         moments, chunks = whole.moments[device], whole.chunks[device]
         alive = np.empty((len(self.evaluator.allowed), len(chunks), len(moments)))
         for chunk, s in enumerate(chunks):
@@ -264,7 +270,14 @@ class LinearProgram:
         )
 
     def _least_bytes(self, whole: Evaluator, counts: FloatArray, recompute: RecomputeColumns, stage: int) -> Linear:
-        """Return a lower bound of the bytes of a stage at a point in the step with `counts` of each of `PARTS`."""
+        """Return a lower bound of a stage's memory at a point in the step, as an expression of the variables y and r.
+
+        Args:
+            whole: Evaluator whose tables have all stages.
+            counts: Number of each of `PARTS` that exist at this point, shape (parts,).
+            recompute: The stage's variables of recomputation.
+            stage: Index of the stage.
+        """
         tables, most_saved = whole.held_bytes(counts), np.full(self._L, -np.inf)
         kept_table = tables[0]
         if self.evaluator.case.policy == "layers":
@@ -274,7 +287,7 @@ class LinearProgram:
         changed: dict[int, float] = {}
         for columns, choices in zip(recompute.columns, self._choices, strict=True):
             dropped, dropped_least_bytes = _linear(np.min(tables[choices], axis=0))
-            # Recomputed with its stage or on its own, whichever saves more.
+            # A layer is recomputed with its stage or on its own. The bound uses the larger saving.
             saved = np.maximum(kept - dropped, most_saved)
             changed |= {column: -float(saved[n]) for n, column in columns.items()}
             least_bytes = min(least_bytes, dropped_least_bytes)
@@ -286,7 +299,7 @@ def _pairwise_sums(first: list[Linear], second: list[Linear]) -> list[Linear]:
 
 
 def _linear(table: FloatArray) -> tuple[FloatArray, float]:
-    """Return weights of layers and a constant whose sum is at most the table's value of any stage."""
+    """Return a weight per layer and a constant: a stage's weights plus the constant never exceed its table entry."""
     width = table.shape[1]
     num = len(table) - 1
     first = np.arange(num + 1)[:, None] - width + np.arange(width)[None]

@@ -1,12 +1,12 @@
 """Search for schedules with several chunks per device.
 
 The chunks of a device share its memory, so stages cannot be chosen one by one. If there are few partitions, all are
-simulated: first without recomputation, and those that are faster than the best but do not fit, with the minimal
-combinations of choices (`fitting.py`). If there are many, a descent (`cut_search.py`) starts from even cuts, from the
-best cuts under GPipe, and from the rounded cuts of a linear program (`linear_program.py`). That program and the work of
-all layers give the lower bound.
+simulated without recomputation. If a partition would be faster than the best one but does not fit, it is simulated with
+the minimal combinations of recomputation choices (`fitting.py`). If there are many partitions, a descent
+(`cut_search.py`) starts from even cuts, from cuts with the smallest longest backward of a stage, and from the rounded
+cuts of a linear program (`linear_program.py`). The linear program and the work of all layers give the lower bound.
 
-Complexity: O(V K M) for every block of partitions that are simulated at once.
+Complexity: O(V K M) for every batch of partitions, with V chunks on each of K devices and M micro-batches.
 """
 
 from collections.abc import Iterator, Sequence
@@ -34,42 +34,43 @@ from planner.solve.space.partitions import Evaluator
 from planner.solve.space.prefixes import BoundKind, Prefixes
 
 _MOST_OF_SEARCH, _BATCHES, _SHARE = 20_000, 60, 4
-"""Limits of a search with bounded effort: this many actions, or this many batches if that is more, but at most the
-effort left divided by this number."""
+"""Effort of one descent if the effort is limited: the larger of a number of actions and a number of batches, but at
+most the effort left divided by the third number."""
 
 _MOST_OF_SEARCH_ALONE = 100_000
-"""Most actions of one search with unbounded effort: some tenths of a second."""
+"""Largest number of actions of one descent with unlimited effort: some tenths of a second."""
 
 _MOST_OF_BOUND_ALONE = 400_000
-"""Size limit of a linear program with unbounded effort, in simulated actions that take as long."""
+"""Largest effort to solve a linear program with unlimited effort, as the number of actions that take as long."""
 
 _MOST_FROM_BEST = 600_000
-"""Most actions of a search that starts from the best plan of a case."""
+"""Largest number of actions of a descent from the best plan of a case."""
 
 _MOST_OF_BOUND, _ROWS_SQUARED = 10_000, 50
-"""Size limit of a linear program with bounded effort, in simulated actions, and the squared rows of a program that take
-as long as one action."""
+"""Largest effort to solve a linear program with limited effort, as the number of actions that take as long; and the
+squared number of rows of a linear program that takes as long as one action."""
 
 _ITERATIONS = 20
-"""Most simplex iterations per row."""
+"""Largest number of simplex iterations per row of a linear program."""
 
 _BRANCHED, _MOST_BRANCHED = 20, 10_000_000
-"""Limits of branch and bound: iterations per row, and iterations times rows, which take half a second."""
+"""Limits of branch and bound: simplex iterations per row, and iterations times rows, which take half a second."""
 
 _LEAST_S = 0.01
-"""Least time for a bound under a time limit, in seconds."""
+"""Smallest time that the lower bound gets under a time limit, in seconds."""
 
 _ORDER, _MOMENTS = 3, 10
-"""Cost of computing the action order and the points in the step of a case, in simulated partitions."""
+"""Effort to compute the action order, and the points in the step, of a case, in simulated partitions."""
 
 _CELLS = 5
 """Number of table entries that take as long to compute as one simulated action."""
 
 _CUTS_AT_ONCE = 256
+"""Largest number of partitions in a block of `all_cuts`."""
 
 
 def search_chunks(case: Case, *, upper_us: float = inf, deadline: Deadline = NEVER) -> Answer:
-    """Return the best partition found; raises `OutOfTimeError` as `planner.solve.answer.Search`."""
+    """Return the best partition found; for arguments and errors, see `planner.solve.answer.Search`."""
     return simulated_answer(_search_all, case, upper_us=upper_us, deadline=deadline)
 
 
@@ -82,7 +83,7 @@ def _search_all(progress: Progress) -> None:
 
 
 def improve_answer(answer: Answer, *, deadline: Deadline) -> Answer:
-    """Return a better answer, if a longer search from the best partition of its case finds one."""
+    """Return the answer after a longer search from its partition; if that finds nothing better, return `answer`."""
     start = answer.partition
     assert start is not None
     progress = Progress(case=answer.case, effort=Effort(None), deadline=deadline, upper_us=answer.step_us)
@@ -93,9 +94,9 @@ def improve_answer(answer: Answer, *, deadline: Deadline) -> Answer:
 
 
 def evaluators(progress: Progress) -> Iterator[tuple[Evaluator, float]]:
-    """Yield an evaluator for each number of devices that may have a better plan, and its lower bound.
+    """Yield an evaluator and a lower bound for each number of devices that may have a better plan.
 
-    Numbers of devices without enough effort left are recorded as left out.
+    If the effort left does not suffice for a number of devices, it is recorded as left out.
     """
     case = progress.case
     progress.deadline.check()
@@ -116,7 +117,7 @@ def evaluators(progress: Progress) -> Iterator[tuple[Evaluator, float]]:
 
 
 def _simulate_all(progress: Progress, evaluator: Evaluator) -> bool:
-    """Simulate every partition that may be the best; return False if there are too many."""
+    """Simulate every partition that may be the best one; return False if there are too many."""
     num_layers, num_stages = evaluator.case.costs.num_layers, evaluator.num_stages
     balance = evaluator.case.rules.balance
     most = progress.effort.affordable(evaluator)
@@ -125,7 +126,7 @@ def _simulate_all(progress: Progress, evaluator: Evaluator) -> bool:
     if num_cuts > most or not fitting.is_exhaustive:
         return False
     for block in all_cuts(evaluator):
-        # More recomputation is never faster.
+        # More recomputation is never faster, so the least recomputation gives a lower bound.
         choices = fitting.fastest(len(block))
         cuts = block[progress.simulate(evaluator, block, choices) < progress.upper_us]
         if not len(cuts):
@@ -141,7 +142,7 @@ def _simulate_all(progress: Progress, evaluator: Evaluator) -> bool:
 
 
 def _simulate_choices(progress: Progress, evaluator: Evaluator, fitting: Fitting, cuts: IntArray) -> bool:
-    """Simulate cuts with all minimal combinations; return False if there are too many."""
+    """Simulate cuts with all minimal combinations of recomputation choices; return False if there are too many."""
     every_cuts: list[IntArray] = []
     every_choices: list[IntArray] = []
     for one, over in zip(cuts, fitting.over_by_combination(cuts), strict=True):
@@ -162,7 +163,7 @@ def _simulate_choices(progress: Progress, evaluator: Evaluator, fitting: Fitting
 
 
 def all_cuts(evaluator: Evaluator) -> Iterator[IntArray]:
-    """Yield all cuts that keep the rules, in blocks of shape (N, S+1)."""
+    """Yield all cuts without forbidden stages, in blocks of shape (N, S+1)."""
     case, num_stages = evaluator.case, evaluator.num_stages
     num_layers, balance = case.costs.num_layers, case.rules.balance
     inner = combinations(range(1, num_layers), num_stages - 1) if balance is None else [np.cumsum(balance[:-1])]
@@ -182,9 +183,9 @@ def search_effort(progress: Progress, evaluator: Evaluator) -> int:
 
 
 def _improve(progress: Progress, evaluator: Evaluator, least_us: float) -> float:
-    """Search from several cuts; return a lower bound of all partitions, at least `least_us`."""
+    """Search from several cuts; return a lower bound of the step time of all partitions, at least `least_us`."""
     starts = start_cuts(progress, evaluator)
-    # With fewer devices than there are, plans are rarely fast: solve the program only for a useful bound.
+    # Plans that leave devices unused are rarely fast. Their linear program is solved only if its bound is useful.
     is_useful = least_us < progress.deadline.enough_us or evaluator.num_devices == evaluator.case.num_devices
     bounds = solve_bounds(progress, evaluator, starts) if is_useful else None
     if bounds is not None:
@@ -192,7 +193,7 @@ def _improve(progress: Progress, evaluator: Evaluator, least_us: float) -> float
         if least_us >= progress.upper_us:
             return least_us
         starts += [bounds.first.cuts] if evaluator.case.rules.allows(bounds.first.cuts[None])[0] else []
-    # If time runs out during this search, fewer devices have not been searched either.
+    # If time runs out during this search, plans on fewer devices are not searched either.
     fewer = evaluator.num_devices - 1
     fewer_us = max(progress.case.least_us(fewer), progress.case.bound_us) if fewer else inf
     progress.rest_us = min(least_us, fewer_us)
@@ -203,19 +204,19 @@ def _improve(progress: Progress, evaluator: Evaluator, least_us: float) -> float
 
 
 class Bounds(NamedTuple):
-    """Solution of the linear program, and the branch and bound that may raise its bound."""
+    """Lower bound from the linear program, and the branch and bound that can raise it."""
 
     first: CutBound
     search: BranchAndBound
 
 
 def solve_bounds(progress: Progress, evaluator: Evaluator, starts: Sequence[IntArray]) -> Bounds | None:
-    """Return the solution of the linear program; None if it costs too much, or HiGHS is not installed.
+    """Solve the linear program; return None if that takes too much effort, or HiGHS is not installed.
 
     Args:
         progress: State of the search.
         evaluator: Evaluator for a number of devices.
-        starts: Cuts of shape (S+1,); memory is constrained near the first ones.
+        starts: Cuts, each of shape (S+1,). The first ones decide at which points in the step memory is constrained.
     """
     effort = progress.effort
     size = program_size(evaluator)
@@ -235,12 +236,12 @@ def solve_bounds(progress: Progress, evaluator: Evaluator, starts: Sequence[IntA
 
 
 def raised_bound_us(progress: Progress, evaluator: Evaluator, bounds: Bounds | None) -> float:
-    """Return the bound after branch and bound, in microseconds; 0 without a linear program, or with bounded effort.
+    """Raise a lower bound by branch and bound and return it, in microseconds; 0 if the effort is limited.
 
     Args:
         progress: State of the search.
         evaluator: Evaluator for a number of devices.
-        bounds: Solution of its linear program, if there is one.
+        bounds: Lower bound from the evaluator's linear program; if None, the result is 0.
     """
     if bounds is None or progress.effort.is_bounded:
         return 0.0
@@ -250,18 +251,18 @@ def raised_bound_us(progress: Progress, evaluator: Evaluator, bounds: Bounds | N
 
 
 def _limit_s(progress: Progress) -> float:
-    """Return the time limit of a bound in seconds."""
+    """Return the time limit for the computation of a lower bound, in seconds."""
     return max(_LEAST_S, progress.deadline.left_s / 4) if progress.deadline.is_limited else inf
 
 
 def start_cuts(progress: Progress, evaluator: Evaluator) -> list[IntArray]:
-    """Return even cuts, and cuts that minimize the longest backward of a stage, if the rules allow them."""
+    """Return even cuts, and cuts with the smallest longest backward of a stage, unless the rules forbid them."""
     case, num_stages = evaluator.case, evaluator.num_stages
     if case.rules.balance is not None:
         return [np.array([0, *np.cumsum(case.rules.balance)])]
     even = _even(sums_before(case.costs.forward_us + case.costs.backward_us), num_stages)
     starts = [even] if case.rules.allows(even[None])[0] else []
-    # A pipeline of one stage per device without memory limits has the same rules and loads.
+    # These cuts come from a pipeline with one stage per device, whose memory is unlimited.
     roomy = Cluster(memory_bytes=(2**62,) * num_stages, link=case.cluster.link)
     single = replace(case, schedule=GPIPE, chunks=1, num_devices=num_stages, replicas=1, cluster=roomy)
     problem = single.problem(num_stages, width=evaluator.width, exact=True)
@@ -273,7 +274,12 @@ def start_cuts(progress: Progress, evaluator: Evaluator) -> list[IntArray]:
 
 
 def _even(before: FloatArray, num_stages: int) -> IntArray:
-    """Return cuts that divide the work evenly, without empty stages."""
+    """Return cuts that divide the work evenly, without empty stages.
+
+    Args:
+        before: Work of all layers before each layer, shape (L+1,).
+        num_stages: Number of stages, S.
+    """
     num_layers = len(before) - 1
     cuts = np.searchsorted(before, np.linspace(0, before[-1], num_stages + 1))
     cuts[0], cuts[-1] = 0, num_layers

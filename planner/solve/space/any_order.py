@@ -1,24 +1,25 @@
-"""Lower bound of the step time for every action order and all cuts, from whole layers and memory limits.
+"""Lower bound of the step time for all cuts and action orders. It follows from layer times and memory limits.
 
-    T       step time; the sum of speeds below is over the devices of a pipeline
-    F, B    forward of a layer; its backward, split or not
-    a       bytes that a layer saves for its backward
+    T       step time
+    M, K    number of micro-batches, number of devices of a pipeline
+    F, B    forward time of a layer; its backward time, split or not
+    a       bytes that a layer saves for the backward of a micro-batch
     D       least time from the forward of a layer to the end of its input gradient: F and input gradients of this layer
-            and all later ones
-    r       share of the micro-batches for which the layer is recomputed
+            and all later layers
+    r       share of the micro-batches for which the layer is recomputed, from 0 to 1
 
-Every layer is on one device. Of the q K + 1 longest layers, some device has q + 1:
+Every layer is on one device. For q = 0, 1, …, some device therefore has at least q + 1 of the q K + 1 longest layers:
 
-    T >= M times the q + 1 shortest of these layers
+    T >= M * sum of F + B over the q + 1 shortest of these q K + 1 layers
 
-For D, a micro-batch occupies a bytes of its layer, unless the layer is recomputed. All devices together have T times
-the memory that parameters, gradients and optimizer states leave:
+During D, a micro-batch occupies `a` bytes, unless the layer is recomputed. In a step, all devices together offer T
+times the memory that parameters, gradients and optimizer states leave free. Sums over layers, limits and speeds give
 
-    T * (sum of limits - sum of these) >= M * sum of (1 - r) a D
-    T * sum of speeds                  >= M * sum of (F + B + r F), and optimizer steps
+    T * (sum of limits - sum of parameters, gradients, optimizer states) >= M * sum of (1 - r) a D
+    T * sum of speeds >= M * sum of (F + B + r F) + sum of optimizer steps
 
-The smallest T follows from recomputing the layers with the least F / (a D) first. With r between 0 and 1, this holds
-for stages that are recomputed whole or for all micro-batches but the last one, and for single layers.
+The smallest T results if the layers with the smallest F / (a D) are recomputed first. Because r may be any share, the
+bound holds for plans that recompute whole stages, for all micro-batches or all but the last, or single layers.
 """
 
 from typing import TYPE_CHECKING
@@ -32,32 +33,33 @@ if TYPE_CHECKING:
     from planner.solve.space.case import Case
 
 _ROUNDED_BYTES = 64.0
-"""Tolerance in bytes per layer, because the memory model rounds every part."""
+"""Tolerance in bytes per layer, because the memory model rounds every component."""
 
 _SAFE = 1 - 1e-9
-"""Factor against rounding of sums."""
+"""Factor that lowers the bound, because sums are rounded."""
 
 _HALVINGS = 50
+"""Number of steps of the binary search for the smallest T."""
 
 
 def any_order_us(case: "Case") -> float:
-    """Return a lower bound of the step time of all plans of a case, in microseconds."""
+    """Return a lower bound of the step time of all plans of a case, with any action order, in microseconds."""
     pair_us = case.micro_batches * (case.costs.forward_us + case.least_backward_us) / case.fastest
     return max(_whole_layers_us(pair_us, case.num_devices), _least_recomputation_us(case)) * _SAFE
 
 
 def _whole_layers_us(layer_us: FloatArray, num_devices: int) -> float:
-    """Return the least time of the busiest device, if every layer is on one device."""
+    """Return a lower bound of the busiest device's time: some device has q + 1 of the q K + 1 longest layers."""
     longest_first = np.sort(layer_us)[::-1]
     rounds = range((len(layer_us) - 1) // num_devices + 1)
     return max(float(longest_first[q * num_devices - q : q * num_devices + 1].sum()) for q in rounds)
 
 
 def stays_bytes(costs: ChainCosts) -> FloatArray:
-    """Return the least bytes that each layer adds to its stage from its forward to the end of its backward, shape (L,).
+    """Return a lower bound of the bytes that each layer occupies from its forward to the end of its backward.
 
-    Exact records may show less memory during a backward than is saved before. A stage may also receive a tensor that
-    one of its layers saves.
+    The bound may be below the saved bytes. With exact memory records, the backward may occupy less memory than the
+    forward saved, and a tensor that the stage received is not counted. Shape (L,).
     """
     saved, levels = costs.levels.saved, costs.levels
     if costs.exact:
@@ -66,7 +68,7 @@ def stays_bytes(costs: ChainCosts) -> FloatArray:
 
 
 def _least_recomputation_us(case: "Case") -> float:
-    """Return the smallest T that leaves enough time for the recomputation that memory requires."""
+    """Return the smallest step time that leaves enough time for the recomputation that the memory limits require."""
     costs, num = case.costs, case.micro_batches
     if costs.law is not None:
         return 0.0  # the memory model of compiled programs

@@ -23,17 +23,17 @@ from planner.solve.space.tables import NO_CHOICE, MemoryTable
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rules:
-    """Rules on which layers may form a stage."""
+    """Rules that forbid some stages, from the options `--together` and `--apart` and from fixed cuts."""
 
     together: tuple[tuple[int, ...], ...] = ()
     """Groups of layers that must be in one stage."""
     apart: tuple[tuple[int, ...], ...] = ()
     """Groups of layers of which no two may be in one stage."""
     balance: tuple[int, ...] | None = None
-    """Layers per stage of the only allowed cuts; None to allow all."""
+    """Number of layers of each stage, if the cuts are fixed; None to allow all cuts."""
 
     def forbids(self, first: IntArray, end: IntArray) -> BoolArray:
-        """Return True for stages of layers first..end-1 that a rule forbids; arguments are broadcast."""
+        """Return True for each stage of layers first..end-1 that a rule forbids; `first` and `end` are broadcast."""
         no = np.zeros(np.broadcast_shapes(first.shape, end.shape), dtype=bool)
         for group in filter(None, self.together):
             low, high = min(group), max(group)
@@ -50,13 +50,13 @@ class Rules:
         return no
 
     def allows(self, cuts: IntArray) -> BoolArray:
-        """Return True for partitions without forbidden stages, shape (N,); cuts have shape (N, S+1)."""
+        """Return True for each partition without forbidden stages, shape (N,); `cuts` has shape (N, S+1)."""
         return ~np.asarray(self.forbids(cuts[:, :-1], cuts[:, 1:]).any(axis=1))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """Problem of cutting a chain for M micro-batches on at most `num_devices` devices."""
+    """Case of a request: cut a chain for a fixed schedule, M, R and chunks on at most `num_devices` devices."""
 
     costs_at_size: CostsAtSize
     cluster: Cluster
@@ -68,16 +68,17 @@ class Case:
     rules: Rules
     chunks: int = 1
     least_recompute_us: Callable[[int, float, Moments], FloatArray] | None = None
-    """Function of a width, a memory limit and the points in a device's step. It returns lower bounds of the time to
-    recompute single layers, shape (L+1, width). None: stages are recomputed whole or not at all."""
+    """Function of a table width, a memory limit in bytes, and the points in the step at which memory may peak. It
+    returns lower bounds of the time to recompute single layers of each stage, shape (L+1, width). None: stages are
+    recomputed whole or not at all."""
     _memory: dict[tuple[int, int], MemoryTable] = field(default_factory=dict, repr=False, compare=False)
 
     def partition(self, cuts: Sequence[int] | IntArray, choices: Sequence[int] | IntArray, **more: Any) -> Partition:
-        """Return a partition for the cost model.
+        """Return a partition of this case, for the cost model.
 
         Args:
             cuts: Cuts from 0 to L, length S+1.
-            choices: Indices into `CHOICES`, or `LAYERS`, length S.
+            choices: Recomputation of each stage, as an index into `CHOICES` or `LAYERS`; length S.
             more: Other fields of `Partition`.
 
         Returns:
@@ -101,7 +102,7 @@ class Case:
 
     @cached_property
     def alike(self) -> bool:
-        """Return True if all devices are equal, and all links."""
+        """Return True if all devices are equal and all links are equal."""
         limits = set(self.cluster.memory_bytes[: self.num_devices])
         speeds = {self.cluster.speed(d) for d in range(self.num_devices)}
         nodes = self.cluster.inter_link is None or (
@@ -111,7 +112,7 @@ class Case:
 
     @cached_property
     def sums(self) -> ChainSums:
-        """Sums of layer times, from which stage times follow."""
+        """Prefix sums of layer times, from which stage times are computed."""
         return ChainSums.of(self.costs, self.cluster, self.replicas)
 
     @cached_property
@@ -121,7 +122,7 @@ class Case:
 
     @cached_property
     def fastest(self) -> float:
-        """Highest speed of a device."""
+        """Highest speed of a device, relative to the profiled device."""
         return max(self.cluster.speed(d) for d in range(self.num_devices))
 
     @property
@@ -131,14 +132,14 @@ class Case:
 
     @cached_property
     def least_backward_us(self) -> FloatArray:
-        """Shortest backward time per layer, split or not, that the schedule allows; shape (L,)."""
+        """Shortest backward time of each layer under the schedule, with a whole or split backward; shape (L,)."""
         if not self.schedule.splits_backward:
             return self.costs_at_size.backward_us
         return np.minimum(self.costs.backward_us, self.costs.halves.input_us + self.costs.halves.weight_us)
 
     @property
     def is_too_large(self) -> bool:
-        """Return True if the permanent memory of some layer exceeds every memory limit."""
+        """Return True if the permanent memory of some layer exceeds the memory limit of every device."""
         return float((self.costs.state.always + self.costs.gradients).max()) > max(self.limits_bytes)
 
     @cached_property
@@ -150,9 +151,9 @@ class Case:
 
     @cached_property
     def ideal_us(self) -> float:
-        """Step time of 1F1B, plain or interleaved, with stages of equal work, without recomputation and links.
+        """Step time of plain or interleaved 1F1B with stages of equal work, without recomputation and transfers.
 
-        For schedules with a split backward it equals `bound_us`, because these may have no bubble.
+        For schedules with a split backward it equals `bound_us`, because these schedules may have no bubble.
         """
         if self.schedule.splits_backward:
             return self.bound_us
@@ -164,24 +165,24 @@ class Case:
         return max(float(times.max(initial=0.0)) / self.fastest, float(times.sum()) / speeds)
 
     def longest_us(self, upper_us: float) -> float:
-        """Return a limit on the forward plus backward time of stages in plans faster than `upper_us`, at speed 1."""
+        """Return an upper bound of a stage's forward plus backward time, at speed 1, in plans below `upper_us`."""
         if not np.isfinite(upper_us):
             return np.inf
         return self.schedule.longest_us(upper_us, self.work_us, self.micro_batches) * self.fastest
 
     def least_us(self, num_stages: int) -> float:
-        """Return a lower bound of the step time with `num_stages` stages; it never grows with their number."""
+        """Return a lower bound of the step time with `num_stages` stages; more stages never give a higher bound."""
         pair_us = self.costs.forward_us + self.least_backward_us
         speeds = sorted((self.cluster.speed(d) for d in range(self.num_devices)), reverse=True)
         share_us = max(float(pair_us.sum()) / sum(speeds[:num_stages]), float(pair_us.max()) / speeds[0])
         return self.micro_batches * share_us
 
     def moments(self, level: int) -> Moments:
-        """Return the points in the step at which a device with `level` later stages may have its peak."""
+        """Return the points in the step at which the memory of a stage with `level` later stages may peak."""
         return stage_moments(self.schedule, micro_batches=self.micro_batches, behind=level)
 
     def memory(self, width: int, level: int) -> MemoryTable:
-        """Return the peak memory of every stage in a window of `width` layers, with `level` later stages."""
+        """Return the peak memory of every stage of at most `width` layers that has `level` later stages."""
         moments = self.moments(level)
         key = width, moments.in_flight
         if key not in self._memory:
@@ -191,7 +192,7 @@ class Case:
                 return self._memory[key]
             table = MemoryTable.of(self.costs, moments, width=width, policy=self.policy)
             if any(width != other for other, _ in self._memory):
-                self._memory.clear()  # windows grow during a search
+                self._memory.clear()  # Tables only widen during a search, so narrower tables are not needed again.
             self._memory[key] = table
         return self._memory[key]
 
@@ -207,12 +208,12 @@ class Case:
         """Return the input of the dynamic program.
 
         Args:
-            num_stages: Number of stages: the most if all devices are equal, else the exact number.
-            width: Layers of the longest stage to consider.
-            most_bytes: Additional memory limit of every device, with the reserve, in bytes.
-            every_choice: Whether to have a table for each recomputation that fits, with its peak memory, instead of
-                the fastest one.
-            exact: Whether `num_stages` is always the exact number.
+            num_stages: Largest number of stages if all devices and links are equal, else the exact number.
+            width: Number of layers of the longest stage to consider.
+            most_bytes: Memory limit in bytes, reserve included, that each device must keep in addition to its own.
+            every_choice: True for one table per recomputation that fits, with its peak memory; False for one table of
+                the fastest recomputation.
+            exact: True if `num_stages` is the exact number, even if all devices and links are equal.
 
         Returns:
             The problem.
@@ -233,7 +234,7 @@ class Case:
         tables = []
         ends = np.arange(self.costs.num_layers + 1)[:, None]
         forbidden = self.rules.forbids(ends + np.arange(-width, 0), ends)
-        # Under 1F1B the first stage holds most. If every stage fits there, all levels share one table.
+        # Under 1F1B the first stage needs most memory. If every stage fits as first stage, all levels share one table.
         hardest = self.memory(width, num_stages - 1)
         easy = self.alike and min(self.limits_bytes[0], most_bytes - self.cluster.reserve_bytes) >= hardest.most_bytes()
         for level in range(num_stages):
@@ -301,7 +302,7 @@ class Case:
 
 
 def positions(groups: Sequence[Sequence[str]], names: Sequence[str]) -> tuple[tuple[int, ...], ...]:
-    """Convert groups of layer names to layer indices; raise `KeyError` with an unknown name."""
+    """Convert groups of layer names to groups of layer indices; raise `KeyError` for an unknown name."""
     places = {name: n for n, name in enumerate(names)}
     return tuple(tuple(places[name] for name in group) for group in groups)
 

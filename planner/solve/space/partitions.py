@@ -1,4 +1,4 @@
-"""Evaluation of many partitions of one case at once: simulated step times, and bytes over the memory limits."""
+"""Evaluation of many partitions of one case at once: simulated step times, and memory compared with the limits."""
 
 from contextlib import suppress
 from copy import copy
@@ -33,13 +33,14 @@ from planner.solve.space.tables import allowed_choices, windowed
 _STEPS = (-4, -2, -1, 1, 2, 4)
 
 _WIDEST = 6
-"""Most layers of a stage of an interleaved schedule, as a multiple of the even share."""
+"""Largest number of layers of a stage, as a multiple of an even share of the layers."""
 
 
 class Evaluator:
-    """Partitions of a case into `num_devices` times V stages, evaluated in batches.
+    """Evaluator of partitions of a case on `num_devices` devices with V chunks each.
 
-    Cuts have shape (N, S+1), from 0 to L; choices have shape (N, S) and are indices into `CHOICES`.
+    Methods evaluate N partitions into S stages at once. Cuts have shape (N, S+1), from 0 to L. Choices, the
+    recomputation of each stage, are indices into `CHOICES` and have shape (N, S).
     """
 
     def __init__(self, case: Case, num_devices: int, *, width: int | None = None) -> None:
@@ -50,7 +51,7 @@ class Evaluator:
         placement = case.schedule.placement
         devices = [device_of(s, num_devices, placement) for s in range(self.num_stages + 1)]
         self.chunks = [stages_on(d, num_devices, case.chunks, placement) for d in range(num_devices)]
-        """Stages of each device, in the order of the chain."""
+        """Indices of the stages of each device, ascending."""
         self.speeds = np.array([cluster.speed(d) for d in devices[:-1]])
         links = [
             cluster.link_between(*ends, num_devices=num_devices, replicas=case.replicas) for ends in pairwise(devices)
@@ -59,37 +60,37 @@ class Evaluator:
         self.crossing_us = np.stack([times[link] for link in links])
         self.blocking = np.array([link.blocking for link in links])
         self.allowed = allowed_choices(case.policy, case.micro_batches)
-        """Indices into `CHOICES`, from the fastest to the one with the least memory."""
+        """Allowed recomputation: indices into `CHOICES`, from the fastest to the one that needs least memory."""
         share = -(-case.costs.num_layers // self.num_stages)
         self.width = width or min(case.costs.num_layers, _WIDEST * share)
-        """Layers of the longest stage in the memory tables."""
+        """Number of layers of the longest stage in the memory tables."""
 
     @property
     def num_actions(self) -> int:
-        """Number of actions of a step, the measure of effort."""
+        """Number of actions in a step, which is the effort of one simulation."""
         return (3 if self.case.schedule.splits_backward else 2) * self.case.micro_batches * self.num_stages
 
     @property
     def has_layers(self) -> bool:
-        """Return True if each stage has a layer, and the number of stages matches fixed cuts."""
+        """Return True if every stage can have a layer, and fixed cuts, if any, have this number of stages."""
         balance = self.case.rules.balance
         return self.case.costs.num_layers >= self.num_stages and (not balance or len(balance) == self.num_stages)
 
     @property
     def can_run(self) -> bool:
-        """Return True if the schedule runs with this number of devices, and each stage has a layer."""
+        """Return True if the schedule runs with this number of devices, and every stage can have a layer."""
         with suppress(UsageError):
             return self.has_layers and bool(self.actions)
         return False
 
     @cached_property
     def actions(self) -> tuple[tuple[Action, ...], ...]:
-        """Action order of each device; raises `UsageError` if the schedule does not support the numbers."""
+        """Action order of each device; raises `UsageError` if the schedule cannot run with these devices and M."""
         case = self.case
         return case.schedule.actions(self.num_devices, case.micro_batches, case.chunks)
 
     def under(self, schedule: Schedule) -> "Evaluator":
-        """Return these partitions under another schedule with the same placement; computed memory tables are reused."""
+        """Return an evaluator for another schedule with the same placement; it reuses the memory tables."""
         other = copy(self)
         other.case = replace(self.case, schedule=schedule)
         for known in ("actions", "moments"):
@@ -98,23 +99,25 @@ class Evaluator:
         return other
 
     def durations(self, cuts: IntArray, choices: IntArray) -> tuple[BusyTimes, HalfTimes, FloatArray, FloatArray]:
-        """Return busy times of stages with whole and with split backwards, transfer times, and U of each device.
+        """Return stage times with whole backwards, with split backwards, transfer times, and U of each device.
 
-        Arrays have shape (N, S), the last one (N, K). U includes the whole all-reduce of replicas.
+        U is the time of the optimizer step and the whole all-reduce of replicas; its array has shape (N, K). All other
+        arrays have shape (N, S). Times are in microseconds.
         """
         busy, crossing, own = self._times(cuts, choices)
         return busy, self._half_times(busy, cuts), crossing, own
 
     def step_us(self, cuts: IntArray, choices: IntArray, layers_us: FloatArray | None = None) -> FloatArray:
-        """Return simulated step times with optimizer steps, as `planner.core.cost.evaluate.step_us`.
+        """Return simulated step times, optimizer steps included, as in `planner.core.cost.evaluate.step_us`.
 
         Args:
-            cuts: Shape (N, S+1).
-            choices: Shape (N, S); may include `LAYERS` if `layers_us` is given.
-            layers_us: Forward times of the layers that stages with `LAYERS` recompute, at speed 1; shape (N, S).
+            cuts: Cuts of N partitions, shape (N, S+1).
+            choices: Recomputation of each stage, shape (N, S); may include `LAYERS` if `layers_us` is given.
+            layers_us: Forward time of the single layers that each stage recomputes, at speed 1, if its choice is
+                `LAYERS`; shape (N, S).
 
         Returns:
-            Microseconds, shape (N,).
+            Step times in microseconds, shape (N,).
         """
         busy, crossing, own = self._times(cuts, choices, layers_us)
         simulate = partial(
@@ -134,7 +137,7 @@ class Evaluator:
         return pipeline + optimizer_tail_us(own, hidden_us(busy, crossing)[:, : self.num_devices])
 
     def over_bytes(self, cuts: IntArray, choices: IntArray) -> FloatArray:
-        """Return the bytes of each device over its memory limit, shape (N, K); infinite outside the window."""
+        """Return the bytes by which each device exceeds its memory limit, shape (N, K); infinite outside the tables."""
         always, parts, inside = self.stage_bytes(cuts, choices)
         over = np.zeros((len(cuts), self.num_devices))
         for device, moments in enumerate(self.moments):
@@ -144,14 +147,14 @@ class Evaluator:
         return over
 
     def over_by_combination(self, cuts: IntArray, combinations: IntArray) -> FloatArray:
-        """Return the bytes over the memory limit for each of W combinations of a device's choices.
+        """Return the bytes by which each device exceeds its memory limit, for W combinations of its chunks' choices.
 
         Args:
-            cuts: Shape (N, S+1).
-            combinations: Indices into `allowed`, shape (W, V).
+            cuts: Cuts of N partitions, shape (N, S+1).
+            combinations: Choices for the V chunks of a device, as indices into `allowed`; shape (W, V).
 
         Returns:
-            Bytes, shape (N, W, K); infinite outside the window.
+            Bytes, shape (N, W, K); infinite if a stage of the device is longer than `width`.
         """
         every = [self.stage_bytes(cuts, np.full((len(cuts), self.num_stages), choice)) for choice in self.allowed]
         always, parts = np.stack([each[0] for each in every]), np.stack([each[1] for each in every])
@@ -164,45 +167,60 @@ class Evaluator:
         return over
 
     def stage_bytes(self, cuts: IntArray, choices: IntArray) -> tuple[FloatArray, FloatArray, BoolArray]:
-        """Return permanent bytes, shape (N, S), bytes of each of `PARTS`, and which stages are inside the window."""
+        """Return the memory of each stage of N partitions.
+
+        Returns:
+            Permanent bytes, shape (N, S); bytes of each of `PARTS`, shape (N, S, parts); and True for each stage in the
+            tables, which lack stages longer than `width`.
+        """
         first, end = cuts[:, :-1], cuts[:, 1:]
-        # Column of the stage in the tables: the last column is a single layer, longer stages are further left.
+        # Column of the stage in the tables: the last column has stages of one layer, column 0 the longest stages.
         column = first - end + self.width
         inside = (column >= 0) & (choices >= 0)
-        # A stage beyond the window counts as a single layer here.
+        # A stage that is not in the tables counts as a single layer here; callers ignore its memory.
         stages = self.parts[np.where(inside, choices, self.allowed[0]), end, np.where(inside, column, self.width - 1)]
         always, parts = stages[..., 0], stages[..., 1:]
         if self.case.costs.ties or self.case.schedule.placement == "v":
-            # Parameters tied across chunks of one device are stored once, and so is the tensor passed within a device.
+            # A device stores parameters that its chunks share once, and also a tensor that one chunk passes to another.
             shared = shared_bytes(self.case.costs, cuts, self.num_devices, self.case.schedule.placement)
             always, parts = subtract_shared(always, parts, shared, exact=self.case.costs.exact)
         return always, parts, inside
 
     def held_bytes(self, counts: FloatArray) -> FloatArray:
-        """Return bytes of every stage with `counts` of each part, shape (choices, L+1, width); infinite if outside."""
+        """Return the memory of every stage at one point in the step, for each choice, in bytes.
+
+        Args:
+            counts: Number of each of `PARTS` that exist at this point, shape (parts,).
+
+        Returns:
+            Bytes, shape (choices, L+1, width); infinite where there is no such stage.
+        """
         return _sum_parts(self.parts, counts)
 
     def least_by_layers(self, counts: FloatArray) -> tuple[FloatArray, FloatArray]:
-        """Return lower bounds of the memory of stages that recompute single layers, with `counts` of each part.
+        """Return lower bounds of the memory of stages that may recompute single layers, at one point in the step.
+
+        Args:
+            counts: Number of each of `PARTS` that exist at this point, shape (parts,).
 
         Returns:
-            Lower bounds of the bytes of every stage without recomputation, shape (L+1, width), infinite outside the
-            chain; and the most bytes that recomputing each layer saves, shape (L,).
+            Lower bounds of the bytes of every stage before recomputation, shape (L+1, width), infinite where there is
+            no such stage; and upper bounds of the bytes that recomputing each layer saves, shape (L,).
         """
         costs, every = self.case.costs, self._any_by_layers
         runs = bool((every.level[counts > 0] >= 0).any())
-        # If layers stack up, a byte saved before the highest level lowers that level as well.
+        # While a layer runs, memory saved by other layers adds to its peak: saving a byte less also lowers the peak.
         times = float(counts @ every.saved) + runs * costs.exact
         return _sum_parts(self._parts_by_layers, counts), times * most_savings(costs)[0]
 
     def _above(self, device: int, peaks_bytes: FloatArray, is_known: BoolArray) -> FloatArray:
-        """Return the bytes above the device's memory limit; infinite where the peak is unknown."""
+        """Return the bytes by which a device's peaks exceed its memory limit; infinite where the peak is unknown."""
         return np.maximum(np.where(is_known, peaks_bytes, np.inf) - self.case.limits_bytes[device], 0.0)
 
     def _times(
         self, cuts: IntArray, choices: IntArray, layers_us: FloatArray | None = None
     ) -> tuple[BusyTimes, FloatArray, FloatArray]:
-        """Return busy and transfer times of stages, shape (N, S), and times between steps of devices, shape (N, K)."""
+        """Return busy and transfer times of stages, shape (N, S), and U of devices, shape (N, K); see `durations`."""
         sums, first, end = self.case.sums, cuts[:, :-1], cuts[:, 1:]
         recompute_us = 0.0 if layers_us is None else layers_us
         busy = sums.busy_times(first, end, choices, speed=self.speeds, layers_us=recompute_us)
@@ -211,17 +229,17 @@ class Evaluator:
         return busy, self.crossing_us[np.arange(self.num_stages), end], per_device
 
     def _half_times(self, busy: BusyTimes, cuts: IntArray) -> HalfTimes:
-        """Return times of the input-gradient and weight-gradient passes of stages, shape (N, S)."""
+        """Return the times of the input-gradient and the weight-gradient pass of each stage, shape (N, S)."""
         return self.case.sums.half_times(busy, cuts[:, :-1], cuts[:, 1:], speed=self.speeds)
 
     @cached_property
     def moments(self) -> list[FloatArray]:
-        """Counts of each part at the points in the step at which each device may have its peak."""
+        """Number of each of `PARTS` at the points in the step at which memory may peak, one array per device."""
         return [moments.astype(np.float64) for moments in moments_of(self.actions)]
 
     @cached_property
     def parts(self) -> FloatArray:
-        """Permanent bytes, then bytes of each of `PARTS`; shape (choices, L+1, width, 1 + parts)."""
+        """Memory table: permanent bytes, then bytes of each of `PARTS`; shape (choices, L+1, width, 1 + parts)."""
         num = self.case.costs.num_layers
         count = 1 + len(PARTS)
         parts = np.zeros((len(CHOICES), num + 1, self.width, count))
@@ -243,7 +261,7 @@ class Evaluator:
 
     @cached_property
     def _parts_by_layers(self) -> FloatArray:
-        """Lower bounds of `parts` for stages that recompute single layers; shape (L+1, width, 1 + parts)."""
+        """Lower bounds of the entries of `parts`, for stages that recompute single layers; without choices."""
         case = self.case
 
         def block(firsts: IntArray, stop: int) -> list[FloatArray]:
@@ -257,7 +275,7 @@ class Evaluator:
 
     @cached_property
     def _any_by_layers(self) -> ChunkByLayers:
-        """Parts of a stage that recomputes single layers; their dependence on the layers is equal in all stages."""
+        """Memory parts of a stage of all layers that recomputes single layers; all stages have parts of this form."""
         case = self.case
         return chunk_by_layers(
             case.costs,
@@ -269,7 +287,7 @@ class Evaluator:
 
 
 def _sum_parts(parts: FloatArray, counts: FloatArray) -> FloatArray:
-    """Return the bytes of stages that have `counts` of each part; infinite outside the chain."""
+    """Return the memory of stages with `counts` of each of `PARTS`, in bytes; infinite where there is no such stage."""
     with np.errstate(invalid="ignore"):
         held = parts[..., 0] + parts[..., 1:] @ counts
     known: FloatArray = np.where(np.isnan(held), np.inf, held)
@@ -277,7 +295,7 @@ def _sum_parts(parts: FloatArray, counts: FloatArray) -> FloatArray:
 
 
 def moved(cuts: IntArray) -> IntArray:
-    """Return all partitions with one cut moved, shape (partitions, S+1)."""
+    """Return the partitions that differ from `cuts` in one cut, by 1, 2 or 4 layers; shape (partitions, S+1)."""
     places = [(k, cuts[k] + step) for k in range(1, len(cuts) - 1) for step in _STEPS]
     every = [(*cuts[:k], cut, *cuts[k + 1 :]) for k, cut in places if cuts[k - 1] < cut < cuts[k + 1]]
     return np.array(every, dtype=np.int64).reshape(len(every), len(cuts))

@@ -1,4 +1,4 @@
-"""Lower bounds of the layers before a cut, minimal over all partitions of these layers.
+"""Lower bounds for the layers before a cut: the smallest maximum or sum over stages, of all partitions of these layers.
 
 Complexity: O(K L W) time for K stages of at most W of L layers, and O(K L) memory.
 """
@@ -13,27 +13,27 @@ from planner.solve.space.arrays import FloatArray, IntArray
 from planner.solve.space.problem import ChainProblem, StageArrays
 
 MOST_CANDIDATES: Final = 1 << 20
-"""Stages computed in one batch, to bound transient memory."""
+"""Number of stages computed in one batch, which limits temporary memory."""
 
 _MOST_AT_ONCE = 1 << 18
-"""Most stages that are computed once for all levels."""
+"""Largest number of stages that are computed only once, for all levels."""
 
 
 class BoundKind(NamedTuple):
-    """Kind of lower bound of earlier layers, minimal over all partitions of these layers."""
+    """Definition of a lower bound for the earlier layers: the value of a stage, and how values are combined."""
 
     join: np.ufunc
-    """Function that combines the values of stages: maximum or sum."""
+    """Function that combines the values of a partition's stages: maximum or sum."""
     of: Callable[[StageArrays], FloatArray]
-    """Function that returns the value of each stage."""
+    """Function that returns the value of each stage, for example its forward time."""
 
 
 class Prefixes:
-    """Lower bounds of the first layers of a chain, by number of stages.
+    """Lower bounds for the first layers of a chain, by number of stages.
 
     Args:
         problem: The chain and its stages.
-        needs: Kinds of lower bounds, by name.
+        needs: Definitions of the lower bounds to compute, by name.
         deadline: Time limit, after which `OutOfTimeError` is raised.
     """
 
@@ -44,10 +44,10 @@ class Prefixes:
         self.every = self.stages(0, np.arange(problem.num_layers + 1)) if is_once else None
         """Stages that end at each cut, if all levels have the same stages; else None."""
         self.least = self._least_of_prefixes()
-        """Lower bounds by name: at [r][i] that of layers 0..i-1 in at most (or exactly) r stages."""
+        """Lower bounds by name; [r][i] is the bound for layers 0..i-1 in at most (or exactly) r stages."""
 
     def min_max(self, name: str) -> tuple[int, ...] | None:
-        """Return the cuts that minimize the largest value of a stage; None if no partition fits."""
+        """Return the cuts whose largest stage value, of the bound `name`, is smallest; None if no partition fits."""
         least = self.least[name]
         # From the last stage to the first, choose the stage that minimizes the maximum of itself and all earlier ones.
         cuts = [self._problem.num_layers]
@@ -61,15 +61,15 @@ class Prefixes:
         return tuple(cuts[::-1])
 
     def _least_of_prefixes(self) -> dict[str, list[FloatArray]]:
-        """Return the lower bounds by name: at [r][i] that of layers 0..i-1 in at most (or exactly) r stages.
+        """Return the lower bounds by name; [r][i] is the bound for layers 0..i-1 in at most (or exactly) r stages.
 
-        A bound is infinite if r stages cannot cover these layers, or the remaining stages cannot cover the others.
+        A bound is infinite if r stages cannot cover layers 0..i-1, or the remaining stages cannot cover later layers.
         """
         num, width, most = self._problem.num_layers, self._problem.width, self._problem.num_stages
         start = np.where(np.arange(num + 1) == 0, 0.0, np.inf)
         least = {name: [start] for name in self._needs}
         columns: dict[str, FloatArray] = {}
-        # Bounds of the layers before each stage of the tables; infinite before the chain. The buffer is reused.
+        # Bounds of the layers before each stage of the tables; infinite for negative layers. The buffer is reused.
         in_front = np.full(width + num, np.inf)
         windows = np.lib.stride_tricks.sliding_window_view(in_front, width).T
         for count in range(1, most + 1):
@@ -90,7 +90,7 @@ class Prefixes:
         return least
 
     def _least_of_stages(self, levels: Iterable[int]) -> dict[str, FloatArray]:
-        """Return the smallest value of each stage over the given levels and all recomputation choices, by name."""
+        """Return each stage's smallest value over some levels and all recomputation choices, by name of the bound."""
         least: dict[str, FloatArray] = {}
         # Equal devices share one table for all of their levels.
         level_of = {id(self._problem.tables[level]): level for level in reversed(list(levels))}
@@ -113,6 +113,6 @@ class Prefixes:
         return values
 
     def stages(self, level: int, ends: IntArray) -> StageArrays:
-        """Return the stages of a level that end at each of `ends`, for each device table of the level."""
+        """Return the stages with `level` later stages that end at each of `ends`, for each device table."""
         variants = range(len(self._problem.tables[level]))
         return StageArrays.of_variants([self._problem.stages(level, variant, ends) for variant in variants])

@@ -1,4 +1,4 @@
-"""Input of the dynamic program, as arrays: where to cut a chain for M micro-batches."""
+"""Input of the dynamic program: the stages of a chain and their times, as arrays."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -13,15 +13,15 @@ from planner.solve.space.tables import NO_CHOICE
 
 
 class StageArrays(NamedTuple):
-    """Stages that end at each of n cuts: one row per cut, one column per first layer, times in microseconds.
+    """Stages that end at each of n cuts: one row per cut, one column per first layer.
 
-    Times are busy times of a micro-batch, including the executor's overhead and receiving over blocking links. They are
-    infinite where there is no such stage.
+    Times are in microseconds, for one micro-batch. They include the executor's overhead, and the time to receive over
+    blocking links. They are infinite where there is no such stage.
     """
 
     first: IntArray
     end: IntArray
-    """Shape (n, 1), like everything that depends on the end alone."""
+    """Cut at the end of the stage; shape (n, 1), because all columns of a row have the same end."""
     choice: ChoiceArray
     forward: FloatArray
     backward: FloatArray
@@ -33,7 +33,7 @@ class StageArrays(NamedTuple):
     link: FloatArray
     """Time on the link to the next stage, shape (n, 1)."""
     own_us: FloatArray
-    """U: all-reduce and optimizer step of the stage."""
+    """Time of the stage's all-reduce and optimizer step, U."""
     sent_bytes: FloatArray
     """Bytes sent to the next stage, shape (n, 1)."""
     peak_bytes: FloatArray
@@ -41,7 +41,7 @@ class StageArrays(NamedTuple):
 
     @classmethod
     def of_variants(cls, variants: Sequence["StageArrays"]) -> "StageArrays":
-        """Stack several ways to run the same stages in a new first dimension; arrays of shape (n, 1) stay unchanged."""
+        """Stack variants of the same stages along a new first dimension; arrays of shape (n, 1) stay unchanged."""
         shape = variants[0].first.shape
         each: list[Any] = [
             np.stack(variant) if variant[0].shape == shape else variant[0] for variant in zip(*variants, strict=True)
@@ -49,7 +49,7 @@ class StageArrays(NamedTuple):
         return cls(*each)
 
     def at(self, variant: IndexArray, row: IndexArray, column: IndexArray) -> "StageArrays":
-        """Return single stages of a stack made by `of_variants`; arguments and results have shape (m,)."""
+        """Return the stages at (variant[i], row[i], column[i]) of a stack from `of_variants`; all shapes are (m,)."""
         _, rows, width = self.first.shape
         place = (variant * rows + row) * width + column
         each: list[Any] = [field.reshape(-1).take(place if field.ndim > 2 else row) for field in self]
@@ -77,12 +77,12 @@ class LinkTimes:
 
     @property
     def crossing_us(self) -> FloatArray:
-        """Transfer time, overlapping or not."""
+        """Transfer time at each cut, whether or not transfers overlap with compute."""
         return self.on_link_us + self.receive_us
 
     @classmethod
     def of(cls, link: Link | None, sums: ChainSums) -> "LinkTimes":
-        """Return the times to transfer the boundary before each layer once; zeros if `link` is None."""
+        """Return the times to send the tensors at each cut once over `link`; zeros if `link` is None."""
         nothing = np.zeros(len(sums.crossing_bytes))
         if link is None:
             return cls(on_link_us=nothing, receive_us=nothing)
@@ -93,19 +93,19 @@ class LinkTimes:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class DeviceTable:
-    """Stages that one device can run, in windows as in `tables.py`."""
+    """Stages that one device can run, in a table with the rows and columns of `tables.py`."""
 
     speed: float
     choice: ChoiceArray
     """Recomputation: index into `CHOICES`, or `LAYERS`, or `NO_CHOICE`; shape (L+1, width)."""
     recompute_us: FloatArray | None = None
-    """Time to recompute single layers on the profiled device, if that is the choice; shape (L+1, width)."""
+    """Time on the profiled device to recompute single layers, where the choice is `LAYERS`; shape (L+1, width)."""
     bytes: FloatArray | None = None
-    """Peak memory with that choice, if requested; shape (L+1, width)."""
+    """Peak memory of each stage with its choice, in bytes, if requested; shape (L+1, width)."""
 
     @property
     def width(self) -> int:
-        """Layers of the longest stage."""
+        """Number of layers of the longest stage in the table."""
         return int(self.choice.shape[1])
 
     def narrowed(self, width: int) -> "DeviceTable":
@@ -119,7 +119,7 @@ class DeviceTable:
 class ChainProblem:
     """Problem of cutting a chain of L layers into at most (or exactly) `num_stages` stages.
 
-    Stages are counted from the last one: level 0 holds layer L-1.
+    The level of a stage is the number of later stages: the stage of level 0 has the last layer.
     """
 
     num_stages: int
@@ -128,11 +128,11 @@ class ChainProblem:
     micro_batches: int
     sums: ChainSums
     tables: tuple[tuple[DeviceTable, ...], ...]
-    """Device tables per level, one for each way to run its stage."""
+    """Device tables of each level, one per variant; variants differ in their recomputation."""
     links: tuple[LinkTimes, ...]
     """Link after the stage of each level, then the link before the first stage of the chain."""
     most: Bottlenecks = NO_LIMIT
-    """Limit on the times of stages and links."""
+    """Upper limits on the forward and backward times of stages and links."""
 
     @property
     def num_layers(self) -> int:
@@ -141,28 +141,28 @@ class ChainProblem:
 
     @property
     def alike(self) -> bool:
-        """Return True if every level can run the same stages."""
+        """Return True if all levels have the same device tables."""
         return all(variants is self.tables[0] for variants in self.tables)
 
     @property
     def is_uniform(self) -> bool:
-        """Return True if every level has the same stages and the same links."""
+        """Return True if all levels have the same device tables and the same links."""
         return self.alike and all(link is self.links[0] for link in self.links)
 
     @property
     def width(self) -> int:
-        """Layers of the longest stage."""
+        """Number of layers of the longest stage in the tables."""
         return self.tables[0][0].width
 
     @property
     def fastest(self) -> float:
-        """Highest speed of a device."""
+        """Highest speed of a device, relative to the profiled device."""
         return max(table.speed for variants in self.tables for table in variants)
 
     def within(self, most: Bottlenecks) -> "ChainProblem":
-        """Return the problem without stages that exceed `most`, in the shortest possible windows."""
+        """Return the problem without stages whose times exceed `most`, with tables as narrow as possible."""
         ends = np.arange(1, self.num_layers + 1)
-        # Rounding depends on the order of sums: the window may be a layer too wide, never too narrow.
+        # Rounding depends on the order of sums: the tables may be a layer too wide, never too narrow.
         limits = [limit_us * self.fastest * (1 + 1e-9) for limit_us in most]
         firsts = [
             np.searchsorted(sums, sums[1:] - limit)
@@ -173,15 +173,15 @@ class ChainProblem:
         return replace(self, most=most, tables=tuple(narrowed[id(variants)] for variants in self.tables))
 
     def stages(self, level: int, variant: int, ends: IntArray) -> StageArrays:
-        """Return the stages of a level that end at each of `ends`.
+        """Return the stages with `level` later stages that end at each of `ends`.
 
         Args:
             level: Number of later stages.
             variant: Index into the device tables of the level.
-            ends: Cuts, shape (n,).
+            ends: Cuts at the ends of the stages, shape (n,).
 
         Returns:
-            Stages with n rows.
+            The stages, in arrays with n rows.
         """
         table, behind, before = self.tables[level][variant], self.links[level], self.links[level + 1]
         end = ends[:, None]

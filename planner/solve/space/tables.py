@@ -1,11 +1,11 @@
-"""Tables of the stages that each device can run: for every stage the cheapest recomputation that fits.
+"""Tables of the stages that each device can run: for every stage the fastest recomputation that fits.
 
 Under GPipe a stage's memory does not depend on the other cuts. A memory limit therefore only decides which stages are
-allowed, and with which recomputation. The cheapest recomputation that fits is always optimal, because nothing else in
+allowed, and with which recomputation. The fastest recomputation that fits is always optimal, because nothing else in
 the plan depends on it.
 
-A table has a row per end e = 0..L and `width` columns. Column c is the stage of layers e-width+c .. e-1: the last
-column is a single layer, and the window of a row moves with its end.
+A table has a row per end e = 0..L and `width` columns. Entry (e, c) is the stage of layers e-width+c .. e-1: the last
+column has the stages of one layer, column 0 the stages of `width` layers. Longer stages are not in the table.
 """
 
 from collections.abc import Callable, Sequence
@@ -29,20 +29,20 @@ _MOST_ENTRIES, _MOST_BY_LENGTH = 1 << 18, 1 << 15  # of a block of rows, to boun
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class MemoryTable:
-    """Peak memory of every stage in the window for each allowed recomputation, in bytes without the reserve."""
+    """Peak memory of every stage for each allowed recomputation, in bytes without the reserve."""
 
     totals: dict[int, FloatArray]
-    """Tables by index into `CHOICES`, of shape (L+1, width); infinite where there is no such stage."""
+    """Tables of peak memory by index into `CHOICES`, shape (L+1, width); infinite where there is no such stage."""
 
     @classmethod
     def of(cls, costs: ChainCosts, moments: Moments, *, width: int, policy: RecomputePolicy) -> "MemoryTable":
-        """Return the table of a chain.
+        """Return the memory table of a chain.
 
         Args:
-            costs: Costs of the chain.
-            moments: Points in the step of the stage's device.
-            width: Layers of the longest stage.
-            policy: Recomputation policy.
+            costs: Costs of the chain's layers.
+            moments: Points in the step at which the memory of the stage's device may peak.
+            width: Number of layers of the longest stage.
+            policy: Recomputation policy, which decides the allowed choices.
         """
         allowed = allowed_choices(policy, moments.micro_batches)
         choices = [CHOICES[n] for n in allowed]
@@ -57,7 +57,7 @@ class MemoryTable:
 
     @property
     def width(self) -> int:
-        """Layers of the longest stage."""
+        """Number of layers of the longest stage in the table."""
         return int(next(iter(self.totals.values())).shape[1])
 
     def narrowed(self, width: int) -> "MemoryTable":
@@ -65,19 +65,19 @@ class MemoryTable:
         return MemoryTable(totals={n: totals[:, self.width - width :] for n, totals in self.totals.items()})
 
     def smallest(self) -> FloatArray:
-        """Return the least bytes of each stage over all choices, shape (L+1, width)."""
+        """Return the peak memory of each stage with the choice that needs least, in bytes, shape (L+1, width)."""
         smallest: FloatArray = np.minimum.reduce(list(self.totals.values()))
         return smallest
 
     def most_bytes(self) -> float:
-        """Return the most bytes of any stage with the fastest choice; infinite if it is not allowed."""
+        """Return the largest peak memory of a stage without recomputation, in bytes; infinite if not allowed."""
         if 0 not in self.totals:
             return np.inf
         fastest = self.totals[0]
         return float(fastest[np.isfinite(fastest)].max(initial=0.0))
 
     def choices(self, limit_bytes: float) -> ChoiceArray:
-        """Return the cheapest recomputation of each stage that fits into `limit_bytes`, shape (L+1, width)."""
+        """Return the fastest recomputation of each stage that fits into `limit_bytes`, shape (L+1, width)."""
         table = np.full(next(iter(self.totals.values())).shape, NO_CHOICE, dtype=np.int8)
         for n in sorted(self.totals, reverse=True):
             table[self.totals[n] <= limit_bytes] = n
@@ -85,10 +85,11 @@ class MemoryTable:
 
 
 def allowed_choices(policy: RecomputePolicy, micro_batches: int) -> list[int]:
-    """Return the indices into `CHOICES` that a policy allows, ascending."""
+    """Return the recomputation that a policy allows, as ascending indices into `CHOICES`."""
     allowed = [n for n, choice in enumerate(CHOICES) if policy in ("auto", "layers", choice)]
     if micro_batches == 1 and 1 in allowed:
-        allowed = [n for n in (0, *allowed[1:]) if n != 1]  # the only micro-batch is the last
+        # The only micro-batch is the last one, so "except-last" recomputes nothing: it is the same as "never".
+        allowed = [n for n in (0, *allowed[1:]) if n != 1]
     return sorted(set(allowed))
 
 
@@ -100,15 +101,15 @@ def windowed(
     *,
     by_length: bool = False,
 ) -> list[FloatArray]:
-    """Fill tables of shape (L+1, width) block by block; infinite where there is no such stage.
+    """Fill tables of stages, shape (L+1, width), block by block; entries without a stage are infinite.
 
     Args:
-        num_layers: L.
-        width: Layers of the longest stage.
+        num_layers: Number of layers, L.
+        width: Number of layers of the longest stage.
         count: Number of tables.
-        block: Function of ascending first layers and `stop`. It returns for each table the values of the stages that
-            end at firsts[0]+1..stop, of shape (firsts, stop - firsts[0]).
-        by_length: Whether `block` returns values of stages of 1..width layers instead, of shape (firsts, width).
+        block: Function of ascending first layers `firsts` and a largest end `stop`. It returns for each table the
+            values of the stages that end at firsts[0]+1..stop, in an array of shape (firsts, stop - firsts[0]).
+        by_length: True if `block` returns the values of stages of 1..width layers instead, shape (firsts, width).
 
     Returns:
         The tables.
@@ -128,19 +129,24 @@ def windowed(
 
 
 def windows_before(values: FloatArray, width: int) -> FloatArray:
-    """Return for each end the values at the first layers of its window, shape (L+1, width); infinite before layer 0."""
+    """Return the value at the first layer of every stage in a table, shape (L+1, width); infinite without such a stage.
+
+    Args:
+        values: Value for each first layer 0..L, shape (L+1,).
+        width: Number of layers of the longest stage.
+    """
     padded = np.concatenate([np.full(width, np.inf), values[:-1]])
     windows: FloatArray = np.lib.stride_tricks.sliding_window_view(padded, width)
     return windows
 
 
 def width_for(costs: ChainCosts, *, longest_us: float, limit_bytes: float) -> int:
-    """Return the layers of the longest stage that is not slower than `longest_us` and whose parameters fit.
+    """Return the number of layers of the longest stage that takes at most `longest_us` and whose parameters fit.
 
     Args:
-        costs: Costs of the chain.
-        longest_us: Bound on a stage's forward plus backward time without recomputation, in microseconds.
-        limit_bytes: The largest memory limit, in bytes.
+        costs: Costs of the chain's layers.
+        longest_us: Upper limit on a stage's forward plus backward time without recomputation, in microseconds.
+        limit_bytes: The largest memory limit of a device, in bytes.
 
     Returns:
         The number of layers, at least 1.
@@ -149,7 +155,7 @@ def width_for(costs: ChainCosts, *, longest_us: float, limit_bytes: float) -> in
     tied = sum(tie.parameter_bytes + tie.optimizer_bytes for tie in costs.ties)
     times = sums_before(costs.forward_us + costs.backward_us)
     fixed = sums_before(costs.state.always)
-    # Rounding depends on the order of sums: the window may be a layer too wide, never too narrow.
+    # Rounding depends on the order of sums: the result may be a layer too large, never too small.
     by_time = np.searchsorted(times, times[1:] - longest_us * (1 + 1e-9) - 1e-9)
     by_memory = np.searchsorted(fixed, fixed[1:] - limit_bytes - tied)
     return int(max(1, (ends - np.maximum(by_time, by_memory)).max()))
