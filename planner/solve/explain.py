@@ -1,7 +1,7 @@
-"""Explanation of why no plan fits, with the nearest changes that would; all of them are computed.
+"""Explanation of why no plan fits, with the smallest changes with which a plan fits. All figures are computed.
 
-For schedules whose memory follows only from the action order, no dynamic program finds the cuts that need least. A
-short descent from even cuts then searches for cuts that fit. Its result is advice, not a bound.
+For GPipe and 1F1B, a dynamic program finds the cuts that need the least memory. For other schedules, a short descent
+from even cuts searches for cuts that fit. Its result is advice, not a bound.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -25,12 +25,12 @@ from planner.solve.space.partitions import Evaluator, moved
 from planner.solve.space.tables import allowed_choices, width_for, windows_before
 
 _MOST_DEVICES = 1024
-"""Most devices that a hint suggests."""
+"""Largest number of devices that a hint suggests."""
 
 _MOST_ACTIONS = 20_000
-"""Most actions of a step for which hints are computed; hints must not take longer than the search."""
+"""Largest number of actions in a step for which hints are computed; hints must not take longer than the search."""
 
-_ROUNDS = 100
+_ROUNDS = 100  # moves of a descent, at most
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,11 +46,11 @@ class InfeasibleQuery:
     cases: tuple[Case, ...]
     """Cases that were searched."""
     cases_for: Callable[[Profile, Inputs, int | None], Sequence[Case]]
-    """Function that returns the cases of another profile, other inputs, and M fixed or None."""
+    """Function that returns the cases of another profile, other inputs, and another M (None to leave it open)."""
 
 
 def infeasible(profile: Profile, request: Request, cases: Sequence[Case]) -> InfeasibleError:
-    """Return the error for a request without a plan: the obstacle and what would fit."""
+    """Return the error for a request without a plan, which names the obstacle and changes with which a plan fits."""
     if not cases:
         return _too_few_devices(profile, request)
 
@@ -74,7 +74,7 @@ def infeasible(profile: Profile, request: Request, cases: Sequence[Case]) -> Inf
 
 
 def _too_few_devices(profile: Profile, request: Request) -> InfeasibleError:
-    """Return the error for a schedule with several stages per device that has too few devices or layers for them."""
+    """Return the error for a schedule with several stages per device if there are too few devices or layers."""
     inputs, schedule = request.inputs, request.schedules[0]
     groups = inputs.cluster_of(min(usable_widths(profile, inputs))).num_devices
     devices = pluralize(groups // max(1, inputs.replicas), "device")
@@ -101,9 +101,9 @@ def out_of_time(request: Request) -> SolverError:
 
 
 def explain_infeasible(query: InfeasibleQuery) -> InfeasibleError:
-    """Return the error that names the obstacle and what would fit."""
+    """Return the error that names the obstacle and changes with which a plan fits."""
     inputs = query.inputs
-    # For other schedules the least memory is unknown, so prefer the cases for which it is known.
+    # The least memory is known only for schedules with known points in the step, so prefer these schedules.
     cases = _with_known_moments(query.cases)
     if not cases:
         return _explain_by_descent(query)
@@ -123,7 +123,7 @@ def explain_infeasible(query: InfeasibleQuery) -> InfeasibleError:
 def _explain_by_descent(query: InfeasibleQuery) -> InfeasibleError:
     """Return the error for schedules whose memory depends on the action order, with the best cuts of a descent."""
     inputs = query.inputs
-    # Smaller micro-batches usually need less, so compute the figures for the largest M.
+    # Smaller micro-batches usually need less memory, so compute the figures for the largest M.
     most = max(case.micro_batches for case in query.cases)
     least = min(_least_over_bytes_found(case) for case in query.cases if case.micro_batches == most)
     titles = " or ".join(dict.fromkeys(case.schedule.title for case in query.cases))
@@ -166,7 +166,7 @@ def _hints(query: InfeasibleQuery, cases: Sequence[Case], best: Case, smallest_b
 
 
 def _fewest_devices(query: InfeasibleQuery, cases: Sequence[Case]) -> tuple[int, int] | None:
-    """Return the fewest devices that fit, with their M; None if no number does."""
+    """Return the smallest number of devices with which a plan fits, and its M; None if there is no such number."""
     count = min(filter(None, map(_smallest_count, cases)), default=None)
     if count is None or query.inputs.replicas:
         return count
@@ -214,7 +214,7 @@ def _other_schedules(query: InfeasibleQuery) -> Iterator[str]:
 
 
 def _measured_fits(cases: Sequence[Case]) -> bool:
-    """Return True if a short descent finds a plan that fits, with the largest M and measured split backward times."""
+    """Return True if a descent finds a plan that fits, with the largest M and measured times of a split backward."""
     most = max((case.micro_batches for case in cases), default=0)
     able = (case for case in cases if case.micro_batches == most and not case.costs.halves_assumed)
     return any(_least_over_bytes_found(case) <= 0 for case in able)
@@ -229,7 +229,7 @@ def _with_known_moments(cases: Sequence[Case]) -> list[Case]:
 
 
 def _other_optimizers(profile: Profile) -> Iterator[tuple[str, Profile]]:
-    """Yield optimizers with less state, and the profile with them; momentum in torch.optim has one state per value."""
+    """Yield names of optimizers with less state than the profile's, each with a profile for this optimizer."""
     for name, copies in (("momentum", 1), ("sgd", 0)):
         other = with_layers(profile, partial(_with_states, copies=copies))
         if sum(a.optimizer_bytes for a in other.layers) < sum(a.optimizer_bytes for a in profile.layers):
@@ -237,34 +237,34 @@ def _other_optimizers(profile: Profile) -> Iterator[tuple[str, Profile]]:
 
 
 def _with_states(layer: LayerProfile, copies: int) -> LayerProfile:
-    """Return the layer with an optimizer that has `copies` states per parameter."""
+    """Return the layer with an optimizer whose state has the size of `copies` copies of its trained parameters."""
     state = copies * layer.trained_bytes
     return replace(layer, optimizer_bytes=state, optimizer_peak_bytes=0, optimizer_boundary_peak_bytes=0)
 
 
 def smallest_limit_bytes(case: Case) -> float:
-    """Return the smallest memory limit, with the reserve, for which equal devices have a plan; infinite if none."""
+    """Return the smallest memory limit with which equal devices have a plan, reserve included; infinite if none."""
     static = case.costs.state.always
     guess = max(1.0, float(static.sum()) / case.num_devices, float(static.max(initial=0.0)))
     while True:
         width = width_for(case.costs, longest_us=np.inf, limit_bytes=guess)
         least = _least_excess_bytes(case, width, (-case.cluster.reserve_bytes,) * case.num_devices)
-        # Stages longer than the window need more than `guess` for their parameters alone.
+        # Stages longer than `width` need more than `guess` for their parameters alone.
         if least - case.cluster.reserve_bytes <= guess or width == case.costs.num_layers:
             return least
         guess = least if np.isfinite(least) else 2 * guess
 
 
 def _least_excess_bytes(case: Case, width: int, limits_bytes: Sequence[float]) -> float:
-    """Return the smallest possible maximum of bytes over the limit; the chain fits if it is 0 or less.
+    """Return by how many bytes some stage exceeds its device's limit in the best cuts; 0 or less if the chain fits.
 
     Args:
         case: The case.
-        width: Layers of the longest stage.
+        width: Number of layers of the longest stage.
         limits_bytes: Memory limits of the devices.
 
     Returns:
-        Bytes of the stage that is most over its device's limit.
+        Smallest possible maximum, over the stages, of a stage's bytes minus its device's limit.
     """
     least = np.inf
     # Under 1F1B the memory of a stage depends on the number of later stages. Its limit depends on its own index.
@@ -288,7 +288,7 @@ def _fits(case: Case) -> bool:
 
 
 def _needs(case: Case, width: int, level: int) -> FloatArray:
-    """Return the bytes that each stage of the window needs at least, without the reserve; infinite if forbidden."""
+    """Return the least memory that each stage in a table needs, in bytes without the reserve; infinite if forbidden."""
     need = case.memory(width, level).smallest()
     ends = np.arange(case.costs.num_layers + 1)[:, None]
     return np.where(case.rules.forbids(ends + np.arange(-width, 0), ends), np.inf, need)
@@ -299,7 +299,7 @@ def _start(costs: ChainCosts) -> FloatArray:
 
 
 def _smallest_count(case: Case) -> tuple[int, int] | None:
-    """Return the fewest devices that fit under the limit of the first one, with their M; None if no number does."""
+    """Return the smallest number of devices, all with the first one's limit, that the case fits on, and M; or None."""
     limit = case.limits_bytes[0]
     width = width_for(case.costs, longest_us=np.inf, limit_bytes=limit)
     most = int(min(_MOST_DEVICES, case.costs.num_layers, case.schedule.most_devices(case.micro_batches)))
@@ -318,7 +318,7 @@ def _smallest_count(case: Case) -> tuple[int, int] | None:
 
 
 def _reason(query: InfeasibleQuery, case: Case) -> str:
-    """Return the obstacle for the case that comes closest to fitting, in words."""
+    """Return the reason, in words, why a case does not fit; the case is the one that comes closest to fitting."""
     costs, m = case.costs, case.micro_batches
     reserve = case.cluster.reserve_bytes
     limits = [limit + reserve for limit in case.limits_bytes]
@@ -351,7 +351,7 @@ def _reason(query: InfeasibleQuery, case: Case) -> str:
 
 
 def _mem_option(inputs: Inputs, limit_bytes: float) -> str:
-    """Return the value of `--mem` whose part without the headroom is a limit."""
+    """Return the value of `--mem` that leaves `limit_bytes` after the headroom is subtracted."""
     return bytes_option(inputs.device_bytes(int(limit_bytes)))
 
 
@@ -364,11 +364,12 @@ def _limits_text(inputs: Inputs) -> str:
 
 
 def _least_over_bytes_found(case: Case) -> float:
-    """Return the bytes over the limit on the fullest device in the best partition found, for any number of devices.
+    """Return the least excess over the memory limits that a descent finds, over all numbers of devices, in bytes.
 
-    The value is 0 if a partition fits. It is infinite if none keeps the rules, or the search would take too long.
+    The excess of a partition is the largest number of bytes by which one of its devices exceeds its limit; 0 if it
+    fits. The result is infinite if all partitions are forbidden, or the search would take too long.
 
-    Complexity: O(K V) partitions in each of at most 100 rounds, for every number of devices and kind of recomputation.
+    Complexity: O(K V) partitions for each of at most 100 moves, for every number of devices and recomputation choice.
     """
     least = np.inf
     for num_devices in range(case.num_devices, 0, -1):
@@ -378,7 +379,7 @@ def _least_over_bytes_found(case: Case) -> float:
 
 
 def _least_over_bytes(evaluator: Evaluator) -> float:
-    """Return the bytes over the limit on the fullest device in the best partition found."""
+    """Return the least excess over the memory limits that a descent finds for one number of devices, in bytes."""
     case, num_layers, num_stages = evaluator.case, evaluator.case.costs.num_layers, evaluator.num_stages
     if evaluator.num_actions > _MOST_ACTIONS or not evaluator.can_run:
         return np.inf
@@ -389,7 +390,7 @@ def _least_over_bytes(evaluator: Evaluator) -> float:
 
 
 def _downhill(evaluator: Evaluator, cuts: IntArray, choices: IntArray, allowed: Sequence[int]) -> float:
-    """Move cuts and change recomputation as long as that helps; return the bytes over the limit at the end."""
+    """Move cuts and change recomputation while a change lowers the excess over the memory limits; return the excess."""
     least = _over(evaluator, cuts[None], choices[None])[0]
     for _ in range(_ROUNDS):
         if least <= 0:
@@ -412,5 +413,5 @@ def _downhill(evaluator: Evaluator, cuts: IntArray, choices: IntArray, allowed: 
 
 
 def _over(evaluator: Evaluator, cuts: IntArray, choices: IntArray) -> FloatArray:
-    """Return the bytes over the limit on the fullest device, shape (N,); infinite where a rule is broken."""
+    """Return the excess of each of N partitions over the memory limits, shape (N,); infinite if a rule forbids it."""
     return np.where(evaluator.case.rules.allows(cuts), evaluator.over_bytes(cuts, choices).max(axis=1), np.inf)

@@ -1,26 +1,30 @@
-"""GPipe's cuts as an integer program: a second opinion on the dynamic program, slow and easy to check.
+"""Integer program for GPipe's cuts: a second opinion on the dynamic program, slow and easy to check.
 
-Every stage that fits is an arc from layer `first` to layer `end` at a place of the pipeline, with a variable that is 0
-or 1. The chosen arcs form a path from layer 0 to layer L. The step time (`planner.core.cost.step_time`), with F the
-forward of a stage, p and q its backward of micro-batches 0..M-2 and M-1, and C the link before it,
+Every stage that fits is an arc from layer `first` to layer `end`. A variable that is 0 or 1 says if the arc is chosen.
+The chosen arcs form a path from layer 0 to layer L. The step time (`planner.core.cost.step_time`) is
 
     T = sum F + sum C + (M-1) max(F, C)  +  D  +  U
 
-is linear in them, because the place of a stage in the pipeline is known by the layer at which it begins. The backward
-visits stages from the last to the first. With sums over the chosen arcs, of which at most one begins at layer i:
+    M       number of micro-batches
+    F, C    forward time of a stage; transfer time of the link before the stage
+    p, q    backward time of a stage for micro-batches 0..M-2, and for micro-batch M-1
+    D, U    time of the backward; time that optimizer steps add
 
-    A_i  = A_{i+1} + sum_{first = i} (p + C)                  all backward work at layers i and later
-    X_i >= Z_{i+1}, (M-2) sum_{first = i} p                   the largest machine from the end to stage i, times M-2,
-    Z_i >= X_i, (M-2) sum_{first = i} C                       and to the link before it
-    D_i >= D_{i+1} + sum_{first = i} (q + C)                  the last micro-batch, D = D_0: it continues, or
-    D_i >= A_{i+1} + sum_{first = i} (p + q + C) + X_i        waits for the others at the stage,
+The maximum, D and U follow from linear constraints. The backward visits stages from the last to the first. All sums are
+over chosen arcs, of which at most one begins at layer i:
+
+    A_i  = A_{i+1} + sum_{first = i} (p + C)                  all backward work of a micro-batch at layers i..L-1
+    X_i >= Z_{i+1}, (M-2) sum_{first = i} p                   (M-2) times the slowest stage or link from the end of the
+    Z_i >= X_i, (M-2) sum_{first = i} C                       pipeline to the stage (X) or to the link before it (Z)
+    D_i >= D_{i+1} + sum_{first = i} (q + C)                  end of the last micro-batch, D = D_0: it continues,
+    D_i >= A_{i+1} + sum_{first = i} (p + q + C) + X_i        or waits for earlier micro-batches at the stage,
     D_i >= A_{i+1} + sum_{first = i} (p + 2 C) + Z_i          or at the link
     U   >= sum_{first = i} optimizer - sum_{end <= i} hidden - 2 sum_{first <= i} C
 
-One arc covers each layer, so max F >= sum of F over the arcs that cover a layer, for every layer. PuLP states the
-program; HiGHS, or else CBC, solves it. Times are scaled so that a step is about 1000.
+Exactly one chosen arc covers each layer. Therefore max F is at least the sum of F over the arcs that cover a layer, for
+every layer. PuLP states the program; HiGHS, or else CBC, solves it. Times are scaled so that a step is about 1000.
 
-Complexity: exponential at worst. Chains of 50 layers on 4 devices take seconds.
+Complexity: exponential in the worst case. Chains of 50 layers on 4 devices take seconds.
 """
 
 import warnings
@@ -43,11 +47,11 @@ _METHOD: Final = "integer-programming"
 _EQUAL: Final = 1e-6
 _SCALED_STEP: Final = 1000.0
 _MAX_TERMS: Final = 1_000_000
-"""Limit of the layers of all arcs together; PuLP needs microseconds for each, so a larger program is refused."""
+"""Largest number of layers in all arcs together; PuLP takes microseconds for each, so a larger program is refused."""
 
 
 def search_integer_program(case: Case, *, upper_us: float = inf, deadline: Deadline = NEVER) -> Answer:
-    """Return the fastest partition, and what no partition that beats `upper_us` can beat.
+    """Return the fastest partition, if it beats `upper_us`, and a lower bound for all partitions.
 
     Raises:
         MissingPackageError: PuLP, or every solver that it could use, is not installed.
@@ -88,14 +92,14 @@ def search_integer_program(case: Case, *, upper_us: float = inf, deadline: Deadl
 
 
 class _Arcs:
-    """Stages to choose from, as arrays of shape (arcs,); times in microseconds."""
+    """Arcs (stages to choose from) as arrays of shape (arcs,); times are in microseconds."""
 
     def __init__(self, case: Case, width: int) -> None:
         self.num_layers, self.num_places = case.costs.num_layers, case.num_devices
         self.micro_batches, self.is_ordered = case.micro_batches, not case.alike
         problem = case.problem(case.num_devices, width=width)
         ends = np.arange(self.num_layers + 1)
-        # Where devices are alike, one set of arcs serves every place.
+        # If devices are equal, the same arcs are used for every place in the pipeline.
         places = [0] if case.alike else list(range(case.num_devices))
         columns: list[list[Any]] = []
         for place in places:
@@ -106,7 +110,7 @@ class _Arcs:
             times = (at.forward, at.backward, at.last_backward, before, at.own_us, at.hidden_us - 2 * at.link)
             columns.append([np.full(len(at.first), place), at.first, at.end, at.choice, *times])
         joined = [np.concatenate(column) for column in zip(*columns, strict=True)]
-        if self.is_ordered:  # The first place begins the chain, and no other does.
+        if self.is_ordered:  # The stage at the first place begins at layer 0, and no other stage does.
             joined = [column[(joined[0] == 0) == (joined[1] == 0)] for column in joined]
         self.place, self.first, self.end, self.choice = joined[:4]
         self.forward, self.backward, self.last_backward, self.link, self.optimizer, self.hidden = joined[4:]
@@ -115,7 +119,7 @@ class _Arcs:
 
 
 class _Program:
-    """The program in PuLP, with the names of the module's docstring."""
+    """Integer program in PuLP; variables have the names of the module's docstring."""
 
     def __init__(self, pulp: Any, arcs: _Arcs, unit_us: float) -> None:
         self._pulp, self._arcs, self._unit_us = pulp, arcs, unit_us
@@ -137,31 +141,31 @@ class _Program:
         self.lp += self._sum(arcs.first >= 0, ones) <= arcs.num_places
         for layer in range(1, arcs.num_layers):
             for place in range(arcs.num_places if arcs.is_ordered else 1):
-                # What ends here at a place continues at the next one.
+                # If an arc at one place ends at this layer, an arc at the next place begins at this layer.
                 ends = (arcs.end == layer) & (arcs.place == place)
                 begins = (arcs.first == layer) & (arcs.place == place + arcs.is_ordered)
                 self.lp += self._sum(ends, ones) == self._sum(begins, ones)
 
     def _sum(self, arcs: BoolArray, times_us: FloatArray) -> Any:
-        """Return the sum of the times of those `arcs` that are chosen."""
+        """Return an expression for the sum of the times of some arcs, of which only chosen ones count."""
         terms = ((self._y[n], float(times_us[n] / self._unit_us)) for n in np.flatnonzero(arcs))
         return self._pulp.LpAffineExpression([(variable, time) for variable, time in terms if time])
 
     def _time(self, name: str, *at_least: Any) -> Any:
-        """Return a variable for a time that is at least 0 and at least each of these times."""
+        """Return a variable for a time that is at least 0 and at least each of the expressions `at_least`."""
         time = self._pulp.LpVariable(name, lowBound=0.0)
         for least in at_least:
             self.lp += time >= least
         return time
 
     def _largest(self, times_us: FloatArray, name: str = "F") -> Any:
-        """Return a variable for M-1 times the largest time of a chosen arc."""
+        """Return a variable that is at least M-1 times the largest time of a chosen arc."""
         arcs, others = self._arcs, self._arcs.micro_batches - 1
         covering = ((arcs.first <= layer) & (layer < arcs.end) for layer in range(arcs.num_layers if others else 0))
         return self._time(name, *(self._sum(arcs_there, others * times_us) for arcs_there in covering))
 
     def _backward(self) -> Any:
-        """Return D, the time of the backward."""
+        """Return a variable for D, the time of the backward."""
         arcs, waits = self._arcs, max(0, self._arcs.micro_batches - 2)
         p, q, c = arcs.backward, arcs.last_backward, arcs.link
         work: Any = 0
@@ -180,7 +184,7 @@ class _Program:
         return done
 
     def _tail(self) -> Any:
-        """Return U, the time that optimizer steps add."""
+        """Return a variable for U, the time that optimizer steps add."""
         arcs, tail, hidden = self._arcs, self._time("U"), self._pulp.LpAffineExpression()
         for layer in range(arcs.num_layers):
             begins, before = arcs.first == layer, self._time(f"H{layer}")

@@ -1,20 +1,24 @@
-"""Choose the single layers of a stage to recompute, so that it fits its memory limit in the least time.
+"""Choose the single layers of a stage to recompute, so that the stage fits its memory limit in the least time.
 
-The memory of the stage is checked at a few points in the step (`planner.core.cost.memory`). At each of them it is
-linear in the bytes that a micro-batch has saved after the last layer, and in a peak while a layer runs (`StageLayers`):
+The memory of the stage is checked at a few points in the step (`planner.core.cost.memory`). At each point the limit is
+a linear inequality (`StageLayers`):
 
-    fixed + weight · held + level <= limit      held: saved bytes; level: highest peak; weight: micro-batches in flight
+    fixed + weight · held + level <= limit
 
-A label dynamic program goes through the layers in order. A label is a choice for the layers so far:
+    fixed, weight   bytes that do not depend on the choice; number of micro-batches in flight
+    held, level     bytes that a micro-batch has saved after the last layer; highest peak while a layer runs
 
-    time   to recompute the chosen layers
-    held   bytes that one micro-batch has saved so far
-    room   most bytes that one micro-batch may have saved after the last layer; the peaks so far limit it
+A label dynamic program visits the layers in order. A label is a choice for the layers visited so far, with the numbers
 
-Labels with the same pending storages form a group. A label is dropped if another one of its group is no worse in all
-three numbers, if no choice for the later layers can fit, or if the lower bound of its total time is not below the best
-known time. The lower bound is a fractional knapsack: bytes that must not be saved are removed from the later layers
-that save most per time. `stage_times.py` has the same bound for every stage of a chain at once.
+    time     time to recompute the chosen layers
+    held     bytes that one micro-batch has saved so far
+    room     most bytes that one micro-batch may have saved after the last layer, given the peaks so far
+
+A storage is pending until a layer saves it or the last layer that reads it has run. Labels with the same pending
+storages form a group. A label is dropped if another label of its group is at least as good in all three numbers, if no
+choice for the later layers can fit, or if a lower bound of its total time is not below the best known time. The lower
+bound is a fractional knapsack: recompute the later layers that save most bytes per time, until enough bytes are
+saved. `stage_times.py` computes the same lower bound for every stage of a chain at once.
 """
 
 from bisect import bisect_left, bisect_right
@@ -31,23 +35,23 @@ from planner.core.cost.moments import Moments
 from planner.solve.space.arrays import BoolArray, FloatArray, IndexArray, IntArray
 
 RELATIVE = 1e-12
-"""Relative difference that counts as faster; smaller ones come from rounding, which depends on the order of sums."""
+"""Relative difference above which a time counts as shorter; sums in another order differ by less, by rounding."""
 
 _FEW_LABELS = 64
-"""Labels kept in the first run. It soon finds a good choice, with which the second run drops most labels."""
+"""Number of labels kept in the first run. It finds a good choice, with which the second run drops most labels."""
 
 _MANY_LABELS = 1 << 16
-"""Labels kept in a run that ignores time, to find any choice that fits; few labels remain then."""
+"""Number of labels kept in a run that ignores time and finds any choice that fits; usually far fewer remain."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerChoice:
-    """Layers of a stage to recompute."""
+    """Choice of the layers of a stage to recompute."""
 
     recomputed: tuple[int, ...]
-    """Indices in the chain; empty if the stage fits without recomputation."""
+    """Indices of the recomputed layers in the chain; empty if the stage fits without recomputation."""
     recompute_us: float
-    """Sum of their forward times, in microseconds per micro-batch."""
+    """Time to recompute these layers, in microseconds per micro-batch."""
     lower_bound_us: float
     """Lower bound of `recompute_us` over all choices that fit."""
 
@@ -68,15 +72,15 @@ def cheapest_layers(
 ) -> LayerChoice | None:
     """Return the layers to recompute so that a stage fits in the least time; None if no choice fits.
 
-    `stage_memory(..., recompute="layers")` of the result is at most the limit.
+    With the result, `stage_memory(..., recompute="layers")` is at most the limit.
 
     Args:
         costs: Costs of the chain at the plan's micro-batch size.
-        first: First layer.
-        end: One past the last layer.
-        moments: Points in the step of the stage's device.
+        first: First layer of the stage.
+        end: One past the last layer of the stage.
+        moments: Points in the step at which the memory of the stage's device may peak.
         limit_bytes: Memory limit without the reserve.
-        most_labels: Labels kept per layer; the result may be inexact only if there are more.
+        most_labels: Number of labels kept per layer. The result is exact if there are never more labels.
 
     Complexity: O((end - first) · labels); there are few labels if many layers are equal.
     """
@@ -91,16 +95,17 @@ def cheapest_layers(
 
 
 class Limit(NamedTuple):
-    """Memory limit of a stage at one point in the step: weight · held + level <= bytes."""
+    """Memory limit of a stage at one point in the step: weight · (saved bytes per micro-batch) + peak <= bytes."""
 
     bytes: float
     weight: int
+    """Number of micro-batches in flight."""
     level: int
-    """Position in `LayerPeaks`; negative if no layer of the stage runs."""
+    """Pass whose peak counts, as a position in `LayerPeaks`; negative if no layer of the stage runs."""
 
     def room(self, level: FloatArray | float) -> FloatArray:
-        """Return the most bytes that a micro-batch may have saved after the last layer; -inf if nothing fits."""
-        # No complete micro-batch is in flight at such a point in the step, for example with M = 1.
+        """Return the most bytes that a micro-batch may save under a peak of `level` bytes; -inf if nothing fits."""
+        # With weight 0, for example if M = 1, no complete micro-batch is in flight: only the peak counts.
         if self.weight == 0:
             return np.where(np.less_equal(level, self.bytes), np.inf, -np.inf)
         room: FloatArray = np.floor(np.subtract(self.bytes, level) / self.weight)
@@ -110,13 +115,13 @@ class Limit(NamedTuple):
 def cheapest_within(
     layers: StageLayers, limits: Sequence[Limit], times_us: FloatArray, *, most_labels: int = 4096
 ) -> LayerChoice | None:
-    """Return the layers to recompute so that all limits are kept in the least time; None if no choice keeps them.
+    """Return the layers to recompute that keep all memory limits in the least time; None if no choice keeps them.
 
     Args:
-        layers: Data of the stage's layers.
-        limits: Limits of the points in the step of its device.
+        layers: Memory of the stage's layers.
+        limits: Memory limits at the points in the step of the stage's device.
         times_us: Time to recompute each layer, shape (layers,).
-        most_labels: Labels kept per layer, as for `cheapest_layers`.
+        most_labels: Number of labels kept per layer, as for `cheapest_layers`.
     """
     with_level = [limit for limit in limits if limit.level >= 0]
     # If no layer of the stage runs, only the saved bytes count.
@@ -124,13 +129,13 @@ def cheapest_within(
     if room < 0:
         return None
     walk = _LayerDynamicProgram(layers, with_level, times_us, room)
-    # Run with few labels first. If dropped labels may be faster, run with more labels, but a better time to beat.
+    # Run with few labels first. If a dropped label might be faster, run with more labels and a better time to beat.
     best, bound_us = walk.run(np.inf, min(_FEW_LABELS, most_labels))
     if bound_us < (best.time if best else np.inf):
         better, bound_us = walk.run(best.time if best else np.inf, most_labels)
         best = better or best
     if best is None and bound_us < np.inf:
-        # Labels that fit were dropped for faster ones. Without times, few labels remain.
+        # Labels that fit were dropped in favor of faster ones. If all times are 0, few labels remain.
         best, _ = _LayerDynamicProgram(layers, with_level, np.zeros_like(times_us), room).run(np.inf, _MANY_LABELS)
     if best is None:
         return None
@@ -149,9 +154,9 @@ class _Labels(NamedTuple):
     held: FloatArray
     room: FloatArray
     bound: FloatArray
-    """Lower bound of the time after the last layer."""
+    """Lower bound of the total time after the last layer."""
     parent: IntArray
-    """Index among all labels before the layer."""
+    """Index of the label that this label extends, among all labels before the layer."""
     is_recomputed: BoolArray
     """True if the layer is recomputed."""
 
@@ -165,15 +170,17 @@ def _concatenate(parts: Iterable[_Labels]) -> _Labels:
 
 
 PendingStorages = tuple[tuple[int, float], ...]
-"""Storages that no layer has saved so far: the last layer that reads each, and its bytes."""
+"""Storages that no layer has saved so far, each as the last layer that reads it and its bytes."""
 
 
 class _LayerDynamicProgram:
-    """Dynamic program over the layers of one stage.
+    """Dynamic program over the layers of one stage of L layers.
 
-    Arrays by layer n, of length L + 1 for L layers, are bounds over all choices for the layers n..L-1: `kept_after` is
-    the bytes that these save without recomputation, `least_after` and `most_after` the least and the most; `lowest`
-    and `highest`, by position in `LayerPeaks`, are the lowest peak, and the peak without recomputation.
+    Arrays of length L + 1 have, for each n, bounds for the layers n..L-1:
+
+        kept_after               bytes that these layers save without recomputation
+        least_after, most_after  fewest and most bytes that they save with any choice
+        lowest, highest          lowest peak of any choice, and peak without recomputation, by position in `LayerPeaks`
     """
 
     def __init__(self, layers: StageLayers, limits: Sequence[Limit], times: FloatArray, room: float) -> None:
@@ -187,12 +194,12 @@ class _LayerDynamicProgram:
             [[_leaving_bytes(outputs, layers.end, d) for outputs in layers.pending] for d in (KEEP, RECOMPUTE)]
         )
         kept, recomputed = layers.held + leaving
-        # A recomputed layer saves its input, if no other layer may save it.
+        # A recomputed layer saves its input, unless another layer saves it.
         recomputed += [
             0.0,
             *(_passed_bytes(outputs, layers.first + n + 1) for n, outputs in enumerate(layers.pending[:-1])),
         ]
-        # The most bytes that recomputing a layer can save, for the knapsacks.
+        # Most bytes that recomputing each layer can save, for the knapsacks.
         savings = np.where(layers.can_recompute, np.maximum(kept - recomputed, 0.0), 0.0)
         pending = sum(each.bytes[RECOMPUTE] for outputs in layers.pending for each in outputs)
         out = float(layers.passed[-1])
@@ -205,14 +212,23 @@ class _LayerDynamicProgram:
         self.knapsacks = [_knapsack(savings[n:], times[n:]) for n in range(self.num_layers + 1)]
 
     def _highest_after(self, peaks: FloatArray, held_bytes: FloatArray) -> FloatArray:
-        """Return the highest peak from each layer to the last, above the bytes saved before it."""
+        """Return the highest peak over layers n..L-1 for each n, counted from the bytes saved before layer n."""
         highest = np.full(self.num_layers + 1, -np.inf)
         for n in reversed(range(self.num_layers)):
             highest[n] = max(peaks[n], held_bytes[n] * self.layers.stacked + highest[n + 1])
         return highest
 
     def run(self, upper_us: float, width: int) -> tuple[_Choice | None, float]:
-        """Return the best choice faster than `upper_us`, and a lower bound of choices dropped by `width`."""
+        """Run the dynamic program.
+
+        Args:
+            upper_us: Recomputation time to beat, in microseconds.
+            width: Number of labels to keep per layer.
+
+        Returns:
+            The best choice faster than `upper_us`, or None; and a lower bound of the times of choices that were
+            dropped because there were more labels than `width`.
+        """
         zero, none = np.zeros(1), np.zeros(1, dtype=np.int64)
         groups: dict[PendingStorages, _Labels] = {(): _Labels(zero, zero, zero + self.room, zero, none, none > 0)}
         history: list[tuple[IntArray, BoolArray]] = []
@@ -227,7 +243,7 @@ class _LayerDynamicProgram:
         return self._best(groups, history), dropped_us
 
     def _next(self, n: int, groups: dict[PendingStorages, _Labels], upper_us: float) -> dict[PendingStorages, _Labels]:
-        """Return the labels after layer `n` that can still be the best, by pending storages."""
+        """Return the labels after layer `n` that may lead to the best choice, in groups of equal pending storages."""
         parts: dict[PendingStorages, list[_Labels]] = {}
         sizes = np.cumsum([0, *(len(labels.time) for labels in groups.values())])
         for (pending, labels), begin in zip(groups.items(), sizes, strict=False):
@@ -235,7 +251,7 @@ class _LayerDynamicProgram:
             for decision in (KEEP, RECOMPUTE)[: 1 + int(self.layers.can_recompute[n])]:
                 extended = self._extend(n, pending, labels._replace(parent=places), decision)
                 parts.setdefault(self._pending_after(n, pending, decision), []).append(extended)
-        # Only labels of one group can dominate each other, because a later layer may have to save pending storages.
+        # Only labels of one group are compared, because a later layer may have to save the pending storages.
         kept = {key: _remove_dominated(self._prune(n + 1, _concatenate(some), upper_us)) for key, some in parts.items()}
         return {pending: labels for pending, labels in kept.items() if len(labels.time)}
 
@@ -245,10 +261,10 @@ class _LayerDynamicProgram:
         return (*after, *outputs)
 
     def _extend(self, n: int, pending: PendingStorages, labels: _Labels, decision: int) -> _Labels:
-        """Return the labels of one group after layer `n` with one decision for it."""
+        """Return the labels of one group after layer `n`, which is either kept or recomputed."""
         layers = self.layers
         size = sum(each[1] for each in pending)
-        # A recomputed layer saves its input if no earlier layer has; then the input is no longer pending.
+        # A recomputed layer saves its input, unless an earlier layer has saved it; the input is then not pending.
         taken = size * decision
         entering = (size + layers.passed[n], taken, taken)
         room = labels.room
@@ -265,24 +281,24 @@ class _LayerDynamicProgram:
         )
 
     def _prune(self, n: int, labels: _Labels, upper_us: float) -> _Labels:
-        """Return the labels that may be completed to a choice that fits and is faster than `upper_us`."""
+        """Return the labels before layer `n` that may lead to a choice that fits and is faster than `upper_us`."""
         held, room, stacked = labels.held, labels.room, self.layers.stacked
         at_end = held + self.kept_after[n]
         must_go = np.full_like(held, -np.inf)
         for limit in self.limits:
-            # Later peaks limit the room as well. Labels that differ only beyond that limit become equal.
+            # Later peaks limit the room as well. Labels that differ only above that limit become equal.
             room = np.minimum(room, limit.room(held * stacked + self.lowest[limit.level][n]))
-            # A byte less saved is one less per micro-batch in flight and, if peaks are stacked, one less in the peak.
+            # Saving one byte less removes a byte per micro-batch in flight and, if peaks are stacked, one of the peak.
             if limit.weight + stacked > 0:
                 level = held * stacked + self.highest[limit.level][n]
                 over = (limit.weight * at_end + level - limit.bytes) / (limit.weight + stacked)
                 must_go = np.maximum(must_go, over)
         must_go = np.maximum(must_go, at_end - room)
-        # Least time of later layers to save that many bytes less.
+        # The knapsack has the least time in which later layers can save that many bytes less.
         saved, recompute_us = self.knapsacks[n]
         bound = labels.time + np.interp(must_go, saved, recompute_us, right=np.inf)
         fits = (held + self.least_after[n] <= room) & (bound < upper_us * (1 - RELATIVE))
-        # Room that can never be filled is as good as infinite. Then more labels are equal, and dominate each other.
+        # Room that can never be filled counts as infinite, so that more labels are equal and can be dropped.
         room = np.where(room >= held + self.most_after[n], np.inf, room)
         return labels._replace(room=room, bound=bound).take(fits)
 
@@ -294,7 +310,7 @@ class _LayerDynamicProgram:
         fitting = np.flatnonzero(held + self.layers.passed[-1] <= labels.room)
         if not len(fitting):
             return None
-        # Among equal times, choose the one with the fewest bytes; the engine holds what is still pending.
+        # Of equally fast labels, choose the one with the fewest bytes, including storages that are still pending.
         index = int(fitting[np.lexsort((held[fitting], labels.time[fitting]))[0]])
         best_us, recomputed = float(labels.time[index]), []
         for n in reversed(range(self.num_layers)):
@@ -305,7 +321,7 @@ class _LayerDynamicProgram:
         return _Choice(best_us, tuple(reversed(recomputed)))
 
     def without_idle(self, recomputed: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the layers without those that take no time and need not be recomputed."""
+        """Return the recomputed layers except those with zero time that need not be recomputed."""
         chosen = set(recomputed)
         for layer in recomputed:
             if self.times[layer - self.layers.first] == 0 and self._fits(chosen - {layer}):
@@ -323,29 +339,37 @@ def _leaving_bytes(outputs: Sequence[Pending], end: int, decision: int) -> float
 
 
 def _passed_bytes(outputs: Sequence[Pending], layer: int) -> float:
-    """Return the bytes of `outputs` that `layer` reads last, and that are not saved without recomputation."""
+    """Return the bytes of `outputs` whose last reader is `layer` and that a forward without recomputation drops."""
     return sum(each.bytes[KEEP] for each in outputs if each.until == layer)
 
 
 def _suffix_sums(per_layer: FloatArray) -> FloatArray:
-    """Return sums from each layer to the last, then 0; one entry more than layers."""
+    """Return for each n = 0..L the sum over the layers n..L-1, shape (L+1,)."""
     sums: FloatArray = np.append(np.cumsum(per_layer[::-1])[::-1], 0.0)
     return sums
 
 
 def _knapsack(savings: FloatArray, times: FloatArray) -> tuple[FloatArray, FloatArray]:
-    """Return bytes saved and the least time for them, at the corners of the curve of the fractional knapsack."""
-    # The greedy order, most bytes per time first, is optimal because the last layer may be taken in part.
+    """Return the fractional knapsack of some layers: the least time to save a number of bytes.
+
+    Args:
+        savings: Bytes that recomputing each layer saves.
+        times: Time to recompute each layer.
+
+    Returns:
+        Numbers of bytes, ascending, and the least time for each; between them, the least time is linear.
+    """
+    # Taking the layers with most bytes per time first is optimal, because part of the last layer may be taken.
     useful = np.flatnonzero(savings > 0)
     order = useful[np.argsort(times[useful] / savings[useful], kind="stable")]
     return np.append(0.0, np.cumsum(savings[order])), np.append(0.0, np.cumsum(times[order]))
 
 
 def _remove_dominated(labels: _Labels) -> _Labels:
-    """Return the labels of a group that no other one dominates."""
+    """Return the labels of a group that no other label of the group dominates."""
     order = np.lexsort((-labels.room, labels.held, labels.time))
     held, room = labels.held[order], labels.room[order]
-    # In order of time, a label is dominated by a previous one that holds no more and has no less room.
+    # Labels are sorted by time. A previous label dominates a label if it has saved no more and has no less room.
     if len(order) and (room == room[0]).all():
         before = np.append(np.inf, np.minimum.accumulate(held)[:-1])
         return labels.take(order[held < before])
@@ -353,12 +377,13 @@ def _remove_dominated(labels: _Labels) -> _Labels:
 
 
 def _staircase(held_bytes: Sequence[float], room: Sequence[float]) -> list[int]:
-    """Return the indices at which less is held, or there is more room, than at every previous index."""
+    """Return the indices of labels that have saved fewer bytes, or have more room, than every previous label."""
     kept = []
-    steps: list[float] = []  # held bytes of each step, ascending
-    rooms: list[float] = []  # room of each step, ascending, because a higher step with less room would be dominated
+    # Undominated pairs of saved bytes and room. Both ascend, because a pair with more bytes needs more room.
+    steps: list[float] = []
+    rooms: list[float] = []
     for place, (low, high) in enumerate(zip(held_bytes, room, strict=True)):
-        # The highest step that is not above `low` has the most room of all that hold no more.
+        # Of all pairs with at most `low` saved bytes, the last one has the most room.
         step = bisect_right(steps, low) - 1
         if step >= 0 and rooms[step] >= high:
             continue
@@ -372,13 +397,17 @@ def _staircase(held_bytes: Sequence[float], room: Sequence[float]) -> list[int]:
 
 
 def _limit_width(groups: dict[PendingStorages, _Labels], width: int) -> tuple[dict[PendingStorages, _Labels], float]:
-    """Return at most `width` labels, and the least bound of the others; half are chosen by bound, half by bytes."""
+    """Keep at most `width` labels, half of them by their lower bound and half by their saved bytes.
+
+    Returns:
+        The kept labels, by group, and the smallest lower bound of the dropped labels.
+    """
     sizes = [len(labels.time) for labels in groups.values()]
     if sum(sizes) <= width:
         return groups, np.inf
     bound = np.concatenate([labels.bound for labels in groups.values()])
     held = np.concatenate([labels.held for labels in groups.values()])
-    # The fastest labels often hold too much after the last layer, so half are spread over the held bytes.
+    # The fastest labels often do not fit after the last layer, so half of the labels are spread over saved bytes.
     fast, slow = np.split(np.lexsort((held, bound)), [width - width // 2])
     by_held = slow[np.argsort(held[slow], kind="stable")]
     chosen = np.zeros(len(bound), dtype=np.bool_)

@@ -1,10 +1,11 @@
-"""Descent over cuts where single layers may be recomputed, from the best plan that recomputes whole stages.
+"""Descent over cuts if single layers may be recomputed. It starts from the best plan that recomputes whole stages.
 
-Moves are first simulated with the current recomputed layers, whichever stage they move to. For the fastest moves, the
-layers of the devices that they change are then chosen again (`devices.py`). If a device has several recomputations
-that fit, these are moves as well.
+All moves of a cut are first simulated with the same recomputed layers as before. For the fastest moves, the layers to
+recompute are then chosen again on the devices whose stages change (`devices.py`). If `devices.py` finds several good
+recomputations for a device, changing one into another is a move as well.
 
-Complexity: O(V K M) for each batch of moves, plus the choice of layers on the devices that the fastest moves change.
+Complexity: O(V K M) for each batch of moves, with V chunks on each of K devices and M micro-batches, plus the choice of
+layers for the fastest moves.
 """
 
 from collections.abc import Iterator, Sequence
@@ -24,38 +25,41 @@ from planner.solve.space.case import Case, cuts_and_choices
 from planner.solve.space.partitions import Evaluator
 
 _MOST_PICKED = 4
-"""Number of moves of a batch whose recomputation is chosen again: the fastest ones."""
+"""Number of moves of a batch, the fastest ones, whose recomputation is chosen again."""
 
 _FRUITLESS = 8
-"""Successive restarts without a better plan that end a search."""
+"""Number of restarts in a row without a better plan that end a search."""
 
 _SOLVED = 600
-"""Number of simulated actions that take as long as a walk through the layers of a stage."""
+"""Number of simulated actions that take as long as choosing the recomputed layers of one stage."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerCandidate(Candidate):
-    """Partition in a descent, with single layers recomputed."""
+    """Partition in a descent, in which stages may recompute single layers."""
 
     recomputed: tuple[tuple[int, ...], ...]
-    """Single layers that each stage recomputes."""
+    """Single layers that each stage recomputes, as indices in the chain."""
     layers_us: FloatArray
-    """Forward time of these layers on the profiled device, in microseconds; shape (S,)."""
+    """Forward time of these layers of each stage on the profiled device, in microseconds; shape (S,)."""
 
     def partition(self, case: Case) -> Partition:
-        """Return the partition as the cost model takes it."""
+        """Return the candidate as a partition for the cost model."""
         return case.partition(self.cuts, self.choices, recomputed=self.recomputed if any(self.recomputed) else ())
 
 
 def simulate_candidates(
     progress: Progress, evaluator: Evaluator, candidates: Sequence[LayerCandidate]
 ) -> list[LayerCandidate]:
-    """Return the candidates with simulated step times of those that fit; record the fastest if it is the best.
+    """Simulate the candidates that fit into memory, and record the fastest one if it is the best so far.
 
     Args:
         progress: State of the search.
         evaluator: Evaluator for the candidates' number of devices.
         candidates: The candidates.
+
+    Returns:
+        The candidates that fit, with their step times, then the candidates that do not fit.
     """
     fitting = [candidate for candidate in candidates if candidate.over_bytes <= 0]
     if not fitting:
@@ -69,7 +73,7 @@ def simulate_candidates(
     # Rounding makes equal times differ slightly. Keep the first of equal partitions.
     if best.step_us < progress.upper_us * (1 - SAME):
         partition = best.partition(evaluator.case)
-        # The candidate's memory is approximate, so check the exact one.
+        # The memory of a candidate is approximate, so check the exact memory.
         if _fits(evaluator, partition):
             progress.upper_us, progress.best = best.step_us, partition
     return timed + [candidate for candidate in candidates if candidate.over_bytes > 0]
@@ -85,7 +89,7 @@ def _fits(evaluator: Evaluator, partition: Partition) -> bool:
 
 
 class LayerSearch(Descent[LayerCandidate]):
-    """Search over cuts and recomputed layers for one number of devices.
+    """Descent over cuts and recomputed layers for one number of devices.
 
     Args:
         progress: State of the search over the case.
@@ -103,14 +107,14 @@ class LayerSearch(Descent[LayerCandidate]):
         """Search from `initial` and from each of `starts`, then repeatedly from the best result.
 
         Args:
-            starts: Cuts of shape (S+1,).
+            starts: Cuts to start from, each of shape (S+1,).
             most_actions: Limit on simulated actions.
-            initial: Partition that recomputes whole stages, if one is known.
+            initial: Partition that recomputes whole stages, or None.
         """
         self.descend(self._starts(starts, initial), most_actions, fruitless=_FRUITLESS if len(self.moves) else 0)
 
     def evaluate(self, every_cuts: Sequence[IntArray]) -> list[LayerCandidate]:
-        """Simulate cuts of shape (S+1,), each with the recomputation that takes its devices the least time."""
+        """Simulate several cuts, each of shape (S+1,), with the recomputation that takes each device least time."""
         return self._simulate(
             [
                 self._candidate_with(cuts, [recomputations[0] for recomputations in self._recomputations(cuts)])
@@ -135,7 +139,7 @@ class LayerSearch(Descent[LayerCandidate]):
                 yield self.evaluate([cuts])[0]
 
     def pick_best(self, candidate: LayerCandidate, cuts: IntArray) -> LayerCandidate:
-        """Return the best move, after choosing the layers of those that look best without that."""
+        """Rank moves with the same recomputed layers, choose the layers again for the best moves, return the best."""
         if candidate.over_bytes > 0:
             self.progress.effort.spent += self.evaluator.num_actions
             least = np.full((len(cuts), self.evaluator.num_stages), self.evaluator.allowed[-1])
@@ -148,24 +152,24 @@ class LayerSearch(Descent[LayerCandidate]):
         return min(self.evaluate(list(cuts[order[:_MOST_PICKED]])), key=attrgetter("rank"))
 
     def other_recomputations(self, candidate: LayerCandidate) -> Iterator[LayerCandidate]:
-        """Yield the best partition with another recomputation of one device, if there is one."""
+        """Yield the best partition that differs in the recomputation of one device; nothing if there is none."""
         other_ways = self._other_candidates(candidate)
         if other_ways:
             yield min(self._simulate(other_ways), key=attrgetter("rank"))
 
     def perturb(self, candidate: LayerCandidate) -> LayerCandidate:
-        """Return the partition after a few random moves."""
+        """Return the candidate after a few random moves of cuts."""
         return self.evaluate([self.random_cuts(candidate.cuts)])[0]
 
     def _is_recomputed(self, candidate: LayerCandidate) -> BoolArray:
-        """Return True for layers that are recomputed, alone or with their stage; shape (L,)."""
+        """Return True for each layer that the candidate recomputes, alone or with its whole stage; shape (L,)."""
         whole = (candidate.choices > 0) & (candidate.choices != LAYERS)
         is_recomputed = np.repeat(whole, np.diff(candidate.cuts))
         is_recomputed[[layer for layers in candidate.recomputed for layer in layers]] = True
         return is_recomputed
 
     def _other_candidates(self, candidate: LayerCandidate) -> list[LayerCandidate]:
-        """Return all candidates with the same cuts and another recomputation of one device."""
+        """Return all candidates with the same cuts that differ in the recomputation of one device."""
         every = list(self._recomputations(candidate.cuts))
         candidates = []
         for device, recomputations in enumerate(every):
@@ -203,7 +207,7 @@ class LayerSearch(Descent[LayerCandidate]):
         return candidate
 
     def _recomputations(self, cuts: IntArray) -> Iterator[tuple[Recomputation, ...]]:
-        """Yield the recomputations of each device, best first."""
+        """Yield for each device the recomputations to try, best first."""
         for device in range(self.evaluator.num_devices):
             # Choosing layers may take long.
             self.progress.deadline.check()

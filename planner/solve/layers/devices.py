@@ -1,15 +1,16 @@
 """Choose the recomputation of a device whose chunks share a memory limit: whole stages, or single layers if faster.
 
-If all chunks are short, `subsets.py` has their useful subsets of layers, and all combinations of these are compared,
-unless there are too many. Otherwise the chunks are solved one after the other. With the other chunks fixed, the layers
-of one chunk are an exact problem with a limit for each point in the step of the device (`cheapest.py`):
+If all chunks are short, `subsets.py` lists the useful subsets of layers of each chunk. All combinations of them are
+compared, unless there are too many. Otherwise the layers are chosen for one chunk after the other. While the other
+chunks stay fixed, `cheapest.py` solves this choice exactly. The limit at each point in the step of the device is
+(`cheapest.py` has the legend):
 
     fixed + weight * held + level <= limit - bytes of the other chunks at this point in the step
 
-How the chunks share the limit depends on the start, so there are two: whole stages, as `--recompute auto` chooses them,
-and single layers, added one by one in the order of bytes saved per time until the device fits.
+How the chunks share the limit depends on the recomputation to start from. There are two starts: whole stages, as
+`--recompute auto` chooses them; and single layers, added in the order of bytes saved per time until the device fits.
 
-Complexity: O(V) runs of `cheapest.py` for each start and order of the chunks, once for each device and its cuts.
+Complexity: O(V) runs of `cheapest.py` for V chunks, for each start and order of the chunks; once per device and cuts.
 """
 
 from collections.abc import Iterable, Sequence
@@ -31,10 +32,11 @@ from planner.solve.space.arrays import FloatArray, IntArray
 from planner.solve.space.partitions import Evaluator
 
 _MOST_JOINTLY = 20_000
-"""Most combinations of a device's chunks that are compared at once."""
+"""Largest number of combinations of a device's chunks that are compared at once."""
 
 _NEARLY_CHEAPEST = 1.25
-"""Longest recomputation time to consider, relative to the shortest; it may be better if the schedule has slack."""
+"""Largest ratio of a recomputation time to the shortest one. A longer time may be better if a stage has to wait anyway.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,15 +48,15 @@ class Recomputation:
     recomputed: tuple[tuple[int, ...], ...]
     """Single layers that each chunk recomputes, as indices in the chain."""
     layers_us: tuple[float, ...]
-    """Forward time of these layers, for each chunk."""
+    """Forward time of these layers of each chunk."""
     recompute_us: float
     """Recomputation time of the device in a step."""
     over_bytes: float
-    """Bytes over the device's memory limit; 0 if it fits."""
+    """Bytes by which the device exceeds its memory limit; 0 if it fits."""
 
 
 class _Option(NamedTuple):
-    """One recomputation of a chunk."""
+    """Recomputation of one chunk, with its time and memory."""
 
     choice: int
     recomputed: tuple[int, ...]
@@ -77,22 +79,22 @@ class DeviceSearch:
         self._answers: dict[tuple[int, ...], tuple[Recomputation, ...]] = {}
         self._stages: dict[tuple[int, int], _StageTables] = {}
         self.num_solved = 0
-        """Number of stages solved so far; each takes long."""
+        """Number of stages whose layers were chosen so far, as a measure of effort."""
 
     def recomputations(self, device: int, cuts: IntArray) -> tuple[Recomputation, ...]:
-        """Return the recomputations of a device to try, best first; if none fits, those with the fewest bytes over."""
+        """Return the recomputations of a device to try, best first; if none fits, those that exceed the limit least."""
         key = device, *(int(cuts[s + more]) for s in self._evaluator.chunks[device] for more in (0, 1))
         if key not in self._answers:
             self._answers[key] = self._solve(device, cuts)
         return self._answers[key]
 
     def improve_from(self, device: int, cuts: IntArray, choices: Sequence[int]) -> Recomputation:
-        """Return a recomputation of a device whose chunks are solved one after the other.
+        """Improve a recomputation of whole stages on one device, one chunk after the other.
 
         Args:
             device: Index of the device.
-            cuts: Shape (S+1,).
-            choices: Recomputation of the device's whole chunks to start from, as indices into `CHOICES`.
+            cuts: Cuts of all stages, shape (S+1,).
+            choices: Recomputation of each chunk to start from, as indices into `CHOICES`.
         """
         chunks, limit = self._chunks(device, cuts), self._evaluator.case.limits_bytes[device]
         start = [chunk.whole[choice] for chunk, choice in zip(chunks, choices, strict=True)]
@@ -118,7 +120,7 @@ class DeviceSearch:
     def _improve(
         self, chunks: "list[_Chunk]", start: list[_Option], limit: float, order: Iterable[int]
     ) -> list[_Option]:
-        """Replace each chunk in `order` by the cheapest recomputation that fits with the other chunks."""
+        """Give each chunk, in this order, the fastest recomputation with which it fits beside the other chunks."""
         options = list(start)
         for at in order:
             taken = np.zeros_like(options[at].bytes)
@@ -144,7 +146,7 @@ class DeviceSearch:
             stage = self._stage(int(cuts[s]), int(cuts[s + 1]))
             chunk = _Chunk(stage, stage.by_layers.without(shared_here, exact=costs.exact), counts)
             for n, (always, parts, inside) in whole.items():
-                # Stages that are too long for the tables only recompute single layers.
+                # Stages that are too long for the tables can only recompute single layers.
                 held_bytes = always[0, s] + counts @ parts[0, s] if inside[0, s] else np.full(len(counts), inf)
                 chunk.whole[n] = _Option(n, (), 0.0, stage.whole_us[n], held_bytes)
             chunks.append(chunk)
@@ -160,7 +162,7 @@ class DeviceSearch:
 
 
 class _StageTables:
-    """Data of a stage of layers `first`..`end - 1` that do not depend on its device."""
+    """Memory and times of the stage of layers `first`..`end - 1`, as far as they do not depend on its device."""
 
     def __init__(self, costs: ChainCosts, first: int, end: int, micro_batches: int, *, in_halves: bool) -> None:
         self.by_layers = chunk_by_layers(costs, first, end, micro_batches=micro_batches, in_halves=in_halves)
@@ -173,11 +175,11 @@ class _StageTables:
         as_first, behind = most_savings(costs)
         saved = np.append(as_first[first], behind[first + 1 : end])
         self.most_saved = np.where(self.layers.can_recompute, saved, 0.0)
-        """Most bytes per micro-batch that recomputing each layer saves, shape (layers,)."""
+        """Upper bound of the bytes per micro-batch that recomputing each layer saves, shape (layers,)."""
 
 
 class _Chunk:
-    """Stage on its device: its memory at the points in the step of the device, as a function of its recomputation."""
+    """Chunk of a device: its memory at each point in the step of the device, as a function of its recomputation."""
 
     def __init__(self, stage: _StageTables, by_layers: ChunkByLayers, counts: FloatArray) -> None:
         self.stage = stage
@@ -186,7 +188,7 @@ class _Chunk:
         self.weights = counts @ by_layers.saved
         self.level = np.where(counts > 0, by_layers.level, -1).max(axis=1)
         self._by_layers, self._counts = by_layers, counts
-        # Some of `PARTS` are a maximum of two linear functions. At points with such a part, both are limits.
+        # Some of `PARTS` are the maximum of two linear functions. Where such a part exists, both functions are limited.
         is_flat = by_layers.least > by_layers.rest
         lines = [(self.weights, by_layers.rest)]
         if is_flat.any():
@@ -195,7 +197,7 @@ class _Chunk:
 
     @cached_property
     def options(self) -> list[_Option]:
-        """All useful recomputations of a short stage, whole or by layers; empty for a long stage."""
+        """Useful recomputations of a short stage, of the whole stage or of single layers; empty for a long stage."""
         stage, subsets = self.stage, self.stage.subsets
         if subsets is None:
             return []
@@ -211,7 +213,7 @@ class _Chunk:
         ]
 
     def with_layers(self, recomputed: tuple[int, ...]) -> _Option:
-        """Return the recomputation of some single layers, as indices in the chain."""
+        """Return the recomputation of single layers, which are given as indices in the chain."""
         saved, *levels = self.stage.layers.levels(recomputed)
         layers_us = float(self.stage.times_us[np.array(recomputed, dtype=np.int64) - self.stage.layers.first].sum())
         held_bytes = self._by_layers.always + self._counts @ self._by_layers.parts(saved, np.array([*levels, 0.0]))
@@ -222,7 +224,7 @@ class _Chunk:
         return _Option(choice, recomputed, layers_us, self.stage.micro_batches * layers_us, held_bytes)
 
     def cheapest(self, room: FloatArray) -> _Option | None:
-        """Return the fastest recomputation with at most `room` bytes at each point; None if there is none."""
+        """Return the fastest recomputation that needs at most `room` bytes at each point in the step, or None."""
         if self.options:
             able = (option for option in self.options if (option.bytes <= room).all())
             return min(able, key=lambda option: option.recompute_us, default=None)
@@ -240,7 +242,7 @@ class _Chunk:
         return option
 
     def _limits(self, room: FloatArray) -> list[Limit]:
-        """Return the limits of all points in the step; of limits with the same weight and peak, the tightest one."""
+        """Return the memory limits of all points in the step; of limits with equal weight and pass, the tightest."""
         limits: dict[tuple[int, int], float] = {}
         for weights, fixed in self._lines:
             for weight, level, limit in zip(
@@ -270,13 +272,13 @@ def _solve_jointly(chunks: Sequence[_Chunk], limit: float) -> list[list[_Option]
     """Compare all combinations of the chunks' recomputations.
 
     Returns:
-        The fastest combination. Then, for each chunk, a combination that is nearly as fast and recomputes least of that
-        chunk. Empty if there are too many combinations, or none fits.
+        The fastest combination that fits. Then, for each chunk, a combination that is nearly as fast and spends the
+        least time on the recomputation of this chunk. Empty if there are too many combinations, or none fits.
     """
     tables = [chunk.options for chunk in chunks]
     recompute_us, places = np.zeros(1), np.zeros((1, 0), dtype=np.int64)
     held_bytes: FloatArray = np.zeros((1, len(chunks[0].level)))
-    # Least bytes of each chunk.
+    # Smallest memory of each chunk at each point in the step.
     least = [np.min([option.bytes for option in table], axis=0) if table else held_bytes[0] for table in tables]
     for n, table in enumerate(tables):
         if not table or len(held_bytes) * len(table) > _MOST_JOINTLY:
@@ -300,13 +302,13 @@ def _solve_jointly(chunks: Sequence[_Chunk], limit: float) -> list[list[_Option]
 
 
 def _start_by_stage(chunks: Sequence[_Chunk], limit: float) -> list[_Option]:
-    """Return the fastest recomputation of whole stages that fits, or the one with the fewest bytes over."""
+    """Return the fastest recomputation of whole stages that fits, or the one that exceeds the limit least."""
     combinations = [list(options) for options in product(*(chunk.whole.values() for chunk in chunks))]
     return min(combinations, key=lambda each: (_over_bytes(each, limit), sum(option.recompute_us for option in each)))
 
 
 def _start_by_layer(chunks: Sequence[_Chunk], limit: float) -> list[_Option]:
-    """Add the layer that saves most bytes per time at the fullest point in the step, until the device fits."""
+    """Recompute the layer that saves most bytes per time at the highest peak, repeatedly, until the device fits."""
     options = [chunk.with_layers(()) for chunk in chunks]
     while True:
         held_bytes: FloatArray = np.sum([option.bytes for option in options], axis=0)
@@ -332,7 +334,7 @@ def _start_by_layer(chunks: Sequence[_Chunk], limit: float) -> list[_Option]:
 
 
 def _best_first(recomputations: Iterable[Recomputation]) -> tuple[Recomputation, ...]:
-    """Return those that fit, fastest first; if none fits, those with the fewest bytes over."""
+    """Return the recomputations that fit, fastest first; if none fits, those that exceed the limit least."""
     ordered = sorted(recomputations, key=lambda recomputation: (recomputation.over_bytes, recomputation.recompute_us))
     return tuple(recomputation for recomputation in ordered if recomputation.over_bytes == ordered[0].over_bytes)
 

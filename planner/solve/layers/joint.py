@@ -1,15 +1,15 @@
 """Search for cuts and recomputed layers together, for GPipe and 1F1B with one stage per device.
 
-Choosing the layers of a stage (`cheapest.py`) is too expensive to do for every possible stage. The label dynamic
-program therefore runs with lower bounds (`stage_times.py`). The stages of its solution are then solved exactly, and it
-runs again, until all stages of its solution are exact. No other plan can be faster, because its time was a lower bound.
-Each round makes at least one more stage exact.
+Choosing the layers of a stage (`cheapest.py`) takes too long to do it for every possible stage. The label dynamic
+program therefore runs with lower bounds of the recomputation times (`stage_times.py`). The layers of the stages in its
+solution are then chosen exactly, and the dynamic program runs again. This ends if all stages in the solution have exact
+times, because all other plans take at least their lower bound. Each round makes at least one more stage exact.
 
-Under GPipe this solution is the optimum. Under 1F1B it is a lower bound of all partitions. Partitions between it and
-the best one are simulated with the exact layers of their stages. If there are too many, a descent over cuts
-(`cut_search.py`) improves the best one, and the gap is reported.
+Under GPipe the last solution is the optimum. Under 1F1B its time is a lower bound for all partitions. Partitions with a
+lower bound below the best step time are then simulated, with exactly chosen layers. If there are too many, a descent
+over cuts (`cut_search.py`) improves the best partition, and a gap remains.
 
-Complexity: that of `planner.solve.chain`, plus one run of `cheapest.py` for each stage that is solved exactly.
+Complexity: that of `planner.solve.chain`, plus one run of `cheapest.py` for each stage whose layers are chosen exactly.
 """
 
 from collections.abc import Sequence
@@ -34,20 +34,22 @@ from planner.solve.space.case import Case
 from planner.solve.space.partitions import Evaluator
 
 _ROUNDS_OF_GPIPE = 400
-"""Most runs of the dynamic program under GPipe."""
+"""Largest number of runs of the dynamic program under GPipe."""
 
 _ROUNDS, _FEW_ROUNDS = 40, 4
-"""Most runs of the dynamic program for one bound: with unbounded effort, and with bounded effort."""
+"""Largest number of runs of the dynamic program for one lower bound: with unlimited and with limited effort."""
 
 _ORDER, _CELLS = 3, 5
-"""Cost of computing an action order, in simulated partitions; and the number of table entries that cost one action."""
+"""Effort to compute an action order, in simulated partitions; number of table entries that take as long as one action.
+"""
 
 _MOST_SOLVED, _FEW_SOLVED = 400, 40
-"""Most stages to solve exactly before all partitions below the best are simulated: unbounded and bounded effort."""
+"""Largest number of stages whose layers are chosen exactly, so that all partitions with a bound below the best step
+time can be simulated: with unlimited and with limited effort."""
 
 
 def search_gpipe_by_layers(case: Case, *, upper_us: float = np.inf, deadline: Deadline = NEVER) -> Answer:
-    """Return the fastest partition under GPipe; raises `OutOfTimeError` as `planner.solve.answer.Search`."""
+    """Return the fastest partition under GPipe that may recompute single layers; see `planner.solve.answer.Search`."""
     layers = RecomputeTimes(case.costs)
     case = replace(case, least_recompute_us=layers.table)
     best: Partition | None = None
@@ -62,7 +64,7 @@ def search_gpipe_by_layers(case: Case, *, upper_us: float = np.inf, deadline: De
             time_us = np.inf if partition is None else Evaluation(case.costs, partition, case.cluster).step_us
             if time_us < upper_us:
                 best, upper_us = partition, time_us
-            # If the window covers all stages of faster partitions, the solution is a bound of all partitions.
+            # If the tables have all stages of faster partitions, the solution's time is a bound for all partitions.
             if windows.widen(upper_us):
                 continue
             bound_us = upper_us if cuts is None else max(bound_us, cuts.step_us)
@@ -82,11 +84,14 @@ def _best_cuts(case: Case, width: int, upper_us: float, deadline: Deadline) -> C
 
 
 def search_one_chunk_by_layers(progress: Progress, initial: Partition | None) -> None:
-    """Search all stage counts under 1F1B, until the deadline (`OutOfTimeError`) or the end of the effort.
+    """Search partitions into all possible numbers of stages under 1F1B, until no effort is left.
 
     Args:
         progress: State of the search over the case.
-        initial: Best partition that recomputes whole stages, if one is known.
+        initial: Best partition that recomputes whole stages, or None.
+
+    Raises:
+        OutOfTimeError: The deadline passed.
     """
     layers = RecomputeTimes(progress.case.costs)
     case = replace(progress.case, least_recompute_us=layers.table)
@@ -100,7 +105,7 @@ def search_one_chunk_by_layers(progress: Progress, initial: Partition | None) ->
 
 
 class _StageCountSearch:
-    """Search for one stage count."""
+    """Search for one number of stages."""
 
     def __init__(self, progress: Progress, evaluator: Evaluator, layers: RecomputeTimes) -> None:
         self._progress, self._evaluator, self._layers = progress, evaluator, layers
@@ -109,10 +114,10 @@ class _StageCountSearch:
         self._cuts = LayerSearch(progress, evaluator, DeviceSearch(evaluator))
 
     def run(self, initial: Partition | None) -> bool:
-        """Search; return False if the effort did not suffice."""
+        """Search partitions into this number of stages; return False if the effort did not suffice."""
         progress, effort, case = self._progress, self._progress.effort, self._case
         windows = Windows(case)
-        # The bound covers stages within the window, which must include all stages of faster plans.
+        # The lower bound covers stages in the tables only, so the tables must have all stages of faster plans.
         while windows.widen(progress.upper_us):
             cells = self._evaluator.num_stages * (case.costs.num_layers + 1) * windows.width
             if not effort.try_reserve((_ORDER + 1) * self._evaluator.num_actions, cells // _CELLS):
@@ -131,7 +136,11 @@ class _StageCountSearch:
         return True
 
     def _least(self, width: int) -> tuple[ChainCuts | None, LabelSearch]:
-        """Run the dynamic program until the stages of its solution are exact; return solution and last search."""
+        """Run the dynamic program until all stages in its solution have exact times, or a limit on the runs.
+
+        Returns:
+            The solution, or None if no partition can be faster than the best one; and the last run's `LabelSearch`.
+        """
         least: ChainCuts | None = None
         for _ in range(_FEW_ROUNDS if self._progress.effort.is_bounded else _ROUNDS):
             problem = self._case.problem(self._evaluator.num_stages, width=width, exact=True)
@@ -147,7 +156,7 @@ class _StageCountSearch:
         return least, search
 
     def _simulate_below(self, search: LabelSearch) -> bool:
-        """Simulate every partition whose bound is below the best; return False if there are too many."""
+        """Simulate every partition whose bound is below the best step time; return False if there are too many."""
         progress = self._progress
         most = progress.effort.affordable(self._evaluator)
         if not most:
@@ -166,7 +175,7 @@ class _StageCountSearch:
         return are_all
 
     def _num_unsolved(self, partitions: Sequence[ChainCuts]) -> int:
-        """Return the number of different stages that recompute single layers."""
+        """Return the number of different stages that recompute single layers in some partitions."""
         return len(
             {
                 (k, *each.cuts[k : k + 2])
@@ -178,7 +187,7 @@ class _StageCountSearch:
 
 
 def _solve_layers(case: Case, layers: RecomputeTimes, cuts: ChainCuts, deadline: Deadline) -> LayerCandidate | None:
-    """Return the partition with the cheapest layers of its stages; None if a stage does not fit."""
+    """Return the partition with these cuts whose recomputed layers take least time; None if a stage does not fit."""
     choices = np.array(cuts.choices)
     recomputed: list[tuple[int, ...]] = [()] * len(choices)
     layers_us = np.zeros(len(choices))

@@ -1,8 +1,9 @@
 """Search for plans that recompute single layers.
 
-It starts from the best plan that recomputes whole stages, so its result is never slower. The lower bound is that of
-`planner.solve.chunks.search`. If there are few partitions, those that fit without recomputation are simulated. The
-others are bounded by the smallest of their step times without recomputation.
+The search starts from the best plan that recomputes whole stages, so its result is never slower than this plan. The
+lower bound is computed as in `planner.solve.chunks.search`. If there are few partitions, all of them are simulated
+without recomputation. For partitions that do not fit without recomputation, the smallest of these step times is a
+lower bound.
 """
 
 from functools import partial
@@ -24,20 +25,20 @@ from planner.solve.space.partitions import Evaluator
 from planner.solve.space.tables import width_for
 
 _SHARE = 4
-"""Divisor of the effort left; the quotient may be used to simulate partitions one by one, if they are few."""
+"""Divisor of the effort left. The search may spend the quotient on choosing the layers of partitions one by one."""
 
 
 def search_layers(case: Case, by_stage: Answer | None, *, upper_us: float = inf, deadline: Deadline = NEVER) -> Answer:
-    """Return the best partition found.
+    """Return the best partition found that may recompute single layers.
 
     Args:
         case: The case, in which single layers may be recomputed.
-        by_stage: Answer with whole stages recomputed, if it is known; the search starts from it.
-        upper_us: Step time to beat; not above that of `by_stage`.
-        deadline: Time limit and effort.
+        by_stage: Answer that recomputes whole stages, from which the search starts, or None.
+        upper_us: Step time to beat; at most the step time of `by_stage`.
+        deadline: Limits on time and effort.
 
     Returns:
-        The answer; never slower than `by_stage`.
+        The answer.
 
     Raises:
         OutOfTimeError: `deadline` passed before anything was found, and `upper_us` is infinite.
@@ -56,16 +57,16 @@ def search_layers(case: Case, by_stage: Answer | None, *, upper_us: float = inf,
 
 
 def _search_devices(progress: Progress, initial: Partition | None) -> None:
-    """Search every number of devices; `initial` is the best partition that recomputes whole stages, if it is known."""
+    """Search every number of devices, from the best partition that recomputes whole stages (`initial`) or None."""
     for evaluator, least_us in evaluators(progress):
         initial_here = initial if initial is not None and initial.num_devices == evaluator.num_devices else None
         progress.leave_out(_search(progress, evaluator, least_us, initial_here))
 
 
 def _fits_without(case: Case, upper_us: float) -> bool:
-    """Return True if every plan faster than `upper_us` surely fits without recomputation.
+    """Return True if it is certain that every plan faster than `upper_us` fits without recomputation.
 
-    Every chunk counts as the largest possible stage, so the result may be False although all plans fit.
+    Every chunk is assumed to be the largest possible stage, so the result may be False although all plans fit.
     """
     if case.schedule.is_to_be_made:
         return False
@@ -87,7 +88,7 @@ def _holds_all(evaluator: Evaluator, width: int) -> bool:
 
 
 def _search_with_order(progress: Progress, initial: Partition | None) -> None:
-    """Choose single layers under the action order of `initial`, which was found with whole stages recomputed."""
+    """Choose the single layers to recompute under the action order of `initial`, which recomputes whole stages."""
     progress.deadline.check()
     progress.leave_out(progress.case.bound_us)
     if initial is None:
@@ -97,7 +98,7 @@ def _search_with_order(progress: Progress, initial: Partition | None) -> None:
 
 
 def _search(progress: Progress, evaluator: Evaluator, least_us: float, initial: Partition | None) -> float:
-    """Search one number of devices; return a lower bound of its partitions, at least `least_us`."""
+    """Search partitions for one number of devices; return a lower bound of their step time, at least `least_us`."""
     search = LayerSearch(progress, evaluator, DeviceSearch(evaluator))
     starts = start_cuts(progress, evaluator)
     one_by_one_us = _simulate_all(progress, evaluator, search)
@@ -113,10 +114,10 @@ def _search(progress: Progress, evaluator: Evaluator, least_us: float, initial: 
 
 
 def _simulate_all(progress: Progress, evaluator: Evaluator, search: LayerSearch) -> float:
-    """Choose the layers of every partition, fastest first, if there are few.
+    """If there are few partitions, choose the recomputed layers of each, in the order of time without recomputation.
 
     Returns:
-        Lower bound of the partitions that need recomputation; 0 if there are too many partitions.
+        Lower bound of the step time of partitions that need recomputation; 0 if there are too many partitions.
     """
     effort, num = progress.effort, evaluator.case.costs.num_layers
     num_cuts = comb(num - 1, evaluator.num_stages - 1) if evaluator.case.rules.balance is None else 1
@@ -132,7 +133,11 @@ def _simulate_all(progress: Progress, evaluator: Evaluator, search: LayerSearch)
 
 
 def _fastest_first(progress: Progress, evaluator: Evaluator) -> tuple[FloatArray, IntArray]:
-    """Return step times without recomputation, ascending, and cuts, of partitions that only fit with recomputation."""
+    """Return the partitions that fit only with recomputation, sorted by their step time without recomputation.
+
+    Returns:
+        Step times without recomputation, ascending, shape (N,), and cuts, shape (N, S+1).
+    """
     times: list[FloatArray] = []
     partitions: list[IntArray] = []
     for cuts in all_cuts(evaluator):

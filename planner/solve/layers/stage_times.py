@@ -1,7 +1,7 @@
-"""Time to recompute single layers in every stage: lower bounds first, exact values for the stages that matter.
+"""Time to recompute single layers in every stage: lower bounds first, exact values for stages in good plans.
 
-`cheapest.py` finds the exact value of one stage. The bound is a fractional knapsack: layers are recomputed in the order
-of bytes saved per time until the stage fits, each layer with the most bytes that it can save.
+`cheapest.py` finds the exact value for one stage. The lower bound is a fractional knapsack: layers are recomputed in
+the order of bytes saved per time until the stage fits, and each layer counts with the most bytes that it can save.
 """
 
 from typing import NamedTuple
@@ -17,7 +17,8 @@ from planner.solve.space.arrays import FloatArray, IntArray
 from planner.solve.space.tables import windowed
 
 _MOST_RATIOS = 64
-"""Most different times per byte that `least_recompute_us` tries; if there are more, the bound is slightly lower."""
+"""Largest number of times per byte that `least_recompute_us` tries; if layers have more, the bound is slightly lower.
+"""
 
 
 class _DeviceKey(NamedTuple):
@@ -25,7 +26,7 @@ class _DeviceKey(NamedTuple):
 
     limit_bytes: float
     in_flight: int
-    """Most micro-batches in flight; under 1F1B, fewer with fewer later stages."""
+    """Largest number of micro-batches in flight; under 1F1B, later stages have fewer."""
 
 
 class RecomputeTimes:
@@ -41,16 +42,16 @@ class RecomputeTimes:
 
     @property
     def num_exact(self) -> int:
-        """Number of stages solved exactly; each takes long."""
+        """Number of stages whose layers were chosen exactly so far."""
         return sum(map(len, self._exact.values()))
 
     def table(self, width: int, limit_bytes: float, moments: Moments) -> FloatArray:
-        """Return lower bounds of the time to make each stage fit, shape (L+1, width); infinite if it never fits.
+        """Return lower bounds of the recomputation time of each stage, shape (L+1, width); infinite if it never fits.
 
         Args:
-            width: Layers of the longest stage.
+            width: Number of layers of the longest stage.
             limit_bytes: Memory limit of the stages' device, without the reserve.
-            moments: Points in the step of that device.
+            moments: Points in the step at which the memory of this device may peak.
         """
         device = _DeviceKey(limit_bytes, moments.in_flight)
         table = self._tables.get(device)
@@ -67,13 +68,16 @@ class RecomputeTimes:
         return table
 
     def solve_stage(self, first: int, end: int, limit_bytes: float, moments: Moments) -> LayerChoice | None:
-        """Return the cheapest layers to recompute, and enter them in the tables; None if the stage never fits.
+        """Return the layers whose recomputation makes a stage fit in the least time, and record their time in a table.
 
         Args:
             first: First layer of the stage.
-            end: One past its last layer.
-            limit_bytes: Memory limit of its device, without the reserve.
-            moments: Points in the step of its device.
+            end: One past the last layer of the stage.
+            limit_bytes: Memory limit of the stage's device, without the reserve.
+            moments: Points in the step at which the memory of this device may peak.
+
+        Returns:
+            The choice; None if the stage never fits.
         """
         device = _DeviceKey(limit_bytes, moments.in_flight)
         choices = self._exact.setdefault(device, {})
@@ -98,15 +102,15 @@ def least_recompute_us(
     Args:
         costs: Costs of the chain.
         firsts: First layers of the stages, ascending.
-        stop: The stages end with the layers `firsts[0]`..`stop - 1`.
-        moments: Points in the step of the stages' device.
+        stop: One past the last layer at which a stage may end; the smallest last layer is `firsts[0]`.
+        moments: Points in the step at which the memory of the stages' device may peak.
         limit_bytes: Memory limit without the reserve.
 
     Returns:
-        Microseconds, shape (firsts, stop - firsts[0]); infinite if the stage never fits. Values before a row's own
-        first layer are undefined.
+        Microseconds, one row per first layer and one column per last layer, shape (firsts, stop - firsts[0]); infinite
+        if the stage never fits. Entries whose last layer is before the first layer are undefined.
 
-    Complexity: O(firsts · (stop - firsts[0]) · different ratios of time to bytes, at most 64).
+    Complexity: O(firsts · (stop - firsts[0]) · number of different ratios of time to bytes, at most 64).
     """
     span = slice(int(firsts[0]), stop)
     saved, levels = least_levels(costs, firsts, span)
@@ -116,7 +120,7 @@ def least_recompute_us(
         shares = moment.weight
         if moment.level is not None:
             over = over + moment.weight * saved + levels[moment.level]
-            # If peaks are stacked, a byte less saved before the highest peak lowers that peak as well.
+            # With exact records, the peak includes saved bytes: saving a byte less before the peak also lowers it.
             shares += costs.exact
         must_go = np.maximum(must_go, over / shares if shares else np.where(over > 0, np.inf, -np.inf))
     savings = np.stack(most_savings(costs))[:, span]
@@ -125,13 +129,16 @@ def least_recompute_us(
 
 
 def _least_times(savings: FloatArray, times: FloatArray, rows: IntArray, must_go: FloatArray) -> FloatArray:
-    """Return the fractional knapsack of every stage, by duality; infinite if all layers together save too little.
+    """Return the least time of a fractional knapsack for every stage; infinite if all layers save too few bytes.
+
+    The dual problem is solved: the largest value over several prices of a byte.
 
     Args:
-        savings: Most bytes that each layer saves as the first layer of a stage, and as a later one; shape (2, layers).
+        savings: Most bytes that each layer saves as the first layer of a stage, and as a later layer; shape
+            (2, layers).
         times: Time to recompute each layer, shape (layers,).
-        rows: First layer of each stage.
-        must_go: Bytes that must not be saved, by stage; shape (rows, layers).
+        rows: First layer of each stage, shape (rows,).
+        must_go: Bytes that each stage must save less, by first and last layer; shape (rows, layers).
     """
 
     def sums(per_layer: FloatArray) -> FloatArray:
@@ -146,7 +153,7 @@ def _least_times(savings: FloatArray, times: FloatArray, rows: IntArray, must_go
     # Infinite bytes times a price of 0 would be undefined.
     finite = np.clip(must_go, -1e200, 1e200)
     least = np.zeros_like(must_go)
-    # At any price of a byte, the time is at least the price of all bytes minus the profit of the layers.
+    # At any price of a byte, the time is at least the price of the bytes to save minus the profit of all layers.
     for price in prices:
         least = np.maximum(least, price * finite - sums(np.maximum(price * savings - times, 0.0)))
     return np.where(must_go <= sums(savings), least, np.inf)

@@ -1,7 +1,8 @@
-"""Subsets of the layers of a short stage that may be worth recomputing: those that no other subset dominates.
+"""Subsets of the layers of a short stage that may be worth recomputing: subsets that no other subset dominates.
 
-A subset dominates another if it takes no more time to recompute, saves no more bytes, and has no higher peak in any
-pass. It is then no worse at any point in the step of any device, so the comparison is needed only once per stage.
+A subset dominates another one if it takes no more time to recompute, keeps no more saved bytes, and has no higher peak
+in any pass. It is then at least as good at any point in the step, on any device. The subsets of a stage are therefore
+compared only once.
 
 Complexity: O(2^n n) for n layers, and O(4^n) to compare the subsets.
 """
@@ -14,27 +15,27 @@ from planner.core.cost.layer_memory import StageLayers
 from planner.solve.space.arrays import BoolArray, FloatArray
 
 MOST_LAYERS = 9
-"""Most layers of a stage whose subsets are listed."""
+"""Largest number of layers of a stage whose subsets are listed."""
 
 
 class Subsets(NamedTuple):
-    """Subsets of a stage's layers, fastest first."""
+    """Undominated subsets of a stage's layers to recompute, fastest first."""
 
     recomputed: BoolArray
     """True for layers in the subset, shape (N, layers)."""
     times_us: FloatArray
-    """Time to recompute them, shape (N,)."""
+    """Time to recompute the layers of each subset, shape (N,)."""
     saved: FloatArray
-    """Bytes that a micro-batch saves, shape (N,)."""
+    """Bytes that a micro-batch saves if the subset is recomputed, shape (N,)."""
     levels: FloatArray
-    """Peaks by position in `LayerPeaks`, then 0 for points in the step when no layer runs; shape (N, 4)."""
+    """Peak memory by position in `LayerPeaks`, then 0 for points in the step when no layer runs; shape (N, 4)."""
 
     @classmethod
     def of(cls, layers: StageLayers, times_us: FloatArray) -> "Subsets":
-        """Return the subsets of a stage of at most `MOST_LAYERS` layers.
+        """Return the undominated subsets of a stage of at most `MOST_LAYERS` layers.
 
         Args:
-            layers: Data of the stage's layers.
+            layers: Memory of the stage's layers.
             times_us: Time to recompute each layer, shape (layers,).
         """
         trained = np.flatnonzero(layers.can_recompute)
@@ -52,7 +53,7 @@ class Subsets(NamedTuple):
 
 
 def _unbeaten(numbers: FloatArray) -> BoolArray:
-    """Return True for rows that no previous row dominates; rows ascend by the first number."""
+    """Return True for each row that no previous row dominates; rows are sorted by their first number."""
     unbeaten = np.ones(len(numbers), dtype=np.bool_)
     for n in range(len(numbers)):
         if unbeaten[n]:

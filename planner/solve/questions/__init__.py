@@ -1,5 +1,6 @@
-"""Questions about a plan, each answered by solving variations of its request.
+"""Questions about a plan. Each is answered by solving variations of the plan's request.
 
-Read `insight.py` first: it explains what limits a plan. `certificate.py` checks the claims of a plan, `remedy.py` finds
-changes that would fit, `faster.py` and `trade_off.py` compare schedules, `sweep.py` plans for several cluster sizes.
+Read `insight.py` first: it explains what limits a plan. `certificate.py` checks if a plan is optimal as it claims,
+`remedy.py` finds changes with which a plan fits, `faster.py` and `trade_off.py` compare schedules, and `sweep.py` plans
+for several cluster sizes.
 """

@@ -1,4 +1,4 @@
-"""Check of a plan's claimed optimality and frontier, by solving its request again within seconds."""
+"""Check of the optimality and the frontier that a plan file claims, by solving its request again within seconds."""
 
 from dataclasses import replace
 
@@ -11,21 +11,23 @@ from planner.solve.request import Request
 from planner.solve.search import MOST_WORK, solve
 
 _TIME_LIMIT_S = 5.0
-"""Time limit in seconds; claims not verified by then are reported as unverified."""
+"""Time limit in seconds; claims that are not verified by then are reported as unverified."""
 
 _ACTIONS = 30_000
-"""Actions to simulate per schedule for a plan that is not claimed to be optimal: some tenths of a second."""
+"""Number of actions simulated per schedule, if the plan does not claim to be optimal: some tenths of a second."""
 
 _HINT = "solve again to recompute these values"
 
 
 def certified(written: Plan, verdict: Verdict, profile: Profile) -> Verdict:
-    """Return the verdict with findings about the plan's certificate; a wrong certificate is removed from the plan.
+    """Return the verdict with findings about the plan's certificate: its status, lower bound and frontier.
+
+    A wrong certificate is removed from the plan in the verdict.
 
     Args:
-        written: The plan as read.
-        verdict: The verdict on it.
-        profile: The profile that it was judged with.
+        written: The plan as read from its file.
+        verdict: The verdict on this plan.
+        profile: The profile that the plan was judged with.
 
     Returns:
         The verdict with the findings.
@@ -43,12 +45,12 @@ def certified(written: Plan, verdict: Verdict, profile: Profile) -> Verdict:
 def _findings(written: Plan, now: Plan, profile: Profile) -> tuple[Finding, ...]:
     """Return findings about the certificate and the frontier of a plan whose other figures are correct.
 
-    A plan does not record whether M was fixed, so the request is solved for the plan's own M.
+    A plan does not record if M was fixed, so the request is solved for the plan's own M.
 
     Args:
-        written: The plan as read.
-        now: The recomputed plan, with the certificate as read.
-        profile: The profile that it was recomputed from.
+        written: The plan as read from its file.
+        now: The plan with recomputed figures and the certificate from the file.
+        profile: The profile from which the figures were recomputed.
     """
     problems = list(certificate_problems(written, now.solver))
     open_ones = []
@@ -68,12 +70,12 @@ def _faster(_written: Plan, now: Plan, profile: Profile) -> tuple[str, bool]:
         return "", False
     request = Request.of_plan(now, micro_batches=now.micro_batches, time_limit_s=_TIME_LIMIT_S)
     if now.solver.status != "optimal":
-        # Only a proof of optimality needs long searches. A bound is refuted by any faster plan.
+        # Only a proof of optimality needs a long search. To refute a lower bound, any faster plan is enough.
         request = replace(request.in_one_pass(), actions=_ACTIONS)
     try:
         best = solve(profile, request, breaks_ties=False)
         if _contradiction(now, best):
-            # Name the plan that `solve` returns among equally fast ones.
+            # Of equally fast plans, name the one that `solve` returns.
             return _contradiction(now, solve(profile, request)), False
     except (SolverError, MissingPackageError) as error:
         return "the solver took too long" if isinstance(error, SolverError) else error.message, True
@@ -83,7 +85,7 @@ def _faster(_written: Plan, now: Plan, profile: Profile) -> tuple[str, bool]:
 
 
 def _contradiction(now: Plan, best: Plan) -> str:
-    """Return how the best plan contradicts a plan's certificate, in words; empty if it does not."""
+    """Return in words how the best plan found contradicts the plan's certificate; empty if it does not."""
     step_us, best_us, bound_us = now.predicted.step_us, best.predicted.step_us, now.solver.lower_bound_us
     if now.solver.status == "optimal" and best_us < step_us and not is_same("step_us", best_us, step_us):
         return f"it is marked as optimal, but {list(best.balance)} takes {best_us / 1e3:.1f} ms"

@@ -1,4 +1,4 @@
-"""Short searches for a faster plan than the requested kind, with another schedule or with replicas: hints only."""
+"""Short searches for a faster plan with another schedule or with replicas. The results are hints only."""
 
 from dataclasses import replace
 from typing import Final
@@ -11,13 +11,13 @@ from planner.solve.request import Request, fix_widths
 from planner.solve.search import MOST_WORK, plan_under, solve
 
 MOST_HINT_S: Final = 5.0
-"""Most seconds to wait for a hint."""
+"""Time limit of the search for a hint, in seconds."""
 
 _ACTIONS = 300_000
-"""Actions to simulate per schedule: about a second."""
+"""Number of actions simulated per schedule: about a second."""
 
 _LEAST_GAIN = 0.005
-"""Smallest gain that is worth a hint, as a share of the step time."""
+"""Smallest gain that is reported, as a share of the step time."""
 
 
 def faster_schedule(
@@ -28,12 +28,13 @@ def faster_schedule(
     Args:
         profile: The profile to plan for.
         plan: The plan under the requested schedule.
-        micro_batches: M, if it was fixed.
-        time_limit_s: Time limit of the search in seconds; its effort is bounded as well.
+        micro_batches: M, if the request fixed it; else None.
+        time_limit_s: Time limit of the search in seconds; its effort is limited as well.
 
     Returns:
-        The plan. None if there is none, or nothing to compare: given cuts, an open schedule, options that only the
-        requested schedule supports, a TPU, or too many layers and devices.
+        The plan, or None if the search finds none. Also None, without a search: if the cuts are given, the schedule was
+        not fixed, only the requested schedule supports the options, the device is a TPU, or there are too many layers
+        and devices.
     """
     inputs = plan.inputs
     if inputs.schedule == "auto" or plan.solver.status == "given":
@@ -63,12 +64,12 @@ def plan_with_replicas(
     Args:
         profile: The profile to plan for.
         plan: The plan with one replica.
-        micro_batches: M, if it was fixed.
-        time_limit_s: Time limit of the search in seconds; its effort is bounded as well.
+        micro_batches: M, if the request fixed it; else None.
+        time_limit_s: Time limit of the search in seconds; its effort is limited as well.
 
     Returns:
-        The plan. None if there is none, or nothing to compare: no unused device, requested replicas, given cuts, or
-        too many layers and devices.
+        The plan, or None if the search finds none. Also None, without a search: if no device is unused, replicas were
+        requested, the cuts are given, or there are too many layers and devices.
     """
     inputs = plan.inputs
     if inputs.replicas != 1 or plan.num_gpus >= inputs.devices:

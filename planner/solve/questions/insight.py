@@ -1,6 +1,6 @@
 """Insight into a plan: its bottleneck, the gain from more memory, devices or bandwidth, and the effect of noise.
 
-Every figure comes from the best plan of a request with one change.
+Every figure comes from the best plan for the plan's request with one change.
 """
 
 from collections.abc import Iterator
@@ -21,21 +21,22 @@ from planner.solve.request import Request, fix_widths
 from planner.solve.search import solve
 
 _DRAWS = 20
+"""Number of profiles with random errors of layer times."""
 _GIGABYTE = 10**9
 _INTERVAL = 1.96
-"""Standard deviations in the half-width of a 95 % interval."""
+"""Half-width of a 95 % confidence interval, in standard deviations."""
 
 
 def frontier_of(profile: Profile, request: Request, plan: Plan) -> tuple[FrontierPoint, ...]:
-    """Return a point for each number of replicas and micro-batches, ascending.
+    """Return the best plan's figures for each number of replicas and micro-batches, ascending.
 
-    After the request's watch stops the searches, the points are not usable. If the schedule is open, each point has one
-    search pass, so a longer search of its numbers may find a faster plan.
+    If the request's observer stops the searches, the points are not usable. If the schedule is `auto`, each point has
+    one search pass only, so a longer search may find a faster plan for the same replicas and micro-batches.
 
     Args:
         profile: The profile of the plan.
         request: The request that the plan answers.
-        plan: The plan, which is the point of its own replicas and micro-batches.
+        plan: The plan, which gives the point of its own replicas and micro-batches.
 
     Returns:
         The points.
@@ -73,7 +74,9 @@ def point_of(plan: Plan) -> FrontierPoint:
 
 
 def insight_of(profile: Profile, request: Request, plan: Plan) -> Insight:
-    """Return what limits a plan, and what would improve it; not usable after the request's watch stops the searches.
+    """Return what limits a plan, and what would improve it.
+
+    If the request's observer stops the searches, the result is not usable.
 
     Args:
         profile: The profile of the plan.
@@ -96,14 +99,14 @@ def insight_of(profile: Profile, request: Request, plan: Plan) -> Insight:
 
 
 def _sharing(request: Request, questions: int) -> Request:
-    """Return the request with its effort divided by the number of `questions`."""
+    """Return the request with its effort divided by a number of questions, which share the effort."""
     if request.actions is None:
         return request
     return replace(request, actions=request.actions // max(1, questions))
 
 
 def _pace(profile: Profile, plan: Plan) -> str:
-    """Describe the slowest stage or link of each direction."""
+    """Return a text about the slowest stage or link, in the forward and in the backward."""
     times = Evaluation.of(plan, profile).stage_times
     forward = [(t.forward_us, f"stage {k}") for k, t in enumerate(times)]
     backward = [(t.backward_us, f"stage {k}") for k, t in enumerate(times)]
@@ -119,7 +122,7 @@ def _what_if(profile: Profile, request: Request, plan: Plan) -> Iterator[WhatIf]
     for change, inputs in _changes(profile, request, plan.tensor_parallel):
         best = _solved(profile, replace(request, inputs=inputs))
         if best is not None:
-            # The plan stays possible and as fast after each change, although a heuristic search may miss it.
+            # After each change the plan is still possible and as fast, but a heuristic search may not find it.
             yield WhatIf(change=change, step_us=min(best.predicted.step_us, plan.predicted.step_us))
 
 
@@ -156,7 +159,7 @@ def _noise(profile: Profile, request: Request, plan: Plan) -> Noise | None:
     spreads = [max(layer.spread) for layer in profile.layers if layer.spread]
     if not spreads or max(spreads) <= 0:
         return None
-    # Each of the requests has less effort than the plan had, so its answer may be slower than the plan.
+    # The searches for drawn profiles have less effort than the plan's search, so they may find slower plans.
     rng = np.random.default_rng(0)
     request = replace(request, inputs=fix_widths(request.inputs, plan, profile), searches_on=False)
     regrets, same = [], 0
@@ -179,7 +182,7 @@ def _noise(profile: Profile, request: Request, plan: Plan) -> Noise | None:
 
 
 def _drawn(layer: LayerProfile, rng: "np.random.Generator") -> LayerProfile:
-    # One error for the forward of a layer and one for its backward, equal at all sizes, as on a loaded machine.
+    # A layer's forward has one random error, equal at all micro-batch sizes, and its backward another one.
     deviation = max(layer.spread, default=0.0) / _INTERVAL
     forward, backward = np.maximum(0.0, 1 + deviation * rng.standard_normal(2))
     return replace(

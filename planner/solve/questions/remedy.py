@@ -1,4 +1,4 @@
-"""Remedies for a plan that does not fit, computed by solving again."""
+"""Changes with which a plan that exceeds its memory limits would fit, computed by solving its request again."""
 
 from typing import Any
 
@@ -13,17 +13,17 @@ from planner.solve.request import Request
 from planner.solve.search import MOST_WORK, solve
 
 _TIME_LIMIT_S = 2.0
-"""Time limit in seconds; remedies not found by then are not reported."""
+"""Time limit in seconds; changes that are not found by then are not reported."""
 
 _SMALL = 10**9
 
 
 def what_would_fit(plan: Plan, profile: Profile) -> tuple[str, ...]:
-    """Return the nearest changes that would fit, in words, for a plan with stages over their memory limits.
+    """Return the smallest changes with which a plan that exceeds its memory limits would fit, in words.
 
     Args:
-        plan: The recomputed plan, with the limits that it exceeds.
-        profile: The profile that it was recomputed from.
+        plan: The plan with recomputed figures, and with the limits that it exceeds.
+        profile: The profile from which the figures were recomputed.
     """
     return (*_more_memory(plan, profile), *_solved_again(plan, profile))
 
@@ -60,7 +60,7 @@ def _solved_again(plan: Plan, profile: Profile) -> tuple[str, ...]:
 
 
 def _command(inputs: Inputs, profile: Profile) -> str:
-    """Return the command that solves the same request, with less common options as `…`."""
+    """Return the command that solves the same request; `…` stands for less common options."""
     words = [f"gpipe-plan solve {inputs.profile.path} --devices {inputs.devices}"]
     words += memory_options(inputs, profile.device.how)
     words.append(f"--batch {inputs.batch}")
@@ -80,7 +80,7 @@ _SPELLED_OUT = ("profile", "devices", "memory_bytes", "headroom", "batch", "sche
 
 
 def _defaults(profile: Profile) -> dict[str, Any]:
-    """Return the defaults of options that are left out."""
+    """Return the inputs that `solve` takes from the profile if their options are not given."""
     model = {"model_digest": profile.model.digest, "optimizer": profile.optimizer}
     executor = profile.device.executor
     return model if executor is None else {**model, "link": executor.link, "overhead_us": executor.overhead_us}

@@ -1,8 +1,8 @@
 """Best plans for several cluster sizes of equal devices, from few searches.
 
-The best plan of a larger cluster is also the best plan of a smaller one if it fits there, because the smaller cluster
+If the best plan of a larger cluster fits a smaller cluster, it is also the best plan there, because the smaller cluster
 allows fewer plans. If no plan fits the larger cluster, none fits the smaller one. Clusters are therefore solved from
-the largest to the smallest, and a search is skipped if the answer is known.
+the largest to the smallest, and a search is skipped if its answer is already known.
 """
 
 from collections.abc import Callable, Sequence
@@ -31,18 +31,18 @@ def sweep_of(
     headroom: float = 0.0,
     progress: Progress = lambda *_: None,
 ) -> Sweep:
-    """Return the best plan for every number of devices and every memory limit.
+    """Return the best plan for every combination of a number of devices and a memory limit.
 
     Args:
         profile: The profile to plan for.
-        request: All other inputs; its devices and memory limits are ignored.
-        devices: Numbers of devices.
-        memory_bytes: Memory limits of each device.
-        headroom: Share of every limit that is kept free.
-        progress: Called with the cell being solved, the number of solved cells, and the number of all cells.
+        request: Request with all other inputs; its own devices and memory limits are ignored.
+        devices: Numbers of devices to plan for.
+        memory_bytes: Memory limits per device to plan for, in bytes.
+        headroom: Share of each memory limit that is kept free.
+        progress: Called with the name of the cell being solved, the number of solved cells, and the number of cells.
 
     Returns:
-        The plans, one cell for each pair.
+        The plans, in one cell for each combination.
 
     Raises:
         UsageError: The request contradicts itself or the profile.
@@ -73,7 +73,7 @@ def sweep_of(
 
 
 def _cheapest(cells: Sequence[SweepCell]) -> int | None:
-    """Return the cell with the most samples per second and device; of equal ones, the first."""
+    """Return the index of the first cell with the most samples per second and device; None if no cell has a plan."""
     with_plan = [n for n, cell in enumerate(cells) if cell.plan is not None]
     return max(with_plan, key=lambda n: cells[n].samples_per_device_s, default=None)
 
@@ -86,7 +86,7 @@ def _question(request: Request, devices: int, limit: int, headroom: float) -> Re
 def _answer_of_larger(
     answers: dict[tuple[int, int], _Answer], question: Request, size: tuple[int, int]
 ) -> _Answer | None:
-    """Return the answer that follows from that of a larger cluster, or None."""
+    """Return the answer that follows from the known answer of a larger cluster; None if none follows."""
     inputs = question.inputs
     for (devices, limit), answer in answers.items():
         if devices < size[0] or limit < size[1]:
@@ -122,6 +122,6 @@ def _cell(devices: int, limit: int, answer: _Answer, workload: Workload) -> Swee
         status="optimal" if answer.solver.status == "optimal" else "feasible",
         samples_per_device_s=answer.predicted.samples_per_s / devices,
         training=training_run(answer.inputs, step_us, workload, devices=devices),
-        # The plan of a larger cluster is not paid for as there.
+        # The plan may come from a larger cluster, so its training cost is computed for this cluster.
         plan=replace(answer, training=training_run(answer.inputs, step_us, workload)),
     )

@@ -1,4 +1,4 @@
-"""Comparison of schedules: the best plan of each that a short search finds."""
+"""Comparison of schedules: the best plan that a short search finds under each schedule."""
 
 from math import inf
 from typing import Final
@@ -13,27 +13,27 @@ from planner.solve.request import Request, fix_widths
 from planner.solve.search import MOST_WORK, plan_under
 
 _ACTIONS: Final = 30_000
-"""Actions to simulate per schedule: some tenths of a second."""
+"""Number of actions simulated per schedule: some tenths of a second."""
 
 
 def trade_off_of(
     profile: Profile, plan: Plan, *, micro_batches: int | None = None, watch: SearchObserver = UNWATCHED
 ) -> tuple[FrontierPoint, ...]:
-    """Return a point for each schedule; the point of the plan's own schedule is the plan.
+    """Return the figures of a good plan under each schedule; for the plan's own schedule, the figures of the plan.
 
-    Each search has little effort: a schedule may do better than its point, and `fits` is false if no plan was found.
-    If the profile has several widths, T and R are those of the plan. Schedules with a split backward are tried only if
-    the profile has split backward times.
+    Each search is short, so a schedule may have a faster plan than the one reported. `fits` is False if none was found.
+    If the profile has several tensor-parallel widths, the plan's width and replicas are kept. Schedules with a split
+    backward are tried only if the profile has split backward times.
 
     Args:
         profile: The profile to plan for.
-        plan: The answer to a request that left the schedule open.
-        micro_batches: M, if it was fixed.
-        watch: Observer of the searches; after it stops them, the points are not usable.
+        plan: The answer to a request with the schedule `auto`.
+        micro_batches: M, if the request fixed it; else None.
+        watch: Observer of the searches; if it stops them, the points are not usable.
 
     Returns:
-        The points, in the usual order of schedules. Empty if there is nothing to compare: a requested schedule, given
-        cuts, a pipeline of one device, or too many layers and devices.
+        The points, in the usual order of schedules. Empty if there is nothing to compare: the request fixed the
+        schedule or the cuts, the pipeline has one device, or there are too many layers and devices.
     """
     inputs = plan.inputs
     if inputs.schedule != "auto" or plan.solver.status == "given" or plan.num_devices < 2:
