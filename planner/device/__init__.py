@@ -1,1 +1,1 @@
-"""Differences between kinds of devices: clocks, memory, names."""
+"""Clocks, memory meters and names of the kinds of devices: CPUs and GPUs."""

@@ -1,4 +1,4 @@
-"""The host's processor: its results are complete when a call returns, and its memory is the process's."""
+"""CPU of this machine as a device: results are complete when a call returns, and tensors are in host memory."""
 
 import sys
 import time
@@ -16,12 +16,12 @@ from planner.device.meter import CpuMeter, recorded_allocations
 
 
 class Cpu(DeviceKind):
-    """Processor of this machine, which any number of processes share."""
+    """CPU of this machine, which any number of processes can share."""
 
     name, title = "cpu", "CPU"
     communication = "gloo"
     transfers_overlap = has_own_memory = False
-    # The CPU uses the host's generator, whose state is stored as the host's.
+    # The CPU has no random generator of its own: it uses that of the host.
     generator = None
 
     @classmethod
@@ -77,7 +77,7 @@ class _HostMoment(NamedTuple):
 
 
 class _AllocationWatch:
-    """Sum of allocations and releases since the start: torch has no counter of live bytes on the CPU."""
+    """Peak memory of this process, summed from recorded allocations and releases, as torch counts none on the CPU."""
 
     def __init__(self) -> None:
         self._live_bytes = 0
@@ -87,7 +87,7 @@ class _AllocationWatch:
 
     def begin(self) -> None:
         with self.paused():
-            pass  # merges earlier allocations into one number
+            pass  # replaces the list of earlier allocations by their sum
 
     @contextmanager
     def paused(self) -> Iterator[None]:

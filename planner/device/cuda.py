@@ -1,9 +1,10 @@
-"""A CUDA device: events for times, statistics of the caching allocator for memory.
+"""CUDA GPUs as devices: times come from events, memory from the statistics of torch's caching allocator.
 
-Part of its memory is not available for tensors: the context, loaded kernels, workspaces of libraries. These statistics
-do not include it, and stages are predicted without it, but it exists on every device that trains. So it is measured
-once, after the first use of the operators that nearly every model uses: matrix products (cuBLAS) and convolutions
-(cuDNN), forward and backward, in single and half precision.
+A part of the GPU's memory is not available for tensors: CUDA's context, loaded kernels, workspaces of libraries. The
+allocator's statistics do not include this part, and neither do the predictions for stages. So it is measured once and
+kept as the device's reserve. The measurement first runs operators that nearly every model uses, because libraries take
+memory on first use: matrix products (cuBLAS) and convolutions (cuDNN), forward and backward, in single and half
+precision.
 """
 
 import time
@@ -21,16 +22,16 @@ from planner.device.kind import DeviceKind, Peak
 from planner.device.meter import Usage
 
 _SIDE = 256
-"""Rows and columns of matrices and images: large enough for the kernels of real layers."""
+"""Number of rows and columns of test matrices and images, large enough to use the same kernels as real layers."""
 
 _CLOCK_TRIES = 4
 
 
 class CudaClock:
-    """Clock of CUDA events around work on the current stream."""
+    """Clock that measures, by CUDA events, the time of a function's work on the current stream."""
 
     def time_us(self, work: Callable[[], object]) -> float:
-        """Return the microseconds between the events, after all earlier work."""
+        """Wait for all earlier work, run `work`, and return its time on the GPU in microseconds."""
         self._start, self._end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         self._is_stopped = False
         torch.cuda.synchronize()
@@ -42,23 +43,23 @@ class CudaClock:
         return float(self._start.elapsed_time(self._end)) * 1e3
 
     def restart(self) -> None:
-        """Start again; called by `work`, whose earlier time then does not count."""
+        """Start the measurement anew. The measured function calls this after preparations that must not count."""
         self._start.record()
 
     def stop(self) -> None:
-        """Stop; called by `work`, whose later time then does not count."""
+        """End the measurement now. The measured function calls this if what follows must not count."""
         self._end.record()
         self._is_stopped = True
 
 
 class CudaMeter:
-    """Meter that reads the caching allocator's statistics."""
+    """Meter of a function's memory that reads the statistics of torch's caching allocator."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
 
     def measure(self, work: Callable[[], object]) -> Usage:
-        """Run `work` once and return its memory."""
+        """Run `work` once and return the memory that it used."""
         torch.cuda.synchronize(self.device)
         before = torch.cuda.memory_allocated(self.device)
         torch.cuda.reset_peak_memory_stats(self.device)
@@ -69,7 +70,7 @@ class CudaMeter:
 
 
 class Cuda(DeviceKind):
-    """GPU that torch uses through CUDA, or through HIP under that name."""
+    """GPU that torch uses through CUDA, or an AMD GPU, for which torch uses HIP under the name CUDA."""
 
     name, title = "cuda", "CUDA"
     communication = "nccl"
@@ -96,7 +97,7 @@ class Cuda(DeviceKind):
 
     @property
     def generator(self) -> torch.Generator:
-        torch.cuda.init()  # which makes the generators
+        torch.cuda.init()  # this creates the generators
         return torch.cuda.default_generators[self.device.index]
 
     def described(self) -> Device:
@@ -109,10 +110,10 @@ class Cuda(DeviceKind):
         )
 
     def reserve_bytes(self) -> int:
-        """Return the bytes that are used and hold no tensor, including those of other programs.
+        """Return the bytes of the GPU's memory that are in use but not for tensors, including other programs' memory.
 
-        There are two parts: memory used outside of the allocator's pool, and memory that libraries hold in the pool
-        permanently (cuBLAS has its workspace there). The rest of the pool is free for tensors.
+        The result is the sum of two parts: memory in use outside of the allocator's pool, and memory that libraries
+        hold permanently inside the pool (the workspace of cuBLAS).
         """
         before_bytes = torch.cuda.memory_allocated(self.device)
         for dtype in (torch.float32, torch.float16):
@@ -150,7 +151,7 @@ class Cuda(DeviceKind):
             before_ns, moment = time.perf_counter_ns(), self.now()
             self.synchronize()
             tries.append((time.perf_counter_ns() - before_ns, before_ns, moment))
-        # The host may have been interrupted in between: the shortest try is the most precise.
+        # The shortest try is the most precise, because the host may have been interrupted during the others.
         took_ns, before_ns, moment = min(tries, key=itemgetter(0))
         return moment, before_ns + took_ns // 2
 
@@ -166,7 +167,7 @@ class _EventMoment(NamedTuple):
 
 
 class _StatisticsWatch:
-    """Watch that reads the allocator's peak; it has none for a run that ends before `begin`."""
+    """Watch that reads the allocator's peak; `close` returns none for a run that ends before `begin`."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

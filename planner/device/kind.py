@@ -1,4 +1,4 @@
-"""Interface of a kind of device, with one class per kind (`planner.device.kinds`)."""
+"""Define the interface of a kind of device. `planner.device.kinds` lists the classes that implement it."""
 
 from abc import ABC, abstractmethod
 from contextlib import AbstractContextManager
@@ -12,10 +12,10 @@ from planner.device.meter import Meter
 
 
 class Moment(Protocol):
-    """Point in time on the device's own clock, which may be later than the host's."""
+    """Point in time on the device's own clock; the device may reach it later than the host creates it."""
 
     def ns_since(self, earlier: Self) -> int:
-        """Return the nanoseconds between two points in time that the device has reached."""
+        """Return the nanoseconds from `earlier` to this point in time; the device must have reached both."""
         ...
 
 
@@ -24,46 +24,46 @@ class Peak(NamedTuple):
 
     tensor_bytes: int
     outside_bytes: int = 0
-    """Bytes that the device had in use in addition to tensors; 0 if unknown."""
+    """Bytes of the device that were in use for other purposes than tensors; 0 if unknown."""
 
 
 class PeakWatch(Protocol):
-    """Watch of all memory of a process, which starts when the watch is made."""
+    """Interface of a watch of all memory of this process. It starts when the object is created."""
 
     def begin(self) -> None:
-        """Begin the period whose peak is measured; memory that is in use counts."""
+        """Begin the period of which the peak is measured; memory that is already in use counts."""
         ...
 
     def paused(self) -> AbstractContextManager[None]:
-        """Return a context whose allocations do not count; it must release them on this thread."""
+        """Return a context manager whose allocations do not count; the block must release them, on the same thread."""
         ...
 
     def end(self) -> Peak:
-        """Return the peak since `begin`, and stop watching."""
+        """Stop watching, and return the peak memory since `begin`."""
         ...
 
     def close(self) -> Peak | None:
         """Stop watching.
 
         Returns:
-            The peak of the whole time if `end` was never called and the watch counts allocations itself; else None.
+            Peak memory since `begin`, or since the creation, if `end` was not called; None if it was, or on a GPU.
         """
         ...
 
 
 class DeviceKind(ABC):
-    """Device of the type `name`, with all differences between kinds of devices."""
+    """Interface of a device, for everything that differs between CPUs and GPUs; one subclass per kind."""
 
     name: ClassVar[str]
     """Value of `torch.device.type`, which is also `device.kind` in files."""
     title: ClassVar[str]
     """Name of the kind in messages."""
     communication: ClassVar[str]
-    """Backend of `torch.distributed` that sends tensors between such devices."""
+    """Backend of `torch.distributed` that sends tensors between devices of this kind."""
     transfers_overlap: ClassVar[bool]
-    """True if the device computes while tensors are sent."""
+    """True if the device can compute while it sends or receives tensors."""
     has_own_memory: ClassVar[bool]
-    """True if tensors are not in the host's memory."""
+    """True if the device stores tensors in its own memory, not in the host's."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -71,59 +71,62 @@ class DeviceKind(ABC):
     @classmethod
     @abstractmethod
     def count(cls) -> int:
-        """Return how many processes of this machine can have such a device."""
+        """Return the number of processes on this machine that can each have a device of this kind."""
 
     @classmethod
     @abstractmethod
     def of_rank(cls, local_rank: int) -> torch.device:
-        """Return the device of a process, by its local rank on this machine, and make it the current device."""
+        """Return the device of the process with the given rank on this machine, and make it the current device."""
 
     @classmethod
     @abstractmethod
     def in_use(cls) -> "DeviceKind | None":
-        """Return the accelerator of this kind that the process uses; None if there is none."""
+        """Return the accelerator of this kind that this process already uses; None if it uses none."""
 
     @property
     @abstractmethod
     def model_name(self) -> str:
-        """Vendor's name of the device."""
+        """Name that the vendor gives the device."""
 
     @property
     @abstractmethod
     def generator(self) -> torch.Generator | None:
-        """Random number generator of the device; None if it uses the host's."""
+        """Random number generator of the device; None if the device uses that of the host."""
 
     @abstractmethod
     def described(self) -> Device:
-        """Return name and memory of the device, and the part of it that is not for tensors."""
+        """Return the device's name, its memory, and the part of the memory that is not available for tensors."""
 
     @abstractmethod
     def clock(self, threads: int) -> Clock:
-        """Return a clock for short functions that use this number of host threads."""
+        """Return a clock for short functions that use `threads` threads of the host."""
 
     @abstractmethod
     def meter(self) -> Meter:
-        """Return a meter for the memory of a function."""
+        """Return a meter that measures the memory of a function."""
 
     @abstractmethod
     def peak_watch(self) -> PeakWatch:
-        """Begin to watch the memory of this process."""
+        """Start a watch of the memory of this process, and return it."""
 
     @abstractmethod
     def allocated_bytes(self) -> int | None:
-        """Return the bytes of all tensors on the device; None if they are not counted."""
+        """Return the bytes of all tensors on the device; None if this kind of device does not count them."""
 
     @abstractmethod
     def now(self) -> Moment:
-        """Return the time at which the device will have done all work submitted so far."""
+        """Return the point in time at which the device completes all work submitted so far."""
 
     @abstractmethod
     def synchronize(self) -> None:
-        """Wait until all submitted work is done."""
+        """Wait until the device has completed all submitted work."""
 
     @abstractmethod
     def on_host_clock(self) -> tuple[Moment, int]:
-        """Return a time at which the device is idle, and the same time by `time.perf_counter_ns`."""
+        """Return one point in time on both clocks: the device's, and the host's `time.perf_counter_ns`.
+
+        The device is idle at this time.
+        """
 
     @abstractmethod
     def empty_cache(self) -> None:

@@ -1,4 +1,4 @@
-"""Kinds of devices that torch supports here, by `torch.device.type`."""
+"""List the supported kinds of devices, by `torch.device.type`."""
 
 from collections.abc import Mapping
 from typing import Final
@@ -13,12 +13,12 @@ DEVICE_KINDS: Final[Mapping[str, type[DeviceKind]]] = {kind.name: kind for kind 
 
 
 def kind_of(device: torch.device) -> DeviceKind:
-    """Return the `DeviceKind` of a device."""
+    """Return the `DeviceKind` object for a torch device."""
     return DEVICE_KINDS[device.type](device)
 
 
 def accelerator_in_use() -> DeviceKind | None:
-    """Return the accelerator that this process uses; None if there is none."""
+    """Return the accelerator that this process already uses; None if it uses only the CPU."""
     for kind in DEVICE_KINDS.values():
         if (device := kind.in_use()) is not None:
             return device

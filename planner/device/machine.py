@@ -1,4 +1,4 @@
-"""Properties of this machine: name of its processor, cores, memory, and settings of the C library's allocator."""
+"""Read properties of this machine (name of the CPU, cores, memory), and set options of the C library's allocator."""
 
 import ctypes
 import os
@@ -9,17 +9,17 @@ from typing import NamedTuple
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_MMAP_MAX = -1, -3, -4  # from glibc's malloc.h
 
 LARGE_BYTES = 2**25
-"""Largest threshold that glibc accepts."""
+"""Largest threshold in bytes that glibc accepts, above which it maps blocks separately."""
 
 CACHE_BYTES = 64 * 2**20
-"""Upper bound of a core's share of a CPU's last-level cache, and of a GPU's L2 cache."""
+"""Upper bound, in bytes, of the size of a GPU's L2 cache and of a core's share of a CPU's last-level cache."""
 
 _MOST_BLOCKS = 2**16
-"""Maximum of separately mapped blocks: glibc's default."""
+"""Largest number of separately mapped blocks; this is glibc's default."""
 
 
 def cpu_name() -> str:
-    """Return the processor's marketing name if the system has it, else its architecture."""
+    """Return the product name of the CPU if the system reports it, else its architecture."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -29,29 +29,29 @@ def cpu_name() -> str:
 
 
 def usable_cores() -> int:
-    """Return how many cores this process may run on."""
+    """Return the number of cores on which this process may run."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 class CoreTime(NamedTuple):
-    """Time that a thread ran, and waited for a core that other threads used; 0 if unknown."""
+    """Time that a thread has run, and time that it has waited for a core that other threads used; 0 if unknown."""
 
     ran_ns: int = 0
     waited_ns: int = 0
 
     @property
     def share(self) -> float:
-        """Share of the time that the thread wanted to run and did; 0 if unknown."""
+        """Time that the thread has run divided by the time that it has run or waited for a core; 0 if unknown."""
         wanted_ns = self.ran_ns + self.waited_ns
         return self.ran_ns / wanted_ns if wanted_ns else 0.0
 
     def since(self, earlier: "CoreTime") -> "CoreTime":
-        """Return the increase since `earlier`."""
+        """Return the increase of both times since `earlier`."""
         return CoreTime(self.ran_ns - earlier.ran_ns, self.waited_ns - earlier.waited_ns)
 
 
 def core_time() -> CoreTime:
-    """Return the times that this thread has run and has waited for a core, from Linux's scheduler."""
+    """Return how long this thread has run and has waited for a core, as reported by the scheduler of Linux."""
     try:
         ran, waited, _ = Path("/proc/thread-self/schedstat").read_text(encoding="utf-8").split()
         return CoreTime(int(ran), int(waited))
@@ -60,7 +60,7 @@ def core_time() -> CoreTime:
 
 
 def available_bytes() -> int:
-    """Return the memory that is available without swapping; all memory if the system does not report it."""
+    """Return the host memory, in bytes, that is available without swapping; all of it if this is unknown."""
     try:
         lines = Path("/proc/meminfo").read_text(encoding="utf-8").splitlines()
         available = next(line for line in lines if line.startswith("MemAvailable:"))
@@ -72,13 +72,13 @@ def available_bytes() -> int:
 def keep_freed_memory(*, below: int | None = None) -> None:
     """Make the C library keep freed memory for later allocations, as the caching allocators of GPUs do.
 
-    By default glibc returns large blocks to the system, which clears every page again on the next use. Activations are
-    allocated and freed with every micro-batch: a recomputing Transformer's step took 1.4 times as long. Without glibc
-    this does nothing.
+    By default, glibc returns large blocks to the system, which then clears every page on the next use. Activations are
+    allocated and freed with every micro-batch, so this costs time: the step of a Transformer with recomputation took
+    1.4 times as long. Without glibc, this function does nothing.
 
     Args:
-        below: Keep only blocks of fewer bytes, at most `LARGE_BYTES`; by default all. Then a process is no larger than
-            its live memory, except for holes that smaller blocks leave.
+        below: Size in bytes, at most `LARGE_BYTES`, below which blocks are kept; by default, all blocks are kept. With
+            a limit, the process has little more than its live memory, because only small blocks leave holes.
     """
     try:
         libc = ctypes.CDLL("libc.so.6")
@@ -90,7 +90,7 @@ def keep_freed_memory(*, below: int | None = None) -> None:
 
 
 def release_freed_memory() -> None:
-    """Return to the system, once, the memory that `keep_freed_memory` keeps. Without glibc this does nothing."""
+    """Return freed memory that `keep_freed_memory` has kept so far to the system. Without glibc this does nothing."""
     try:
         ctypes.CDLL("libc.so.6").malloc_trim(0)
     except (OSError, AttributeError):

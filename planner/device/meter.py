@@ -1,8 +1,9 @@
-"""Measure live and peak bytes of a function with the device's own allocator; and the meter of the processor.
+"""Measure the memory of a function: the interface of meters, and the meter for CPUs.
 
-Torch's profiler records every CPU allocation and release with its size, including operator temporaries, which no
-dispatch mode sees. Its older recorder does so without Kineto's start-up time and messages. Resident set size would be
-useless, because the C allocator keeps freed memory.
+The meter for CPUs uses torch's profiler, which records the size of every allocation and release. These include
+temporary tensors inside operators, which no dispatch mode sees. The older profiler interface is used, because it does
+not start Kineto, which takes time and prints messages. The resident set size would be useless, because the C allocator
+keeps freed memory.
 """
 
 import gc
@@ -16,27 +17,27 @@ from torch.autograd import ProfilerConfig, ProfilerState  # type: ignore[attr-de
 
 
 class Usage(NamedTuple):
-    """Bytes relative to the live memory before."""
+    """Memory of a function in bytes, relative to the live memory before its call."""
 
     peak_bytes: int
     end_bytes: int
-    """Bytes at the end; negative if the function released more than it allocated."""
+    """Bytes that the function has left allocated; negative if it released more than it allocated."""
 
 
 class Meter(Protocol):
-    """Meter of the memory of a function."""
+    """Interface of a meter that measures the memory of a function."""
 
     def measure(self, work: Callable[[], object]) -> Usage:
-        """Run `work` once, release its result, and return its memory."""
+        """Run `work` once, release its result, and return the memory that it used."""
         ...
 
 
 class CpuMeter:
-    """Meter that counts the CPU allocator's events."""
+    """Meter that adds up all allocations and releases of torch's CPU allocator."""
 
     def measure(self, work: Callable[[], object]) -> Usage:
-        """Run `work` once and return its memory."""
-        # Memory that a garbage collection released would count as released by `work`.
+        """Run `work` once and return the memory that it used."""
+        # Garbage collection is off, because memory that it releases would count as released by `work`.
         collects = gc.isenabled()
         gc.disable()
         try:
@@ -54,7 +55,10 @@ class CpuMeter:
 
 @contextmanager
 def recorded_allocations() -> Iterator[list[int]]:
-    """Record the sizes of all CPU allocations (positive) and releases (negative) in order, until the block ends."""
+    """Record the sizes in bytes of all CPU allocations (positive) and releases (negative), in order.
+
+    The list that this context manager returns is filled when the block ends.
+    """
     sizes: list[int] = []
     config = ProfilerConfig(
         ProfilerState.CPU, False, True, False, False, False, torch._C._profiler._ExperimentalConfig()

@@ -1,4 +1,4 @@
-"""Reading and writing of files: strict parsing, digests, atomic writes. Only this package uses yaml and pydantic."""
+"""Read and write files: strict parsing, digests, atomic writes. Only this package uses yaml and pydantic."""
 
 from planner.files.canonical import digest_of, to_plain
 from planner.files.places import check_outputs, model_path, profile_path, reference_path, relocated

@@ -1,4 +1,4 @@
-"""Limits for YAML files: a few hundred bytes of YAML can expand to gigabytes or to endless nesting."""
+"""Limit size and nesting of YAML files, because a few hundred bytes of YAML can expand to gigabytes."""
 
 import re
 from collections.abc import Iterable, Iterator
@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 import yaml
 
 MAX_BYTES = 2**28
-"""Size of the largest file that is read; a profile of ten thousand layers has a few megabytes."""
+"""Largest number of characters of a file that is read; a profile of ten thousand layers has a few million."""
 
 MAX_DEPTH = 32
 """Largest nesting depth of lists and mappings; our own files need eight."""
@@ -17,7 +17,7 @@ MAX_VALUES = 2**23
 
 
 class UnboundedError(Exception):
-    """Limit exceeded by a file, at `line`, counted from 1."""
+    """Error that a file exceeds a limit, at `line` (counted from 1)."""
 
     hint = "files of gpipe-plan are plain lists and mappings; write the file again with the command that makes it"
 
@@ -27,13 +27,13 @@ class UnboundedError(Exception):
 
 
 def bounded(events: Iterable[yaml.Event]) -> Iterator[yaml.Event]:
-    """Pass on the events of a document while it stays within the limits.
+    """Yield the parser events of a YAML document, and raise an error as soon as they exceed a limit.
 
     Raises:
-        UnboundedError: The document nests too deeply, has too many values, or refers to itself.
+        UnboundedError: The document is nested too deeply, has too many values, or refers to itself.
         yaml.YAMLError: The text is not YAML.
     """
-    # Counts of values of the document and of every open list or mapping, and the anchor of each.
+    # For the document and for each open list or mapping: the number of values so far, and the anchor.
     counts, anchors = [0], [""]
     sizes: dict[str, int] = {}
     for event in events:
@@ -61,7 +61,7 @@ def bounded(events: Iterable[yaml.Event]) -> Iterator[yaml.Event]:
 
 
 def is_too_deep(text: str) -> bool:
-    """Return True if lists and mappings of a JSON text are nested deeper than allowed."""
+    """Return True if lists and mappings of a JSON text are nested more than `MAX_DEPTH` levels deep."""
     if text.count("[") + text.count("{") <= MAX_DEPTH:
         return False
     depth = 0

@@ -1,4 +1,4 @@
-"""Plain content (dicts and lists) of a value, and its digest."""
+"""Convert dataclasses to plain content (dicts, lists and scalars), and compute digests of it."""
 
 import hashlib
 import json
@@ -12,14 +12,14 @@ from planner.core.values.profile import BoundaryTensor, MemoryDetail, ProgramMem
 from planner.core.values.proof import Proof
 
 _SPARE = frozenset({BoundaryTensor, MemoryDetail, ProgramMemory, Proof, SplitMemory})
-"""Classes whose fields are all left out if they have their default: a profile has thousands of such values."""
+"""Classes of which every field with its default value is left out, because a profile has thousands of objects."""
 
 
 def to_plain(value: Any) -> Any:
-    """Return a dataclass as plain dicts and lists.
+    """Convert a dataclass, and all values in it, to plain dicts and lists.
 
-    A field with a default is left out if it is None or an empty text, list or mapping. Fields of `_SPARE` and
-    those marked `LEFT_OUT` are also left out if they have any other default.
+    A field that has a default is left out if its value is None or an empty text, list or mapping. Fields marked
+    `LEFT_OUT`, and all fields of the classes in `_SPARE`, are left out whenever their value is the default.
     """
     kind = type(value)
     if kind in _ATOMS:
@@ -39,7 +39,7 @@ _ATOMS = frozenset({int, float, str, bool, type(None)})
 
 @cache
 def _fields_of(kind: type) -> tuple[tuple[str, Callable[[Any], bool] | None], ...]:
-    """Return the field names, each with a test for leaving it out (None for never).
+    """Return the fields of a dataclass: name, and a function that tells whether to leave a value out (None: never).
 
     The result is cached, because a profile has a hundred thousand fields.
     """
@@ -56,7 +56,15 @@ def _left_out(field: "Field[Any]", kind: type) -> Callable[[Any], bool] | None:
 
 
 def digest_of(value: Any, *, leave_out: tuple[str, ...] = ("generator",)) -> str:
-    """Return `sha256:…` of the canonical JSON of `value`; it depends on every value but not on formatting."""
+    """Return a digest `sha256:…` of `value`, a dataclass, that does not depend on the formatting of its file.
+
+    Args:
+        value: The dataclass.
+        leave_out: Top-level fields that do not count.
+
+    Returns:
+        The digest.
+    """
     plain = to_plain(value)
     if isinstance(plain, dict):
         plain = {key: item for key, item in plain.items() if key not in leave_out}

@@ -1,4 +1,4 @@
-"""Semantic checks, beyond types: conditions that a profile or plan must meet before it is used."""
+"""Check conditions, beyond types, that the content of a file must meet before it is used."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, fields, is_dataclass
@@ -22,14 +22,19 @@ if TYPE_CHECKING:
 
 
 def problems_of(value: "Value", *, every_number: bool = True) -> Iterator[Problem]:
-    """Yield all problems of `value`; `every_number` is false if no number can be out of bounds."""
+    """Yield all problems of the content of a file.
+
+    Args:
+        value: Content of the file.
+        every_number: Whether to check every number for its sign and size.
+    """
     if every_number:
         yield from _bad_numbers(value, ())
     yield from _PROBLEMS[word_of(value.schema)](value)
 
 
 def _bad_numbers(value: Any, at: KeyPath) -> Iterator[Problem]:
-    """Yield negative or too large numbers; only the index for "no alias" and predictions may be negative."""
+    """Yield a problem for each number that is negative or too large, except in a few fields that allow both."""
     if is_dataclass(value):
         for field in fields(value):
             if field.name not in ("alias", "predicted", "settings"):
@@ -57,7 +62,13 @@ def _profile_problems(profile: Profile) -> Iterator[Problem]:
 
 
 def _layers_problems(layers: Sequence[LayerProfile], num_sizes: int, at: KeyPath) -> Iterator[Problem]:
-    """Yield the problems of the layers in the mapping at `at`."""
+    """Yield the problems of a list of layers.
+
+    Args:
+        layers: The layers.
+        num_sizes: Number of profiled micro-batch sizes.
+        at: Key path of the mapping that contains the list.
+    """
     numbers: dict[str, int] = {}
     for n, layer in enumerate(layers):
         here = (*at, "layers", n)
@@ -76,7 +87,7 @@ def _layers_problems(layers: Sequence[LayerProfile], num_sizes: int, at: KeyPath
 
 
 def _widths_problems(profile: Profile) -> Iterator[Problem]:
-    """Yield the problems of the profile's widths."""
+    """Yield the problems of the layers for further tensor-parallel sizes (`widths`)."""
     seen, names = {profile.tensor_parallel}, [layer.name for layer in profile.layers]
     if profile.tensor_parallel < 1:
         yield ("tensor_parallel",), "must be at least 1", ""
@@ -91,9 +102,9 @@ def _widths_problems(profile: Profile) -> Iterator[Problem]:
 
 
 def _tie_problems(layer: LayerProfile, at: KeyPath, n: int, numbers: Mapping[str, int]) -> Iterator[Problem]:
-    """Yield the problems of the tied parameters of layer `n`; `numbers` has the indices of the layers up to it."""
+    """Yield the problems of the tied parameters of layer `n`; `numbers` maps names of layers up to `n` to indices."""
     if layer.tied_bytes > layer.parameter_bytes:
-        text = f"{layer.tied_bytes} bytes cannot be shared, the layer has {layer.parameter_bytes}"
+        text = f"{layer.tied_bytes} bytes cannot be shared, because the layer has {layer.parameter_bytes}"
         yield (*at, "tied_bytes"), text, ""
     if sum(group.bytes for group in layer.tied_groups) > layer.tied_bytes:
         yield (*at, "tied_groups"), f"more than {layer.tied_bytes} bytes (`tied_bytes`) are in groups", ""
@@ -137,8 +148,8 @@ def _order_problems(plan: "Plan | Balance") -> Iterator[Problem]:
     try:
         schedule = schedule_of(plan.schedule, plan.order)
         if plan.order and plan.schedule != schedule.name:
-            text = f"belong to the schedule `{schedule.name}`, but `schedule` is `{plan.schedule}`"
-            yield ("order",), text, "remove them, or solve again"
+            text = f"is that of the schedule `{schedule.name}`, but `schedule` is `{plan.schedule}`"
+            yield ("order",), text, "remove `order`, or solve again"
             return
         if plan.order:
             check_lists(lists_of(plan.order), plan.micro_batches)
@@ -155,7 +166,7 @@ def _is_speed(value: float) -> bool:
 
 
 def _calibrated_problems(values: "Calibration | Inputs", at: KeyPath = ()) -> Iterator[Problem]:
-    """Yield the problems of factors from a calibration."""
+    """Yield the problems of the factors `compute` and `step_ratio`, which come from a calibration."""
     if not _is_speed(values.compute):
         yield (*at, "compute"), "must be from 1e-6 to 1e6", "1 means times as profiled, 2 means twice as long"
     if values.step_ratio is not None and not _is_speed(values.step_ratio):
@@ -193,7 +204,7 @@ def _recompute_problems(stages: "Sequence[Stage | StageBalance]") -> Iterator[Pr
             text = f"names layers, but the stage's `recompute` is `{stage.recompute}`"
             yield ("stages", k, "recomputed"), text, "write `recompute: layers`, or remove the list"
         elif stage.recompute == "layers" and not stage.recomputed:
-            yield ("stages", k, "recompute"), "`layers` needs a list of them in `recomputed`", ""
+            yield ("stages", k, "recompute"), "`layers` needs a list of layers in `recomputed`", ""
         twice = [name for n, name in enumerate(stage.recomputed) if name in stage.recomputed[:n]]
         if twice:
             yield ("stages", k, "recomputed"), f'names "{twice[0]}" twice', ""
@@ -257,4 +268,4 @@ _PROBLEMS: Final[Mapping[str, Callable[[Any], Iterator[Problem]]]] = {
     "calibration": _calibrated_problems,
     "partial": _partial_problems,
 }
-"""Checks by kind of file, as in `planner.files.kinds`."""
+"""Check function for each kind of file, by its word in `planner.files.kinds`."""

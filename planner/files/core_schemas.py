@@ -1,8 +1,8 @@
-"""pydantic-core schemas of our dataclasses, built from the types of their fields.
+"""Build pydantic-core schemas of dataclasses from the types of their fields.
 
-pydantic's own generator builds equal schemas (`tests/unit/files/test_core_schemas.py` compares them). But importing it
-and generating the schema of a plan takes longer than all other work of `check`. Our values have few types: numbers,
-texts, closed sets of texts, tuples and mappings of them, and dataclasses.
+Pydantic's own generator builds equal schemas (`tests/unit/files/test_core_schemas.py` compares them). But importing the
+generator and running it for a plan takes longer than all other work of `gpipe-plan check`. The dataclasses of files
+need only a few types: numbers, texts, closed sets of texts, tuples and mappings of these, and dataclasses.
 """
 
 import builtins
@@ -23,7 +23,7 @@ _CHOICES: Final[dict[tuple[str, str], Sequence[str]]] = {
     ("Inputs", "schedule"): (*SCHEDULE_CHOICES, GIVEN),
     ("Plan", "schedule"): (*SCHEDULES, SEARCHED.name),
 }
-"""Allowed texts by class and field; `planner.core.values` cannot import the schedules."""
+"""Allowed texts by class and field, which `planner.core.values` cannot declare because it cannot import schedules."""
 
 
 _SCALARS: Final[dict[type, Callable[[], CoreSchema]]] = {
@@ -35,20 +35,20 @@ _SCALARS: Final[dict[type, Callable[[], CoreSchema]]] = {
 
 
 def core_schema_of(kind: type[Any]) -> CoreSchema:
-    """Return the schema of the dataclass `kind`: only keys named by its fields, only values of their types."""
+    """Return a schema that allows only the fields of the dataclass `kind` as keys, with values of their types."""
     classes: dict[type[Any], CoreSchema] = {}
     whole = _typed(kind, classes)
     return core_schema.definitions_schema(whole, list(classes.values()))
 
 
 def _typed(annotation: Any, classes: dict[type[Any], CoreSchema]) -> CoreSchema:
-    """Return the schema of an annotation; schemas of dataclasses in it are added to `classes`."""
+    """Return the schema of a type annotation; add the schemas of dataclasses in it to `classes`."""
     if annotation in _SCALARS:
         return _SCALARS[annotation]()
     if is_dataclass(annotation):
         assert isinstance(annotation, type)
         if annotation not in classes:
-            classes[annotation] = core_schema.none_schema()  # placeholder, in case it contains itself
+            classes[annotation] = core_schema.none_schema()  # placeholder, in case the dataclass contains itself
             classes[annotation] = _dataclass(annotation, classes)
         return core_schema.definition_reference_schema(_reference(annotation))
     of = get_args(annotation)

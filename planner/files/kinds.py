@@ -1,6 +1,7 @@
-"""Kinds of files, by the word in the middle of their `schema` key. The class of a kind is imported on demand.
+"""Kinds of files, such as `plan` and `profile`: the word in the middle of a file's `schema` key.
 
-Most commands read only a plan and its profile. Defining the classes of all kinds takes longer than reading both.
+The class of a kind is imported when it is first needed. Most commands read only a plan and its profile, and defining
+the classes of all kinds takes longer than reading these two files.
 """
 
 from collections.abc import Mapping
@@ -21,23 +22,23 @@ if TYPE_CHECKING:
 
 
 class FileKind(NamedTuple):
-    """One kind of file."""
+    """Kind of file: the dataclass of its content, and the command that makes such files."""
 
     module: str
-    """Module of its class, in `planner.core.values`."""
+    """Module in `planner.core.values` that defines the dataclass."""
     class_name: str
     made_by: str
     """Command that makes a file of this kind."""
 
     @property
     def of(self) -> "type[Value]":
-        """Class of its values."""
+        """Dataclass of the content of such files."""
         kind: type[Value] = getattr(import_module(f"planner.core.values.{self.module}"), self.class_name)
         return kind
 
     @property
     def schema(self) -> str:
-        """Value of the key `schema`."""
+        """Value of the key `schema` in such files."""
         return next(str(field.default) for field in fields(self.of) if field.name == "schema")
 
 
@@ -53,6 +54,6 @@ KINDS: Final[Mapping[str, FileKind]] = {
 
 
 def word_of(schema: str) -> str:
-    """Return the kind's word from `gpipe-plan/WORD/v1`; empty if the text has another form."""
+    """Return WORD from a schema key `gpipe-plan/WORD/v1`; empty if the text has another form."""
     parts = schema.split("/")
     return parts[1] if len(parts) == 3 else ""

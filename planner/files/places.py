@@ -1,4 +1,7 @@
-"""Paths in files, and protection of input files. Paths are relative to the file, so that both can move together."""
+"""Resolve paths that are stored in files, and protect input files from being overwritten.
+
+A stored path is relative to the folder of the file that contains it, so that both files can move together.
+"""
 
 import os
 from collections.abc import Iterable, Mapping
@@ -11,7 +14,7 @@ from planner.files.reading import is_replayable
 
 
 def reference_path(profile_path: str, plan_path: str) -> str:
-    """Return the profile's path relative to the folder of the plan, so that both can move together."""
+    """Return the profile's path relative to the folder of the plan; `-` if the profile cannot be read again."""
     if not is_replayable(profile_path):
         return "-"
     if not is_replayable(plan_path):
@@ -20,7 +23,7 @@ def reference_path(profile_path: str, plan_path: str) -> str:
 
 
 def profile_path(plan: Plan, plan_path: str, override: str | None = None) -> str:
-    """Return the path of the plan's profile, or `override` if it is set.
+    """Return `override` if it is set, else the path of the plan's profile.
 
     Args:
         plan: The plan.
@@ -45,21 +48,21 @@ def profile_path(plan: Plan, plan_path: str, override: str | None = None) -> str
 
 
 def model_path(profile: Profile, folder: str) -> str | None:
-    """Return the path of the model's file, or None if the profile in `folder` names none."""
+    """Return the path of the model's file; None if the profile, which is stored in `folder`, names none."""
     path = profile.model.source.rpartition(":")[0]
     return os.path.normpath(Path(folder, path)) if path else None
 
 
 def relocated(source: str, profile_folder: str, folder: str) -> str:
-    """Convert `path:entry` from relative to `profile_folder` to relative to `folder`; absolute paths are unchanged.
+    """Return `path:entry` of a model with the path relative to another folder; absolute paths are unchanged.
 
     Args:
-        source: Path and entry of a model.
-        profile_folder: Folder that the path is relative to.
-        folder: Folder that the result is relative to.
+        source: Path and entry of a model, `path:entry`.
+        profile_folder: Folder to which the path in `source` is relative.
+        folder: Folder to which the returned path is relative.
 
     Returns:
-        Path and entry.
+        Path and entry, `path:entry`.
     """
     path, colon, entry = source.rpartition(":")
     if path and not Path(path).is_absolute():
@@ -68,14 +71,14 @@ def relocated(source: str, profile_folder: str, folder: str) -> str:
 
 
 def check_outputs(outputs: Mapping[str, str | None], inputs: Iterable[str | None]) -> None:
-    """Raise UsageError if an output is an input or equals another output, before anything is computed.
+    """Check that no output file is also an input or another output, before anything is computed.
 
     Args:
-        outputs: Paths by option; `-` is a standard stream, None is no output.
-        inputs: Paths of files that are read.
+        outputs: Paths of output files by option; `-` is standard output, None is no output.
+        inputs: Paths of input files; `-` is standard input, None is no input.
 
     Raises:
-        UsageError: Two paths are the same file, even under different names.
+        UsageError: An output is the same file as an input or another output, perhaps under another name.
     """
     read = [path for path in inputs if path is not None and path != "-"]
     written: dict[str, str] = {}
@@ -97,10 +100,10 @@ def _is_same(path: str, other: str) -> bool:
         if Path(path).exists() and Path(other).exists():
             return Path(path).samefile(other) and not _is_device(path)
         return Path(path).resolve() == Path(other).resolve()
-    except (OSError, ValueError, RuntimeError):  # neither can be opened, which is reported later
+    except (OSError, ValueError, RuntimeError):  # a path that cannot be opened is reported later
         return False
 
 
 def _is_device(path: str) -> bool:
-    """Return True if writing there replaces no file: /dev/null, a pipe, a terminal."""
+    """Return True if the path is no regular file but, for example, /dev/null, a pipe, a terminal or a folder."""
     return Path(path).exists() and not Path(path).is_file()

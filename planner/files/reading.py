@@ -1,4 +1,4 @@
-"""Reading of files: strict parsing, type checks and semantic checks. Errors name file, line and key."""
+"""Read files: strict parsing, type checks and semantic checks. Errors name file, line and key."""
 
 import json
 import re
@@ -28,15 +28,15 @@ _T_co = TypeVar("_T_co", covariant=True)
 
 
 def read(path: str, wanted: str | None = None, text: str | None = None) -> "Value":
-    """Return the value in a file; its `schema` key gives its kind.
+    """Read a file and return its content as a dataclass; the `schema` key determines which one.
 
     Args:
         path: Path of the file; `-` is standard input.
-        wanted: Kind that the file must have; None for any.
-        text: Content of the file, if it was read before; `path` is then only a name.
+        wanted: Kind that the file must have, such as `plan`; None for any kind.
+        text: Content of the file if the caller has already read it; `path` is then used only in messages.
 
     Returns:
-        A value of the class of its kind.
+        Content of the file.
 
     Raises:
         FileError: The file is missing, unreadable, invalid or of another kind; the error names line and key if known.
@@ -54,12 +54,16 @@ def read(path: str, wanted: str | None = None, text: str | None = None) -> "Valu
 
 
 def read_plain(path: str) -> Any:
-    """Return the content of another tool's YAML or JSON file as plain values; raises like `read`."""
+    """Read another tool's YAML or JSON file and return its content as plain values.
+
+    Raises:
+        FileError: The file is missing, unreadable or invalid.
+    """
     return Document.parse(path, read_text(path, _made_by(path, None))).content
 
 
 _ODD_NUMBER = re.compile(r"[:,\[] -?\d[\d.]*[eE]|[:,\[] ?-|\d{18}|Infinity|NaN")
-"""Pattern of numbers that may be negative or very large. Most files have none, which saves checking each number."""
+"""Pattern of numbers that may be negative or very large. A file without any needs no check of each number."""
 
 
 class _Reader(Protocol[_T_co]):
@@ -67,7 +71,7 @@ class _Reader(Protocol[_T_co]):
 
 
 def _read_as(wanted: str, path: str, text: str | None = None) -> Any:
-    """Read a file of the kind `wanted`; arguments and errors are those of `read`."""
+    """Read a file that must be of the kind `wanted`; see `read`."""
     return read(path, wanted, text)
 
 
@@ -81,7 +85,7 @@ read_partial: "_Reader[Partial]" = partial(_read_as, "partial")
 
 
 def stage_lines(path: str) -> tuple[int, ...]:
-    """Return the line number of each stage in a plan's file; empty if the file can be read only once, like a pipe."""
+    """Return the line number of each stage in a plan's file; empty for a pipe, which can be read only once."""
     if not is_replayable(path):
         return ()
     document = Document.parse(path, read_text(path, _made_by(path, "plan")))
@@ -89,24 +93,24 @@ def stage_lines(path: str) -> tuple[int, ...]:
 
 
 def is_replayable(path: str) -> bool:
-    """Return True if a file can be read twice and has a folder, unlike standard input or another pipe (`<(…)`)."""
+    """Return True if a path names a regular file, which can be read twice; False for a pipe or standard input."""
     try:
         return path != "-" and (Path(path).is_file() or not Path(path).exists())
-    except OSError:  # the path is invalid, which is reported when it is opened
+    except OSError:  # an invalid path is reported when the file is opened
         return True
 
 
 def _made_by(path: str, wanted: str | None) -> str:
-    # The name suggests the kind of a missing file: `plan.yaml` is a plan, any other name is taken for a profile.
+    # The name of a missing file suggests its kind: `plan.yaml` is a plan; a name without a kind counts as a profile.
     return KINDS[wanted or (Path(path).stem if Path(path).stem in KINDS else "profile")].made_by
 
 
 def read_text(path: str, made_by: str) -> str:
-    """Return the text of a file; `-` is standard input.
+    """Return the text of a file.
 
     Args:
-        path: Path of the file.
-        made_by: Command that makes such a file, for the hint.
+        path: Path of the file; `-` is standard input.
+        made_by: Command that makes such a file, for the hint of an error.
 
     Returns:
         The text.
@@ -145,7 +149,7 @@ def _bounded(file: TextIO, path: str) -> str:
 
 
 def _kind_of(document: Document, wanted: str | None) -> str:
-    """Return the file's kind; raise FileError if the kind is unknown or not `wanted`."""
+    """Return the kind of a file; raise FileError if the kind is unknown or differs from `wanted`."""
     if not isinstance(document.content, dict) or "schema" not in document.content:
         message = f"has no key `schema` (expected {_expected(wanted, quote='`')}): not a file of gpipe-plan"
         raise FileError(message, path=document.path, line=1)
@@ -169,13 +173,13 @@ def _kind_of(document: Document, wanted: str | None) -> str:
 
 
 def _expected(kind: str | None, quote: str = "") -> str:
-    """Return the schema key of a kind, or of all kinds, each in `quote`."""
+    """Return the `schema` key of a kind, or those of all kinds, each between two `quote` characters."""
     return KINDS[kind].schema if kind else " or ".join(f"{quote}{each.schema}{quote}" for each in KINDS.values())
 
 
 def json_schema(kind: str) -> dict[str, Any]:
-    """Return the JSON Schema, of draft 2020-12, of a kind of file, such as `profile`."""
+    """Return the JSON Schema (draft 2020-12) of a kind of file, such as `profile`."""
     schema = schema_of(KINDS[kind].of)
-    # The dataclass has a default, but the key is required in a file.
+    # The dataclass has a default for `schema`, but the key is required in a file.
     schema["required"] = ["schema", *schema["required"]]
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema}

@@ -1,4 +1,4 @@
-"""Files at a revision of their git repository."""
+"""Read files as they were at a revision of their git repository."""
 
 import subprocess
 from pathlib import Path
@@ -7,14 +7,14 @@ from planner.core.errors import FileError
 
 
 def at_revision(path: str, revision: str) -> str:
-    """Return the text of `path` as committed at `revision`, such as `main` or `HEAD~1`.
+    """Return the text of the file `path` as committed at a git revision, such as `main` or `HEAD~1`.
 
     Raises:
-        FileError: There is no git, no repository, no such revision, or no such file in it.
+        FileError: git, the repository, the revision or the file in the revision does not exist.
     """
     file = Path(path)
     called = f"git:{revision}:{path}"
-    if not revision:  # git would read the staged file
+    if not revision:  # with an empty revision, git would read the staged file
         raise FileError("the revision is missing", path=called, hint="name one: `git:main`")
     # With `./` git resolves the path from its working folder, not from the root of the repository.
     command = ["git", "show", "--end-of-options", f"{revision}:./{file.name}"]

@@ -1,4 +1,4 @@
-"""Schedules in torch's compute-only CSV format, written by gpipe-plan, another engine or by hand."""
+"""Read schedules in torch's compute-only CSV format, written by gpipe-plan, by another engine or by hand."""
 
 from planner.core.errors import FileError, UsageError
 from planner.core.schedule import ListedSchedule, actions_in, check_lists
@@ -6,7 +6,7 @@ from planner.files.reading import read_text
 
 
 def read_schedule(path: str) -> ListedSchedule:
-    """Return the schedule in a file, after checking that it runs and that stages form a loop or a V.
+    """Read a schedule from a CSV file; check that it can run and that its placement of stages is a loop or a V.
 
     Raises:
         FileError: The file cannot be read, a cell is not an action, or the action orders are invalid. The error names

@@ -1,6 +1,6 @@
-"""Strict YAML: scalars as in JSON, no duplicate keys, and the line of every key.
+"""Parse strict YAML: scalars as in JSON, no duplicate keys, and the line of every key.
 
-PyYAML's own reader takes `1e9` for a string, `no` for false, `12:30:00` for 45000, and accepts duplicate keys.
+PyYAML's own reader takes `1e9` for a string, `no` for false and `12:30:00` for 45000. It also accepts duplicate keys.
 """
 
 import json
@@ -17,7 +17,7 @@ from planner.files.bounds import UnboundedError, bounded, is_too_deep
 Key = str | int
 KeyPath = tuple[Key, ...]
 Problem = tuple[KeyPath, str, str]
-"""Key path, problem, and hint."""
+"""Key path of a value, description of what is wrong with the value, and hint for the user."""
 
 
 _TAGS = frozenset(("!", "null", "bool", "int", "float", "str", "map", "seq"))
@@ -26,7 +26,7 @@ _ESCAPED_PAIR = re.compile(r"\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-f
 
 
 class StrictLoader(yaml.CSafeLoader):
-    """YAML loader with JSON's scalars; everything else is a string (`1e9` is a number, `no` is not a boolean)."""
+    """YAML loader that recognizes scalars as JSON does: `1e9` is a number, and `no` is a string, not a boolean."""
 
     yaml_implicit_resolvers: dict[str, list[tuple[str, re.Pattern[str]]]] = {}  # noqa: RUF012 - as in PyYAML
 
@@ -43,7 +43,7 @@ for _tag, _pattern, _first in (
 
 
 class Document:
-    """Plain content of a file, and the line of every key."""
+    """Plain content of a YAML or JSON file, and the line of every key."""
 
     def __init__(self, path: str, text: str) -> None:
         self.path = path
@@ -64,7 +64,7 @@ class Document:
 
     @property
     def lines(self) -> dict[KeyPath, int]:
-        """Line of every key, computed on first use; empty if a JSON file's layout is not valid YAML."""
+        """Line of every key, computed on first use; empty for a JSON file that the YAML reader cannot parse."""
         if not self._lines:
             try:
                 self._read(notes_lines=True)
@@ -75,8 +75,8 @@ class Document:
     def _read(self, *, notes_lines: bool = False) -> Any:
         text, path = self._text, self.path
         if path.endswith(".json") or text.lstrip()[:1] == "{":
-            # YAML contains nearly all of JSON, and its reader reports lines. It lacks escapes of characters beyond 16
-            # bits, and one unescaped control character.
+            # The YAML reader, which reports lines, accepts nearly all of JSON. The exceptions are escaped characters of
+            # more than 16 bits and one unescaped control character.
             text = _ESCAPED_PAIR.sub(lambda pair: json.loads(f'"{pair[0]}"'), text).replace("\x7f", "\\x7f")
         try:
             reader = _Reader(text, notes_lines=notes_lines)
@@ -92,13 +92,13 @@ class Document:
         return content
 
     def line_of(self, at: KeyPath) -> int | None:
-        """Return the line of the key, or of the nearest parent key with a line."""
+        """Return the line of a key or, if it has none, of its nearest parent key; None if no parent has a line."""
         while at and at not in self.lines:
             at = at[:-1]
         return self.lines.get(at)
 
     def refuse(self, problems: list[Problem]) -> FileError:
-        """Return one error for all problems; up to six are listed."""
+        """Return one error that lists up to six problems and counts the rest."""
         at, text, hint = problems[0]
         further = [f"line {self.line_of(p)}: `{dotted(p)}`: {t}" for p, t, _ in problems[1:6]]
         if len(problems) > 6:
@@ -108,7 +108,7 @@ class Document:
 
 
 class _RefusedError(Exception):
-    """YAML feature that our files do not use, at `line`, counted from 1."""
+    """Error that a file uses an unsupported feature of YAML, at `line` (counted from 1)."""
 
     def __init__(self, message: str, event: yaml.Event, hint: str = "") -> None:
         super().__init__(message)
@@ -116,7 +116,7 @@ class _RefusedError(Exception):
 
 
 class _Reader:
-    """Reader of one document from parser events; several times faster than YAML's own composer."""
+    """Reader that builds one document from parser events, several times faster than PyYAML's composer."""
 
     def __init__(self, text: str, *, notes_lines: bool) -> None:
         self._events = bounded(yaml.parse(text, Loader=StrictLoader))
@@ -126,7 +126,7 @@ class _Reader:
         self.lines: dict[KeyPath, int] = {}
 
     def document(self) -> Any:
-        """Return the content, or None for an empty document."""
+        """Return the plain content of the document; None if it is empty."""
         next(self._events)
         event = next(self._events)
         if isinstance(event, yaml.StreamEndEvent):
@@ -204,7 +204,7 @@ class _Reader:
             if tag in ("", "!"):
                 return _plain_scalar(event.value) if event.implicit[0] else event.value
             return _TYPES[tag](event.value) if tag in _TYPES else event.value
-        except ValueError:  # such as `!!int foo`, or thousands of digits
+        except ValueError:  # for example `!!int foo`, or an integer with thousands of digits
             problem = f"`{self._dotted()}`: {event.value[:60]} is not of the type {event.tag or 'int'}"
             raise _RefusedError(problem, event) from None
 
@@ -231,7 +231,7 @@ _TYPES: Final[dict[str, Callable[[str], Any]]] = {
 
 
 def _plain_scalar(text: str) -> Any:
-    """Return the value of a scalar without quotes and tag."""
+    """Convert the text of a scalar that has neither quotes nor a tag."""
     if text in _WORDS:
         return _WORDS[text]
     if text[0] not in "-0123456789":
@@ -242,7 +242,7 @@ def _plain_scalar(text: str) -> Any:
 
 
 def _json_content(text: str) -> Any:
-    """Return the content of a JSON document with the same meaning as in YAML; None if the YAML reader is needed."""
+    """Parse a JSON document fast; return None if only the YAML reader can parse it or report what is wrong."""
     if is_too_deep(text):
         return None
     try:
@@ -259,6 +259,6 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def dotted(at: KeyPath) -> str:
-    """Return a key path as text: `layers[1].forward_us[0]`."""
+    """Return the text of a key path, such as `layers[1].forward_us[0]`."""
     text = "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in at)
     return text.lstrip(".")

@@ -1,7 +1,8 @@
-"""Trace files for Perfetto (ui.perfetto.dev) and chrome://tracing, of a predicted step or a run.
+"""Write traces of a predicted step or of a run, for Perfetto (ui.perfetto.dev) and chrome://tracing.
 
-"Trace Event Format" (Google, 2016): times in microseconds and one process per device. A process has one thread for
-computation and one for each direction in which it sends. Recomputation is nested in its backward.
+The format is the "Trace Event Format" (Google, 2016), with times in microseconds. Each device is a process of the
+trace. A process has one thread for computation, and one for each direction in which it sends. A recomputation is drawn
+inside the backward that needs it.
 """
 
 import json
@@ -12,7 +13,7 @@ from typing import Final, NamedTuple
 from planner.core.schedule.kinds import KINDS
 
 TRACE_THREADS: Final = ("compute", "send forward", "send backward")
-"""Threads of a process by number; slices of other kinds are in `compute`."""
+"""Names of a process's threads, in order. The thread `compute` shows all slices of other kinds."""
 
 _NAMES: Final[Mapping[str, str]] = {
     **{kind.label: kind.letter for kind in KINDS.values()},
@@ -25,13 +26,13 @@ _NAMES: Final[Mapping[str, str]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TraceSlice:
-    """Interval of time in which a process did one thing."""
+    """Interval of time in which a process did one thing, such as an action, a transfer or an optimizer step."""
 
     kind: str
-    """Label of the action or of its sending; or `receive`, `recompute`, `optimizer`."""
+    """Label of an action, the same after `send ` for sending its result, or `receive`, `recompute`, `optimizer`."""
     process: int
     micro_batch: str = ""
-    """Number of the micro-batch; `3.1` on chunk 1 of a device with several; empty if not needed."""
+    """Index of the micro-batch; `3.1` means micro-batch 3 on chunk 1 of a device with several chunks; may be empty."""
     start_us: float
     end_us: float
     args: Mapping[str, int]
@@ -39,7 +40,7 @@ class TraceSlice:
 
 
 class TraceLevel(NamedTuple):
-    """Memory that a process holds from a point in time."""
+    """Memory of a process, in bytes, from a point in time to the process's next level."""
 
     process: int
     start_us: float
@@ -58,10 +59,10 @@ def trace_text(
     """Return the text of a trace file, with one event per line.
 
     Args:
-        processes: Name of each process, by number; the number is also its position from the top.
-        slices: Slices of the processes. Slices of one thread must be disjoint or nested.
-        levels: Memory of the processes, by time.
-        threads: Those of `TRACE_THREADS` that have slices.
+        processes: Name of each process by number; processes are drawn in the order of their numbers.
+        slices: Slices of all processes. Slices of one thread must be disjoint or nested.
+        levels: Memory of all processes, in order of time.
+        threads: Threads to draw, some of `TRACE_THREADS`.
         title: Title of the trace.
         description: Origin of the trace.
 
@@ -92,7 +93,7 @@ def _rows(processes: Mapping[int, str], threads: Sequence[str]) -> Iterator[_Eve
 
 
 def _slice(entry: TraceSlice) -> _Event:
-    # Both ends are rounded, not the duration, so that adjacent slices stay adjacent and nested ones nested.
+    # Start and end are rounded instead of the duration, so that slices stay adjacent or nested.
     start_us, end_us = round(entry.start_us, 3), round(entry.end_us, 3)
     return {
         "name": f"{_NAMES[entry.kind]}{entry.micro_batch}",

@@ -1,4 +1,4 @@
-"""Type checks of plain content by pydantic-core, and explanations of its errors."""
+"""Check the types of a file's plain content with pydantic-core, and explain errors."""
 
 import json
 from difflib import get_close_matches
@@ -13,34 +13,34 @@ _T = TypeVar("_T")
 
 
 def validated(kind: type[_T], plain: str, document: Document) -> _T:
-    """Return the value of class `kind` that a file holds.
+    """Convert the content of a file to the dataclass `kind`, and check all keys and types.
 
     Args:
-        kind: A dataclass.
-        plain: Content of the file as JSON.
+        kind: The dataclass.
+        plain: Content of the file as JSON text.
         document: The parsed file, for line numbers.
 
     Returns:
-        The value.
+        Object of the dataclass.
 
     Raises:
-        FileError: A key is unknown or missing, or has a value of another type; the error lists all of them.
+        FileError: Keys are unknown or missing, or have values of other types; the error lists these keys.
     """
     try:
         return cast("_T", SchemaValidator(core_schema_of(kind)).validate_json(plain, strict=True))
     except ValidationError as error:
         keys = _Keys(kind)
         problems = [_explain(e, document, keys) for e in error.errors(include_url=False)]
-        # Unknown keys first: a suggested spelling also explains a missing key.
+        # Unknown keys with a suggested spelling come first, because they also explain a missing key.
         problems.sort(key=lambda problem: not problem[2].startswith("did you mean"))
         raise document.refuse(problems) from None
 
 
 def parse_json(kind: type[_T], text: bytes) -> _T:
-    """Return the value of dataclass `kind` in a JSON text; for files that people do not edit.
+    """Convert a JSON text to the dataclass `kind`, with a short error, for files that people do not edit.
 
     Raises:
-        ValueError: The text is not JSON, or a key is unknown, missing, or of another type.
+        ValueError: The text is not JSON, a key is unknown or missing, or a value has another type.
     """
     try:
         return cast("_T", SchemaValidator(core_schema_of(kind)).validate_json(text, strict=True))
@@ -70,13 +70,13 @@ _EXPECTED = {
 
 
 class _Keys:
-    """Allowed keys at each key path of a file."""
+    """Allowed keys of a file of a dataclass, at each key path."""
 
     def __init__(self, kind: type[Any]) -> None:
         self._schema = schema_of(kind)
 
     def at(self, path: KeyPath) -> list[str]:
-        """Return the keys of the mapping at `path`; empty if there is no mapping."""
+        """Return the keys that the mapping at `path` may have; empty if the value at `path` is no mapping."""
         node: Any = self._schema
         for step in path:
             node = self._resolved(node)
@@ -93,7 +93,7 @@ class _Keys:
 
 
 def _explain(error: ErrorDetails, document: Document, keys: _Keys) -> Problem:
-    # A union (`int | None`) appends the name of the member that was tried; keep only the keys of the file.
+    # For a union (`int | None`), pydantic appends the name of the tried type; keep only keys that the file has.
     at = tuple(error["loc"])
     kind = error["type"]
     if kind == "missing":

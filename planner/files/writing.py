@@ -1,4 +1,4 @@
-"""Writing of files: deterministic text, one line per layer and per stage, atomic replacement."""
+"""Write files: deterministic text, one line per layer and per stage, atomic replacement."""
 
 import json
 import math
@@ -32,7 +32,7 @@ _OLD_COMMAND = "##["
 
 
 class _Dumper(yaml.CSafeDumper):
-    """YAML writer for `StrictLoader`; strings that look like numbers are quoted."""
+    """YAML writer whose output `StrictLoader` reads back unchanged, because it quotes texts that look like numbers."""
 
     yaml_implicit_resolvers = {  # noqa: RUF012 - as in PyYAML
         key: yaml.CSafeDumper.yaml_implicit_resolvers.get(key, []) + StrictLoader.yaml_implicit_resolvers.get(key, [])
@@ -44,7 +44,7 @@ class _Dumper(yaml.CSafeDumper):
 
 
 def _string(dumper: _Dumper, text: str) -> yaml.Node:
-    # A line break in a name must not break its line, and a CI runner must not take the name for a command.
+    # A quoted text keeps a line break in a name on one line, and is no command for a CI runner.
     plain = text.isprintable() and _OLD_COMMAND not in text
     return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=None if plain else '"')
 
@@ -55,16 +55,18 @@ _Dumper.add_representer(_Lines, lambda dumper, lines: dumper.represent_sequence(
 
 
 def json_text(value: Any) -> str:
-    """Return deterministic JSON text of `value`."""
+    """Return deterministic JSON text of a dataclass or plain mapping."""
     return dump(value, as_json=True)
 
 
 def dump(value: Any, *, as_json: bool = False, header: str = "") -> str:
-    """Return deterministic text of `value`: YAML with a line per layer and per stage, or JSON.
+    """Return the text of a file for `value`: YAML with one line per layer and per stage, or JSON.
+
+    Equal values give equal texts.
 
     Args:
-        value: A value of a file's class, or a plain mapping.
-        as_json: If true, write JSON.
+        value: Dataclass of a kind of file, or a plain mapping.
+        as_json: Whether to return JSON instead of YAML.
         header: Comment lines for the top of a YAML file.
 
     Returns:
@@ -73,7 +75,7 @@ def dump(value: Any, *, as_json: bool = False, header: str = "") -> str:
     plain = _rounded(to_plain(value))
     kind = word_of(plain.get("schema", "")) if isinstance(plain, dict) else ""
     if kind == "run":
-        # Losses of a run that diverged may be NaN or infinite, which JSON cannot express.
+        # The losses of a diverged run may be NaN or infinite, which JSON cannot express.
         plain["losses"] = [x if math.isfinite(x) else str(x) for x in value.losses]
     if as_json:
         text = json.dumps(plain, indent=2, allow_nan=False)
@@ -94,7 +96,7 @@ def dump(value: Any, *, as_json: bool = False, header: str = "") -> str:
 
 
 def _with_lines(entry: dict[str, Any]) -> dict[str, Any]:
-    """Return a list's entry to write on one line; a profile's width has a line per layer instead."""
+    """Mark a mapping in a list to be written on one line, or with one line per layer if it contains layers."""
     layers = entry.get("layers")
     if isinstance(layers, list) and any(isinstance(layer, dict) for layer in layers):
         return {**entry, "layers": [_Line(layer) for layer in layers]}
@@ -105,7 +107,7 @@ def _yaml(plain: dict[str, Any], *, allow_unicode: bool) -> str:
     text: str = yaml.dump(
         plain, Dumper=_Dumper, sort_keys=False, default_flow_style=None, width=2**31 - 1, allow_unicode=allow_unicode
     )
-    return text.replace(_OLD_COMMAND, r"#\x23[")  # inside double quotes, see `_string`
+    return text.replace(_OLD_COMMAND, r"#\x23[")  # the text is in double quotes, see `_string`
 
 
 _UNROUNDED = ("inputs", "device", "settings", "proof")
@@ -113,7 +115,7 @@ _UNROUNDED = ("inputs", "device", "settings", "proof")
 
 
 def _rounded(value: Any) -> Any:
-    """Round times to 0.1 us and other figures to six decimals, to avoid results like 0.30000000000000004."""
+    """Round times to 0.1 us and other numbers to six decimals, to avoid digits as in 0.30000000000000004."""
     if isinstance(value, dict):
         return {key: item if key in _UNROUNDED else _round_to(item, _digits(key)) for key, item in value.items()}
     return [_rounded(item) for item in value] if isinstance(value, list) else value
@@ -136,7 +138,7 @@ def write(path: str, value: Any, *, header: str = "") -> None:
 
     Args:
         path: Path of the file; `-` is standard output.
-        value: A value of a file's class.
+        value: Dataclass of a kind of file, or a plain mapping.
         header: Comment lines for the top of a YAML file.
 
     Raises:
@@ -146,13 +148,17 @@ def write(path: str, value: Any, *, header: str = "") -> None:
 
 
 def write_text(path: str, text: str) -> None:
-    """Write `text` to `path` atomically; raises like `write`."""
+    """Write `text` to `path` atomically, or to standard output if the path is `-`.
+
+    Raises:
+        FileError: The file cannot be written; an existing file is unchanged.
+    """
     if path == "-":
         try:
             sys.stdout.write(text)
             sys.stdout.flush()
         except BrokenPipeError:
-            raise  # the reader has closed the pipe, which is no error
+            raise  # the caller handles a pipe that the reader has closed, which is no error
         except OSError as error:
             raise FileError(f"cannot be written: {error.strerror}", path="standard output") from None
         return
@@ -164,7 +170,7 @@ def write_text(path: str, text: str) -> None:
         if target.is_symlink():
             target = target.resolve()
         if target.exists() and not target.is_file():
-            target.write_bytes(data)  # a pipe or a device, which is not replaced
+            target.write_bytes(data)  # a pipe or a device is written, not replaced
         else:
             _replace(target, data)
     except UnicodeEncodeError as error:
@@ -174,7 +180,11 @@ def write_text(path: str, text: str) -> None:
 
 
 def check_writable(path: str) -> None:
-    """Raise FileError if `write_text` could not write to `path`, before time is spent on the content."""
+    """Check that `path` can be written, before time is spent on the content of the file.
+
+    Raises:
+        FileError: The path is a folder, or its folder does not accept files.
+    """
     target = Path(path)
     try:
         if path == "-" or (target.exists() and not target.is_dir()):
@@ -209,7 +219,7 @@ def _replace(target: Path, data: bytes) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Sync `folder`, so that a rename survives a power failure, if the system supports it."""
+    """Sync a folder to disk, if the system can, so that a rename in the folder survives a power failure."""
     with suppress(OSError):
         handle = os.open(folder, os.O_RDONLY)
         try:

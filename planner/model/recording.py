@@ -129,7 +129,7 @@ class Recording:
     values: list[tuple[int, Meta]] = field(default_factory=list)
     """Tensors that are inputs, results of calls, or join candidates, as distinct pairs (storage, geometry)."""
     exposures: dict[int, list[tuple[int, int]]] = field(default_factory=dict)
-    """By storage, pairs (index in `values`, number of the call that returned the tensor; -1 for a model input)."""
+    """For each storage, pairs (index in `values`, number of the call that returned the tensor or -1 for an input)."""
     inputs: tuple[Leaf, ...] = ()
     input_nest: Nest = field(default_factory=Nest)
     decisions: list[int] = field(default_factory=list)

@@ -22,7 +22,7 @@ def changed(value: Any, **stage: Any) -> Any:
 @pytest.mark.parametrize(
     ("stage", "said"),
     [
-        ({"recompute": "layers", "recomputed": ()}, "`stages[1].recompute`: `layers` needs a list of them"),
+        ({"recompute": "layers", "recomputed": ()}, "`stages[1].recompute`: `layers` needs a list of layers"),
         ({"recompute": "always", "recomputed": ("h.2",)}, "`stages[1].recomputed`: names layers, but the stage's"),
         ({"recompute": "layers", "recomputed": ("h.2", "h.2")}, '`stages[1].recomputed`: names "h.2" twice'),
     ],
