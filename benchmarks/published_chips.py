@@ -8,6 +8,8 @@ from dataclasses import replace
 
 from benchmarks.published_runs import Row, partition, read, stages
 from planner.core.cost.partition import Partition
+from planner.core.cost.width import at_width
+from planner.core.values.cluster import Cluster
 from planner.core.values.plan import StageMemory
 from planner.core.values.profile import Device, Profile
 from planner.profile.formula.costs import Pace, transformer_profile
@@ -86,7 +88,7 @@ def _golden_shape(line: dict[str, str]) -> Transformer:
 
 
 def golden_profile(line: dict[str, str]) -> Profile:
-    """Half-precision parameters, gradients in float32, master copies and moments in float32 divided by replicas."""
+    """Half-precision parameters; gradients, master copies and moments in float32."""
     experts = line["model"] != "GPT 7B"
     execution = Execution(
         tensor_parallel=int(line["tensor_parallel"]),
@@ -94,7 +96,7 @@ def golden_profile(line: dict[str, str]) -> Profile:
         sequence_parallel=experts,
         fused=experts,
     )
-    widths = Widths(activation=2, parameter=2, gradient=4, optimizer=12 // int(line["replicas"] or 1))
+    widths = Widths(activation=2, parameter=2, gradient=4, optimizer=12)
     return profile(_golden_shape(line), execution, widths, samples=int(line["samples"]))
 
 
@@ -109,9 +111,14 @@ def golden_cut(line: dict[str, str]) -> Partition:
 
 def _last_device(line: dict[str, str]) -> StageMemory:
     cut = golden_cut(line)
-    of_last = [
-        stage.memory for stage in stages(golden_profile(line), cut) if cut.device_of(stage.index) == cut.num_devices - 1
-    ]
+    # These runs divide the optimizer among replicas.
+    cluster = Cluster(
+        memory_bytes=(),
+        tensor_parallel=int(line["tensor_parallel"]),
+        optimizer_shards=int(line["replicas"] or 1),
+    )
+    of_one = at_width(golden_profile(line), cluster)
+    of_last = [stage.memory for stage in stages(of_one, cut) if cut.device_of(stage.index) == cut.num_devices - 1]
     names = [name for name, _ in of_last[0].items()]
     return StageMemory.of(**{name: sum(getattr(memory, name) for memory in of_last) for name in names})
 

@@ -171,6 +171,10 @@ def _notes(console: Console, plan: "Plan", profile: "Profile", *, extrapolated: 
         console.note("note: no `--inter-link`: links between nodes are assumed to be as fast as within a node")
     if inputs.replicas != 1 and inputs.allreduce is None:
         console.note("note: no `--allreduce`: summing gradients over replicas is assumed to cost nothing")
+    if plan.replicas > 1 and not inputs.shard_optimizer and profile.device.how == "estimated":
+        console.note(
+            "note: every replica has the whole optimizer; with `--shard-optimizer` they divide it (ZeRO stage 1)"
+        )
     if inputs.link == Link() and not inputs.links and training_kind(profile.device.kind) != "cpu":
         console.note("note: no `--link`: transfers between stages are assumed to cost nothing")
     share = plan.predicted.recompute_share

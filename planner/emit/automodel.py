@@ -121,7 +121,8 @@ def _notes(layout: Layout) -> list[str]:
     if not any(_BLOCK.fullmatch(path) for stage in layout.module_paths(_NAME) for path in stage):
         notes.append("Automodel splits models whose blocks are called `layers.0`, …, but this model has no such blocks")
     if layout.plan.replicas > 1:
-        notes.append("Automodel's FSDP2 shards parameters and optimizer over replicas: less memory, more transfers")
+        what = "parameters" if layout.plan.divides_optimizer else "parameters and optimizer"
+        notes.append(f"Automodel's FSDP2 shards {what} over replicas: less memory, more transfers")
     return [
         *notes,
         *layout.halves_notes(),

@@ -15,7 +15,7 @@ from planner.emit.automodel import emit_automodel
 from planner.emit.deepspeed import emit_deepspeed
 from planner.emit.device_map import emit_device_map
 from planner.emit.launch import LAUNCHERS, check_launcher, job_of
-from planner.emit.layout import EngineFile, Layout, refuse_groups
+from planner.emit.layout import EngineFile, Layout, refuse_sharing
 from planner.emit.megatron import emit_megatron
 from planner.emit.native import InputPaths, RepeatOptions, emit_native, no_options
 from planner.emit.schedule_csv import emit_schedule_csv
@@ -115,7 +115,7 @@ def write_emitted(
         FileError: A file cannot be written, or was edited.
     """
     check_engine(engine, launch=launch, has_smaller=bool(smaller))
-    refuse_groups(engine, plan)
+    refuse_sharing(engine, plan)
     profile_folder = str(Path(input_paths.profile).parent)
     read = (input_paths.plan, input_paths.profile, files.model_path(profile, profile_folder), *input_paths.smaller)
     if engine in FORMATS:
@@ -156,7 +156,7 @@ def emit_engine(name: str, plan: Plan, profile: Profile) -> EngineFile:
     Raises:
         UsageError: The format cannot express the plan, or the plan does not match the profile.
     """
-    refuse_groups(name, plan)
+    refuse_sharing(name, plan)
     return FORMATS[name](Layout.of(plan, profile))
 
 

@@ -215,14 +215,25 @@ class Layout:
         return [f"{engine}'s format has one pipeline: start {count} of them and sum their gradients yourself"]
 
 
-def refuse_groups(engine: str, plan: Plan) -> None:
-    """Raise UsageError if GPUs of the plan share layers, and the engine's cannot."""
-    if plan.tensor_parallel > 1 and engine not in (*_SHARING, "csv"):
-        name = "the bundled executor" if engine == "native" else f"`--format {engine}`"
-        raise UsageError(
-            f"{plan.tensor_parallel} GPUs of the plan share each layer, which {name} does not support",
-            hint=f"emit `--format {'`, `'.join(_SHARING)}`; or solve with `--tensor-parallel 1`",
-        )
+def refuse_sharing(engine: str, plan: Plan) -> None:
+    """Raise UsageError if GPUs of the plan share layers or the optimizer, and the engine's cannot."""
+    shared = {
+        f"{plan.tensor_parallel} GPUs of the plan share each layer": (
+            "with `--tensor-parallel 1`",
+            plan.tensor_parallel > 1,
+        ),
+        f"{plan.replicas} replicas of the plan divide the optimizer": (
+            "without `--shard-optimizer`",
+            plan.divides_optimizer,
+        ),
+    }
+    for what, (otherwise, is_true) in shared.items():
+        if is_true and engine not in (*_SHARING, "csv"):
+            name = "the bundled executor" if engine == "native" else f"`--format {engine}`"
+            raise UsageError(
+                f"{what}, which {name} does not support",
+                hint=f"emit `--format {'`, `'.join(_SHARING)}`; or solve {otherwise}",
+            )
 
 
 def modules_of(layer: LayerProfile) -> tuple[str, ...]:

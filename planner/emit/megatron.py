@@ -80,6 +80,8 @@ def _divisions(layout: Layout) -> Iterator[str]:
         yield f"--tensor-model-parallel-size {layout.plan.tensor_parallel}"
     if layout.sequence_parallel:
         yield "--sequence-parallel"
+    if layout.plan.divides_optimizer:
+        yield "--use-distributed-optimizer"
     if layout.expert_parallel > 1:
         yield f"--expert-model-parallel-size {layout.expert_parallel}"
     # The granularity is one for all stages; if one recomputes whole layers, a note says so.

@@ -15,7 +15,7 @@ from planner.core.values.plan import Inputs, Plan, Stage
 from planner.core.values.precision import precision_of
 from planner.core.values.profile import GENERATOR, Device, Profile
 from planner.core.values.units import format_bytes, format_speed, format_us, pluralize
-from planner.emit.layout import EngineFile, Layout, refuse_groups
+from planner.emit.layout import EngineFile, Layout, refuse_sharing
 from planner.emit.signature import is_edited, refuse_edited, runs_balance, signed
 from planner.files import digest_of, dump, reference_path, relocated, write_text
 
@@ -127,7 +127,7 @@ def emit_native(
         UsageError: A plan does not match the profile or has groups of GPUs, the profile names no model, or a plan in
             `smaller` trains something else or is not smaller.
     """
-    refuse_groups("native", plan)
+    refuse_sharing("native", plan)
     layout = Layout.of(plan, profile)
     source = relocated(profile.model.source, profile_folder, folder)
     check_source(profile)

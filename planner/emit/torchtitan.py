@@ -66,7 +66,8 @@ def emit_torchtitan(layout: Layout) -> EngineFile:
         "module_fqns_per_model_part": [list(stage) for stage in paths],
     }
     if plan.replicas > 1:
-        parallelism["data_parallel_replicate_degree"] = plan.replicas
+        how = "shard" if plan.divides_optimizer else "replicate"
+        parallelism[f"data_parallel_{how}_degree"] = plan.replicas
     if plan.tensor_parallel > 1:
         parallelism["tensor_parallel_degree"] = plan.tensor_parallel
     beside: dict[str, str] = {}
@@ -75,6 +76,11 @@ def emit_torchtitan(layout: Layout) -> EngineFile:
         parallelism["pipeline_parallel_schedule_csv"] = SCHEDULE_FILE
         beside[SCHEDULE_FILE] = schedule_table(layout)
     notes = [
+        *(
+            ["FSDP also divides parameters among replicas: less memory, more transfers"]
+            if plan.divides_optimizer
+            else []
+        ),
         *layout.halves_notes(),
         *layout.recompute_notes("torchtitan recomputes by layer, on all stages alike: set `activation_checkpoint`"),
         # torchtitan divides along the sequence by default.

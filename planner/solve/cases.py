@@ -85,14 +85,13 @@ def cases_of(profile: Profile, request: Request, *, tables: WidthTables | None =
         balance=request.balance,
     )
     tables = tables or WidthTables(profile)
-    clusters = [inputs.cluster_of(width) for width in usable_widths(profile, inputs)]
-    costs: dict[tuple[int, int, bool], CostsAtSize] = {}
+    costs: dict[tuple[int, int, int, bool], CostsAtSize] = {}
     cases = []
-    for cluster, replicas in ((each, count) for each in clusters for count in _replica_counts(profile, inputs, each)):
+    for cluster, replicas in _clusters(profile, inputs):
         table = tables.at(cluster)
         for m in micro_batch_counts(profile, request, replicas=replicas, required=inputs.replicas != 0):
             size = inputs.batch // (m * replicas)
-            key = cluster.tensor_parallel, size, replicas > 1
+            key = cluster.tensor_parallel, cluster.optimizer_shards, size, replicas > 1
             if key not in costs:
                 costs[key] = CostsAtSize(table, size, extrapolate=inputs.extrapolate, replicas=replicas)
             cases += [
@@ -163,6 +162,13 @@ def _chunks(request: Request, schedule: Schedule, num_layers: int, devices: int)
         return ()
     several = (asked,) if asked else range(1 if schedule.is_to_be_made else 2, MOST_CHUNKS + 1)
     return [chunks for chunks in several if num_layers >= 2 * chunks and devices >= 2]
+
+
+def _clusters(profile: Profile, inputs: Inputs) -> Iterator[tuple[Cluster, int]]:
+    """Yield the cluster for every allowed width and number of replicas, with that number."""
+    for width in usable_widths(profile, inputs):
+        for replicas in _replica_counts(profile, inputs, inputs.cluster_of(width)):
+            yield inputs.cluster_of(width, replicas), replicas
 
 
 def _replica_counts(profile: Profile, inputs: Inputs, cluster: Cluster) -> list[int]:

@@ -188,6 +188,9 @@ def _other_choices(query: InfeasibleQuery) -> Iterator[str]:
         free = replace(inputs, recompute="auto")
         if _any_fits(query, query.profile, free, query.micro_batches):
             yield "`--recompute auto` fits"
+    if inputs.replicas != 1 and not inputs.shard_optimizer:
+        if _any_fits(query, query.profile, replace(inputs, shard_optimizer=True), query.micro_batches):
+            yield "`--shard-optimizer` fits, for engines that can divide the optimizer among replicas"
 
 
 def _other_schedules(query: InfeasibleQuery) -> Iterator[str]:

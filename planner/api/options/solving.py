@@ -107,6 +107,9 @@ class SolverOptions:
             recorded=_COUNT_OR_AUTO,
         ),
     ] = "1"
+    shard_optimizer: Annotated[
+        bool, Option("", "Divide the optimizer among replicas (ZeRO stage 1).", _BATCH, recorded=_FLAG)
+    ] = False
     tensor_parallel: Annotated[
         str | int,
         Option(
@@ -217,6 +220,7 @@ class SweepOptions:
     batch: Annotated[int | None, _as_solved("batch")] = None
     micro_batches: Annotated[str | int, _as_solved("micro_batches")] = "auto"
     replicas: Annotated[str | int, _as_solved("replicas")] = "1"
+    shard_optimizer: Annotated[bool, _as_solved("shard_optimizer")] = False
     tensor_parallel: Annotated[str | int, _as_solved("tensor_parallel")] = "auto"
     schedule: Annotated[str, _as_solved("schedule", metavar="NAME", help=_ORDER)] = DEFAULT_SCHEDULE
     recompute: Annotated[str, _as_solved("recompute")] = "auto"

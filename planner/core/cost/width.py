@@ -1,16 +1,22 @@
-"""Tensor parallelism: each device of a plan is a group of T GPUs that share every layer.
+"""Tensor parallelism and a divided optimizer: a profile as it is for one width and one number of replicas.
 
-For one T, this module turns a profile into a plain one: the times of its layers include the collectives within a
-group. Together with `Inputs.cluster_of`, whose devices are groups, no other module needs a rule for groups.
+Each device of a plan is a group of T GPUs that share every layer. For one T, this module turns a profile into a plain
+one: the times of its layers include the collectives within a group. Together with `Inputs.cluster_of`, whose devices
+are groups, no other module needs a rule for groups.
 
 In a forward, the GPUs of a group all-reduce the results of a layer, and in a backward its input gradients (Shoeybi et
 al., "Megatron-LM", arXiv:1909.08053). A ring moves 2 (T-1)/T of the bytes over the link of each GPU (Patarasuk and
 Yuan, 2009). The latency of the link counts once per all-reduce, not per hop.
+
+If R replicas divide the optimizer (Rajbhandari et al., "ZeRO", arXiv:1910.02054, stage 1; the "distributed optimizer"
+of Megatron-LM), each has 1/R of its state and takes 1/R of its step. They sum gradients by a reduce-scatter, and get
+updated parameters by an all-gather. Both together move as many bytes as the all-reduce of gradients that counts
+otherwise, if parameters are not wider than gradients.
 """
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from functools import partial
+from math import ceil
 from typing import Final
 
 from planner.core.cost.costs import CostTable
@@ -53,12 +59,15 @@ def has_collectives(profile: Profile, width: int) -> bool:
 def at_width(profile: Profile, cluster: Cluster) -> Profile:
     """Return a profile of one width, whose times include the collectives within a group.
 
+    If replicas divide the optimizer, each layer has the part of one replica. Replicas that divide experts have
+    different ones, so the optimizer is divided only among the R/E replicas with the same experts.
+
     Args:
         profile: Profile with one or several widths.
         cluster: Cluster whose devices are the groups.
 
     Returns:
-        The profile; `profile` itself if that has only this width and no collectives.
+        The profile; `profile` itself if that has only this width, no collectives, and the whole optimizer.
 
     Raises:
         UsageError: The profile does not have the width.
@@ -66,7 +75,8 @@ def at_width(profile: Profile, cluster: Cluster) -> Profile:
     width, layers = cluster.tensor_parallel, layers_by_width(profile)
     if width not in layers:
         raise UsageError(_missing(width), hint="profile this width too, and solve again")
-    priced = tuple(map(partial(_priced, cluster=cluster), layers[width]))
+    shards = max(1, cluster.optimizer_shards // profile.expert_parallel)
+    priced = tuple(_with_shard(_priced(layer, cluster=cluster), shards) for layer in layers[width])
     if priced == profile.layers and not profile.widths:
         return profile
     return replace(profile, tensor_parallel=width, layers=priced, widths=())
@@ -163,11 +173,11 @@ class WidthTables:
 
     def __init__(self, profile: Profile) -> None:
         self._profile = profile
-        self._tables: dict[tuple[int, Link, float], CostTable] = {}
+        self._tables: dict[tuple[int, int, Link, float], CostTable] = {}
 
     def at(self, cluster: Cluster) -> CostTable:
         """Return the costs of a cluster's groups; raises like `at_width`."""
-        key = cluster.tensor_parallel, cluster.link, cluster.speed(0)
+        key = cluster.tensor_parallel, cluster.optimizer_shards, cluster.link, cluster.speed(0)
         if key not in self._tables:
             self._tables[key] = CostTable(at_width(self._profile, cluster))
         return self._tables[key]
@@ -199,6 +209,19 @@ def _priced(layer: LayerProfile, *, cluster: Cluster) -> LayerProfile:
         backward_input_us=plus(layer.backward_input_us),
         collective_bytes=(),
         collectives=0,
+    )
+
+
+def _with_shard(layer: LayerProfile, shards: int) -> LayerProfile:
+    """Return the layer with one of `shards` equal parts of its optimizer."""
+    if shards == 1:
+        return layer
+    return replace(
+        layer,
+        optimizer_bytes=ceil(layer.optimizer_bytes / shards),
+        optimizer_us=layer.optimizer_us / shards,
+        optimizer_peak_bytes=ceil(layer.optimizer_peak_bytes / shards),
+        optimizer_boundary_peak_bytes=ceil(layer.optimizer_boundary_peak_bytes / shards),
     )
 
 

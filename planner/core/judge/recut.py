@@ -37,7 +37,7 @@ def with_cuts(
         UsageError: The numbers of layers or devices are wrong, or the schedule cannot run so many stages.
     """
     inputs = plan.inputs if memory_bytes is None else replace(plan.inputs, memory_bytes=memory_bytes)
-    cluster = inputs.cluster_of(plan.tensor_parallel)
+    cluster = inputs.cluster_of(plan.tensor_parallel, plan.replicas)
     partition = Partition(
         schedule=plan.schedule,
         micro_batches=plan.micro_batches,

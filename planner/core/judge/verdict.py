@@ -96,7 +96,7 @@ def judge(
         raise UsageError(f"{len(memory_bytes)} memory limits for {plan.inputs.devices} devices")
     partition = Partition.of(plan, [layer.name for layer in profile.layers])
     inputs = plan.inputs if memory_bytes is None else replace(plan.inputs, memory_bytes=memory_bytes, headroom=0.0)
-    cluster = inputs.cluster_of(plan.tensor_parallel)
+    cluster = inputs.cluster_of(plan.tensor_parallel, plan.replicas)
     check_partition(partition, num_layers=len(profile.layers), num_devices=cluster.num_devices)
     costs = costs_at(at_width(profile, cluster), plan.micro_batch_size, extrapolate=inputs.extrapolate)
     evaluation = Evaluation(costs, partition, cluster)

@@ -79,6 +79,8 @@ class Cluster:
     tensor_parallel: int = 1
     """Number of GPUs per device (T): a device is a group of GPUs that share every layer. All other fields are per
     GPU."""
+    optimizer_shards: int = 1
+    """Number of replicas among which the optimizer is divided; 1 if each has all of it."""
 
     @property
     def num_devices(self) -> int:

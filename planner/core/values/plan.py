@@ -7,7 +7,7 @@ recomputed when a plan is read.
 
 from dataclasses import dataclass, field, fields
 from math import ceil
-from typing import Final, Literal
+from typing import Any, Final, Literal
 
 from planner.core.values.cluster import Cluster, Link
 from planner.core.values.left_out import LEFT_OUT
@@ -83,6 +83,8 @@ class Inputs:
     """Stages per device, if the schedule allows several; 0 lets the solver choose."""
     replicas: int = field(default=1, metadata=LEFT_OUT)
     """Number of pipelines that run in parallel; 0 lets the solver choose."""
+    shard_optimizer: bool = field(default=False, metadata=LEFT_OUT)
+    """True if replicas divide the optimizer's state and step among them (ZeRO stage 1)."""
     tensor_parallel: int = field(default=0, metadata=LEFT_OUT)
     """GPUs that share each layer; 0 lets the solver choose among the widths in the profile."""
     together: tuple[tuple[str, ...], ...] = ()
@@ -119,17 +121,26 @@ class Inputs:
         """Cluster in which each GPU is a device of its own; in `Plan.cluster`, a device may be a group of GPUs."""
         return self.cluster_of(1)
 
-    def cluster_of(self, tensor_parallel: int) -> Cluster:
-        """Return the cluster whose devices are groups of `tensor_parallel` GPUs; surplus GPUs are left out."""
-        same = {each.name: getattr(self, each.name) for each in fields(Cluster)}
+    def cluster_of(self, tensor_parallel: int, replicas: int = 1) -> Cluster:
+        """Return the cluster for some numbers of GPUs per group and of replicas.
+
+        Args:
+            tensor_parallel: GPUs of a group, which is a device of the cluster; spare GPUs are left out.
+            replicas: Number of data-parallel pipelines, which may divide the optimizer.
+
+        Returns:
+            The cluster.
+        """
         count = self.devices // tensor_parallel
-        groups = {
+        groups: dict[str, Any] = {
             "memory_bytes": self.memory_bytes[:count],
             "speeds": self.speeds[:count],
             "node_devices": self.node_devices // tensor_parallel,
             "tensor_parallel": tensor_parallel,
+            "optimizer_shards": replicas if self.shard_optimizer else 1,
         }
-        return Cluster(**same | groups)
+        same = {each.name: getattr(self, each.name) for each in fields(Cluster) if each.name not in groups}
+        return Cluster(**same, **groups)
 
 
 def limit_of(device_bytes: int, headroom: float) -> int:
@@ -356,8 +367,13 @@ class Plan:
 
     @property
     def cluster(self) -> Cluster:
-        """Devices and links that the plan was made for; each device is a group of `tensor_parallel` GPUs."""
-        return self.inputs.cluster_of(self.tensor_parallel)
+        """Devices and links that the plan is for; each device is a group of `tensor_parallel` GPUs."""
+        return self.inputs.cluster_of(self.tensor_parallel, self.replicas)
+
+    @property
+    def divides_optimizer(self) -> bool:
+        """True if replicas divide the optimizer's state and step among them."""
+        return self.cluster.optimizer_shards > 1
 
     def device_of(self, stage: Stage) -> int:
         """Return the index into `Inputs.memory_bytes` of the device that runs `stage`."""

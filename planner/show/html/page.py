@@ -167,6 +167,7 @@ def _provenance(plan: Plan, profile: Profile | None, digest: str) -> Section:
         ("planned by", f"{written.name} {written.version}" if written else ""),
         ("certificate", f"{_certificate(plan)}; {method_name(plan.solver.method)}"),
         ("GPUs that share each layer", str(plan.tensor_parallel) if plan.tensor_parallel > 1 else ""),
+        ("optimizer", f"divided among {plan.replicas} replicas" if plan.divides_optimizer else ""),
         ("devices", f"{inputs.devices}, memory limit {', '.join(map(format_bytes, limits))}"),
         ("batch", str(inputs.batch)),
         ("requested schedule", inputs.schedule),

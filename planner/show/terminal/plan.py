@@ -59,7 +59,7 @@ def plan_text(
 
 
 def _sections(plan: Plan, events: Sequence[Event], style: Style, step: Step | None) -> list[list[RenderableType]]:
-    notes = [not_measured(plan.inputs.profile.how), _not_a_pipeline(plan), _unused(plan)]
+    notes = [not_measured(plan.inputs.profile.how), _not_a_pipeline(plan), _divided(plan), _unused(plan)]
     return [
         [flow([note], style) for note in notes if note],
         [stages_table(plan, style)],
@@ -116,6 +116,10 @@ def _not_a_pipeline(plan: Plan) -> str:
     if plan.solver.status == "optimal":
         return f"not a pipeline: {under}no cut is faster than {here}"
     return f"not a pipeline: {under}no cut was found that is faster than {here}"
+
+
+def _divided(plan: Plan) -> str:
+    return f"the {plan.replicas} replicas divide the optimizer (ZeRO stage 1)" if plan.divides_optimizer else ""
 
 
 def _unused(plan: Plan) -> str:

@@ -1,0 +1,131 @@
+"""Replicas that divide the optimizer: memory and time of one replica, the choice of replicas, and engines."""
+
+from dataclasses import replace
+from itertools import product
+
+import pytest
+
+import planner
+from planner.core.cost.evaluate import Evaluation
+from planner.core.cost.width import at_width
+from planner.core.errors import InfeasibleError, UsageError
+from planner.core.judge.recut import with_cuts
+from planner.core.judge.verdict import judge
+from planner.core.values.cluster import Link
+from planner.core.values.profile import Profile
+from planner.emit import emit_engine
+from planner.solve import Request, solve
+from tests.support.profiles import inputs_of, profile_of
+from tests.unit.emit.test_engines import profile_of as named_profile
+
+ENGINES = {
+    "megatron": "    --use-distributed-optimizer\n",
+    "torchtitan": '    "data_parallel_shard_degree": 2,\n',
+    "automodel": "  dp_size: 2\n",
+}
+
+
+def profile() -> Profile:
+    """Four layers with an optimizer of 80 bytes, 10 more while it steps, and 30 us."""
+    plain = profile_of([10.0] * 4, [20.0] * 4, parameter_bytes=40, output_bytes=10, saved_bytes=10)
+    layers = [
+        replace(layer, optimizer_bytes=80, optimizer_peak_bytes=10, optimizer_boundary_peak_bytes=7, optimizer_us=30.0)
+        for layer in plain.layers
+    ]
+    return replace(plain, layers=tuple(layers))
+
+
+def request(devices: int, replicas: int, *, divides: bool, **limits: int) -> Request:
+    """Half of the devices for each of two stages, and a batch of one sample per micro-batch."""
+    inputs = inputs_of(devices, 4 * max(1, replicas), **limits)
+    inputs = replace(inputs, schedule="1f1b", replicas=replicas, shard_optimizer=divides, allreduce=Link(latency_us=1))
+    return Request(inputs=inputs, micro_batches=4)
+
+
+def test_each_replica_has_its_part() -> None:
+    """State, transients and time of the step are divided; parameters, gradients and their sum are not."""
+    whole = solve(profile(), request(4, 2, divides=False))
+    divided = solve(profile(), request(4, 2, divides=True))
+    assert divided.divides_optimizer
+    assert not whole.divides_optimizer
+    for one, other in zip(divided.stages, whole.stages, strict=True):
+        assert 2 * one.memory.optimizer == other.memory.optimizer
+        assert (one.memory.parameters, one.memory.gradients) == (other.memory.parameters, other.memory.gradients)
+    update, longer = (Evaluation.of(plan, profile()).updates_us for plan in (divided, whole))
+    assert (longer - update).tolist() == [30.0, 30.0]
+    layer = at_width(profile(), divided.cluster).layers[0]
+    assert (layer.optimizer_peak_bytes, layer.optimizer_boundary_peak_bytes) == (5, 4)
+
+
+def test_one_replica_has_all_of_it() -> None:
+    """The option changes nothing then."""
+    whole, divided = (solve(profile(), request(2, 1, divides=divides)) for divides in (False, True))
+    assert not divided.divides_optimizer
+    assert divided.stages == whole.stages
+    assert divided.predicted == whole.predicted
+
+
+def test_replicas_that_divide_experts_share_less() -> None:
+    """Two of four replicas have the same experts, so that each has half of their optimizer."""
+    experts = replace(profile(), expert_parallel=2)
+    plan = solve(experts, request(8, 4, divides=True))
+    assert at_width(experts, plan.cluster).layers[0].optimizer_bytes == 40
+    assert at_width(profile(), plan.cluster).layers[0].optimizer_bytes == 20
+
+
+def test_the_number_of_replicas_is_chosen_by_what_fits() -> None:
+    """The best of all numbers, as of the plans for each; more replicas fit with a divided optimizer."""
+    fits: dict[bool, set[tuple[int, int]]] = {False: set(), True: set()}
+    for divides, limit in product((False, True), (400, 480, 560, 700)):
+        steps = {}
+        for replicas in (1, 2, 4):
+            asked = request(4, replicas, divides=divides, memory_bytes=limit)
+            asked = replace(asked, inputs=replace(asked.inputs, batch=4), micro_batches=None)
+            try:
+                steps[replicas] = solve(profile(), asked).predicted.step_us
+            except InfeasibleError:
+                continue
+        chosen = solve(profile(), replace(asked, inputs=replace(asked.inputs, replicas=0)))
+        assert chosen.predicted.step_us == min(steps.values())
+        assert all(sum(stage.memory.total for stage in chunks) <= limit for chunks in chosen.by_device())
+        fits[divides] |= {(limit, replicas) for replicas in steps}
+    assert fits[False] < fits[True]
+
+
+def test_a_check_and_given_cuts_divide_it_too() -> None:
+    """A plan is evaluated as it was planned."""
+    plan = solve(profile(), request(4, 2, divides=True))
+    assert judge(plan, profile(), profile_digest="sha256:0").plan == plan
+    assert with_cuts(plan, profile(), (1, 3)).stages[0].memory.optimizer == 40
+
+
+def test_an_error_names_the_option() -> None:
+    """If nothing fits, and would with a divided optimizer."""
+    limit = max(sum(s.memory.total for s in row) for row in solve(profile(), request(4, 2, divides=True)).by_device())
+    with pytest.raises(InfeasibleError) as refused:
+        solve(profile(), request(4, 2, divides=False, memory_bytes=limit))
+    assert "`--shard-optimizer` fits" in refused.value.hint
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_an_engine_gets_it(engine: str) -> None:
+    """Only if the plan divides the optimizer."""
+    texts = []
+    for divides in (True, False):
+        names = named_profile("embedding", "layers.0", "layers.1", "head")
+        options = {"devices": 4, "mem": "1GB", "batch": 8, "micro_batches": 4, "balance": (2, 2), "schedule": "1f1b"}
+        plan = planner.solve(names, replicas=2, shard_optimizer=divides, **options)
+        texts.append(emit_engine(engine, plan, names).text)
+    assert ENGINES[engine] in texts[0]
+    assert texts[0] != texts[1]
+    assert engine == "automodel" or ENGINES[engine] not in texts[1]
+
+
+def test_other_engines_refuse() -> None:
+    """The error names engines that can run the plan, and the other way out."""
+    names = named_profile("embedding", "layers.0", "layers.1", "head")
+    options = {"devices": 4, "mem": "1GB", "batch": 8, "micro_batches": 4, "balance": (2, 2), "schedule": "1f1b"}
+    plan = planner.solve(names, replicas=2, shard_optimizer=True, **options)
+    with pytest.raises(UsageError, match="2 replicas of the plan divide the optimizer, which") as refused:
+        emit_engine("deepspeed", plan, names)
+    assert refused.value.hint.endswith("or solve without `--shard-optimizer`")
