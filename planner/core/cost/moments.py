@@ -37,6 +37,7 @@ Only few points of a long step can have the peak. `stage_moments` lists them in 
 K = 128 devices with M = 4096 micro-batches have a million instructions. `moments_of` reads any action lists.
 """
 
+from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -85,6 +86,9 @@ WITH_BACKWARDS: Final[tuple[PartName, ...]] = (*BACKWARDS, "message", *INPUT_BAC
 RUNNING: Final[tuple[PartName, ...]] = (*FORWARDS, *WITH_BACKWARDS, *WEIGHT_BACKWARDS, "weight_message")
 """Parts that exist while an action runs; a device has one at a time."""
 _PLACE: Final[Mapping[PartName, int]] = {part: place for place, part in enumerate(PARTS)}
+
+_MOST_COMPARED: Final = 2**22
+"""Most pairs of counts that are compared at once, each with a byte of memory."""
 
 
 # ---- closed forms, for a device with one stage
@@ -200,10 +204,15 @@ def changes_of(actions: Sequence[Sequence[Action]]) -> tuple[tuple[Change, ...],
 
     Counts begin with zeros.
     """
-    last = max(action.micro_batch for action in actions[0])
+    last = _last_of(actions)
     return tuple(
         tuple(_Walk(row, last).changes(program)) for row, program in zip(actions, programs(actions), strict=True)
     )
+
+
+def _last_of(actions: Sequence[Sequence[Action]]) -> int:
+    """Return the index of the last micro-batch."""
+    return max(action.micro_batch for action in actions[0])
 
 
 def counts_of(actions: Sequence[Sequence[Action]]) -> tuple[Counts, ...]:
@@ -242,31 +251,57 @@ class _Walk:
         self._last = last
         self._bases = {stage: chunk * len(PARTS) for chunk, stage in enumerate(stages)}
         self._backwards_left = dict.fromkeys(stages, last + 1)
-        self._now = [0] * (len(stages) * len(PARTS))
+        self._now = array("i", [0] * (len(stages) * len(PARTS)))
         self._changed: dict[int, int] = {}
         kinds = {(action.stage, action.kind) for action in row if action.kind in {"B", "I"}}
         for stage, base in self._bases.items():
             self._set(base, "casts", max(1, sum(of == stage for of, _ in kinds)))
 
     def changes(self, row: Sequence[Instruction]) -> Iterator[Change]:
-        for instruction in row:
-            if instruction.do != "run":
-                self._transfer(instruction)
-                continue
-            base = self._bases[instruction.stage]
-            running = [base + _PLACE[self._begin(instruction)]]
+        """Yield the changes of each action, then those of the optimizer's step of each chunk."""
+        steps = self._run(row)
+        for running in steps:
             before = self._noted()
-            if instruction.kind in _MESSAGES:
-                self._backwards_left[instruction.stage] -= 1
-                if not self._backwards_left[instruction.stage]:
-                    running.append(base + _PLACE[_MESSAGES[instruction.kind]])
-            self._end(instruction)
-            yield Change(before, tuple(running), self._noted())
+            next(steps)
+            yield Change(before, running, self._noted())
         for base, counts in zip(self._bases.values(), optimizer_steps(len(self._bases)).tolist(), strict=True):
             for other, parts in zip(self._bases.values(), counts, strict=True):
                 for part, number in zip(PARTS, parts, strict=True):
                     self._set(other, part, 0 if part == "optimizer_step" else number)
             yield Change(self._noted(), (base + _PLACE["optimizer_step"],), ())
+
+    def distinct(self, row: Sequence[Instruction]) -> IntArray:
+        """Return the counts that exist during actions, each once; shape (points, V, parts).
+
+        Those with `message` come after the others.
+        """
+        during: dict[bytes, None] = {}
+        message: dict[bytes, None] = {}
+        steps, now = self._run(row), self._now
+        for running in steps:
+            for part, found in zip(running, (during, message), strict=False):
+                now[part] = 1
+                found[now.tobytes()] = None
+                now[part] = 0
+            next(steps)
+        flat = np.frombuffer(b"".join((*during, *message)), now.typecode)
+        return flat.reshape(-1, len(self._bases), len(PARTS)).astype(np.int64)
+
+    def _run(self, row: Sequence[Instruction]) -> Iterator[tuple[int, ...]]:
+        """Yield the indices of the parts of each action while it runs, and once more when it has ended."""
+        for instruction in row:
+            if instruction.do != "run":
+                self._transfer(instruction)
+                continue
+            base = self._bases[instruction.stage]
+            running: tuple[int, ...] = (base + _PLACE[self._begin(instruction)],)
+            if instruction.kind in _MESSAGES:
+                self._backwards_left[instruction.stage] -= 1
+                if not self._backwards_left[instruction.stage]:
+                    running = (*running, base + _PLACE[_MESSAGES[instruction.kind]])
+            yield running
+            self._end(instruction)
+            yield ()
 
     def _noted(self) -> tuple[int, ...]:
         """Return the changes of the counts since the last call."""
@@ -345,9 +380,10 @@ def moments_of(actions: tuple[tuple[Action, ...], ...]) -> tuple[IntArray, ...]:
     Returns:
         One array of shape (points, V, parts) per device.
     """
+    last, chunks = _last_of(actions), len({action.stage for action in actions[0]})
     return tuple(
-        _undominated(np.concatenate([counts.during, counts.message, optimizer_steps(counts.during.shape[1])]))
-        for counts in counts_of(actions)
+        _undominated(np.concatenate([_Walk(row, last).distinct(program), optimizer_steps(chunks)]))
+        for row, program in zip(actions, programs(actions), strict=True)
     )
 
 
@@ -368,8 +404,16 @@ def _undominated(counts: IntArray) -> IntArray:
     # equally high a plan shows the first one.
     waiting = counts.copy()
     waiting[:, :, _PLACE["held"]] += counts[:, :, _PLACE["kept"]]
-    _, places = np.unique(waiting.reshape(len(counts), -1), axis=0, return_index=True)
-    flat = counts[places].reshape(len(places), -1)
+    # Bytes of big-endian numbers sort as the numbers do, and faster than rows of an array.
+    rows = [row.tobytes() for row in waiting.reshape(len(counts), -1).astype(">i8")]
+    firsts = {row: n for n, row in reversed(list(enumerate(rows)))}
+    ordered = counts[[firsts[row] for row in sorted(firsts)]]
+    flat = ordered.reshape(len(ordered), -1)
+    flat = flat[:, (flat != flat[0]).any(axis=0)]
     # Only a later one can have as much of everything.
-    highest = [n for n, one in enumerate(flat) if not (flat[n + 1 :] >= one).all(axis=1).any()]
-    return counts[places[highest]]
+    size = max(1, _MOST_COMPARED // max(1, flat.size))
+    dominated = [
+        np.triu((flat[start:] >= flat[start : start + size, None]).all(axis=2), 1).any(axis=1)
+        for start in range(0, len(flat), size)
+    ]
+    return ordered[~np.concatenate(dominated)]

@@ -6,11 +6,12 @@ A weight-gradient pass waits for its input-gradient pass. `ActionKind.direction`
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Final, Literal, NamedTuple
 
 from planner.core.schedule.base import Action
 from planner.core.schedule.kinds import KINDS, Flow, Letter
+
+_FLOWS: Final = {letter: kind.flow for letter, kind in KINDS.items()}
 
 
 class Need(NamedTuple):
@@ -33,8 +34,7 @@ class DeadlockError(ValueError):
         self.waiting = waiting
 
 
-@dataclass(frozen=True, slots=True)
-class Instruction:
+class Instruction(NamedTuple):
     """Instruction of a device: run an action, or start a transfer (`send`, `receive`)."""
 
     do: Literal["run", "send", "receive"]
@@ -124,15 +124,16 @@ def programs(actions: Sequence[Sequence[Action]]) -> tuple[tuple[Instruction, ..
         ValueError: A stage is in several action orders, or in none.
     """
     devices = devices_of(actions)
+    num_stages = len(devices)
+    targets = {(kind, stage): message_to(kind, stage, num_stages) for kind in KINDS for stage in range(num_stages)}
     rows: list[list[Instruction]] = [[] for _ in actions]
-    for action in _in_turns(actions, devices):
-        device, flow = devices[action.stage], KINDS[action.kind].flow
-        rows[device].append(Instruction("run", action.kind, action.micro_batch, action.stage))
-        target = message_to(action.kind, action.stage, len(devices))
+    for stage, kind, micro_batch in _in_turns(actions, devices):
+        device, flow, target = devices[stage], _FLOWS[kind], targets[kind, stage]
+        rows[device].append(Instruction("run", kind, micro_batch, stage))
         if flow is None or target is None or devices[target] == device:
             continue  # no stage needs it, or the device keeps it
-        rows[device].append(Instruction("send", flow, action.micro_batch, action.stage))
-        rows[devices[target]].append(Instruction("receive", flow, action.micro_batch, target))
+        rows[device].append(Instruction("send", flow, micro_batch, stage))
+        rows[devices[target]].append(Instruction("receive", flow, micro_batch, target))
     return tuple(map(tuple, rows))
 
 
@@ -158,18 +159,21 @@ def _in_turns(actions: Sequence[Sequence[Action]], devices: Sequence[int]) -> It
     needs = {(kind, s): needed_for(kind, s, num_stages) for kind in KINDS for s in range(num_stages)}
     over: set[tuple[Flow | None, int, int]] = set()
     position = [0] * len(actions)
-    while any(at < len(row) for at, row in zip(position, actions, strict=True)):
+    left = sum(map(len, actions))
+    while left:
         turn = []
-        for device, (at, row) in enumerate(zip(position, actions, strict=True)):
+        for device, row in enumerate(actions):
+            at = position[device]
             if at == len(row):
                 continue
-            action = row[at]
-            need = needs[action.kind, action.stage]
-            if need is None or (need.flow, need.stage, action.micro_batch) in over:
+            stage, kind, micro_batch = action = row[at]
+            need = needs[kind, stage]
+            if need is None or (*need, micro_batch) in over:
                 turn.append(action)
-                position[device] += 1
+                position[device] = at + 1
         if not turn:
             progress = enumerate(zip(actions, position, strict=True))
             raise DeadlockError({device: row[at] for device, (row, at) in progress if at < len(row)})
-        over.update((KINDS[action.kind].flow, action.stage, action.micro_batch) for action in turn)
+        over.update((_FLOWS[kind], stage, micro_batch) for stage, kind, micro_batch in turn)
+        left -= len(turn)
         yield from turn
