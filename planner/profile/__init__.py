@@ -1,6 +1,7 @@
-"""Profile a chain of layers: measure, estimate or compile the time and memory of each.
+"""Profile a chain of layers: measure, estimate or compile the time and memory of each layer.
 
-Names are imported on first use, because all but the formulas (`planner.profile.formula`) need torch.
+The names of this package are imported on first use, because all except the formulas (`planner.profile.formula`) need
+torch.
 """
 
 from typing import TYPE_CHECKING, Any

@@ -1,9 +1,9 @@
-"""Pass tensors between layers that are timed in a row, so that they are in the same memory as within a stage.
+"""Pass tensors between layers that are timed one after another, so that data is in the same caches as within a stage.
 
-A layer finds its input where the previous layer has just written its output, for example in a cache. It finds the
-gradient of its output where the next layer has written it. Only the values are replaced: by the layer's traced input,
-and by ones. After many layers with random parameters, values may become NaN, or so small that a CPU takes a hundred
-times as long for them.
+A layer's input gets the memory to which the previous layer has just written its output. The gradient of its output gets
+the memory to which the next layer has just written its input's gradient. The values in this memory are replaced: inputs
+by the layer's traced input, gradients by ones. Otherwise, after many layers with random parameters, values may become
+NaN, or so small (denormal) that a CPU takes a hundred times as long for them.
 """
 
 from collections.abc import Iterable, Sequence
@@ -21,24 +21,24 @@ _SMALL_BYTES = 2**18
 
 @dataclass(frozen=True)
 class Entrance:
-    """Inputs of a layer for one micro-batch, non-leaves as in a stage."""
+    """Inputs of a layer for one micro-batch; like in a stage, they are no leaves of the autograd graph."""
 
     values: list[Any]
     carrying: list[int]
-    """Positions of the values that carry gradients."""
+    """Positions of the inputs that require gradients."""
     gradients: list[Tensor | None]
-    """Gradients of these values, once a backward has reached them."""
+    """Gradients of the inputs in `carrying`; empty until a backward has computed them."""
 
     def gradient_of(self, position: int) -> Tensor | None:
-        """Return the gradient of the input at a position, if there is one."""
+        """Return the gradient of the input at `position`; None if there is none."""
         return dict(zip(self.carrying, self.gradients, strict=False)).get(position)
 
 
 class Exit:
-    """Outputs of a layer for one micro-batch, where its backward starts.
+    """Outputs of a layer for one micro-batch, at which the layer's backward starts.
 
     Attributes:
-        end: A scalar whose backward is that of all outputs; None if none of them carries a gradient.
+        end: Scalar whose backward is that of all outputs; None if no output requires a gradient.
     """
 
     def __init__(self, outputs: Sequence[Any], own_storages: frozenset[int]) -> None:
@@ -49,9 +49,10 @@ class Exit:
         self.end: Tensor | None = _End.apply(self._gradients, *carrying) if carrying else None  # type: ignore[no-untyped-call]
 
     def fill(self, behind: Entrance | None) -> None:
-        """Make the gradients of the outputs, if possible in the memory of the next layer's input gradients.
+        """Create the gradients of the outputs, unless they exist.
 
-        They are made once: later calls do nothing.
+        Args:
+            behind: Inputs of the next layer, whose gradients provide the memory if possible; None if there is none.
         """
         for n, (like, shape) in self._shapes.items() if not self._gradients else ():
             there = None if behind is None else behind.gradient_of(n)
@@ -62,27 +63,27 @@ class Exit:
 
 
 def own_storages_of(unit: Unit) -> frozenset[int]:
-    """Return the storages of a unit's parameters and buffers, which must not be overwritten."""
+    """Return the keys of the storages of a unit's parameters and buffers, which must not be overwritten."""
     return frozenset(map(storage_key, (*unit.module.parameters(), *unit.module.buffers())))
 
 
 def is_small(values: Iterable[Any]) -> bool:
-    """Return True if the values fit in a cache, so that earlier layers matter more than the location of its input."""
+    """Return True if the tensors in `values` are so small that they stay in a cache wherever they are in memory."""
     return sum(value.nbytes for value in values if isinstance(value, Tensor)) <= _SMALL_BYTES
 
 
 def entrance_of(
     received: UnitInput, before: Sequence[Any] = (), own_storages: frozenset[int] = frozenset()
 ) -> Entrance:
-    """Return a layer's traced input, in the memory of the previous layer's outputs if both are alike.
+    """Return the inputs of a layer: its traced input, in the memory of the previous layer's outputs where that fits.
 
     Args:
-        received: The traced input.
+        received: Traced input of the layer.
         before: Outputs of the previous layer.
-        own_storages: Storages of that layer's parameters and buffers.
+        own_storages: Storages of the previous layer's parameters and buffers, which must not be overwritten.
 
     Returns:
-        The inputs.
+        Inputs of the layer.
     """
     outputs = before if len(before) == len(received.values) else [None] * len(received.values)
     values = [_entering(value, output, own_storages) for value, output in zip(received.values, outputs, strict=True)]
@@ -97,10 +98,13 @@ def entrance_of(
 
 
 def _entering(value: Any, output: Any, own_storages: frozenset[int]) -> Any:
-    """Return a traced input as a new leaf, or as a non-leaf if it is a tensor of another class."""
+    """Return a copy of a traced input, in the memory of `output` if possible.
+
+    The copy is a leaf of the autograd graph, except if it is a tensor of a subclass.
+    """
     if not isinstance(value, Tensor):
         return value
-    # A value without a gradient may be a table that the model keeps.
+    # An output without a gradient may be a table that the model keeps, so its memory is not overwritten.
     takes_over = _carries(value) and _carries(output) and output.stride() == value.stride()
     if takes_over and _is_like(output, value, value.shape) and storage_key(output) not in own_storages:
         return _same_memory(output).copy_(value.detach()).requires_grad_()
@@ -117,7 +121,7 @@ def _is_plain(tensor: Tensor) -> bool:
 
 
 def _is_like(tensor: Tensor, like: Tensor, shape: torch.Size) -> bool:
-    """Return True if its memory can hold such values, each at a separate address."""
+    """Return True if the memory of `tensor` can hold values of the given shape and the dtype of `like`."""
     return (
         _is_plain(tensor)
         and (tensor.dtype, tensor.shape, tensor.device) == (like.dtype, shape, like.device)
@@ -126,7 +130,7 @@ def _is_like(tensor: Tensor, like: Tensor, shape: torch.Size) -> bool:
 
 
 def _same_memory(tensor: Tensor) -> Tensor:
-    """Return a tensor with the same memory that is not a view: writes into one are not counted in the other."""
+    """Return a tensor with the same memory that is no view, so that it has its own version counter for writes."""
     with torch.no_grad():
         return tensor.new_empty(0).set_(
             tensor.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride()
@@ -134,7 +138,7 @@ def _same_memory(tensor: Tensor) -> Tensor:
 
 
 class _EntranceFunction(torch.autograd.Function):
-    """Autograd function that passes gradients to a layer's inputs; leaves would accumulate them, which copies some."""
+    """Autograd function that stores the gradients of a layer's inputs, instead of accumulating them into leaves."""
 
     @staticmethod
     def forward(ctx: Any, gradients: list[Tensor | None], *leaves: Tensor) -> tuple[Tensor, ...]:
@@ -149,7 +153,7 @@ class _EntranceFunction(torch.autograd.Function):
 
 
 class _End(torch.autograd.Function):
-    """Function that returns existing gradients and releases them, so that autograd may keep or reuse them."""
+    """Autograd function whose backward returns gradients from a list and empties the list, so that memory is reused."""
 
     @staticmethod
     def forward(ctx: Any, gradients: list[Tensor], *outputs: Tensor) -> Tensor:

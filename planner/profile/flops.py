@@ -1,7 +1,8 @@
 """Count the floating-point operations of a layer's forward with fvcore, on its traced graph.
 
-fvcore counts a multiply-add as one; we store two, as data sheets do. It does not know fused attention and counts 0 for
-it, so its formula is given here. Element-wise operators are not counted: they are bound by memory, not arithmetic.
+fvcore counts a multiply-add as one operation; profiles count two, as data sheets do. fvcore counts 0 for fused
+attention, so this module adds a formula for it. Element-wise operators are not counted, because memory limits their
+speed, not arithmetic.
 """
 
 import logging
@@ -15,13 +16,13 @@ from torch.utils._pytree import tree_unflatten
 from planner.profile.units import Unit, UnitInput
 
 with warnings.catch_warnings():
-    # It compiles functions with `torch.jit.script` as it is imported, of which newer releases of torch warn.
+    # When imported, fvcore calls `torch.jit.script`, which newer releases of torch warn about.
     warnings.simplefilter("ignore")
     from fvcore.nn import FlopCountAnalysis
 
 
 def forward_flops(unit: Unit, received: UnitInput) -> int:
-    """Return the operations of one forward; 0 if the layer cannot be traced."""
+    """Return the number of floating-point operations of a layer's forward; 0 if the layer cannot be traced."""
     value = tree_unflatten([v.detach() if hasattr(v, "detach") else v for v in received.values], received.spec)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -31,12 +32,12 @@ def forward_flops(unit: Unit, received: UnitInput) -> int:
             counter.set_op_handle("aten::scaled_dot_product_attention", _attention)
             counter.unsupported_ops_warnings(False).uncalled_modules_warnings(False)
             return 2 * int(counter.total())
-        except Exception:  # a layer that torch.jit.trace refuses: the figure is informative, not needed for planning
+        except Exception:  # torch.jit.trace refuses the layer; the number is informative only
             return 0
 
 
 class _Takes(nn.Module):
-    """Wrapper that passes one argument unchanged (the tracer would spread a tuple into several)."""
+    """Wrapper that passes a tuple as one argument to a layer, although the tracer spreads it into several."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()

@@ -1,6 +1,6 @@
 """Find parameters that no output of their layer depends on, such as those of an unused head.
 
-They never get a gradient, so most optimizers make no state for them.
+These parameters never get a gradient, so most optimizers create no state for them.
 """
 
 from collections.abc import Collection, Mapping
@@ -19,10 +19,10 @@ from planner.profile.units import Unit, UnitInput
 
 
 def idle_parameters(task: Task, records: Records) -> dict[str, frozenset[str]]:
-    """Return, for each digest, the names of trained parameters that never get a gradient, in its first layer.
+    """Return, for the first layer of each digest, the names of trained parameters that never get a gradient.
 
-    Layers that read values are excluded: other values may use other parameters, such as those of experts. A parameter
-    that a layer of the digest shares with another layer is excluded, because it may get its gradient there.
+    The result is empty for layers that read values, because other values may use other parameters (of experts). It
+    leaves out parameters that a layer with this digest shares with another layer, which may give them a gradient.
     """
     found = {digest: frozenset[str]() for digest in records.distinct}
     if not task.lean:
@@ -37,7 +37,7 @@ def idle_parameters(task: Task, records: Records) -> dict[str, frozenset[str]]:
 
 
 def stepped_parameters(records: Records, idle: Mapping[str, Collection[str]]) -> list[list[nn.Parameter]]:
-    """Return the trained parameters of every layer that get gradients; `idle` is what `idle_parameters` found."""
+    """Return, for every layer, the trained parameters that get gradients; `idle` is from `idle_parameters`."""
     return [
         trained_parameters(unit.module, records.names_in(n, idle[unit.digest])) for n, unit in enumerate(records.units)
     ]
@@ -48,7 +48,7 @@ def _without_gradient(unit: Unit, received: UnitInput) -> frozenset[str]:
 
     def ran(func: Any, args: Any, kwargs: Any) -> None:
         given = list(tensors_in((args, kwargs)))
-        # Truth values of the model's own inputs are mostly checks, such as whether a mask hides anything.
+        # Reading a boolean is mostly a check of an input, such as whether a mask hides anything.
         is_check = func is torch.ops.aten._local_scalar_dense.default and given[0].dtype is torch.bool
         asks.append(decides(func, given) and not is_check)
 

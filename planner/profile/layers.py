@@ -1,4 +1,4 @@
-"""Convert the measurements of units to the profile of every layer of the chain."""
+"""Convert the measurements of distinct units to a profile of every layer of the chain."""
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,34 +16,35 @@ from planner.profile.units import Key
 
 @dataclass(frozen=True, kw_only=True)
 class Costs:
-    """Measurements of every distinct unit, by the digest of its operators; times in microseconds."""
+    """Measurements of every distinct unit, by the digest of the unit (and micro-batch size)."""
 
     records: Records
     casts_bytes: Mapping[str, int]
     """Bytes of autocast's weight cache."""
     rewritten_bytes: Mapping[str, int]
-    """Bytes of the layer's own state that its forward writes."""
+    """Bytes of the layer's state that its forward writes."""
     idle: Mapping[str, Collection[str]]
-    """Names of the parameters without a gradient in the first layer of a digest; see `idle_parameters`."""
+    """Names of the parameters without gradients in the first layer of each digest (`idle_parameters`)."""
     optimizer: Sequence[OptimizerCost]
-    """Cost of each layer. Layers with equal digests may differ, because their parameters may be in different groups."""
+    """Cost of the optimizer for each layer. It may differ between layers with equal digests, whose parameters may be in
+    different groups of the optimizer."""
     boundary_peaks: Sequence[int]
-    """Transient bytes of the optimizer's step at the change from the previous layer to this one, for each layer."""
+    """For each layer: transient bytes of the optimizer when it moves on from the previous layer to this layer."""
     flops: Mapping[str, int]
-    """Operations of a forward at the smallest size."""
+    """Number of floating-point operations of a forward at the smallest micro-batch size."""
     times: Mapping[Key, LayerTimes]
     half_times_us: Mapping[Key, tuple[float, float]] = field(default_factory=dict)
-    """Times of both passes of a split backward, I and W, in microseconds; empty if they were not timed."""
+    """Times of I and W, the two passes of a split backward, in microseconds; empty if these were not timed."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class BackendResult:
-    """Result of a backend for a model."""
+    """Costs of a model's layers that a backend has found."""
 
     sizes: tuple[int, ...]
     """Micro-batch sizes that fit in memory."""
     optimizer_peaks_add: bool
-    """True if the optimizer's transients grow with the number of parameters, not with the largest one."""
+    """True if the transient memory of an update grows with the number of parameters, not with the largest one."""
     layers: tuple[LayerProfile, ...]
 
 
@@ -104,14 +105,14 @@ def _layer_profile(
 
 
 def _ties(layer: Layer, tied: Mapping[str, tuple[str, ...]]) -> tuple[tuple[str, ...], int]:
-    """Return the names of the layer's tied parameters in other layers, and the bytes of these parameters."""
+    """Return the names that the layer's tied parameters have in other layers, and the bytes of these parameters."""
     shared = {name: parameter for name, parameter in layer.parameter_names().items() if name in tied}
     sharers = [other for name in shared for other in tied[name] if other != layer.name]
     return tuple(dict.fromkeys(sharers)), sum(parameter.nbytes for parameter in shared.values())
 
 
 def _tied_groups(layers: Sequence[Layer], n: int, tied_bytes: int) -> tuple[TiedGroup, ...]:
-    """Return the bytes that layer `n` shares with each group of earlier layers; nothing if there is only one group."""
+    """Return the bytes of parameters that layer `n` shares with each set of earlier layers; empty for a single set."""
     parameters, sizes = layers[n].parameter_names(), dict[tuple[str, ...], int]()
     for owners in shared_parameters(layers):
         earlier = tuple(layers[place].name for place in sorted({place for place, _ in owners}) if place < n)

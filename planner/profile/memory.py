@@ -1,14 +1,15 @@
-"""Measure the memory of a single layer, so that the peak of any stage can be composed from such records.
+"""Measure the memory of a single layer, in a form from which the peak memory of any stage can be computed.
 
-The composition (`planner.core.cost.costs`) needs the following:
+`planner.core.cost.costs` does this computation. The measurement follows these rules:
 
-- Every peak is the allocator's, above the memory that is alive when the layer starts, with the inputs held.
-- Inputs are non-leaf copies and the output gradient is made inside the backward pass, as in a pipeline. Otherwise
-in-place layers raise, and the measurement itself would hold memory.
-- Under autocast micro-batches share copies of weights, which are counted separately (`measure_casts`).
-- Backward is measured twice: first without gradients (they are allocated), then with (they are accumulated into). Both
-are measured again with outputs and their gradients held throughout, as by the engine at the end of a stage.
-- Inputs and outputs that backward keeps are found by dropping them: a storage that stays alive is kept.
+- A peak counts from the memory in use when the layer starts; at that time, the inputs already exist.
+- Inputs are copies that are no leaves, and output gradients are created inside the backward, as in a pipeline.
+Otherwise, layers that write in place would fail, and the measurement itself would need memory.
+- Under autocast, micro-batches share copies of weights, which are counted separately (`measure_casts`).
+- Backward is measured twice: first without existing gradients, which it then allocates; then with gradients, to which
+it adds. Both measurements are repeated while outputs and their gradients are held, as the engine does at the end of a
+stage.
+- To find out which inputs and outputs backward keeps, all references to them are dropped: a kept storage stays alive.
 """
 
 from collections.abc import Sequence
@@ -29,21 +30,21 @@ from planner.profile.units import Unit, UnitInput
 
 
 def measure_memory(unit: Unit, received: UnitInput, meter: Meter, buffer_bytes: int) -> MemoryDetail:
-    """Return the record of `unit` for one micro-batch; its parameters are left without gradients.
+    """Measure the memory of a layer for one micro-batch, and drop the gradients of its parameters.
 
     Args:
         unit: Layer to measure.
-        received: Its input.
+        received: Input of the layer.
         meter: Meter of the device.
-        buffer_bytes: Bytes of its buffers before it ran at any size.
+        buffer_bytes: Bytes of the layer's buffers before its first run, at any micro-batch size.
 
     Returns:
-        The record.
+        Memory of the layer.
 
     Raises:
-        ModelError: The unit makes sparse gradients.
+        ModelError: The layer has sparse gradients.
     """
-    # Lazily made objects (cached tables, library workspaces) belong to no micro-batch, so they are made first.
+    # The first pass creates objects that belong to no micro-batch: cached tables and workspaces of libraries.
     _WholePass(unit, received, meter)
     if any(p.grad is not None and p.grad.is_sparse for p in unit.module.parameters()):
         raise sparse_gradients(f'layer "{unit.name}"')
@@ -53,8 +54,8 @@ def measure_memory(unit: Unit, received: UnitInput, meter: Meter, buffer_bytes: 
         end_first = _end_backward_peak(unit, received, meter)
         unit.module.zero_grad()
     with unit.keeping_casts():
-        # Autocast's copies are made in the first micro-batch's forward, and in its backward their gradients turn into
-        # those of the parameters at once; later ones find copies there, and their gradients wait for the end.
+        # In the first micro-batch, the forward makes autocast's copies of weights, and the backward converts their
+        # gradients to those of the parameters. Later micro-batches find the copies in autocast's cache.
         first = _WholePass(unit, received, meter)
         later = _WholePass(unit, received, meter)
         end_later = _end_backward_peak(unit, received, meter)
@@ -80,26 +81,26 @@ def measure_memory(unit: Unit, received: UnitInput, meter: Meter, buffer_bytes: 
 
 
 def measure_casts(unit: Unit, received: UnitInput, meter: Meter) -> int:
-    """Return the bytes of autocast's weight cache between micro-batches.
+    """Return the bytes that a layer has in autocast's weight cache between micro-batches.
 
     Args:
         unit: Layer to measure.
-        received: Its input.
+        received: Input of the layer.
         meter: Meter of the device.
 
     Returns:
-        Bytes.
+        Bytes of autocast's copies of the layer's weights.
     """
     values = received.non_leaves()
     with unit.keeping_casts():
-        # In place, and dropped within the measurement, so that nothing else is left at its end.
+        # The outputs are dropped within the measurement, so that at its end only the copies are left.
         return max(0, meter.measure(lambda: unit.run(values, received)).end_bytes)
 
 
 def start_backward(outputs: Sequence[Any]) -> Tensor | None:
-    """Return a scalar whose backward gives ones to every output that carries a gradient, or None if none does.
+    """Return a scalar whose backward starts the backward of all outputs, with ones as their gradients.
 
-    It holds no output, so that unused storages are released.
+    The scalar keeps no output in memory. The result is None if no output requires a gradient.
     """
     carrying = [output for output in outputs if isinstance(output, Tensor) and output.requires_grad]
     if not carrying:
@@ -111,7 +112,7 @@ def start_backward(outputs: Sequence[Any]) -> Tensor | None:
 class _GradientSource(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *outputs: Tensor) -> Tensor:
-        # Empty tensors hold no memory; they are made from the outputs, so that ghosts result in ghosts.
+        # Empty tensors take no memory. They are created from the outputs, so that ghosts give ghosts.
         ctx.like = [(output.new_empty(0), output.shape) for output in outputs]
         return torch.zeros((), device=outputs[0].device)
 
@@ -121,7 +122,7 @@ class _GradientSource(torch.autograd.Function):
 
 
 class _WholePass:
-    """Memory of one forward and backward, relative to what was alive before (inputs included)."""
+    """Measured memory of one forward and backward, relative to the memory in use before, which includes the inputs."""
 
     def __init__(self, unit: Unit, received: UnitInput, meter: Meter) -> None:
         values = received.non_leaves()
@@ -148,7 +149,7 @@ class _WholePass:
 
 
 def _end_backward_peak(unit: Unit, received: UnitInput, meter: Meter) -> int:
-    """Return the peak of a backward at the end of a stage, where the engine holds outputs and their gradients."""
+    """Return the peak bytes of a backward at the end of a stage, where the engine holds outputs and their gradients."""
     values = received.non_leaves()
     outputs: list[Any] = []
     gradients: list[Tensor] = []
@@ -162,13 +163,13 @@ def _end_backward_peak(unit: Unit, received: UnitInput, meter: Meter) -> int:
 
 
 def _attribute_bytes(unit: Unit, received: UnitInput, meter: Meter) -> tuple[int, int]:
-    """Return the bytes of tensors in plain attributes, and the part that each forward creates and its backward needs.
+    """Return two sizes in bytes: all tensors in plain attributes, and those that a forward creates for its backward.
 
-    A forward that replaces a tensor releases the earlier one, unless the graph of an earlier forward holds it.
+    A forward that replaces a tensor releases the earlier one, unless the graph of an earlier forward keeps it.
     """
     held = _storages([*unit.module.parameters(), *unit.module.buffers()])
     parts = unit.module.holders if isinstance(unit.module, ModelStage) else unit.module.modules()
-    # No reference to them is kept, so that the next forward releases what it replaces.
+    # Only sizes are kept, no tensors, so that the next forward can release the tensors that it replaces.
     sizes = _storages(Attributes(("", part) for part in parts).tensors())
     loose = {key: size for key, size in sizes.items() if key not in held}
     if not loose:
@@ -192,13 +193,13 @@ def _no_grad_peak(unit: Unit, received: UnitInput, meter: Meter) -> int:
 
 
 def _boundaries(unit: Unit, received: UnitInput) -> tuple[tuple[BoundaryTensor, ...], tuple[BoundaryTensor, ...]]:
-    """Return the inputs and outputs: which of their storages backward keeps, and which outputs share an input's."""
+    """Return records of the layer's inputs and outputs: sizes, kept by backward or not, and shared storages."""
     values = received.non_leaves()
     outputs = unit.run(values, received)
     started = start_backward(outputs)
     keys = [storage_key(tensor) for tensor in (*values, *outputs) if isinstance(tensor, Tensor)]
     input_sizes = [value.nbytes for value in values if isinstance(value, Tensor)]
-    # A parameter or buffer that the layer returns is counted as such, not again for each micro-batch.
+    # A parameter or buffer that the layer returns does not count for each micro-batch.
     fixed = _storages([*unit.module.parameters(), *unit.module.buffers()])
     tensors = (output for output in outputs if isinstance(output, Tensor))
     output_sizes = [0 if storage_key(output) in fixed else storage_of(output).nbytes() for output in tensors]
@@ -213,7 +214,7 @@ def _boundaries(unit: Unit, received: UnitInput) -> tuple[tuple[BoundaryTensor, 
         BoundaryTensor(bytes=size, kept=keep, carries=carries)
         for size, keep, carries in zip(input_sizes, kept[:num], carry[:num], strict=True)
     ]
-    # The source of an output is the first tensor with the same storage, if that is an earlier one.
+    # The source of an output is the first tensor with the same storage: an input, or an earlier output.
     sources = [first if (first := keys.index(keys[place])) < place else -1 for place in range(num, len(keys))]
     results = [
         BoundaryTensor(bytes=size, kept=keep, alias=source, relayed=passes, carries=carries)
@@ -225,15 +226,18 @@ def _boundaries(unit: Unit, received: UnitInput) -> tuple[tuple[BoundaryTensor, 
 
 
 def _relayed(unit: Unit, received: UnitInput, sources: Sequence[int]) -> list[bool]:
-    """Return True for each output in an input's storage whose gradient becomes that input's gradient unchanged.
+    """Return True for each output whose gradient, as the same tensor, becomes the gradient of the input it aliases.
 
-    For every output, `sources` has the index of the input whose storage it shares, or a number that is no index.
+    Args:
+        unit: The layer.
+        received: Input of the layer.
+        sources: For each output, the index of the input whose storage it shares, or a number that is no such index.
     """
     leaves = received.fresh()
     inputs = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     if not any(source in range(len(inputs)) for source in sources):
         return [False] * len(sources)
-    # The leaves take the gradients; the layer may write into what it runs on.
+    # The layer runs on copies of the leaves, because it may write into its inputs.
     values = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
     outputs = [output for output in unit.run(values, received) if isinstance(output, Tensor)]
     carrying = [output for output in outputs if output.requires_grad]
@@ -256,7 +260,7 @@ def _relayed(unit: Unit, received: UnitInput, sources: Sequence[int]) -> list[bo
 
 
 def _versions(values: Sequence[Any]) -> list[int]:
-    # Autograd counts how often a tensor was written into.
+    # Autograd counts the writes into each tensor.
     return [value._version for value in values if isinstance(value, Tensor)]
 
 

@@ -1,4 +1,4 @@
-"""Measure the cost of the optimizer's step for the parameters of one layer: state, transient bytes, time."""
+"""Measure the cost of the optimizer for the parameters of one layer: state, transient memory and time of an update."""
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from copy import deepcopy
@@ -15,16 +15,17 @@ from planner.model.ghosts import storage_of
 from planner.model.optimizers import ModelOptimizer
 
 _MOST_NUMBERS = 2**22
-"""Size limit of parameters that are measured whole: gradient, state and transients may take five times the memory."""
+"""Number of elements up to which a parameter is measured whole; with gradient and state it may take five times as much.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerCost:
-    """Cost of one layer per mini-batch."""
+    """Cost of the optimizer for one layer: memory, and time per mini-batch."""
 
     state_bytes: int = 0
     peak_bytes: int = 0
-    """Transient bytes above state, parameters and gradients."""
+    """Largest transient memory of an update, in bytes, in addition to state, parameters and gradients."""
     step_us: float = 0.0
 
 
@@ -43,21 +44,21 @@ def measure_optimizer(
     between_bytes: int = 0,
     idle: Collection[str] = (),
 ) -> OptimizerCost:
-    """Step an optimizer over copies of the module's trainable parameters; the first step makes the state.
+    """Measure the update of copies of a layer's trained parameters by the optimizer.
 
     Args:
         module: The layer.
         whole: Optimizer of the whole model.
-        stands_for: Equal module at another place of the model, whose parameters' groups and order the optimizer uses;
-            by default `module`.
+        stands_for: Equal layer of the model, whose parameter groups and order the optimizer uses instead of those of
+            `module`.
         meter: Meter of the device.
         clock: Clock of the device.
-        repeats: Number of timed steps.
-        between_bytes: Bytes that a training step accesses between two steps over this layer, and that evict its cache.
+        repeats: Number of timed updates.
+        between_bytes: Bytes that training accesses between two updates of this layer, which evict it from the cache.
         idle: Names of parameters without gradients.
 
     Returns:
-        The cost.
+        State, transient memory and time.
     """
     build = _in_place(whole, module, stands_for or module)
     trained = trained_parameters(module)
@@ -68,7 +69,7 @@ def measure_optimizer(
     copies = [nn.Parameter(_part(p, part).detach().clone()) for p in trained]
     share = sum(p.numel() for p in trained) / sum(copy.numel() for copy in copies)
     for copy in (copy for p, copy in zip(trained, copies, strict=True) if id(p) not in without):
-        # Not zeros: a CPU's AdamW takes twice as long over them, and training does not have them.
+        # Gradients are not zeros, with which AdamW on a CPU takes twice as long and which training does not have.
         copy.grad = 1e-3 * torch.randn_like(copy)
     optimizer = build(zip(trained, copies, strict=True))
     if all(copy.grad is None for copy in copies):
@@ -91,10 +92,11 @@ def measure_optimizer(
 
 
 def peaks_add(module: nn.Module, whole: ModelOptimizer, *, meter: Meter) -> bool:
-    """Return True if the optimizer's transients grow with the number of parameters (`foreach`), not with the largest.
+    """Return True if the transient memory of an update grows with the number of parameters, as with `foreach`.
 
-    Steps over two and over three copies of the layer's parameters are compared. A single copy shows less: the step of
-    the next parameter may begin while a tensor of the previous one still exists.
+    Otherwise it depends on the largest parameter only. Updates of two and of three copies of the layer's parameters are
+    compared. (The first copy does not count, because the update of the next parameter may begin while a tensor of the
+    previous one still exists.)
 
     Args:
         module: A layer.
@@ -108,20 +110,20 @@ def peaks_add(module: nn.Module, whole: ModelOptimizer, *, meter: Meter) -> bool
 def _in_place(
     whole: ModelOptimizer, module: nn.Module, stands_for: nn.Module
 ) -> Callable[[Copies], torch.optim.Optimizer]:
-    """Return a builder of the optimizer over copies of the module's parameters, in the place of `stands_for`."""
+    """Return a function that builds the optimizer for copies of parameters of `module`, as if of `stands_for`."""
     place = {id(p): at for p, at in zip(module.parameters(), stands_for.parameters(), strict=True)}
     return lambda copies: whole.over((place[id(p)], copy) for p, copy in copies)
 
 
 def trained_parameters(module: nn.Module, idle: Collection[str] = ()) -> list[nn.Parameter]:
-    """Return the trained parameters whose names are not in `idle`."""
+    """Return the trained parameters of a module, without those whose names are in `idle`."""
     return [p for name, p in module.named_parameters() if p.requires_grad and name not in idle]
 
 
 def first_of_same_cost(modules: Sequence[nn.Module], digests: Sequence[str], whole: ModelOptimizer) -> list[int]:
-    """Return, for every layer, the number of the first layer with the same cost of a step.
+    """Return, for every layer, the index of the first layer with the same cost of an update.
 
-    Layers of one digest differ if the optimizer has their parameters in groups with other options, or not at all.
+    Layers with equal digests have different costs if their parameters are in groups with other options, or in none.
 
     Args:
         modules: Module of every layer.
@@ -142,16 +144,16 @@ def first_of_same_cost(modules: Sequence[nn.Module], digests: Sequence[str], who
 def boundary_peaks(
     layers: Sequence[Sequence[Tensor]], whole: ModelOptimizer, *, device: torch.device, meter: Meter
 ) -> list[int]:
-    """Return the transient bytes of a step as it moves to each layer from the previous one; 0 for the first.
+    """Return, for each layer, the transient bytes when an update moves on from the previous layer; 0 for the first.
 
-    An optimizer that steps parameter by parameter, such as torch's Adam, may release the last tensor of one only in the
-    step of the next. Two large parameters in a row then need more than either layer alone.
+    An optimizer that updates parameter by parameter, such as torch's Adam, may release the last tensor of a parameter
+    only during the update of the next one. Then two large neighboring parameters need more than each layer alone.
 
     Args:
-        layers: Trained parameters of each layer that have gradients. Their values are not read.
-        whole: Optimizer of the whole model, whose order of parameters counts.
-        device: Device to step on.
-        meter: Meter of that device.
+        layers: For each layer, the trained parameters that have gradients. Their values are not read.
+        whole: Optimizer of the whole model, which determines the order of parameters.
+        device: Device on which the optimizer runs.
+        meter: Meter of the device.
 
     Returns:
         Bytes for each layer.
@@ -173,12 +175,12 @@ def boundary_peaks(
 def _joins(
     front: Mapping[int, Tensor], behind: Mapping[int, Tensor], order: Mapping[int, tuple[int, int]]
 ) -> list[tuple[Tensor, Tensor]]:
-    """Return the pairs of parameters, one of each layer, that the optimizer steps one directly after the other."""
+    """Return the pairs of parameters, one from each of two layers, that the optimizer updates one after the other."""
     both = {**front, **behind}
     return [
         (both[first], both[second])
         for first, second in pairwise(sorted(both, key=order.__getitem__))
-        if order[first][0] == order[second][0]  # an optimizer steps its groups apart
+        if order[first][0] == order[second][0]  # an optimizer finishes a group before the next
         and not any({first, second} <= layer.keys() for layer in (front, behind))
     ]
 
@@ -219,7 +221,7 @@ def _step_peak_bytes(
 
 
 def _add_like(optimizer: torch.optim.Optimizer, first: Tensor, more: Tensor) -> None:
-    """Add a parameter to the group of another one, with the same kind of state."""
+    """Add the parameter `more` to the optimizer group of `first`, with a copy of the state of `first`."""
     for group in optimizer.param_groups:
         if any(p is first for p in group["params"]):
             group["params"].append(more)
@@ -228,12 +230,12 @@ def _add_like(optimizer: torch.optim.Optimizer, first: Tensor, more: Tensor) -> 
 
 
 def _share(parameters: Sequence[Tensor]) -> float:
-    """Return the share of the rows of each parameter that is measured, equal for all: 1 if none is large."""
+    """Return the fraction of each parameter's rows to measure, equal for all parameters; 1 if none is large."""
     return min(1.0, _MOST_NUMBERS / max((1, *(p.numel() for p in parameters))))
 
 
 def _part(parameter: Tensor, share: float) -> Tensor:
-    """Return the rows of a parameter that are measured."""
+    """Return the first rows of a parameter, a fraction `share` of all, to measure them instead of the whole."""
     return parameter[: _rows(parameter, share)] if parameter.dim() else parameter
 
 
@@ -242,7 +244,7 @@ def _rows(parameter: Tensor, share: float) -> int:
 
 
 def _whole_bytes(state: Tensor, part: Tensor, parameter: Tensor) -> int:
-    """Return the bytes of the state for the whole parameter, from the state of the measured part."""
+    """Return the bytes of optimizer state for a whole parameter, given the state of the measured part."""
     size = storage_of(state).nbytes()
     by_row = state.dim() > 0 and len(state) == len(part)
     return size * len(parameter) // len(part) if by_row else size

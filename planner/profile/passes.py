@@ -1,9 +1,9 @@
 """Time one pass of neighboring layers: all their forwards, then all their backwards.
 
-So a layer finds caches and free memory much as within a stage. When forward and backward of each layer were timed
-alternately, the forwards of a small U-Net took a fifth longer than in the model, and those of an MLP twice as long. The
-overhead of timing each separately is known from a layer that does nothing and is timed with them. Without this, the
-start of autograd's engine would be the larger part of a ReLU's backward of 10 us.
+This order gives caches and free memory nearly the same state as within a stage. When forward and backward of each layer
+were timed alternately, the forwards of a small U-Net took a fifth longer than in the model, and those of an MLP twice
+as long. Timing each layer separately adds overhead, mainly the start of autograd's engine. It is measured on a layer
+that does nothing, and subtracted. Otherwise it would be the larger part of short times such as 10 us.
 """
 
 import gc
@@ -28,33 +28,33 @@ from planner.profile.units import Unit, UnitInput
 
 @dataclass(frozen=True, kw_only=True)
 class WholeTimer:
-    """Timer of a forward and a whole backward.
+    """Timer of a layer's forward and whole (not split) backward.
 
-    As from the second micro-batch on, gradients exist and are accumulated into. A large unit is the exception: autograd
-    keeps its new gradients, and the time to accumulate gradients of that size is measured afterwards. With a vocabulary
-    of 50,000 words, two tables of gradients at once would be most of the memory of profiling.
+    Gradients exist before the backward, which adds to them, as in the second and later micro-batches. A large layer has
+    no gradients before; the time to add gradients of that size is measured afterwards. Otherwise the two gradients of a
+    vocabulary of 50,000 words would need most of the memory of profiling.
     """
 
     clock: Clock
     statistics: BatchStatistics
 
     def forward_us(self, unit: Unit, values: Sequence[Any], received: UnitInput, outputs: list[Any]) -> float:
-        """Return the microseconds of a forward; its results are appended to `outputs`.
+        """Run a forward and return its time in microseconds.
 
         Args:
-            unit: Layer.
-            values: Its inputs, non-leaves as in a stage.
-            received: Structure of the inputs, and targets.
-            outputs: Receives the results.
+            unit: The layer.
+            values: Inputs of the layer, which are no leaves of the autograd graph.
+            received: Structure of the inputs, and targets of the loss.
+            outputs: List to which the outputs of the layer are appended.
         """
         if isinstance(unit.module, ModelStage):
-            # A single layer also skips all earlier modules and leaves the model; a stage of several does so only once.
+            # Only the layer's own code is timed: skipping earlier modules and leaving the model occur once per stage.
             unit.module.call_at_ends(begun=self.clock.restart, done=self.clock.stop)
         with self._context():
             return self.clock.time_us(forward_of(unit, values, received, outputs=outputs, statistics=self.statistics))
 
     def backward_us(self, unit: Unit, end: Tensor) -> tuple[float, float]:
-        """Return the microseconds of the backward from `end`: those that are added to the forward's, and the others."""
+        """Run the backward from `end` and return (0, its time in microseconds)."""
         backward_us = self.clock.time_us(end.backward)
         if is_large(unit):
             gradients = [p.grad for p in unit.module.parameters() if p.grad is not None]
@@ -68,15 +68,15 @@ class WholeTimer:
 
 @dataclass(frozen=True, kw_only=True)
 class SplitTimer(WholeTimer):
-    """Timer of a forward with I, and of W.
+    """Timer of a layer's forward and split backward: input-gradient pass I and weight-gradient pass W.
 
-    A forward whose backward will be split takes longer, because it records what the split needs.
+    This forward takes longer than one with a whole backward, because it records what the split needs.
     """
 
     split: SplitBackward
 
     def backward_us(self, unit: Unit, end: Tensor) -> tuple[float, float]:
-        """Return the microseconds of I, which are added to the forward's, and of W."""
+        """Run I and W from `end` and return (time of I, time of W) in microseconds."""
         one = torch.ones_like(end)
         deferred: DeferredUses = []
         input_us = self.clock.time_us(lambda: deferred.extend(self.split.backward_input([end], [one])))
@@ -96,14 +96,14 @@ class SplitTimer(WholeTimer):
 def forward_of(
     unit: Unit, values: Sequence[Any], received: UnitInput, *, outputs: list[Any], statistics: BatchStatistics
 ) -> Callable[[], None]:
-    """Return a function that runs a forward as a stage does, and appends its results to `outputs`.
+    """Return a function that runs a forward as a stage does.
 
     Args:
-        unit: Layer.
-        values: Its inputs.
-        received: Structure of the inputs, and targets.
-        outputs: Receives the results.
-        statistics: Statistics of the layers' batch normalizations.
+        unit: The layer.
+        values: Inputs of the layer.
+        received: Structure of the inputs, and targets of the loss.
+        outputs: List to which the function appends the outputs of the layer.
+        statistics: Collector of the layers' batch normalization statistics.
 
     Returns:
         The function.
@@ -118,7 +118,7 @@ def forward_of(
 
 @dataclass(frozen=True)
 class IdleLayer:
-    """Layer that computes nothing: its times are the overhead of timing layers one by one."""
+    """Layer that computes nothing, whose times are the overhead of timing a layer separately."""
 
     unit: Unit
     received: UnitInput
@@ -132,16 +132,16 @@ class IdleLayer:
 
 
 class _TurnTimes(NamedTuple):
-    """Times of a layer, in microseconds."""
+    """Times of a layer, in microseconds, before the overhead is subtracted."""
 
     forward_us: float
     input_us: float
-    """Part of the backward that counts as forward: I, if the backward is split; else 0."""
+    """Time of I if the backward is split (then `backward_us` is that of W), else 0."""
     backward_us: float
 
 
 class _Turn:
-    """Forward and backward of one layer for one micro-batch, in a row of layers."""
+    """Forward and backward of one layer for one micro-batch, among neighbors that are timed one after another."""
 
     def __init__(self, unit: Unit, received: UnitInput) -> None:
         if not is_large(unit):
@@ -156,7 +156,12 @@ class _Turn:
         self.is_stage = isinstance(unit.module, ModelStage)
 
     def forward(self, timer: WholeTimer, before: "_Turn | None") -> None:
-        """Run the forward; its outputs wait for the next layer."""
+        """Run the forward, and keep its time and its outputs.
+
+        Args:
+            timer: Timer of the forward.
+            before: Turn of the previous layer, whose outputs provide the memory for the inputs; None for the first.
+        """
         if self._entrance is None:
             self._entrance = entrance_of(
                 self._received, *(() if before is None else (before._outputs, before._own_storages))
@@ -164,7 +169,7 @@ class _Turn:
         self._forward_us = timer.forward_us(self._unit, self._entrance.values, self._received, self._outputs)
 
     def release_tensors(self) -> None:
-        """Release inputs and outputs."""
+        """Release inputs and outputs of the layer."""
         assert self._entrance is not None
         self._entrance.values.clear()
         self._exit = Exit(self._outputs, self._own_storages)
@@ -173,7 +178,12 @@ class _Turn:
         self._outputs.clear()
 
     def backward(self, timer: WholeTimer, behind: "_Turn | None") -> _TurnTimes:
-        """Run the backward, and return all times."""
+        """Run the backward, and return the times of forward and backward.
+
+        Args:
+            timer: Timer of the backward.
+            behind: Turn of the next layer, whose input gradients provide the memory for gradients; None for the last.
+        """
         assert self._exit is not None
         if self._exit.end is None:
             return _TurnTimes(self._forward_us, 0.0, 0.0)
@@ -182,15 +192,15 @@ class _Turn:
 
 
 def time_once(timer: WholeTimer, unit: Unit, received: UnitInput) -> tuple[float, float]:
-    """Return both times of one micro-batch of a separate layer, in microseconds.
+    """Time one micro-batch of a layer without neighbors.
 
     Args:
-        timer: Kind of times.
-        unit: Layer.
-        received: Its input.
+        timer: Timer of a whole or of a split backward.
+        unit: The layer.
+        received: Input of the layer.
 
     Returns:
-        Forward and backward; or forward with I, and W.
+        Microseconds of forward and backward; with a split backward, of forward plus I, and of W.
     """
     if not is_large(unit):
         give_gradients(unit)
@@ -205,15 +215,15 @@ def time_once(timer: WholeTimer, unit: Unit, received: UnitInput) -> tuple[float
 
 
 def in_a_row(timer: WholeTimer, layers: Sequence[tuple[Unit, UnitInput]], idle: IdleLayer) -> list[tuple[float, float]]:
-    """Return both times of neighbors: all their forwards, then all their backwards, as in a stage.
+    """Time neighboring layers as in a stage: all their forwards, then all their backwards.
 
     Args:
-        timer: Kind of times.
+        timer: Timer of a whole or of a split backward.
         layers: Layers with their inputs.
-        idle: Layer that does nothing.
+        idle: Layer that does nothing, to measure the overhead of timing.
 
     Returns:
-        Microseconds of forward and backward; or of forward with I, and of W.
+        For each layer, microseconds of forward and backward; with a split backward, of forward plus I, and of W.
     """
     turns = [_Turn(*layer) for layer in layers]
     nothing = _Turn(idle.unit, idle.received)
@@ -236,14 +246,14 @@ def in_a_row(timer: WholeTimer, layers: Sequence[tuple[Unit, UnitInput]], idle: 
 
 
 def _own_times(times: _TurnTimes, of_nothing: _TurnTimes, *, is_stage: bool) -> tuple[float, float]:
-    # The clock of a stage's forward starts at its first layer, after the overhead of reaching it.
+    # The clock of a `ModelStage` starts at its first layer, so the forward has no overhead to subtract.
     forward_us = times.forward_us if is_stage else max(0.0, times.forward_us - of_nothing.forward_us)
     input_us = max(0.0, times.input_us - of_nothing.input_us)
     return forward_us + input_us, max(0.0, times.backward_us - of_nothing.backward_us)
 
 
 def _adding_us(gradient: Tensor, clock: Clock) -> float:
-    """Return the time to accumulate a gradient, measured in parts that together exceed every cache."""
+    """Return the time, in microseconds, to add a gradient to an existing one that is in no cache."""
     flat = gradient.as_strided((gradient.numel(),), (1,))
     totals = torch.zeros_like(flat[: CACHE_BYTES // flat.element_size()])
     adding_us = 0.0
@@ -258,18 +268,18 @@ def _add(total: Tensor, gradient: Tensor) -> None:
 
 
 def is_large(unit: Unit) -> bool:
-    """Return True if the unit's gradients exist only while it runs."""
+    """Return True if the unit is so large that its gradients are released after each run."""
     return unit.parameter_bytes > CACHE_BYTES
 
 
 def _take_gradients(unit: Unit) -> None:
     unit.module.zero_grad()
-    # Remaining garbage of the run would fragment the released memory. It is young: nothing ran since.
+    # Garbage of the run would fragment the released memory. All of it is in the youngest generation.
     gc.collect(0)
 
 
 def give_gradients(unit: Unit) -> None:
-    """Set missing gradients to zeros, as they exist from the second micro-batch on."""
+    """Set missing gradients to zeros, because gradients exist in the second and later micro-batches."""
     for parameter in unit.module.parameters():
         if parameter.requires_grad and parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)

@@ -26,7 +26,7 @@ from planner.profile.task import Measurements, ProfilerOptions, Progress, Steps,
 
 
 class InterruptedProfileError(KeyboardInterrupt):
-    """Ctrl-C, with the measurements so far."""
+    """Error that the user pressed Ctrl-C; it carries the measurements so far."""
 
     def __init__(self, partial: Partial) -> None:
         super().__init__()
@@ -42,29 +42,29 @@ def profile_model(
     note: Callable[[str], None] = lambda _: None,
     earlier: Partial | None = None,
 ) -> Profile:
-    """Measure every layer of the model at every micro-batch size. The model is not changed.
+    """Find the costs of every layer of a model at every micro-batch size. The model is not changed.
 
     Args:
         loaded: The model.
         options: Options of the profile.
-        progress: Called before each measurement.
-        warn: Called with warnings for the user.
-        note: Called with notes about defaults.
-        earlier: Measurements of an interrupted run; used if it was of the same model in the same environment.
+        progress: Function that is called before each measurement.
+        warn: Function that is called with warnings for the user.
+        note: Function that is called with notes about defaults.
+        earlier: Measurements of an interrupted run; they are used if model and environment are the same.
 
     Returns:
         The profile.
 
     Raises:
         ModelError: The model cannot be built, cut, or run on its example batch.
-        UsageError: The device does not exist here.
+        UsageError: The device is unknown or not on this machine.
         MeasurementError: Memory does not suffice.
         InterruptedProfileError: The user pressed Ctrl-C.
     """
     backend = backend_of(options.device)
     torch.set_num_threads(options.threads)
     if not kind_of(backend.device).has_own_memory:
-        # A large model must not use the memory of several before anything is timed.
+        # Large blocks are still returned to the system, so that a large model does not take its memory several times.
         keep_freed_memory(below=LARGE_BYTES)
     backend.check_model(loaded)
     chain, lean = find_chain(loaded, backend.device)
@@ -107,17 +107,16 @@ def profile_model(
 
 
 def check_optimizer_of(loaded: LoadedModel, device: str) -> None:
-    """Refuse an optimizer, or hooks, that change parameters of stages in another way than in a plain loop.
+    """Check that the optimizer and gradient hooks of a model work on stages as in a plain training loop.
 
     Raises:
-        ModelError: The model cannot be built, or its optimizer or a hook is refused; see `check_optimizer` and
-            `check_hooks`.
-        UsageError: The device does not exist here.
+        ModelError: The model cannot be built, or its optimizer or a hook is refused (`check_optimizer`, `check_hooks`).
+        UsageError: The device is unknown or not on this machine.
     """
     where = backend_of(device).device
     with torch.random.fork_rng(devices=[]):
         model = None
-        with suppress(Exception):  # a model that needs values is built whole; an error of the user's is raised again
+        with suppress(Exception):  # a model that needs values is built normally below, which raises other errors again
             model = build_lean(loaded.build)
         parameters = list((loaded.build() if model is None else model).parameters())
     check_optimizer(loaded.build_optimizer, parameters, where)
@@ -137,7 +136,7 @@ _WITHOUT_GRADIENTS = (
 
 
 def _raise_of_model(loaded: LoadedModel, model: nn.Module, error: Exception) -> None:
-    """Raise an explained error if the model's own code failed although its layers had run before."""
+    """Raise an error with a hint if the model's own code failed during measurements, after it had run before."""
     place = "" if isinstance(error, PlannerError) else place_in_model(model, loaded.loss_fn, error)
     if place:
         first_line = str(error).partition("\n")[0]
@@ -149,7 +148,7 @@ def _raise_of_model(loaded: LoadedModel, model: nn.Module, error: Exception) -> 
 
 @contextmanager
 def untouched(model: nn.Module) -> Iterator[None]:
-    """Restore buffers, gradients and the random state after the block."""
+    """Restore a model's buffers and gradients, and the state of random generators, after the block."""
     holders = [(module, dict(module._buffers)) for module in model.modules()]
     values = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
     gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
@@ -167,12 +166,12 @@ def untouched(model: nn.Module) -> Iterator[None]:
 def _put_back(
     holders: Sequence[tuple[nn.Module, Mapping[str, Tensor | None]]], values: Sequence[tuple[Tensor, Tensor]]
 ) -> None:
-    """Restore the buffers of modules, and their values."""
+    """Restore which buffers the modules have, and the buffers' values."""
     for module, buffers in holders:
         module._buffers.update(buffers)
     with torch.no_grad():
         for buffer, before in values:
-            if buffer.shape != before.shape:  # observers of quantization resize theirs
+            if buffer.shape != before.shape:  # observers of quantization resize their buffers
                 buffer.resize_(before.shape)
             buffer.copy_(before)
 

@@ -1,4 +1,4 @@
-"""Record the memory of every distinct unit, size by size, as far as memory suffices."""
+"""Measure the memory of every distinct unit at every micro-batch size, as far as the device's memory suffices."""
 
 import gc
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -19,7 +19,7 @@ from planner.profile.task import Task
 from planner.profile.units import Key, Unit, UnitInput, trace_units
 
 _MEMORY_PASSES = 10
-"""Approximate duration of a memory record, as a multiple of a timed pass."""
+"""Approximate duration of a memory measurement, divided by that of a timed pass."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,53 +27,53 @@ class SizedUnit:
     """Distinct unit at one micro-batch size."""
 
     key: Key
-    """Key of the unit, with the digest of its trace at the first size."""
+    """Digest of the unit's trace at the first micro-batch size, and this unit's size."""
     unit: Unit
-    """Unit as it was traced at this size."""
+    """Unit as traced at this micro-batch size."""
     received: UnitInput
 
 
 @dataclass(frozen=True, kw_only=True)
 class RecordingHooks:
-    """Functions that a backend provides for recording units."""
+    """Functions that a backend provides to measure the memory of units."""
 
     device: torch.device
-    """Device of the tensors."""
+    """Device on which units run."""
     record: Callable[[Sequence[SizedUnit]], None]
-    """Stores the record of every unit in `Task.measurements`."""
+    """Function that measures units and stores the results in `Task.measurements`."""
     prepare: Callable[[Sequence[Unit]], None] = lambda _: None
-    """Called with every layer's unit before the first is run."""
+    """Function that is called with the units of all layers before the first unit runs."""
     received: Callable[[UnitInput], UnitInput] = lambda traced: traced
-    """Converts the traced input of a unit to the one that it runs on."""
+    """Function that converts a unit's traced input to the input on which the unit runs."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Records:
-    """Unit of every layer, and the records of each distinct one at every size that fits in memory."""
+    """Units of all layers, and the memory of each distinct unit at every micro-batch size that fits in memory."""
 
     units: tuple[Unit, ...]
     sizes: tuple[int, ...]
     inputs: Mapping[Key, UnitInput]
     memory: Mapping[Key, MemoryDetail]
     halves: Mapping[Key, SplitMemory]
-    """Records of split backwards; empty if they were not recorded."""
+    """Memory with a split backward; empty if it was not measured."""
 
     @cached_property
     def distinct(self) -> dict[str, Unit]:
-        """First unit of every digest."""
+        """First unit with each digest."""
         return {unit.digest: unit for unit in reversed(self.units)}
 
     @property
     def names(self) -> dict[str, str]:
-        """Name of the unit of every digest."""
+        """Name of the first unit with each digest."""
         return {digest: unit.name for digest, unit in self.distinct.items()}
 
     def of_each(self, figure: Callable[[Unit, UnitInput], int]) -> dict[str, int]:
-        """Return `figure(unit, input)` for every distinct unit at the smallest size, by digest."""
+        """Return `figure(unit, input)` for every distinct unit at the smallest micro-batch size, by digest."""
         return {digest: figure(unit, self.inputs[digest, self.sizes[0]]) for digest, unit in self.distinct.items()}
 
     def names_in(self, layer: int, names: Collection[str]) -> set[str]:
-        """Return the parameters of `layer` that correspond to `names` in the first layer with the same digest."""
+        """Translate names of parameters from the first layer with the same digest to those of `layer`."""
         unit = self.units[layer]
         first = self.distinct[unit.digest].module.named_parameters()
         pairs = zip(unit.module.named_parameters(), first, strict=True)
@@ -81,11 +81,11 @@ class Records:
 
 
 def record_sizes(task: Task, hooks: RecordingHooks) -> Records:
-    """Trace the units at every size and record their memory.
+    """Trace the units at every micro-batch size and measure their memory.
 
     Raises:
-        ModelError: A layer does not run on the output of the previous layer.
-        MeasurementError: A requested size, or every size, exceeds memory.
+        ModelError: A layer fails on the output of the previous layer.
+        MeasurementError: A requested micro-batch size, or every size, does not fit in memory.
     """
     units: tuple[Unit, ...] = ()
     sizes: list[int] = []
@@ -105,7 +105,7 @@ def record_sizes(task: Task, hooks: RecordingHooks) -> Records:
                 raise
             failed = True
         if failed:
-            # Outside of the handler, where the error no longer refers to the tensors of the failed attempt.
+            # Outside of the handler, the error no longer keeps the tensors of the failed attempt in memory.
             sized_units = []
             _end_at(task, hooks.device, sizes, size)
             break
@@ -122,13 +122,13 @@ def record_sizes(task: Task, hooks: RecordingHooks) -> Records:
 
 
 def record_memory(sized_units: Sequence[SizedUnit], task: Task, meter: Meter, *, in_halves: bool) -> None:
-    """Run and measure each unit without a record.
+    """Measure the memory of each unit that has not been measured before.
 
     Args:
-        sized_units: Units at one size.
-        task: The task, which gets the records.
+        sized_units: Units at one micro-batch size.
+        task: Profiling task, whose `measurements` receive the results.
         meter: Meter of the device.
-        in_halves: Whether to record split backwards as well.
+        in_halves: Whether to measure a split backward as well.
     """
     measurements = task.measurements
     done = measurements.memory.keys() & measurements.halves.keys() if in_halves else measurements.memory.keys()
@@ -142,20 +142,27 @@ def record_memory(sized_units: Sequence[SizedUnit], task: Task, meter: Meter, *,
             )
             if in_halves:
                 measurements.halves[key] = measure_split_memory(sized.unit, sized.received, meter)
-        # Layers of several sizes leave holes.
+        # Layers of different sizes leave holes in the allocator's memory.
         release_freed_memory()
 
 
 def _traced_at(
     task: Task, hooks: RecordingHooks, first: tuple[Unit, ...], size: int
 ) -> tuple[tuple[Unit, ...], list[SizedUnit]]:
-    """Return every layer's unit as it was traced at the first size, and every distinct one at this size.
+    """Trace the layers at one micro-batch size.
 
-    `first` has the units of the first size; it is empty if this is the first.
+    Args:
+        task: Profiling task.
+        hooks: Functions of the backend.
+        first: Units of all layers as traced at the first micro-batch size; empty if `size` is the first.
+        size: Micro-batch size.
+
+    Returns:
+        Units of all layers as traced at the first micro-batch size, and the distinct units as traced at `size`.
     """
     units, traced = trace_units(task.chain, task.loaded, (size,), hooks.device, ghosts=task.lean)
     if not first:
-        for text in task.loaded.notes:  # they have run, so it is clear what the loss is
+        for text in task.loaded.notes:  # the layers have run, so the default loss is known
             task.note(text)
         first = units
         hooks.prepare(units)
@@ -168,7 +175,7 @@ def _traced_at(
 
 
 def _end_at(task: Task, device: torch.device, fitting: Sequence[int], size: int) -> None:
-    """Free memory of the failed attempt; leave out larger sizes, or raise an error."""
+    """Free memory after micro-batch size `size` has failed; warn that larger sizes are left out, or raise an error."""
     gc.collect()
     kind_of(device).empty_cache()
     if not fitting:
@@ -183,9 +190,9 @@ def _end_at(task: Task, device: torch.device, fitting: Sequence[int], size: int)
 
 
 def _is_out_of_memory(error: BaseException | None) -> bool:
-    """Return True if the error, or its cause, is that a device or the machine has no more memory."""
+    """Return True if the error or one of its causes is that the device or the machine ran out of memory."""
     while error is not None:
-        # torch's allocator on the CPU has no error of its own.
+        # Torch's CPU allocator has no error class of its own.
         if isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "can't allocate memory" in str(error):
             return True
         error = error.__cause__

@@ -1,4 +1,4 @@
-"""Measure how much of its own state a layer's forward writes: recomputation stores these bytes for each micro-batch."""
+"""Measure how much of a layer's state its forward writes. With recomputation, each micro-batch stores a copy of it."""
 
 from typing import Any
 
@@ -15,23 +15,23 @@ from planner.profile.units import Unit, UnitInput
 def rewritten_bytes(unit: Unit, received: UnitInput) -> int:
     """Return the bytes of buffers, frozen parameters and similar state that a forward of the unit writes or replaces.
 
-    The unit has run before, so that values that are made once, such as tables, exist. Only state that two forwards in a
-    row write is counted. The forward of a stage does not write running statistics of batch normalization
-    (`planner.model.state`). The input may have any micro-batch size.
+    The unit must have run before, so that values that are computed only once, such as tables, exist. State counts only
+    if each of two forwards writes it. Running statistics of batch normalization do not count, because the forward of a
+    stage does not write them (`planner.model.state`). The input may have any micro-batch size.
     """
     once, again = _written(unit, received), _written(unit, received)
-    # By storage, so that a tensor with several names counts once.
+    # A tensor with several names counts once, by its storage.
     sizes = {storage: size for place in once.keys() & again.keys() for storage, size in again[place].items()}
     return sum(sizes.values())
 
 
 def _written(unit: Unit, received: UnitInput) -> dict[int, dict[int, int]]:
-    """Return the storages that a forward writes, with their bytes, by location in the unit's state."""
+    """Run a forward; return, by location in the unit's state, the storages that it writes and their bytes."""
     deferred = set(collecting_layers(unit.module))
     owners = [owner for owner in state_owners([(unit.name, unit.module)]) if owner.module not in deferred]
     places = [place for owner in owners for place in (*owner.locations(), *_nests(owner))]
     before = [(place, place.value, _storages(place.value)) for place in places]
-    written_into: dict[int, Tensor] = {}  # by storage, with a tensor in each, so that no other takes its address
+    written_into: dict[int, Tensor] = {}  # by storage; keeping the tensors prevents that addresses are reused
 
     def note(func: Any, args: Any, kwargs: Any, _result: Any) -> None:
         written_into.update((storage_key(tensor), tensor) for tensor in written_tensors(func, args, kwargs))
@@ -49,11 +49,11 @@ def _written(unit: Unit, received: UnitInput) -> dict[int, dict[int, int]]:
 
 
 def _nests(owner: StateOwner) -> list[StateLocation]:
-    """Return the attributes that hold several tensors; those that are None before the first forward are state, too."""
+    """Return the locations of attributes that are tuples or lists, which may contain tensors."""
     held = vars(owner.module)
     return [StateLocation(owner.path, held, name) for name, value in held.items() if isinstance(value, tuple | list)]
 
 
 def _storages(value: Any) -> dict[int, Tensor]:
-    """Return the tensors in a value, a tensor or a nest of tensors, by their storages."""
+    """Return the tensors in a nested value, by storage."""
     return {storage_key(tensor): tensor for tensor in tensors_in(value) if tensor.layout == torch.strided}

@@ -1,10 +1,10 @@
-"""Measure the memory of a layer whose backward is split into I and W, as the executor runs them.
+"""Measure the memory of a layer with a split backward: input-gradient pass I and weight-gradient pass W.
 
-The record supplements that of the whole backward (`planner.profile.memory`), and is measured by the same meter in the
-same way: peaks are above the memory that is alive when I or W begins, while a reference to the inputs is held. The use
-of a layer's outputs during I depends on the next layer, so I has three peaks:
+The result supplements that of the whole backward (`planner.profile.memory`), and is measured with the same meter. A
+peak counts from the memory in use when I or W begins, which includes the inputs. During I, the layer's outputs may have
+to stay in memory for other users, so three peaks of I are measured:
 
-    held elsewhere           case
+    held by other users      case
     nothing                  within a stage, as a rule
     outputs                  within a stage, if the next layer keeps its input for its own W
     outputs and gradients    at the end of a stage, where the engine holds them
@@ -26,23 +26,23 @@ from planner.profile.memory import start_backward
 from planner.profile.units import Unit, UnitInput
 
 _HeldElsewhere = Literal["nothing", "outputs", "gradients"]
-"""Tensors that other layers or the engine hold during I; gradients are held together with their outputs."""
+"""Tensors that other layers or the engine hold during I; `gradients` means outputs and their gradients."""
 
 
 def measure_split_memory(unit: Unit, received: UnitInput, meter: Meter) -> SplitMemory:
-    """Return the record of `unit` for one micro-batch; its parameters are left without gradients.
+    """Measure the memory of a layer with a split backward for one micro-batch, and drop the parameters' gradients.
 
     Args:
         unit: Layer to measure.
-        received: Its input.
+        received: Input of the layer.
         meter: Meter of the device.
 
     Returns:
-        The record.
+        Memory of the layer with a split backward.
     """
     subject = _MeasuredUnit(unit=unit, received=received, meter=meter)
     with unit.keeping_casts(), subject.split.keeping_casts():
-        # Autocast's copies of weights belong to no micro-batch, so they are made first.
+        # Autocast's copies of weights belong to no micro-batch, so an unmeasured forward makes them first.
         with subject.split.splitting():
             unit.run(received.non_leaves(), received)
         unit.module.zero_grad()
@@ -76,7 +76,7 @@ def measure_split_memory(unit: Unit, received: UnitInput, meter: Meter) -> Split
 
 @dataclass(frozen=True, kw_only=True)
 class _MeasuredUnit:
-    """Unit to measure, with its input and the device's meter."""
+    """Layer to measure, with its input, the device's meter and the splitter of its backward."""
 
     unit: Unit
     received: UnitInput
@@ -85,7 +85,7 @@ class _MeasuredUnit:
 
 
 class _SplitPass:
-    """Memory of one forward, its I, and optionally its W; memory that was alive before and inputs do not count."""
+    """Measured memory of a forward, its I and, on request, its W, without memory in use before and without inputs."""
 
     def __init__(self, subject: _MeasuredUnit, *, held_elsewhere: _HeldElsewhere = "nothing") -> None:
         unit, received, split = subject.unit, subject.received, subject.split
@@ -100,7 +100,7 @@ class _SplitPass:
             leaves.extend(received.fresh())
             values.extend(value.clone() if isinstance(value, Tensor) else value for value in leaves)
 
-        # The meter must see the allocations whose releases it will see.
+        # The inputs are created under the meter, because it will also see their release.
         self._run(receive)
         self._alive_bytes = 0
         with split.splitting():
@@ -120,7 +120,7 @@ class _SplitPass:
                     leaf.grad = None
 
         self._run(let_go)
-        # Drop the inputs, to see which of them stay alive.
+        # All references to the inputs are dropped, to see which of them stay alive for W.
         storages = {storage_key(value): storage_of(value) for value in values if isinstance(value, Tensor)}
         watched = [(StorageWeakRef(storage), storage.nbytes()) for storage in storages.values()]
         storages.clear()
@@ -130,7 +130,7 @@ class _SplitPass:
         self.weight_peak_bytes = self.weight_gradient_bytes = 0
 
     def run_weight_backward(self) -> None:
-        """Run W."""
+        """Run W and measure its memory."""
         subject = self._subject
         before_bytes = _gradient_bytes(subject.unit)
         peak_bytes = subject.meter.measure(lambda: subject.split.backward_weight(self._deferred)).peak_bytes
@@ -138,7 +138,7 @@ class _SplitPass:
         self.weight_gradient_bytes = _gradient_bytes(subject.unit) - before_bytes
 
     def _run(self, work: Callable[[], object]) -> int:
-        """Run `work` and return the peak of live bytes."""
+        """Run `work` and return the peak bytes of this pass, which include the bytes that earlier calls left alive."""
         usage = self._subject.meter.measure(work)
         peak_bytes = self._alive_bytes + usage.peak_bytes
         self._alive_bytes += usage.end_bytes
@@ -146,7 +146,7 @@ class _SplitPass:
 
 
 def _start(outputs: list[Any], held_elsewhere: _HeldElsewhere) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
-    """Return the tensors that a backward starts from, and their gradients; none if no output carries a gradient."""
+    """Return the tensors from which a backward starts, and their gradients; empty if no output requires a gradient."""
     if held_elsewhere == "gradients":
         carrying = [output for output in outputs if isinstance(output, Tensor) and output.requires_grad]
         return carrying, [torch.ones_like(output) for output in carrying]

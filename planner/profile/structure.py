@@ -1,4 +1,4 @@
-"""Inspect a model without running it: its chain, and its differences from the model that was profiled."""
+"""Find the chain of a model, and the differences between a model and the model that was profiled."""
 
 from contextlib import suppress
 from dataclasses import dataclass
@@ -20,19 +20,21 @@ from planner.profile.units import trace_units
 
 @dataclass(frozen=True)
 class ModelChange:
-    """Difference from the profiled model; `layer` is empty if it concerns the whole model."""
+    """Difference between a model and its profile; `layer` is empty if the difference concerns the whole model."""
 
     layer: str
     message: str
 
 
 def find_chain(loaded: LoadedModel, device: torch.device) -> tuple[Chain, bool]:
-    """Return the model's chain, and True if its parameters have no values yet: layers get them when they are measured.
+    """Return the chain of a model, and True if its parameters have no values yet.
+
+    Such parameters get random values when their layers are measured.
 
     Raises:
         ModelError: The model cannot be built, cut, or run on its example batch.
     """
-    with suppress(Exception):  # a model that needs values is built whole; an error of the user's is raised again
+    with suppress(Exception):  # a model that needs values is built normally below, which raises other errors again
         chain = _checked_chain(loaded, build_lean(loaded.build))
         if all(parameter.is_meta for parameter in chain.model.parameters()):
             try:
@@ -45,8 +47,8 @@ def find_chain(loaded: LoadedModel, device: torch.device) -> tuple[Chain, bool]:
 
 
 def _checked_chain(loaded: LoadedModel, model: nn.Module, device: torch.device | None = None) -> Chain:
-    """Return the chain of `model`, converted and moved, after a check of hooks, which conversion drops."""
-    # By name and not in the chain, because a converted copy has no hooks.
+    """Convert `model`, move it to `device`, and return its chain after a check of its gradient hooks."""
+    # Hooked parameters are collected by name before the conversion, because a converted copy has no hooks.
     hooked = {name: p for name, p in model.named_parameters(remove_duplicate=False) if has_hooks(p)}
     ready = converted(model, loaded.precision)
     chain = loaded.chain(ready if device is None else ready.to(device))
@@ -58,9 +60,7 @@ def _checked_chain(loaded: LoadedModel, model: nn.Module, device: torch.device |
 
 
 def model_changes(loaded: LoadedModel, profile: Profile) -> tuple[ModelChange, ...]:
-    """Return the differences between the model and its profile; empty if there are none.
-
-    It needs no device and no weights.
+    """Return the differences between a model and its profile, found without a GPU and without weights.
 
     Raises:
         ModelError: The model cannot be built, cut, or run on its example batch.

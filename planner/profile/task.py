@@ -11,38 +11,38 @@ from planner.profile.timing import Samples
 from planner.profile.units import Key
 
 Progress = Callable[[str, int, int], None]
-"""Function called with the name of a measurement, the work done, and all work; larger micro-batches count for more."""
+"""Function of (name of the next measurement, samples measured so far, samples to measure in total)."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ProfilerOptions:
-    """Options of a profile."""
+    """Options of a profiling run."""
 
     micro_batch_sizes: tuple[int, ...] = (1, 2, 4, 8)
     device: str = "cpu"
     threads: int = 1
     repeats: int = 10
-    """Minimum of timed repeats of every layer."""
+    """Minimum number of timed repeats of every layer."""
     time_budget_s: float = 60.0
-    """Time limit in seconds for starting further repeats; 0: no further repeats, and no message."""
+    """Time in seconds after which no further repeats start; 0 for the minimum number of repeats, without a warning."""
     until_memory_ends: bool = False
-    """True to leave out sizes that exceed memory or are too small for a layer; otherwise they are errors."""
+    """True to leave out micro-batch sizes that exceed memory or are too small for a layer; False to raise an error."""
 
 
 class Steps:
-    """Progress counter of measurements, in samples; each is announced before it is made."""
+    """Progress of the measurements, counted in samples. Each measurement is announced before it starts."""
 
     def __init__(self, progress: Progress) -> None:
         self._progress = progress
         self._done = self._total = 0
 
     def each(self, keys: Sequence[Key], names: Mapping[str, str], passes: int = 1) -> Iterator[Key]:
-        """Yield measurements one after another, and announce each.
+        """Yield the keys of measurements one after another, and announce each measurement.
 
         Args:
-            keys: The measurements.
+            keys: Digest and micro-batch size of each measurement.
             names: Name of each unit, by its digest.
-            passes: Approximate number of timed passes of each.
+            passes: Approximate duration of one measurement, divided by that of a timed pass.
         """
         self._total += passes * sum(size for _, size in keys)
         for digest, size in keys:
@@ -51,30 +51,30 @@ class Steps:
             self._done += passes * size
 
     def begin(self, text: str, samples: int) -> None:
-        """Announce several measurements that end in any order."""
+        """Announce a measurement of `samples` samples that runs at the same time as others."""
         self._total += samples
         self._progress(text, self._done, self._total)
 
     def end(self, text: str, samples: int) -> None:
-        """Announce that one of the measurements has ended."""
+        """Announce that a measurement, which `begin` announced, has ended."""
         self._done += samples
         self._progress(text, self._done, self._total)
 
 
 @dataclass(kw_only=True)
 class Measurements:
-    """Measurements that take long, kept so that an interrupted run can be continued."""
+    """Measurements that take long; they are kept so that an interrupted run can continue."""
 
     header: Partial
-    """Conditions under which the measurements are valid: the content of their file, without the measurements."""
+    """Conditions under which the measurements are valid (model, device, versions): their file without measurements."""
     memory: dict[Key, MemoryDetail] = field(default_factory=dict)
     halves: dict[Key, SplitMemory] = field(default_factory=dict)
-    """Records of split backwards."""
+    """Memory of units with a split backward."""
     samples: Samples = field(default_factory=dict)
     half_samples: Samples = field(default_factory=dict)
 
     def take_over(self, earlier: Partial, warn: Callable[[str], None]) -> None:
-        """Use earlier measurements, if all of their conditions are the same."""
+        """Add the measurements of an earlier run if its conditions are equal to `header`; otherwise warn."""
         differences = earlier.differences(self.header)
         if differences:
             warn(f"measurements of an interrupted run cannot be used ({', '.join(differences)} changed): starting over")
@@ -88,7 +88,7 @@ class Measurements:
             self.half_samples[key] = list(zip(one.backward_input_us, one.backward_weight_us, strict=True))
 
     def partial(self) -> Partial:
-        """Return all measurements so far, as a file holds them."""
+        """Return the content of a file with all measurements so far."""
         return replace(self.header, measurements=tuple(map(self._measurement, self.memory)))
 
     def _measurement(self, key: Key) -> Measurement:
@@ -107,19 +107,19 @@ class Measurements:
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """Model to be profiled."""
+    """Profiling task: the model, the options, and the measurements so far."""
 
     loaded: LoadedModel
     chain: Chain
     lean: bool
-    """True if the model's parameters have no values yet: layers get them when they are measured."""
+    """True if the model's parameters have no values yet; they get random values when their layers are measured."""
     buffer_bytes: Mapping[str, int]
-    """Bytes of the buffers of every layer, by its name, before it runs: a forward may enlarge them."""
+    """Bytes of each layer's buffers before its first forward, which may enlarge them, by name of the layer."""
     options: ProfilerOptions
     measurements: Measurements
     """Measurements so far, including those of an interrupted run."""
     steps: Steps
     warn: Callable[[str], None]
-    """Function called with warnings for the user."""
+    """Function that is called with warnings for the user."""
     note: Callable[[str], None]
-    """Function called with notes about defaults."""
+    """Function that is called with notes about defaults."""

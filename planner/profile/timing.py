@@ -1,8 +1,8 @@
 """Time the forward and backward of every distinct layer at every micro-batch size, with the backward whole and split.
 
-All layers are timed in turn, repeatedly, rather than each many times in a row. Then a machine that slows down for a
-while slows all of them alike. And no layer finds data in a cache that would not be there in training. For the same
-reason equal layers of a model take turns: one of them alone would keep its parameters in the cache.
+All layers are timed once, then all a second time, and so on. If the machine slows down for a while, this affects all
+layers alike. It also prevents that a layer finds data in a cache that would not be there in training. For the same
+reason, equal layers of a model take turns: a single one would keep its parameters in the cache.
 """
 
 import gc
@@ -25,19 +25,19 @@ from planner.profile.passes import IdleLayer, SplitTimer, WholeTimer, forward_of
 from planner.profile.units import Key, Unit, UnitInput
 
 _WARM_UPS = 2
-"""Passes that fill caches and let libraries choose their kernels."""
+"""Number of untimed passes, in which caches fill and libraries choose their kernels."""
 
 _BLOCK = 5
-"""Repeats between two checks of whether they suffice."""
+"""Number of repeats between two checks whether the repeats suffice."""
 
 _STRETCH_BYTES = 2**28
-"""Saved bytes after which a row of layers ends: by then its first layers are no longer in a cache."""
+"""Number of bytes kept for backward up to which layers share a pass. With more, the first ones have left the cache."""
 
 _OVERHEAD_US = 100.0
-"""Lower bound of an executor's time per micro-batch and stage; much faster layers need no exact time."""
+"""Lower bound, in microseconds, of the executor's time per micro-batch and stage; shorter times need not be exact."""
 
 Samples = dict[Key, list[tuple[float, float]]]
-"""Pairs of times of every repeat, in microseconds: forward and backward; or forward with I, and W."""
+"""For every unit and size, pairs of times in microseconds: (forward, backward) or (forward plus I, W)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +47,7 @@ class LayerTimes:
     forward_us: float
     backward_us: float
     spread: float
-    """Relative half-width of the 95 % interval of forward + backward (of the mean over repeats)."""
+    """Half-width of the 95 % confidence interval of the mean of forward + backward, divided by that mean."""
 
 
 def measure_times(
@@ -63,23 +63,23 @@ def measure_times(
     progress: Callable[[Sequence[Key]], Iterator[Key]],
     kept_bytes: Mapping[Key, int],
 ) -> None:
-    """Add repeats to `samples` and `halves`; gradients exist, as from the second micro-batch on.
+    """Time all layers repeatedly, and add the times to `samples` and `halves`.
 
     Args:
         units: Units of all layers.
-        inputs: Their inputs, one for each digest and micro-batch size.
-        samples: Earlier times of forward and backward; an entry for every key of `inputs`.
-        halves: Earlier times of forward with I, and of W; the same entries.
-        statistics: Statistics of the layers' batch normalizations, which are collected as in training.
-        clock: The device's clock.
-        repeats: Minimum of timed passes over all layers, 2 or more.
-        doubtful: Returns True if further repeats are needed after these.
-        progress: Yields the measurements one by one, and announces them.
-        kept_bytes: Bytes that each keeps from its forward to its backward.
+        inputs: Inputs, one for each digest and micro-batch size.
+        samples: Earlier pairs (forward, backward), with an entry for every key of `inputs`; new pairs are appended.
+        halves: Earlier pairs (forward plus I, W), with an entry for every key of `inputs`; new pairs are appended.
+        statistics: Collector of the layers' batch normalization statistics, which works as in training.
+        clock: Clock of the device.
+        repeats: Minimum number of timed passes over all layers, at least 2.
+        doubtful: Function that returns True while further repeats are needed.
+        progress: Function that yields the given keys one by one, and announces each measurement.
+        kept_bytes: Bytes that each unit keeps from forward to backward, by digest and micro-batch size.
     """
     equal = {digest: enough_to_leave_the_cache(units, digest) for digest, _ in inputs}
     for unit in chain.from_iterable(equal.values()):
-        # Before anything runs: allocated between transients, they would fragment the memory.
+        # Gradients are allocated before anything runs. Between transient tensors, they would fragment the memory.
         if not is_large(unit):
             give_gradients(unit)
     kinds = {digest: cycle(alike) for digest, alike in equal.items()}
@@ -95,12 +95,12 @@ def measure_times(
                 layers = [(next(kinds[key[0]]), inputs[key]) for key in islice(announced, len(stretch))]
                 for key, times_us in zip(stretch, in_a_row(timer, layers, idle), strict=True):
                     times[key].append(times_us)
-            next(announced, None)  # the last one is done, too
+            next(announced, None)  # counts the last measurement as done
 
         for timer in (whole_timer, split_timer):
             for stretch in stretches(list(inputs) * _WARM_UPS, kept_bytes):
                 in_a_row(timer, [(next(kinds[key[0]]), inputs[key]) for key in stretch], idle)
-        # Both in turn, so that a machine that slows down for a while slows whole and split backwards alike.
+        # Whole and split backwards take turns, so that a slowdown of the machine affects both alike.
         while short := [key for key in inputs if min(len(samples[key]), len(halves[key])) < repeats]:
             add_to(samples, whole_timer, short)
             add_to(halves, split_timer, short)
@@ -111,7 +111,14 @@ def measure_times(
 
 
 def stretches(keys: Sequence[Key], kept_bytes: Mapping[Key, int]) -> Iterator[list[Key]]:
-    """Yield rows of neighbors of one micro-batch size that keep `_STRETCH_BYTES` for backward; at least one each."""
+    """Divide keys into lists of neighboring layers of one micro-batch size that are timed together.
+
+    The layers of a list keep at most `_STRETCH_BYTES` for backward, unless the list has a single layer.
+
+    Args:
+        keys: Digest and micro-batch size of each layer, in order.
+        kept_bytes: Bytes that each layer keeps from forward to backward.
+    """
     stretch: dict[Key, None] = {}
     kept = size = 0
     for key in keys:
@@ -125,7 +132,7 @@ def stretches(keys: Sequence[Key], kept_bytes: Mapping[Key, int]) -> Iterator[li
 
 
 def times_of(samples: Sequence[tuple[float, float]]) -> LayerTimes:
-    """Return the times of at least 2 repeats."""
+    """Return the median times and the spread of at least 2 repeats (forward, backward)."""
     both = [sum(sample) for sample in samples]
     mean = statistics.fmean(both)
     half_width = 1.96 * statistics.stdev(both) / len(both) ** 0.5
@@ -134,13 +141,14 @@ def times_of(samples: Sequence[tuple[float, float]]) -> LayerTimes:
 
 
 def doubt(chain: Sequence[str], samples: Mapping[Key, Sequence[tuple[float, float]]]) -> float:
-    """Return the relative half-width of the 95 % interval of a chain's time, at the worst micro-batch size.
+    """Return the half-width of the 95 % confidence interval of a chain's time, divided by that time.
 
-    Errors of different layers are independent. Equal layers have the same error, because they are measured once.
+    The result is for the least certain micro-batch size. Errors of different layers are independent. Equal layers share
+    one error, because they are measured as one layer.
 
     Args:
         chain: Digest of every layer.
-        samples: Repeats of every digest at every micro-batch size, 2 or more.
+        samples: For every digest and micro-batch size, at least 2 repeats (forward, backward).
     """
     counts, shares = Counter(chain), []
     for size in {size for _, size in samples}:
@@ -152,10 +160,12 @@ def doubt(chain: Sequence[str], samples: Mapping[Key, Sequence[tuple[float, floa
 
 
 def half_times_of(samples: Sequence[tuple[float, float]], whole: LayerTimes) -> tuple[float, float]:
-    """Return the times of I and W; I includes the extra time of its forward over one with a whole backward.
+    """Return the times of I and W in microseconds.
+
+    The time of I includes the additional time of a forward that prepares a split backward.
 
     Args:
-        samples: Repeats of `SplitTimer`.
+        samples: Repeats (forward plus I, W), as `SplitTimer` measures them.
         whole: Times of the same layer with a whole backward.
     """
     if not whole.backward_us:
@@ -165,7 +175,7 @@ def half_times_of(samples: Sequence[tuple[float, float]], whole: LayerTimes) -> 
 
 
 def enough_to_leave_the_cache(units: Sequence[Unit], digest: str) -> list[Unit]:
-    """Return the first of the equal layers, as many as evict the parameters of one from the cache."""
+    """Return the first layers with a digest, as many as are needed to evict the parameters of one from the cache."""
     equal = [unit for unit in units if unit.digest == digest]
     size = equal[0].parameter_bytes
     return equal[: 1 + CACHE_BYTES // size] if size else equal[:1]
@@ -174,17 +184,17 @@ def enough_to_leave_the_cache(units: Sequence[Unit], digest: str) -> list[Unit]:
 def statistics_us(
     units: Mapping[str, Unit], inputs: Mapping[Key, UnitInput], *, size: int, clock: Clock, repeats: int
 ) -> dict[str, float]:
-    """Return the time of a step to update each unit's running statistics; 0 for those without batch normalization.
+    """Return the time that updating running statistics of batch normalization takes in a step, for each unit.
 
     Args:
         units: Units by digest.
-        inputs: Their inputs.
-        size: Micro-batch size; it makes no difference.
-        clock: The device's clock.
+        inputs: Inputs of the units.
+        size: Micro-batch size of the inputs to use; the time does not depend on it.
+        clock: Clock of the device.
         repeats: Number of timed updates.
 
     Returns:
-        Microseconds by digest.
+        Microseconds by digest; 0 for units without batch normalization.
     """
     return {digest: _statistics_us(unit, inputs[digest, size], clock, repeats) for digest, unit in units.items()}
 
@@ -202,7 +212,7 @@ def _statistics_us(unit: Unit, received: UnitInput, clock: Clock, repeats: int) 
 
 @contextmanager
 def _no_collection() -> Iterator[None]:
-    # A garbage collection in the middle of a layer would be charged to it.
+    # A garbage collection would count as time of the layer that is running.
     enabled = gc.isenabled()
     gc.collect()
     gc.disable()

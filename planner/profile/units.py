@@ -1,7 +1,7 @@
-"""Units of measurement: each layer with its input in the model, the last one together with the loss.
+"""Define units of measurement: each layer with its input in the model; the last layer together with the loss.
 
 The loss runs inside the last stage, so its time and memory belong to the last layer. The digest of a unit covers the
-trace of operators it runs (operator, shapes, dtypes, numbers); units with the same digest are measured once.
+trace of its operators (name, shapes, dtypes, numbers). Units with equal digests are measured only once.
 """
 
 import hashlib
@@ -32,32 +32,32 @@ from planner.model.user_errors import user_code
 from planner.model.variables import undoing
 
 Key = tuple[str, int]
-"""Digest of a unit, and micro-batch size."""
+"""Digest of a unit, and a micro-batch size."""
 
 
 @dataclass(frozen=True)
 class UnitInput:
-    """Input of a unit for one micro-batch: detached values, which require gradients as in the model."""
+    """Input of a unit for one micro-batch: tensors without a graph, which require gradients as in the model."""
 
     values: tuple[Any, ...]
     spec: TreeSpec
     targets: Any
 
     def fresh(self) -> list[Any]:
-        """Return new leaves: copies that require gradients if the originals did."""
+        """Return copies of the values as new leaves of the autograd graph; gradients are required as before."""
         return [
             value.detach().clone().requires_grad_(value.requires_grad) if isinstance(value, Tensor) else value
             for value in self.values
         ]
 
     def non_leaves(self) -> list[Any]:
-        """Return copies of new leaves, which a layer may write into, as into the output of another layer."""
+        """Return copies that are no leaves of the autograd graph, so that a layer may write into them."""
         return [value.clone() if isinstance(value, Tensor) else value for value in self.fresh()]
 
 
 @dataclass(frozen=True)
 class Unit:
-    """Layer as it is measured."""
+    """Layer to measure, with the loss if it is the last layer of the model."""
 
     name: str
     module: nn.Module
@@ -68,11 +68,16 @@ class Unit:
 
     @property
     def parameter_bytes(self) -> int:
-        """Bytes of all its parameters."""
+        """Memory of all parameters of the unit, in bytes."""
         return sum(parameter.nbytes for parameter in self.module.parameters())
 
     def run(self, values: Sequence[Any], received: UnitInput) -> list[Any]:
-        """Return the unit's outputs, flat, for values as from `received.non_leaves()`, so that in-place layers work."""
+        """Run the unit's forward and return its outputs as a flat list.
+
+        Args:
+            values: Flat inputs, as `received.non_leaves()` returns them.
+            received: Structure of the inputs, and targets of the loss.
+        """
         with layers_in(self.precision, self.device), without_reentrance():
             output = self.module(tree_unflatten(list(values), received.spec))
             if self.loss_fn is not None:
@@ -80,7 +85,7 @@ class Unit:
         return tree_flatten(output)[0]
 
     def keeping_casts(self) -> AbstractContextManager[Any]:
-        """Return a context in which several runs share autocast's weight cache, as the micro-batches of a step do."""
+        """Return a context manager in which runs share autocast's weight cache, like the micro-batches of a step."""
         return keeping_casts(self.precision, self.device)
 
 
@@ -90,24 +95,24 @@ def trace_units(
     """Return the unit of every layer, and the input of every distinct unit at every micro-batch size.
 
     Args:
-        chain: The layers; their parameters need memory only without `ghosts`.
+        chain: The layers. Their parameters must have values, except with `ghosts`.
         loaded: The model.
         sizes: Micro-batch sizes.
         device: Device of the inputs.
-        ghosts: Whether to find shapes only, without the values of parameters: nothing is computed, and tensors between
-            layers are ghosts. Raises `NeedsValuesError`, or another error, if a layer reads values.
+        ghosts: Whether parameters, and tensors between layers, are ghosts without values. Then a layer that reads
+            values raises `NeedsValuesError` or another error.
 
     Returns:
         The units, and the inputs by digest and size.
 
     Raises:
-        ModelError: A layer does not run on the output of the previous layer.
+        ModelError: A layer fails on the output of the previous layer.
     """
     inputs: dict[Key, UnitInput] = {}
     digests: dict[Layer, str] = {}
     with ExitStack() as stack:
         if ghosts:
-            # No ghost stays in an attribute. Numbers (such as a dropout rate) are in the digest, and restored as well.
+            # Attributes are restored afterwards: no ghost may stay in one, and numbers in them affect the digest.
             stack.enter_context(undoing(chain.model, loaded.loss_fn))
             stack.enter_context(as_ghosts(chain.model))
         stack.enter_context(without_reentrance())
@@ -122,7 +127,7 @@ def trace_units(
                 check = partial(_check_loss, loaded, chain, batch.targets) if is_last else None
                 context = layers_in(loaded.precision, device)
                 value, trace = _traced(layer, value, size, context=context, check=check)
-                # A unit is known by its trace at the first size.
+                # The trace at the first size determines the digest at all sizes.
                 digest = digests.setdefault(layer, _digest([loaded.precision, *trace], received, last=is_last))
                 inputs.setdefault((digest, size), received)
                 value = None if is_last else _detached(value)
@@ -135,8 +140,8 @@ def trace_units(
 
 
 def layer_digests(chain: Chain, loaded: LoadedModel) -> tuple[str, ...]:
-    """Return a digest of the operators that each layer runs, found without values; none where a layer needs values."""
-    for size in (1, 2):  # some layers, such as batch normalization, want two samples
+    """Return a digest of each layer's operators, found without values; empty if a layer needs values."""
+    for size in (1, 2):  # some layers, such as batch normalization, need two samples
         with suppress(Exception):
             units, _ = trace_units(chain, loaded, (size,), torch.device("cpu"), ghosts=True)
             return tuple(unit.digest for unit in units)
@@ -144,7 +149,7 @@ def layer_digests(chain: Chain, loaded: LoadedModel) -> tuple[str, ...]:
 
 
 def with_values(received: UnitInput, device: torch.device) -> UnitInput:
-    """Return the same input with random numbers in place of ghosts; the costs of layers do not depend on them."""
+    """Return an input with random numbers in place of ghosts; costs of layers do not depend on the numbers."""
     values = [_stand_in(value, device) if isinstance(value, Ghost) else value for value in received.values]
     return UnitInput(tuple(to_device(values, device)), received.spec, to_device(received.targets, device))
 
@@ -164,24 +169,32 @@ def _traced(
     context: AbstractContextManager[Any],
     check: Callable[[Any], object] | None,
 ) -> tuple[Any, list[list[Any] | str]]:
-    """Return the output of a layer, and its trace: operators, with the shapes and numbers of their arguments.
+    """Run a layer and return its output and its trace.
 
-    `check` is called with the output, and its operators are part of the trace; both run in `context`.
+    Args:
+        layer: The layer.
+        value: Input of the layer.
+        size: Micro-batch size, for messages.
+        context: Context in which the layer runs.
+        check: Function that is called with the output, and whose operators are part of the trace; or None.
+
+    Returns:
+        The output, and the operators with the shapes and numbers of their arguments.
     """
     trace: list[list[Any] | str] = []
-    # Layers with the same operators may hold different unread parameters, which have gradients and optimizer state.
+    # Parameters are part of the trace, because two layers with equal operators may have different unused parameters.
     held = [_shape(parameter) for parameter in layer.module.parameters()]
 
     def ran(func: Any, args: Any, kwargs: Any) -> None:
         trace.append([str(func), [_shape(leaf) for leaf in tree_flatten((args, kwargs))[0]]])
 
     def saved(tensor: Tensor) -> Tensor:
-        # Saved tensors count as well: a layer that recomputes by itself saves fewer.
+        # Saved tensors are part of the trace, because a layer that recomputes (checkpoints) saves fewer.
         trace.append(["saved", _shape(tensor)])
         return tensor
 
     if isinstance(layer.module, ModelStage):
-        # The modules that a stage skips before its own are not part of the trace.
+        # Code that runs before the stage's first layer is not part of the trace.
         layer.module.call_at_ends(begun=trace.clear)
         held += [_shape(tensor) for tensor in layer.module.read_before_stage]
     with OperatorWatch(before=ran), saved_tensors_hooks(saved, lambda tensor: tensor), context:
@@ -221,7 +234,7 @@ def _received(value: Any, targets: Any) -> UnitInput:
 
 
 def _detached(value: Any) -> Any:
-    # A copy of the new leaf: a layer that writes its input cannot write a leaf, and must not write the kept values.
+    # The clone of a new leaf can be overwritten by a layer: autograd forbids writes into a leaf itself.
     leaves, spec = tree_flatten(value)
     copies = [t.detach().requires_grad_(t.requires_grad).clone() if isinstance(t, Tensor) else t for t in leaves]
     return tree_unflatten(copies, spec)

@@ -1,1 +1,1 @@
-"""Sources of the numbers of a profile: measured, estimated, or compiled."""
+"""Backends, which find the times and memory of a profile: they measure, estimate, or compile."""

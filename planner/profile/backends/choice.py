@@ -1,4 +1,4 @@
-"""Choose the backend that finds the numbers of a profile for the device that `--device` names."""
+"""Choose the backend that finds the times and memory of a profile, given the option `--device`."""
 
 from typing import Protocol
 
@@ -19,47 +19,50 @@ _ESTIMATE = "estimate:"
 
 
 class Backend(Protocol):
-    """Source of the costs of layers on one device: it measures, estimates or compiles, as `described().how` says."""
+    """Source of the costs of layers on one device. `described().how` says if it measures, estimates or compiles."""
 
     device: torch.device
-    """Device of the tensors."""
+    """Torch device on which the backend runs layers."""
 
     def described(self) -> Device:
-        """Return the device that the numbers belong to, and how they are found."""
+        """Return the device to which the costs apply, and how the costs are found."""
         ...
 
     def measure(self, task: Task) -> BackendResult:
-        """Return time and memory of every layer at every size.
+        """Return time and memory of every layer at every micro-batch size.
 
         Raises:
-            ModelError: A layer cannot be run, or not compiled.
+            ModelError: A layer fails when it runs, or cannot be compiled.
             MeasurementError: Memory does not suffice.
         """
         ...
 
     def check_model(self, loaded: LoadedModel) -> None:
-        """Check the model before it is built.
+        """Check a loaded model before it is built.
 
         Raises:
-            UsageError: It does not fit such a device.
+            UsageError: The model cannot be profiled for this device.
         """
         ...
 
     def check_chain(self, *, lean: bool) -> None:
-        """Check whether the layers can be inspected; they read values if they are not `lean`.
+        """Check that the backend can run the layers.
+
+        Args:
+            lean: Whether the layers run without the values of parameters.
 
         Raises:
-            ModelError: The backend has no values.
+            ModelError: The layers read values, which this backend does not have.
         """
         ...
 
 
 def backend_of(name: str) -> Backend:
-    """Return the backend for the device called `name`.
+    """Return the backend for a device, given by name as in the option `--device`.
 
     Raises:
-        UsageError: The device is unknown or not on this machine.
-        MissingPackageError: The packages that it needs are not installed.
+        UsageError: The name is unknown, or this machine has no such device.
+        MissingPackageError: A package that the backend needs is not installed.
     """
     if name.startswith(_ESTIMATE):
         return EstimatedBackend(accelerator(name.removeprefix(_ESTIMATE)))

@@ -1,13 +1,13 @@
-"""Estimate the costs of layers that never run: memory from ghosts, time from a roofline.
+"""Estimate the costs of layers for a GPU that is not present: memory from ghosts, time from a roofline model.
 
 A layer's forward and backward run on ghosts, tensors without values. The operators, and the sizes of their operands and
-results, are those of a real run. They give
+results, are those of a real run. From these follow
 
-- memory: storages from their creation to their release. Workspaces of kernels are not seen.
-- time: the longest of three times for each operator: its floating-point operations at the sustained rate (at the peak
-rate if none is known), its bytes at the peak bandwidth, and the launch of a kernel. No kernel reaches both peaks: real
-times are longer, by a factor that differs less between layers than the times do. If a layer runs a grouped product, the
-sustained rate of models with experts is used for all layers.
+- memory: each storage counts from its creation to its release. Workspaces of kernels are not included.
+- time: the time of an operator is the longest of three. They are its floating-point operations divided by the sustained
+rate (by the peak rate if none is known), its bytes divided by the peak bandwidth, and the time to launch a kernel. Real
+kernels take longer, because none reaches both peaks, but by a factor that differs less between layers than the times
+do. If a layer runs a grouped product (of experts), the sustained rate of models with experts is used for all layers.
 """
 
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -55,7 +55,7 @@ from planner.profile.timing import LayerTimes, half_times_of
 from planner.profile.units import Key, Unit, UnitInput
 
 _LAUNCH_US = 3.0
-"""Approximate time of a kernel that does next to nothing on a GPU."""
+"""Approximate time of a kernel that does almost no work on a GPU, in microseconds."""
 
 _ROWS_ONLY = frozenset(("aten::embedding", "aten::index", "aten::index_select", "aten::gather", "aten::slice_backward"))
 """Operators that read only those rows of a table that they return."""
@@ -64,7 +64,7 @@ _GROUPED_PRODUCT = "aten::_grouped_mm"
 
 
 class EstimatedBackend:
-    """Backend that runs the layers on ghosts, for a GPU that is not here."""
+    """Backend that runs layers on ghosts and estimates their costs for a GPU that is not present."""
 
     device = torch.device("cpu")
 
@@ -72,7 +72,7 @@ class EstimatedBackend:
         self._absent, self._rates = absent, rates_of(absent.name)
 
     def described(self) -> Device:
-        """Return the GPU of its data sheet, with an assumed reserve of memory that is not for tensors."""
+        """Return the GPU as its data sheet describes it, with an assumed reserve of memory that is not for tensors."""
         return Device(
             kind=Cuda.name,
             name=self._rates.full_name,
@@ -82,17 +82,17 @@ class EstimatedBackend:
         )
 
     def clock(self, *, experts: bool = False) -> "RooflineClock":
-        """Return a clock with the rates of the GPU, for a mixture of experts or another model."""
+        """Return a clock with the rates of the GPU; `experts` selects the sustained rate of models with experts."""
         sustained = sustained_rate(self._absent.name, experts=experts)
         if sustained is None:
             return RooflineClock(self._rates)
         return RooflineClock(replace(self._rates, half_flops_per_s=sustained.flops_per_s))
 
     def check_model(self, loaded: LoadedModel) -> None:
-        """Accept any precision."""
+        """Accept any model."""
 
     def check_chain(self, *, lean: bool) -> None:
-        """Refuse layers that read values, because ghosts have none.
+        """Check that the layers run without values, because ghosts have none.
 
         Raises:
             ModelError: The layers read values.
@@ -104,7 +104,7 @@ class EstimatedBackend:
             )
 
     def measure(self, task: Task) -> BackendResult:
-        """Estimate every distinct layer once at each size: the estimates do not vary."""
+        """Estimate every distinct layer once at each micro-batch size; repeats would give the same results."""
         meter, clock = GhostMeter(), self.clock()
         hooks = RecordingHooks(
             device=self.device, record=partial(record_memory, task=task, meter=meter, in_halves=True)
@@ -147,7 +147,7 @@ class EstimatedBackend:
 
 @contextmanager
 def as_ghosts_if_lean(task: Task) -> Iterator[None]:
-    """Replace a lean model's parameters and buffers, and those of its layers, by ghosts inside the block."""
+    """Replace parameters and buffers of a lean model (one without values) by ghosts inside the block."""
     if not task.lean:
         yield
         return
@@ -161,13 +161,13 @@ def as_ghosts_if_lean(task: Task) -> Iterator[None]:
 
 
 class GhostMeter:
-    """Meter that counts the storages that operators make."""
+    """Meter of a function's memory that adds up the storages that operators create and that still exist."""
 
     def __init__(self) -> None:
         self._storages: dict[int, tuple[StorageWeakRef, int]] = {}
 
     def measure(self, work: Callable[[], object]) -> Usage:
-        """Run `work` once and return its memory."""
+        """Run `work` once and return the memory that it would use."""
         before = peak = self._live_bytes()
 
         def count(_func: Any, args: Any, kwargs: Any, result: Any) -> None:
@@ -196,7 +196,7 @@ class GhostMeter:
 
 
 class RooflineClock:
-    """Clock that adds up the minimum times of operators, at the rates of a device."""
+    """Clock that adds up lower bounds of the operators' times, computed from the rates of a device."""
 
     def __init__(self, rates: Rates) -> None:
         self._rates = rates
@@ -204,10 +204,10 @@ class RooflineClock:
         self.flops = 0
         """Floating-point operations of the last measured function."""
         self.has_experts = False
-        """True if a measured function has run a grouped product: tokens times the weights of their experts."""
+        """True if a measured function has run a grouped product, which multiplies tokens by their experts' weights."""
 
     def time_us(self, work: Callable[[], object]) -> float:
-        """Return the microseconds that `work` would take on the device."""
+        """Run `work` on ghosts and return the time that it would take on the device, in microseconds."""
         self.restart()
         self.flops = 0
 
@@ -228,20 +228,20 @@ class RooflineClock:
         return self._total_us
 
     def restart(self) -> None:
-        """Restart the timer, so that earlier operators of `work`, which calls this, do not count."""
+        """Start the measurement anew. The measured function calls this after preparations that must not count."""
         self._total_us = 0.0
 
     def stop(self) -> None:
-        """Do nothing; called by `work` after its last operator of the device."""
+        """Do nothing, because no operators follow the call of this method in a measured function."""
 
     def flops_of(self, unit: Unit, received: UnitInput) -> int:
-        """Return the floating-point operations of a unit's forward."""
+        """Return the number of floating-point operations of a unit's forward."""
         self.time_us(lambda: unit.run(received.fresh(), received))
         return self.flops
 
 
 def _peaks_add(task: Task) -> bool:
-    """Return True if the optimizer steps all parameters at once, as torch's do on a GPU by default."""
+    """Return True if the optimizer updates all parameters at once, as torch's optimizers do on a GPU by default."""
     one = ModelOptimizer(task.loaded.build_optimizer, task.chain.model.parameters()).over(())
     return one.defaults.get("foreach", False) is None and not one.defaults.get("fused")
 
@@ -256,7 +256,7 @@ def _optimizer_cost(
     idle: Collection[str],
 ) -> OptimizerCost:
     cost = measure_optimizer(unit.module, whole, meter=meter, clock=clock, repeats=1, idle=idle)
-    # An optimizer that steps all parameters at once makes a copy of them.
+    # An optimizer that updates all parameters at once makes a temporary copy of them.
     copy_bytes = sum(p.nbytes for p in trained_parameters(unit.module, idle))
     return replace(cost, peak_bytes=copy_bytes) if peaks_add else cost
 
@@ -264,7 +264,7 @@ def _optimizer_cost(
 def _times(
     task: Task, records: Records, clock: RooflineClock
 ) -> tuple[dict[Key, LayerTimes], dict[Key, tuple[float, float]]]:
-    """Return the times of every distinct layer, and those of its I and W."""
+    """Return, for every distinct layer and size, the times of forward and backward, and those of I and W."""
     times, half_times_us = {}, {}
     whole = WholeTimer(clock=clock, statistics=BatchStatistics())
     split_timer = SplitTimer(clock=clock, statistics=BatchStatistics(), split=SplitBackward())
@@ -277,7 +277,7 @@ def _times(
 
 
 def _moves_nothing(func: Any, received: Sequence[Tensor], results: Sequence[Tensor]) -> bool:
-    """Return True if an operator only makes views."""
+    """Return True if an operator moves no data, because its results are views of its operands."""
     if func._schema.is_mutable or not results:
         return not results
     storages = set(map(storage_key, received))
@@ -292,7 +292,7 @@ def _moved_bytes(func: Any, received: Sequence[Tensor], results: Sequence[Tensor
 
 
 def _read(func: Any, args: Any, received: Sequence[Tensor]) -> Sequence[Tensor]:
-    """Return the tensors that an operator reads: I and W of a convolution's backward each leave one of them out."""
+    """Return the tensors that an operator reads. A convolution's I does not read x; its W does not read the weight."""
     if func is not torch.ops.aten.convolution_backward.default:
         return received
     gradient, x, weight, *_, (of_input, of_weight, _) = args
@@ -300,7 +300,7 @@ def _read(func: Any, args: Any, received: Sequence[Tensor]) -> Sequence[Tensor]:
 
 
 def _distinct_bytes(tensor: Tensor) -> int:
-    # An expanded tensor is read once from memory, and then from a cache.
+    # The elements of an expanded tensor are read from memory once, and from a cache after that.
     return min(tensor.nbytes, storage_of(tensor).nbytes())
 
 
@@ -316,7 +316,7 @@ def _flops(func: Any, args: Any, kwargs: dict[str, Any], result: Any) -> int:
 
 
 def _grouped_flops(a: Tensor, b: Tensor) -> int:
-    """Return the operations of a grouped product of experts: each row of tokens meets the weights of one expert."""
+    """Return the operations of a grouped product, in which each token is multiplied by the weights of one expert."""
     if a.dim() == 3 and b.dim() == 2:
         return 2 * a.shape[-2] * b.numel()
     return 2 * a.numel() * b.shape[-1]

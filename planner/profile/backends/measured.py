@@ -42,28 +42,28 @@ from planner.profile.timing import (
 from planner.profile.units import Key, Unit, with_values
 
 _DOUBT = 0.02
-"""Relative half-width of the 95 % interval of the chain's time that ends the repeats."""
+"""Relative half-width of the 95 % confidence interval of the chain's time below which no more repeats are needed."""
 
 
 class MeasuredBackend:
-    """Backend that runs every distinct layer on a device of torch."""
+    """Backend that runs every distinct layer on a device of this machine and measures it."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._kind = kind_of(device)
 
     def described(self) -> Device:
-        """Return the device of this machine; the part of its memory that is not for tensors is measured."""
+        """Return the device, with the measured part of its memory that is not available for tensors."""
         return self._kind.described()
 
     def check_model(self, loaded: LoadedModel) -> None:
         """Accept any model."""
 
     def check_chain(self, *, lean: bool) -> None:
-        """Accept any layers: they get values."""
+        """Accept any layers, because parameters get values before the layers run."""
 
     def measure(self, task: Task) -> BackendResult:
-        """Measure memory first, while nothing else is allocated; then times."""
+        """Measure memory first, while nothing else is allocated, and times after that."""
         meter, clock = self._kind.meter(), self._kind.clock(task.options.threads)
         hooks = RecordingHooks(
             device=self.device,
@@ -82,7 +82,7 @@ class MeasuredBackend:
         release_freed_memory()
         times = _times(task, records, clock)
         release_freed_memory()
-        # Again at another time: the machine may have been busy during the few steps in a row.
+        # The updates are timed a second time, because the machine may have been busy during the first few.
         after = _optimizer_costs(task, records, idle, meter=meter, clock=clock)
         updating_us = statistics_us(
             records.distinct, records.inputs, size=records.sizes[0], clock=clock, repeats=task.options.repeats
@@ -112,7 +112,7 @@ class MeasuredBackend:
 
 
 def _fill(task: Task, device: torch.device, units: Sequence[Unit]) -> None:
-    """Give values to the parameters of those layers that will run."""
+    """Give memory and values to the parameters of the layers that will run."""
     digests = dict.fromkeys(unit.digest for unit in reversed(units))
     running = [unit.module for digest in digests for unit in enough_to_leave_the_cache(units, digest)]
     fill(running, task.chain.model, device)
@@ -121,7 +121,7 @@ def _fill(task: Task, device: torch.device, units: Sequence[Unit]) -> None:
 def _optimizer_costs(
     task: Task, records: Records, idle: Mapping[str, Collection[str]], *, meter: Meter, clock: Clock
 ) -> list[OptimizerCost]:
-    # Parameters and gradients of all layers.
+    # A training step accesses parameters and gradients of all layers between two updates of one layer.
     between_bytes = 2 * sum(p.nbytes for layer in task.chain.layers for p in layer.module.parameters())
     units, whole = records.units, _whole(task)
     first = first_of_same_cost([unit.module for unit in units], [unit.digest for unit in units], whole)
@@ -159,7 +159,7 @@ def _peaks_add(task: Task, records: Records, meter: Meter) -> bool:
 
 
 def _times(task: Task, records: Records, clock: Clock) -> dict[Key, LayerTimes]:
-    """Repeat until the chain's time is known well enough, or the time budget is used up."""
+    """Time all layers repeatedly, until the chain's time is known well enough or the time budget is used up."""
     started, budget_s = time.monotonic(), task.options.time_budget_s
 
     def doubtful() -> bool:
@@ -195,7 +195,7 @@ def _times(task: Task, records: Records, clock: Clock) -> dict[Key, LayerTimes]:
 
 
 def _kept_bytes(detail: MemoryDetail) -> int:
-    """Return an upper bound of the bytes of a layer's tensors that are stored from forward to backward."""
+    """Return an upper bound of the bytes that a layer keeps from forward to backward."""
     return detail.internal_bytes + sum(tensor.bytes for tensor in (*detail.inputs, *detail.outputs))
 
 
