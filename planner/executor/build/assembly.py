@@ -1,4 +1,4 @@
-"""Assemble a process's stages: their modules, the sums between processes, and engines for mini-batches."""
+"""Assemble a process's stages: their modules, the sums of gradients over processes, and engines for mini-batches."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
@@ -45,14 +45,14 @@ class Assembly:
     ) -> None:
         self._job, self._model, self.groups, self.recorder = job, model, groups, recorder
         balance, place = job.balance, job.place
-        # Shapes only: no plan includes the memory of a mini-batch that is kept.
+        # Keep shapes only: the planned memory does not include an example mini-batch.
         self._example_inputs = to_device(
             example_of(model, balance.batch, seed=job.seed, step=0).inputs, torch.device("meta")
         )
         self._chain = structure or build_structure(model)
         check_same_model(balance, model, self._chain)
         self.first_names = first_names(self._chain.model)
-        """First name of each tensor in the model's state dict, by every name of it; tied tensors have several names."""
+        """Map from every name in the model's state dict to the first name of the same tensor, which may be tied."""
         cuts = list(accumulate(balance.balance, initial=0))
         self._ranges = [StageRange(cuts[k], cuts[k + 1], bool(balance.stages[k].recomputed)) for k in place.stages]
         # Shapes and engine of a smaller last mini-batch are made when it occurs.
@@ -69,18 +69,18 @@ class Assembly:
         layers = self._chain.layers
         trained = {name for layer in layers for name, p in layer.parameter_names().items() if p.requires_grad}
         self.tied = TiedGradients(shared_parameters(layers), named, place, stage_of, trained=trained)
-        with recorder.paused():  # a thread of gloo may be the last to release what is sent
+        with recorder.paused():  # a thread of gloo may release the sent tensors later than this process does
             equalize_copies(self._tensors_by_first_name())
         self.replicas = self._replica_gradients()
         self.engine(balance.micro_batches, job.micro_batch_size)
 
     @cached_property
     def computation(self) -> dict[str, str]:
-        """Digests of what the whole model computes."""
+        """Digests of the code of the whole model: of its loss (`loss`) and of its layers (`layers`)."""
         return computation_of(self._chain.model, self._model)
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Return the parameters of all stages here with the names they have in the whole model; each once."""
+        """Return the parameters of this process's stages with their names in the whole model, without repetition."""
         named: dict[int, tuple[str, nn.Parameter]] = {}
         for module in self.modules:
             for name, parameter in module.named_parameters():
@@ -89,11 +89,11 @@ class Assembly:
 
     @property
     def whole_parameters(self) -> list[nn.Parameter]:
-        """Parameters of the whole model, in its order and without values."""
+        """Parameters of the whole model, in the model's order and without values."""
         return list(self._chain.model.parameters())
 
     def own_of_whole(self) -> list[tuple[nn.Parameter, nn.Parameter]]:
-        """Return pairs of a parameter of the whole model and its counterpart in this process."""
+        """Return pairs of parameters: one of the whole model, without values, and the same one in this process."""
         whole = dict(self._chain.model.named_parameters(remove_duplicate=False))
         return [(whole[name], parameter) for name, parameter in self.named_parameters()]
 
@@ -103,14 +103,14 @@ class Assembly:
         return {name: tensor for name, tensor in held if name in self.first_names}
 
     def expect(self, part: MiniBatchPart, *, training: bool) -> None:
-        """Set the shapes of the tensors that the stages receive and send, for the micro-batches of `part`."""
+        """Tell the stages the shapes of the tensors to receive and send for the micro-batches of `part`."""
         boundaries = self._shapes(part.micro_batch_size, training=training).boundaries
         for module, layers in zip(self.modules, self._ranges, strict=True):
             module.received = boundaries[layers.first]
             module.sent = None if module.sent is None else boundaries[layers.end]
 
     def _tensors_by_first_name(self) -> dict[str, Tensor]:
-        """Return the parameters and buffers here, each under the first of its names in the whole model."""
+        """Return this process's parameters and buffers, each under its first name in the whole model."""
         first: dict[tuple[object, ...], str] = {}
         whole = [(name, tensor) for name, tensor in named_tensors(self._chain.model) if is_copied(tensor)]
         names = {name: first.setdefault(memory_key(tensor), name) for name, tensor in whole}
@@ -140,7 +140,7 @@ class Assembly:
     def _replica_gradients(self) -> ReplicaGradients | None:
         if self.groups.replicas is None:
             return None
-        tied = set(self.tied.parameters)  # summed over the replicas, too
+        tied = set(self.tied.parameters)  # `TiedGradients` sums these over the replicas as well
         untied = [[p for p in module.parameters() if p.requires_grad and p not in tied] for module in self.modules]
         return ReplicaGradients(untied, self.groups.replicas, keeps_earlier=self._job.place.replica == 0)
 
@@ -184,17 +184,17 @@ def stage_module_of(
     loss_fn: Callable[[Any, Any], Tensor] | None,
     statistics: BatchStatistics,
 ) -> StageModule:
-    """Return the module of a stage.
+    """Return the module that runs a stage.
 
     Args:
         built: Layers of the stage as they were built.
         layers: Range of the stage in the chain.
-        shapes: Shapes of the chain.
-        recompute: Micro-batches for which the stage is recomputed as a whole.
-        recomputed: Layers that are recomputed separately, counted from the stage's first.
+        shapes: Boundary tensors of the chain.
+        recompute: Micro-batches for which the whole stage is recomputed.
+        recomputed: Layers that are recomputed separately, as indices within the stage.
         micro_batches: Number of micro-batches (M).
-        loss_fn: The loss, on the last stage.
-        statistics: Batch statistics for all stages of this process.
+        loss_fn: Loss function on the last stage; None on other stages.
+        statistics: Batch normalization statistics for all stages of this process.
 
     Returns:
         The module.

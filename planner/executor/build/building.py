@@ -25,7 +25,7 @@ from planner.model.precision import convert
 
 
 class StageRange(NamedTuple):
-    """Layers `first` to `end - 1` of a chain."""
+    """Range of the layers `first` to `end - 1` of a chain, which form a stage."""
 
     first: int
     end: int
@@ -33,32 +33,35 @@ class StageRange(NamedTuple):
     """True if each layer must be a separate module; otherwise a model with an outline has one module for all."""
 
     def of(self, chain: Chain) -> tuple[Layer, ...]:
-        """Return the layers `first` to `end - 1` of a chain."""
+        """Return the layers of this stage; a model with an outline has one module for all of them, unless `apart`."""
         if chain.outline is None or self.apart:
             return chain.layers[self.first : self.end]
         return (Layer(chain.names[self.first], chain.stage(self.first, self.end)),)
 
 
 def build_structure(loaded: LoadedModel) -> Chain:
-    """Return the whole chain on the meta device: names and shapes, no memory (except while it is built from values).
+    """Return the whole chain on the meta device, which has names and shapes but takes no memory.
+
+    A model whose construction or forward reads values takes its memory once, while this function runs.
 
     Raises:
         ModelError: The model cannot be built.
     """
-    full: nn.Module | None = None  # with values
+    full: nn.Module | None = None  # the model with values
     try:
         with torch.device("meta"):
             model = loaded.build()
-    except Exception:  # the construction depends on values; an error of the user's is raised again
+    except Exception:  # the construction may read values; an error in the user's code occurs here again
         model = full = loaded.build()
     refuse_sparse(model)
     if any(not tensor.is_meta for tensor in _all_tensors(model)):
-        # A copy in which every tensor is replaced: a finished model is not changed, and tied tensors stay tied.
+        # Copy the model and replace every tensor in the copy, because the file may return the same model each time.
+        # Tied tensors stay tied.
         model = copy.deepcopy(model, {id(tensor): _emptied(tensor) for tensor in _all_tensors(model)})
     model = convert(model, loaded.precision)
     try:
         return loaded.chain(model)
-    except ModelError:  # the model can be cut only if it runs on values; an error of the user's is raised again
+    except ModelError:  # the forward may read values; an error in the user's code occurs here again
         full = convert(loaded.build() if full is None else full, loaded.precision)
         outline = loaded.chain(full).outline
         if outline is None:
@@ -67,10 +70,10 @@ def build_structure(loaded: LoadedModel) -> Chain:
 
 
 def check_buildable(loaded: LoadedModel) -> None:
-    """Find the stages' structure and shapes, as every rank does when a run starts.
+    """Check that ranks can build the model: find its structure and boundary shapes, as every rank does at the start.
 
     Raises:
-        ModelError: They cannot be found, so no rank could start.
+        ModelError: The structure or the shapes cannot be found, so no rank could start.
     """
     with torch.random.fork_rng():
         torch.manual_seed(0)
@@ -79,15 +82,15 @@ def check_buildable(loaded: LoadedModel) -> None:
 
 
 def check_same_model(balance: Balance, loaded: LoadedModel, chain: Chain) -> None:
-    """Refuse to run another model than the one that was planned.
+    """Check that the model is the one that was planned.
 
     Args:
-        balance: Balance configuration.
+        balance: Balance configuration of the plan.
         loaded: The model.
-        chain: Its chain.
+        chain: Chain of the model.
 
     Raises:
-        ModelError: Names of layers, or the digest, are not those of the plan.
+        ModelError: Names of layers or the model's digest differ from those in the plan.
     """
     names, planned = chain.names, tuple(name for stage in balance.stages for name in stage.layers)
     changed = [(a, b) for a, b in zip(planned, names, strict=False) if a != b]
@@ -109,14 +112,14 @@ def check_same_model(balance: Balance, loaded: LoadedModel, chain: Chain) -> Non
 def build_stages(
     loaded: LoadedModel, chain: Chain, stages: Sequence[StageRange], *, seed: int, device: torch.device
 ) -> list[tuple[Layer, ...]]:
-    """Return the layers of some stages on a device, with the values that the seed gives them in the whole model.
+    """Return the layers of some stages on a device, with the same initial values as in the whole model.
 
-    Parameters of other layers take no memory. Parameters that stages share are shared here, too. A model whose
-    construction depends on values is built whole, and the other layers are dropped.
+    Parameters of other layers take no memory. Stages that share a parameter in the model share it here. If the model's
+    construction reads values, the whole model is built, and other layers are dropped afterwards.
 
     Args:
         loaded: The model.
-        chain: Its chain.
+        chain: Chain of the model.
         stages: Ranges of the stages.
         seed: Seed of the initial values.
         device: Device of the layers.
@@ -142,14 +145,14 @@ def build_stages(
     built = [like(chain, loaded, each) for each in _instances(model, chain, len(stages))]
     layers = [stage.of(own) for stage, own in zip(stages, built, strict=True)]
     if chain.outline is None:
-        # Moved together, so that tensors of several layers stay shared.
+        # Move all layers at once, so that layers that share a tensor still share it.
         together = nn.ModuleList(layer.module for of_stage in layers for layer in of_stage).to(device)
         _move(outlying_tensors(together, together.parameters()), device)
     return layers
 
 
 def _build_parts(loaded: LoadedModel, wanted: Callable[[nn.Module], list[Tensor]], seed: int) -> nn.Module:
-    """Return the model with only the wanted tensors in memory, or with all if its construction depends on values."""
+    """Return the model with only the wanted tensors in memory, or with all tensors if its construction reads values."""
     if not loaded.is_without_values:
         with contextlib.suppress(BuildError):
             return build_only(loaded.build, wanted, seed=seed)
@@ -161,15 +164,15 @@ def _build_parts(loaded: LoadedModel, wanted: Callable[[nn.Module], list[Tensor]
 
 
 def like(chain: Chain, loaded: LoadedModel, model: nn.Module) -> Chain:
-    """Return the chain of another instance of the model.
+    """Return the chain of another instance of a model whose chain is known.
 
     Args:
-        chain: Chain of an instance.
-        loaded: The model.
-        model: The other instance.
+        chain: Chain of one instance.
+        loaded: The model file.
+        model: Another instance.
 
     Returns:
-        Its chain.
+        Chain of `model`.
     """
     return loaded.chain(model) if chain.outline is None else outlined(chain.outline, model)
 
@@ -179,11 +182,11 @@ def held_names(chain: Chain, first: int, end: int) -> frozenset[str]:
 
     Args:
         chain: The chain.
-        first: First layer.
-        end: Layer after the last.
+        first: Index of the first layer.
+        end: Index after the last layer.
 
     Returns:
-        Names in the model.
+        Names in the whole model.
     """
     if chain.outline is not None:
         return frozenset[str]().union(*chain.outline.holds[first:end])
@@ -192,12 +195,12 @@ def held_names(chain: Chain, first: int, end: int) -> frozenset[str]:
 
 
 def keep_only(model: nn.Module, keep: Callable[[Tensor], Tensor | None], device: torch.device) -> None:
-    """Replace every parameter and buffer by `keep(tensor)`, or by an absent ghost where that is None.
+    """Replace every parameter and buffer by `keep(tensor)`, or by a placeholder without memory if the result is None.
 
     Args:
-        model: The model.
+        model: The model, which is changed in place.
         keep: Function that returns the tensor to use, or None.
-        device: Device that the ghosts report.
+        device: Device that the placeholders report.
     """
     names = {id(tensor): name for name, tensor in reversed(named_tensors(model))}
 
@@ -209,7 +212,7 @@ def keep_only(model: nn.Module, keep: Callable[[Tensor], Tensor | None], device:
 
 
 def _held_by(chain: Chain, model: nn.Module, stages: Sequence[StageRange]) -> list[Tensor]:
-    """Return the parameters and buffers that the layers of `stages` need."""
+    """Return the parameters and buffers of `model` that the layers of `stages` need."""
     names = frozenset[str]().union(*(held_names(chain, stage.first, stage.end) for stage in stages))
     return [tensor for name, tensor in named_tensors(model) if name in names]
 
@@ -221,7 +224,7 @@ def _emptied(tensor: Tensor) -> Tensor:
 
 
 def _with_its_parameters(tensor: Tensor, held_ids: Collection[int], device: torch.device) -> Tensor:
-    """Return `tensor` on `device`, or an absent ghost if it was computed from a parameter that is not in `held_ids`."""
+    """Return `tensor` on `device`, or a placeholder if it was computed from parameters other than `held_ids`."""
     nodes, seen = [tensor.grad_fn], set[Any]()
     while nodes:
         node = nodes.pop()
@@ -236,9 +239,10 @@ def _with_its_parameters(tensor: Tensor, held_ids: Collection[int], device: torc
 
 
 def _instances(model: nn.Module, chain: Chain, count: int) -> list[nn.Module]:
-    """Return one model for each stage, which share all tensors except those that forward changes.
+    """Return one instance of the model for each stage; the instances share all tensors that no forward changes.
 
-    Code between modules runs in every stage: if stages shared its state, each micro-batch would count several times.
+    Code between modules runs in every stage. If stages shared the state that this code changes, each micro-batch would
+    change the state several times.
     """
     if chain.outline is None:
         return [model] * count
@@ -249,7 +253,7 @@ def _instances(model: nn.Module, chain: Chain, count: int) -> list[nn.Module]:
 
 
 def _with_outlying(modules: Sequence[nn.Module]) -> list[Tensor]:
-    """Return parameters and buffers of modules, and tensors outside of them that their code and hooks can read."""
+    """Return the parameters and buffers of modules, and other tensors that the modules' code and hooks can read."""
     held = [t for module in modules for t in (*module.parameters(), *module.buffers())]
     return [*held, *outlying_tensors(modules, held)]
 

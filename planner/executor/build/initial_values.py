@@ -1,7 +1,7 @@
-"""Make tensors that several ranks hold equal when a run starts.
+"""Make the copies of a tensor on several ranks equal when a run starts.
 
-Every rank builds its stages from the same seed, so copies are equal as a rule. Values from elsewhere (an unseeded
-NumPy generator, the time) differ from process to process, and copies that start different never become equal.
+Every rank builds its stages from the same seed, so copies are usually equal. But values from an unseeded NumPy
+generator or from a clock differ between processes, and copies that start with different values never become equal.
 """
 
 import hashlib
@@ -19,23 +19,22 @@ _Value = TypeVar("_Value")
 
 
 def is_copied(tensor: Tensor) -> bool:
-    """Return True if `equalize_copies` can compare and send the tensor: it has values, and is not sparse."""
+    """Return True if `equalize_copies` supports the tensor: it is dense, has elements, and is not quantized."""
     return tensor.layout is torch.strided and not tensor.is_quantized and tensor.numel() > 0
 
 
 def equalize_copies(tensors: Mapping[str, Tensor]) -> None:
-    """Copy the values of the first rank that holds a tensor to all other ranks whose values differ.
+    """Copy the values of each tensor from the first rank that has it to all ranks whose values differ.
 
-    Every rank of the job must call it.
+    Every rank of the job must call this function.
 
     Args:
-        tensors: This rank's parameters and buffers, by a name that is the same on all ranks; of those that
-            `is_copied` is true for.
+        tensors: This rank's parameters and buffers for which `is_copied` is true. Names are the same on all ranks.
     """
     holders = Counter(name for names in _gathered(list(tensors)) for name in names)
     digests = _gathered({name: _digest(tensor) for name, tensor in tensors.items() if holders[name] > 1})
     rank = dist.get_rank()
-    # All ranks go through the same list in the same order, so that no two wait for each other.
+    # All ranks process the tensors in the same order, so that no two ranks wait for each other.
     for name in sorted(name for name, count in holders.items() if count > 1):
         first, *others = (n for n, digest in enumerate(digests) if name in digest)
         different = [n for n in others if digests[n][name] != digests[first][name]]
@@ -50,7 +49,7 @@ def equalize_copies(tensors: Mapping[str, Tensor]) -> None:
 
 
 def _gathered(value: _Value) -> list[_Value]:
-    """Return the values of all ranks."""
+    """Return `value` of every rank, by rank."""
     values: list[_Value] = [value] * dist.get_world_size()
     if len(values) > 1:
         dist.all_gather_object(values, value)
@@ -65,5 +64,5 @@ def _digest(tensor: Tensor) -> bytes:
 
 
 def _bytes_of(tensor: Tensor) -> Tensor:
-    """Return the values of any dtype as bytes; a copy only if they are not contiguous."""
+    """Return a tensor's values, of any dtype, as a tensor of bytes; copy them only if they are not contiguous."""
     return tensor.detach().contiguous().view(-1).view(torch.uint8)

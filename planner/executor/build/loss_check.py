@@ -1,12 +1,12 @@
 """Check that the losses of micro-batches add up to the loss of their mini-batch.
 
-A pipeline takes the weighted mean of the losses of its micro-batches. That is the loss of the mini-batch only if the
-loss is a mean. Here the unpartitioned model runs on a few samples and on their two halves, in evaluation mode, so that
-neither dropout nor batch normalization makes a difference. Three forwards answer two questions:
+A pipeline computes the weighted mean of the losses of its micro-batches. This equals the loss of the mini-batch only if
+the loss is a mean. The check runs the unpartitioned model on a few samples and on their two halves. It uses evaluation
+mode, because dropout and batch normalization would make the results differ. Three forwards answer two questions:
 
 - Over which input labels does a model average its own loss? Some labels are masked, so that each possible answer
   implies different weights of the halves.
-- Is the full loss the weighted mean of the halves' losses, with the weights that training uses?
+- Is the loss of all samples the weighted mean of the halves' losses, with the weights that training uses?
 """
 
 import copy
@@ -37,17 +37,17 @@ from planner.model.nests import flatten, tensors_in, unflatten
 from planner.model.variables import undoing
 
 _SAMPLES: Final = (4, 2)
-"""Numbers of samples to try, in order. Two are the last choice: with halves of one sample, some models drop a dimension
-(`squeeze`)."""
+"""Numbers of samples to try, in order. Two samples are the last choice, because then each half has one sample, and some
+models drop its dimension (`squeeze`)."""
 
 _MOST_BYTES: Final = 1_350_000_000
-"""Parameters and outputs of models that run for this check. Larger models are not compared."""
+"""Upper bound on the bytes of parameters and outputs of a model that is run for this check."""
 
 _OUTPUT_COPIES: Final = 4
 """Number of times that a loss stores its input: a converted copy, its logarithms, and one transient copy."""
 
 _MOST_S: Final = 3.0
-"""Time of the first forward. Slower models are not compared."""
+"""Upper bound on the seconds of the first forward; the losses of slower models are not compared."""
 
 _LEAST_LOSS: Final = 1e-2
 """Smaller losses are compared as if they had this size: the mean of a normalized output is a rounding error."""
@@ -56,56 +56,58 @@ _UNSEEN: Final = 1e-3
 """Fraction of the difference between the halves' losses that counts as a rounding error."""
 
 _LEAST_LABELS: Final = 4
-"""Least number of labels per sample for which all rules give different weights (`_masked`)."""
+"""Smallest number of labels per sample with which all counting rules give different weights (`_masked`)."""
 
 _LABELS: Final[Mapping[CountedLabels, str]] = {
     "all": "labels that are not -100",
-    "shifted": "labels that are not -100, but for the first of each row",
+    "shifted": "labels that are not -100, except for the first of each row",
 }
 
 
 class RefusedLossError(ModelError):
-    """Error of a loss that no pipeline can train."""
+    """Error of a loss that a pipeline cannot train."""
 
 
 class CheckedLoss(NamedTuple):
-    """Result of the check."""
+    """Result of `check_loss`."""
 
     loaded: LoadedModel
-    """The model, with the labels that its loss averages over."""
+    """The model; `counted_labels` states which labels its own loss averages over."""
     notes: tuple[str, ...]
     warnings: tuple[str, ...]
 
 
 class _Losses(NamedTuple):
-    """Losses of all samples and of their halves."""
+    """Losses of a few samples, of their first half and of their second half."""
 
     whole: float
     first: float
     second: float
     tolerance: float
+    """Largest relative error that is accepted as rounding."""
 
     def is_mean(self, counts: tuple[float, float]) -> bool:
         """Return True if the loss of all samples is the mean of the halves' losses, weighted by `counts`."""
         total = sum(counts)
         mean = (self.first * counts[0] + self.second * counts[1]) / total if total else float("nan")
         rounding = self.tolerance * max(_LEAST_LOSS, *map(abs, (self.whole, self.first, self.second)))
-        # Sums that nearly cancel have larger rounding errors. Other weights make a larger part of the difference.
+        # Losses that nearly cancel have larger rounding errors, so a small part of the halves' difference is accepted.
+        # Wrong weights result in a larger part.
         return abs(self.whole - mean) <= max(rounding, _UNSEEN * abs(self.first - self.second))
 
 
 def check_loss(loaded: LoadedModel) -> CheckedLoss:
-    """Find out how the losses of micro-batches are weighted, and check that this gives the loss of their mini-batch.
+    """Find the weights of micro-batches' losses, and check that the weighted mean is the loss of the mini-batch.
 
     Args:
-        loaded: The model. It is built once, and runs on the CPU or where it was built.
+        loaded: The model. It is built once, and runs on the CPU or on the device where it is built.
 
     Returns:
-        The model with its `counted_labels`, and notes and warnings for the user. A model that cannot run here is not
-        compared.
+        The model with its `counted_labels`, and notes and warnings for the user. If the model cannot run on this
+        machine, its losses are not compared.
 
     Raises:
-        ModelError: `loss_fn` reads parameters of the model, or `loss_count` gives no number.
+        ModelError: `loss_fn` reads parameters of the model, or `loss_count` does not return a valid number.
     """
     with keeping_random_state():
         torch.manual_seed(0)
@@ -113,7 +115,7 @@ def check_loss(loaded: LoadedModel) -> CheckedLoss:
             return _checked(loaded)
         except RefusedLossError:
             raise
-        except (Exception, SystemExit):  # The equivalence check or the measurement reports what is wrong.
+        except (Exception, SystemExit):  # The equivalence check or the profile reports such errors.
             return CheckedLoss(loaded, (), ())
 
 
@@ -133,7 +135,7 @@ def _budget_bytes() -> int:
 
 
 def _checked_bytes(loaded: LoadedModel, model: nn.Module, batch: Batch) -> int:
-    """Return the memory of a forward without a graph; on the way, refuse a loss that reads parameters.
+    """Return the memory of a forward without gradients, in bytes; refuse a loss that reads parameters.
 
     Raises:
         ModelError: `loss_fn` reads parameters of the model.
@@ -145,23 +147,23 @@ def _checked_bytes(loaded: LoadedModel, model: nn.Module, batch: Batch) -> int:
             _refuse_parameters_in_loss(loaded, model, output, targets)
     except RefusedLossError:
         raise
-    except (Exception, SystemExit):  # It depends on values, or is wrong: then the measurement reports it.
+    except (Exception, SystemExit):  # The model reads values, or has an error that the profile will report.
         return parameter_bytes
     return parameter_bytes + _OUTPUT_COPIES * sum(t.numel() * t.itemsize for t in tensors_in(output))
 
 
 @contextmanager
 def _as_built(model: nn.Module, loaded: LoadedModel) -> Iterator[None]:
-    """Undo what forwards change: buffers, attributes and variables."""
+    """Restore the model's buffers, attributes and variables after the block, because forwards may change them."""
     copied = replaced_tensors(model, lambda tensor: tensor if isinstance(tensor, nn.Parameter) else tensor.clone())
     with undoing(model, loaded.loss_fn), copied:
         yield
 
 
 def _refuse_parameters_in_loss(loaded: LoadedModel, model: nn.Module, output: Any, targets: Any) -> None:
-    """Refuse a loss whose gradient reaches parameters other than through the model's output.
+    """Refuse a loss that reads parameters directly, that is, not through the model's output.
 
-    The last stage does not hold the parameters of other stages, so that this part of their gradients would be lost.
+    The last stage does not have the parameters of other stages, so this part of their gradients would be lost.
     """
     leaves, nest = flatten(output)
     cut = [_cut_off(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
@@ -171,7 +173,7 @@ def _refuse_parameters_in_loss(loaded: LoadedModel, model: nn.Module, output: An
         more = f" and {pluralize(len(names) - 1, 'other')}" if len(names) > 1 else ""
         raise RefusedLossError(
             f'`loss_fn` reads parameters of the model ("{names[0]}"{more}): the last stage of a pipeline does not have '
-            "those of other stages, and this part of their gradients would be lost",
+            "parameters of other stages, so this part of their gradients would be lost",
             hint="for a penalty on weights give the optimizer a `weight_decay` (k * sum(p ** 2) is a weight decay of "
             "2 * k with SGD), or compute it in the `forward` of the module that has the parameters and return it; let "
             "`forward` return what the loss learns (weights of tasks, say)",
@@ -191,10 +193,9 @@ def _cut_off(tensor: Tensor) -> Tensor:
 
 
 def _fresh_loss(loaded: LoadedModel) -> Any:
-    """Return the loss function.
+    """Return the model's loss function, or a new instance of the default loss.
 
-    A default loss is returned as a new instance: it selects its formula from the first output, which may be another in
-    evaluation mode.
+    The default loss selects its formula from the first output that it gets. In evaluation mode, outputs may differ.
     """
     return copy.copy(loaded.loss_fn) if loaded.loss_fn is loaded.default_loss else loaded.loss_fn
 
@@ -216,7 +217,7 @@ def _leaves_behind(loss: Any) -> set[int]:
 
 
 def _compared(loaded: LoadedModel, model: nn.Module, batch: Batch) -> CheckedLoss:
-    """Compare the loss of all samples with those of the halves."""
+    """Compare the loss of all samples with the losses of the two halves."""
     is_counted = _has_labels(loaded, batch)
     masked = _masked(batch) if is_counted else batch
     if masked is None:
@@ -231,7 +232,7 @@ def _compared(loaded: LoadedModel, model: nn.Module, batch: Batch) -> CheckedLos
             counts = _given_counts(loaded, loaded.loss_count, halves)
         return CheckedLoss(loaded, (), () if losses.is_mean(counts) else (_no_mean(losses),))
     assumed = _assumed(loaded, model, batch)
-    # The assumed rule comes first: several fit where no label could be masked.
+    # Try the assumed rule first, because several rules fit if no label could be masked.
     rules: tuple[CountedLabels, ...] = (assumed.loaded.counted_labels, "all", "shifted", "")
     for rule in rules:
         if losses.is_mean(_counts(halves, rule)):
@@ -250,7 +251,7 @@ def _given_counts(
 
 
 def _assumed(loaded: LoadedModel, model: nn.Module, batch: Batch) -> CheckedLoss:
-    """Take the labels that count from the loss function of transformers, without running the model."""
+    """Choose the rule for counting labels by the name of the transformers loss function, without running the model."""
     if not _has_labels(loaded, batch):
         return CheckedLoss(loaded, (), ())
     name = getattr(getattr(model, "loss_function", None), "__name__", "")
@@ -262,14 +263,14 @@ def _counting(loaded: LoadedModel, rule: CountedLabels) -> CheckedLoss:
     if not rule:
         return CheckedLoss(loaded, (), ())
     note = (
-        f"the model's own loss is a mean over {_LABELS[rule]}: micro-batches are weighted by how many they have, as "
-        "`num_items_in_batch` does"
+        f"the model's own loss is a mean over {_LABELS[rule]}: each micro-batch is weighted by its number of these "
+        "labels, as with `num_items_in_batch`"
     )
     return CheckedLoss(replace(loaded, counted_labels=rule), (note,), ())
 
 
 def _has_labels(loaded: LoadedModel, batch: Batch) -> bool:
-    """Return True if a loss can only come from whole-number `labels` among the inputs."""
+    """Return True if the model must compute its own loss, from integer `labels` among its inputs."""
     if loaded.loss_count is not None or tensors_in(batch.targets) or not isinstance(batch.inputs, dict):
         return False
     labels = batch.inputs.get("labels")
@@ -277,12 +278,12 @@ def _has_labels(loaded: LoadedModel, batch: Batch) -> bool:
 
 
 def _masked(batch: Batch) -> Batch | None:
-    """Mask labels so that each counting rule weights the first half differently.
+    """Mask labels so that the weight of the first half is different under each counting rule.
 
-    The weights are 1/2 by samples, 2/5 by all labels, 1/4 by shifted labels.
+    The weight is 1/2 if samples are counted, 2/5 for all labels, and 1/4 for shifted labels.
 
     Returns:
-        The batch with these labels; unchanged if a sample has one label, and None if rows are too short.
+        The batch with masked labels. It is unchanged if each sample has one label; None if rows are too short.
     """
     labels = batch.inputs["labels"].clamp(min=0)
     if labels.ndim < 2:
@@ -308,7 +309,10 @@ def _counts(halves: tuple[Batch, Batch], rule: CountedLabels) -> tuple[float, fl
 
 
 def _losses(loaded: LoadedModel, model: nn.Module, batch: Batch, halves: tuple[Batch, Batch]) -> _Losses | None:
-    """Return the losses; None if the model does not run in evaluation mode, or its loss is different each time."""
+    """Return the losses of all samples and of the halves.
+
+    None if the model is too slow, does not run in evaluation mode, or returns another loss for the same samples.
+    """
     if uses_batch_in_evaluation(model):
         return None
     try:
@@ -320,7 +324,7 @@ def _losses(loaded: LoadedModel, model: nn.Module, batch: Batch, halves: tuple[B
         whole, again = (_loss(loaded, model, batch, seed=seed) for seed in (2, 3))
     except RefusedLossError:
         raise
-    except (Exception, SystemExit):  # In evaluation mode some models return something else, or no loss.
+    except (Exception, SystemExit):  # In evaluation mode, some models return another output, or no loss.
         return None
     is_finite = all(abs(loss) < float("inf") for loss in (whole, first, second))
     tolerance = max((_noise(p.dtype) for p in model.parameters()), default=_noise(torch.float32))
@@ -337,7 +341,7 @@ def _loss(loaded: LoadedModel, model: nn.Module, batch: Batch, *, seed: int) -> 
     torch.manual_seed(seed)
     with torch.no_grad():
         output, targets = _output_of(model, batch)
-    # With a graph and real values: code that reads values cannot be followed without them.
+    # Check with real values, because a loss that reads values could not be checked with tensors without values.
     _refuse_parameters_in_loss(loaded, model, output, targets)
     with torch.no_grad():
         return float(_fresh_loss(loaded)(output, targets))
@@ -347,7 +351,7 @@ def _no_mean(losses: _Losses) -> str:
     return (
         f"the loss is not a mean over samples: {losses.whole:.6g} for a few samples, {losses.first:.6g} and "
         f"{losses.second:.6g} for their halves; so micro-batches train another loss than the whole mini-batch; define "
-        "`loss_count(target)` if it is a mean over something else (tokens that are not masked, the sum of class "
-        'weights), use `reduction="mean"` in place of a sum, and plan a loss that compares samples with '
+        "`loss_count(target)` if the loss is a mean over something else (tokens that are not masked, the sum of class "
+        'weights), use `reduction="mean"` instead of a sum, and plan a loss that compares samples with '
         "`--micro-batches 1`"
     )

@@ -23,7 +23,7 @@ from planner.executor.run.parts import tensors_of
 from planner.model.held import replace_tensors
 
 _UNNUMBERED = (torch.ops.aten.detach.default, torch.ops.aten.alias.default, torch.ops.prim.device.default)
-"""Operators that copy no value. They get no number, because whether they run differs between fake and real tensors."""
+"""Operators that copy no values. They are not numbered, because fake and real tensors do not call the same ones."""
 
 _DRAWS_BY_SHAPE = frozenset(
     f"aten::{name}"
@@ -43,32 +43,35 @@ class BuildError(Exception):
 def build_only(
     build: Callable[[], nn.Module], wanted: Callable[[nn.Module], Iterable[Tensor]], *, seed: int
 ) -> nn.Module:
-    """Return `torch.manual_seed(seed); build()` with only the `wanted` tensors in memory, others on the meta device.
+    """Return the model of `torch.manual_seed(seed); build()`, with only the `wanted` tensors in memory.
+
+    All other tensors are on the meta device.
 
     Args:
         build: Function that builds the model.
-        wanted: Function from a built model to its wanted tensors.
+        wanted: Function that returns the wanted tensors of a built model.
         seed: Seed of the initial values.
 
     Returns:
         The model.
 
     Raises:
-        BuildError: The model's construction depends on values, differs from time to time, or draws random numbers whose
-            count depends on values.
+        BuildError: The model's construction reads values, is not the same each time, or draws a number of random
+            numbers that depends on values.
     """
     notes = _Notes()
     try:
         with notes:
             model = build()
-        # The wanted tensors are known only for a built model; the fake one has the same, by storage.
+        # Only a built model shows which tensors are wanted, so take them from the fake model.
         replay = _Replay(notes, notes.slice_of(wanted(model)))
         torch.manual_seed(seed)
         with replay:
             model = build()
     except BuildError:
         raise
-    # Fake tensors do not support something; an error of the user's is raised again when the whole model is built.
+    # Fake tensors may lack support for an operator. An error in the user's code occurs again when the whole model is
+    # built.
     except Exception as error:
         raise BuildError(f"{type(error).__name__}: {error}") from error
     # A construction that ended early, or ran other code, has not made the wanted tensors.
@@ -81,7 +84,7 @@ def build_only(
 
 
 def emptied(tensor: Tensor) -> Tensor:
-    """Return the tensor on the meta device."""
+    """Return a tensor of the same shape and dtype on the meta device; a parameter stays a parameter."""
     shape = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device="meta")
     if isinstance(tensor, nn.Parameter):
         return nn.Parameter(shape, requires_grad=tensor.requires_grad)
@@ -97,10 +100,10 @@ class _Notes(TorchDispatchMode):
         self.names: list[str] = []
         self._touched: list[set[int]] = []
         self._writers: dict[int, list[int]] = {}
-        self._alive: list[Tensor] = []  # a storage's address means something only while it lives
+        self._alive: list[Tensor] = []  # a storage's address identifies the storage only while it is allocated
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        # Only operators that both runs certainly call, in the same order, are numbered.
+        # Number only operators that both builds call in the same order.
         result = _without_memory(self.fake, func, args, kwargs or {})
         if func in _UNNUMBERED:
             return result
@@ -123,14 +126,14 @@ class _Notes(TorchDispatchMode):
             if number in needed:
                 continue
             needed.add(number)
-            # All earlier operators that wrote into the same storages: in-place operators (`nn.init`) build on them.
+            # Add all earlier operators that wrote into the same storages, because in-place operators depend on them.
             for key in self._touched[number]:
                 todo.extend(earlier for earlier in self._writers.get(key, []) if earlier < number)
         return frozenset(needed)
 
 
 class _Replay(TorchDispatchMode):
-    """Mode that runs the needed operators for real and the others fake, drawing every random number."""
+    """Mode that runs needed operators on real tensors, and others on fake ones; all random numbers are drawn."""
 
     def __init__(self, notes: _Notes, needed: frozenset[int]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -146,7 +149,7 @@ class _Replay(TorchDispatchMode):
         number, self.number = self.number, self.number + 1
         if number >= len(self._names) or self._names[number] != str(func):
             raise BuildError(f"the model is not built the same way twice ({func})")
-        if number in self._needed:  # its operands are real, as all that they depend on is needed, too
+        if number in self._needed:  # the operands are real, because the operators that made them are needed as well
             return func(*args, **kwargs)
         if torch.Tag.nondeterministic_seeded in func.tags:
             # The generator must advance as if the whole model were built, or later operators would draw other numbers.
@@ -161,7 +164,7 @@ class _Replay(TorchDispatchMode):
 
 
 def _without_memory(fake: FakeTensorMode, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """Run an operator on fake tensors, unless all of its operands are real, such as numbers in the user's code."""
+    """Run an operator on fake tensors, or on its real operands if it has only real ones."""
     operands = tensors_of((args, kwargs))
     if operands and not any(map(_is_empty, operands)):
         return func(*args, **kwargs)

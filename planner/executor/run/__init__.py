@@ -1,1 +1,1 @@
-"""Run micro-batches: the loop over a schedule, the module of a stage, and the modules that they use."""
+"""Run micro-batches: the loop over a schedule's instructions, the module of a stage, and their helper modules."""

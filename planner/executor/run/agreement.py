@@ -1,13 +1,13 @@
-"""Compare what all ranks begin: a step, an evaluation, a checkpoint, or the end of their loops.
+"""Check that all ranks begin the same phase: a step, an evaluation, a checkpoint, or the end of their loops.
 
-    position 0 -> position 1 -> ... -> position K - 1    phase, step, sizes of its mini-batches
+    position 0 -> position 1 -> ... -> position K - 1    phase, step, sizes of the mini-batches
     replica 0 <-> ... <-> replica R - 1                  phase, step, sum of the loss counts
 
-A transfer between ranks that run different phases fails in another process, or never ends. So a few numbers are sent
-along each pipeline before anything else. A rank waits only for the previous one, for which its first forward would wait
-as well: the numbers arrive before the first micro-batch, under every schedule. Each rank compares before it sends. So
-the first rank that differs reports it, and later ranks compute nothing. The ranks of the last stages compare their
-replicas in the message in which they add up the loss counts.
+K is the number of devices of a pipeline, R the number of replicas. If ranks run different phases, a transfer between
+them fails on another rank, or never ends. So a few numbers are sent along each pipeline before anything else. A rank
+waits only for the previous rank, for which its first forward would wait as well. Each rank compares before it sends, so
+the first rank that differs reports the difference, and later ranks compute nothing. The ranks of the last stages
+compare the phases of replicas in the same message in which they sum the loss counts.
 """
 
 from collections.abc import Sequence
@@ -31,15 +31,15 @@ _DOING: Final[dict[Phase, str]] = {
     "checkpoint": "a checkpoint",
     "end": "the end of the loop",
 }
-"""Name of each phase that a rank waits in, for messages; its keys are in the order of their numbers."""
+"""Name of each phase, for messages about a rank that waits; the order of the keys gives the phases' numbers."""
 
 _PHASES: Final = tuple(_DOING)
 _NUM_SIZES = 6
-"""Sizes that a message holds; the last one is the sum of all others."""
+"""Number of mini-batch sizes in a message; the last one is the sum of all remaining sizes."""
 
 
 class _Begun(NamedTuple):
-    """Phase that a rank begins."""
+    """Phase that a rank begins, with the step and the sizes of mini-batches."""
 
     phase: Phase
     step: int
@@ -48,19 +48,19 @@ class _Begun(NamedTuple):
 
     @classmethod
     def read(cls, numbers: Sequence[float]) -> "_Begun":
-        """Return the phase that a message contains."""
+        """Decode a message of another rank (see `numbers`)."""
         phase, step, *sizes = map(int, numbers)
         return cls(_PHASES[phase], step, tuple(size for size in sizes if size))
 
     @property
     def numbers(self) -> list[float]:
-        """Message of fixed length."""
+        """Numbers that encode this phase in a message of fixed length."""
         sizes = [*self.sizes[: _NUM_SIZES - 1], sum(self.sizes[_NUM_SIZES - 1 :])]
         return [_PHASES.index(self.phase), self.step, *sizes, *[0.0] * (_NUM_SIZES - len(sizes))]
 
     @property
     def words(self) -> str:
-        """Description of a rank that begins this phase."""
+        """Description of a rank that begins this phase, such as "at step 3"."""
         if self.phase == "step":
             named = "a mini-batch" if len(self.sizes) == 1 else "mini-batches"
             samples = " and ".join(map(str, self.sizes))
@@ -75,7 +75,7 @@ class _Begun(NamedTuple):
 
 
 class Agreement:
-    """Comparison of the phases that ranks begin; every rank of the job must call it. Messages are on `device`."""
+    """Comparison of the phases that ranks begin. Every rank of the job has one; messages are tensors on `device`."""
 
     def __init__(self, place: ProcessPlace, groups: Groups, device: torch.device, position: Position) -> None:
         self._place, self._groups, self._position = place, groups, position
@@ -85,19 +85,21 @@ class Agreement:
         self._has_ended = False
 
     def check(self, phase: Phase, step: int, sizes: Sequence[int] = (), *, count: float = 0.0) -> float:
-        """Compare the phase that this rank begins with those of the other ranks.
+        """Compare the phase that this rank begins with the phases of other ranks, and sum the loss counts.
+
+        Every rank must call this method.
 
         Args:
-            phase: Phase that begins. A second end in a row is ignored.
-            step: Steps since training began.
-            sizes: Samples of the mini-batches.
-            count: Sum of the loss counts, on the last stage.
+            phase: Phase that begins. The second of two `end` in a row is ignored.
+            step: Number of steps since training began.
+            sizes: Number of samples in each mini-batch.
+            count: Sum of the loss counts of this replica, on the last stage.
 
         Returns:
-            The sum of `count` over all replicas, on the last stage.
+            On the last stage, the sum of `count` over all replicas.
 
         Raises:
-            TrainingError: Another rank begins something else.
+            TrainingError: Another rank begins another phase, step, or mini-batch.
         """
         is_alone = self._place.num_devices * self._place.num_replicas == 1
         if is_alone or (self._has_ended and phase == "end"):
@@ -107,14 +109,14 @@ class Agreement:
         self._compare_along_pipeline(begun)
         total = self._compare_replicas(begun, count)
         if self._has_ended:
-            # Otherwise a rank could exit normally before another one detects the difference.
+            # Without this, a rank could exit normally before another rank detects the difference.
             self._position.at(_DOING[phase], waits_for=ANY)
             dist.all_reduce(self._received)
             self.finish()
         return total
 
     def finish(self) -> None:
-        """Wait until the next rank has received the last message."""
+        """Wait until the next rank has received this rank's last message."""
         for work in self._sending:
             work.wait()
         self._sending = []
@@ -130,7 +132,7 @@ class Agreement:
             if received != _Begun.read(begun.numbers):
                 raise self._disagreement(begun, received, previous, has_more=place.position > 1)
         if place.position + 1 < place.num_devices:
-            self.finish()  # sending the previous message, which the next rank has received
+            self.finish()  # the previous message, which the next rank has received by now
             self._own.copy_(torch.tensor(begun.numbers, dtype=torch.float64))
             self._sending = transfer(dist.isend, self._own, place.rank_of(place.position + 1), group)
 

@@ -4,8 +4,8 @@
         receive   post a buffer before it is needed, so that the transfer overlaps with computation
         run F     take the input, run the module, keep input and output until the backward
         run B     take the output's gradient, run autograd, keep the input's gradient until it is sent
-        run I     the same without the gradients of weights: keep their operands (`planner.model.split_backward`)
-        run W     compute the gradients of weights
+        run I     as B, but instead of weight gradients keep their operands (`planner.model.split_backward`)
+        run W     compute the weight gradients from these operands
         send      begin to send the result of an F, B or I
 
 Tensors of stage s and micro-batch m, from the instruction that stores them to the one that releases them:
@@ -17,7 +17,7 @@ Tensors of stage s and micro-batch m, from the instruction that stores them to t
     _gradients[s, m]     B or I          send                   gradient of the stage's input
     _losses[m]           F               end of step            last stage only
 
-The planner computes the cost of the same instructions. A schedule is data for both: this module knows none.
+The planner computes costs from the same instruction lists, so this module has no code for any particular schedule.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -54,12 +54,12 @@ class Timer(Protocol):
     """Function that runs one action of a micro-batch and records its time."""
 
     def __call__(self, kind: Label, work: Callable[[], Any], *, micro_batch: int) -> Any:
-        """Return the result of `work`."""
+        """Call `work`, record its time as an action of kind `kind`, and return the result of `work`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class EngineStage:
-    """Stage that this process runs."""
+    """Stage that this process runs, with its boundary tensors."""
 
     module: StageModule
     index: int
@@ -70,25 +70,25 @@ class EngineStage:
     """Tensors for the next stage, or the loss; on the meta device."""
     timer: Timer
     last_backward: Callable[[Mapping[nn.Parameter, int] | None], AbstractContextManager[object]] = nullcontext
-    """Returns the context of the stage's last backward (B, I or W) in a step; its argument is the number of additions
-    to each gradient, if that is known."""
+    """Function that returns a context for the stage's last backward (B or W) in a step. Its argument is the number of
+    additions to each gradient, or None if this number is unknown."""
 
 
 class _Action(NamedTuple):
-    """Action of a stage of this process, with what is the same in every step."""
+    """Action of a stage of this process, with values that are equal in every step."""
 
     stage: EngineStage
     message: Message
     words: str
     """Activity, for the watch."""
     source: int | None
-    """Stage whose message it needs, if any."""
+    """Stage whose message this action needs, if any."""
     target: int | None
-    """Stage that needs its message, if any."""
+    """Stage that needs this action's result, if any."""
     is_split: bool
     """True if the micro-batch's backward on this stage is split into I and W."""
     is_last: bool
-    """True for the last backward (B, I or W) of the stage in a step."""
+    """True for the last backward (B or W) of the stage in a step."""
 
 
 class _InFlight(NamedTuple):
@@ -99,19 +99,19 @@ class _InFlight(NamedTuple):
 
 
 class Engine:
-    """Stages of one process under their schedule.
+    """Loop over the instructions that a schedule has for the stages of one process.
 
     Args:
-        stages: Stages in pipeline order; more than one only if the schedule is chunked.
-        num_stages: Stages of the whole pipeline.
+        stages: Stages in pipeline order; more than one only if the schedule runs several stages per device.
+        num_stages: Number of stages of the whole pipeline.
         ranks: Ranks of the pipeline, in the order of its devices.
         device: Device of the stages.
-        schedule: The order of forwards and backwards.
-        micro_batches: Number of micro-batches (M). It may be smaller than planned, for the last mini-batch.
+        schedule: Schedule, which defines the order of forwards and backwards.
+        micro_batches: Number of micro-batches (M), which may be smaller than planned for the last mini-batch.
         group: Processes of the pipeline; by default all.
         precision: Precision of the layers.
-        position: Receives what this process does and waits for.
-        check_nan: Whether every output must be finite; waits for the device.
+        position: Record of what this process is doing and waiting for, for error messages.
+        check_nan: Whether to check that every output is finite; each check waits for the device.
     """
 
     def __init__(
@@ -155,17 +155,16 @@ class Engine:
     def step(
         self, tensors: Sequence[Tensor], targets: Sequence[Any], weights: Sequence[float] | None = None
     ) -> list[Tensor]:
-        """Run forward and backward of a mini-batch; gradients are added to those of the parameters.
+        """Run forward and backward of a mini-batch; gradients are added to the parameters' existing gradients.
 
         Args:
-            tensors: Input tensors of the model with the mini-batch as first dimension, on the first stage; else empty.
-            targets: Targets of every micro-batch, on the last stage; else empty.
-            weights: Factors of the loss of every micro-batch, on the last stage; by default 1/M.
+            tensors: On the first stage, input tensors of the model with the mini-batch as first dimension; else empty.
+            targets: On the last stage, targets of every micro-batch; else empty.
+            weights: On the last stage, factor of every micro-batch's loss; by default 1/M.
 
         Returns:
-            The detached loss of every micro-batch times its weight, on the last stage; else empty. Gradients are those
-            of
-            these losses times `loss_scale`.
+            On the last stage, the weighted loss of every micro-batch, detached; else an empty list. Gradients are those
+            of the weighted losses times `loss_scale`.
         """
         last = self._stages[-1]
         last.module.targets = list(targets)
@@ -191,7 +190,7 @@ class Engine:
         return list((together * weight).unbind())
 
     def _bound(self, program: Sequence[Instruction]) -> list[Callable[[], None]]:
-        """Return a function for each instruction; values that are equal in all steps are computed here, once."""
+        """Return a function that runs each instruction. Values that are equal in all steps are computed here, once."""
         runs = [x for x in program if x.do == "run"]
         last = {x.stage: x for x in runs if KINDS[x.kind].follows is not None}
         split = {(x.stage, x.micro_batch) for x in runs if x.kind == "I"}
@@ -243,7 +242,7 @@ class Engine:
                 tensor.requires_grad_(shape.requires_grad)
         vars(stage.module)["micro_batch"] = micro_batch  # a module's own `__setattr__` takes 5 us
         self._at(action)
-        # Recomputation in backward enables autocast again; the rest of backward runs without it.
+        # Autocast is enabled for the forward, and for its recomputation; other parts of the backward run without it.
         with layers_in(self._precision, self._device), self._split.splitting() if action.is_split else nullcontext():
             result = stage.timer("forward", lambda: stage.module(*inputs), micro_batch=micro_batch)
         if self._check_nan:
@@ -251,7 +250,7 @@ class Engine:
         outputs = result if isinstance(result, tuple) else (result,)
         self._in_flight[stage.index, micro_batch] = _InFlight(inputs, outputs)
         if action.target is None:
-            # Kept until the end of the step, without its graph, which refers to the received input.
+            # Keep the loss until the end of the step, but not its graph, which refers to the received input.
             self._losses[micro_batch] = outputs[0].detach()
         elif self._is_here(action.target):
             self._transfers.hand_over(Message("F", action.target, micro_batch), tuple(x.detach() for x in outputs))
@@ -259,7 +258,7 @@ class Engine:
             self._at(action, waits_for=action.target)
 
     def _backward(self, action: _Action) -> None:
-        """Run B, I or W; gradients that the last one of a step has computed may be summed over replicas at once."""
+        """Run B, I or W. During the last backward of a step, complete gradients may already be summed over replicas."""
         run = self._weight_backward if action.message.kind == "W" else self._input_backward
         if not action.is_last:
             run(action)
@@ -269,14 +268,14 @@ class Engine:
             run(action)
 
     def _input_backward(self, action: _Action) -> None:
-        """Run B or I."""
+        """Run the whole backward (B) or the input-gradient pass (I) of a micro-batch."""
         stage, (kind, *_, micro_batch) = action.stage, action.message
         at = stage.index, micro_batch
         is_last_stage = action.source is None
         gradients = () if is_last_stage else self._wait_for(action)
         inputs, outputs = self._in_flight.pop(at)
         if is_last_stage:
-            # The weight of the loss is its gradient, not a factor: one operator less in forward and in backward.
+            # The weight of the loss is passed as its gradient. A factor would need one more operator in each direction.
             (loss,) = outputs
             gradients = (self._loss_gradients[micro_batch].to(loss.dtype).reshape(loss.shape),)
         else:
@@ -297,13 +296,13 @@ class Engine:
             self._at(action, waits_for=action.target)
 
     def _weight_backward(self, action: _Action) -> None:
-        """Run W."""
+        """Run the weight-gradient pass (W) of a micro-batch."""
         self._at(action)
         work = partial(self._split.backward_weight, self._deferred.pop(action.message[1:]))
         action.stage.timer(KINDS["W"].label, work, micro_batch=action.message.micro_batch)
 
     def _run_backward(self, action: _Action, outputs: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
-        """Run autograd for B or I: add gradients to leaves, except for deferred weight gradients."""
+        """Run autograd for B or I. B adds gradients to leaves; I defers the gradients of weights."""
         # Outputs that depend on no trained parameter have no graph and need no backward.
         pairs = [(x, gradient) for x, gradient in zip(outputs, gradients, strict=True) if x.requires_grad]
         with_graph, of_these = [x for x, _ in pairs], [gradient for _, gradient in pairs]
@@ -314,7 +313,7 @@ class Engine:
             torch.autograd.backward(with_graph, of_these)
 
     def _wait_for(self, action: _Action) -> tuple[Tensor, ...]:
-        """Wait for the message that an action needs, and return its tensors."""
+        """Wait for the message that an action needs, and return the message's tensors."""
         self._at(action, waits_for=action.source)
         return self._transfers.take(action.message._replace(kind="F" if action.message.kind == "F" else "B"))
 
@@ -326,11 +325,11 @@ class Engine:
 
 
 def _carrying(shapes: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """Return the shapes of tensors that carry a gradient: no gradients are sent for others."""
+    """Return the tensors that carry a gradient; no gradients are sent for other tensors."""
     return tuple(shape for shape in shapes if shape.requires_grad)
 
 
 def _gradient_of(tensor: Tensor) -> Tensor:
-    """Remove and return the gradient of a received tensor; zeros if it has none."""
+    """Remove and return the gradient of a received tensor; return zeros if it has no gradient."""
     gradient, tensor.grad = tensor.grad, None
     return torch.zeros_like(tensor) if gradient is None else gradient

@@ -1,7 +1,7 @@
 """Run micro-batches through the stages of a process without gradients.
 
-The engine is not used: forwards need no schedule, their number is arbitrary, and a process holds at most one received
-and one sent micro-batch.
+The engine is not used, because forwards alone need no schedule. The number of micro-batches is arbitrary. A process
+holds at most one received and one sent micro-batch.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -27,7 +27,7 @@ Metrics = Callable[[Any, Any], Mapping[str, Any]]
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluationResult:
-    """Result of an evaluation of a batch."""
+    """Loss, metrics and outputs of a batch in evaluation mode."""
 
     loss: float
     metrics: Mapping[str, float]
@@ -37,7 +37,7 @@ class EvaluationResult:
 
 
 class OutputObserver:
-    """Observer of the last stage's outputs, which computes the user's metrics and may keep the outputs."""
+    """Observer of the last stage's outputs: computes the user's metrics, and keeps the outputs if requested."""
 
     def __init__(self, metrics: Metrics | None, *, keeps_outputs: bool) -> None:
         self._metrics, self._keeps_outputs = metrics, keeps_outputs
@@ -47,13 +47,13 @@ class OutputObserver:
         """Sum of each metric over the samples seen."""
 
     def see(self, size: int, targets: Sequence[Any], micro_batch: int, output: Any) -> None:
-        """Process one output, as `loss_fn` gets it.
+        """Add the metrics of one micro-batch's output, and keep the output if requested.
 
         Args:
-            size: Samples of a micro-batch.
+            size: Number of samples in a micro-batch.
             targets: Targets of every micro-batch.
             micro_batch: Index of the micro-batch.
-            output: Its output.
+            output: Output of the model for this micro-batch, as `loss_fn` gets it.
 
         Raises:
             UsageError: The metrics are not numbers, or have other names than those of the previous micro-batch.
@@ -71,10 +71,7 @@ class OutputObserver:
         self.samples += size
 
     def outputs(self) -> Any:
-        """Return all kept outputs, concatenated along their first dimension; None if none were kept.
-
-        Scalars are stacked.
-        """
+        """Return all kept outputs, concatenated along their first dimension (scalars are stacked); None without any."""
         if not self._outputs:
             return None
         return tree_map(_together, *self._outputs)
@@ -82,7 +79,7 @@ class OutputObserver:
 
 @dataclass(frozen=True, kw_only=True)
 class ForwardOnly:
-    """Stages of one process and their place in the pipeline, for forwards without gradients."""
+    """Stages of one process, to run forwards without gradients."""
 
     modules: Sequence[StageModule]
     place: ProcessPlace
@@ -119,9 +116,10 @@ class ForwardOnly:
         return losses
 
     def _order(self, micro_batches: int) -> Iterator[tuple[int, int]]:
-        """Yield chunk and micro-batch of every forward of this process.
+        """Yield (index of the stage among this process's stages, micro-batch) for every forward, in order.
 
-        A single stage runs all micro-batches in a row. Several stages take turns, with K micro-batches each.
+        A single stage runs all micro-batches in a row. If the process has several stages, each runs K micro-batches
+        before the next one does, where K is the number of devices.
         """
         in_turn = max(1, micro_batches if len(self.modules) == 1 else self.place.num_devices)
         for begin in range(0, micro_batches, in_turn):

@@ -1,4 +1,4 @@
-"""Check that losses, outputs and gradients of a step are finite and present."""
+"""Check that losses, outputs and gradients of a step are finite, and that gradients have values."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -14,10 +14,10 @@ from planner.model.ghosts import Ghost
 
 
 def expect_values(parameters: Mapping[str, Tensor]) -> None:
-    """Refuse gradients that were computed from a tensor of another stage.
+    """Check that no gradient was computed from a tensor of another stage, which has no values on this rank.
 
     Raises:
-        ModelError: There is one; it names its parameter.
+        ModelError: A gradient has no values; the error names the parameter.
     """
     for name, parameter in parameters.items():
         gradient = parameter.grad
@@ -29,7 +29,7 @@ def expect_values(parameters: Mapping[str, Tensor]) -> None:
 
 
 def check_losses(losses: Sequence[Tensor], mean: float, position: Position) -> None:
-    """Refuse a loss that is not finite.
+    """Check that the loss of a step is finite.
 
     Args:
         losses: Losses of this rank's micro-batches.
@@ -37,13 +37,13 @@ def check_losses(losses: Sequence[Tensor], mean: float, position: Position) -> N
         position: Position of this rank, for the message.
 
     Raises:
-        TrainingError: A loss is not finite; it names the first such micro-batch.
+        TrainingError: The loss of a micro-batch is not finite; the error names the first such micro-batch.
     """
     if math.isfinite(mean):
         return
     micro_batch = next((n for n, loss in enumerate(losses) if not math.isfinite(float(loss))), None)
     if micro_batch is None:
-        return  # it is the loss of another replica, which reports it
+        return  # the loss of another replica is not finite, and that replica reports the error
     raise TrainingError(
         f"the loss of micro-batch {micro_batch} of step {position.step} is {float(losses[micro_batch])}, "
         f"computed on {position.name}",
@@ -53,10 +53,10 @@ def check_losses(losses: Sequence[Tensor], mean: float, position: Position) -> N
 
 
 def check_output(output: Any, position: Position) -> None:
-    """Refuse an output of a stage that is not finite.
+    """Check that the output of a stage is finite.
 
     Raises:
-        TrainingError: The output is not finite; it names stage and micro-batch.
+        TrainingError: The output is not finite; the error names stage and micro-batch.
     """
     for tensor in (output,) if isinstance(output, Tensor) else output:
         if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
@@ -67,10 +67,10 @@ def check_output(output: Any, position: Position) -> None:
 
 
 def check_gradients(parameters: Mapping[str, Tensor], position: Position) -> None:
-    """Refuse gradients that are not finite.
+    """Check that all gradients are finite.
 
     Raises:
-        TrainingError: There is one; it names stage and parameter.
+        TrainingError: A gradient is not finite; the error names stage and parameter.
     """
     for name, parameter in parameters.items():
         if parameter.grad is not None and not bool(torch.isfinite(parameter.grad).all()):

@@ -1,12 +1,12 @@
 """Draw batches in the same order on every rank and in every run, and continue a user's loader after a resume.
 
-A loader shuffles with the process's random states, which every stage advances differently. Then the first stage's
-inputs would not belong to the last one's targets, and a resumed run would continue in another order. So data are drawn
-with separate states of torch's, Python's and NumPy's generators.
+A loader shuffles with the process's random states, which every stage advances differently. So the first stage's inputs
+would not belong to the last stage's targets, and a resumed run would continue in another order. Data are therefore
+drawn with separate states of torch's, Python's and NumPy's generators.
 
-A loader that has a state (`state_dict`, as torchdata's `StatefulDataLoader`) continues from it. For any other one the
-epoch is drawn again from the random states at its start, and the batches that were trained on are skipped. This is
-exact, but loads them again.
+A loader that has a state (`state_dict`, as torchdata's `StatefulDataLoader`) continues from this state. With any other
+loader, the epoch is repeated from the random states at its start, and batches that were trained on are skipped. This is
+exact, but loads the skipped batches again.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -25,7 +25,7 @@ _SAMPLERS = ("", "sampler", "batch_sampler", "batch_sampler.sampler")
 
 
 def seeded_batches(batches: Iterable[Any], seed: int) -> Iterator[Any]:
-    """Yield `batches`, drawn with random states that start at `seed`; none may have been drawn before."""
+    """Yield `batches`, drawn with separate random states that start at `seed`; drawing must not have begun before."""
     states = OwnStates(HostStates.seeded(seed))
     source = chain.from_iterable([batches])  # lazily, since `iter` of a loader draws, too
 
@@ -41,7 +41,7 @@ def epochs(model: LoadedModel, batch: int) -> Iterator[Any]:
     """Yield the mini-batches `(inputs, targets)` of the model's `train_batches`, epoch after epoch without end.
 
     Raises:
-        ModelError: There are none.
+        ModelError: `train_batches` yields no mini-batch.
     """
     assert model.train_batches is not None
     while True:
@@ -54,7 +54,7 @@ def epochs(model: LoadedModel, batch: int) -> Iterator[Any]:
 
 
 def example_of(model: LoadedModel, batch: int, *, seed: int, step: int) -> Batch:
-    """Return the example mini-batch of a step, which depends on seed and step alone; generators are restored.
+    """Return the example mini-batch of a step, which depends only on seed and step; generators are restored.
 
     Args:
         model: The model.
@@ -71,10 +71,10 @@ def example_of(model: LoadedModel, batch: int, *, seed: int, step: int) -> Batch
 
 
 class Loader:
-    """Loader with a state that repeats epoch after epoch; `seed` is the start of its random states.
+    """Iterator over a user's loader that repeats epochs, has its own random states, and can be saved in a checkpoint.
 
-    The loader is a `DataLoader`, or any iterable of `(inputs, targets)`, the same on every rank. One that can be
-    iterated only once ends with its data.
+    The user's loader is a `DataLoader`, or any iterable of `(inputs, targets)`, the same on every rank. A loader that
+    can be iterated only once is not repeated. The random states start at `seed`.
     """
 
     def __init__(self, loader: Iterable[Any], seed: int) -> None:
@@ -87,11 +87,11 @@ class Loader:
         self._batches = self._run()
 
     def __iter__(self) -> Iterator[Any]:
-        """Return the one iterator of this loader, which continues where it is."""
+        """Return the iterator of this loader. There is only one, which continues where it stopped."""
         return self._batches
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position between two batches."""
+        """Return the position in the data, between two batches, for a checkpoint."""
         return {
             "epoch": self._number,
             "batch": self._batch,
@@ -105,15 +105,15 @@ class Loader:
         """Restore the position from `state_dict`, before the first batch is drawn.
 
         Raises:
-            UsageError: The loader is another one.
+            UsageError: The user's loader differs from the one in the checkpoint.
         """
         if not state["begun"]:  # nothing was drawn yet
             return
         length = _length(self.loader)
         if (state["loader"] is not None) != _is_stateful(self.loader) or (state["batch"] and state["length"] != length):
             raise UsageError(
-                f"the loader differs from the checkpoint's: it is {_title(self.loader, length)}, that one has "
-                f"{'a' if state['loader'] is not None else 'no'} state and {state['length']} batches",
+                f"the loader differs from the checkpoint's: it is {_title(self.loader, length)}, but the checkpoint's "
+                f"has {'a' if state['loader'] is not None else 'no'} state and {state['length']} batches",
                 hint="pass the same loader to `batches` as before, or start a new run (`--weights`)",
             )
         self._resumed = state
@@ -135,7 +135,7 @@ class Loader:
             self._number, self._batch = self._number + 1, 0
 
     def _next(self, iterator: Iterator[Any]) -> list[Any]:
-        """Return the next batch in a list, empty at the end: a batch may be of any type, with any `==`."""
+        """Return a list with the next batch, or an empty list at the end, because a batch may be of any type."""
         with self._states:
             following = list(islice(iterator, 1))
         self._batch += len(following)
@@ -153,7 +153,7 @@ class Loader:
                 generator.set_state(states["generators"][name])
 
     def _epoch(self) -> Iterator[Any]:
-        """Return the rest of a resumed epoch, once; else an epoch from its beginning."""
+        """Return an iterator over an epoch. After a resume, the first one is the rest of the interrupted epoch."""
         state, self._resumed = self._resumed, None
         if state is None:
             self._begun = self._drawing()
@@ -162,7 +162,7 @@ class Loader:
         if state["loader"] is not None:
             self.loader.load_state_dict(state["loader"])
             iterator = self._iterator()
-            # An uninterrupted run made the draws of this start at the beginning of the epoch.
+            # In an uninterrupted run, starting the iterator drew random numbers at the beginning of the epoch.
             self._draw_from(state["now"])
             self._batch = state["batch"]
             return iterator
@@ -196,24 +196,24 @@ def check_sampler(loader: Any, place: ProcessPlace) -> bool:
     given = f"the loader's sampler gives rank {place.rank} part {rank} of {number} of the data"
     if place.num_replicas == 1:
         raise UsageError(
-            f"{given}, but the ranks are stages of one pipeline: inputs and targets would be of different samples",
-            hint="leave the sampler out (`shuffle=True` instead of it): every rank reads the same mini-batches",
+            f"{given}, but the ranks are stages of one pipeline: inputs and targets would belong to different samples",
+            hint="use `shuffle=True` instead of the sampler, so that every rank reads the same mini-batches",
         )
     raise UsageError(
         f"{given}, but it belongs to replica {place.replica} of {place.num_replicas}",
-        hint="name the replica: `DistributedSampler(data, num_replicas=pipeline.place.num_replicas, "
+        hint="pass the replica to the sampler: `DistributedSampler(data, num_replicas=pipeline.place.num_replicas, "
         "rank=pipeline.place.replica)`; or leave the sampler out, and each replica takes its part of every mini-batch",
     )
 
 
 def _split_of(sampler: Any) -> tuple[int, int] | None:
-    """Return the number of parts and the own part of a `DistributedSampler`, or of one that is made like it."""
+    """Return (number of parts, index of this rank's part) of a sampler like `DistributedSampler`; else None."""
     number, rank = getattr(sampler, "num_replicas", None), getattr(sampler, "rank", None)
     return (number, rank) if isinstance(number, int) and isinstance(rank, int) and number > 1 else None
 
 
 def checked_state(state: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
-    """Return `state` if it has the form of `Loader.state_dict`; raise an error of any kind if not."""
+    """Return `state` if it has the form of `Loader.state_dict`; else raise an error, which may be of any type."""
     if state is None:
         return None
     if not all(type(state[name]) is int and state[name] >= 0 for name in ("epoch", "batch")):
@@ -242,13 +242,13 @@ def _title(loader: Any, length: int | None) -> str:
 
 
 def _parts(loader: Any) -> Iterator[tuple[str, Any]]:
-    """Yield a loader and its samplers with their attribute paths; None where there is none."""
+    """Yield (attribute path, object) for a loader and its samplers; the object is None if the loader lacks it."""
     for path in _SAMPLERS:
         yield path, reduce(lambda part, name: getattr(part, name, None), filter(None, path.split(".")), loader)
 
 
 def _generators(loader: Any) -> dict[str, torch.Generator]:
-    """Return the generators other than the global ones that a loader and its samplers draw from, each once."""
+    """Return the generators that a loader and its samplers own, by attribute path, without repetition."""
     held: dict[str, torch.Generator] = {}
     for path, part in _parts(loader):
         generator = getattr(part, "generator", None)

@@ -1,9 +1,9 @@
 """Dynamic loss scaling for float16, the same on all stages.
 
-Small gradients vanish in float16, so the loss is multiplied by a large scale and the gradients are divided by it. If
-any gradient of any stage is infinite or NaN, the scale was too large: no stage steps, and all halve the scale. After
-many good steps in a row it is doubled. The constants are those of `torch.amp.GradScaler`, which handles one process
-only.
+Small gradients become zero in float16, so the loss is multiplied by a large scale, and the gradients are divided by the
+scale. If any gradient of any stage is infinite or NaN, the scale was too large: no stage changes its parameters, and
+all stages halve the scale. After many good steps in a row, they double it. The constants are those of
+`torch.amp.GradScaler`, which handles one process only.
 """
 
 from collections.abc import Iterable, Mapping
@@ -17,7 +17,7 @@ _GOOD_STEPS = 2000
 
 
 class LossScale:
-    """Loss scale of one rank; the same on all ranks."""
+    """Loss scale, which has the same value on all ranks."""
 
     def __init__(self, parameters: Iterable[nn.Parameter], device: torch.device) -> None:
         self._parameters = list(parameters)
@@ -31,13 +31,13 @@ class LossScale:
             torch._foreach_mul_(gradients, self.value)
 
     def unscale(self) -> bool:
-        """Divide the gradients by the scale, and adapt it; every rank must call it.
+        """Divide the gradients by the scale, and adapt the scale; every rank must call this method.
 
-        If a gradient of any stage is not finite, all stages drop all gradients: an optimizer skips parameters without
-        one.
+        If a gradient of any stage is not finite, all stages drop all gradients. The optimizer then does nothing,
+        because it skips parameters without a gradient.
 
         Returns:
-            True if there are gradients to step with.
+            True if gradients are finite; False if they were dropped.
         """
         bad = torch.zeros((), device=self._device)
         inverse = torch.full((), 1 / self.value, device=self._device)
@@ -58,7 +58,7 @@ class LossScale:
         return True
 
     def state_dict(self) -> dict[str, float]:
-        """Return the state for a checkpoint."""
+        """Return the scale and the number of good steps, for a checkpoint."""
         return {"value": self.value, "good_steps": self._good_steps}
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:

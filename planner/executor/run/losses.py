@@ -1,9 +1,9 @@
 """Weight the loss of each micro-batch in the loss of its mini-batch.
 
-`loss_fn(output, target)` is a mean: over samples, unless the model file's `loss_count(target)` returns the number of
-items (tokens that are not masked, for example) that it averages over. The loss of a mini-batch is the mean over all of
-its items, so a micro-batch has the weight of its share of them. A model that takes `labels` among its inputs and
-returns its own loss has no targets: then labels are counted.
+`loss_fn(output, target)` is a mean over samples, or over other items (for example tokens that are not masked), whose
+number `loss_count(target)` of the model file returns. The loss of a mini-batch is the mean over all of its items. So
+the weight of a micro-batch is its number of items, divided by that of the mini-batch. A model that takes `labels` among
+its inputs and returns its own loss has no targets; its labels are counted instead.
 """
 
 from collections.abc import Callable, Sequence
@@ -24,15 +24,15 @@ UNCOUNTED: Final = object()
 
 
 def loss_counts(loss_count: Callable[[Any], Any], targets: Sequence[Any], source: str) -> list[float]:
-    """Return the result of a model file's `loss_count` for the targets of every micro-batch.
+    """Return the number of items that the loss of every micro-batch averages over, from the model's `loss_count`.
 
     Args:
-        loss_count: Function from targets to a number of items.
+        loss_count: Function that returns the number of items for the targets of a micro-batch.
         targets: Targets of every micro-batch.
         source: File of the model, for messages.
 
     Returns:
-        Numbers of items.
+        Number of items of every micro-batch.
 
     Raises:
         ModelError: A result is negative, infinite or not a number.
@@ -51,19 +51,19 @@ def loss_counts(loss_count: Callable[[Any], Any], targets: Sequence[Any], source
 
 
 def weights_of(counts: Sequence[float], total: float) -> list[float]:
-    """Return the part of each count in the total of all replicas; all zero if the total is."""
+    """Return each count divided by `total`, the sum over all replicas; zeros if `total` is 0."""
     return [count / total if total else 0.0 for count in counts]
 
 
 def weighted(
     parts: Sequence[MiniBatchPart], counts: Sequence[float], total: float
 ) -> list[tuple[MiniBatchPart, int, list[float]]]:
-    """Return each part with the index of its first micro-batch, and the weights of the losses of its micro-batches.
+    """Return each part with the index of its first micro-batch, and the weights of its micro-batches' losses.
 
     Args:
         parts: Parts of a mini-batch.
         counts: Number of items that the loss of each micro-batch averages over; empty without the last stage.
-        total: Sum of the counts of all replicas, whose weights add up to one.
+        total: Sum of the counts of all replicas. Weights are counts divided by this sum.
 
     Returns:
         Triples of part, index and weights.
@@ -74,11 +74,11 @@ def weighted(
 
 
 def sum_of(losses: Sequence[Tensor]) -> Tensor | float:
-    """Return the sum of weighted losses, without waiting for the device; 0 if there are none."""
+    """Return the sum of weighted losses without waiting for the device; 0 if `losses` is empty."""
     return torch.stack(list(losses)).sum() if losses else 0.0
 
 
 def zero_loss_of(output: Any) -> Tensor:
-    """Return a loss of zero whose gradient is zero."""
+    """Return a loss of zero that depends on `output` and has zero gradients."""
     tensors = [t for t in tensors_in(output) if not isinstance(t, UnreadOutput) and t.is_floating_point()]
     return torch.stack([tensor.flatten()[:0].float().sum() for tensor in tensors]).sum()

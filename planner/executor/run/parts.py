@@ -1,4 +1,4 @@
-"""Cut a mini-batch into micro-batches of the planned size, and a smaller one of the remaining samples."""
+"""Cut a mini-batch into micro-batches of the planned size; remaining samples form a smaller micro-batch."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ from planner.model.load import Batch
 
 @dataclass(frozen=True)
 class MiniBatchPart:
-    """Micro-batches of equal size that run through the pipeline one after another."""
+    """Part of a mini-batch: micro-batches of equal size that run through the pipeline one after another."""
 
     batch: Batch
     micro_batches: int
@@ -22,12 +22,12 @@ class MiniBatchPart:
 
     @property
     def num_samples(self) -> int:
-        """Number of samples in all of its micro-batches."""
+        """Number of samples in all micro-batches of this part."""
         return self.micro_batches * self.micro_batch_size
 
 
 def tensors_of(value: Any) -> list[Tensor]:
-    """Return the tensors in a nest, in order."""
+    """Return the tensors in a nested value, in order."""
     return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
 
 
@@ -36,9 +36,9 @@ _TENSOR = object()
 
 
 def split_tensors(value: Any) -> tuple[list[Tensor], Callable[[Sequence[Tensor]], Any]]:
-    """Return the tensors in `value`, and a function that rebuilds it with other tensors."""
+    """Return the tensors in a nested value, and a function that rebuilds the value with other tensors."""
     leaves, spec = tree_flatten(value)
-    # Without the tensors: `rebuild` must not keep them alive.
+    # Use placeholders, because `rebuild` must not keep the tensors alive.
     frame = [_TENSOR if isinstance(leaf, Tensor) else leaf for leaf in leaves]
 
     def rebuild(tensors: Sequence[Tensor]) -> Any:
@@ -52,7 +52,7 @@ def size_of(batch: Batch) -> int | None:
     """Return the number of samples in a mini-batch; None if it has no tensors.
 
     Raises:
-        UsageError: Its tensors have different numbers of samples, or none.
+        UsageError: Tensors of the mini-batch have different numbers of samples, or no samples.
     """
     sizes = sorted({tensor.shape[0] for tensor in tensors_of(tuple(batch))})
     if len(sizes) > 1 or sizes == [0]:
@@ -64,13 +64,14 @@ def size_of(batch: Batch) -> int | None:
 
 
 def parts_of(batch: Batch, size: int, micro_batch_size: int, *, rounds_of: int = 1) -> Iterator[MiniBatchPart]:
-    """Yield the parts of a mini-batch, of which this rank may have only inputs or targets.
+    """Yield the parts of a mini-batch; this rank may have only its inputs, its targets, or neither.
 
     Args:
         batch: The mini-batch.
-        size: Its number of samples.
+        size: Number of samples in the mini-batch.
         micro_batch_size: Planned number of samples in a micro-batch.
-        rounds_of: K if the schedule runs the M micro-batches of a part in M // K equal rounds (interleaved 1F1B).
+        rounds_of: Number of micro-batches in a round of the schedule. If a part has at least one round, its number of
+            micro-batches must be divisible by its number of rounds (interleaved 1F1B).
     """
     whole, rest = divmod(size, micro_batch_size)
     odd = whole % rounds_of if whole % max(1, whole // rounds_of) else 0
@@ -83,7 +84,7 @@ def parts_of(batch: Batch, size: int, micro_batch_size: int, *, rounds_of: int =
 
 
 def micro_batches_of(value: Any, count: int) -> list[Any]:
-    """Return `value` cut into `count` views along the first dimension of its tensors."""
+    """Cut a nested value into `count` micro-batches: views along the first dimension of its tensors."""
     tensors, rebuild = split_tensors(value)
     size = tensors[0].shape[0] // count if tensors else 0
     return [rebuild([tensor.narrow(0, number * size, size) for tensor in tensors]) for number in range(count)]

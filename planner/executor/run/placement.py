@@ -1,11 +1,11 @@
-"""Place processes: the devices of a pipeline in order, one replica after another.
+"""Assign ranks to the devices of pipelines: device by device, one replica after another.
 
-    rank = replica * K + device
+    rank = replica * K + device         K is the number of devices of a pipeline
 
-`torchrun` numbers the processes of a machine in a row. So neighbors of a pipeline, which exchange tensors in every
-micro-batch, are as close together as possible; replicas, which sum their gradients once per step, may be on other
-machines. The planner assumes the same of nodes and links (`planner.core.values.cluster`). The stages of a device are in
-`planner.core.values.placement`.
+`torchrun` gives consecutive ranks to the processes of a machine. So neighboring devices of a pipeline, which exchange
+tensors in every micro-batch, are on the same machine if possible. Replicas, which sum their gradients once per step,
+may be on different machines. The planner assumes the same placement (`planner.core.values.cluster`). The stages of a
+device are defined in `planner.core.values.placement`.
 """
 
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ from planner.core.values.units import pluralize
 
 @dataclass(frozen=True, kw_only=True)
 class ProcessPlace:
-    """Place of one process in the job."""
+    """Position of one process in the job: its replica, its device in the pipeline, and its stages."""
 
     rank: int
     replica: int
@@ -38,37 +38,37 @@ class ProcessPlace:
 
     @property
     def is_first(self) -> bool:
-        """True if it runs the first stage, which needs inputs."""
+        """True if this process runs the first stage, which needs inputs."""
         return self.stages[0] == 0
 
     @property
     def is_last(self) -> bool:
-        """True if it runs the last stage, which needs targets."""
+        """True if this process runs the last stage, which needs targets."""
         return self.stages[-1] == self.num_stages - 1
 
     def position_of(self, stage: int) -> int:
-        """Return the position in the pipeline that runs `stage`."""
+        """Return the position in the pipeline of the device that runs `stage`."""
         return device_of(stage, self.num_devices, self.placement)
 
     def rank_of(self, stage: int, replica: int | None = None) -> int:
-        """Return the rank that runs `stage`, in this replica or the given one."""
+        """Return the rank that runs `stage` in replica `replica`, by default in this process's replica."""
         replica = self.replica if replica is None else replica
         return rank_of(stage, replica, self.num_devices, self.placement)
 
 
 def place_of(balance: Balance, rank: int, num_processes: int) -> ProcessPlace:
-    """Return the place of process `rank` of `num_processes`.
+    """Return the position in the job of the process `rank`.
 
     Args:
         balance: Balance configuration.
         rank: Rank of the process.
-        num_processes: Processes of the job.
+        num_processes: Number of processes of the job.
 
     Returns:
-        The place.
+        The position.
 
     Raises:
-        UsageError: The number of processes is not what the plan needs.
+        UsageError: The plan needs another number of processes.
     """
     devices = balance.num_devices
     if num_processes != balance.num_processes:
@@ -92,7 +92,7 @@ def place_of(balance: Balance, rank: int, num_processes: int) -> ProcessPlace:
 
 @dataclass(frozen=True)
 class Groups:
-    """Process groups of one process; None where no group is needed, because it has all processes or only this one."""
+    """Process groups of one process. A group is None if it would contain all processes, or only this one."""
 
     pipeline: dist.ProcessGroup | None
     """Processes of this replica."""
@@ -101,10 +101,10 @@ class Groups:
 
     @classmethod
     def of(cls, place: ProcessPlace) -> "Groups":
-        """Make the groups of `place`; every process must call it."""
+        """Create the process groups for the process at `place`; every process must call this function."""
         if place.num_replicas == 1:
             return cls(None, None)
-        # Every process makes every group, its own or not.
+        # torch requires every process to create every group, even one that does not contain the process.
         devices, replicas = range(place.num_devices), range(place.num_replicas)
         pipelines = [dist.new_group([r * place.num_devices + d for d in devices]) for r in replicas]
         copies = [dist.new_group([r * place.num_devices + d for r in replicas]) for d in devices]
@@ -112,7 +112,7 @@ class Groups:
 
 
 def _other_sizes(balance: Balance) -> str:
-    """Return a text on the other numbers of processes that there are plans for; empty if there are none."""
+    """Return a hint that lists the numbers of processes of smaller plans; empty if there are no smaller plans."""
     sizes = " or ".join(map(str, balance.smaller))
     return f"; there are plans for {sizes} processes, too" if sizes else ""
 

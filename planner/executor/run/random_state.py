@@ -1,8 +1,8 @@
 """Seed the random draws of a step, such as dropout: one seed for every step, layer and micro-batch.
 
-So draws do not depend on cuts, schedule or recomputation, no state is stored to repeat them, and the unpartitioned
-model can draw the same. Outside of steps all ranks advance their generators alike: data that a script shuffles with
-them have the same order on every rank.
+Because of these seeds, draws do not depend on cuts, schedule or recomputation, and a recomputation needs no stored
+state. The unpartitioned model can draw the same numbers. Outside of steps, all ranks advance their generators equally,
+so data that a script shuffles have the same order on every rank.
 """
 
 # ruff: noqa: NPY002 - the global generator is what a script draws from
@@ -25,7 +25,7 @@ _NUMPY_WORDS = 624
 
 @dataclass(frozen=True)
 class StepSeeds:
-    """Seeds of one step."""
+    """Seeds for the random draws of one step."""
 
     seed: int
     """Seed of the run."""
@@ -35,12 +35,12 @@ class StepSeeds:
     """Number of micro-batches of the step before the first one of this part."""
 
     def plant(self, layer: int, micro_batch: int) -> None:
-        """Seed this process's generators for `layer` in `micro_batch`."""
+        """Seed this process's generators for the draws of `layer` in `micro_batch`."""
         _seed_generators(layer_seed(self.seed, self.step, layer, self.first_micro_batch + micro_batch))
 
 
 class HostStates(NamedTuple):
-    """States of the host's generators that a script may draw from."""
+    """States of the random generators on the host: torch's, Python's and NumPy's."""
 
     torch: Tensor
     python: tuple[Any, ...]
@@ -48,12 +48,12 @@ class HostStates(NamedTuple):
 
     @classmethod
     def now(cls) -> "HostStates":
-        """Return the current states of this process."""
+        """Return the current states of this process's random generators on the host."""
         return cls(torch.get_rng_state(), random.getstate(), cast("tuple[Any, ...]", np.random.get_state(legacy=True)))
 
     @classmethod
     def seeded(cls, seed: int) -> "HostStates":
-        """Return the states after seeding with `seed`; those of the process are restored."""
+        """Return the states after seeding with `seed`; the process's generators are not changed."""
         before = cls.now()
         try:
             seed_host(seed)
@@ -63,10 +63,10 @@ class HostStates(NamedTuple):
 
     @classmethod
     def from_plain(cls, states: Mapping[str, Any]) -> "HostStates":
-        """Return the states from the result of `plain`; raise an error of any kind if they are invalid."""
+        """Return the states from the result of `plain`; if it is invalid, raise an error, which may be of any type."""
         version, internal, gauss = states["python"]
         kind, key, position, *rest = states["numpy"]
-        # NumPy checks neither, and would read past the end of its state.
+        # NumPy does not check these values, and would read past the end of its state.
         if kind != "MT19937" or type(position) is not int or not 0 <= position <= len(key) == _NUMPY_WORDS:
             raise ValueError("it is not a state of NumPy's generator")
         numpy = (kind, np.array(key, dtype=np.uint32), position, *rest)
@@ -87,7 +87,7 @@ class HostStates(NamedTuple):
 
 
 class OwnStates:
-    """Random states that replace the process's within a block, and continue in the next block."""
+    """Separate random states, used inside `with` blocks: each block continues from the end of the previous block."""
 
     def __init__(self, states: HostStates) -> None:
         self.states = states
@@ -98,17 +98,17 @@ class OwnStates:
         self.states.restore()
 
     def __exit__(self, *_: object) -> None:
-        """Store these states, and restore those of the process."""
+        """Store the states at the end of the block, and restore the process's own states."""
         self.states = HostStates.now()
         self._before.restore()
 
 
 @contextmanager
 def keeping_random_state() -> Iterator[None]:
-    """Keep the state of all generators: after the block they continue as if nothing had been drawn in it."""
+    """Restore the state of all generators after the block, as if no numbers had been drawn in the block."""
     of_device = _device_generator()
     python, numpy = random.getstate(), np.random.get_state()
-    # Bytes, not a tensor: 5 kB would be visible in the measured memory of a small stage.
+    # Store bytes instead of a tensor, whose 5 kB would appear in the measured memory of a small stage.
     state = torch.get_rng_state().numpy().tobytes()
     device_state = None if of_device is None else of_device.get_state()
     try:
@@ -122,8 +122,8 @@ def keeping_random_state() -> Iterator[None]:
 
 
 def _seed_generators(seed: int) -> None:
-    # Not `torch.manual_seed`, which visits every kind of device and takes 100 us instead of 1. Python's and NumPy's
-    # generators too (8 us): masks and skipped layers are drawn from them, and a recomputation must draw the same.
+    # `torch.manual_seed` would seed every kind of device, which takes 100 us instead of 1. Python's and NumPy's
+    # generators are seeded, too (8 us), because models draw masks and skipped layers from them.
     seed_host(seed)
     if (of_device := _device_generator()) is not None:
         of_device.manual_seed(seed)

@@ -1,13 +1,13 @@
 """Recompute a layer: its activations are dropped, and computed again in its backward.
 
-The method is that of `torch.utils.checkpoint` with `use_reentrant=True`: forward without a graph; in backward, forward
-with a graph and a backward through it. The following differs, so that a recomputed layer needs no more memory than one
-that keeps its activations:
+The method is that of `torch.utils.checkpoint` with `use_reentrant=True`. The forward runs without a graph. The backward
+runs the forward again with a graph, and then a backward through this graph. Three differences ensure that a recomputed
+layer needs no more memory than a layer that keeps its activations:
 
-- The layer's outputs and the gradient of its output are released as soon as its backward has used them. Torch holds
-both until the end.
+- The layer's outputs and their gradients are released as soon as the backward has used them. Torch keeps them until the
+  end of the backward.
 - The state of the random generators, 5 kB, is not stored: every run of the layer seeds them first (see
-`random_state`).
+  `random_state`).
 - Outputs of the layer without a gradient do not get one.
 """
 
@@ -28,24 +28,25 @@ Tensors = tuple[Tensor, ...]
 
 @dataclass(frozen=True)
 class RecomputedLayer:
-    """Properties of a recomputed layer that must be known before it runs."""
+    """Properties of a recomputed layer that must be known before the layer runs."""
 
     copies_input: bool
-    """True if its input would be written into, by the layer itself or, through a view, by a later one."""
+    """True if the layer must copy its input, because it writes into it, or a later layer does through a view."""
     carries: tuple[bool, ...]
     """True for each output tensor that carries a gradient."""
 
 
 def recomputing(run: Callable[[Any], Any], layer: RecomputedLayer, value: Any) -> Any:
-    """Return `run(value)`, and keep only `value` for backward.
+    """Return `run(value)`; the backward keeps only `value`, and calls `run` again.
 
     Args:
-        run: Function from nest to nest; it must compute the same each time.
+        run: Function that computes the layer's output from its input, both nested values. It must compute the same
+            output each time.
         layer: Properties of the layer.
-        value: Its input.
+        value: Input of the layer.
 
     Returns:
-        Its output.
+        Output of the layer.
     """
     received, rebuild = split_tensors(value)
     # Without a backward there is nothing to recompute.
@@ -61,7 +62,7 @@ def recomputing(run: Callable[[Any], Any], layer: RecomputedLayer, value: Any) -
         structure.append(rebuild_results)
         return tuple(results)
 
-    # The anchor makes the outputs require a gradient: the first layer has no other input that does.
+    # The anchor requires a gradient, so that the outputs do, even if no input of the layer requires one.
     anchor = torch.zeros((), requires_grad=True)
     results: Tensors = _Recomputing.apply(run_tensors, layer.carries, anchor, *received)  # type: ignore[no-untyped-call]
     # Autograd holds the arguments of a backward until its end, but releases those of a hook before it.
@@ -71,7 +72,7 @@ def recomputing(run: Callable[[Any], Any], layer: RecomputedLayer, value: Any) -
 
 
 class _Recomputing(torch.autograd.Function):
-    """Layer whose forward makes no graph, and whose backward makes one by running it again."""
+    """Recomputed layer: its forward builds no graph; its backward runs the layer again and builds the graph."""
 
     @staticmethod
     def forward(
@@ -82,7 +83,7 @@ class _Recomputing(torch.autograd.Function):
         ctx.run = run
         ctx.arrived = []  # gradients of its outputs that were not used yet
         ctx.save_for_backward(*tensors)
-        # No zeros as gradients of unused outputs: they would be as large as the outputs.
+        # Without this, autograd would create gradients of zeros for unused outputs, which are as large as the outputs.
         ctx.set_materialize_grads(False)
         # Results become differentiable. They must be neither views, which later layers could not write into, nor
         # parameters or buffers that the layer returns.
@@ -93,39 +94,39 @@ class _Recomputing(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *_released: None) -> Any:
-        # Leaves, so that the graph of this run ends at the layer's inputs.
+        # The inputs become leaves, so that the graph of this run ends at them.
         inputs = [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in ctx.saved_tensors]
         with ExitStack() as stack:
-            # As it was in forward: the engine runs backwards without autocast.
+            # Restore the autocast state of the forward, because the engine runs backwards without autocast.
             for kind, enabled, dtype in ctx.autocast:
                 stack.enter_context(torch.autocast(kind, enabled=enabled, dtype=dtype))
             stack.enter_context(torch.enable_grad())
-            # Views: of a leaf autocast would keep a low-precision copy until the end of the step.
+            # Pass views, because autocast would keep a low-precision copy of a leaf until the end of the step.
             results = ctx.run(*(tensor.view_as(tensor) for tensor in inputs))
             pairs = [(t, gradient) for t, gradient in zip(results, ctx.arrived, strict=True) if t.requires_grad]
             ctx.arrived.clear()
-            # Now the gradients are only in one list, which `_Start` empties, and the outputs in none.
+            # Only `waiting` still refers to the gradients, and `_Start` empties it. Nothing refers to the outputs.
             waiting = [gradient for _, gradient in pairs]
             start: Tensor = _Start.apply(waiting, *(tensor for tensor, _ in pairs))  # type: ignore[no-untyped-call]
             del results, pairs
-        # Outside the block: this backward runs without autocast, too.
+        # After the block, because this backward must also run without autocast.
         if start.requires_grad:
             start.backward()
         return (None, None, None, *(tensor.grad for tensor in inputs))
 
 
 def _take(into: list[Tensor | None], gradients: Tensors) -> tuple[None, ...]:
-    """Store the gradients from autograd in a list, and return None for each, so that autograd passes none on."""
+    """Move gradients from autograd to the list `into`: return None for each, so that autograd does not pass them on."""
     into.extend(gradients)
     return (None,) * len(gradients)
 
 
 class _Start(torch.autograd.Function):
-    """Scalar from which a backward starts with stored gradients; it keeps neither these nor their tensors alive."""
+    """Scalar from which a backward starts with the gradients in `waiting`; it keeps no tensor or gradient alive."""
 
     @staticmethod
     def forward(ctx: Any, waiting: list[Tensor | None], *results: Tensor) -> Tensor:
-        # Not `save_for_backward`, which holds its tensors until the end of the backward.
+        # `save_for_backward` would keep the tensors until the end of the backward.
         ctx.waiting = waiting
         return torch.zeros((), device=results[0].device if results else None)
 

@@ -61,7 +61,7 @@ class MetricsRelay:
         return box[0]
 
     def finish(self) -> None:
-        """Wait until the neighbor has received the last metrics: ending the process earlier would lose them."""
+        """Wait until the neighbor has received the last metrics, which would be lost if the process ended earlier."""
         self._wait()
         self._sent = None
 
@@ -77,9 +77,10 @@ class MetricsRelay:
 def transfer(
     operation: Callable[..., Any], numbers: Tensor, rank: int, group: dist.ProcessGroup | None
 ) -> list[dist.Work]:
-    """Begin to send numbers to a rank (`dist.isend`), or to receive them from it (`dist.irecv`).
+    """Begin to send numbers to a rank (`dist.isend`), or to receive numbers from it (`dist.irecv`).
 
-    It is a batch of one, so that NCCL needs no communicator, and no memory, for the pair of ranks.
+    The transfer is a batch of one operation, because NCCL then needs no communicator, and no memory, for this pair of
+    ranks.
 
     Args:
         operation: `dist.isend` or `dist.irecv`.

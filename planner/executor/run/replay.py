@@ -1,24 +1,24 @@
 """Recompute layers with the state of their first forward, and restore the current state afterwards.
 
-A layer may change state as it runs: running statistics (`InstanceNorm`), the vectors of `spectral_norm`, the codebook
-of a quantizer, a queue, a momentum encoder (frozen parameters), a counter. If it ran again in backward with the current
-state, it would count a micro-batch twice, and use values that later micro-batches left. So the state before a forward
-that will be recomputed is stored. The recomputation starts with it, and its changes are dropped.
+A layer may change state when it runs: running statistics (`InstanceNorm`), the vectors of `spectral_norm`, the codebook
+of a quantizer, a queue, a momentum encoder (frozen parameters), a counter. A recomputation with the current state would
+count a micro-batch twice, and read values that later micro-batches have changed. So a snapshot of the state is stored
+before a forward that will be recomputed. The recomputation starts from the snapshot, and its changes are dropped.
 
     forward m           snapshot m = state before it; the state changes
     forward m + 1       ...
     backward m          now = state; state := snapshot m; recompute; state := now
 
 It is not known in advance what a layer will write, and version counters do not show all writes (`buffer.data.mul_()`
-changes none). So every tensor of its state is stored as a lazy clone, which shares the tensor's memory until either is
-written. A changed tensor is replaced by its clone and not overwritten, so that nothing changes that another
-micro-batch's backward still reads.
+changes no counter). So every tensor of the state is stored as a lazy clone, which shares the tensor's memory until the
+tensor or the clone is written. A changed tensor is replaced by its clone, not overwritten, because another
+micro-batch's backward may still read it.
 
-Nearly always nothing has changed since the last snapshot: then that is used again. The comparison handles whole lists
-at a time, because a convolutional net has hundreds of tensors, and its micro-batches take only milliseconds.
+Usually the state has not changed since the last snapshot, which is then used again. The check compares whole lists of
+tensors, because a convolutional network has hundreds of them, and its micro-batches take only milliseconds.
 
-Batch normalization collects statistics of whole mini-batches (`planner.model.batch_norm`): its state does not change in
-a forward.
+Batch normalization is not affected: it collects statistics of whole mini-batches (`planner.model.batch_norm`), so a
+forward does not change its state.
 """
 
 from collections.abc import Callable, Collection, Iterable, Iterator
@@ -38,7 +38,7 @@ from planner.model.state import ABSENT, StateLocation, state_owners
 
 @dataclass(slots=True)
 class _Entry:
-    """Value at one location when a forward began."""
+    """Value of one state location (a buffer, frozen parameter or attribute of a module) when a forward began."""
 
     location: StateLocation
     value: Any
@@ -47,34 +47,34 @@ class _Entry:
     version: int = 0
     """Version counter of a tensor that has no clone, to detect writes."""
     is_changed: bool = False
-    """True if that forward changed it."""
+    """True if the forward that began with this value changed it."""
 
     @property
     def key(self) -> tuple[int, str]:
-        """Key of the location."""
+        """Key of the location: its holder and its name."""
         return id(self.location.holder), self.location.name
 
     @property
     def is_assigned_anew(self) -> bool:
-        """True if the location now has another tensor or value."""
+        """True if the location now contains another object."""
         return self.location.value is not self.value
 
     @property
     def is_written(self) -> bool:
-        """True if code has requested the tensor's memory for writing."""
-        # A lazy clone is copied as soon as it or its tensor is written: then they have two addresses.
+        """True if code has requested to write into the tensor's memory."""
+        # As soon as a tensor or its lazy clone is written, torch copies the memory, and their addresses differ.
         if self.clone is None:
             return _version(self.value) != self.version
         return _address(self.value) != _address(self.clone)
 
     @property
     def is_different(self) -> bool:
-        """Return True if the values of the tensor have changed."""
-        # A request to write need not change the values. Comparing these takes time, so it comes last.
+        """True if the values of the tensor have changed."""
+        # A request to write need not change the values. Comparing the values takes time, so it is done last.
         return self.is_written and (self.clone is None or not torch.equal(self.value, self.clone))
 
     def share_again(self) -> None:
-        """Share memory with the clone again, after a custom kernel that only read the tensor."""
+        """Make the tensor share memory with its clone again, if a request to write did not change the values."""
         assert self.clone is not None
         self.value.data = torch._lazy_clone(self.clone)
 
@@ -88,27 +88,28 @@ class _Entry:
 
 @dataclass(frozen=True)
 class _Tensors:
-    """Values at all locations at one time, shared by all forwards that began with the same values."""
+    """Tensors and other values at all state locations, shared by all forwards that began with the same values."""
 
     entries: list[_Entry]
     names: list[Any]
-    """Names of all buffers, and their number in each module."""
+    """Number of buffers of each module, and names of all buffers."""
     values: list[Any]
-    """Values of the entries, in another order."""
+    """Values of the entries, in the order of `LayerState._values`."""
     plain: list[Tensor]
     """Tensors with clones."""
     addresses: list[int]
     """Addresses of the tensors in `plain`; a write gives a tensor another address."""
     others: list[_Entry]
+    """Entries whose value has no clone."""
 
     @classmethod
     def of(cls, entries: list[_Entry], names: list[Any], values: list[Any]) -> "_Tensors":
-        """Return a snapshot with clones; buffers that share memory share it in the clones, too.
+        """Clone all tensors of `entries`; tensors that share memory have clones that share memory.
 
         Args:
             entries: Values at all locations.
-            names: Names of all buffers, and their number in each module.
-            values: Values of the entries, in another order.
+            names: Number of buffers of each module, and names of all buffers.
+            values: Values of the entries, in the order of `LayerState._values`.
         """
         clones = _Clones()
         for entry in entries:
@@ -121,15 +122,15 @@ class _Tensors:
         return cls(entries, names, values, plain, list(map(_address, plain)), others)
 
     def are_still(self, names: list[Any], values: list[Any]) -> bool:
-        """Return True if the same values are at the same locations, and none was written."""
+        """Return True if all locations contain the same objects as before, and no tensor was written."""
         if self.names != names or len(self.values) != len(values) or not all(map(is_, self.values, values)):
             return False
-        # A clone keeps its memory, so a tensor that was written since has another address.
+        # The clone keeps the old memory, so a tensor that was written has another address.
         return list(map(_address, self.plain)) == self.addresses and not any(each.is_written for each in self.others)
 
 
 class _Snapshot(NamedTuple):
-    """State at one time."""
+    """State of some layers at one time: tensors with their clones, and numbers."""
 
     tensors: _Tensors
     numbers: list[Any]
@@ -139,24 +140,24 @@ class LayerState:
     """State of some layers: buffers, frozen parameters, and plain attributes that are tensors or numbers.
 
     Args:
-        layers: The layers, by name.
-        only: Paths of the modules whose state counts; by default all.
+        layers: Names and modules of the layers.
+        only: Paths of the modules whose state is included; by default all modules.
     """
 
     def __init__(self, layers: Iterable[tuple[str, nn.Module]], *, only: Collection[str] | None = None) -> None:
         self._owners = [owner for owner in state_owners(layers) if only is None or owner.path in only]
         self._modules = [owner.module for owner in self._owners]
         self._usual = [each.module for each in self._owners if not (each.elsewhere or each.tensors)]
-        """Modules whose state is exactly their buffers and frozen parameters: nearly all."""
+        """Modules whose state consists of buffers and frozen parameters only; nearly all modules."""
         self._unusual = [each for each in self._owners if each.elsewhere or each.tensors]
         self._numbers = [(vars(owner.module), name) for owner in self._owners for name in owner.numbers]
         self._last: _Snapshot | None = None
         """Latest snapshot."""
         self._rewritten: set[tuple[int, str]] = set()
-        """Locations that a forward was seen to change: their values are not compared again."""
+        """Locations that a forward has changed; their values are not compared in later forwards."""
 
     def forget(self) -> None:
-        """Release the last snapshot before code writes into the state, so that the write copies nothing."""
+        """Release the last snapshot. Later writes into the state then need not copy its tensors."""
         self._last = None
 
     def snapshot(self) -> _Snapshot:
@@ -168,11 +169,11 @@ class LayerState:
         self._begin(snapshot, self._now())
 
     def replaying(self, run: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap `run` for one call in forward and one in backward, so that both begin with the same state."""
+        """Wrap a function that is called once in forward and once in backward: both calls begin with the same state."""
         before: list[_Snapshot] = []
 
         def call(*arguments: Any) -> Any:
-            # The second call is the recomputation; its snapshot is removed, so that its clones are released.
+            # The second call is the recomputation. Remove the snapshot, so that its clones are released.
             if before:
                 with self._restored(before.pop()):
                     return run(*arguments)
@@ -204,12 +205,12 @@ class LayerState:
         return tensors.are_still(self._names(), self._values())
 
     def _names(self) -> list[Any]:
-        """Return the names of all buffers, and their number in each module."""
+        """Return the number of buffers of each module, and the names of all buffers."""
         buffers = [module._buffers for module in self._modules]
         return [*map(len, buffers), *chain.from_iterable(buffers)]
 
     def _values(self) -> list[Any]:
-        """Return the values at all locations; several times as fast as through a location object for each."""
+        """Return the values at all locations, several times as fast as `StateLocation.value` of each would be."""
         buffers = filter(None, [module._buffers for module in self._usual])
         parameters = filter(None, [module._parameters for module in self._usual])
         return [
@@ -236,25 +237,25 @@ class LayerState:
     @contextmanager
     def _restored(self, snapshot: _Snapshot) -> Iterator[None]:
         """Set the state to that of `snapshot` inside the block, and release `snapshot`."""
-        # Two states are involved: the one the recomputation begins with, and the one to restore after it.
+        # `now` is the state to restore after the recomputation, which begins with `snapshot`.
         now = self._now()
         buffers = [(module._buffers, list(module._buffers)) for module in self._modules]
         kept = self._begin(snapshot, now)
-        # Only the layer refers to these tensors now, unless another forward began with them: a write copies nothing.
+        # Unless another forward began with the same tensors, only the layer refers to them now, so writes copy nothing.
         del snapshot
         try:
             yield
-            # State that the first forward did not change was not replaced, so the recomputation must not change it.
+            # `kept` has the state that the first forward did not change, so the recomputation must not change it.
             for entry in kept:
                 if entry.is_assigned_anew:
                     raise _changed(entry)
         finally:
-            # Also after an error of the user's: the state must not remain that of an earlier micro-batch.
+            # Also after an error in the user's code, the state of an earlier micro-batch must not remain.
             is_as_it_was = self._are_still(now.tensors)
             if not is_as_it_was:
                 self._put_back(now.tensors, buffers)
             self._put_numbers(now.numbers)
-        # Written in place: the restored tensor is the same object with other values.
+        # A tensor that was written in place is still the same object, but may have other values.
         for entry in () if is_as_it_was else now.tensors.entries:
             if entry.is_different:
                 raise _changed(entry)
@@ -277,7 +278,7 @@ class LayerState:
                 holder[name] = number
 
     def _begin(self, snapshot: _Snapshot, now: _Snapshot) -> list[_Entry]:
-        """Set the state to that of `snapshot`; return the entries that are unchanged."""
+        """Set the state to that of `snapshot`; return the entries of `now` that need not be replaced."""
         if snapshot.numbers is not now.numbers:
             self._put_numbers(snapshot.numbers)
         if snapshot.tensors is now.tensors:
@@ -289,31 +290,31 @@ class LayerState:
             if today is not None and not (entry.is_changed or entry.is_assigned_anew or entry.is_written):
                 kept.append(today)
                 continue
-            # Clones of the clones: another forward may have the same snapshot.
+            # Use a clone of the clone, because another forward may need the same snapshot.
             entry.put(entry.value if entry.clone is None else clones.of(entry, entry.clone))
-        # Values that are new since then are removed, so that the layer makes them as it did the first time.
+        # Remove values that did not exist in the snapshot, so that the layer creates them as it did the first time.
         for entry in present.values():
             entry.put(ABSENT)
         return kept
 
 
 class _Clones:
-    """Lazy clones of tensors; clones of tensors that share memory share theirs."""
+    """Lazy clones of tensors; tensors that share memory have clones that share memory."""
 
     def __init__(self) -> None:
         self._bases: dict[int, Tensor] = {}
         self._moved: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}
 
     def of(self, entry: _Entry, tensor: Tensor) -> Tensor:
-        """Return the clone of a tensor of an entry.
+        """Return a clone of a tensor, which is the value of an entry or its clone.
 
         Raises:
-            ModelError: It cannot be cloned.
+            ModelError: The tensor cannot be cloned.
         """
         with torch.no_grad():
             try:
                 return self._clone(tensor)
-            except RuntimeError:  # of memory that torch has not allocated itself
+            except RuntimeError:  # torch has not allocated the tensor's memory
                 self._move(tensor)
             try:
                 return self._clone(tensor)
@@ -323,26 +324,26 @@ class _Clones:
     def _clone(self, tensor: Tensor) -> Tensor:
         key: int = tensor.untyped_storage()._cdata
         base = self._bases.get(key)
-        # A lazy clone covers the whole storage: other tensors in it become views of the clone at the same offset.
+        # A lazy clone covers the whole storage. Other tensors in this storage become views of the clone.
         if base is None:
             base = self._bases[key] = torch._lazy_clone(tensor)
             return base
         return _laid_out(tensor, base.untyped_storage())
 
     def _move(self, tensor: Tensor) -> None:
-        """Move a tensor from memory that torch has not allocated (shared, mapped, NumPy's) to memory of torch's."""
+        """Move a tensor from memory that torch has not allocated (shared, mapped, NumPy's) to memory that it has."""
         storage = tensor.untyped_storage()
-        # The old storage is kept, so that its address is not reused for another one.
+        # Keep the old storage, so that its address is not reused for another storage.
         _, moved = self._moved.setdefault(storage._cdata, (storage, storage.clone()))
         tensor.data = _laid_out(tensor, moved)
 
 
 @contextmanager
 def _explained_resizing() -> Iterator[None]:
-    """Explain torch's error about a tensor with a lazy clone that is given more memory.
+    """Replace torch's error about resizing a tensor that has a lazy clone by an explanation.
 
     Raises:
-        ModelError: There was such an error.
+        ModelError: Code in the block resizes a buffer of a recomputed layer.
     """
     try:
         yield
@@ -357,7 +358,7 @@ def _explained_resizing() -> Iterator[None]:
 
 
 def _is_plain(value: Any) -> bool:
-    """Return True if a lazy clone of the tensor is safe: torch does not check, and would crash."""
+    """Return True if a tensor can have a lazy clone; torch does not check this, and would crash."""
     if type(value) not in (Tensor, nn.Parameter) or value.requires_grad:
         return False  # a tensor with a gradient is a computed result, not state
     return value.layout == torch.strided and not value.is_quantized
@@ -372,7 +373,7 @@ def _version(value: Any) -> int:
 
 
 def _address(tensor: Tensor) -> int:
-    """Return the address of the tensor's memory; torch's `data_ptr` would count as a request to write."""
+    """Return the address of a tensor's memory without a request to write, which torch's `data_ptr` would be."""
     return torch._C._data_address(tensor)  # type: ignore[attr-defined,no-any-return]
 
 
@@ -387,6 +388,6 @@ def _beyond(entry: _Entry, why: str) -> ModelError:
 def _changed(entry: _Entry) -> ModelError:
     return ModelError(
         f'the layer "{entry.location.module}" changed its "{entry.location.name}" when it was recomputed, '
-        "and not in its first forward",
+        "but not in its first forward",
         hint="recomputed layers must do the same each time: plan with `--recompute never`",
     )

@@ -1,11 +1,12 @@
 """Sum gradients over the replicas of a pipeline, in buckets, while the last micro-batch's backward still runs.
 
-All processes of the same stages run the same sums in the same order. Buckets are filled in the order in which backward
-computes gradients (from the last parameter to the first). Each is sent as soon as it and all earlier ones are full.
+All processes of the same stages sum the same buckets in the same order. A bucket is a group of parameters whose
+gradients are sent together. Buckets follow the order in which backward computes gradients, from the last parameter to
+the first. A bucket is sent as soon as its gradients and those of all previous buckets are complete.
 
-The last W announces which gradients it adds to: all others are complete when it begins. For a whole backward, the first
-step counts how often each gradient is added to in the last micro-batch. The count is more than one if two recomputed
-layers share the parameter.
+A weight-gradient pass (W) states which gradients it adds to; all other gradients are complete when the last W begins. A
+whole backward does not, so the first step counts the additions to each gradient in the last micro-batch. There is more
+than one addition if two recomputed layers share the parameter.
 """
 
 from collections import Counter
@@ -25,11 +26,11 @@ class ReplicaGradients:
     """Sum of the gradients of one process over the replicas.
 
     Args:
-        stages: Trainable parameters of every stage of this process, first stage first. Parameters that several of them
-            share are sent after the last backward of all, because only the schedule determines which stage ends last.
-        group: Processes that run the same stages.
-        keeps_earlier: Whether gradients that exist before a step, the same in all replicas, are kept in this one: the
-            sum counts them once.
+        stages: Trainable parameters of every stage of this process, first stage first. Parameters that several stages
+            share are sent after the last backward of all stages, because the schedule determines which one ends last.
+        group: Processes of all replicas that run the same stages.
+        keeps_earlier: Whether this replica keeps gradients that exist before a step. They are equal in all replicas, so
+            only one replica may add them to the sum.
     """
 
     def __init__(
@@ -38,9 +39,9 @@ class ReplicaGradients:
         self._group = group
         self._keeps_earlier = keeps_earlier
         self.is_last_part = True
-        """True if the running micro-batches are the last ones of the mini-batch."""
+        """True if the current part of the mini-batch is the last one."""
         self._stages: list[list[_Bucket]] = []
-        """Buckets of each stage, then those of shared parameters."""
+        """Buckets of each stage, then the buckets of parameters that several stages share."""
         self._bucket_of: dict[nn.Parameter, _Bucket] = {}
         parts = [dict.fromkeys(parameters) for parameters in stages]
         uses = Counter(parameter for part in parts for parameter in part)
@@ -52,25 +53,25 @@ class ReplicaGradients:
         self._additions = dict.fromkeys(self._bucket_of, 0)
         self._usual: dict[nn.Parameter, int] = {}
         self._expected: Mapping[nn.Parameter, int] | None = None
-        """Additions that are known of the running backward; see `last_backward`."""
+        """Number of additions to each gradient in the running backward, if known; see `last_backward`."""
         self._open: list[_Bucket] = []
         for parameter in self._bucket_of:
             parameter.register_post_accumulate_grad_hook(self._added)
 
     def begin(self) -> None:
-        """Drop gradients that another replica keeps, before the first forward of a mini-batch."""
+        """Drop existing gradients unless this replica keeps them; called before the first forward of a mini-batch."""
         if not self._keeps_earlier:
             for parameter in self._bucket_of:
                 parameter.grad = None
 
     @contextmanager
     def last_backward(self, stage: int, expected: Mapping[nn.Parameter, int] | None = None) -> Iterator[None]:
-        """Send gradients during the last backward (whole, or W) of one of the process's stages.
+        """Send gradients while the last backward (B or W) of a stage runs inside the block.
 
         Args:
-            stage: Index among the stages of the process.
-            expected: Number of additions to each gradient, if it is known before the backward runs: gradients of other
-                parameters are complete.
+            stage: Index of the stage among the stages of this process.
+            expected: Number of additions to each gradient in this backward; gradients that it lacks are complete. None
+                if the numbers are unknown.
         """
         if not self.is_last_part:
             yield
@@ -92,7 +93,7 @@ class ReplicaGradients:
         present = [parameter.grad is not None for parameter in self._bucket_of]
         device = next(iter(self._bucket_of)).device
         flags = torch.tensor(present, dtype=torch.int32, device=device)
-        # Without a gradient in any replica there is none, as in the unpipelined model.
+        # A parameter without a gradient in all replicas gets no gradient, as in the unpartitioned model.
         dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self._group)
         somewhere = dict(zip(self._bucket_of, flags.tolist(), strict=True))
         for bucket in (bucket for buckets in self._stages for bucket in buckets):
@@ -121,12 +122,12 @@ class ReplicaGradients:
     def _is_complete(self, parameter: nn.Parameter) -> bool:
         if self._expected is not None:
             return self._expected.get(parameter, 0) <= self._additions[parameter]
-        # A gradient that the first step did not have may occur: its bucket waits for the end of the backward.
+        # A gradient that did not occur in the first step may occur now: its bucket waits for the end of the backward.
         return 0 < self._usual.get(parameter, 0) <= self._additions[parameter]
 
 
 def is_of_replicas(hook: Callable[..., object]) -> bool:
-    """Return True if a hook on a parameter belongs to `ReplicaGradients`, which only counts calls."""
+    """Return True if a hook on a parameter belongs to `ReplicaGradients`, whose hook only counts its calls."""
     return isinstance(getattr(hook, "__self__", None), ReplicaGradients)
 
 
@@ -145,7 +146,7 @@ class _Bucket:
         return self._work is not None
 
     def start(self) -> None:
-        """Begin to sum the gradients, unless that has begun."""
+        """Begin to sum the gradients over the replicas, unless the sum has already begun."""
         if self._work is not None:
             return
         gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in self.parameters]
@@ -154,12 +155,12 @@ class _Bucket:
         places = pairwise(accumulate((p.numel() for p in self.parameters), initial=0))
         self._sums = [flat[first:end].view_as(p) for p, (first, end) in zip(self.parameters, places, strict=True)]
         for parameter, total in zip(self.parameters, self._sums, strict=True):
-            # The gradient becomes a view of the summed tensor, so that there is never a second copy of all of them.
+            # The gradient becomes a view of the summed tensor, so that there is never a second copy of all gradients.
             parameter.grad = None if parameter.grad is None else total
         self._work = dist.all_reduce(flat, group=self._group, async_op=True)
 
     def finish(self, present: set[nn.Parameter]) -> None:
-        """Wait, and assign the sums to the parameters that have a gradient in some replica."""
+        """Wait for the sums, and assign them to `present`, the parameters that have a gradient in some replica."""
         self.start()
         assert self._work is not None
         self._work.wait()
@@ -169,7 +170,7 @@ class _Bucket:
 
 
 def _buckets(parameters: Sequence[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
-    """Yield groups of parameters in order, with one dtype and at most `BUCKET_BYTES` each."""
+    """Yield groups of consecutive parameters; a group has one dtype, and at most `BUCKET_BYTES` if it has several."""
     some: list[nn.Parameter] = []
     for parameter in parameters:
         size = sum(p.nbytes for p in some) + parameter.nbytes

@@ -1,6 +1,6 @@
-"""Compare a mini-batch over ranks: the first stage reads its inputs, the last stage its targets.
+"""Check that ranks draw the same mini-batch: the first stage reads its inputs, and the last stage its targets.
 
-Ranks that draw different mini-batches would train on the inputs of some samples with the targets of others.
+Otherwise the inputs of some samples would be trained with the targets of other samples.
 """
 
 import hashlib
@@ -26,13 +26,13 @@ class BatchDigest(NamedTuple):
 
 
 def digest_of_batch(batch: Batch, place: ProcessPlace, *, is_whole: bool) -> BatchDigest:
-    """Return the digests that every rank must agree on: of the whole mini-batch, or of one replica's part.
+    """Return the digests of a mini-batch, or of one replica's part, which must be equal on all ranks that have them.
 
     Ranks between the first and the last stage use neither inputs nor targets, and have no digests.
 
     Args:
-        batch: The mini-batch, or the part.
-        place: This process's place.
+        batch: The mini-batch, or the replica's part.
+        place: Position of this process in the job.
         is_whole: Whether `batch` is the whole mini-batch.
 
     Returns:
@@ -45,7 +45,7 @@ def digest_of_batch(batch: Batch, place: ProcessPlace, *, is_whole: bool) -> Bat
 
 
 def check_same_batch(own_digest: BatchDigest) -> None:
-    """Compare the digests of all ranks; every rank must call it.
+    """Compare the digests of all ranks; every rank must call this function.
 
     Raises:
         UsageError: A rank has other inputs or targets than another rank of its pipeline.
@@ -63,14 +63,14 @@ def check_same_batch(own_digest: BatchDigest) -> None:
             if value != expected:
                 raise UsageError(
                     f"rank {rank} has other {what} in its first mini-batch than rank {first}: inputs and targets would "
-                    "be of different samples",
+                    "belong to different samples",
                     hint="give every rank the same mini-batches: from the same files, in the same order, without a "
                     "sampler that splits them over ranks",
                 )
 
 
 def _digest_of(value: Any) -> str | None:
-    """Return a digest of the tensors in a nest; None if there are none, or only stand-ins (meta, or one value each)."""
+    """Return a digest of the tensors in a nested value; None if a tensor is a meta tensor, or if all are constant."""
     tensors = tensors_of(value)
     if any(tensor.is_meta for tensor in tensors) or all(map(_is_constant, tensors)):
         return None

@@ -1,4 +1,4 @@
-"""Find the shapes of all boundary tensors of a chain, and which layers write or return their input, before training."""
+"""Find the shapes of all boundary tensors of a chain, and which layers write or return their input."""
 
 import copy
 from collections.abc import Sequence
@@ -35,7 +35,7 @@ class Boundary:
 
     @classmethod
     def of(cls, value: Any) -> "Boundary":
-        """Return the boundary of a value whose tensors are on the meta device; gradient flags are kept."""
+        """Return the boundary that a nested value crosses: its structure, constants, and tensors without values."""
         leaves, spec = tree_flatten(value)
         if any(isinstance(leaf, Tensor) and leaf.is_nested for leaf in leaves):
             raise ModelError(
@@ -50,28 +50,28 @@ class Boundary:
         return tuple(leaf for leaf in self.leaves if isinstance(leaf, Tensor))
 
     def rebuild(self, tensors: Sequence[Tensor]) -> Any:
-        """Return the value with these tensors."""
+        """Return the nested value that crosses this boundary, rebuilt from its tensors."""
         if self.spec.is_leaf():
             return tensors[0] if tensors else self.leaves[0]
         rest = iter(tensors)
         return tree_unflatten([next(rest) if isinstance(leaf, Tensor) else leaf for leaf in self.leaves], self.spec)
 
     def expect(self, leaves: Sequence[Any], spec: TreeSpec, received: Sequence[Tensor]) -> None:
-        """Check that the value that a stage is about to send is what the next stage expects.
+        """Check that the value that a stage will send has the structure and shapes that the next stage expects.
 
         Args:
-            leaves: Leaves of the value.
-            spec: Its structure.
+            leaves: Leaves of the flattened value.
+            spec: Structure of the value.
             received: Tensors that the stage received, for the message.
 
         Raises:
-            ModelError: It differs: the next stage would read something else than was sent.
+            ModelError: The value differs, so the next stage would misread it.
         """
         pairs = zip(leaves, self.leaves, strict=False)
         if any(isinstance(leaf, Tensor) and leaf.requires_grad > planned.requires_grad for leaf, planned in pairs):
             raise another_path(
-                "what a stage sends has a gradient now, and had none (let `build_model` run a first forward that only "
-                "initializes)"
+                "a tensor that a stage sends requires a gradient now, but did not before (let `build_model` run a "
+                "first forward that only initializes)"
             )
         same = spec == self.spec and all(
             (leaf.shape, leaf.dtype) == (planned.shape, planned.dtype)
@@ -81,16 +81,16 @@ class Boundary:
         )
         if not same:
             raise ModelError(
-                f"a stage that got {_described(received)} was to send {_described(self.leaves)} and has "
+                f"a stage that received {_described(received)} should send {_described(self.leaves)}, but has "
                 f"{_described(leaves)}: the next stage expects the shapes of `example_batch`",
-                hint="give inputs of the same shape in every step (pad or cut them), or plan for these: let "
+                hint="give inputs of the same shape in every step (pad or cut them), or plan for the new shapes: let "
                 "`example_batch` return them, and profile again",
             )
 
 
 @dataclass(frozen=True)
 class Shapes:
-    """Content of every boundary of a chain, and effects of its layers on their input."""
+    """Tensors at every boundary of a chain, and effects of the layers on their input."""
 
     boundaries: tuple[Boundary, ...]
     """Boundaries before every layer, and after the last."""
@@ -100,7 +100,7 @@ class Shapes:
     """True for each layer whose output shares storage with its input."""
 
     def with_gradients_of(self, other: "Shapes") -> "Shapes":
-        """Return these shapes with a gradient for each tensor that has one here or in `other`."""
+        """Return these shapes, in which a tensor requires a gradient if it does so here or in `other`."""
         for here, there in zip(self.boundaries, other.boundaries, strict=True):
             for tensor, again in zip(here.tensors, there.tensors, strict=False):
                 tensor.requires_grad_(tensor.requires_grad or (again.requires_grad and tensor.dtype == again.dtype))
@@ -116,16 +116,16 @@ class Shapes:
         return False
 
     def recomputed(self, layer: int, end: int) -> RecomputedLayer:
-        """Return what must be known to recompute `layer` in a stage whose last layer is `end - 1`."""
+        """Return the properties that are needed to recompute `layer` in a stage whose last layer is `end - 1`."""
         carries = tuple(tensor.requires_grad for tensor in self.boundaries[layer + 1].tensors)
         if layer == len(self.writes) - 1:
             carries = (any(carries),)  # of the loss, which belongs to the last layer
-        # The checkpoint begins with this layer, like a stage with its first one: the kept input is read twice.
+        # The recomputation begins with this layer and reads the kept input a second time, as a stage would.
         return RecomputedLayer(self.stage_writes_input(layer, end), carries)
 
 
 def shapes_of(chain: Chain, inputs: Any, *, precision: Precision = "", device: torch.device | None = None) -> Shapes:
-    """Return the boundaries: from the outline, or by running the layers without values.
+    """Find the boundary tensors of a chain: from the model's outline, or by running the layers without values.
 
     Args:
         chain: The chain, on the meta device.
@@ -139,12 +139,12 @@ def shapes_of(chain: Chain, inputs: Any, *, precision: Precision = "", device: t
     Raises:
         ModelError: A layer does not fit its input, or cannot be trained in micro-batches.
     """
-    BatchStatistics(chain.model.named_modules())  # raises on every rank alike; then layers run without statistics
+    BatchStatistics(chain.model.named_modules())  # refuses unsupported layers on every rank; removes statistics
     received = Boundary.of(to_device(inputs, torch.device("meta")))
     if chain.outline is None:
         with undoing(chain.model):
             first = _run(chain.layers, received, precision, device)
-            # A first forward may only initialize, and a layer may be skipped now and then.
+            # Run twice, because a first forward may only initialize, and a layer may be skipped at random.
             return first.with_gradients_of(_run(chain.layers, received, precision, device))
     size = next((int(tensor.shape[0]) for tensor in received.tensors), 0)
     between = (Boundary.of(chain.outline.boundary(n, size)) for n in range(1, len(chain.layers)))
@@ -153,10 +153,10 @@ def shapes_of(chain: Chain, inputs: Any, *, precision: Precision = "", device: t
 
 
 def _run(layers: Sequence[Layer], received: Boundary, precision: Precision, device: torch.device | None) -> Shapes:
-    """Run the layers one after another, if possible without values.
+    """Run the layers one after another, if possible with tensors that have no values.
 
-    Without autocast the meta device suffices. Autocast has no effect there, because its rules belong to devices. Fake
-    tensors have a device, and no memory either.
+    Without autocast, these are meta tensors. Autocast does not affect meta tensors, because its rules depend on the
+    device, so under autocast the layers run on fake tensors of the device.
     """
     is_fake = device is not None and autocast_dtype(precision) is not None
     mode = FakeTensorMode() if is_fake else nullcontext()
@@ -168,11 +168,11 @@ def _run(layers: Sequence[Layer], received: Boundary, precision: Precision, devi
             return empty.requires_grad_(tensor.requires_grad)
 
     if is_fake:
-        # One copy of all, so that what is tied stays tied.
+        # Copy all layers at once, so that tied parameters stay tied.
         modules = copy.deepcopy(modules, {id(t): fake(t) for t in (*modules.parameters(), *modules.buffers())})
 
     def without_values(module: nn.Module, boundary: Boundary) -> _Effects:
-        # Copies, because a layer cannot write into a leaf, and so that its write is detected.
+        # Copy the tensors: a layer cannot write into a leaf, and a write into the copy can be detected.
         value = boundary.rebuild([(fake(t) if is_fake else t).clone() for t in boundary.tensors])
         with layers_in(precision, device) if device is not None else nullcontext(), mode:
             return _Effects.of(module, value)
@@ -182,7 +182,7 @@ def _run(layers: Sequence[Layer], received: Boundary, precision: Precision, devi
     for layer, module in zip(layers, modules, strict=True):
         try:
             effects = without_values(module, boundaries[-1])
-        except (Exception, SystemExit) as error:  # it needs values; an error of the user's is raised again
+        except (Exception, SystemExit) as error:  # the layer may need values; a user's error occurs here again
             try:
                 effects = _on_random_values(layer.module, boundaries[-1], precision, device or torch.device("cpu"))
             except (Exception, SystemExit) as with_values:
@@ -202,7 +202,7 @@ class _Effects(NamedTuple):
 
     @classmethod
     def of(cls, module: nn.Module, value: Any) -> "_Effects":
-        """Run a layer on `value`."""
+        """Run a layer on `value`, and return the effects."""
         inputs = tensors_of(value)
         versions = [t._version for t in inputs]
         output = module(value)
@@ -214,8 +214,8 @@ class _Effects(NamedTuple):
 def _on_random_values(module: nn.Module, received: Boundary, precision: Precision, device: torch.device) -> _Effects:
     """Run a copy of one layer on random values, the same on every rank; the output is on the meta device.
 
-    A layer that reads values (`.item()`, `if`, NumPy) has none on the meta device. Which ones it gets must not matter:
-    what it sends in training is compared with these shapes.
+    A layer that reads values (`.item()`, `if`, NumPy) cannot run on meta tensors. Its output shapes must not depend on
+    the values: in training, they are compared with the shapes found here.
     """
     held = (*module.parameters(), *module.buffers(), *loose_tensors(module))
     with keeping_random_state():
@@ -228,9 +228,9 @@ def _on_random_values(module: nn.Module, received: Boundary, precision: Precisio
 
 
 def _not_run(layer: Layer, received: Boundary, error: BaseException, with_values: BaseException) -> PlannerError:
-    """Return the error of a layer that runs neither without values nor on random ones."""
+    """Return the error for a layer that runs neither without values nor on random values."""
     where = f'layer "{layer.name}" ({type(layer.module).__name__})'
-    if type(error) is type(with_values):  # of the user's own: what the layer received does not fit
+    if type(error) is type(with_values):  # an error in the user's code: the layer's input does not fit
         return raised_by(where, with_values, _described(received.leaves))
     return ModelError(
         f"{where} does not run on random values, on which every rank finds the shapes that it sends: "
@@ -240,7 +240,7 @@ def _not_run(layer: Layer, received: Boundary, error: BaseException, with_values
 
 
 def _random(tensor: Tensor, device: torch.device) -> Tensor:
-    """Return a tensor like `tensor` with random values, zeros for whole numbers."""
+    """Return a tensor like `tensor` with random values; an integer tensor has zeros."""
     values = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=device)
     values = values.uniform_() if tensor.is_floating_point() else values.zero_()
     if isinstance(tensor, nn.Parameter):

@@ -39,7 +39,7 @@ from planner.model.stage import ModelStage
 
 @contextmanager
 def evaluation_mode(*modules: nn.Module) -> Iterator[None]:
-    """Set modules and their submodules to evaluation mode; afterwards each is in its former mode."""
+    """Set modules and their submodules to evaluation mode inside the block; restore each one's mode afterwards."""
     parts = [part for module in modules for part in module.modules()]
     modes = [part.training for part in parts]
     try:
@@ -52,24 +52,25 @@ def evaluation_mode(*modules: nn.Module) -> Iterator[None]:
 
 
 class StageModule(nn.Module):
-    """Layers of one stage, called by the engine with the tensors of one micro-batch.
+    """Layers of one stage, which the engine calls with the tensors of one micro-batch.
 
-    `micro_batch` is set before each forward. Before each step these are set: `seeds`, `targets` (of every micro-batch,
-    on the last stage), and `micro_batches`, `received` and `sent`, which change for a mini-batch that is smaller than
-    planned.
+    Callers set attributes: before each forward `micro_batch`; before each step `seeds` and, on the last stage,
+    `targets` (of every micro-batch). A mini-batch that is smaller than planned also changes `micro_batches`, `received`
+    and `sent`.
 
     Args:
         layers: The layers.
-        received: Boundary before them.
-        sent: Boundary after them, with the layout of its tensors (contiguous if None); None on the last stage.
-        recompute: Micro-batches for which the stage is recomputed as a whole; with `layers`, only `recomputed` is.
+        received: Boundary before the first layer.
+        sent: Boundary after the last layer, with the layout of its tensors. If None, tensors are sent contiguously.
+            None on the last stage.
+        recompute: Micro-batches for which the whole stage is recomputed; `layers` if only layers in `recomputed` are.
         micro_batches: Number of micro-batches (M).
-        loss_fn: The loss, on the last stage.
-        copies_input: Whether the layers must work on a copy of the received tensors.
-        carries: True for each tensor at the next boundary that carries a gradient.
-        recomputed: Layers that are recomputed separately, counted from the stage's first.
-        first_layer: Index of the first layer in the whole model's chain.
-        statistics: Batch statistics for all stages of this process, which may be parts of one model.
+        loss_fn: Loss function on the last stage; None on other stages.
+        copies_input: Whether the layers need a copy of the received tensors, because they write into them.
+        carries: For each tensor at the next boundary, True if it carries a gradient.
+        recomputed: Properties of layers that are recomputed separately, by index within the stage.
+        first_layer: Index of the stage's first layer in the whole model's chain.
+        statistics: Batch normalization statistics for all stages of this process, which may be parts of one model.
 
     Raises:
         ModelError: A layer cannot be trained in micro-batches.
@@ -95,7 +96,7 @@ class StageModule(nn.Module):
             if isinstance(layer.module, ModelStage):
                 layer.module.share_with(self)
                 layer.module.keep_state()
-                # One for all layers, or one for each.
+                # There is one `ModelStage` for all layers, or one for each layer.
                 layer.module.call_at_layers(partial(self._seed, index))
             else:
                 register(self, layer.name, layer.module)
@@ -120,23 +121,23 @@ class StageModule(nn.Module):
             for layer in layers[1:]
             if isinstance(layer.module, ModelStage)
         ]
-        """State of the code of each layer but the first that earlier layers have begun, and that runs again in this
-        stage."""
+        """For each layer except the first, the state of modules that earlier layers have begun to run. Their code runs
+        again from its start in this layer."""
         self.micro_batch = 0
         self.targets: list[Any] = []
         self.seen: Callable[[int, Any], None] | None = None
         """Callback on the last stage, called with the index and output of every micro-batch, as the loss function gets
         it."""
         self.timed_recomputation: Callable[[Callable[[], Any]], Any] = _called
-        """Function that calls a possible recomputation, and records its time."""
+        """Function that calls the layers, and records the time if the call is a recomputation."""
 
     def forward(self, *tensors: Tensor) -> Tensor | tuple[Tensor, ...]:
-        """Return the tensors at the next boundary, dense; the loss on the last stage."""
+        """Return the tensors at the next boundary, densely stored; on the last stage, return the loss."""
         with self.statistics.collecting():
             return self._forward(*tensors)
 
     def named_buffers(self, prefix: str = "", *args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:
-        """Yield the current buffers: a layer may have replaced a buffer's tensor."""
+        """Yield names and current tensors of all buffers; a layer may have replaced a buffer's tensor."""
         parts = [layer for layer in self._layers if isinstance(layer, ModelStage)]
         for part in parts:
             part.share_with(self)
@@ -157,15 +158,15 @@ class StageModule(nn.Module):
             state.forget()
 
     def evaluation_mode(self) -> AbstractContextManager[None]:
-        """Set every module that it runs to evaluation mode; see `evaluation_mode`."""
+        """Return a context in which all modules of this stage are in evaluation mode."""
         return evaluation_mode(*(_model_of(layer) for layer in self._layers))
 
     def _forward(self, *tensors: Tensor) -> Tensor | tuple[Tensor, ...]:
         targets = self.targets[self.micro_batch] if self._loss_fn is not None else None
         if not self._recomputes(self.micro_batch) or not self._has_backward(tensors):
             return self._run(None, self.micro_batch, targets, *tensors)
-        # Re-entrant checkpointing computes without a graph first, and calls no hook for each saved tensor. It needs an
-        # input that requires a gradient, which the first stage does not have.
+        # Re-entrant checkpointing builds no graph in its first forward, and calls no hook for each saved tensor. It
+        # needs an input that requires a gradient. The first stage has none, so `anchor` is this input.
         anchor = torch.zeros((), requires_grad=True)
         arguments = (anchor, self.micro_batch, targets, *tensors)
         timed = self._timed(self._state.replaying(self._run))
@@ -187,13 +188,13 @@ class StageModule(nn.Module):
             return result
         if not splits:
             return result if all(carries) else tuple(t.detach() for t in result)
-        # Re-entrant checkpointing makes zero gradients for all outputs, so those without a gradient (masks) bypass it.
+        # Re-entrant checkpointing makes zero gradients for all outputs, so outputs without gradients (masks) bypass it.
         merged = {True: iter(result), False: iter([t.detach() for t in others])}
         others.clear()
         return tuple(next(merged[does]) for does in carries)
 
     def _timed(self, run: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap `run`, which is called again in backward, so that the time of that call is recorded."""
+        """Wrap `run`, so that the time of its second call, which is the recomputation in backward, is recorded."""
         return lambda *arguments: self.timed_recomputation(lambda: run(*arguments))
 
     def _has_backward(self, tensors: Sequence[Tensor]) -> bool:
@@ -209,18 +210,18 @@ class StageModule(nn.Module):
         self, _anchor: Tensor | None, micro_batch: int, targets: Any, *tensors: Tensor
     ) -> Tensor | tuple[Tensor, ...]:
         if self._copies_input:
-            # Received tensors are leaves, and inside a recomputed stage they are read twice: neither may be written.
+            # Layers must not write into received tensors: these are leaves, and a recomputed stage reads them twice.
             tensors = tuple(tensor.clone() for tensor in tensors)
         else:
-            # Views: of a leaf, as received ones are, autocast would keep a copy until the end of the step.
+            # Pass views, because autocast would keep a copy of a leaf until the end of the step.
             tensors = tuple(tensor.view_as(tensor) for tensor in tensors)
-        # No reference to tensors between two layers is kept.
+        # Below, only `value` refers to the tensors between two layers, so that they are released early.
         value = self.received.rebuild(tensors)
         last = len(self._layers) - 1
         snapshots = [opened.snapshot() for opened in self._opened]
         for index in range(last + 1):
             if index and snapshots:
-                # Code that several layers run from its start must change its state once per micro-batch.
+                # Several layers run the same code from its start; it must change its state only once per micro-batch.
                 self._opened[index - 1].restore(snapshots[index - 1])
             run: Callable[[Any], Any] = partial(self._run_layer, index, micro_batch)
             again = self._recomputed.get(index)
@@ -262,9 +263,9 @@ class StageModule(nn.Module):
 
 
 def _with_graph(result: Any, anchor: Tensor) -> Any:
-    """Return outputs of which at least one depends on `anchor`, which is zero, if there is a graph.
+    """Make at least one output depend on `anchor`, which is zero, if gradients are enabled.
 
-    Layers that are skipped by chance may leave outputs without a graph; the backward of checkpointing would fail.
+    Layers that are skipped at random may leave all outputs without a graph, and checkpointing's backward would fail.
     """
     outputs = [result] if isinstance(result, Tensor) else list(result)
     if not torch.is_grad_enabled() or any(output.requires_grad for output in outputs):

@@ -1,8 +1,8 @@
 """Sum the gradients of tied parameters that layers on different ranks share.
 
-Every rank holds a copy. The copies start equal (`initial_values`), and stay equal because each optimizer gets the same
-gradient: the sum over all ranks, including those of other replicas. Stages of one rank share the parameter itself.
-Frozen parameters have no gradients, so they need no sum.
+Each of these ranks has a copy of the parameter. The copies start equal (`initial_values`), and stay equal because each
+optimizer gets the same gradient: the sum over all copies, including those of other replicas. Stages on the same rank
+share the parameter itself. Frozen parameters have no gradients, so they need no sum.
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -20,7 +20,7 @@ class TiedGradients:
     Args:
         shared: Owners (layer, name) of each shared parameter, from `shared_parameters`.
         parameters: Parameters of this rank, by name.
-        place: Place of this rank.
+        place: Position of this rank in the job.
         stage_of: Stage of each layer.
         trained: Names of the trained parameters of all stages.
     """
@@ -38,8 +38,8 @@ class TiedGradients:
         """Parameters that the same ranks hold, and the group of these ranks."""
         self._kept_elsewhere: list[nn.Parameter] = []
         self._summed: list[Tensor] = []
-        """Summed gradients, kept until the next step: a thread of gloo refers to them a little longer than the sum
-        takes, and a release in that thread would be missed by the memory recorder of this one."""
+        """Summed gradients, kept until the next step. A thread of gloo refers to them a little longer than the sum
+        takes, and the memory recorder of this thread would miss a release in that thread."""
         self.counted_elsewhere: list[nn.Parameter] = []
         """Parameters that another rank of the replica counts in sums over all parameters, such as the norm of the
         gradients."""

@@ -1,12 +1,13 @@
 """Send and receive tensors over stage boundaries, and release them as early as possible.
 
-    receive   The buffer lives from posting it to the end of the backward (or forward) that takes it.
-    output    A sent activation lives until the backward of its micro-batch: by then it was delivered long ago.
-    gradient  A sent gradient lives until the next one is sent. Waiting for earlier ones while one is in progress blocks
-              no rank (see `planner.core.schedule.programs`), and delays no step if M is a multiple of K.
+    receive   A buffer lives from the begin of its receive to the end of the forward or backward that takes it.
+    output    A sent activation lives until the backward of its micro-batch, long after it was delivered.
+    gradient  A sent gradient lives until the send of the next gradient has begun and its own send has ended. This wait
+              blocks no rank (see `planner.core.schedule.programs`), and delays no step if the number of micro-batches
+              is a multiple of the number of devices.
 
-Only `isend`, `irecv` and their handles are used. Every two processes begin their transfers in the same order, which
-gloo and NCCL require: NCCL runs the transfers of a pair one after another.
+Only `isend`, `irecv` and their handles are used. Both processes of a pair begin their common transfers in the same
+order, as gloo and NCCL require. NCCL runs the transfers of a pair one after another.
 """
 
 from collections.abc import Sequence
@@ -22,7 +23,7 @@ from planner.model.layout import in_memory_order, laid_out
 
 
 class Message(NamedTuple):
-    """Input of one action: its kind, stage and micro-batch."""
+    """Key of a message: kind, stage and micro-batch of the action that needs it as input."""
 
     kind: Letter
     stage: int
@@ -37,14 +38,14 @@ class _Coming(NamedTuple):
 
 
 class _Sent(NamedTuple):
-    """Message that is being sent. The tensors must live until it is sent."""
+    """Message that is being sent; its tensors must live until then."""
 
     tensors: tuple[Tensor, ...]
     works: tuple[dist.Work, ...]
 
 
 class Transfers:
-    """Messages between one process and the others of `group`; None for all processes."""
+    """Messages between this process and other processes of `group`; if `group` is None, of all processes."""
 
     def __init__(self, device: torch.device, group: ProcessGroup | None) -> None:
         self._device, self._group = device, group
@@ -81,20 +82,20 @@ class Transfers:
         """Begin to send the output of a forward.
 
         Args:
-            message: The forward, with which `release_output` identifies the output.
+            message: Key of the forward, which is passed to `release_output` later.
             tensors: Output tensors.
             rank: Receiving process.
         """
         self._outputs[message] = self._send([tensor.detach() for tensor in tensors], rank)
 
     def release_output(self, message: Message) -> None:
-        """Wait until an output is sent, and release it."""
+        """Wait until the output of a forward is sent, and release its tensors."""
         sent = self._outputs.pop(message, None)
         if sent is not None:
             _wait(sent.works)
 
     def send_gradient(self, tensors: Sequence[Tensor], shapes: Sequence[Tensor], rank: int) -> None:
-        """Begin to send the gradients of a backward in the layout of the receiver's buffers; finish the previous send.
+        """Begin to send gradients in the layout of the receiver's buffers; then wait until the previous ones are sent.
 
         Args:
             tensors: Gradients.
@@ -107,7 +108,7 @@ class Transfers:
             _wait(before.works)
 
     def finish(self) -> None:
-        """Wait for all sends at the end of a step."""
+        """Wait at the end of a step until all tensors are sent."""
         for message in list(self._outputs):
             self.release_output(message)
         if self._gradient is not None:

@@ -295,7 +295,7 @@ def test_a_gradient_that_the_first_forward_does_not_have_is_not_lost() -> None:
 
 def test_a_gradient_that_comes_later_is_not_lost() -> None:
     """The next stage would not send it."""
-    with pytest.raises(ModelError, match=r"what a stage sends has a gradient now, and had none \(let `build_model`"):
+    with pytest.raises(ModelError, match=r"requires a gradient now, but did not before \(let `build_model`"):
         checked(lambda: nn.Sequential(Initializes(2), nn.Linear(WIDTH, WIDTH)))
 
 

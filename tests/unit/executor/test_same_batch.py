@@ -84,7 +84,7 @@ def test_ranks_with_other_samples_do_not_train(tmp_path: Path, how: str) -> None
     """Every way of a `DistributedSampler` into two stages ends before the first step."""
     write_balance(TWO, tmp_path / "balance.yaml")
     (tmp_path / "worker.py").write_text(TRAIN)
-    with pytest.raises(AssertionError, match="would be of different samples") as failed:
+    with pytest.raises(AssertionError, match="would belong to different samples") as failed:
         run_ranks(2, ["worker.py", how], tmp_path)
     expected = "gives rank" if how == "loader" else "rank 1 has other inputs in its first mini-batch than rank 0"
     assert expected in str(failed.value)

@@ -472,7 +472,7 @@ def test_what_is_sent_must_be_what_the_next_stage_waits_for() -> None:
         copies_input=False,
     )
     module(torch.zeros(2, 5, 8))
-    expected = r"a stage that got float32\[2, 4, 8\] was to send float32\[2, 5, 8\] and has float32\[2, 4, 8\]"
+    expected = r"a stage that received float32\[2, 4, 8\] should send float32\[2, 5, 8\], but has float32\[2, 4, 8\]"
     with pytest.raises(ModelError, match=expected) as caught:
         module(torch.zeros(2, 4, 8))
     assert "example_batch" in caught.value.hint
@@ -495,5 +495,5 @@ def test_what_is_no_tensor_must_be_what_the_next_stage_takes_it_for() -> None:
         copies_input=False,
     )
     module(torch.zeros(2, 5, 8))
-    with pytest.raises(ModelError, match=r"was to send float32\[2, 8\], 5 and has float32\[2, 8\], 4"):
+    with pytest.raises(ModelError, match=r"should send float32\[2, 8\], 5, but has float32\[2, 8\], 4"):
         module(torch.zeros(2, 4, 8))
