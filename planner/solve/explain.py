@@ -143,7 +143,7 @@ def _explain_by_descent(query: InfeasibleQuery) -> InfeasibleError:
 def _hints(query: InfeasibleQuery, cases: Sequence[Case], best: Case, smallest_bytes: float) -> Iterator[str]:
     inputs = query.inputs
     devices = pluralize(inputs.devices, "device")
-    side_by_side = f"{best.replicas} replicas, " if inputs.replicas != 1 else ""
+    side_by_side = f"{pluralize(best.replicas, 'replica')}, " if inputs.replicas != 1 else ""
     if best.cluster.tensor_parallel > 1:
         side_by_side += f"{best.cluster.tensor_parallel} GPUs per layer, "
     limit = f"{_mem_option(inputs, smallest_bytes)} ({side_by_side}M = {best.micro_batches})"

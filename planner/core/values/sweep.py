@@ -15,8 +15,7 @@ class SweepCell:
     memory_bytes: int
     """Memory of a device, as requested; the plan's inputs have the limit that the headroom leaves."""
     status: Literal["optimal", "feasible", "none", "unknown"]
-    """Result. `none`: it is proven that no plan fits; `unknown`: the time limit ended the search before it found a
-    plan."""
+    """Result. `none`: it is proven that no plan fits; `unknown`: the search found no plan, which proves nothing."""
     samples_per_device_s: float = 0.0
     """Samples per second and device, counting unused devices."""
     training: TrainingRun | None = None

@@ -85,7 +85,7 @@ def _more_us(before: float | None, now: float | None) -> str:
     return NOTHING if before is None or now is None else difference(before, now)
 
 
-_NONE = {"none": "does not fit", "unknown": "no plan in time"}
+_NONE = {"none": "does not fit", "unknown": "none found"}
 
 
 def sweep_table(sweep: Sweep) -> Table:
