@@ -1,4 +1,4 @@
 """Output of profiles, plans, verdicts and run reports as text, HTML, SVG and traces.
 
-Each form has its own module, which is imported when needed: `check` does not use the report's pages.
+Each output format has its own modules, which are imported only when needed. For example, `check` imports no HTML pages.
 """

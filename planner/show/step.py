@@ -1,7 +1,7 @@
-"""One training step as spans of time: the actions of every device, and the memory that it holds.
+"""One training step as spans of time: the actions of every device, and its memory over time.
 
-Pictures and traces are made of it. Times are the simulator's. Memory is taken at the same points as the peak
-(`planner.core.cost.moments`), so its highest value is the plan's peak.
+Pictures and traces show these spans. Their times come from the simulator. Memory is computed at the same points in the
+step as the peak (`planner.core.cost.moments`), so the highest value is the plan's peak.
 """
 
 from collections.abc import Iterator, Sequence
@@ -26,37 +26,37 @@ IntArray = NDArray[np.int64]
 SpanKind = str
 """Kind of a span: the label of an action's kind; or `send forward`, `send backward`, `receive`, `optimizer`.
 
-Sends overlap with computation; `receive`, over a blocking link, keeps the device busy.
+Sends overlap with computation. A `receive` is over a blocking link and keeps the device busy.
 """
 
 _BACKWARDS: Final = {kind.label for kind in KINDS.values() if kind.direction < 0}
-"""Kinds that include recomputation."""
+"""Kinds of spans that may include recomputation."""
 _LABELS: Final = {kind.label for kind in KINDS.values()}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Span:
-    """Interval of time in which a device does one thing."""
+    """Interval of time in which a device runs one action, transfer or optimizer step."""
 
     kind: SpanKind
     device: int
-    """Index of the device in the pipeline; for a send, of the sender."""
+    """Index of the device in the pipeline; for a send, the index of the sender."""
     stage: int
-    """Index of the stage in the pipeline; for an optimizer's step, the device's first stage."""
+    """Index of the stage in the pipeline; for an optimizer step, the index of the device's first stage."""
     micro_batch: int = 0
     start_us: float
     end_us: float
     recompute_us: float = 0.0
-    """Part of a backward that is recomputation."""
+    """Time of recomputation at the beginning of a backward."""
 
     @property
     def duration_us(self) -> float:
-        """Time from start to end."""
+        """Time from start to end, in microseconds."""
         return self.end_us - self.start_us
 
 
 class Level(NamedTuple):
-    """Memory of a device from a point in time."""
+    """Memory of a device from a point in time to the next level."""
 
     start_us: float
     bytes: int
@@ -64,31 +64,32 @@ class Level(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """One step of one pipeline."""
+    """One training step of one pipeline, as spans and memory levels."""
 
     num_devices: int
-    """K."""
+    """Number of devices of the pipeline, K."""
     chunks: int
-    """V: stage s is chunk s // K of its device."""
+    """Number of chunks (stages) per device, V; stage s is chunk s // K of its device."""
     micro_batches: int
+    """Number of micro-batches, M."""
     spans: tuple[Span, ...]
-    """Spans in order of their starts."""
+    """Spans of all devices, sorted by start."""
     memory: tuple[tuple[Level, ...], ...]
-    """Levels of each device, in order of time."""
+    """Memory levels of each device, sorted by time."""
 
     @property
     def end_us(self) -> float:
-        """End of the last device's work, including its optimizer's step."""
+        """Time at which the last device ends, optimizer step included."""
         return max((span.end_us for span in self.spans), default=0.0)
 
     @property
     def pipeline_us(self) -> float:
-        """End of the last backward."""
+        """Time at which the last backward ends."""
         return max((span.end_us for span in self.spans if span.kind != "optimizer"), default=0.0)
 
 
 def step_of(evaluation: Evaluation) -> Step:
-    """Return one step of the partition as spans."""
+    """Return one simulated training step of the evaluated partition."""
     partition = evaluation.partition
     spans = [span for event in evaluation.events for span in _spans(event, evaluation.stage_times, partition)]
     spans += _optimizer_spans(spans, evaluation)
@@ -131,7 +132,7 @@ def _spans(event: Event, times: Sequence[StageTimes], partition: Partition) -> I
 
 
 def _optimizer_spans(spans: Sequence[Span], evaluation: Evaluation) -> Iterator[Span]:
-    # The spans of a device are in order of time.
+    # The spans of a device are sorted by time, so the last one of a device remains.
     last_backward = {span.device: span.end_us for span in spans if span.kind in _LABELS}
     for device, own_us in enumerate(evaluation.updates_us.tolist()):
         end_us = last_backward[device]
@@ -153,15 +154,22 @@ def _memory(spans: Sequence[Span], evaluation: Evaluation) -> tuple[tuple[Level,
 
 
 class _StageBytes(NamedTuple):
-    """Bytes of a stage in columns that are rounded one by one: the plan's components, or a single column."""
+    """Memory of a stage in bytes, with one column per component of the plan, or one column for their total.
+
+    Each column is rounded on its own, as the plan's components are.
+    """
 
     always: FloatArray
-    """Bytes that are always held, shape (columns,)."""
+    """Bytes that exist during the whole step, shape (columns,)."""
     parts: FloatArray
-    """Bytes of each counted part, shape (parts, columns)."""
+    """Bytes of each of `PARTS`, which exist at some points in the step; shape (parts, columns)."""
 
     def at(self, counts: IntArray) -> FloatArray:
-        """Return whole bytes at points in the step; counts have shape (points, parts)."""
+        """Return the memory at points in the step, in whole bytes.
+
+        Args:
+            counts: Number of each of `PARTS` that exist at each point, shape (points, parts).
+        """
         whole: FloatArray = np.rint(self.always + counts @ self.parts).sum(axis=1)
         return whole
 
@@ -183,27 +191,28 @@ def _stage_bytes(device: int, evaluation: Evaluation) -> list[_StageBytes]:
 
 
 class _DeviceBytes(NamedTuple):
-    """Whole bytes of a device, including the reserve."""
+    """Memory of a device over a step, in whole bytes, with the reserve."""
 
     idle: int
-    """Bytes before the first action."""
+    """Memory before the first action."""
     during: Sequence[int]
-    """Bytes while each action runs."""
+    """Memory while each action runs."""
     after: Sequence[int]
-    """Bytes between each action and the next."""
+    """Memory between each action and the next one."""
     optimizer_step: int
+    """Memory during the optimizer step."""
 
     @classmethod
     def of(cls, stages: Sequence[_StageBytes], counts: Counts, reserve_bytes: int) -> "_DeviceBytes":
-        """Return the bytes of a device that runs `stages` with these counts.
+        """Return the memory of a device over a step.
 
         Args:
-            stages: Bytes of the stages.
-            counts: Counts of the parts at each action.
+            stages: Memory of each stage on the device.
+            counts: Number of each of `PARTS` that exist at each action of the device.
             reserve_bytes: Reserve of the device.
 
         Returns:
-            The bytes over the step.
+            The memory over the step.
         """
 
         def at(moments: IntArray) -> FloatArray:
@@ -221,7 +230,13 @@ class _DeviceBytes(NamedTuple):
 
 
 def _levels(computing: Sequence[Span], device_bytes: _DeviceBytes, peak: int) -> Iterator[Level]:
-    """Yield the changes of memory; `peak` is exact, and levels of several chunks may exceed it by rounding."""
+    """Yield the memory levels of a device over the step, sorted by time.
+
+    Args:
+        computing: Spans of the device's actions, sorted by time.
+        device_bytes: Memory of the device at each action.
+        peak: Exact peak of the device; it limits the levels, because the sum of rounded chunks may exceed it.
+    """
     yield Level(0.0, device_bytes.idle)
     ends = [*(after.start_us for _, after in pairwise(computing)), float("inf")]
     for n, (span, next_us) in enumerate(zip(computing, ends, strict=True)):

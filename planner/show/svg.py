@@ -1,7 +1,8 @@
 """Timeline of one step as SVG, for a file or for the printed HTML report.
 
-Each device has a row, with its bubble at the end. Sends are thin lines at the row's edge towards the receiver. Boxes of
-one look are one path per row, and very thin neighboring boxes are merged, so that the size of the file is bounded.
+Each device has a row, with its bubble at the end. Sends are thin lines at the row's edge towards the receiver. Boxes
+with the same style class are drawn as one path per row, and very thin neighboring boxes are merged. This limits the
+size of the file.
 """
 
 from collections import defaultdict
@@ -26,15 +27,15 @@ from planner.show.views.spans import (
 
 _WIDTH = 1200.0
 _RIGHT = 52.0
-"""Space for the bubbles."""
+"""Width at the right edge for the bubbles."""
 _AXIS = 30.0
 _LEGEND, _LEGEND_LINE = 30.0, 18.0
 _TALLEST, _LOWEST = 26.0, 7.0
 _HEIGHT = 560.0
 _LETTER = 5.6
-"""Width of a digit in a box."""
+"""Width of a digit in a box, in pixels."""
 _THIN = 1.5
-"""Boxes narrower than this are merged with their neighbors."""
+"""Width in pixels below which a box is merged with its neighbor."""
 
 _STYLE = Template("""\
 .timeline{font:10px system-ui,"Segoe UI",Roboto,"DejaVu Sans",sans-serif;font-variant-numeric:tabular-nums}
@@ -53,7 +54,7 @@ $inks}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Frame:
-    """Coordinates of the picture."""
+    """Coordinates of the timeline in the picture, in pixels."""
 
     step: Step
     end_us: float
@@ -68,7 +69,7 @@ class _Frame:
 
     @property
     def every(self) -> int:
-        """Number of rows per row name: 1 if rows are high enough for all names."""
+        """Distance of rows with a name, in rows: 1 if rows are high enough for all names."""
         return 1 if self.row >= 11 else 4 if self.row >= 8 else 8
 
     @property
@@ -76,7 +77,7 @@ class _Frame:
         return self.y(self.step.num_devices)
 
     def lane(self, name: str) -> tuple[float, float]:
-        """Return the vertical middle and the height of a lane, relative to the top of its row."""
+        """Return the vertical middle, relative to the top of the row, and the height of a lane (strip of a row)."""
         edge = 3.0 if has_lanes(self.step) else 0.0
         if name == "compute":
             return self.row / 2, self.row - 2 * edge - 1
@@ -84,15 +85,15 @@ class _Frame:
 
 
 def timeline_svg(step: Step, title: str, *, standalone: bool = True) -> str:
-    """Return the timeline as SVG.
+    """Return the timeline of a step as SVG.
 
     Args:
         step: The step.
         title: Title, also for screen readers.
-        standalone: If true, include style, background and legend; otherwise the page provides them.
+        standalone: True for a file with its own style, background and legend; False for a page that provides them.
 
     Returns:
-        Markup.
+        The markup.
     """
     name = row_noun(step.chunks)
     # Digits are about 6.2 wide at 11 px; the margin grows with the number of devices.
@@ -130,12 +131,12 @@ def timeline_svg(step: Step, title: str, *, standalone: bool = True) -> str:
 
 
 def has_lanes(step: Step) -> bool:
-    """Return True if rows are high enough for sends at their edges."""
+    """Return True if rows are high enough to draw sends at their edges."""
     return _row_height(step) >= 11
 
 
 def legend_kinds(step: Step) -> list[tuple[str, str]]:
-    """Return class and words of every look in the picture."""
+    """Return style class and label of everything that the picture shows."""
     return legend_looks(step, has_lanes=has_lanes(step))
 
 
@@ -197,11 +198,11 @@ def _bubbles(frame: _Frame) -> str:
 
 
 _Box = tuple[str, float, float]
-"""Look, left and right edge."""
+"""Box in a row: style class, left edge, right edge."""
 
 
 def _boxes(frame: _Frame, spans: Sequence[Span]) -> Iterator[tuple[str, float, float, str]]:
-    """Yield everything in a row as look, left and right edge, and lane; later boxes are drawn on top."""
+    """Yield the boxes of a row as style class, left edge, right edge, and lane; later boxes are drawn on top."""
 
     def lane(name: str, drawn: Iterator[_Box]) -> Iterator[tuple[str, float, float, str]]:
         for look, x, end in _merged(drawn):
@@ -217,7 +218,7 @@ def _boxes(frame: _Frame, spans: Sequence[Span]) -> Iterator[tuple[str, float, f
 
 
 def _merged(boxes: Iterator[_Box]) -> Iterator[_Box]:
-    """Yield boxes from left to right; very thin boxes are merged with the previous box of the same look."""
+    """Yield the boxes from left to right, very thin ones merged with the previous box if that has the same class."""
     pending: _Box | None = None
     for look, x, end in boxes:
         if pending is not None:
@@ -232,7 +233,7 @@ def _merged(boxes: Iterator[_Box]) -> Iterator[_Box]:
 
 
 def _labels(frame: _Frame, spans: Sequence[Span]) -> Iterator[str]:
-    # Either all equal boxes have their number, or none.
+    # A box has its number only if the longest number fits, so that equal boxes look equal.
     longest = len(str(frame.step.micro_batches - 1)) + (2 if frame.step.chunks > 1 else 0)
     for span in spans:
         kind = BY_LABEL.get(span.kind)
@@ -254,7 +255,7 @@ def _labels(frame: _Frame, spans: Sequence[Span]) -> Iterator[str]:
 
 
 def _legend_rows(step: Step) -> list[list[tuple[str, str]]]:
-    """Return class and words of every look, and of blank space, on as many lines as needed."""
+    """Return the lines of the legend, each as style classes and labels; a label without a class has no sample."""
     items = [*legend_kinds(step), ("", "blank: idle"), ("", f"at the right: {BUBBLE_WORDS}")]
     rows: list[list[tuple[str, str]]] = [[]]
     for item in items:

@@ -1,6 +1,7 @@
-"""Trace of a predicted step: a process per device, and a counter `memory` whose highest value is the device's peak.
+"""Trace of a predicted step, for a trace viewer.
 
-The trace of a run (`train.py --trace`) has the same rows.
+Each device is a process with a counter `memory`, whose highest value is the device's peak. The trace of a run
+(`train.py --trace`) has the same rows.
 """
 
 from collections.abc import Iterator
@@ -13,7 +14,7 @@ from planner.show.views.spans import micro_batch_text
 
 
 def trace_json(step: Step, title: str) -> str:
-    """Return the trace of `step` as text."""
+    """Return the trace of a predicted step as JSON."""
     kinds = {"compute", *(span.kind for span in step.spans)}
     return trace_text(
         {device: f"{row_noun(step.chunks)} {device}" for device in range(step.num_devices)},

@@ -1,8 +1,8 @@
 """Interactive report: a page with adjustable cuts, M, schedule and memory limits, which updates all figures at once.
 
-Python writes the numbers (`planner.show.explore.data`): bytes of every stage by part and component, durations, and
-action orders. Each action has its dependencies and its changes of the counted memory. The page adds these and takes
-maxima (`evaluate.js`). JavaScript contains no rule of the cost model and no schedule.
+Python writes the numbers (`planner.show.explore.data`): the memory of every stage, durations, and action orders with
+the dependencies and memory changes of each action. The scripts of the page only add these numbers and take maxima
+(`evaluate.js`). They contain no rule of the cost model and no schedule.
 """
 
 from planner.show.explore.page import explore_html

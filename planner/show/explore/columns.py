@@ -1,4 +1,4 @@
-"""Columns of the page's tables, computed by the cost model: bytes and times of stages, and times of transfers."""
+"""Columns of the page's tables, computed by the cost model: memory and times of stages, and times of transfers."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Final, NamedTuple
@@ -21,47 +21,50 @@ FloatArray = NDArray[np.float64]
 IntArray = NDArray[np.int64]
 
 ALONE, ALONE_ONCE, SHARED, IN_PLACE = range(4)
-"""Sharing modes of a stage.
+"""Sharing modes: how a stage shares its device, which decides how its memory is counted.
 
-ALONE: alone on its device. ALONE_ONCE: alone with one micro-batch in flight, which compiled programs treat separately.
-SHARED: with other stages. IN_PLACE: with other stages, and its input was made by the previous stage on the same device.
+ALONE: no other stage is on the device. ALONE_ONCE: no other stage, and one micro-batch in flight, which compiled
+programs treat separately. SHARED: other stages are on the device. IN_PLACE: as SHARED, and the previous stage, which
+makes the input, is on the same device.
 """
 
 ALWAYS: Final = -1
-"""Index for bytes that exist during the whole step, used like the index of a part."""
+"""Index in place of a part's index, for memory that exists during the whole step."""
 
 _MOST_AT_ONCE: Final = 1 << 14
-"""Number of stages whose bytes are computed together; limits transient memory."""
+"""Number of stages whose memory is computed together, which limits temporary memory."""
 
 Components = Mapping[tuple[int, int], FloatArray]
 """Bytes of stages by part (an index into `PARTS`, or `ALWAYS`) and component (an index into `ITEMS`)."""
 
 
 class _Block(NamedTuple):
-    """Rows of a table, and their stages in a window."""
+    """Some rows of a table, whose stages are computed together."""
 
     rows: IntArray
+    """Indices of the rows."""
     stages: Stages
+    """All stages between some first layers and some last layers; more than the rows."""
     places: tuple[IntArray, IntArray]
-    """Index of each row in the window."""
+    """Position of each row's stage in `stages`."""
     received: FloatArray
-    """Input bytes of each row's first layer."""
+    """Bytes that the stage of each row receives as input."""
 
 
 def byte_columns(
     table: NumberTable, costs: ChainCosts, cells: Cells, *, micro_batches: int, parts: Sequence[set[int]]
 ) -> list[list[list[int]]]:
-    """Add the bytes that stages hold to a table.
+    """Add the memory of stages to a table, in bytes.
 
     Args:
         table: Table with a row per stage.
-        costs: The chain at the micro-batch size, with its replicas.
-        cells: The stages.
-        micro_batches: M.
-        parts: Parts that the page's orders count, by sharing mode; empty for unused modes.
+        costs: Costs of the chain at the micro-batch size, with its replicas.
+        cells: The stages of the rows.
+        micro_batches: Number of micro-batches, M.
+        parts: For each sharing mode, the parts that occur in the page's action orders; empty for unused modes.
 
     Returns:
-        By sharing mode and by `CHOICES`: part, component and column of every component, one after the other.
+        For each sharing mode and each of `CHOICES`, a flat list of triples: part, component, and index of the column.
     """
     blocks = tuple(_blocks(costs, cells, micro_batches))
     return [
@@ -83,7 +86,7 @@ def _listed(table: NumberTable, blocks: Sequence[_Block], mode: int, choice: Rec
 
 
 def _blocks(costs: ChainCosts, cells: Cells, micro_batches: int) -> Iterator[_Block]:
-    """Yield all cells; stages that begin with neighboring layers are in one block."""
+    """Yield all stages in blocks; stages whose first layers are close together are in the same block."""
     firsts, group = np.unique(cells.first, return_inverse=True)
     ends = np.zeros(len(firsts), np.int64)
     np.maximum.at(ends, group, cells.end)
@@ -129,7 +132,7 @@ def _chosen(block: _Block, mode: int, choice: Recompute) -> Components:
 
 
 def _among_others(block: _Block, parts: Parts, *, is_in_place: bool) -> Components:
-    """Return the components of stages that share a device, in whole bytes."""
+    """Return the memory components of stages that share a device with others, in whole bytes."""
     sizes = np.stack([_at(block, size) for size in parts.totals(block.stages.shape)[1:]], axis=-1)
     if is_in_place:
         none = np.zeros(1)
@@ -150,14 +153,15 @@ def time_columns(table: NumberTable, costs: ChainCosts, cells: Cells, pipeline: 
 
     Args:
         table: Table with a row per stage.
-        costs: The chain at the micro-batch size.
-        cells: The stages.
-        pipeline: Devices and links.
+        costs: Costs of the chain at the micro-batch size.
+        cells: The stages of the rows.
+        pipeline: Devices and links of the pipeline.
 
     Returns:
-        Columns: for each of `CHOICES`, the durations of each kind of action (other micro-batches, then the last one),
-            and their recomputation; the optimizer's step; the gradient sum over replicas; the part of later stages'
-            optimizers that the stage hides.
+        Indices of columns by name. `durations` and `again` have, for each of `CHOICES` and each kind of action, the
+            duration and its recomputation, for micro-batches 0..M-2 and then for the last one. `optimizer` is the
+            optimizer step, `summed` the all-reduce over replicas, and `hides` the time of later stages' optimizer
+            steps that the stage hides.
     """
     sums, speed = ChainSums.of(costs, pipeline.cluster, pipeline.replicas), np.array(pipeline.speeds)[cells.speed]
     durations, again = [], []
@@ -186,16 +190,17 @@ def time_columns(table: NumberTable, costs: ChainCosts, cells: Cells, pipeline: 
 def crossing_columns(
     table: NumberTable, costs: ChainCosts, crossings: Crossings, pipeline: DeviceGroup
 ) -> dict[str, int]:
-    """Add transfer times to a table: of one transfer, and what a boundary hides of later optimizers (see `hidden_us`).
+    """Add transfer times to a table.
 
     Args:
-        table: Table with a row per crossing.
-        costs: The chain at the micro-batch size.
-        crossings: Cuts and the links that carry them.
-        pipeline: Devices and links.
+        table: Table with a row per cut and link.
+        costs: Costs of the chain at the micro-batch size.
+        crossings: The cuts, and the links that carry their tensors.
+        pipeline: Devices and links of the pipeline.
 
     Returns:
-        Columns by name.
+        Indices of columns by name: `send` is the time of one transfer, `send_hides` the time of later stages' optimizer
+            steps that transfers over the boundary hide (see `hidden_us`).
     """
     sent = costs.boundaries.output[crossings.cut - 1].tolist()
     send_us = [pipeline.links[link].transfer_us(size) for link, size in zip(crossings.link.tolist(), sent, strict=True)]

@@ -1,4 +1,4 @@
-"""Data of the page: numbers of stages and cuts, action orders, and the choices of the controls."""
+"""Data of the interactive report: memory and times of stages and cuts, action orders, and choices of the controls."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -42,24 +42,24 @@ MOST_BYTES: Final = 1_200_000
 """Size limit of all tables together, in bytes."""
 
 _MOST_STAGES: Final = 50_000
-"""Limit of the stages, counted per micro-batch size, whose numbers are computed to estimate the size of the tables."""
+"""Largest number of stages, times micro-batch sizes, whose numbers are computed to estimate the size of the tables."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PageData:
-    """Data of the page, and the limits of its controls."""
+    """Data of the interactive report, and the limits of its controls."""
 
     text: str
-    """JSON, safe to embed in a script element."""
+    """JSON that is safe inside a script element."""
     is_complete: bool
     """True if all action orders fit into the page."""
     widths: Mapping[int, int]
-    """Layers by which a cut can be moved from its initial position, by number of stages; at most L."""
+    """Number of layers by which a cut can be moved from its initial position, by number of stages; at most L."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Chain:
-    """Chain at every micro-batch size of the page, and the devices that it runs on."""
+    """Chain of layers at every micro-batch size of the page, and the devices of its pipeline."""
 
     question: Question
     costs: Mapping[int, ChainCosts]
@@ -68,7 +68,7 @@ class _Chain:
 
     @classmethod
     def of(cls, question: Question) -> "_Chain":
-        """Return the chain of a question."""
+        """Return the chain of the question's profile, on the devices of its plan."""
         plan, table = question.plan, CostTable(profile_of_plan(question.plan, question.profile))
         sizes = {m: plan.inputs.batch // plan.replicas // m for m in question.micro_batches}
         costs = {m: table.at(size, extrapolate=plan.inputs.extrapolate) for m, size in sizes.items()}
@@ -78,15 +78,15 @@ class _Chain:
 
     @property
     def one(self) -> ChainCosts:
-        """Chain at the plan's micro-batch size."""
+        """Costs of the chain at the plan's micro-batch size."""
         return self.costs[self.question.plan.micro_batches]
 
 
 def page_data(question: Question) -> PageData:
-    """Return the data of the page.
+    """Return the data of the interactive report.
 
-    For a long chain, only stages near the initial cuts have numbers. If even those are too many, the largest numbers of
-    stages per device are left out.
+    For a long chain, the data has only stages near the initial cuts. If these are still too many, the page does not
+    offer the largest numbers of stages per device.
     """
     chain, menu = _Chain.of(question), menu_of(question)
     nearby = _NearbyStages.of(chain, menu)
@@ -96,7 +96,7 @@ def page_data(question: Question) -> PageData:
         optional = [chunks for chunks in menu.chunks if chunks != question.plan.chunks]
         if max(widths.values()) > 1:
             fewer = nearby.widths(tables["num_stages"] * MOST_BYTES // size)
-            # Windows overlap, so fewer stages than estimated may be left out.
+            # Stages near different cuts are partly the same, so a smaller width may leave out fewer than estimated.
             widths = {s: max(1, min(max(fewer[s], width // 2), width - 1)) for s, width in widths.items()}
         elif optional:
             menu = menu.without(optional[-1])
@@ -115,18 +115,18 @@ def _text(data: Mapping[str, object]) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _NearbyStages:
-    """Layouts of a menu, and the stages whose cuts are near the initial cuts."""
+    """Stages of the page: stages on the devices of each layout whose cuts are near the initial cuts."""
 
     chain: _Chain
     menu: Menu
     layouts: Mapping[tuple[int, Placement], StageLayout]
-    """Layouts by chunks per device and placement."""
+    """Layouts of stages on devices, by number of chunks per device and placement."""
     balances: Mapping[int, tuple[int, ...]]
-    """Initial cuts by number of stages: the plan's, or even ones."""
+    """Initial cuts by number of stages, as layers per stage: the plan's cuts, or even cuts."""
 
     @classmethod
     def of(cls, chain: _Chain, menu: Menu) -> "_NearbyStages":
-        """Return the layouts that the schedules of `menu` use."""
+        """Return the layouts and initial cuts that the schedules of `menu` use."""
         used = sorted({(chunks, one.schedule.placement) for one in menu.schedules for chunks in one.orders})
         layouts = {key: StageLayout.of(chain.pipeline, *key) for key in used}
         plan = chain.question.plan
@@ -134,20 +134,20 @@ class _NearbyStages:
         return cls(chain=chain, menu=menu, layouts=layouts, balances={**even, len(plan.balance): plan.balance})
 
     def widths(self, most: int) -> dict[int, int]:
-        """Return how far cuts can move, in layers, if about `most` stages have numbers; from 1 to L.
+        """Return by how many layers cuts can move, from 1 to L, so that the page has about `most` stages.
 
-        The plan's number of stages gets half of them. Other numbers of stages share the rest.
+        Pipelines with the plan's number of stages get half of these stages. Other numbers of stages share the rest.
         """
         num_layers, own = self.chain.one.num_layers, len(self.chain.question.plan.balance)
         if len(self.chain.pipeline.speeds) * num_layers * (num_layers + 1) // 2 <= most:
             return dict.fromkeys(self.balances, num_layers)
         shares = {s: most // 2 // (len(self.balances) - 1) for s in self.balances if s != own}
         shares[own] = most - sum(shares.values())
-        # A cut that moves by w layers to either side makes (2 w + 1)^2 stages with the next cut.
+        # If each cut moves by w layers to either side, there are (2 w + 1)^2 stages between two successive cuts.
         return {s: max(1, min(num_layers, (isqrt(share // s) - 1) // 2)) for s, share in shares.items()}
 
     def tables(self, widths: Mapping[int, int]) -> dict[str, Any]:
-        """Return the costs of all stages whose cuts are at most `widths` layers from the initial cuts."""
+        """Return the tables of all stages whose cuts are at most `widths` layers from the initial cuts."""
         chain, pipeline = self.chain, self.chain.pipeline
         cells, crossings = stages_near(self.layouts.values(), self.balances, widths)
         sizes, bytes_, times = {}, NumberTable(len(cells.first)), NumberTable(len(cells.first))
@@ -172,7 +172,7 @@ class _NearbyStages:
         }
 
     def _parts(self, micro_batches: int) -> list[set[int]]:
-        """Return the parts that orders with M micro-batches count, by sharing mode."""
+        """Return for each sharing mode the memory parts that occur in orders with this number of micro-batches."""
         parts: list[set[int]] = [set() for _ in range(IN_PLACE + 1)]
         cases = ((one.schedule, chunks, by_m) for one in self.menu.schedules for chunks, by_m in one.orders.items())
         for schedule, chunks, by_m in cases:
@@ -181,12 +181,12 @@ class _NearbyStages:
         return parts
 
     def modes(self, schedule: Schedule, chunks: int, micro_batches: int) -> list[int]:
-        """Return the sharing mode of each stage: `ALONE`, ….
+        """Return the sharing mode of each stage, for example `ALONE`.
 
         Args:
             schedule: The schedule.
-            chunks: Stages per device.
-            micro_batches: M.
+            chunks: Number of stages per device.
+            micro_batches: Number of micro-batches, M.
 
         Returns:
             One mode per stage.
@@ -200,7 +200,7 @@ class _NearbyStages:
         return [ALONE if most > 1 else ALONE_ONCE for most in in_flight]
 
     def layouts_data(self) -> dict[str, object]:
-        """Return the layouts and schedules for the page."""
+        """Return the layouts, links and schedules of the page, for its JSON data."""
         links, layouts = self.chain.pipeline.links, list(self.layouts)
         return {
             "blocking": [link.blocking for link in links],
@@ -229,14 +229,19 @@ class _NearbyStages:
 
 
 def _heights(times_us: FloatArray, costs: ChainCosts) -> list[int]:
-    """Return times of layers in thousandths of the longest layer's time."""
+    """Return times of layers in thousandths of the longest layer's time, as heights of the page's columns."""
     longest_us = float((costs.forward_us + costs.backward_us).max())
     heights: list[int] = np.rint(times_us / longest_us * 1000 if longest_us else times_us).astype(int).tolist()
     return heights
 
 
 def _tie(tie: Tie, *, is_exact: bool) -> list[object]:
-    """Return a sharing layer, the earlier ones (nearest first), and part, component and shared bytes."""
+    """Return a tie (shared parameters) for the page's JSON data.
+
+    Returns:
+        The layer, the earlier layers that share its parameters (nearest first), and a flat list of triples: part,
+        component and shared bytes.
+    """
     sizes = {
         (ALWAYS, "parameters"): tie.parameter_bytes,
         (ALWAYS, "optimizer"): tie.optimizer_bytes,
@@ -248,7 +253,7 @@ def _tie(tie: Tie, *, is_exact: bool) -> list[object]:
 
 
 def _choices(nearby: _NearbyStages) -> dict[str, object]:
-    """Return the initial state of the controls, and the words of commands."""
+    """Return the initial state of the page's controls, and the words of the commands that it shows."""
     question, plan = nearby.chain.question, nearby.chain.question.plan
     names = [each.schedule.name for each in nearby.menu.schedules]
     return {
@@ -270,7 +275,7 @@ def _choices(nearby: _NearbyStages) -> dict[str, object]:
 
 
 def _devices(chain: _Chain) -> dict[str, object]:
-    """Return the devices of a pipeline in its order, and all labels."""
+    """Return the devices of the pipeline, and the names and labels on the page."""
     question, plan = chain.question, chain.question.plan
     partition = Partition.of(plan, chain.one.names)
     return {

@@ -1,7 +1,8 @@
 """Action orders for the page: one text per device for each schedule, number of stages and number of micro-batches.
 
-The page contains no schedule. Each character of a text is a step, a row of one common table: the action that the device
-runs, and the parts of memory that it adds and removes. Long orders are left out, except the plan's own.
+Each character of a text stands for a row of a table that all texts share. The row has an action of the device, and the
+memory parts that the action adds and removes. Scripts therefore need no schedule. Long orders are left out, except the
+order of the plan.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,20 +18,24 @@ from planner.core.values.plan import Plan
 from planner.show.explore.question import Question
 
 MOST_ACTIONS: Final = 400_000
-"""Limit of the actions of all orders together; about equal to their bytes in the page."""
+"""Largest number of actions in all orders together, which is about their size in bytes in the page."""
 
 LETTERS: Final = tuple(KINDS)
 
 Step = tuple[int, Change]
-"""Step of a device: 4 * chunk + kind of its action (-1 for the optimizer's step), and its changes of the counts of
-memory parts."""
+"""Row of the table: 4 * chunk + kind of the action (-1 for the optimizer step), and how the action changes the numbers
+of memory parts."""
 
 Order = tuple[str] | tuple[str, list[int]]
-"""Steps of a device, and its micro-batches if a stage does not process them in order."""
+"""Action order of a device as a text; with the micro-batch of each action, if a stage does not process them in order.
+"""
 
 
 def _character(number: int) -> str:
-    """Return the character of a step: printable ASCII without quotes, `<` and backslashes, then all from U+00A1."""
+    """Return the character for a row of the table.
+
+    Characters are printable ASCII except quotes, `<` and backslashes, then all characters from U+00A1.
+    """
     if number >= 90:
         return chr(161 + number - 90)
     code = 35 + number
@@ -40,38 +45,39 @@ def _character(number: int) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Orders:
-    """Action orders of all devices."""
+    """Action orders of all devices, for one schedule and fixed numbers of stages and micro-batches."""
 
     devices: tuple[Order, ...]
     parts: frozenset[int]
-    """Parts of memory that occur, as indices into `PARTS`."""
+    """Memory parts that occur in the orders, as indices into `PARTS`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OfferedSchedule:
-    """Schedule of the explorer, with those action orders that fit into the page."""
+    """Schedule that the page offers, with its action orders that fit into the page."""
 
     schedule: Schedule
     orders: Mapping[int, Mapping[int, Orders]]
-    """Orders by chunks per device and micro-batches."""
+    """Action orders by number of chunks per device, then by number of micro-batches."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Menu:
-    """Choices that the page offers."""
+    """Schedules, numbers of stages and numbers of micro-batches that the page offers."""
 
     schedules: tuple[OfferedSchedule, ...]
     steps: tuple[Step, ...]
+    """Table that the texts of all action orders refer to."""
     is_complete: bool
     """True if all orders fit into the page."""
 
     @property
     def chunks(self) -> tuple[int, ...]:
-        """Numbers of stages per device that any schedule offers."""
+        """Numbers of stages per device that the page offers, ascending."""
         return tuple(sorted({chunks for one in self.schedules for chunks in one.orders}))
 
     def without(self, chunks: int) -> "Menu":
-        """Return the choices without one number of stages per device."""
+        """Return the menu without one number of stages per device."""
         left = [
             replace(one, orders={n: orders for n, orders in one.orders.items() if n != chunks})
             for one in self.schedules
@@ -80,7 +86,10 @@ class Menu:
 
 
 def menu_of(question: Question) -> Menu:
-    """Return the schedules that can run on the plan's devices, with their orders; short orders are made first."""
+    """Return the schedules that can run on the plan's devices, with their action orders.
+
+    Short orders are made first; orders beyond `MOST_ACTIONS` are left out.
+    """
     plan = question.plan
     chosen = schedule_of(plan.schedule, plan.order), plan.chunks, plan.micro_batches
     cases = sorted(_cases(question), key=lambda case: (case != chosen, case[1] * case[2]))
@@ -112,10 +121,10 @@ def menu_of(question: Question) -> Menu:
 
 
 def _schedules(question: Question) -> Iterator[Schedule]:
-    """Yield all schedules by name, and the plan's own if it was made for the plan."""
+    """Yield the named schedules that can run, then the plan's own schedule if the solver or user made its orders."""
     plan = question.plan
     for schedule in SCHEDULES.values():
-        # Split backwards need two devices, and compiled programs do not split them.
+        # Schedules with a split backward need two devices, and compiled programs do not split the backward.
         can_split = plan.num_devices > 1 and question.profile.device.how != "compiled"
         if not schedule.splits_backward or can_split or schedule.name == plan.schedule:
             yield schedule
@@ -124,7 +133,7 @@ def _schedules(question: Question) -> Iterator[Schedule]:
 
 
 def _cases(question: Question) -> Iterator[tuple[Schedule, int, int]]:
-    """Yield schedule, chunks and micro-batches of every case."""
+    """Yield schedule, number of chunks per device and M for every order that the page may offer."""
     plan, num_layers = question.plan, len(question.profile.layers)
     for schedule in _schedules(question):
         if schedule.texts:
@@ -151,13 +160,13 @@ def _changed_parts(change: Change) -> Iterator[int]:
 
 
 def _order(row: Sequence[Action], stages: Sequence[int], changes: Sequence[Change], steps: dict[Step, int]) -> Order:
-    """Return the steps of a device, with its micro-batches if a stage does not process them in order.
+    """Return the action order of a device for the page.
 
     Args:
         row: Actions of the device.
         stages: Stages of the device.
-        changes: Memory changes of every action, then of the optimizer's steps.
-        steps: Numbers of all steps so far; new steps are added.
+        changes: Memory changes of every action, then of the optimizer steps.
+        steps: Indices of the rows of the table so far; new rows are added.
 
     Returns:
         The order.

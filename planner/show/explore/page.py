@@ -15,7 +15,7 @@ from planner.show.views.numbers import not_measured
 from planner.show.views.plan import headline
 
 _SCRIPTS = ("tables.js", "evaluate.js", "units.js", "command.js", "drawing.js", "explore.js")
-"""Scripts in the order of their dependencies; the last two access the page's elements."""
+"""Scripts, each after the scripts that it depends on; the last two access the page's elements."""
 
 _BEGIN = "starting from the plan"
 
@@ -23,7 +23,7 @@ _FIGURES = ("step", "samples/s", "bubble", "peak memory")
 
 
 def explore_html(question: Question) -> str:
-    """Return the page: one file without external resources."""
+    """Return the interactive report as one HTML page without external resources."""
     plan, profile = question.plan, question.profile
     script, data = page_script(), page_data(question)
     sections = (_handles(question, data), _timeline(), _memory(), _stages(), _command())
@@ -43,12 +43,12 @@ def explore_html(question: Question) -> str:
 
 
 def law_script() -> str:
-    """Return the JavaScript that computes the figures and the commands of an edited plan, without the page."""
+    """Return the scripts that compute the figures and commands of an edited plan; they need no page elements."""
     return "\n".join(asset(name, __package__) for name in _SCRIPTS[:-2])
 
 
 def page_script() -> str:
-    """Return all scripts of the page."""
+    """Return all scripts of the page as one text."""
     laws_and_page = "\n".join(asset(name, __package__) for name in _SCRIPTS)
     return f"{scripts('theme.js', 'timeline.js')}\n{laws_and_page}"
 
@@ -90,7 +90,7 @@ def _handles(question: Question, data: PageData) -> Section:
 
 
 def _remarks(question: Question, data: PageData) -> list[str]:
-    """Return the limitations of the page."""
+    """Return sentences about choices that the page does not offer."""
     plan = question.plan
     remarks = []
     if any(stage.recomputed for stage in plan.stages):

@@ -1,4 +1,4 @@
-"""Tables of the page: columns of numbers over the same rows; equal columns and equal rows are stored once."""
+"""Tables of numbers for the page. Equal columns are stored once, and so are equal rows."""
 
 from typing import Any, Final
 
@@ -8,14 +8,14 @@ from numpy.typing import NDArray
 FloatArray = NDArray[np.float64]
 
 _DIGITS: Final = 7
-"""Significant digits of numbers that are not whole."""
+"""Number of significant digits of numbers that are not whole."""
 
 ZERO: Final = -1
-"""Index of a column of zeros."""
+"""Index that stands for a column of zeros, which is not stored."""
 
 
 class NumberTable:
-    """Columns of numbers over the same rows."""
+    """Table of numbers with a fixed number of rows, to which columns are added."""
 
     def __init__(self, num_rows: int) -> None:
         self.num_rows = num_rows
@@ -23,7 +23,7 @@ class NumberTable:
         self._columns: list[FloatArray] = []
 
     def add(self, values: FloatArray | float) -> int:
-        """Return the index of a column with these numbers; `ZERO` if all are zero."""
+        """Add a column, unless an equal one exists, and return its index; `ZERO` if all numbers are zero."""
         column = _rounded(np.broadcast_to(np.asarray(values, float), self.num_rows))
         if not column.any():
             return ZERO
@@ -33,7 +33,12 @@ class NumberTable:
         return place
 
     def data(self) -> dict[str, Any]:
-        """Return the table for the page: its columns, and the index of each row in them if rows are equal."""
+        """Return the table for the page's JSON data.
+
+        Returns:
+            `columns`: Columns of the distinct rows. `rows`: Index of each row among the distinct rows; None if all rows
+            are distinct.
+        """
         if not self._columns:
             return {"rows": None, "columns": []}
         numbers = np.stack(self._columns, axis=1)
@@ -44,7 +49,7 @@ class NumberTable:
 
 
 def _rounded(values: FloatArray) -> FloatArray:
-    """Return the numbers rounded to `_DIGITS` significant digits; digits before the decimal point are kept."""
+    """Return the numbers rounded to `_DIGITS` significant digits; digits before the decimal point are never rounded."""
     magnitudes = np.floor(np.log10(np.maximum(np.abs(values), 1e-3)))
     scales = 10.0 ** np.maximum(_DIGITS - 1 - magnitudes, 0.0)
     rounded: FloatArray = np.rint(values * scales) / scales + 0.0

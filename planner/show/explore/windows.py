@@ -1,4 +1,4 @@
-"""Stages that have numbers on the page: all stages of a short chain, those near the initial cuts of a long one."""
+"""Stages whose numbers the page has: all stages of a short chain, and stages near the initial cuts of a long chain."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ _FLOWS = ("F", "B")
 
 
 class Cells(NamedTuple):
-    """Stages of layers first..end-1 on devices of a speed; arrays of one length, in ascending order."""
+    """Stages of layers first..end-1 on devices of a given speed; arrays of equal length, sorted."""
 
     speed: IntArray
     """Index into `DeviceGroup.speeds`."""
@@ -28,7 +28,7 @@ class Cells(NamedTuple):
 
 
 class Crossings(NamedTuple):
-    """Cuts of the chain that a link may carry; arrays of one length, in ascending order."""
+    """Cuts of the chain, each with a link that may carry its tensors; arrays of equal length, sorted."""
 
     link: IntArray
     """Index into `DeviceGroup.links`."""
@@ -36,7 +36,7 @@ class Crossings(NamedTuple):
 
 
 class DeviceGroup:
-    """Devices of a pipeline with their distinct speeds and links."""
+    """Devices of a pipeline, with their distinct speeds and links."""
 
     def __init__(self, cluster: Cluster, devices: Sequence[int], replicas: int) -> None:
         self.cluster, self.replicas, self.num_devices = cluster, replicas, len(devices)
@@ -47,11 +47,11 @@ class DeviceGroup:
 
     @property
     def links(self) -> tuple[Link, ...]:
-        """Links that any layout uses."""
+        """Distinct links that the layouts use."""
         return tuple(self._links)
 
     def link(self, device: int, neighbor: int) -> int:
-        """Return the index of the link between two devices; -1 within a device."""
+        """Return the index of the link between two devices; -1 if both are the same device."""
         if device == neighbor:
             return -1
         link = self.cluster.link_between(device, neighbor, num_devices=self.num_devices, replicas=self.replicas)
@@ -60,24 +60,24 @@ class DeviceGroup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageLayout:
-    """Stages on the devices of a pipeline: V on each of K, in pipeline order."""
+    """Layout of stages on the devices of a pipeline, with V stages on each of K devices."""
 
     placement: Placement
     devices: tuple[int, ...]
     """Device of each stage."""
     speeds: tuple[int, ...]
-    """Index of the device's speed, for each stage."""
+    """For each stage, the index of its device's speed."""
     links: tuple[int, ...]
-    """Index of the link of each boundary; -1 within a device."""
+    """For each boundary, the index of its link; -1 if both stages are on one device."""
 
     @classmethod
     def of(cls, pipeline: DeviceGroup, chunks: int, placement: Placement) -> "StageLayout":
         """Return the layout of `chunks` stages on each device.
 
         Args:
-            pipeline: Devices and links.
-            chunks: V.
-            placement: Placement of the stages.
+            pipeline: Devices and links of the pipeline.
+            chunks: Number of stages per device, V.
+            placement: Placement of the stages on the devices.
 
         Returns:
             The layout.
@@ -97,9 +97,10 @@ class StageLayout:
         return len(self.devices)
 
     def data(self) -> dict[str, object]:
-        """Return the dependencies and messages of every action for the page, indexed by 4 * stage + kind.
+        """Return the dependencies and messages of every action, indexed by 4 * stage + kind, for the page's JSON data.
 
-        A message is flow * S + stage. A boundary is the stage before it; -1 means none.
+        A message is encoded as flow * S + stage, with flow 0 for activations and 1 for gradients. A boundary is encoded
+        as the index of the stage before it. -1 stands for no message or boundary.
         """
         every = [(kind, stage) for stage in range(self.num_stages) for kind in KINDS]
         makes = [self._message(None if (flow := KINDS[kind].flow) is None else Need(flow, s)) for kind, s in every]
@@ -123,7 +124,7 @@ class StageLayout:
 
 
 def even_balance(costs: ChainCosts, num_stages: int) -> tuple[int, ...]:
-    """Return cuts into `num_stages` stages with nearly equal times and at least one layer each."""
+    """Return the number of layers of each stage, for stages with nearly equal times and at least one layer each."""
     sums, num_layers = sums_before(costs.forward_us + costs.backward_us), costs.num_layers
     cuts = [0]
     for stage in range(1, num_stages):
@@ -136,12 +137,12 @@ def even_balance(costs: ChainCosts, num_stages: int) -> tuple[int, ...]:
 def stages_near(
     layouts: Iterable[StageLayout], balances: Mapping[int, Sequence[int]], widths: Mapping[int, int]
 ) -> tuple[Cells, Crossings]:
-    """Return the stages between cuts that are at most `widths` layers from those of `balances`.
+    """Return the stages and cuts that are possible if each cut moves by a limited number of layers.
 
     Args:
         layouts: Layouts of the page.
-        balances: Initial layers of each stage, by number of stages.
-        widths: Largest distances in layers, by number of stages.
+        balances: Initial number of layers of each stage, by number of stages.
+        widths: Largest number of layers by which a cut moves, by number of stages.
 
     Returns:
         The stages, and the cuts with their links.
@@ -161,7 +162,7 @@ def stages_near(
 
 
 def _cut_ranges(balance: Sequence[int], width: int) -> Iterator[range]:
-    """Yield the range of every cut, including both ends of the chain."""
+    """Yield the possible positions of every cut, and of both ends of the chain, which do not move."""
     num_stages, num_layers = len(balance), sum(balance)
     for k, cut in enumerate(accumulate(balance, initial=0)):
         if k in (0, num_stages):
@@ -171,7 +172,14 @@ def _cut_ranges(balance: Sequence[int], width: int) -> Iterator[range]:
 
 
 def runs_of(*columns: IntArray) -> list[int]:
-    """Return ascending rows as runs that differ in the last number: each run's first row, and its last number."""
+    """Return sorted rows in run-length form: runs of rows whose last number increases by 1, and all else is equal.
+
+    Args:
+        columns: Columns of the rows.
+
+    Returns:
+        For each run its first row and its last number, in a flat list.
+    """
     rows = np.stack(columns, axis=1)
     is_next = (np.diff(rows[:, :-1], axis=0) == 0).all(axis=1) & (np.diff(rows[:, -1]) == 1)
     begins = np.flatnonzero(np.concatenate([[True], ~is_next])) if len(rows) else np.zeros(0, np.int64)

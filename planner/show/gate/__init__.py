@@ -1,4 +1,4 @@
-"""Verdicts in formats for continuous integration. Standard library only."""
+"""Verdicts in formats for continuous integration. These modules use only the standard library."""
 
 from planner.show.gate.github import annotations
 from planner.show.gate.junit import junit_xml

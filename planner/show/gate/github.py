@@ -1,6 +1,6 @@
 """Findings as GitHub workflow commands, which GitHub shows next to the lines of a pull request.
 
-Escapes are those of the runner's toolkit: github.com/actions/toolkit, packages/core/src/command.ts.
+Texts are escaped as in GitHub's toolkit: github.com/actions/toolkit, packages/core/src/command.ts.
 """
 
 from planner.core.judge.verdict import Verdict
@@ -13,7 +13,7 @@ _COMMANDS = {"error": "error", "warning": "warning", "note": "notice"}
 
 
 def annotations(verdict: Verdict, place: Place) -> str:
-    """Return a line per finding, then the verdict as a plain line of the log."""
+    """Return one workflow command per finding, then the verdict as a plain line for the log."""
     lines = [_command(finding, verdict, place) for finding in verdict.findings]
     return "\n".join([*lines, f"{_data(printable(place.path))}: {answer(verdict)}"])
 

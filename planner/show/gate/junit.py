@@ -1,4 +1,4 @@
-"""Verdict as JUnit XML, which nearly every CI server shows: a test case for the plan, and one for each stage."""
+"""Verdict as JUnit XML, which nearly every CI server shows. The plan and each stage are one test case each."""
 
 from collections.abc import Iterable
 from xml.etree import ElementTree as ET
@@ -14,7 +14,7 @@ _SUITE = "gpipe-plan check"
 
 
 def junit_xml(verdict: Verdict, place: Place) -> str:
-    """Return the report of one test suite. Findings that make the check fail are failures; others are output."""
+    """Return the verdict as one test suite. Findings that make `check` fail are failures, other findings are output."""
     cases = [_case("plan", _of_stage(verdict, None), verdict, place)]
     for stage in verdict.plan.stages if verdict.plan is not None else ():
         name = f"stage {stage.index}: {stage.first} to {stage.last}"
@@ -52,8 +52,9 @@ def _case(
 
 
 def _xml(text: str) -> str:
-    """Return `text` with its line breaks; other unprintable characters are escaped.
+    """Return `text` with unprintable characters spelled out, except line breaks.
 
-    XML 1.0 allows no control characters, not even escaped (section 2.2), and viewers obey bidirectional ones.
+    XML 1.0 allows no control characters, not even escaped ones (section 2.2). Bidirectional characters would change
+    what viewers show.
     """
     return "\n".join(map(spelled_out, text.split("\n")))

@@ -19,7 +19,7 @@ _SPECIAL = re.compile(r"([\\`*_{}\[\]<>#|~])")
 
 
 def verdict_markdown(verdict: Verdict, place: Place) -> str:
-    """Return the verdict, the findings, a row per stage, and the difference from another plan."""
+    """Return the verdict, its findings, a table of the stages, and the difference from another plan if there is one."""
     mark = "✅" if verdict.fits else "❌"
     parts = [f"### {mark} `{_code(place.path)}`: {answer(verdict)}"]
     for finding in verdict.findings:
@@ -35,7 +35,7 @@ def verdict_markdown(verdict: Verdict, place: Place) -> str:
 
 
 def comparison_markdown(comparison: Comparison) -> str:
-    """Return a row per plan, and for two plans the difference of each stage."""
+    """Return a table of the plans, and for two plans a table of the differences of their stages."""
     parts = _table(comparison_table(comparison))
     if comparison.difference is not None:
         parts += ["", *_difference(comparison.difference)]
@@ -43,12 +43,12 @@ def comparison_markdown(comparison: Comparison) -> str:
 
 
 def sweep_markdown(sweep: Sweep) -> str:
-    """Return a row per cell, and the smallest cluster."""
+    """Return a table of the sweep's cells, then the smallest, the fastest and the cheapest cluster."""
     return "\n".join([*_table(sweep_table(sweep)), "", *(_text(line) for line in best_words(sweep))]) + "\n"
 
 
 def rules_markdown(rules: Sequence[Rule]) -> str:
-    """Return the page `docs/findings.md`, which explains the findings."""
+    """Return the text of the page `docs/findings.md`, which explains the findings."""
     parts = [
         "# Findings of `gpipe-plan check`",
         "",
@@ -73,7 +73,7 @@ def _table(view: Table) -> list[str]:
 
 
 def _text(text: str) -> str:
-    """Return literal text; parts in backticks stay code."""
+    """Return `text` with Markdown's special characters escaped; parts in backticks stay code."""
     text = printable(text.replace("\n", " "))
     pieces = text.split("`")
     if len(pieces) % 2 == 0:

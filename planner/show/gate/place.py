@@ -1,4 +1,4 @@
-"""Location and full text of a finding."""
+"""Location of a finding in the plan's file, and its full text."""
 
 from dataclasses import dataclass
 
@@ -8,27 +8,30 @@ from planner.core.values.findings import Finding
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """File of the plan."""
+    """File of a plan, with the lines of its stages."""
 
     path: str
-    """Name given by the user; `-` is standard input."""
+    """Name of the file as the user gave it; `-` is standard input."""
     stage_lines: tuple[int, ...] = ()
-    """Line of every stage, from 1; empty if unknown."""
+    """Line number of every stage in the file, from 1; empty if unknown."""
 
     @property
     def is_file(self) -> bool:
-        """True if the plan is in a file."""
+        """True if the plan was read from a file, not from standard input."""
         return self.path != "-"
 
     def line(self, finding: Finding) -> int:
-        """Return the line of the finding's stage, or 1."""
+        """Return the line number of the stage that a finding is about, or 1."""
         if finding.stage is None or finding.stage >= len(self.stage_lines):
             return 1
         return self.stage_lines[finding.stage]
 
 
 def full_message(finding: Finding, verdict: Verdict) -> str:
-    """Return the finding, its hint, and what would fit, one per line, for formats with one text per finding."""
+    """Return the finding's message, its hint, and changes with which the plan fits, one per line.
+
+    Formats that have only one text for a finding use it.
+    """
     lines = [finding.message, finding.hint] if finding.hint else [finding.message]
     if finding.code == "GP101":
         lines += verdict.would_fit

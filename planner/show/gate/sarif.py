@@ -15,7 +15,7 @@ SARIF_SCHEMA: Final = "https://docs.oasis-open.org/sarif/sarif/v2.1.0/errata01/o
 
 
 def sarif_log(verdict: Verdict, place: Place) -> str:
-    """Return a log of one run: all rules, and a result per finding."""
+    """Return the SARIF log of one `check`, with all rules and a result per finding."""
     driver = {"name": "gpipe-plan", "semanticVersion": __version__, "rules": [_rule(rule) for rule in RULES]}
     run = {
         "tool": {"driver": driver},
@@ -44,7 +44,7 @@ def _result(finding: Finding, verdict: Verdict, place: Place) -> dict[str, Any]:
         "ruleIndex": codes.index(finding.code),
         "level": finding.severity,
         "message": {"text": full_message(finding, verdict)},
-        # Identifies the finding in later runs; without its numbers, which change with every profile.
+        # Identifies the finding in later runs. The message is left out, because its numbers change with the profile.
         "partialFingerprints": {"gpipePlan/v1": same},
     }
     location: dict[str, Any] = {}

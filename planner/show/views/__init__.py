@@ -1,1 +1,1 @@
-"""Views: typed rows, columns and texts that are computed once and rendered by every medium."""
+"""Views: tables and texts that are computed once. Renderers print them in the terminal, as HTML or as Markdown."""

@@ -1,6 +1,6 @@
 """Figures of a plan with their error ranges in words, without uncertain digits.
 
-Without a `Certainty` (if the profile is missing), figures are printed as predicted.
+If the profile is missing, there is no `Certainty`, and figures are printed without a range.
 """
 
 from collections.abc import Callable
@@ -14,9 +14,10 @@ from planner.show.views.numbers import percent, rate
 
 
 def step_words(plan: Plan, certainty: Certainty | None) -> str:
-    """Return the step time with its range, `530 ms (500 to 590)`; `about 530 ms` if no similar run was measured.
+    """Return the step time with its range, as `530 ms (500 to 590)`.
 
-    If the prediction lies outside the range, the range comes first: `570 to 710 ms (390 predicted)`.
+    The result is `about 530 ms` if no similar run was measured. If the prediction is outside the range, the range comes
+    first: `570 to 710 ms (390 predicted)`.
     """
     step_us = plan.predicted.step_us
     if certainty is None or not step_us:
@@ -25,13 +26,13 @@ def step_words(plan: Plan, certainty: Certainty | None) -> str:
     if certainty.step_us is None:
         return f"about {_ending(step_us / unit_us, _digits_end(step_us / unit_us, 2))} {unit}"
     step, low, high = (time_us / unit_us for time_us in (step_us, *certainty.step_us))
-    # If the range is wider than the step, one digit of the step is kept.
+    # If the range is wider than the step time, one digit of the step time is kept.
     end = max(_digits_end(step, 1), min(three_digits_end(step), certain_end(low, high)))
     return _with_range(step, (low, high), end, f" {unit}")
 
 
 def rate_words(plan: Plan, certainty: Certainty | None) -> str:
-    """Return samples per second with the range from that of the step: `18.6 (15.4 to 19.0)`."""
+    """Return samples per second, with a range derived from the step time's range: `18.6 (15.4 to 19.0)`."""
     predicted = plan.predicted
     if certainty is None or not predicted.step_us:
         return rate(predicted.samples_per_s)
@@ -44,9 +45,9 @@ def rate_words(plan: Plan, certainty: Certainty | None) -> str:
 
 
 def _with_range(value: float, ends: tuple[float, float], end: int, unit: str) -> str:
-    """Return a predicted value and its range in words, first the range if the value lies outside."""
+    """Return a predicted value and its range in words; if the value is outside its range, the range comes first."""
     words = f"{_ending(ends[0], end, floor)} to {_ending(ends[1], end, ceil)}"
-    # The errors of a biased prediction are known, so the value alone would mislead.
+    # A prediction is outside its range if earlier ones were all too low or too high. The value alone would mislead.
     is_outside = not ends[0] <= value <= ends[1]
     return (
         f"{words}{unit} ({_ending(value, end)} predicted)" if is_outside else f"{_ending(value, end)}{unit} ({words})"
@@ -54,18 +55,18 @@ def _with_range(value: float, ends: tuple[float, float], end: int, unit: str) ->
 
 
 def fit_words(plan: Plan, certainty: Certainty | None) -> str:
-    """Return the result for the memory limits; `fits as predicted` if no similar peak was measured."""
+    """Return in words if the plan fits its memory limits; `fits as predicted` if no similar peak was measured."""
     fit = memory_fit(plan, certainty)
     unknown = certainty is not None and not certainty.device_bytes
     return "fits as predicted" if unknown and fit == "fits" else fit
 
 
 def amount_words(value: float, ratios: tuple[float, float] | None, unit: str = "") -> str:
-    """Return an amount of at most three digits with its range: `25.3 days (24 to 27)`.
+    """Return an amount with at most three digits and its range, as `25.3 days (24 to 27)`.
 
     Args:
         value: The amount, at least 0.
-        ratios: Smallest and largest ratio of the true amount to this one; None if they are not known.
+        ratios: Smallest and largest ratio of the true amount to `value`; None if they are not known.
         unit: Name of the unit.
 
     Returns:
@@ -80,7 +81,7 @@ def amount_words(value: float, ratios: tuple[float, float] | None, unit: str = "
 
 
 def peak_words(plan: Plan, certainty: Certainty | None) -> str:
-    """Return the peak of the fullest device and its upper limit: `12.4 GiB (at most 13.0)`."""
+    """Return the peak memory of the device nearest to its limit, with an upper bound, as `12.4 GiB (at most 13.0)`."""
     needs = device_memory(plan.by_device())
     nearest = fullest(needs)
     size_bytes = nearest.total_bytes
@@ -93,7 +94,7 @@ def peak_words(plan: Plan, certainty: Certainty | None) -> str:
 
 
 def why(certainty: Certainty, *, plus_minus: str = "±") -> str:
-    """Return the source of the error ranges, in one line."""
+    """Return one line that says from which earlier predictions the error ranges come."""
     words = [f"accuracy: {certainty.source}"]
     if certainty.step_ratio is None:
         words.append("no similar step was measured")
@@ -112,10 +113,10 @@ def why(certainty: Certainty, *, plus_minus: str = "±") -> str:
 
 
 def certain_end(low: float, high: float) -> int:
-    """Return the number of certain decimals of a number from `low` to `high`; negative for tens, hundreds, ….
+    """Return the number of certain decimals of a number whose range is `low` to `high`; negative for tens, hundreds, ….
 
-    By the rule of the Particle Data Group (Review of Particle Physics, Introduction, 5.3): half the range gets two
-    digits if its first three are at most 354, otherwise one. The number ends with them.
+    The rule is from the Particle Data Group (Review of Particle Physics, Introduction, 5.3). Half of the range gets two
+    digits if its first three digits are at most 354, otherwise one digit. The number ends with the same decimal.
     """
     half = (high - low) / 2
     if half <= 0:
@@ -133,8 +134,14 @@ def _digits_end(value: float, digits: int) -> int:
 
 
 def _ending(value: float, end: int, whole: Callable[[float], int] = round) -> str:
-    """Return `value` rounded to `end` decimals, or to tens, hundreds, … if negative; `whole` rounds it."""
-    # Numbers that are round except for floating-point errors must not be rounded up or down.
+    """Return `value` with `end` decimals, or rounded to tens, hundreds, … if `end` is negative.
+
+    Args:
+        value: The number.
+        end: Number of decimals.
+        whole: Function that rounds to a whole number: `round`, `floor` or `ceil`.
+    """
+    # Floating-point errors are removed first, so that `floor` and `ceil` keep numbers that have `end` decimals.
     steps = whole(round(value * 10.0**end, 6))
     return f"{steps / 10.0**end:,.{max(0, end)}f}"
 

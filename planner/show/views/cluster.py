@@ -8,7 +8,7 @@ from planner.show.views.numbers import percent
 
 
 def throughput_words(plan: Plan, certainty: Certainty | None) -> list[str]:
-    """Return tokens per second and model FLOPs utilization, as far as they are known."""
+    """Return tokens per second and model FLOPs utilization as phrases; unknown figures are left out."""
     predicted = plan.predicted
     words = []
     if predicted.tokens_per_s:
@@ -19,13 +19,13 @@ def throughput_words(plan: Plan, certainty: Certainty | None) -> list[str]:
 
 
 def tokens_words(plan: Plan, certainty: Certainty | None) -> str:
-    """Return the number of tokens per second with its range."""
+    """Return the number of tokens per second with its error range."""
     ratios = run_ratios(plan, certainty)
     return amount_words(plan.predicted.tokens_per_s, None if ratios is None else (1 / ratios[1], 1 / ratios[0]))
 
 
 def training_words(plan: Plan, certainty: Certainty | None) -> list[str]:
-    """Return the figures of the training run with their ranges; nothing if it was not requested."""
+    """Return the figures of the training run with their error ranges; nothing if no training run was requested."""
     if plan.training is None:
         return []
     return run_words(plan.training, plan.inputs, run_ratios(plan, certainty))
@@ -35,8 +35,8 @@ def run_words(run: TrainingRun, inputs: Inputs, ratios: tuple[float, float] | No
     """Return length and duration of a training run, its GPU-hours, and its cost if the price is known.
 
     Args:
-        run: The run.
-        inputs: Request that it belongs to.
+        run: The training run.
+        inputs: Inputs of the plan, with the length of the run and the price.
         ratios: Smallest and largest ratio of measured to predicted times; None if they are not known.
 
     Returns:
@@ -49,26 +49,26 @@ def run_words(run: TrainingRun, inputs: Inputs, ratios: tuple[float, float] | No
 
 
 def length_words(inputs: Inputs) -> str:
-    """Return the length of the training run: `1T tokens`, or one step if only a price was given."""
+    """Return the length of the training run, as `1T tokens`; `1 step` if only a price was given."""
     if inputs.tokens:
         return f"{count_option(inputs.tokens)} tokens"
     return f"{count_option(inputs.samples)} samples" if inputs.samples else "1 step"
 
 
 def hours_words(run: TrainingRun, ratios: tuple[float, float] | None) -> str:
-    """Return the GPU-hours of a run with their range."""
+    """Return the GPU-hours of a training run with their error range, and its number of GPUs."""
     return f"{amount_words(run.gpu_hours, ratios, 'GPU-hours')} on {pluralize(run.gpus, 'GPU')}"
 
 
 def days_words(run: TrainingRun, ratios: tuple[float, float] | None) -> str:
-    """Return the duration of a run with its range, in days, or in a smaller unit if it is shorter than two days."""
+    """Return the duration of a training run with its error range, in days; below two days in hours or seconds."""
     units = ((1.0, "days"), (24.0, "hours"), (86_400.0, "s"))
     factor, unit = next(of for of in units if run.days * of[0] >= 2 or of is units[-1])
     return amount_words(factor * run.days, ratios, unit)
 
 
 def run_ratios(plan: Plan, certainty: Certainty | None) -> tuple[float, float] | None:
-    """Return the smallest and largest ratio of measured to predicted times; None if they are not known."""
+    """Return the smallest and largest ratio of measured to predicted step times; None if they are not known."""
     step_us = plan.predicted.step_us
     if certainty is None or certainty.step_us is None or not step_us:
         return None

@@ -15,7 +15,7 @@ from planner.show.views.table import Table, Value, column, table
 
 
 def comparison_table(comparison: Comparison) -> Table:
-    """Return a row per plan; the last column names exceeded limits, or gives the speed relative to the first plan."""
+    """Return a table of the plans. The last column compares speed with the first plan; OVER marks exceeded limits."""
     first = comparison.plans[0]
     groups = any(row.plan.tensor_parallel > 1 for row in comparison.plans)
     width = [column("tensor_parallel", "GPUs per\nstage", attrgetter("plan.tensor_parallel"), "count", drop=7)]
@@ -37,7 +37,7 @@ def comparison_table(comparison: Comparison) -> Table:
 
 
 def difference_table(change: Difference) -> Table:
-    """Return a row per stage, and one for the whole step with its highest peak."""
+    """Return a table of the memory and time of each stage, before and now, with a last row for the whole step."""
     rows = [_Change(f"stage {s.index}", s.bytes_before, s.bytes, s.us_before, s.us) for s in change.stages]
     whole = _Change("step", change.peak_bytes_before, change.peak_bytes, change.step_us_before, change.step_us)
     return table(
@@ -53,7 +53,7 @@ def difference_table(change: Difference) -> Table:
 
 
 class _Change(NamedTuple):
-    """Memory and time of a stage, or of the step, before and now."""
+    """Memory and time of a stage or of the whole step, in the earlier plan (before) and in the later plan (now)."""
 
     label: str
     bytes_before: int | None
@@ -89,7 +89,7 @@ _NONE = {"none": "does not fit", "unknown": "none found"}
 
 
 def sweep_table(sweep: Sweep) -> Table:
-    """Return a row per cell, grouped by the number of devices."""
+    """Return a table with a row per cell (cluster size) of a sweep, grouped by the number of devices."""
     return table(
         sweep.cells,
         column("devices", "devices", attrgetter("devices"), "count"),
@@ -107,7 +107,7 @@ def sweep_table(sweep: Sweep) -> Table:
 
 
 def best_words(sweep: Sweep) -> list[str]:
-    """Return the smallest cluster, the fastest, and the cheapest: the one with most samples per device."""
+    """Return lines about the smallest, the fastest and the cheapest cluster (with most samples/s per device)."""
     if sweep.smallest is None:
         return ["this model fits on none of these clusters"]
     smallest = sweep.cells[sweep.smallest]
@@ -123,7 +123,7 @@ def best_words(sweep: Sweep) -> list[str]:
 
 
 def _run(cell: SweepCell) -> str:
-    """Return duration and cost of the training run after the figures of a cell; empty if it was not requested."""
+    """Return length, duration and cost of a cell's training run; empty if no training run was requested."""
     if cell.training is None or cell.plan is None:
         return ""
     return f", {', '.join(run_words(cell.training, cell.plan.inputs))}"
@@ -138,7 +138,7 @@ def _cell_per_s(cell: SweepCell) -> float:
 
 
 def _planned(value: Callable[[Plan], Value]) -> Callable[[SweepCell], Value]:
-    """Return a function that reads a value of the cell's plan, or None."""
+    """Return a function that reads a value from the plan of a cell; the function returns None without a plan."""
     return lambda cell: None if cell.plan is None else value(cell.plan)
 
 

@@ -1,4 +1,4 @@
-"""Memory of every device over a step: the highest level within each of a number of columns."""
+"""Memory of every device over a step: the highest memory in each of several equal intervals of time."""
 
 from collections.abc import Sequence
 from itertools import pairwise
@@ -8,15 +8,15 @@ from planner.show.step import Level, Step
 
 
 def held_bytes(step: Step, *, columns: int, end_us: float) -> list[list[int]]:
-    """Return the highest memory of each device within each column of time.
+    """Return the highest memory of each device in each of several equal intervals of time.
 
     Args:
         step: The step.
-        columns: Number of columns from 0 to `end_us`.
-        end_us: End in microseconds, above 0; later levels are left out.
+        columns: Number of intervals from 0 to `end_us`.
+        end_us: End of the last interval in microseconds, above 0.
 
     Returns:
-        Bytes of each column, for each device.
+        For each device, the bytes of each interval.
     """
     return [_highest(levels, columns, end_us) for levels in step.memory]
 
@@ -25,7 +25,7 @@ def _highest(levels: Sequence[Level], columns: int, end_us: float) -> list[int]:
     highest = [0] * columns
     ends = [*(after.start_us for _, after in pairwise(levels)), end_us]
     for level, until_us in zip(levels, ends, strict=True):
-        # A level without duration still counts in its column.
+        # A level without duration still counts in its interval.
         first = int(level.start_us / end_us * columns)
         last = max(first + 1, ceil(min(until_us, end_us) / end_us * columns - 1e-9))
         for column in range(first, min(last, columns)):

@@ -1,4 +1,4 @@
-"""Measurements of a run by stage, and their comparison with the plan: rows for terminal and report."""
+"""Measurements of a run by stage, and their comparison with the plan, as tables and texts for all renderers."""
 
 from collections.abc import Mapping
 from operator import attrgetter
@@ -13,10 +13,10 @@ from planner.show.views.table import Table, column, table
 
 HEADERS = ("predicted", "measured", "difference")
 OF_REPLICAS = "the slowest and the largest of the replicas"
-"""Description of the measured figures that are compared with those of one pipeline."""
+"""Description of measured figures in a run with replicas: predictions are for one pipeline."""
 
 WAITING = ("recompute", "transfer", "idle")
-"""Columns that are empty in some runs."""
+"""Names of columns that are left out of a run's table if they are empty."""
 
 _LABELS: Mapping[Quantity, str] = {
     "step_us": "step",
@@ -30,33 +30,38 @@ _LABELS: Mapping[Quantity, str] = {
 
 
 def label_of(row: ComparedFigure, place: str) -> str:
-    """Return the label of a figure; `place` names what has a peak: a stage or a device."""
+    """Return the label of a compared figure, as `forward, stage 2`.
+
+    Args:
+        row: The compared figure.
+        place: Noun for peaks: `stage` or `device`.
+    """
     label = _LABELS[row.what] + (f" {place}" if row.what == "peak_bytes" else "")
     return label if row.index is None else f"{label} {row.index}"
 
 
 def off_by(row: ComparedFigure) -> str:
-    """Return the relative difference between measured and predicted, if something was measured."""
+    """Return the difference of the measured from the predicted value in percent; `-` if nothing was measured."""
     return difference(row.predicted, row.measured) if row.measured else NOTHING
 
 
 def is_over(row: ComparedFigure, plan: Plan) -> bool:
-    """Return True for a measured peak above the memory limit without the reserve."""
+    """Return True for a measured peak that exceeds its device's memory limit, after the reserve is subtracted."""
     if row.what != "peak_bytes" or row.index is None:
         return False
     chunks = plan.chunks_of(row.index)
-    # The reserve covers memory that the device's allocator does not see, so the report does not include it.
+    # The reserve covers memory outside the device's allocator, which the report does not measure.
     return row.measured > chunks[0].memory_bytes - sum(stage.memory.reserve for stage in chunks)
 
 
 def ran_other_stages(plan: Plan, report: RunReport) -> bool:
-    """Return True if the run had other cuts, so that equal stage numbers mean other layers."""
+    """Return True if the run had other cuts than the plan, so that stages of equal index have other layers."""
     cuts = [[(stage.first, stage.last) for stage in stages] for stages in (plan.stages, stage_runs(report))]
     return cuts[0] != cuts[1]
 
 
 def pipeline_words(report: RunReport, plan: Plan | None = None) -> str:
-    """Return the number of stages of a run, of devices if several stages share one, and of replicas."""
+    """Return the number of stages of a run in words, with the numbers of devices and replicas if they matter."""
     replicas = len({stage.replica for stage in report.stages})
     stages = pluralize(len(report.stages) // max(1, replicas), "stage")
     if plan is not None and shares_peaks(plan, report):
@@ -65,7 +70,7 @@ def pipeline_words(report: RunReport, plan: Plan | None = None) -> str:
 
 
 def shares_peaks(plan: Plan, report: RunReport) -> bool:
-    """Return True if stages of the run shared a device, and so have one peak."""
+    """Return True if several stages of the run shared a device, whose peak memory was measured as a whole."""
     return plan.chunks > 1 and not ran_other_stages(plan, report)
 
 
@@ -79,7 +84,7 @@ def times_warning(report: RunReport) -> str:
 
 
 def run_table(report: RunReport) -> Table:
-    """Return a row per stage of every replica; times are per micro-batch, transfer and idle time per step."""
+    """Return a table with a row per stage and replica; transfer and idle times are per step, others per micro-batch."""
     halves = (
         column("input_backward", "input\nbackward", attrgetter("backward_input_us"), "us", per="micro-batch"),
         column("weight_backward", "weight\nbackward", attrgetter("backward_weight_us"), "us", per="micro-batch"),

@@ -1,4 +1,4 @@
-"""Memory of every device against its limit, by component."""
+"""Memory of every device by component, compared with the device's limit."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ KINDS = tuple(name for name, _ in StageMemory().items())
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceMemory:
-    """Required and available memory of one device."""
+    """Memory that one device needs, and its memory limit."""
 
     label: str
     memory: StageMemory
@@ -28,17 +28,17 @@ class DeviceMemory:
 
     @property
     def share(self) -> str:
-        """Required memory in percent of the limit."""
+        """Needed memory in percent of the limit, as text."""
         return share_of_limit(self.total_bytes, self.limit_bytes)
 
     @property
     def need_of_limit(self) -> str:
-        """Required memory and limit with their units."""
+        """Needed memory and limit as text, as `12.4 GiB of 16.0 GiB`."""
         return f"{format_bytes(self.total_bytes)} of {format_bytes(self.limit_bytes)}"
 
 
 def device_memory(devices: Sequence[Sequence[Stage]]) -> tuple[DeviceMemory, ...]:
-    """Return the required memory of every device, the sum over its stages."""
+    """Return the memory that every device needs: the sum over its stages."""
     called = row_noun(len(devices[0]))
     return tuple(
         DeviceMemory(label=f"{called} {device}", memory=_sum(chunks), limit_bytes=chunks[0].memory_bytes)
@@ -52,17 +52,17 @@ def fullest(devices: Sequence[DeviceMemory]) -> DeviceMemory:
 
 
 def present_components(devices: Sequence[DeviceMemory]) -> tuple[str, ...]:
-    """Return the components of memory that any device needs."""
+    """Return the names of the memory components that at least one device needs."""
     return tuple(kind for kind in KINDS if any(getattr(device.memory, kind) for device in devices))
 
 
 def component_title(kind: str) -> str:
-    """Return a component of memory in words."""
+    """Return the name of a memory component in words."""
     return kind.replace("_", " ")
 
 
 def share_of_limit(need_bytes: int, limit_bytes: int) -> str:
-    """Return the required memory in percent of the limit."""
+    """Return the needed memory in percent of the limit, as text; `-` without a limit."""
     return percent(need_bytes / limit_bytes, decimals=0) if limit_bytes else NOTHING
 
 

@@ -1,4 +1,4 @@
-"""Numbers and words for people: times in one unit, time axes, shares, differences, names."""
+"""Numbers as text for readers: times in one unit, time axes, percentages, differences, names of layers."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -10,48 +10,48 @@ NOTHING = "-"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TimeScale:
-    """Unit for all times of a column, so that their digits can be compared."""
+    """Unit of time for a whole column, so that its numbers can be compared digit by digit."""
 
     unit: str
     factor: float
-    """Microseconds per unit."""
+    """Number of microseconds per unit."""
     decimals: int
 
     @classmethod
     def fitting(cls, times_us: Iterable[float]) -> "TimeScale":
-        """Return the unit in which the largest of `times_us` has three or four digits; usually milliseconds."""
+        """Return the unit and number of decimals that suit the largest of some times; usually milliseconds."""
         largest = max(times_us, default=0.0)
         unit, factor = ("us", 1.0) if largest < 1e3 else ("ms", 1e3) if largest < 1e7 else ("s", 1e6)
         decimals = next((d for d, limit in ((3, 10), (2, 100)) if largest / factor < limit), 1)
         return cls(unit=unit, factor=factor, decimals=1 if unit == "us" else decimals)
 
     def text(self, time_us: float) -> str:
-        """Return the number without unit, which is in the header."""
+        """Return a time as a number in this unit, without the unit's name, which is in the column's header."""
         return f"{time_us / self.factor:.{self.decimals}f}"
 
 
 def percent(share: float, *, decimals: int = 1) -> str:
-    """Return a fraction of one as `17.9 %`."""
-    # Adding 0.0 turns -0.0, the rest of a rounding error, into 0.0.
+    """Return a fraction as a percentage, as `17.9 %` for 0.179."""
+    # Adding 0.0 turns -0.0, which rounding may leave, into 0.0.
     return f"{round(share * 100, decimals) + 0.0:.{decimals}f} %"
 
 
 def rate(per_s: float) -> str:
-    """Return a rate per second; one below 0.1 has two digits, as the samples per device of a large model."""
+    """Return a rate per second as a number; a rate below 0.1, as of a very large model, has two significant digits."""
     if 0 < per_s < 0.1:
         return f"{per_s:.{1 - floor(log10(per_s))}f}"
     return f"{per_s:,.{1 if per_s < 1000 else 0}f}"
 
 
 def difference(predicted: float, measured: float) -> str:
-    """Return the relative difference of `measured` from `predicted`, with sign."""
+    """Return the difference of `measured` from `predicted`, in percent of `predicted`, with its sign."""
     if not predicted:
         return NOTHING
     return f"{(measured - predicted) / predicted * 100:+.1f} %"
 
 
 def format_count(count: float) -> str:
-    """Return a large number with three digits and a decimal prefix: `1.75 G`."""
+    """Return a large number with three digits and a decimal prefix, as `1.75 G`."""
     value, prefixes = float(count), iter("kMGTPE")
     prefix = ""
     while abs(value) >= 999.5:
@@ -62,7 +62,7 @@ def format_count(count: float) -> str:
 
 
 def layer_range(first: str, last: str, count: int | None = None) -> str:
-    """Return consecutive layers as `block_0 … block_7 (8)`.
+    """Return the name of a range of layers, as `block_0 … block_7 (8)`.
 
     Args:
         first: Name of the first layer.
@@ -78,14 +78,19 @@ def layer_range(first: str, last: str, count: int | None = None) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tick:
-    """Mark on the axis."""
+    """Mark on a time axis."""
 
     time_us: float
     label: str
 
 
 def time_ticks(total_us: float, most: float) -> tuple[str, tuple[Tick, ...]]:
-    """Return the unit and at most `most` + 1 round times from 0 to `total_us`, which is above 0."""
+    """Return the marks of a time axis: at most `most` + 1 round times from 0 to `total_us`, and their unit.
+
+    Args:
+        total_us: End of the axis in microseconds, above 0.
+        most: Largest number of intervals between marks.
+    """
     step_us = _nice(total_us / most)
     scale = TimeScale.fitting([total_us])
     count = floor(total_us / step_us * (1 + 1e-9)) + 1
@@ -107,15 +112,19 @@ _METHODS = {
 
 
 def method_name(method: str) -> str:
-    """Return the name of a solver's method; methods of other tools keep their names."""
+    """Return the name of a solver's method in words; unknown methods, of other tools, keep their names."""
     return _METHODS.get(method, method)
 
 
 def row_noun(chunks: int) -> str:
-    """Return the name of rows per device: `stage` if every device has one stage, otherwise `device`."""
+    """Return the noun for a table row that describes a device: `stage` if every device has one stage, else `device`."""
     return "stage" if chunks == 1 else "device"
 
 
 def not_measured(how: str) -> str:
-    """Return a warning about numbers from a compiled or estimated profile; empty for a measured one."""
+    """Return a warning about numbers from a compiled or estimated profile; empty for a measured profile.
+
+    Args:
+        how: Origin of the profile's numbers: `measured`, `compiled` or `estimated`.
+    """
     return "" if how == "measured" else f"{how}, not measured: profile on the device before you rely on these numbers"

@@ -1,4 +1,4 @@
-"""Words and tables of a plan: headline, stages, and the best plan for each number of micro-batches."""
+"""Texts and tables of a plan: headline, stages, and the best plan for each number of micro-batches."""
 
 from collections.abc import Callable
 from operator import attrgetter
@@ -15,11 +15,11 @@ from planner.show.views.table import Column, Table, Value, column, table
 
 
 def headline(plan: Plan, *, of: str = " \u00d7 ", by: str = " \u00d7 ") -> str:
-    """Return schedule, shape and micro-batches in one line.
+    """Return schedule, number of stages and micro-batches in one line.
 
     Args:
         plan: The plan.
-        of: Text before the number of chunks.
+        of: Text between the numbers of devices and of chunks.
         by: Text before the number of micro-batches.
 
     Returns:
@@ -38,7 +38,7 @@ def headline(plan: Plan, *, of: str = " \u00d7 ", by: str = " \u00d7 ") -> str:
 
 
 def shape_in_gpus(plan: Plan) -> str:
-    """Return replicas, stages and GPUs per stage as a product: 64 GPUs = 2 replicas, times 4 stages, times 8."""
+    """Return the number of GPUs as a product of replicas, stages and GPUs per stage: `64 GPUs = 2 replicas × …`."""
     groups = pluralize(plan.num_devices, "stage" if plan.chunks == 1 else "device")
     factors = [*([f"{plan.replicas} replicas"] if plan.replicas > 1 else []), groups, str(plan.tensor_parallel)]
     chunks = f", {plan.chunks} chunks" if plan.chunks > 1 else ""
@@ -56,14 +56,17 @@ def figures(plan: Plan, certainty: Certainty | None = None) -> tuple[str, str, s
 
 
 def ideal_bubble(plan: Plan) -> str:
-    """Return the bubble of equal stages in words; empty for split backwards, whose W passes fill it."""
+    """Return the bubble that equal stages would have, in words.
+
+    The text is empty for schedules with a split backward, because their weight-gradient passes fill the bubble.
+    """
     if schedule_of(plan.schedule, plan.order).splits_backward:
         return ""
     return f"ideal {percent(plan.predicted.ideal_bubble)}"
 
 
 def claim(plan: Plan) -> str:
-    """Return what the solver proved; empty for given cuts."""
+    """Return what the solver proved, as `no plan is faster`; empty for given cuts."""
     solver, schedule = plan.solver, plan.inputs.schedule
     whole = "plan" if schedule == "auto" else f"{schedule_of(schedule).title} plan"
     if schedule != "auto" and not plan.inputs.chunks and _is_open_in_chunks(schedule_of(schedule)):
@@ -82,15 +85,17 @@ def _is_open_in_chunks(schedule: Schedule) -> bool:
 
 
 def has_unlike_devices(plan: Plan) -> bool:
-    """Return True if devices differ in memory or speed."""
+    """Return True if the devices differ in memory limit or speed."""
     inputs = plan.inputs
     return len(set(inputs.memory_bytes)) > 1 or len({1.0, *inputs.speeds}) > 1
 
 
 def stage_table(plan: Plan, *, brief: bool = False) -> Table:
-    """Return a row per stage; the slowest stage and shares above the limit are marked.
+    """Return a table of the plan's stages; the slowest stage and shares above the limit are marked.
 
-    `brief` shows only the first and last layer and the kind of recomputation, not the number of recomputed layers.
+    Args:
+        plan: The plan.
+        brief: True to name the kind of recomputation instead of the number of recomputed layers.
     """
     slowest = frozenset({plan.predicted.bottleneck_stage} if len(plan.stages) > 1 else ())
     over = frozenset(s.index for s in plan.stages if s.memory.total > s.memory_bytes)
@@ -122,7 +127,7 @@ def _recompute(stage: Stage) -> str:
 
 
 def _placed(stage: Stage, plan: Plan) -> str:
-    """Return the device, and its speed if that differs from the profiled device's."""
+    """Return the index of a stage's device, and its speed if it differs from the profiled device's speed."""
     device, speeds = plan.device_of(stage), plan.inputs.speeds
     speed = speeds[device] if device < len(speeds) else 1.0
     return str(device) if speed == 1 else f"{device} ({speed:g}\u00d7)"
@@ -132,12 +137,15 @@ NO_PLAN = "no plan fits"
 
 
 def has_several_replicas(plan: Plan) -> bool:
-    """Return True if points differ in the number of replicas."""
+    """Return True if some point of the plan's frontier has several replicas."""
     return any(point.replicas != 1 for point in plan.frontier)
 
 
 def frontier_table(plan: Plan) -> Table:
-    """Return a row per point; if no plan fits, it has only M, replicas and b."""
+    """Return a table of the plan's frontier: the best plan for each M and number of replicas.
+
+    If no plan fits, the row has only M, the number of replicas and the micro-batch size.
+    """
     points = plan.frontier
     chosen = (plan.micro_batches, plan.replicas)
     marked = frozenset(n for n, point in enumerate(points) if (point.micro_batches, point.replicas) == chosen)
@@ -160,7 +168,7 @@ def frontier_table(plan: Plan) -> Table:
 
 
 def schedules_table(plan: Plan) -> Table:
-    """Return a row per schedule that was tried; the plan's schedule is marked."""
+    """Return a table of the best plan of each schedule that was tried; the plan's own schedule is marked."""
     points, limit = plan.schedules, max(plan.inputs.memory_bytes)
     marked = frozenset(n for n, point in enumerate(points) if point.schedule == plan.schedule)
     return table(
@@ -178,14 +186,14 @@ def schedules_table(plan: Plan) -> Table:
 
 
 def _width_column(points: tuple[FrontierPoint, ...]) -> list[tuple[Column, Callable[[FrontierPoint], Value]]]:
-    """Return the column of GPUs that share each layer; empty if none do."""
+    """Return a column for the number of GPUs per stage; no column if every point has one GPU per stage."""
     if all(point.tensor_parallel == 1 for point in points):
         return []
     return [column("tensor_parallel", "GPUs per\nstage", _fitting("tensor_parallel"), "count")]
 
 
 def untried(plan: Plan) -> str:
-    """Return a note on split-backward schedules that are missing in the table; empty if none is."""
+    """Return a note on schedules with a split backward that were not tried; empty if all were tried."""
     tried = {point.schedule for point in plan.schedules}
     missing = [schedule.title for schedule in SPLITTING if schedule.name not in tried]
     if not missing:
@@ -194,5 +202,5 @@ def untried(plan: Plan) -> str:
 
 
 def _fitting(field: str, otherwise: str | None = None) -> Callable[[FrontierPoint], Value]:
-    """Return a function that reads a field of a point, or returns `otherwise` if no plan fits."""
+    """Return a function that reads a field of a point; it returns `otherwise` for a point without a plan."""
     return lambda point: getattr(point, field) if point.fits else otherwise

@@ -1,7 +1,8 @@
-"""Looks of spans in pictures, and their meanings.
+"""Style classes of spans in pictures (their looks), and the labels of the legend.
 
-A look is a class of the style sheets: the lower-case letter of a kind with the hue of its chunk (`f0`); `r` and `s` for
-transfers; `o` for the optimizer; `again` for recomputation, which is drawn over its backward.
+A look is a class of the style sheets. For actions it is the lower-case letter of the kind and the number of a hue; the
+hue distinguishes chunks (`f0`). `r` and `s` are transfers, `o` is the optimizer step, and `again` is recomputation,
+which is drawn over its backward.
 """
 
 from collections.abc import Iterable, Mapping
@@ -11,15 +12,15 @@ from planner.core.schedule.kinds import KINDS, ActionKind
 from planner.show.step import Span, Step
 
 BY_LABEL: Final[Mapping[str, ActionKind]] = {kind.label: kind for kind in KINDS.values()}
-"""Kinds of action by label, as in spans."""
+"""Kinds of action by label; spans have the label as their kind."""
 
 HUES: Final = min(len(kind.paper) for kind in KINDS.values())
-"""Number of looks that chunks use in turn."""
+"""Number of hues per kind of action; chunks use them in turn."""
 
 
 BUBBLE_WORDS: Final = "bubble, from a row's first box to its last"
 REDONE: Final = frozenset(kind.label for kind in KINDS.values() if kind.direction < 0)
-"""Kinds that include recomputation."""
+"""Labels of the kinds of action that may include recomputation."""
 
 
 def bubble_of(busy_us: Iterable[tuple[float, float]]) -> float:
@@ -49,24 +50,34 @@ def bubbles_of(step: Step) -> list[float]:
 
 
 def redone_look(step: Step) -> str:
-    """Return the look of the boxes with recomputation, on a device's first chunk."""
+    """Return the look of a backward that includes recomputation, for the legend; empty if nothing is recomputed."""
     recomputed = {span.kind for span in step.spans if span.recompute_us > 0}
     return next((_look(kind, 0) for label, kind in BY_LABEL.items() if label in recomputed), "")
 
 
 def look_of(span: Span, num_devices: int) -> str:
-    """Return the look of a span on one of K = `num_devices` devices."""
+    """Return the look (style class) of a span.
+
+    Args:
+        span: The span.
+        num_devices: Number of devices of the pipeline, from which the span's chunk follows.
+    """
     kind = BY_LABEL.get(span.kind)
     return span.kind[0] if kind is None else _look(kind, span.stage // num_devices)
 
 
 def micro_batch_text(span: Span, step: Step) -> str:
-    """Return the span's micro-batch as `3`, or as `3.1` on chunk 1 of several."""
+    """Return the micro-batch of a span as text: `3`, or `3.1` for chunk 1 if devices have several chunks."""
     return f"{span.micro_batch}.{span.stage // step.num_devices}" if step.chunks > 1 else str(span.micro_batch)
 
 
 def legend_looks(step: Step, *, has_lanes: bool) -> list[tuple[str, str]]:
-    """Return look and words of everything in a picture of the step; sends only if there are lanes for them."""
+    """Return the legend of a picture of a step, as looks (style classes) and labels.
+
+    Args:
+        step: The step.
+        has_lanes: True if the picture shows sends.
+    """
     kinds = {span.kind for span in step.spans}
     chunks = min(step.chunks, HUES)
     looks = [
@@ -87,7 +98,11 @@ def legend_looks(step: Step, *, has_lanes: bool) -> list[tuple[str, str]]:
 
 
 def kind_rules(prefix: str = "") -> str:
-    """Return a line of style rules per kind, one rule for each of its hues; `prefix` comes before every class."""
+    """Return style rules for the colors of all looks of actions, one line per kind.
+
+    Args:
+        prefix: Selector before each class.
+    """
     return "\n".join(
         "".join(f"{prefix}.{_look(kind, hue)}{{color:{kind.paper[hue]}}}" for hue in range(HUES))
         for kind in KINDS.values()
@@ -95,7 +110,7 @@ def kind_rules(prefix: str = "") -> str:
 
 
 def ink_rules() -> str:
-    """Return the style rules of text on boxes of each kind."""
+    """Return style rules for the color of text on the boxes of each kind of action."""
     return "".join(f".timeline .on-{kind.letter.lower()}{{fill:{kind.ink}}}" for kind in KINDS.values())
 
 

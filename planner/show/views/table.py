@@ -1,4 +1,4 @@
-"""Table of values, which every medium renders with its own units, marks and choice of columns."""
+"""Table of values with units. Each renderer chooses columns and draws marks in its own way."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -25,40 +25,41 @@ _TEXTS: Final[Mapping[Unit, Callable[[float], str]]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Column:
-    """Column of a table."""
+    """Column of a table: its values with a title and a unit."""
 
     name: str
     """Name by which renderers select the column."""
     title: str
-    """Title; it may be broken at its line feed."""
+    """Title; a line feed marks where it may be broken."""
     values: tuple[Value, ...] = ()
     unit: Unit = "text"
-    """Unit; text is left-aligned, everything else right-aligned, even values in words."""
+    """Unit of the values. A column of unit `text` is left-aligned, any other column is right-aligned."""
     per: str = ""
-    """Reference of times, such as micro-batch. Columns with the same one share a unit; if empty, each value has its own
-    unit."""
+    """What times refer to, such as `micro-batch`. All columns with the same `per` are shown in one unit of time. If it
+    is empty, each value has its own unit."""
     drop: int = 0
-    """Priority for removing the column if space is short: the largest value first; 0 is never removed."""
+    """Priority for removing the column if space is short: columns with the largest number are removed first, columns
+    with 0 never."""
     marked: frozenset[int] = frozenset()
-    """Rows whose value is emphasized: the slowest, the chosen, or one above its limit."""
+    """Indices of rows whose value is emphasized, for example the slowest stage."""
 
     @property
     def heading(self) -> str:
         return self.title.replace("\n", " ")
 
     def texts(self, scale: TimeScale | None = None) -> tuple[str, ...]:
-        """Return every value with its unit; without units if `scale` is the unit of the whole column."""
+        """Return every value as text: with its unit, or as a number in the unit `scale` of the whole column."""
         text = _TEXTS[self.unit] if scale is None else scale.text
         return tuple(NOTHING if v is None else v if isinstance(v, str) else text(v) for v in self.values)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Table:
-    """Columns of equal length."""
+    """Table of values: columns of equal length."""
 
     columns: tuple[Column, ...]
     group: int = 0
-    """Number of rows between gaps; 0 for no gaps."""
+    """Number of rows after which renderers leave a gap; 0 for no gaps."""
 
     def column(self, name: str) -> Column:
         """Return the column with this name."""
@@ -73,21 +74,21 @@ class Table:
         return self.pick(*(column.name for column in self.columns if column.name not in names))
 
     def titled(self, **titles: str) -> "Table":
-        """Return the table with other titles for some columns."""
+        """Return the table with new titles for some columns, given by column name."""
         return replace(self, columns=tuple(replace(c, title=titles.get(c.name, c.title)) for c in self.columns))
 
     def reworded(self, name: str, texts: Iterable[str], unit: Unit | None = None) -> "Table":
-        """Return the table with other texts in one column, and another unit if given."""
+        """Return the table with new texts in one column, and a new unit if one is given."""
         values = tuple(texts)
         changed = (replace(c, values=values, unit=unit or c.unit) if c.name == name else c for c in self.columns)
         return replace(self, columns=tuple(changed))
 
     def rows(self) -> tuple[tuple[str, ...], ...]:
-        """Return every row as texts, each value with its own unit."""
+        """Return the texts of every row; each value has its own unit."""
         return tuple(zip(*(column.texts() for column in self.columns), strict=True))
 
     def scales(self) -> Mapping[str, TimeScale]:
-        """Return the unit of each `per`, in which its largest time has three or four digits."""
+        """Return for each `per` the unit of time for all columns that have it."""
         times: dict[str, list[float]] = {}
         for column in self.columns:
             if column.per:
@@ -105,24 +106,30 @@ def column(
     drop: int = 0,
     marked: frozenset[int] = frozenset(),
 ) -> tuple[Column, Callable[[Row], Value]]:
-    """Return a column for `table`, with the fields of `Column`, and the function that reads its value from a row.
+    """Return the definition of a column, for the function `table`.
 
     Args:
         name: Name of the column.
-        title: Its title.
-        value: Reads the value from a row.
+        title: Title of the column.
+        value: Function that reads the column's value from a row.
         unit: Unit of the values.
-        per: Reference of times.
+        per: What times refer to, such as `micro-batch`.
         drop: Priority for removing the column if space is short; 0 is never removed.
-        marked: Rows whose value is emphasized.
+        marked: Indices of rows whose value is emphasized.
 
     Returns:
-        The column and the function.
+        The column without values, and the function.
     """
     return Column(name=name, title=title, unit=unit, per=per, drop=drop, marked=marked), value
 
 
 def table(rows: Sequence[Row], *columns: tuple[Column, Callable[[Row], Value]], group: int = 0) -> Table:
-    """Return the table whose columns have the values read from each of `rows`."""
+    """Return a table whose values are read from rows.
+
+    Args:
+        rows: Objects to read values from, one per row of the table.
+        columns: Definitions of the columns, made by `column`.
+        group: Number of rows after which renderers leave a gap; 0 for no gaps.
+    """
     filled = (replace(column, values=tuple(map(value, rows))) for column, value in columns)
     return Table(columns=tuple(filled), group=group)
