@@ -1,4 +1,4 @@
-"""HTML report of a plan, a profile or a run, in one file without external resources."""
+"""HTML report of a plan, a profile or a run, as one file without external resources."""
 
 from planner.show.html.page import plan_html, profile_html, run_html
 

@@ -1,4 +1,4 @@
-"""Common parts of pages: the style sheet, scripts, and a policy that allows only these scripts."""
+"""Common parts of pages: the style sheet, scripts, and a content security policy that allows only these scripts."""
 
 import base64
 import hashlib
@@ -18,18 +18,18 @@ def style() -> str:
 
 
 def policy_for(script: str) -> str:
-    """Return the content security policy of a page with one script; it blocks all other scripts and resources."""
+    """Return the content security policy of a page, which blocks everything except its style and this script."""
     allowed = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode("ascii")
     return f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{allowed}'"
 
 
 @cache
 def asset(name: str, package: str = __package__) -> str:
-    """Return the text of a file in a package's folder."""
+    """Return the text of a file in the folder of a Python package."""
     return resources.files(package).joinpath(name).read_text(encoding="utf-8")
 
 
 @cache
 def scripts(*names: str) -> str:
-    """Return scripts of this package as one text, in the given order."""
+    """Return several script files of this package as one text, in the given order."""
     return "\n".join(map(asset, names))

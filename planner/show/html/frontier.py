@@ -1,4 +1,4 @@
-"""Trade-off over the number of micro-batches: step time, bubble and peak, with the chosen point marked."""
+"""Section with charts of the best plan for each number of micro-batches: step time, bubble and peak memory."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -15,22 +15,24 @@ from planner.show.views.table import Table
 _COLUMNS = ("micro_batches", "micro_batch_size", "step", "samples", "bubble", "peak", "recompute", "devices")
 _MOST_LABELS = 9
 _FEW = 4
-"""Largest number of points that all have value labels; with more, only the chosen one has."""
+"""Largest number of points of a chart that all have a value label; with more points, only the plan's point has one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Figure:
-    """Quantity that a chart shows for each point."""
+    """Quantity that a chart shows for each point of the frontier."""
 
     title: str
     of: Callable[[FrontierPoint], float]
+    """Function that returns the quantity of a point."""
     text: Callable[[float], str]
+    """Function that returns a value as text."""
     limit: float = 0.0
-    """Limit, drawn as a line; 0 for none."""
+    """Upper limit of the quantity, drawn as a line; 0 for none."""
 
 
 def frontier_section(plan: Plan) -> Section:
-    """Return charts and numbers of the best plan for each M; without these, the command that computes them."""
+    """Return charts and a table of the best plan for each M; if the plan has none, the command that computes them."""
     points = plan.frontier
     if not points:
         body = note("The plan has no figures for other numbers of micro-batches: run `gpipe-plan solve --frontier`.")
@@ -55,7 +57,7 @@ def frontier_section(plan: Plan) -> Section:
 
 
 def _chart(shown: _Figure, points: Sequence[FrontierPoint], names: Sequence[str], chosen: Sequence[bool]) -> str:
-    """Return a chart of evenly spaced points, from zero up; positions are percentages, so that it fits any width."""
+    """Return a chart of evenly spaced points with values from zero; it fits any width, because x is in percent."""
     of, text, title = shown.of, shown.text, shown.title
     most = max((of(point) for point in points if point.fits), default=0.0)
     # A limit far above all points would flatten them.

@@ -1,4 +1,4 @@
-"""Section about the layers, with their times, bytes and stages."""
+"""Section about the layers, with charts and a table of their times and bytes."""
 
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
@@ -14,25 +14,33 @@ from planner.show.views.table import column, table
 
 _HEIGHT = 150.0
 _FEW = 20
-"""Largest number of stages that all have a line and a number; of more stages, only every eighth (or sixteenth) has."""
+"""Largest number of stages that are all marked with a line and a number; of more, every eighth (sixteenth, …) is."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Part:
-    """Part of a stacked bar."""
+    """Part of the stacked bar of each layer."""
 
     look: str
+    """Style class."""
     words: str
+    """Label in the legend."""
     of: Callable[[LayerProfile], float]
+    """Function that returns the height for a layer, in microseconds or bytes."""
 
 
 def layers_section(profile: Profile | None, plan: Plan | None) -> Section:
-    """Return charts of time and bytes of the layers, and a table of the numbers."""
+    """Return charts of the layers' times and bytes, and a table of the numbers.
+
+    Args:
+        profile: Profile with the layers; if None, the section says that it is missing.
+        plan: Plan whose stages are marked, or None.
+    """
     if profile is None:
         body = note("The profile, which has the layers, was not found: give it with --profile FILE.")
         return Section(anchor="layers", title="Layers", body=body)
     sizes = profile.micro_batch_sizes
-    # Layers were measured only at these sizes; the one nearest to the plan's is shown.
+    # Layers were measured only at these sizes; the charts show the size nearest to the plan's.
     wanted = plan.micro_batch_size if plan else max(sizes)
     n = min(range(len(sizes)), key=lambda i: (abs(sizes[i] - wanted), -sizes[i]))
     times = (

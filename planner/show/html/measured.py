@@ -1,4 +1,4 @@
-"""Section that compares the measurements of a run with the plan's predictions."""
+"""Sections about a run: comparison with the plan's predictions, losses, and times."""
 
 from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
@@ -25,7 +25,12 @@ from planner.show.views.numbers import NOTHING, percent, row_noun
 
 
 def measured_section(plan: Plan, report: RunReport | None) -> Section:
-    """Return predicted and measured step, times of stages, and peaks of devices."""
+    """Return the comparison of predicted and measured step time, times of stages, and peak memory of devices.
+
+    Args:
+        plan: The plan.
+        report: Report of a run of the plan; if None, the section explains how to make one.
+    """
     title = "Predicted and measured"
     if report is None:
         body = note(
@@ -57,11 +62,11 @@ _SCALES: tuple[tuple[Callable[[float], str], tuple[Quantity, ...]], ...] = (
     (percent, ("bubble",)),
     (format_bytes, ("peak_bytes",)),
 )
-"""Formats of quantities. Quantities in the same entry share the scale of their bars."""
+"""Functions that return quantities as text, with their quantities. Bars of quantities in one entry have one scale."""
 
 
 def _rows(figures: Sequence[ComparedFigure], text: Callable[[float], str], place: str) -> Iterator[list[str]]:
-    # The step is much longer than a micro-batch, so it has its own scale.
+    # The step time is much longer than times of a micro-batch, so its bar has its own scale.
     most = max((max(f.predicted, f.measured) for f in figures if f.what != "step_us"), default=0.0) or 1.0
     for row in figures:
         full = (max(row.predicted, row.measured) or 1.0) if row.what == "step_us" else most
@@ -72,7 +77,7 @@ def _rows(figures: Sequence[ComparedFigure], text: Callable[[float], str], place
 
 
 def run_section(report: RunReport) -> Section:
-    """Return the section with the losses and step times."""
+    """Return the section about a run: charts of losses and step times, and a table of the stages."""
     charts = [
         _series("loss", report.losses, lambda value: f"{value:.4g}"),
         _series("step time", report.step_us, format_us),

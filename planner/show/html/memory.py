@@ -1,4 +1,4 @@
-"""Section about the memory of each device against its limit, by component."""
+"""Section about the memory of each device by component, compared with its limit, and over time."""
 
 from collections.abc import Sequence
 from itertools import pairwise
@@ -15,11 +15,11 @@ from planner.show.views.numbers import row_noun
 _ROOM_FOR_WORDS = 0.13
 _MANY = 24
 _COLUMNS = 480
-"""Columns of a step; each is as high as the largest memory in it."""
+"""Number of equal intervals of a step for which the picture shows the highest memory."""
 
 
 def memory_section(plan: Plan, step: Step | None) -> Section:
-    """Return a memory bar per device; if there is a step, also the memory of each device over time."""
+    """Return a bar of the peak memory of each device, and the memory of each device over time if `step` is given."""
     devices = device_memory(plan.by_device())
     most, limit = max(d.total_bytes for d in devices), max(d.limit_bytes for d in devices)
     full = max(1, most, limit if most * 4 >= limit else 0)
@@ -48,7 +48,7 @@ def _over_time(devices: Sequence[DeviceMemory], step: Step, full: int) -> str:
 
 
 def _held_row(device: DeviceMemory, levels: Sequence[int], full: int) -> str:
-    # Vertical steps from column to column; equal neighbors are merged.
+    # The path steps up or down where the memory of an interval differs from the previous one.
     edges = [(0, levels[0]), *((n, now) for n, (before, now) in enumerate(pairwise(levels), 1) if now != before)]
     steps = "".join(f"H{n}V{number(100 - size / full * 100)}" for n, size in edges)
     area = element("path", d=f"M0 100{steps}H{len(levels)}V100Z", class_="m-in_flight")

@@ -1,4 +1,4 @@
-"""Report as a page: head, key figures, sections, style and script in one file."""
+"""HTML page of a report: header, key figures, sections, style sheet and script in one file."""
 
 from collections.abc import Sequence
 from string import Template
@@ -30,17 +30,17 @@ from planner.show.views.plan import claim, headline, ideal_bubble, stage_table
 _MANY = 24
 
 _Figure = tuple[str, str, str]
-"""Key figure: name, value, and remark."""
+"""Key figure of the page: name, value, and remark."""
 
 
 def plan_html(plan: Plan, profile: Profile | None, step: Step | None, report: RunReport | None, *, digest: str) -> str:
-    """Return the report of a plan.
+    """Return the report of a plan as an HTML page.
 
     Args:
         plan: The plan.
-        profile: Its profile; without it there are no layers and no error ranges.
-        step: One step of the plan, which needs the profile.
-        report: Report of a run under the plan, if any.
+        profile: Profile of the plan. If None, the page has no layers and no error ranges.
+        step: One step of the plan, for the timeline. If None (no profile), the page has no timeline.
+        report: Report of a run of the plan, or None.
         digest: Digest of the plan's decisions, as in run reports.
 
     Returns:
@@ -69,7 +69,7 @@ def plan_html(plan: Plan, profile: Profile | None, step: Step | None, report: Ru
 
 
 def profile_html(profile: Profile) -> str:
-    """Return the report of a profile."""
+    """Return the report of a profile as an HTML page."""
     layers, device = profile.layers, profile.device
     n = profile.micro_batch_sizes.index(max(profile.micro_batch_sizes))
     size = profile.micro_batch_sizes[n]
@@ -91,7 +91,7 @@ def profile_html(profile: Profile) -> str:
 
 
 def run_html(report: RunReport) -> str:
-    """Return the report of a run without its plan."""
+    """Return the report of a run whose plan is not known, as an HTML page."""
     facts = [("plan digest", report.plan_digest), *_run_facts(report)]
     return _page(
         title=f"Run of {len(report.losses)} steps on {pipeline_words(report)}",
@@ -118,7 +118,7 @@ def _figures(plan: Plan, certainty: Certainty | None) -> list[_Figure]:
 
 
 def _of_cluster(plan: Plan, certainty: Certainty | None) -> list[_Figure]:
-    """Return tokens per second, utilization and the training run, as far as they are known."""
+    """Return key figures: tokens per second, FLOPs utilization and the training run; unknown figures are left out."""
     predicted, figures = plan.predicted, list[_Figure]()
     if predicted.tokens_per_s:
         figures.append(("tokens/s", tokens_words(plan, certainty), ""))
@@ -133,7 +133,10 @@ def _of_cluster(plan: Plan, certainty: Certainty | None) -> list[_Figure]:
 
 
 def _marked(figures: Sequence[_Figure], how: str) -> list[_Figure]:
-    """Add the source of the numbers to each figure, unless they were measured: readers may copy a figure alone."""
+    """Add the origin of the numbers to the remark of each figure, unless it is `measured`.
+
+    Each figure has the remark, because readers may copy a single figure.
+    """
     if how == "measured":
         return list(figures)
     return [(name, value, f"{how}; {remark}" if remark else how) for name, value, remark in figures]
@@ -211,7 +214,7 @@ def _versions(torch: str, python: str, dtype: str) -> str:
 
 
 def _card(name: str, value: str, remark: str) -> str:
-    # A range after a figure, as in `530 ms (500 to 590)`, does not fit into the card's line.
+    # A card's line is too short for a value with its range, as `530 ms (500 to 590)`; the range is on the next line.
     figure, bracket, range_ = value.partition(" (")
     below = element("small", safe(f"({range_}"), class_="range") if bracket else ""
     card = element("dd", safe(figure), below, element("small", safe(remark)))

@@ -1,4 +1,4 @@
-"""Building blocks of the report's sections. All text passes `safe`; arguments called markup have passed it already."""
+"""Building blocks of the report's sections. They escape texts with `safe`, but not arguments described as markup."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,29 +13,30 @@ class Section:
     """Section of the report."""
 
     anchor: str
+    """Identifier of the section, for links."""
     title: str
     body: str
-    """Markup of the content."""
+    """Content of the section, as markup."""
     lead: str = ""
-    """Sentence below the title."""
+    """Sentences below the title."""
 
 
 def layer_name(name: str) -> str:
-    """Return a module path, or a range of them, that may be broken after its dots."""
+    """Return the name of a layer, or of a range of layers, as markup that may be broken after dots."""
     return element("span", safe(name).replace(".", ".<wbr>"), class_="name")
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[str]], *, text: int = 1, caption: str = "") -> str:
-    """Return a table of markup; the first `text` columns are words, the others numbers.
+    """Return a table; its first columns are texts, and the remaining columns are numbers.
 
     Args:
         header: Titles of the columns.
-        rows: Markup of the cells.
-        text: Number of columns of words.
-        caption: Caption, if any.
+        rows: Cells of each row, as markup.
+        text: Number of columns with text, from the left.
+        caption: Caption; empty for none.
 
     Returns:
-        Markup.
+        The markup of the table.
     """
 
     def cells(tag: str, row: Sequence[str]) -> str:
@@ -48,15 +49,15 @@ def table(header: Sequence[str], rows: Iterable[Sequence[str]], *, text: int = 1
 
 
 def view(shown: Table, *, text: int = 1, marks: Mapping[str, str] | None = None) -> str:
-    """Return a table of values as markup; columns called `layer` or `layers` hold names, which may be broken.
+    """Return a table of values as markup; names in columns `layer` and `layers` may be broken after dots.
 
     Args:
-        shown: The table.
-        text: Number of columns of words, from the left.
-        marks: By column, the suffix of its marked values.
+        shown: The table of values.
+        text: Number of columns with text, from the left.
+        marks: For each column name, the suffix of marked values.
 
     Returns:
-        Markup.
+        The markup of the table.
     """
     columns = [_cells(column, (marks or {}).get(column.name, "")) for column in shown.columns]
     return table([column.heading for column in shown.columns], zip(*columns, strict=True), text=text)
@@ -69,12 +70,17 @@ def _cells(column: Column, mark: str) -> list[str]:
 
 
 def scroll(content: str, label: str) -> str:
-    """Return a box for tall markup: it scrolls on a screen, also by keyboard, and is complete on paper."""
+    """Return a box of limited height that scrolls, also by keyboard; on paper it has its full height.
+
+    Args:
+        content: Markup in the box.
+        label: Name of the content, for screen readers.
+    """
     return element("div", content, class_="tall", tabindex="0", role="group", aria_label=label)
 
 
 def definitions(items: Iterable[tuple[str, str]]) -> str:
-    """Return a list of names and texts; empty texts are left out."""
+    """Return a list of pairs of name and text; pairs with an empty text are left out."""
     return element("dl", *(element("div", element("dt", safe(k)), element("dd", safe(v))) for k, v in items if v))
 
 
@@ -83,14 +89,14 @@ def figure(caption: str, *drawn: str, height: float, label: str = "", below: str
 
     Args:
         caption: Text above the picture.
-        *drawn: Markup of the picture.
-        height: Height in pixels; the width is that of its container.
-        label: Text for screen readers; default: the caption.
+        *drawn: Markup inside the picture.
+        height: Height in pixels; the picture is as wide as its container.
+        label: Text for screen readers; if empty, the caption is used.
         below: Markup below the picture.
-        look: Class of the figure.
+        look: Style class of the figure.
 
     Returns:
-        Markup.
+        The markup of the figure.
     """
     picture = element("svg", *drawn, width="100%", height=height, role="img", aria_label=label or caption)
     return element("figure", element("figcaption", safe(caption)), picture, below, class_=look)
@@ -100,52 +106,52 @@ def line(look: str, x: tuple[float, float], y: tuple[float, float]) -> str:
     """Return a line of a picture.
 
     Args:
-        look: Class of the line.
+        look: Style class of the line.
         x: Horizontal positions of both ends, in percent of the width.
         y: Vertical positions of both ends, in pixels.
 
     Returns:
-        Markup.
+        The markup of the line.
     """
     begin, end = (f"{number(across)}%" for across in x)
     return element("line", class_=look, x1=begin, x2=end, y1=y[0], y2=y[1])
 
 
 def note(text: str) -> str:
-    """Return a remark."""
+    """Return a paragraph with a remark."""
     return element("p", safe(text), class_="note")
 
 
 def details(summary: str, content: str) -> str:
-    """Return markup that is collapsed initially."""
+    """Return content that a click on its summary shows or hides; it is hidden at first."""
     return element("details", element("summary", safe(summary)), content)
 
 
 def legend(items: Iterable[tuple[str, str]]) -> str:
-    """Return a legend of classes and their meanings."""
+    """Return a legend: a colored sample and a label for each pair of style class and text."""
     return element(
         "ul", *(element("li", element("i", class_=f"key {look}"), safe(text)) for look, text in items), class_="legend"
     )
 
 
 def bar(look: str, start: float, width: float, tip: str = "") -> str:
-    """Return a part of a bar.
+    """Return a part of a horizontal bar.
 
     Args:
-        look: Class of the part.
-        start: Start, as a share of the track.
-        width: Width, as a share of the track.
-        tip: Tooltip, if any.
+        look: Style class of the part.
+        start: Left edge, as a share of the bar's full width.
+        width: Width, as a share of the bar's full width.
+        tip: Tooltip; empty for none.
 
     Returns:
-        Markup.
+        The markup of the part.
     """
     place = f"left:{number(start * 100)}%;width:{number(max(0.0, width) * 100)}%"
     return element("i", class_=look, style=place, title=tip or None)
 
 
 def section_markup(section: Section) -> str:
-    """Return a section with its heading."""
+    """Return the markup of a section with its heading."""
     heading = element("h2", safe(section.title), id=f"h-{section.anchor}")
     lead = element("p", safe(section.lead), class_="lead") if section.lead else ""
     return element("section", heading, lead, section.body, id=section.anchor, aria_labelledby=f"h-{section.anchor}")

@@ -1,4 +1,4 @@
-"""Trade-off over schedules: bubble against memory as a picture, and all figures as a table."""
+"""Section that compares schedules: a picture of bubble and memory, and a table of all figures."""
 
 from collections.abc import Sequence
 
@@ -12,13 +12,13 @@ from planner.show.views.plan import schedules_table, untried
 
 _TOP, _BOTTOM = 16.0, 210.0
 _LEFT, _RIGHT = 8.0, 78.0
-"""Left and right edge in percent of the width; the names of points need the rest."""
+"""Left and right edge of the plot in percent of the width; names of points use the space to the right of it."""
 _LINE = 13.0
-"""Smallest vertical distance between names, in pixels."""
+"""Smallest vertical distance between the names of points, in pixels."""
 
 
 def schedules_section(plan: Plan) -> Section | None:
-    """Return the comparison of schedules, a picture and a table; None if the plan has none."""
+    """Return the section that compares schedules; None if the plan has no such comparison."""
     points = [point for point in plan.schedules if point.fits]
     if not points:
         return None
@@ -31,7 +31,7 @@ def schedules_section(plan: Plan) -> Section | None:
 
 
 def _scatter(plan: Plan, points: Sequence[FrontierPoint]) -> str:
-    """Return a picture of the bubble (right) and the peak of the fullest device (up), both from zero."""
+    """Return a scatter plot: the bubble on the x axis, the peak of the fullest device on the y axis, both from zero."""
     widest = max(point.bubble for point in points) or 1.0
     highest, limit = max(point.peak_bytes for point in points) or 1, max(plan.inputs.memory_bytes)
     # A limit far above all points would flatten them.
@@ -61,7 +61,7 @@ def _scatter(plan: Plan, points: Sequence[FrontierPoint]) -> str:
 
 
 def _free(position: tuple[float, float], written: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    """Return the nearest position further down at which a name overlaps no other name."""
+    """Return the nearest position, at or below `position`, at which a name overlaps no name written so far."""
     x, y = position
     for other_x, other_y in sorted(written, key=lambda other: other[1]):
         if abs(other_x - x) < 20 and abs(other_y - y) < _LINE:

@@ -1,4 +1,4 @@
-"""Timeline of the report: SVG for paper and browsers without scripts, and the data that a script draws."""
+"""Timeline of the report: SVG for paper and for browsers without scripts, and data that a script draws."""
 
 import json
 
@@ -14,11 +14,16 @@ from planner.show.views.numbers import layer_range, percent, row_noun
 from planner.show.views.spans import BUBBLE_WORDS, BY_LABEL, REDONE, bubbles_of, redone_look
 
 _KINDS = (*BY_LABEL, "receive", "optimizer", "send forward", "send backward")
-"""Kinds of spans; in the data a kind is its index in this list."""
+"""Kinds of spans; in the data for the script, a kind is encoded as its index in this list."""
 
 
 def timeline_section(plan: Plan, step: Step | None) -> Section:
-    """Return the canvas and its controls for the script, and the picture for browsers without scripts."""
+    """Return the timeline: a canvas with controls for the script, and a picture for browsers without scripts.
+
+    Args:
+        plan: The plan.
+        step: One step of the plan; if None, the section says that the profile is missing.
+    """
     if step is None:
         body = note("The timeline is computed from the profile, which was not found: give it with --profile FILE.")
         return Section(anchor="timeline", title="Timeline", body=body)
@@ -34,7 +39,12 @@ def timeline_section(plan: Plan, step: Step | None) -> Section:
 
 
 def live_canvas(label: str, **attributes: str) -> str:
-    """Return the box in which a script draws a step, with its controls; `attributes` are those of the box."""
+    """Return the box in which a script draws a step, with buttons.
+
+    Args:
+        label: Description of the picture, for screen readers.
+        attributes: Attributes of the box.
+    """
     buttons = "".join(
         element("button", sign, type="button", data_do=action, title=tip, aria_label=tip)
         for action, sign, tip in (
@@ -55,7 +65,7 @@ def live_canvas(label: str, **attributes: str) -> str:
 
 
 def kinds_data() -> dict[str, object]:
-    """Return properties of kinds of spans for a script: colors, letters, labels, and those that may recompute."""
+    """Return properties of the kinds of spans, for a script: colors, letters, labels, and which may recompute."""
     return {
         "kinds": [{"letter": kind.letter, "paper": kind.paper, "ink": kind.ink} for kind in BY_LABEL.values()],
         "labels": ["optimizer step" if kind == "optimizer" else kind for kind in _KINDS],
@@ -75,13 +85,13 @@ def _lead(plan: Plan, step: Step) -> str:
 
 
 def _looks(step: Step) -> list[tuple[str, str]]:
-    # Recomputation is drawn over its backward.
+    # Recomputation is drawn over its backward, so its sample in the legend has the backward's style class, too.
     below = {"again": f"again {redone_look(step)}"}
     return [(below.get(look, look), words) for look, words in legend_kinds(step)]
 
 
 def timeline_data(plan: Plan, step: Step) -> str:
-    """Return the step as JSON for the script, in tenths of a microsecond; safe inside a script element."""
+    """Return the step as JSON that is safe inside a script element; times are in tenths of a microsecond."""
     rows: list[list[int]] = [[] for _ in range(step.num_devices)]
     free = [0] * step.num_devices
     sends = has_lanes(step)
@@ -110,7 +120,15 @@ def timeline_data(plan: Plan, step: Step) -> str:
 
 
 def _append(row: list[int], span: Span, step: Step, before: int) -> int:
-    """Append kind with chunk, micro-batch, gap after the previous start, and duration; return the start."""
+    """Append a span to the data of its row and return its start, in tenths of a microsecond.
+
+    Args:
+        row: Data of the row. A span is four numbers: kind and chunk as one number, micro-batch, time from the previous
+            span's start to its own, and duration.
+        span: The span.
+        step: The step.
+        before: Start of the previous span in the row.
+    """
     start, end = round(span.start_us * 10), round(span.end_us * 10)
     code = _KINDS.index(span.kind) + len(_KINDS) * (span.stage // step.num_devices)
     row += (code, span.micro_batch, start - before, end - start)

@@ -1,4 +1,4 @@
-"""Trade-off over the number of micro-batches as a table, with a bar for every step time if there is space."""
+"""Tables of the best plan for each number of micro-batches and for each schedule, with bars of step times."""
 
 from rich.console import RenderableType
 
@@ -12,11 +12,11 @@ from planner.show.views.table import Column, Table
 _SHORTEST_BAR = 8
 _LONGEST_BAR = 24
 _FARTHEST = 4.0
-"""Step time of the longest bar, relative to the best; longer times exceed the bar."""
+"""Ratio of the longest bar's step time to the best step time; bars of longer times end with an arrow."""
 
 
 def frontier_parts(plan: Plan, style: Style) -> list[RenderableType]:
-    """Return a row per number of micro-batches (and of replicas); empty if the plan has no such figures."""
+    """Return a table of the best plan for each M and number of replicas; nothing if the plan has no frontier."""
     if not plan.frontier:
         return []
     several = has_several_replicas(plan)
@@ -32,7 +32,7 @@ def frontier_parts(plan: Plan, style: Style) -> list[RenderableType]:
 
 
 def schedules_parts(plan: Plan, style: Style) -> list[RenderableType]:
-    """Return a row per schedule; empty if the plan has no such figures."""
+    """Return a table of the best plan of each schedule; nothing if the plan has no such comparison."""
     if not plan.schedules:
         return []
     view = fitted(schedules_table(plan), style)
@@ -44,7 +44,7 @@ def schedules_parts(plan: Plan, style: Style) -> list[RenderableType]:
 
 
 def _with_marks(view: Table, style: Style) -> Table:
-    # Digits are aligned with and without a mark: numbers to the right before the mark, text to the left.
+    # The column becomes left-aligned text. Numbers are padded first, so that digits are aligned despite the marks.
     choice = view.column("micro_batches")
     width = max(map(len, choice.texts()))
     marks = [f" {style.glyphs.mark}" if row in choice.marked else "" for row in range(len(choice.values))]

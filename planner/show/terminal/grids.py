@@ -1,4 +1,4 @@
-"""Rows and columns laid out by rich; separate from `rendering`, because plain text does not need these imports."""
+"""Tables laid out by rich. They are separate from `rendering`, because output without tables does not need them."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -16,16 +16,22 @@ _ASCII_BOX = Box(str(SIMPLE).replace("─", "-"), ascii=True)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TextColumn:
-    """Column of a table."""
+    """Column of a table in the terminal."""
 
     header: str
     footer: str = ""
     number: bool = True
-    """True for numbers, which are right-aligned and never broken; other columns are left-aligned and may be."""
+    """True for numbers, which are right-aligned and never broken. Other columns are left-aligned, and long cells are
+    broken."""
 
 
 def facts(rows: Sequence[tuple[str, str | Text]], style: Style) -> Table:
-    """Return names at the left and their texts, which may have several lines even in a pipe."""
+    """Return a table without lines: names at the left, and texts at the right, which may have several lines.
+
+    Args:
+        rows: Name and text of each row.
+        style: Style of the output.
+    """
     drawn = Table.grid(padding=(0, _FACTS_GAP, 0, 0), pad_edge=False)
     names = max(cell_len(name) for name, _ in rows)
     drawn.add_column(no_wrap=True)
@@ -36,11 +42,11 @@ def facts(rows: Sequence[tuple[str, str | Text]], style: Style) -> Table:
 
 
 def table(columns: Sequence[TextColumn], rows: Iterable[Sequence[str | Text] | None], style: Style) -> Table:
-    """Return a table with a rule below its header, and above its footer if it has one.
+    """Return a table with a line below its header, and above its footer if it has one.
 
     Args:
-        columns: Headers and footers.
-        rows: Cells of each row; None is an empty row.
+        columns: Headers, footers and alignment of the columns.
+        rows: Cells of each row; None leaves a gap between rows.
         style: Style of the output.
 
     Returns:

@@ -1,4 +1,4 @@
-"""Memory of every device over a step, below the timeline and on its time scale."""
+"""Memory of every device over a step, drawn below the timeline with the same time axis."""
 
 from rich.console import RenderableType
 from rich.text import Text
@@ -17,17 +17,18 @@ _ENOUGH_TO_SEE = 0.25
 
 
 def held_parts(plan: Plan, step: Step, style: Style) -> list[RenderableType]:
-    """Return the memory of each device over the step, as a row of bars.
+    """Return the memory of each device over the step, as a row of bars per device.
 
-    A full bar is the device's memory limit. If no device ever uses a quarter of its limit, it is the largest peak.
+    A bar of full height is the device's memory limit. If no device needs a quarter of its limit, a bar of full height
+    is the largest peak.
 
     Args:
         plan: The plan.
-        step: One step of it.
+        step: One step of the plan.
         style: Style of the output.
 
     Returns:
-        A title, and a row for each device with its peak as a share of the limit at the right.
+        A title, then a row per device, which ends with the peak as a share of the limit.
     """
     if step.pipeline_us <= 0:
         return []
@@ -53,5 +54,5 @@ def held_parts(plan: Plan, step: Step, style: Style) -> list[RenderableType]:
 
 def _level(size: int, full: int, style: Style) -> str:
     levels = style.glyphs.levels
-    # Only full or exceeded limits are drawn full.
+    # Rounding down: a bar has full height only if the memory reaches the limit.
     return levels[min(len(levels) - 1, size * (len(levels) - 1) // full)]

@@ -1,4 +1,4 @@
-"""Measured links as a table."""
+"""Measured links between devices, as a table."""
 
 from planner.core.values.links import Links
 from planner.core.values.units import format_bytes, format_rate, format_us, pluralize
@@ -11,7 +11,7 @@ _NUMBERS = ("latency", "bandwidth", "largest message", "")
 
 
 def links_text(links: Links, style: Style) -> str:
-    """Return a row per boundary: latency, bandwidth, and the time of the largest message."""
+    """Return a table of the links between neighbors: latency, bandwidth, and time of the largest measured message."""
     machine = [f"{links.device.kind} {links.device.name}".strip(), links.backend, f"torch {links.environment.torch}"]
     columns = [TextColumn(header="link", number=False), *(TextColumn(header=name) for name in _NUMBERS)]
     rows = []

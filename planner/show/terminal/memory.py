@@ -1,4 +1,4 @@
-"""Memory of every device of a pipeline against its limit, as stacked bars."""
+"""Memory of every device of a pipeline, as stacked bars with the memory limit."""
 
 from collections.abc import Sequence
 from math import floor
@@ -13,7 +13,7 @@ from planner.show.terminal.style import Style
 from planner.show.views.memory import KINDS, DeviceMemory, component_title, device_memory, fullest, present_components
 from planner.show.views.numbers import row_noun
 
-# Blues and purple for the model's memory, warm colors for that of micro-batches, grays for the rest.
+# Blue and purple for the model's memory, warm colors for memory of micro-batches, gray for other components.
 _COLORS = {
     "parameters": 25,
     "gradients": 37,
@@ -26,15 +26,15 @@ _COLORS = {
     "reserve": 242,
 }
 _NEW = 132
-"""Color of a component that is in no other group."""
+"""Color of a component that has none in `_COLORS`."""
 
 _ENOUGH_TO_SEE = 0.25
 
 
 def memory_parts(devices: Sequence[Sequence[Stage]], style: Style) -> list[RenderableType]:
-    """Return a bar per device, stacked by component, with the device's limit marked, and a legend.
+    """Return a bar per device, stacked by component, with a mark at the device's memory limit.
 
-    If every device needs far less than the largest limit, bars are scaled to the largest peak instead.
+    If every device needs far less than the largest limit, the longest bar is the largest peak instead of the limit.
 
     Args:
         devices: Stages of each device of the pipeline.
@@ -72,7 +72,7 @@ def _numbers(needs: Sequence[DeviceMemory], style: Style) -> list[Text]:
 
 
 def _bar(need: DeviceMemory, scale: float, room: int, style: Style) -> Text:
-    # Edges are rounded, not widths, so that parts add up to the bar and equal sums end in the same column.
+    # Edges are rounded, not widths, so that bars of equal memory end in the same column.
     bar = Text()
     edge = 0
     for name, size in need.memory.items():
@@ -102,7 +102,7 @@ def _fill(name: str, style: Style) -> str:
 
 
 def _look(name: str) -> str:
-    # Text and background have one color: the fill is a solid block, and remains visible in copied text.
+    # Text and background have the same color, so the fill looks solid, but copied text still shows its characters.
     color = _COLORS.get(name, _NEW)
     return f"color({color}) on color({color})"
 

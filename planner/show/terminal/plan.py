@@ -1,4 +1,4 @@
-"""A plan as text: its figures, stages, memory, timeline, and explanation."""
+"""Plan as text: figures, stages, memory, timeline and explanation."""
 
 from collections.abc import Iterator, Sequence
 
@@ -25,7 +25,7 @@ from planner.show.views.numbers import method_name, not_measured, percent, row_n
 from planner.show.views.plan import claim, figures, has_unlike_devices, headline, ideal_bubble
 
 _LEAST_GAP = 0.0005
-"""Smallest gap that is shown; smaller ones are printed as below 0.1 %."""
+"""Smallest gap that is shown as a number; smaller gaps are shown as `below 0.1 %`."""
 
 
 def plan_text(
@@ -36,14 +36,14 @@ def plan_text(
     step: Step | None = None,
     certainty: Certainty | None = None,
 ) -> str:
-    """Return all sections of a plan.
+    """Return a plan as text, with all of its sections.
 
     Args:
         plan: The plan.
-        events: Events of one step; without any, the timeline is left out.
+        events: Simulated events of one step, for the timeline; if empty, there is no timeline.
         style: Style of the output.
-        step: One step as spans, for the memory of every device over time.
-        certainty: Error ranges of the figures.
+        step: One step as spans, for the memory over time; if None, this section is left out.
+        certainty: Error ranges of the figures; None if they are not known.
 
     Returns:
         The text.
@@ -101,13 +101,13 @@ def _status(plan: Plan, style: Style) -> str:
 
 
 def _not_a_pipeline(plan: Plan) -> str:
-    """Return a note on a plan without cuts; empty for others."""
+    """Return a note if the plan has one device per replica, so that there is no pipeline; else an empty text."""
     if plan.num_devices > 1:
         return ""
     copies, inputs = plan.replicas, plan.inputs
     alone = "one device" if plan.tensor_parallel == 1 else f"{plan.tensor_parallel} GPUs that share its layers"
     here = f"{copies} copies of the whole model" if copies > 1 else f"the whole model on {alone}"
-    # If there are as many replicas as devices, there was no choice.
+    # If as many replicas were requested as there are devices, a pipeline was not possible.
     had_a_choice = inputs.devices // plan.tensor_parallel > max(1, inputs.replicas)
     if plan.solver.status == "given" or not had_a_choice:
         return f"not a pipeline: {here}"
@@ -135,11 +135,11 @@ def _unused(plan: Plan) -> str:
 
 
 _AS_FAST = 0.0005
-"""Smallest relative change of the step time that is shown as a change."""
+"""Smallest relative change of the step time that is reported; smaller changes are reported as `no faster`."""
 
 
 def insight_parts(plan: Plan, style: Style) -> list[RenderableType]:
-    """Return the explanation of the plan; empty if it has none."""
+    """Return the explanation of a plan (`--explain`); nothing if the plan has none."""
     insight = plan.insight
     if insight is None:
         return []

@@ -1,4 +1,4 @@
-"""Comparison of plans, with a bar of samples per second, and sweeps over clusters."""
+"""Comparison of plans, with bars of samples per second, and sweeps over cluster sizes, as text."""
 
 from collections.abc import Sequence
 
@@ -18,7 +18,7 @@ _LONGEST_BAR = 40
 
 
 def plans_text(comparison: Comparison, style: Style) -> str:
-    """Return a table of all plans, a chart, and for two plans the difference of each stage."""
+    """Return a table of all plans, a chart of samples per second, and for two plans the differences of their stages."""
     shown = drawn(fitted(comparison_table(comparison), style), style)
     parts: list[RenderableType] = [shown, BLANK, *_chart(comparison.plans, style)]
     notes = [row.path for row in comparison.plans if not row.recomputed]
@@ -44,7 +44,7 @@ def _chart(plans: Sequence[ComparedPlan], style: Style) -> list[RenderableType]:
 
 
 def difference_parts(difference: Difference, style: Style) -> list[RenderableType]:
-    """Return bytes and time per stage, before and now."""
+    """Return a title and a table of the memory and time of each stage, in the earlier plan and now."""
     title = heading(plain(f"against {difference.against}", style))
     if not difference.recomputed:
         title.append(", whose numbers are as stored, because its profile is missing", "not bold")
@@ -52,19 +52,19 @@ def difference_parts(difference: Difference, style: Style) -> list[RenderableTyp
 
 
 _SHADES = (153, 117, 75, 33, 27)
-"""Shades from pale to deep blue, of the 256 colors; the number is printed on them."""
+"""Background colors of the heat map, from pale to deep blue, as indices of the 256 colors."""
 _DARK_FROM = 3
-"""First shade on which the number is white."""
+"""Index of the first background color on which numbers are white."""
 
 
 def sweep_text(sweep: Sweep, style: Style) -> str:
-    """Return the table of all cells, the heat map, and the best clusters."""
+    """Return a sweep as text: a table of its cells, a heat map, and the smallest, fastest and cheapest cluster."""
     cells = drawn(fitted(sweep_table(sweep), style), style)
     return render(style, cells, BLANK, *_heat_map(sweep, style), BLANK, *map(Text, best_words(sweep)))
 
 
 def _heat_map(sweep: Sweep, style: Style) -> list[Text]:
-    """Return samples per second and device as a heat map; without colors, blocks show the shade."""
+    """Return samples per second and device as a heat map; without colors, characters show the shades."""
     values = {(c.devices, c.memory_bytes): c.samples_per_device_s for c in sweep.cells if c.plan is not None}
     least, most = min(values.values(), default=0.0), max(values.values(), default=0.0)
     width = max(8, *(len(exact_bytes_option(limit)) for limit in sweep.memory_bytes)) + 2

@@ -1,4 +1,4 @@
-"""A profile as text: model, device, and the costs of every layer."""
+"""Profile as text: model, device, and the costs of every layer."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -22,19 +22,22 @@ _WIDEST = 100
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Figure:
-    """Column of numbers; `total` is true if their sum is meaningful."""
+    """Column of numbers in the table of layers."""
 
     header: str
     of: Callable[[LayerProfile], float]
+    """Function that returns the number of a layer."""
     text: Callable[[float], str]
+    """Function that returns a number as text."""
     total: bool = True
+    """True if the table shows the sum of the column."""
 
 
 def profile_text(profile: Profile, style: Style) -> str:
-    """Return model, device and the costs of every layer at the largest micro-batch size.
+    """Return a profile as text: model, device and the costs of every layer at the largest micro-batch size.
 
-    Neighboring layers that were measured once share a row, such as `block_0 … block_7 (8)`, with the costs of one
-    layer.
+    Successive layers with the same costs, of which one was measured, share a row, such as `block_0 … block_7 (8)`. The
+    row has the costs of one of these layers.
     """
     title = plain(profile.model.source, style) or "profile"
     size = _largest(profile)
@@ -103,7 +106,7 @@ def _layer_table(profile: Profile, style: Style) -> Table:
 
 
 def _alike(layers: Sequence[LayerProfile]) -> list[list[LayerProfile]]:
-    """Return runs of neighboring layers with equal digests and costs; a layer without digest is a run of its own."""
+    """Return groups of successive layers with equal digests and costs; a layer without digest is its own group."""
 
     def key(numbered: tuple[int, LayerProfile]) -> tuple[object, ...]:
         n, layer = numbered
@@ -138,7 +141,7 @@ def _flops(count: float) -> str:
 
 
 def _per_sample(profile: Profile) -> list[_Figure]:
-    """Return columns of time per sample at the smallest and the largest size, which show the gain of larger sizes."""
+    """Return two columns, the time per sample at the smallest and largest size: they show the gain of larger sizes."""
     sizes = (min(profile.micro_batch_sizes), max(profile.micro_batch_sizes))
     scale = TimeScale.fitting(_us_per_sample(profile, size, layer) for size in sizes for layer in profile.layers)
     return [
@@ -165,9 +168,10 @@ def _notes(profile: Profile, style: Style) -> list[Text]:
 
 
 def _ties(profile: Profile, style: Style) -> Iterator[tuple[str, tuple[str, ...]]]:
-    """Yield groups of layers that share parameters, each as a title and the names of layers.
+    """Yield groups of layers that share parameters, each as a title and the names of the layers.
 
-    Layers that all name each other are one group; otherwise each layer has a group with its own partners.
+    If all layers of a group share parameters with each other, they are yielded once. Otherwise each layer is yielded
+    with the layers that it shares parameters with.
     """
     groups: dict[frozenset[str], list[LayerProfile]] = {}
     for layer in profile.layers:

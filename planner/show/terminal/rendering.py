@@ -1,7 +1,7 @@
-"""Conversion of rich's renderables to plain lines. Only this module uses rich's layout and colors.
+"""Conversion of rich's renderables to lines of text. Only this module uses rich's layout and colors.
 
-Text from files (layer names, devices, messages) must pass `plain` first. Then rich does not read `[bold]` in a name as
-markup, a terminal does not obey escape codes, and an ASCII stream can print it.
+Text from files (names of layers and devices, messages) must pass through `plain` first. Otherwise a terminal would obey
+escape codes in it, and a stream could be unable to encode it.
 """
 
 from collections.abc import Iterable, Sequence
@@ -22,7 +22,7 @@ _ASCII_SPELLING = str.maketrans({"…": "...", "\u00d7": "x", "·": "|", "→": 
 
 
 def plain(text: str, style: Style) -> str:
-    """Return `text` with control characters escaped, and other characters too if they cannot be printed."""
+    """Return `text` with control characters escaped, and with ASCII instead of characters that cannot be printed."""
     shown = printable(text)
     if style.unicode:
         return shown
@@ -35,16 +35,16 @@ def heading(text: str) -> Text:
 
 
 def flow(items: Iterable[Text | str], style: Style, *, gap: str = "  ", indent: str = "") -> Text:
-    """Return items one after the other, on as few lines as fit; an item is broken only if necessary.
+    """Return items one after the other, on as few lines as possible; only items longer than a line are broken.
 
     Args:
         items: The items.
-        style: Style of the output.
-        gap: Text between items.
-        indent: Indentation of all lines but the first.
+        style: Style of the output, with the width.
+        gap: Text between items on a line.
+        indent: Indentation of all lines except the first one.
 
     Returns:
-        The lines.
+        The lines as one text.
     """
     lines: list[Text] = []
     for item in items:
@@ -57,9 +57,9 @@ def flow(items: Iterable[Text | str], style: Style, *, gap: str = "  ", indent: 
 
 
 def render(style: Style, *parts: RenderableType) -> str:
-    """Return `parts` as lines without trailing blanks, the last one without a line feed."""
-    # The console only does the layout. It gets width and height and queries no terminal. Colors are added below, so
-    # that it cannot override NO_COLOR, FORCE_COLOR and TERM, which `style` respects.
+    """Return renderables as text without trailing blanks in its lines and without a line feed at its end."""
+    # The console only computes the layout. It gets width and height, so it does not query a terminal. Colors are added
+    # below, because the console would interpret NO_COLOR, FORCE_COLOR and TERM itself, and `style` already does.
     console = Console(
         file=StringIO(),
         width=style.columns if style.wrap else _ENDLESS,
@@ -81,6 +81,6 @@ def _line(segments: Sequence[Segment], style: Style) -> str:
         kept.pop()
     if kept:
         kept[-1] = Segment(kept[-1].text.rstrip(" "), kept[-1].style)
-    # 256 colors: nearly every terminal supports them, and they are equal in light and dark themes.
+    # Nearly every terminal supports 256 colors, and they are the same in light and dark themes.
     system = ColorSystem.EIGHT_BIT if style.color else None
     return "".join(s.style.render(s.text, color_system=system) if s.style else s.text for s in kept)

@@ -1,6 +1,6 @@
-"""Output of run reports and of `verify`: measurements of training, compared with the plan's predictions.
+"""Run reports and results of `verify` as text: measurements of training, compared with the plan's predictions.
 
-Times are compared per stage, peak memory per device, because the chunks of a device share its allocator.
+Times are compared per stage. Peak memory is compared per device, because the chunks of a device share its allocator.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -38,15 +38,15 @@ from planner.show.views.numbers import NOTHING, TimeScale, percent, rate, row_no
 
 _Row = list[str | Text]
 _TEXTS: Mapping[Quantity, Callable[[float], str]] = {"bubble": percent, "peak_bytes": format_bytes}
-"""Formats of quantities that are not times."""
+"""Functions that return a quantity as text, for quantities that are not times."""
 
 
 def run_text(report: RunReport, plan: Plan | None, style: Style) -> str:
-    """Return the measurements of a run.
+    """Return the measurements of a run as text, compared with the plan's predictions if the plan is known.
 
     Args:
         report: Report of the run.
-        plan: Its plan, to compare with the predictions; None if it is not known.
+        plan: Plan of the run; None if it is not known.
         style: Style of the output.
 
     Returns:
@@ -67,7 +67,7 @@ def run_text(report: RunReport, plan: Plan | None, style: Style) -> str:
 
 
 def comparison_text(plan: Plan, report: RunReport, style: Style) -> str:
-    """Return predicted and measured values: the step, times of stages, and peaks of devices.
+    """Return a table of predicted and measured values: step time, times of stages, and peak memory of devices.
 
     Args:
         plan: The plan.
@@ -108,7 +108,7 @@ def _steps(report: RunReport, style: Style) -> Text:
 
 
 def _measured(report: RunReport, style: Style) -> list[RenderableType]:
-    """Return times of a micro-batch, waiting times of a step, and memory, by stage; columns of zeros are left out."""
+    """Return a table of each stage's measured times and memory; waiting times are left out if all are zero."""
     view = run_table(report)
     view = view.without(*(name for name in WAITING if not any(view.column(name).values)))
     parts: list[RenderableType] = [drawn(view, style)]
@@ -121,7 +121,7 @@ def _measured(report: RunReport, style: Style) -> list[RenderableType]:
 def _comparison(plan: Plan, report: RunReport, style: Style) -> list[RenderableType]:
     rows: list[_Row | None] = []
     for quantity, group in groupby(compared_of(plan, report), key=lambda row: row.what):
-        # The bubble is in the group of the step.
+        # The bubble is in the same group of rows as the step time.
         rows += [None] if quantity not in ("step_us", "bubble") else []
         rows += _compared(tuple(group), plan)
     return [_table(rows, style), *_notes(plan, report, style)]
@@ -133,7 +133,7 @@ def _table(rows: Sequence[_Row | None], style: Style, *more: TextColumn) -> Tabl
 
 
 def _compared(rows: Sequence[ComparedFigure], plan: Plan) -> Iterator[_Row]:
-    """Yield the rows of one quantity, with times in one unit."""
+    """Yield the table rows of one quantity; all of its times have the same unit."""
     scale = TimeScale.fitting(time for row in rows for time in (row.predicted, row.measured))
 
     def time(time_us: float) -> str:
@@ -143,7 +143,7 @@ def _compared(rows: Sequence[ComparedFigure], plan: Plan) -> Iterator[_Row]:
         text = _TEXTS.get(row.what, time)
         over = (" ! OVER", "bold red") if is_over(row, plan) else ("", "")
         measured = Text(text(row.measured) + over[0], style=over[1])
-        # A bubble is a percentage; a relative difference of it would be misread as percentage points.
+        # A bubble is a percentage. Its relative difference would be misread as a difference in percentage points.
         off = "" if row.what == "bubble" else off_by(row)
         yield [label_of(row, row_noun(plan.chunks)), text(row.predicted), measured, off]
 
@@ -163,10 +163,10 @@ def _notes(plan: Plan, report: RunReport, style: Style) -> list[Text]:
 
 
 def verification_text(verification: Verification, style: Style) -> str:
-    """Return the comparison with a verdict per figure, the notes, the calibration, and the result."""
+    """Return the result of `verify` as text: comparison with a verdict per figure, notes, calibration, and result."""
     rows: list[_Row | None] = []
     for _, group in groupby(verification.compared, key=lambda row: row.what):
-        # Rows after the step's row belong to its group.
+        # There is a gap before each quantity, except before the row after the step time, which is the bubble.
         rows += [None] if len(rows) > 1 else []
         rows += map(_judged, group)
     said = [*verification.notes, *([] if verification.proof is None else [str(verification.proof)])]

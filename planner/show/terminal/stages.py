@@ -1,4 +1,4 @@
-"""Stages of a plan as a table, and the layers that they recompute."""
+"""Table of a plan's stages, and the names of the layers that they recompute, as text."""
 
 from bisect import bisect_right
 from itertools import groupby
@@ -21,13 +21,16 @@ _MOST_LINES = 3
 
 
 def stages_table(plan: Plan, style: Style) -> Table:
-    """Return a row per stage, the slowest one marked; with devices if they differ from the stage's number."""
+    """Return a table of a plan's stages, with the slowest one marked.
+
+    There is a column for the device if devices have several stages, or differ in speed or memory.
+    """
     with_device = plan.chunks > 1 or has_unlike_devices(plan)
     taken = _DEVICE_COLUMN if with_device else 0
     names = ["stage", *(["placed"] if with_device else []), "layers", "recompute", "forward", "backward"]
-    # With few columns, the bars below the table show the memory.
+    # On narrow terminals, only the bars below the table show the memory.
     names += ["memory"] if style.has_room_for(_MEDIUM + taken) else []
-    # A limit applies to all chunks of a device together, and is shown in the bars.
+    # With several chunks per device, a limit applies to all of them together, so only the bars show it.
     names += ["limit", "share"] if plan.chunks == 1 and style.has_room_for(_WIDE + taken) else []
     view = stage_table(plan).pick(*names)
     if plan.chunks > 1:
@@ -36,7 +39,7 @@ def stages_table(plan: Plan, style: Style) -> Table:
 
 
 def recomputed_layers(stage: Stage, style: Style) -> Text:
-    """Return a few lines that name the layers that a stage recomputes."""
+    """Return a text of at most a few lines that names the single layers that a stage recomputes."""
     names = _names(stage, style)
 
     def text(count: int) -> Text:
@@ -48,14 +51,14 @@ def recomputed_layers(stage: Stage, style: Style) -> Text:
     def lines(count: int) -> int:
         return text(count).plain.count("\n") + 1
 
-    # Nothing is cut off in a pipe.
+    # In a pipe, all names are shown.
     if not style.wrap or lines(len(names)) <= _MOST_LINES:
         return text(len(names))
     return text(max(1, bisect_right(range(1, len(names)), _MOST_LINES, key=lines)))
 
 
 def _names(stage: Stage, style: Style) -> list[str]:
-    """Return the recomputed layers; three or more with consecutive numbers become one: `block_4 … block_6 (3)`."""
+    """Return the names of a stage's recomputed layers; consecutive numbers are joined, as `block_4 … block_6 (3)`."""
     names = stage.recomputed
     if len(names) == stage.layers:
         return [plain(layer_range(stage.first, stage.last, stage.layers), style)]
@@ -68,6 +71,6 @@ def _names(stage: Stage, style: Style) -> list[str]:
 
 
 def _numbered(name: str) -> tuple[str, int, str]:
-    """Return the text before the last number in a name, the number, and the text after it."""
+    """Return the text before the last number in a name, the number (-1 if there is none), and the text after it."""
     match = fullmatch(r"(.*?)(\d{1,9})(\D*)", name)
     return (match[1], int(match[2]), match[3]) if match else (name, -1, "")

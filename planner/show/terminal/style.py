@@ -1,4 +1,4 @@
-"""Style of the output for a stream: width, characters and colors."""
+"""Style of the output for a stream: its width, characters and colors."""
 
 import os
 from collections.abc import Mapping
@@ -6,34 +6,34 @@ from dataclasses import dataclass
 from typing import Final, TextIO
 
 MIN_WIDTH: Final = 60
-"""Smallest width of layouts; narrower terminals break the lines themselves."""
+"""Smallest width of layouts in columns; narrower terminals break long lines themselves."""
 
 _PIPE_WIDTH: Final = 120
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Glyphs:
-    """Characters of pictures other than letters and digits; the defaults are Unicode."""
+    """Characters for pictures, besides letters and digits; the defaults are Unicode characters."""
 
     dot: str = "·"
     arrow: str = "→"
     plus_minus: str = "±"
     mark: str = "◀"
-    """Mark of one row: the bottleneck stage, or the chosen plan."""
+    """Mark of one row in a table: the slowest stage, or the chosen plan."""
     bar: str = "█"
     rule: str = "─"
     origin: str = "├"
     tick: str = "┼"
     cap: str = "│"
     boxes: tuple[str, ...] = ("░▒", "▓█", "▓█", "─═")
-    """Fills of boxes for each kind of action; chunks of a device use them in turn.  A backward and an input-gradient
-    pass have the same fill, and different letters."""
+    """Fills of boxes for each kind of action; chunks of a device use the characters of a fill in turn. A backward and
+    an input-gradient pass have the same fill, but different letters."""
     shades: str = "·░▒▓█"
-    """Five shades, from light to dark."""
+    """Five shades of the heat map, from light to dark."""
     levels: str = "▁▂▃▄▅▆▇█"
-    """Eight levels, from low to high."""
+    """Eight bars for memory over time, from low to high."""
     memory: str = "█▓▒▀▚░▄▌·"
-    """Fill of each component of `StageMemory.items()`, in that order."""
+    """Fill of each component of memory, in the order of `StageMemory.items()`."""
 
 
 UNICODE: Final = Glyphs()
@@ -56,20 +56,20 @@ ASCII: Final = Glyphs(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Style:
-    """Style of text."""
+    """Style of text for a stream."""
 
     width: int
-    """Width in columns of text; pictures are as wide, and at least `MIN_WIDTH`."""
+    """Width of the stream in columns; pictures have this width, or `MIN_WIDTH` if that is larger."""
     unicode: bool
     """True if block and line characters may be used; otherwise all output is ASCII."""
     color: bool
     """True if ANSI codes may be used."""
     wrap: bool = True
-    """True if tables must fit into `width`, by breaking cells and dropping columns; false in a pipe."""
+    """True if tables must fit into `width`, by breaking cells and removing columns; False in a pipe."""
 
     @property
     def columns(self) -> int:
-        """Width that layouts use."""
+        """Width of layouts in columns, at least `MIN_WIDTH`."""
         return max(self.width, MIN_WIDTH)
 
     @property
@@ -82,10 +82,10 @@ class Style:
 
 
 def style_for(stream: TextIO, environ: Mapping[str, str] | None = None) -> Style:
-    """Return the style for `stream`: a terminal's own width, or in a pipe enough that nothing is cut.
+    """Return the style for a stream.
 
-    COLUMNS overrides both. Colors are used only on a terminal without `NO_COLOR` and `TERM=dumb`; `FORCE_COLOR`
-    overrides this.
+    The width is that of the terminal; in a pipe, nothing is cut. The variable COLUMNS overrides the width. Colors are
+    used on terminals, unless `NO_COLOR` or `TERM=dumb` is set; `FORCE_COLOR` always switches them on.
     """
     env = os.environ if environ is None else environ
     terminal = stream.isatty()
@@ -102,7 +102,7 @@ _MOST_COLUMNS = 9999
 
 
 def _columns(stream: TextIO, env: Mapping[str, str]) -> int:
-    # `shutil.get_terminal_size` asks stdout whatever the stream is; it also reads COLUMNS first.
+    # `shutil.get_terminal_size` queries stdout, even if the stream is another one. Like it, COLUMNS comes first.
     requested = env.get("COLUMNS", "")
     if requested.isascii() and requested.isdecimal() and requested.strip("0"):
         return int(requested) if len(requested) < 5 else _MOST_COLUMNS
@@ -119,7 +119,8 @@ def _wants_color(env: Mapping[str, str], *, terminal: bool) -> bool:
 
 
 def _encodes_blocks(stream: TextIO) -> bool:
-    # All characters are tested, because code page 437 has the blocks but no ellipsis. A StringIO has no encoding.
+    # All characters are tested: code page 437, for example, has the blocks, but no ellipsis. A StringIO has no
+    # encoding and accepts all characters.
     every = "".join("".join(getattr(UNICODE, name)) for name in Glyphs.__slots__)
     try:
         f"{every}…\u00d7".encode(stream.encoding or "utf-8")

@@ -1,4 +1,4 @@
-"""Tables of the terminal, made from views: one unit per kind of time, and only as many columns as fit."""
+"""Tables for the terminal, made from views: times of one kind share a unit, and only columns that fit are shown."""
 
 from collections.abc import Mapping
 
@@ -12,19 +12,19 @@ from planner.show.terminal.style import Style
 from planner.show.views.table import Column, Table
 
 GAP = 2
-"""Spaces between columns."""
+"""Number of spaces between columns."""
 
 
 def drawn(view: Table, style: Style, marks: Mapping[str, tuple[str, str]] | None = None) -> Drawn:
-    """Return a view as a table of the terminal.
+    """Return a view's table as a table for the terminal.
 
     Args:
-        view: The view.
+        view: The table of values.
         style: Style of the output.
-        marks: By column, the suffix of marked values and their color.
+        marks: For each column name, the suffix and the color of marked values.
 
     Returns:
-        The table.
+        The table for the terminal.
     """
     columns = [grids.TextColumn(header=_header(column, view), number=column.unit != "text") for column in view.columns]
     rows = list(zip(*(_cells(column, view, style, marks or {}) for column in view.columns), strict=True))
@@ -36,7 +36,7 @@ def drawn(view: Table, style: Style, marks: Mapping[str, tuple[str, str]] | None
 
 
 def fitted(view: Table, style: Style) -> Table:
-    """Return the table without less important columns if it does not fit."""
+    """Return the table without its less important columns, as far as necessary to fit into the width."""
     shown = view
     while not style.has_room_for(width_of(shown, style)) and any(column.drop for column in shown.columns):
         shown = shown.without(max(shown.columns, key=lambda column: column.drop).name)
@@ -44,7 +44,7 @@ def fitted(view: Table, style: Style) -> Table:
 
 
 def width_of(view: Table, style: Style) -> int:
-    """Return the width of the table in columns of the terminal."""
+    """Return the width of the table in the terminal, in characters."""
     widths = (
         max(map(cell_len, (*_header(column, view).split("\n"), *(cell.plain for cell in _cells(column, view, style)))))
         for column in view.columns

@@ -1,13 +1,13 @@
-"""Timeline of one step (Gantt chart): a row per device, device 0 on top, time to the right, idle left blank.
+"""Timeline of one step (Gantt chart): a row per device with device 0 on top, time to the right, idle time blank.
 
     stage 0 F0░░F1░░F2░░            B0▓▓▓▓▓▓B1▓▓▓▓▓▓B2▓▓▓▓▓▓ 25.0 %
     stage 1     F0░░F1░░F2░░B0▓▓▓▓▓▓B1▓▓▓▓▓▓B2▓▓▓▓▓▓          0.0 %
 
-Each box begins with the letter of its kind and the micro-batch, if they fit. Without them the fill shows the kind. If
-devices run several chunks, rows are named after devices, `F0.1` is micro-batch 0 on the device's chunk 1, and chunks
-differ in fill and hue. Boxes are to scale: start and end are rounded to columns. Boxes never overlap, and a box thinner
-than a column may vanish. A row ends with its bubble: the share of time from its first box to its last in which the
-device computes nothing.
+Each box begins with the letter of its kind of action and the micro-batch, if they fit. Otherwise the fill shows the
+kind. If devices have several chunks, rows are named after devices, `F0.1` is micro-batch 0 on the device's chunk 1, and
+chunks differ in fill and hue. The start and end of a box are rounded to columns. Boxes never overlap, and a box thinner
+than a column may vanish. A row ends with its bubble: the share of time, from its first box to its last one, in which
+the device computes nothing.
 """
 
 from collections.abc import Mapping, Sequence
@@ -27,17 +27,17 @@ from planner.show.views.numbers import percent, row_noun, time_ticks
 from planner.show.views.spans import BUBBLE_WORDS, HUES, REDONE, bubble_of
 
 _BY_LETTER: Mapping[str, ActionKind] = {kind.letter: kind for kind in KINDS.values()}
-"""Kinds of action by letter, as events name them; other events are transfers."""
+"""Kinds of action by letter, which is the kind of an event; all other events are transfers."""
 
 _MIN_TICK_COLUMNS = 10
 _REMARK = " with any recomputation"
 BUBBLE_COLUMNS = len(" 17.9 %")
-"""Width of the bubble after a row."""
+"""Width of the text for the bubble at the end of a row."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scale:
-    """Scale that maps times from 0 to `total_us` to `columns` columns."""
+    """Scale of a time axis, which maps times from 0 to `total_us` to `columns` columns of text."""
 
     total_us: float
     columns: int
@@ -48,40 +48,41 @@ class Scale:
         return floor(time_us * self.columns / self.total_us + 0.5)
 
     def room(self, duration_us: float) -> int:
-        """Return the columns that a box of this duration has at any position."""
+        """Return the number of columns that a box of this duration has at least, at any position."""
         return floor(duration_us * self.columns / self.total_us + 1e-9)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Box:
-    """Box of one action, from column `start` to before column `end`."""
+    """Box of one action in a timeline, from column `start` to the column before `end`."""
 
     kind: str
+    """Letter of the kind of action."""
     micro_batch: int
     start: int
     end: int
     room: int
-    """Columns available for its label; equal for equal durations, whatever the rounding."""
+    """Number of columns available for the label; it depends only on the duration, not on rounding."""
     chunk: int | None = None
-    """Chunk of the device that it belongs to; None if every device has one stage."""
+    """Chunk of the action on its device; None if every device has one stage."""
 
     @property
     def name(self) -> str:
-        """Label `F3`, or `F3.1` on chunk 1 of several."""
+        """Label of the box: `F3`, or `F3.1` for chunk 1 if devices have several chunks."""
         return self.short_name + ("" if self.chunk is None else f".{self.chunk}")
 
     @property
     def short_name(self) -> str:
-        """Label `F3` on any chunk."""
+        """Label of the box without its chunk, as `F3`."""
         return f"{self.kind}{self.micro_batch}"
 
 
 def timeline_parts(events: Sequence[Event], num_devices: int, style: Style) -> list[RenderableType]:
-    """Return the timeline of a step with time axis and legend; transfers are left out.
+    """Return the timeline of a step with time axis and legend; transfers are not shown.
 
     Args:
-        events: Events of the step.
-        num_devices: K, the number of rows.
+        events: Simulated events of the step.
+        num_devices: Number of devices, which is the number of rows.
         style: Style of the output.
 
     Returns:
@@ -111,13 +112,13 @@ def timeline_parts(events: Sequence[Event], num_devices: int, style: Style) -> l
 
 
 def boxes_of(events: Sequence[Event], device: int, scale: Scale, num_devices: int) -> list[Box]:
-    """Return the boxes of a device from left to right, without overlap.
+    """Return the boxes of a device from left to right; they do not overlap.
 
     Args:
-        events: Events of the step.
+        events: Simulated events of the step.
         device: Index of the device.
-        scale: Scale of time.
-        num_devices: K.
+        scale: Scale of the time axis.
+        num_devices: Number of devices, K.
 
     Returns:
         The boxes.
@@ -138,7 +139,7 @@ def boxes_of(events: Sequence[Event], device: int, scale: Scale, num_devices: in
 
 
 def idle_share(events: Sequence[Event], num_devices: int) -> float:
-    """Return the share of the devices' time, up to the last backward, in which they compute nothing."""
+    """Return the share of all devices' time, up to the end of the last backward, in which they compute nothing."""
     busy_us = sum(event.end_us - event.start_us for event in events if event.kind in _BY_LETTER)
     total_us = max(event.end_us for event in events if event.kind in _BY_LETTER)
     return 1 - busy_us / (num_devices * total_us)
@@ -182,7 +183,7 @@ def _label(box: Box) -> str:
 
 
 def _look(box: Box, ink: int | None = None, *, bold: bool = False) -> str:
-    # Text and background have one color: the fill is a solid block, and remains visible in copied text.
+    # Text and background have the same color, so the fill looks solid, but copied text still shows its characters.
     hues = _BY_LETTER[box.kind].terminal
     paper = hues[(box.chunk or 0) % len(hues)][box.micro_batch % 2]
     return f"{'bold ' if bold else ''}color({paper if ink is None else ink}) on color({paper})"

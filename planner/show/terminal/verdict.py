@@ -1,4 +1,4 @@
-"""Verdicts as text: findings, memory of the devices, and result; and explanations of findings."""
+"""Verdicts as text: findings, memory of the devices, and result. Also explanations of the rules behind findings."""
 
 from collections.abc import Iterator, Sequence
 
@@ -20,7 +20,11 @@ _COLORS = {"error": "bold red", "warning": "bold yellow", "note": "bold"}
 
 
 def verdict_text(verdict: Verdict, style: Style) -> str:
-    """Return the findings with hints, what would fit, the differences, the recomputed memory, and the result."""
+    """Return a verdict as text.
+
+    The text has the findings with hints, changes with which the plan fits, differences from another plan, the
+    recomputed memory, and the result.
+    """
     parts: list[RenderableType] = []
     for finding in verdict.findings:
         parts += [*_finding(finding, style), BLANK]
@@ -57,7 +61,7 @@ def _refusal(verdict: Verdict) -> str:
         return "refused, because warnings are errors"
     if verdict.is_over:
         return "does not fit"
-    # Without a recomputed plan nothing was checked: the plan belongs to another profile.
+    # Findings GP2xx mean that the plan belongs to another profile, so its memory was not checked.
     is_stale = any(code.startswith("GP2") for code in errors)
     return "does not fit this profile" if is_stale else f"refused: {rule_of(errors[0]).title}"
 
@@ -68,7 +72,7 @@ def _answer(verdict: Verdict) -> Text:
 
 
 def rules_text(rules: Sequence[Rule], style: Style) -> str:
-    """Return the meaning, importance and remedy of each finding, below its code."""
+    """Return for each kind of finding its code, then its meaning, importance and remedy."""
     parts: list[RenderableType] = []
     for rule in rules:
         parts.append(heading(plain(f"{rule.code} ({rule.severity}): {rule.title}", style)))

@@ -38,7 +38,7 @@ def headline(plan: Plan, *, of: str = " \u00d7 ", by: str = " \u00d7 ") -> str:
 
 
 def shape_in_gpus(plan: Plan) -> str:
-    """Return the number of GPUs as a product of replicas, stages and GPUs per stage: `64 GPUs = 2 replicas × …`."""
+    """Return the number of GPUs as a product of replicas, stages and GPUs per stage, in one line."""
     groups = pluralize(plan.num_devices, "stage" if plan.chunks == 1 else "device")
     factors = [*([f"{plan.replicas} replicas"] if plan.replicas > 1 else []), groups, str(plan.tensor_parallel)]
     chunks = f", {plan.chunks} chunks" if plan.chunks > 1 else ""
