@@ -343,7 +343,7 @@ def _reason(query: InfeasibleQuery, case: Case) -> str:
         return f'layer "{costs.names[worst]}" alone needs {format_bytes(single[worst])} with M = {m}, {over_bytes} over'
     if query.inputs.together or query.inputs.apart:
         return f"no cut keeps layers together and apart as requested and fits (M = {m})"
-    cannot = f"every layer fits alone, but {pluralize(case.num_devices, 'stage')} do not hold them all"
+    cannot = f"every layer fits alone, but {pluralize(case.num_devices, 'stage')} cannot hold them all"
     if len(set(limits)) == 1:
         smallest = smallest_limit_bytes(case)
         over_bytes = format_bytes(smallest - limits[0])

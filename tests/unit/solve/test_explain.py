@@ -163,7 +163,7 @@ def test_layers_that_fit_alone_but_not_together_are_told_so() -> None:
     """Every layer fits, the evenest cut does not: how much it needs."""
     profile = profile_of([1.0] * 6, parameter_bytes=100)  # 200 bytes each with gradients
     error = infeasible(profile, Request(inputs=inputs_of(2, 1, memory_bytes=500)))
-    assert "every layer fits alone, but 2 stages do not hold them all" in error.message
+    assert "every layer fits alone, but 2 stages cannot hold them all" in error.message
     assert "the evenest cut needs 600 B with M = 1, 100 B over" in error.message
     assert "the smallest `--mem` is 600B" in error.hint
     assert "`--devices 3` fits" in error.hint
