@@ -14,6 +14,10 @@ LARGE_BYTES = 2**25
 CACHE_BYTES = 64 * 2**20
 """Upper bound, in bytes, of the size of a GPU's L2 cache and of a core's share of a CPU's last-level cache."""
 
+_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 4096
+
+_MADV_PAGEOUT = 21  # from Linux's mman.h
+
 _MOST_BLOCKS = 2**16
 """Largest number of separately mapped blocks; this is glibc's default."""
 
@@ -93,5 +97,22 @@ def release_freed_memory() -> None:
     """Return freed memory that `keep_freed_memory` has kept so far to the system. Without glibc this does nothing."""
     try:
         ctypes.CDLL("libc.so.6").malloc_trim(0)
+    except (OSError, AttributeError):
+        return
+
+
+def release_file_pages(address: int, size_bytes: int) -> None:
+    """Let the system take back pages of a mapped file now; it reads them again if they are used.
+
+    Pages that this process has changed, or that are of no file, stay. Without Linux this does nothing.
+
+    Args:
+        address: First byte.
+        size_bytes: Number of bytes.
+    """
+    begin = address - address % _PAGE_BYTES
+    try:
+        libc = ctypes.CDLL("libc.so.6")
+        libc.madvise(ctypes.c_void_p(begin), ctypes.c_size_t(address + size_bytes - begin), _MADV_PAGEOUT)
     except (OSError, AttributeError):
         return

@@ -35,6 +35,7 @@ from planner.core.errors import ModelError
 from planner.core.values.units import pluralize
 from planner.model.autocast import autocast_dtype
 from planner.model.calling import arguments_of
+from planner.model.gradient_files import keep_gradients_in_files
 from planner.model.label_counts import label_count
 from planner.model.lean import fill
 from planner.model.load import Batch, LoadedModel
@@ -111,6 +112,8 @@ def train_reference(
     if folder is not None and options.lean:
         ReferenceState.load(folder / "initial").lend_parameters(dict(model.named_parameters(remove_duplicate=False)))
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    if folder is not None and not options.updates:
+        keep_gradients_in_files(trained, folder)
     optimizer = loaded.build_optimizer(model.parameters()) if options.updates else None
     scale = _LOSS_SCALE if loaded.precision == "fp16-mixed" else 1.0
     with _seeded_layers(model, options) as begin_micro_batch:

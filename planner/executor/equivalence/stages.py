@@ -28,6 +28,7 @@ from planner.executor.equivalence.differences import (
 )
 from planner.executor.pipeline import Pipeline
 from planner.model.chain import Chain
+from planner.model.gradient_files import keep_gradients_in_files
 from planner.model.held import loose_tensors
 from planner.model.load import LoadedModel
 from planner.model.python_state import (
@@ -100,6 +101,8 @@ class _Rank:
         pipeline, loaded, options = self._pipeline, self._trial.loaded, self._trial.options
         self._begin_as_reference()
         at_start = self._file_numbers()
+        if not options.updates:
+            keep_gradients_in_files(self._named.values(), self._trial.reference)
         optimizer = pipeline.optimizer(loaded.build_optimizer) if options.updates else None
         for step in range(options.steps):
             inputs, targets = pipeline.own_part(*mini_batch(loaded, options, step))

@@ -1,0 +1,126 @@
+"""Gradients in files: training is as before, with less memory."""
+
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from planner.executor.equivalence import subject
+from planner.executor.equivalence.check import check_equivalence
+from planner.executor.equivalence.isolation import Child, return_large_blocks
+from planner.model import gradient_files
+from planner.model.gradient_files import keep_gradients_in_files
+from planner.profile import layer_digests
+from tests.support.measure import loaded_model
+
+WIDTH, LAYERS = 1100, 12
+
+
+def _stack() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)))
+
+
+def _gradients(model: nn.Module) -> list[Tensor]:
+    for seed in range(2):
+        torch.manual_seed(seed)
+        model(torch.randn(2, WIDTH)).square().mean().backward()
+    return [p.grad for p in model.parameters() if p.grad is not None]
+
+
+def test_gradients_are_the_same_as_in_memory(tmp_path: Path) -> None:
+    """Bit for bit, over two backwards; the files have no names left."""
+    model = _stack()
+    keep_gradients_in_files(model.parameters(), tmp_path)
+    for gradient, expected in zip(_gradients(model), _gradients(_stack()), strict=True):
+        assert torch.equal(gradient, expected)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_hooks_of_the_model_see_what_was_added(tmp_path: Path) -> None:
+    """Those that were registered before run before the gradient moves, and may change it."""
+
+    def halve(parameter: Tensor) -> None:
+        assert parameter.grad is not None
+        parameter.grad.mul_(0.5)
+
+    halved = []
+    for in_files in (True, False):
+        model = _stack()
+        for parameter in model.parameters():
+            parameter.register_post_accumulate_grad_hook(halve)
+        if in_files:
+            keep_gradients_in_files(model.parameters(), tmp_path)
+        halved.append(_gradients(model))
+    assert all(torch.equal(one, other) for one, other in zip(*halved, strict=True))
+
+
+def test_a_parameter_in_a_file_keeps_what_code_writes_into_it(tmp_path: Path) -> None:
+    """Only pages that nothing has changed are released."""
+    size = WIDTH * WIDTH
+    (tmp_path / "values").write_bytes(bytes(4 * size))
+    parameter = nn.Parameter(torch.from_file(str(tmp_path / "values"), shared=False, size=size))
+    with torch.no_grad():
+        parameter[::2] = 3.0
+    keep_gradients_in_files([parameter], tmp_path)
+    parameter.square().sum().backward()
+    assert parameter.sum().item() == 3.0 * size / 2
+    assert torch.equal(parameter.grad, 2 * parameter.detach())  # type: ignore[arg-type]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_gradients_in_files_take_a_fraction_of_the_memory(tmp_path: Path) -> None:
+    """Twelve gradients at once are more than twice what a backward with files takes."""
+
+    def grown(*, in_files: bool) -> Callable[[object], int]:
+        def work(_connection: object) -> int:
+            return_large_blocks()
+            model = _stack()
+            peaks: list[int] = []
+            if in_files:
+                keep_gradients_in_files(model.parameters(), tmp_path)
+            for parameter in model.parameters():
+                parameter.register_post_accumulate_grad_hook(lambda _: peaks.append(_own_bytes()))
+            before = _own_bytes()
+            _gradients(model)
+            return max(peaks) - before
+
+        return work
+
+    sizes = []
+    for in_files in (True, False):
+        child = Child(grown(in_files=in_files), limit_s=60)
+        sizes.append(child.result())
+        child.end()
+    assert sizes[0] < sizes[1] / 2, sizes
+
+
+def _own_bytes() -> int:
+    """Memory of this process that is of no file."""
+    lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
+    return next(1024 * int(line.split()[1]) for line in lines if line.startswith("RssAnon"))
+
+
+@pytest.mark.slow
+def test_a_check_without_an_optimizer_keeps_gradients_in_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The reference and all ranks do, and every cut is verified."""
+    in_file = gradient_files._in_file
+    moved = tmp_path / "moved"
+
+    def noted(tensor: Tensor, folder: Path) -> Tensor:
+        with moved.open("a", encoding="utf-8") as file:  # in processes of their own
+            file.write(f"{torch.distributed.is_initialized()} {tensor.numel()}\n")
+        return in_file(tensor, folder)
+
+    monkeypatch.setattr(gradient_files, "_in_file", noted)
+    monkeypatch.setattr(gradient_files, "_LEAST_BYTES", 0)
+    monkeypatch.setattr(subject, "_MANY_PARAMETERS", 0)
+    monkeypatch.setattr(subject, "_MOST_BYTES", 3_000)
+    loaded = loaded_model(lambda: nn.Sequential(*(nn.Linear(8, 8) for _ in range(9))), 8)
+    found = check_equivalence(loaded, budget_s=60.0, digests=layer_digests).proof
+    assert (found.uncovered, found.recomputed, found.states) == (0, True, 0)
+    lines: Sequence[str] = moved.read_text(encoding="utf-8").split("\n")
+    assert {line.split()[0] for line in lines if line} == {"True", "False"}
