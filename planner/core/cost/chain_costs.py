@@ -1,14 +1,15 @@
 """Costs of the layers of a chain at one micro-batch size: input of the time and memory models.
 
-Arrays have shape (L,) unless stated otherwise. Times are in microseconds, sizes in bytes of one micro-batch.
-Records of arrays have no equality (`eq=False`), since arrays do not compare as a whole.
+Arrays have shape (L,) unless stated otherwise. Times are in microseconds, sizes in bytes of one micro-batch. Records of
+arrays have no equality (`eq=False`), because `==` on arrays does not return one truth value.
 
     boundary i        layer i         boundary i + 1
     ----------->  [ saved, peaks ]  ----------->
     input[i]                         output[i]           forward
     input_gradient[i]                output_gradient[i]  backward
 
-A level is the highest memory of a micro-batch while a layer runs. It includes what earlier layers have saved.
+A level is the highest memory of a micro-batch while a layer runs. It includes what the micro-batch has saved in earlier
+layers.
 """
 
 from collections.abc import Callable, Sequence
@@ -35,7 +36,7 @@ BUCKET_BYTES = 4 * 2**20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tie:
-    """Shared parameters of layers `first` < `second`; a stage that has both layers stores these bytes once."""
+    """Parameters that layers `first` < `second` share; a stage with both layers stores these bytes once."""
 
     first: int
     second: int
@@ -44,7 +45,7 @@ class Tie:
     optimizer_bytes: float
     cast_bytes: float = 0.0
     these_alone: bool = True
-    """True if these two layers share these bytes regardless of the layers between them."""
+    """True if a stage with both layers stores the bytes once, whatever layers are between them."""
     earlier: tuple[int, ...] = ()
     """Layers before `first` that share the same bytes."""
 
@@ -55,21 +56,21 @@ ALWAYS: Final = ("parameters", "optimizer", "buffers")
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class State:
-    """State of a layer that does not depend on the micro-batch; `bytes_field` names the fields of `LayerProfile`."""
+    """Bytes of layers that do not depend on the micro-batch; `bytes_field` names their fields in `LayerProfile`."""
 
     parameters: FloatArray
     idle: FloatArray
     """Bytes of trained parameters that never get a gradient."""
     optimizer: FloatArray
     optimizer_peak: FloatArray
-    """Transient bytes of the optimizer's step."""
+    """Transient bytes while the optimizer updates the layer's parameters."""
     optimizer_boundary_peak: FloatArray
-    """Transient bytes of that step between the previous layer of the same stage and this one."""
+    """Transient bytes while the optimizer moves from the previous layer to this one, if one stage has both."""
     buffers: FloatArray
     rewritten: FloatArray
-    """Bytes of state that the forward writes; recomputation needs a copy of its previous value for each micro-batch."""
+    """Bytes of state that the forward writes; recomputation needs a copy of the old state for each micro-batch."""
     casts: FloatArray
-    """Autocast weight cache, from the first forward of a step to its last backward."""
+    """Bytes of the autocast weight cache, which exists from the first forward of a step to the last backward."""
 
     @classmethod
     def of(cls, layers: Sequence[LayerProfile]) -> "State":
@@ -85,110 +86,114 @@ class State:
 
 
 def bytes_field(component: str) -> str:
-    """Return the field that has a component's bytes: `cast_bytes` for `casts`."""
+    """Return the field of `LayerProfile` with the bytes of a component: `cast_bytes` for `casts`."""
     return f"{component.removesuffix('s')}_bytes"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Boundaries:
-    """Transfers over the boundaries before and after each layer."""
+    """Bytes that cross the boundaries before and after each layer, for one micro-batch."""
 
     input: FloatArray
     """Bytes that cross the boundary before each layer; for layer 0, the model's input."""
     output: FloatArray
     input_gradient: FloatArray
-    """Gradients of those tensors in `input` that have one."""
+    """Bytes of the gradients of `input`; tensors without a gradient do not count."""
     output_gradient: FloatArray
     unsaved_output: FloatArray
-    """Part of `output` that is not in `Levels.saved`; a stage that ends here stores it in addition."""
+    """Part of `output` that is not in `Levels.saved`; a stage that ends with the layer stores it in addition."""
     unkept_input: FloatArray
-    """Part of `input` that no layer saves; `Levels.forward` includes it."""
+    """Part of `input` that no layer saves. `Levels.forward` includes this part."""
     input_alive: FloatArray
-    """Part of `input` that `Levels.no_grad` includes."""
+    """Part of `input` that is included in `Levels.no_grad`."""
     copied_input: FloatArray
-    """Bytes that a stage that begins here copies, since its layers write into the received input."""
+    """Bytes that a stage beginning with the layer copies, because its layers would write into the received input."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Levels:
-    """Memory that a micro-batch saves in each layer, and the highest memory while the layer runs.
+    """Memory that a micro-batch saves in each layer, and its highest memory (level) while the layer runs.
 
-    A level is relative to the memory before this micro-batch, for a stage that begins at layer 0. Subtract
-    `saved[:i].sum()` for a stage that begins at layer i. Without exact records, levels are transients above all saved
-    memory.
+    A level is counted from the memory before this micro-batch, in a stage that begins with layer 0. For a stage that
+    begins with layer i, subtract `saved[:i].sum()`. Without exact records, a level is the transient memory on top of
+    all saved memory.
     """
 
     saved: FloatArray
     internal: FloatArray
-    """Part of `saved` that never leaves the layer."""
+    """Part of `saved` that is neither received from another layer nor passed to one."""
     forward: FloatArray
     no_grad: FloatArray
-    """Highest level of a forward without gradients; it includes the input, except the stage's own."""
+    """Highest memory of a forward without gradients, including the layer's input, but not the input of the stage."""
     first_backward: FloatArray
-    """Highest level of the first micro-batch's backward, including the parameter gradients that it allocates."""
+    """Highest memory of the first micro-batch's backward, including the parameter gradients that it allocates."""
     backward: FloatArray
-    """Highest level of a later backward, without parameter gradients, with those of `State.casts` of later layers."""
+    """Highest memory of a later backward. Gradients of later layers' autocast copies count, parameter gradients do
+    not."""
     end_twice_first: FloatArray
-    """Part of `first_backward` that is counted twice if a stage ends with the layer.
+    """Part of `first_backward` that would count twice if a stage ends with the layer.
 
-    It is also in the executor's output or its gradient. Of tensors from earlier layers, only gradients count.
+    The executor's buffers for the output and its gradient include it. Of tensors that earlier layers created, only the
+    gradient is in this part.
     """
     end_twice: FloatArray
-    """Part of `backward` that is counted twice if a stage ends with the layer."""
+    """Part of `backward` that would count twice if a stage ends with the layer."""
     attributes: FloatArray
-    """Tensors in plain attributes, which exist during the whole step."""
+    """Bytes of tensors in plain attributes of modules, which exist during the whole step."""
     renewed: FloatArray
-    """Part of `attributes` that exists once for each waiting micro-batch that keeps its activations."""
+    """Part of `attributes` of which every micro-batch that keeps its activations has its own copy."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Halves:
-    """Split backward: I computes input gradients, W the deferred weight gradients.
+    """Costs of a split backward: I is the input-gradient pass, W the weight-gradient pass.
 
-    Levels are as in `Levels`. Those of I include what later layers keep for W, those of W what earlier layers keep.
+    Levels are counted as in `Levels`. Levels of I include what later layers store for W. Levels of W include what
+    earlier layers store for W.
     """
 
     input_us: FloatArray
     weight_us: FloatArray
     held: FloatArray
-    """Bytes kept between I and W."""
+    """Bytes that a layer stores between I and W."""
     weight_gradients: FloatArray
-    """Part of `ChainCosts.gradients` that W computes."""
+    """Part of `ChainCosts.gradients` that W allocates."""
     first_input: FloatArray
-    """Highest level of the first micro-batch's I, including the gradients that it computes."""
+    """Highest memory of the first micro-batch's I, including the parameter gradients that it allocates."""
     input: FloatArray
-    """Highest level of a later I."""
+    """Highest memory of a later I."""
     end_first_input: FloatArray
-    """Highest level of the first I if a stage ends with the layer, without its output and output gradient."""
+    """Highest memory of the first I if a stage ends with the layer, without the stage's output and its gradient."""
     end_input: FloatArray
-    """Highest level of a later I if a stage ends with the layer, without its output and output gradient."""
+    """Highest memory of a later I if a stage ends with the layer, without the stage's output and its gradient."""
     first_weight: FloatArray
-    """Highest level of the first W, including the gradients that it computes."""
+    """Highest memory of the first W, including the parameter gradients that it allocates."""
     weight: FloatArray
-    """Highest level of a later W, including gradients of `State.casts` of later layers."""
+    """Highest memory of a later W, including the gradients of later layers' autocast copies."""
 
 
 class StageLaw(Protocol):
-    """Records of stages with a separate memory model; arrays have the shape of a window."""
+    """Memory records of stages with a memory model of their own; arrays have the shape of a `Window`."""
 
     def parts(self, s: "Stages", recompute: Recompute, *, in_flight: int) -> "Parts":
-        """Return the memory components of the stages; arguments as for `planner.core.cost.parts.parts_of`."""
+        """Return the memory of the stages as parts; the arguments are those of `planner.core.cost.parts.parts_of`."""
         ...
 
 
 class LayerLaw(Protocol):
-    """Records of layers with a separate memory model: a frozen dataclass of arrays."""
+    """Memory records of layers with a memory model of their own: a frozen dataclass of arrays."""
 
     def in_stages(self, window: "Window", micro_batches: int) -> StageLaw:
-        """Return the records of the stages of a window."""
+        """Return the memory records of all stages of a window."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Storages:
-    """Storages that cross boundaries; arrays of shape (storages,).
+    """Tensor storages that cross boundaries between layers; arrays of shape (storages,).
 
-    Every output tensor of a layer has an entry. It has 0 bytes if the tensor shares the storage of another one.
+    Every output tensor of a layer has an entry. The entry has 0 bytes if the tensor shares the storage of another
+    entry.
     """
 
     maker: IntArray
@@ -196,18 +201,18 @@ class Storages:
     until: IntArray
     """Last layer that receives the storage; L for the model's output."""
     kept_by_readers: FloatArray
-    """Bytes if a receiving layer saves the storage, else 0."""
+    """Bytes of the storage if a layer that receives it saves it, else 0."""
     kept_by_maker: FloatArray
-    """Bytes if only the layer that makes the storage saves it, else 0."""
+    """Bytes of the storage if only the layer that makes it saves it, else 0."""
     kept_by_nobody: FloatArray
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Relays:
-    """Gradients that consecutive layers forward unchanged; arrays of shape (relays,)."""
+    """Gradients that consecutive layers pass on unchanged; arrays of shape (relays,)."""
 
     first: IntArray
-    """First of these layers."""
+    """First of the consecutive layers."""
     last: IntArray
     bytes: FloatArray
 
@@ -223,10 +228,10 @@ class ChainCosts:
     optimizer_us: FloatArray
     state: State
     optimizer_peaks_add: bool
-    """True if the optimizer updates all parameters at once, so that its transients add up."""
+    """True if the optimizer updates all parameters at once, so that transients of the layers add up."""
     ties: tuple[Tie, ...]
     gradients: FloatArray
-    """Parameter gradients that the first micro-batch's backward allocates."""
+    """Bytes of parameter gradients that the first micro-batch's backward allocates."""
     boundaries: Boundaries
     target: float
     """Bytes that the loss reads in addition to the output, such as targets."""
@@ -234,16 +239,18 @@ class ChainCosts:
     composed_halves: Callable[[], Halves]
     """Function that computes `halves` on first use, since few schedules need them."""
     halves_assumed: bool
-    """True if `halves` was not measured. Then I and W take half of the backward each, and W keeps all saved tensors."""
+    """True if `halves` was not measured. I and W are then assumed to take half of the backward each, and all saved
+    tensors to be kept for W."""
     exact: bool
-    """True if levels come from exact records; else they are the additive bound of the two transient peaks."""
+    """True if levels come from exact records; else memory is an upper bound that adds saved bytes and transient
+    peaks."""
     law: LayerLaw | None
-    """Records of layers with a separate memory model; None for the two models of this package."""
+    """Memory records of layers with a memory model of their own; None if a model of this package applies."""
     storages: Storages
     relays: Relays
     workload: Workload
     bucket_bytes: float = 0.0
-    """Largest copy of gradients in a message to other replicas, in bytes; 0 without replicas."""
+    """Size of the largest message with gradients to other replicas, in bytes; 0 with one replica."""
 
     def of_replicas(self, replicas: int) -> "ChainCosts":
         """Return the costs for one of `replicas` data-parallel pipelines."""
@@ -256,7 +263,7 @@ class ChainCosts:
 
     @property
     def has_backward(self) -> NDArray[np.bool_]:
-        """Mask of layers with a backward, since they or earlier layers are trained; shape (L,).
+        """Mask of layers with a backward: the layer or an earlier one has trained parameters; shape (L,).
 
         Layers without a backward, and stages that end with one, are never recomputed. If no layer has gradients, the
         profile has no information about training, and all layers have a backward.
@@ -271,6 +278,6 @@ class ChainCosts:
 
 
 def sums_before(per_layer: FloatArray) -> FloatArray:
-    """Return the sums over the layers before each layer, and over all layers; shape (L+1,)."""
+    """Return the sum over the layers before each layer, and over all layers as the last entry; shape (L+1,)."""
     sums: FloatArray = np.concatenate([[0.0], np.cumsum(per_layer)])
     return sums

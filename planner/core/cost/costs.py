@@ -1,7 +1,8 @@
 """Costs of a profile at one micro-batch size, as arrays over the layers.
 
-Costs between profiled micro-batch sizes are interpolated linearly. This is exact for saved bytes, which are affine in
-the micro-batch size. It overestimates peaks, which are maxima of affine functions and so convex.
+Costs between profiled micro-batch sizes are interpolated linearly. The result is exact for saved bytes, which are
+affine in the micro-batch size. It is never too low for peaks, which are maxima of affine functions and therefore
+convex.
 """
 
 from bisect import bisect_left
@@ -46,7 +47,7 @@ def saved_bytes(details: Sequence[MemoryDetail]) -> list[int]:
 
 
 def costs_at(profile: Profile, micro_batch_size: int, *, extrapolate: bool = False) -> ChainCosts:
-    """Return the costs of every layer at one size; use a `CostTable` for several sizes.
+    """Return the costs of every layer at one micro-batch size; a `CostTable` is faster for several sizes.
 
     Args:
         profile: Profile of a model.
@@ -102,7 +103,7 @@ class CostTable:
         )
 
     def times_at(self, micro_batch_size: int, *, extrapolate: bool = False) -> tuple[FloatArray, FloatArray]:
-        """Return only the forward and backward times of `at`, in microseconds; raise the same errors."""
+        """Return the forward and backward times of every layer at `micro_batch_size`, in microseconds."""
         layers, weights = self._profile.layers, self._weights(micro_batch_size, extrapolate=extrapolate)
         forward = [(np.array([layer.forward_us[n] for layer in layers]), weight) for n, weight in weights]
         backward = [(np.array([layer.backward_us[n] for layer in layers]), weight) for n, weight in weights]
@@ -121,7 +122,7 @@ class CostTable:
 
     @cached_property
     def _constants(self) -> dict[str, Any]:
-        """Costs that do not depend on the size."""
+        """Costs that do not depend on the micro-batch size."""
         layers = self._profile.layers
         return {
             "names": tuple(layer.name for layer in layers),
@@ -139,7 +140,7 @@ class CostTable:
 
 
 class CostsAtSize:
-    """Costs at one micro-batch size; memory is computed on first use, since times rule out many sizes.
+    """Costs at one micro-batch size. Memory is computed on first use, because times alone rule out many sizes.
 
     Args:
         table: Costs of the profile.
@@ -162,7 +163,7 @@ class CostsAtSize:
 
 
 def _blend(weighted: Sequence[tuple[Any, float]]) -> Any:
-    """Interpolate arrays, or records of arrays field by field, with results of at least 0.
+    """Interpolate arrays, or records of arrays field by field; negative results become 0.
 
     Tuples and None are taken from the nearest size.
     """
@@ -180,7 +181,7 @@ def _blend(weighted: Sequence[tuple[Any, float]]) -> Any:
 
 
 def _storages(weighted: Sequence[tuple[SizeCosts, float]]) -> Storages:
-    # Two tensors may share a storage at some sizes only. Then each has an entry, with 0 bytes at these sizes.
+    # Two tensors may share a storage at some sizes only. Both then have an entry; one has 0 bytes at these sizes.
     places = sorted(set().union(*(costs.crossing for costs, _ in weighted)))
     sizes = np.zeros((len(places), 3))
     for costs, weight in weighted:

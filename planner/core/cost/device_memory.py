@@ -6,13 +6,14 @@
     p    part, one of `PARTS`        N    number of devices or partitions evaluated at once
     S    number of stages            K    number of devices
 
-Each chunk is a stage with the parts of `planner.core.cost.parts`. The counts `moments` follow from the
-instruction list of the device, transfers included (`planner.core.cost.moments`). Differences to one stage per device:
+Each chunk is a stage with the parts of `planner.core.cost.parts`. The counts `moments` follow from the device's
+instruction list, transfers included (`planner.core.cost.moments`). Differences from a device with one stage:
 
-- Every part is rounded to whole bytes, so that the chunks in a plan add up to the device's peak.
-- Parameters that two chunks share count once, and so does a tensor that one chunk passes to the next on the same
-  device (`shared_bytes`, `subtract_shared`).
-- The memory model of compiled programs does not apply. Such a profile counts as one without exact records.
+- Every part is rounded to whole bytes, so that the memory of the chunks in a plan adds up to the device's peak.
+- Parameters that two chunks share count once. A tensor that one chunk passes to the next chunk on the same device also
+  counts once (`shared_bytes`, `subtract_shared`).
+- The memory model of compiled programs does not apply. A compiled profile is treated as a profile without exact
+  records.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -51,7 +52,7 @@ _ITEM_OF: Final[Mapping[PartName, Item]] = {
 
 
 class ChunkMemory(NamedTuple):
-    """Memory of one chunk in bytes."""
+    """Memory of one chunk of a device, in bytes."""
 
     always: StageMemory
     """Bytes that exist during the whole step, by component."""
@@ -59,7 +60,7 @@ class ChunkMemory(NamedTuple):
     """Bytes of each of `PARTS`, shape (parts,)."""
 
     def without(self, shared: "SharedBytes", *, exact: bool) -> "ChunkMemory":
-        """Return the chunk without the bytes `shared` with a later one; arrays of shape (1, 1)."""
+        """Return the chunk without the bytes that it shares with another chunk; `shared` has arrays of shape (1, 1)."""
         _, parts = subtract_shared(np.zeros((1, 1)), self.parts[None, None], shared, exact=exact)
         left = dict(self.always.items())
         for name in ("parameters", "optimizer") if exact else ("parameters", "optimizer", "gradients"):
@@ -68,42 +69,44 @@ class ChunkMemory(NamedTuple):
 
 
 class ChunkByLayers(NamedTuple):
-    """Memory of a chunk as a function of its recomputed layers: each part is a maximum of two linear functions.
+    """Memory of a chunk as a function of its recomputed layers; arrays have shape (parts,).
 
-    bytes of a part = max(least, rest + saved * S) + level
+    bytes of a part = max(least, rest + saved * S) + highest memory of the action,
+
+    where S are the bytes that one micro-batch saves with the given recomputed layers.
     """
 
     always: float
     """Bytes that exist during the whole step."""
     least: FloatArray
-    """Constant bytes of each part; shape (parts,), as the other arrays."""
+    """Lower bound of each part, in bytes, which applies if S is small."""
     rest: FloatArray
     saved: IntArray
-    """Multiple of the saved bytes S in each part."""
+    """Number of times that S is included in each part."""
     level: IntArray
-    """Index in `LayerPeaks` of the level in each part; -1 for none."""
+    """Index in `LayerPeaks` of the highest memory that is added to each part; -1 if none is added."""
 
     def parts(self, saved: FloatArray | float, levels: FloatArray) -> FloatArray:
         """Return the bytes of each of `PARTS`, shape (..., parts).
 
         Args:
             saved: Saved bytes S, shape (..., 1).
-            levels: Levels in the order of `LayerPeaks`, then a 0; shape (..., 4).
+            levels: Highest memory in the order of `LayerPeaks`, then a 0; shape (..., 4).
         """
         parts: FloatArray = np.maximum(self.least, self.rest + self.saved * saved) + levels[..., self.level]
         return parts
 
     def without(self, shared: "SharedBytes", *, exact: bool) -> "ChunkByLayers":
-        """Return the chunk without the bytes `shared` with another one; arrays of shape (1, 1)."""
+        """Return the chunk without the bytes that it shares with another chunk; `shared` has arrays of shape (1, 1)."""
         always, least = subtract_shared(np.full((1, 1), self.always), self.least[None, None], shared, exact=exact)
         _, rest = subtract_shared(np.zeros((1, 1)), self.rest[None, None], shared, exact=exact)
         return self._replace(always=float(always.item()), least=least[0, 0], rest=rest[0, 0])
 
 
 class SharedBytes(NamedTuple):
-    """Bytes that a stage shares with another chunk of its device and that are counted there; shape (N, S).
+    """Bytes of S stages in N partitions that count in another chunk of the same device; arrays of shape (N, S).
 
-    Shared parameters, with their gradients and optimizer state, count in the later chunk.
+    Parameters that two chunks share count in the later chunk, together with their gradients and optimizer state.
     """
 
     parameters: FloatArray
@@ -111,7 +114,7 @@ class SharedBytes(NamedTuple):
     optimizer: FloatArray
     casts: FloatArray
     received: FloatArray
-    """Output of the previous stage if it is on the same device, which stores it longer than this stage does."""
+    """Input from the previous stage if that stage is on the same device, where the tensor counts as its output."""
 
 
 def chunk_memory(
@@ -131,9 +134,9 @@ def chunk_memory(
         first: First layer.
         end: One past the last layer.
         micro_batches: Number of micro-batches M.
-        recompute: Micro-batches that are recomputed.
+        recompute: Recompute choice of the chunk.
         recomputed: Recomputed layers, counted along the chain, if `recompute` is `layers`.
-        in_halves: True if the backward may be split.
+        in_halves: True if the schedule splits backwards.
 
     Returns:
         Bytes of the chunk, without the reserve.
@@ -157,15 +160,15 @@ def chunk_by_layers(
 ) -> ChunkByLayers:
     """Return the memory of a chunk as a function of its recomputed layers.
 
-    With the levels of `planner.core.cost.layer_memory.StageLayers.levels`, the parts equal those of
-    `chunk_memory(..., recompute="layers")`.
+    For the values of `planner.core.cost.layer_memory.StageLayers.levels`, the parts equal those of `chunk_memory(...,
+    recompute="layers")`.
 
     Args:
         costs: Costs of the chain at the plan's micro-batch size.
         first: First layer.
         end: One past the last layer.
         micro_batches: Number of micro-batches M.
-        in_halves: True if the backward may be split.
+        in_halves: True if the schedule splits backwards.
 
     Returns:
         Coefficients of each part, in bytes.
@@ -191,15 +194,15 @@ def chunk_by_layers(
 def chunk_totals(
     costs: ChainCosts, firsts: IntArray, stop: int, *, micro_batches: int, recompute: Recompute, in_halves: bool = False
 ) -> FloatArray:
-    """Return the constant bytes, and the bytes of each of `PARTS`, of stages that may share a device.
+    """Return the constant bytes and the bytes of each of `PARTS`, of all stages that may share a device.
 
     Args:
         costs: Costs of the chain at the plan's micro-batch size.
         firsts: First layers in ascending order.
         stop: One past the last layer of the longest stages.
         micro_batches: Number of micro-batches M.
-        recompute: Micro-batches that are recomputed; not `layers`.
-        in_halves: True if the backward may be split.
+        recompute: Recompute choice of the stages; not `layers`.
+        in_halves: True if the schedule splits backwards.
 
     Returns:
         Whole bytes, shape (1 + parts, firsts, stop - firsts[0]); columns before a row's first layer are undefined.
@@ -215,17 +218,17 @@ def chunk_totals(
 def least_totals_by_layers(
     costs: ChainCosts, firsts: IntArray, stop: int, *, micro_batches: int, in_halves: bool = False
 ) -> FloatArray:
-    """Return lower bounds of `chunk_totals` for stages that recompute single layers.
+    """Return bytes from which lower bounds for stages that recompute single layers follow; see `chunk_totals`.
 
-    Add the largest savings of the recomputed layers, times `ChunkByLayers.saved`. Then no part is smaller than
-    its bound.
+    Subtract the largest possible savings of the recomputed layers, times `ChunkByLayers.saved`, from each part. The
+    result is a lower bound of the part.
 
     Args:
         costs: Costs of the chain at the plan's micro-batch size.
         firsts: First layers in ascending order.
         stop: One past the last layer of the longest stages.
         micro_batches: Number of micro-batches M.
-        in_halves: True if the backward may be split.
+        in_halves: True if the schedule splits backwards.
 
     Returns:
         Whole bytes, shape (1 + parts, firsts, stop - firsts[0]).
@@ -237,15 +240,15 @@ def least_totals_by_layers(
 
 
 def shared_bytes(costs: ChainCosts, cuts: IntArray, num_devices: int, placement: Placement = "loop") -> SharedBytes:
-    """Return the bytes to subtract from each of S stages in N partitions, since another chunk has them.
+    """Return the bytes of each of S stages in N partitions that count in another chunk of the same device.
 
-    The later chunk allocates the gradients, since its backward is first.
+    Shared parameters count in the later chunk, because its backward runs first and allocates the gradients.
 
     Args:
         costs: Costs of the chain.
         cuts: First layer of every stage, and the number of layers; shape (N, S+1).
         num_devices: Number of devices K.
-        placement: Assignment of stages to devices.
+        placement: Placement of the stages on the devices.
 
     Returns:
         Whole bytes, arrays of shape (N, S).
@@ -259,10 +262,8 @@ def shared_bytes(costs: ChainCosts, cuts: IntArray, num_devices: int, placement:
         sizes = np.rint([tie.parameter_bytes, tie.gradient_bytes, tie.optimizer_bytes, tie.cast_bytes])
         second = (cuts[:, 1:-1] <= tie.second).sum(axis=1)
         is_open = np.ones(len(cuts), bool)
-        for layer in (
-            tie.first,
-            *reversed(tie.earlier),
-        ):  # nearest on the device; `Stages` has those of a stage
+        # The nearest layer on the device counts. Within one stage, `Stages` already counts tied layers once.
+        for layer in (tie.first, *reversed(tie.earlier)):
             first = (cuts[:, 1:-1] <= layer).sum(axis=1)
             same_device = is_open & (device[second] == device[first])
             shares = same_device & (first != second)
@@ -275,7 +276,7 @@ def shared_bytes(costs: ChainCosts, cuts: IntArray, num_devices: int, placement:
 
 
 def most_shared_input_bytes(costs: ChainCosts, counts: IntArray | FloatArray) -> float:
-    """Return an upper bound of the input bytes that `subtract_shared` removes, for these counts of `PARTS`."""
+    """Return an upper bound of the input bytes that `subtract_shared` removes from a device with the given counts."""
     largest = float(np.rint(costs.boundaries.input.max())) if costs.exact else 0.0
     return largest * float(counts[[_PLACE[name] for name in _WITH_INPUT]].sum())
 
@@ -283,10 +284,10 @@ def most_shared_input_bytes(costs: ChainCosts, counts: IntArray | FloatArray) ->
 def subtract_shared(
     always: FloatArray, parts: FloatArray, shared: SharedBytes, *, exact: bool
 ) -> tuple[FloatArray, FloatArray]:
-    """Subtract the bytes that another chunk of the device has.
+    """Return the memory of stages without the bytes that count in another chunk of the device.
 
     Args:
-        always: Constant bytes, shape (N, S); they include gradients if records are not exact.
+        always: Constant bytes, shape (N, S); without exact records, they include gradients.
         parts: Bytes of each of `PARTS`, shape (N, S, parts).
         shared: Bytes to subtract.
         exact: True if the costs come from exact records.
@@ -319,12 +320,12 @@ def device_peaks(always: FloatArray, parts: FloatArray, *, moments: IntArray | F
 def device_peaks_by_choice(
     always: FloatArray, parts: FloatArray, choices: IntArray, *, moments: IntArray | FloatArray
 ) -> FloatArray:
-    """Return the peaks of N devices with V chunks each, for W combinations of choices; shape (N, W).
+    """Return the peaks of N devices with V chunks each, for W combinations of recompute choices; shape (N, W).
 
     Args:
-        always: Constant bytes by choice, shape (C, N, V).
-        parts: Bytes of each of `PARTS` by choice, shape (C, N, V, parts).
-        choices: Choice for each chunk in every combination, shape (W, V).
+        always: Constant bytes for each of C recompute choices, shape (C, N, V).
+        parts: Bytes of each of `PARTS` for each recompute choice, shape (C, N, V, parts).
+        choices: Index of the recompute choice of each chunk in every combination, shape (W, V).
         moments: Counts of the device, as for `device_peaks`.
     """
     fixed, alive = np.zeros(1), np.zeros(1)
@@ -336,7 +337,7 @@ def device_peaks_by_choice(
 
 
 def device_memory(chunks: Sequence[ChunkMemory], moments: IntArray, reserve_bytes: int = 0) -> tuple[StageMemory, ...]:
-    """Return the memory of each chunk at the device's peak, by item; their sum is the peak.
+    """Return the memory of each chunk at the device's peak, by component; the sum over the chunks is the peak.
 
     Args:
         chunks: Chunks of the device.
@@ -344,7 +345,7 @@ def device_memory(chunks: Sequence[ChunkMemory], moments: IntArray, reserve_byte
         reserve_bytes: Memory reserve of the device, counted in the first chunk.
 
     Returns:
-        Bytes by item, for each chunk.
+        Bytes by component, for each chunk.
     """
     parts = np.stack([chunk.parts for chunk in chunks])
     peak = moments[int((moments * parts).sum(axis=(1, 2)).argmax())]
@@ -359,7 +360,7 @@ def device_memory(chunks: Sequence[ChunkMemory], moments: IntArray, reserve_byte
 
 
 def itemised(parts: FloatArray) -> FloatArray:
-    """Return the bytes of every part by the component of `ITEMS` in which a plan shows them.
+    """Return the bytes of every part, divided into the components of `ITEMS` under which a plan lists them.
 
     Args:
         parts: Whole bytes of each of `PARTS`; shape (..., parts).
@@ -371,7 +372,7 @@ def itemised(parts: FloatArray) -> FloatArray:
     for part, item in _ITEM_OF.items():
         items[..., _PLACE[part], ITEMS.index(item)] = parts[..., _PLACE[part]]
     running = parts[..., _RUNNING]
-    # Bytes that the running micro-batch would also hold while it waits count as in flight.
+    # Of a running micro-batch, the bytes that it would also store while it waits count as in flight.
     waiting = np.minimum(parts[..., _PLACE["held"], None], running)
     received = np.minimum(parts[..., _PLACE["output_gradient"], None], running - waiting)
     received = np.where([part in WITH_BACKWARDS for part in RUNNING], received, 0.0)

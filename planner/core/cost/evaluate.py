@@ -1,4 +1,4 @@
-"""Evaluate a partition by the cost model: the only entry to the times and memory of a plan.
+"""Evaluation of a partition by the cost model: the only module that computes the times and memory of a plan.
 
 Solver, `check`, `show` and `emit` all read an `Evaluation`, so their predictions are equal. The other modules of this
 package do the calculations.
@@ -39,7 +39,7 @@ FloatArray = NDArray[np.float64]
 
 @dataclass(frozen=True, eq=False)
 class Evaluation:
-    """Predictions for a partition of a chain on a cluster; each is computed once, when it is first read.
+    """Predictions for a partition of a chain on a cluster; each prediction is computed when it is first read.
 
     Times of stage k are named as in docs/cost-model.md: F_k, B_k, R_k, C_k and U_k.
     """
@@ -109,12 +109,12 @@ class Evaluation:
 
     @cached_property
     def events(self) -> tuple[Event, ...]:
-        """Simulated events of one step, without the optimizer's step."""
+        """Simulated events (actions and transfers) of one step, without the optimizer's step."""
         return simulate(self.actions, self.stage_times)
 
     @cached_property
     def replica_sums_us(self) -> tuple[float, ...]:
-        """Time to sum the gradients of each stage over the replicas."""
+        """All-reduce time of each stage's gradients over the replicas, in microseconds."""
         costs = self.costs
         sizes = (
             costs.gradients[first:end].sum() - shared_gradient_bytes(costs.ties, first, end)
@@ -124,7 +124,7 @@ class Evaluation:
 
     @cached_property
     def updates_us(self) -> FloatArray:
-        """U of each device, summed over its chunks, in microseconds; shape (K,).
+        """Time of all-reduces and optimizer steps (U) of each device, over all its chunks, in microseconds; shape (K,).
 
         All-reduces that end before the device's last action do not count.
         """
@@ -133,21 +133,21 @@ class Evaluation:
             speed = self.cluster.speed(partition.device_of(k))
             own_us[partition.device_of(k)] += float(self.costs.optimizer_us[first:end].sum() / speed) + sum_us
         if self._splits_backward and partition.replicas > 1:
-            # A chunk that is done early has its gradients summed meanwhile.
+            # While a device still runs other chunks, the gradients of a finished chunk are already summed.
             own_us -= summed_early_us(self.actions, self.stage_times, self.replica_sums_us)
         return own_us
 
     @cached_property
     def optimizer_us(self) -> float:
-        """Delay of the next step by all-reduces and optimizer in microseconds, if backwards are not split."""
+        """Time by which all-reduces and optimizer delay the next step, in microseconds, if backwards are not split."""
         updates_us = self.updates_us
-        # The chunk that a device runs last, and first again in the next step, is the first of its chunks.
+        # A device's first chunk is the last one that it runs in a step, and the first one in the next step.
         first = self.stage_times[: self.partition.num_devices]
         return float(optimizer_tail_us(updates_us, np.array([hidden_us(times, times.send_us) for times in first])))
 
     @cached_property
     def pipeline_us(self) -> float:
-        """Time of a step without all-reduces and optimizer, in microseconds: closed form for GPipe, else simulated."""
+        """Time of a step in microseconds without all-reduces and optimizer: by a formula for GPipe, else simulated."""
         if self.partition.rule.has_closed_form:
             return gpipe_step(self.stage_times, micro_batches=self.partition.micro_batches).step_us
         if self._splits_backward:
@@ -158,7 +158,7 @@ class Evaluation:
     def step_us(self) -> float:
         """Time of a step in microseconds, including all-reduces and optimizer."""
         if self._splits_backward:
-            # Gradients of weights fill the drain, so that what a device hides follows from its clocks alone.
+            # Weight-gradient passes fill the end of the step, so the period follows from each device's begin and end.
             return period_us(self.actions, self.stage_times, self.updates_us.tolist())
         return self.pipeline_us + self.optimizer_us
 
@@ -191,7 +191,7 @@ class Evaluation:
         return times.input_backward_us + times.weight_backward_us if self._splits_backward else times.backward_us
 
     def _busy_us(self, stage: int) -> tuple[float, float]:
-        """Return how long a stage computes in a step, and how much of that recomputes activations."""
+        """Return the compute time of a stage in a step, and its part that recomputes activations, in microseconds."""
         times, num = self.stage_times[stage], self.partition.micro_batches
         recompute_us = (num - 1) * times.recompute_us + times.last_recompute_us
         if not self._splits_backward:
@@ -199,13 +199,13 @@ class Evaluation:
             return busy_us, recompute_us
         counts = Counter(action.kind for row in self.actions for action in row if action.stage == stage)
         halves = times.input_backward_us + times.weight_backward_us
-        # Either way a micro-batch that is not recomputed spares as much.
+        # With whole and with split backwards, a micro-batch that is not recomputed saves the same time.
         spared = times.recompute_us - times.last_recompute_us
         return num * times.forward_us + counts["I"] * halves + counts["B"] * times.backward_us - spared, recompute_us
 
     @cached_property
     def chunks(self) -> tuple[ChunkMemory, ...]:
-        """Memory of each stage, for devices with several stages that count shared parameters once."""
+        """Memory of each stage as a chunk of its device: parameters that chunks of a device share count once."""
         partition, intervals = self.partition, self.partition.intervals()
         costs = self.costs.of_replicas(partition.replicas)
         cuts = np.array([[0, *(end for _, end in intervals)]])
@@ -224,7 +224,7 @@ class Evaluation:
 
     @cached_property
     def memory(self) -> tuple[StageMemory, ...]:
-        """Peak memory of each stage by component; with several stages per device, its share of the peak."""
+        """Peak memory of each stage, by component; if stages share a device, the stage's part of the device's peak."""
         partition, num_stages = self.partition, len(self.partition.balance)
         if partition.rule.has_known_moments:
             return tuple(
@@ -274,7 +274,7 @@ class Evaluation:
 
         Args:
             inputs: Request that the plan answers, for the same cluster.
-            solver: Report of the search; for given cuts, gap and lower bound are set to 0.
+            solver: Report of the search, which becomes part of the plan; gap and lower bound are 0 for given cuts.
         """
         partition = self.partition
         return Plan(

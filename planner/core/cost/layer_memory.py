@@ -1,14 +1,15 @@
 """Compute the memory of a stage that recomputes some of its layers, each on its own.
 
-A recomputed layer saves its input for every micro-batch in flight, and drops everything else that it would save. That
-exists again only while its own backward runs. The computation goes through the layers of a stage in order, with
+For every micro-batch in flight, a recomputed layer saves its input and a copy of the state that its forward changes.
+Other tensors that its backward needs exist only while this backward runs. The computation goes through the layers of a
+stage in order, with
 
     held       bytes that one micro-batch has saved in the layers so far
-    pending    storages that the next layers read and that no layer has saved so far; they are saved if one of the
-               layers that read them is recomputed, else they are freed after the last of these
+    pending    storages that later layers read and that no layer has saved so far; they are saved if one of the layers
+               that read them is recomputed, else they are freed after the last of these layers
 
-Each layer adds its own peak and then its saved bytes. With exact records (g: gradient of the layer's output; c: copy
-of its input, made if the layer would write into it; w: copy of the state that its forward changes):
+Each layer adds its own peak and then its saved bytes. With exact records (g: gradient of the layer's output; c: copy of
+the layer's input, made if the layer writes into it; w: copy of the state that the forward changes):
 
                       not recomputed                           recomputed
     forward           held + pending + forward peak            held + pending + c + w + peak without gradients
@@ -17,10 +18,11 @@ of its input, made if the layer would write into it; w: copy of the state that i
     added to held     internal bytes, and of its output what   pending, c, w, and of its output what a later
                       it or a later layer saves                layer saves
 
-Without exact records, each peak is a transient above all saved memory. A recomputed layer's transient also includes its
-saved bytes, or its output if that is larger. Its saved bytes are assumed to include as much of its output as possible.
+Without exact records, each peak is a transient on top of all saved memory. The transient of a recomputed layer also
+includes the layer's saved bytes, or its output if the output is larger. Saved bytes are assumed to include as much of
+the layer's output as possible.
 
-Sizes are rounded to whole bytes before they are added, so sums do not depend on their order.
+Sizes are rounded to whole bytes before they are added, so that sums do not depend on the order of addition.
 """
 
 from collections.abc import Collection
@@ -47,8 +49,9 @@ FORWARD, FIRST_BACKWARD, BACKWARD = 0, 1, 2
 class LayerPeaks(NamedTuple):
     """Peaks of single layers in whole bytes; the last axis is the layer.
 
-    With exact records, peaks are relative to the memory that earlier layers have saved, and those of the first backward
-    include the gradients of the layer's parameters. Without them, all three are the same transient.
+    With exact records, peaks are counted from the memory that earlier layers have saved, and peaks of the first
+    backward include the gradients of the layer's parameters. Without exact records, all three arrays are the same
+    transient.
     """
 
     forward: FloatArray
@@ -57,27 +60,27 @@ class LayerPeaks(NamedTuple):
 
 
 class Pending(NamedTuple):
-    """Storage that a layer creates and that no later layer saves unless it is recomputed."""
+    """Storage that a layer creates and that a later layer saves only if the later layer is recomputed."""
 
     until: int
-    """Index of the last layer that reads it."""
+    """Index of the last layer that reads the storage."""
     bytes: tuple[float, float]
-    """Bytes of the storage that its creating layer does not save. Entry 0: that layer is not recomputed; entry 1: it
-    is."""
+    """Bytes of the storage that its creating layer does not save, if that layer is not recomputed (0) or recomputed
+    (1)."""
 
 
 class StageLevels(NamedTuple):
-    """Saved bytes and peaks of a stage that recomputes some of its layers."""
+    """Saved bytes of a micro-batch in a stage that recomputes some of its layers, and highest memory of its passes."""
 
     saved: float
     forward: float
     first_backward: float
     backward: float
-    """Peak of a later backward. Without exact records, all three peaks are the transient."""
+    """Highest memory of a later backward. Without exact records, all three peaks are the same transient."""
 
 
 class ManyLevels(NamedTuple):
-    """`StageLevels` of N choices of recomputed layers, as arrays of shape (N,)."""
+    """`StageLevels` for N choices of recomputed layers at once: arrays of shape (N,)."""
 
     saved: FloatArray
     forward: FloatArray
@@ -87,30 +90,30 @@ class ManyLevels(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageLayers:
-    """Data of the layers `first`..`end - 1` for computing the memory of their stage; one entry per layer, whole bytes.
+    """Memory of the layers `first`..`end - 1` of a stage, in whole bytes, from which the stage's memory is computed.
 
-    If `stacked`, peaks are on top of what earlier layers have saved; otherwise on top of everything saved. Peaks of
-    backwards include the stage's output, which the engine stores. Those of the first backward include gradients of
-    later layers.
+    If `stacked`, peaks are counted from what earlier layers have saved, otherwise from what all layers have saved.
+    Peaks of backwards include the stage's output, which the engine stores. Peaks of the first backward include
+    gradients of later layers.
     """
 
     first: int
     end: int
     stacked: bool
     peaks: LayerPeaks
-    """Arrays of shape (2, end - first), by decision and layer."""
+    """Arrays of shape (2, end - first). Row 0: the layer is not recomputed; row 1: it is recomputed."""
     held: FloatArray
-    """Bytes that each layer saves, without pending storages; shape (2, end - first)."""
+    """Bytes that each layer saves, without pending storages; shape and rows as in `peaks`."""
     pending: tuple[tuple[Pending, ...], ...]
-    """For each layer of the stage, the storages that it creates and that no later layer saves."""
+    """For each layer of the stage, the storages that the layer creates and that no later layer saves."""
     can_recompute: NDArray[np.bool_]
     """True for layers that can be recomputed: those with a backward; shape (end - first,)."""
     passed: FloatArray
-    """Bytes of the stage's copy of its input that each layer reads and the stage sends on; shape (end - first + 1,)."""
+    """Bytes of the stage's copied input that are sent on and still exist at each layer; shape (end - first + 1,)."""
 
     @classmethod
     def of(cls, costs: ChainCosts, first: int, end: int) -> "StageLayers":
-        """Return the data of a stage's layers.
+        """Return the memory of the layers of a stage.
 
         Args:
             costs: Costs of the chain at the micro-batch size.
@@ -122,7 +125,7 @@ class StageLayers:
         made, stage = costs.storages.maker, slice(first, end)
         by_maker, unkept = np.rint(costs.storages.kept_by_maker), np.rint(costs.storages.kept_by_nobody)
         copied = np.rint(costs.boundaries.copied_input[stage])
-        # A first layer that is not recomputed works on a copy that the stage makes.
+        # If the first layer is not recomputed, the stage copies its input for it.
         own_copy = np.where(np.arange(first, end) == first, copied, 0.0)
         dropped = _per_layer(costs, costs.storages.kept_by_readers)
         kept = dropped + most_savings(costs)[0]
@@ -142,7 +145,7 @@ class StageLayers:
         )
 
     def levels(self, recomputed: Collection[int]) -> StageLevels:
-        """Return the stage's memory if the layers `recomputed` (indices in the chain) are recomputed.
+        """Return saved bytes and peaks of the stage if the layers `recomputed` (indices in the chain) are recomputed.
 
         Complexity: O(end - first).
         """
@@ -151,7 +154,7 @@ class StageLayers:
         return StageLevels(*(float(each[0]) for each in self.many_levels(is_recomputed)))
 
     def many_levels(self, recomputed: NDArray[np.bool_]) -> ManyLevels:
-        """Return the stage's memory for N choices of recomputed layers at once.
+        """Return saved bytes and peaks of the stage for N choices of recomputed layers at once.
 
         Args:
             recomputed: True for recomputed layers, shape (N, end - first); ignored for layers without a backward.
@@ -177,21 +180,21 @@ class StageLayers:
                     for made in self.pending[n]
                 ),
             ]
-        # The engine holds the output of the last layer.
+        # The engine stores the output of the last layer.
         leaving = np.sum([size for _, size in pending], axis=0) if pending else np.zeros(num)
         return ManyLevels(held + leaving + self.passed[-1], *highest)
 
 
 def most_savings(costs: ChainCosts) -> tuple[FloatArray, FloatArray]:
-    """Return, for every layer, an upper bound on the bytes that recomputing it saves per micro-batch.
+    """Return upper bounds of the bytes per micro-batch that recomputation of each layer saves.
 
     Returns:
-        Two arrays of shape (L,). The first is for a layer at the start of its stage, whose input the stage stores
-        anyway.
-        The second is for other layers, which then save the part of their input that no other layer saves.
+        Two arrays of shape (L,). The first array is for a layer that begins a stage, whose input the stage stores
+        anyway. The second array is for other layers: if recomputed, such a layer saves the part of its input that no
+        layer saves otherwise.
     """
     dropped = np.rint(costs.levels.internal) + _per_layer(costs, costs.storages.kept_by_maker)
-    # If a storage also goes to other layers, one of these may keep it already, so only storages with one reader count.
+    # Only storages with one reader count, because another reader may save a storage already.
     own = (costs.storages.maker >= 0) & (costs.storages.until == costs.storages.maker + 1)
     sizes = np.where(own, np.rint(costs.storages.kept_by_nobody), 0.0)
     kept = np.bincount(costs.storages.until[own], sizes[own], minlength=costs.num_layers + 1)[:-1]
@@ -199,10 +202,10 @@ def most_savings(costs: ChainCosts) -> tuple[FloatArray, FloatArray]:
 
 
 def least_levels(costs: ChainCosts, firsts: NDArray[np.int64], span: slice) -> tuple[FloatArray, LayerPeaks]:
-    """Return memory of stages that becomes a lower bound once `most_savings` of recomputed layers are subtracted.
+    """Return memory of stages from which lower bounds for any choice of recomputed layers follow.
 
     Saved bytes are at least the returned bytes minus the `most_savings` of all recomputed layers. A peak is at least
-    the returned peak minus the savings of the recomputed layers before the one that reaches it.
+    the returned peak minus the `most_savings` of the recomputed layers before the layer at the peak.
 
     Args:
         costs: Costs of the chain at the plan's micro-batch size.
@@ -259,7 +262,7 @@ def least_levels(costs: ChainCosts, firsts: NDArray[np.int64], span: slice) -> t
 
 def _peaks(costs: ChainCosts, first: int, end: int, copied: FloatArray, own_copy: FloatArray) -> LayerPeaks:
     stage, passing = slice(first, end), RelayedTensors(costs, np.array([first]), np.arange(first, end))
-    # The gradient of what passes by is the engine's own; of the last layer's output, it is not among its peaks.
+    # Gradients of relayed tensors are in the engine's buffers. They are not in the peaks of the last layer.
     gone_by = float(passing.all[0, -1])
     counted_twice = np.zeros((2, end - first)) + passing.gradients(np.array([end - 1]))[:, 0]
     counted_twice[:, -1] = float(passing.kept[0, -1]), 0.0
@@ -292,24 +295,23 @@ def _peaks(costs: ChainCosts, first: int, end: int, copied: FloatArray, own_copy
 
 
 def cast_gradient_peaks(costs: ChainCosts) -> FloatArray:
-    """Return the memory for converting gradients of the autocast cache at the end of a backward, in bytes per layer.
+    """Return the memory to convert gradients of autocast copies at the end of a backward, in bytes; shape (L,).
 
-    It comes on top of the `casts` bytes of these gradients, for exact records. Autograd first runs what was recorded
-    last, and the first micro-batch has recorded the cached copies. So in later backwards all their gradients wait until
-    the rest of the stage is done.
+    This memory, for exact records, is in addition to the gradients of all copies (`casts` bytes). Autograd processes
+    first what was recorded last, and the forward of the first micro-batch recorded the copies. So in later backwards,
+    gradients of all copies wait until the other operations of the stage are done.
     """
     return np.maximum(_layer_peaks(costs)[0].backward - costs.state.casts, 0.0)
 
 
 def recomputed_levels(costs: ChainCosts) -> tuple[FloatArray, FloatArray]:
-    """Return the levels of a recomputed first backward under autocast, and the gradients that accumulate during it.
+    """Return the highest memory of a recomputed first backward under autocast, and the gradients that exist during it.
 
-    Gradients of cached copies wait until the end, and gradients of parameters without a copy exist immediately.
+    Gradients of autocast copies wait until the end, and gradients of parameters without a copy exist at once.
 
     Returns:
-        Two arrays of shape (L,) in bytes. Levels are like `Levels.backward`, and include everything that waits up to
-        the
-        end of the chain. The second array sums what waits over the layers up to each one.
+        Two arrays of shape (L,) in bytes. The first is like `Levels.backward`, and includes such gradients of all later
+        layers of the chain. The second is the sum of such gradients over the layers up to each layer.
     """
     uncopied = np.maximum(costs.gradients - 2 * costs.state.casts, 0.0)
     level = costs.levels.backward - np.cumsum(uncopied) + uncopied + uncopied.sum()
@@ -323,7 +325,7 @@ def _transients(costs: ChainCosts, stage: slice) -> LayerPeaks:
 
 
 def _layer_peaks(costs: ChainCosts) -> tuple[LayerPeaks, FloatArray]:
-    """Return the peaks of layers that are not recomputed, and of their forward without gradients; shape (L,)."""
+    """Return the peaks of layers that are not recomputed, and the peaks of forwards without gradients; shape (L,)."""
     if not costs.exact:
         transient = np.rint(np.maximum(costs.levels.forward, costs.levels.backward))
         return LayerPeaks(transient, transient, transient), transient
@@ -335,7 +337,7 @@ def _layer_peaks(costs: ChainCosts) -> tuple[LayerPeaks, FloatArray]:
         costs.levels.backward - held + casts[1:] - casts[-1],
         costs.levels.no_grad - costs.boundaries.input_alive,
     )
-    # Interpolation may have cut the levels off at zero, each for itself.
+    # Interpolation raises negative values to 0, one by one, so that differences may be negative.
     forward, first_backward, backward, no_grad = (np.rint(np.maximum(peak, 0.0)) for peak in peaks)
     return LayerPeaks(forward, first_backward, backward), no_grad
 
@@ -351,6 +353,6 @@ def _passed(costs: ChainCosts, unkept: FloatArray, first: int, end: int) -> Floa
     layers = np.arange(first, end + 1)[:, None]
     passes = (costs.storages.maker < first) & (costs.storages.until >= layers)
     passed: FloatArray = np.where(passes, unkept, 0.0).sum(axis=1)
-    # The input of the first layer is what the stage received.
+    # The first layer's input is the stage's received input, which is counted separately.
     passed[0] = 0.0
     return passed

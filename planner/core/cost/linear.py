@@ -7,7 +7,7 @@ from types import MappingProxyType
 
 @dataclass(frozen=True, slots=True)
 class Linear:
-    """Linear expression: a sum of unknowns with factors, and a constant."""
+    """Linear expression: a constant plus a sum of unknowns with factors."""
 
     factors: Mapping[int, float] = field(default_factory=lambda: MappingProxyType({}))
     """Factors by the index of the unknown."""

@@ -1,10 +1,10 @@
 """Compute the peak memory of a stage that has a device to itself, over one training step.
 
     bytes at a point in the step = always + sum over parts of count * size
-    peak                         = largest of these, over all points in the step
+    peak                         = largest of these sums, over all points in the step
 
 `planner.core.cost.parts` computes the sizes and `planner.core.cost.moments` the counts. This module combines them: for
-one stage by component, for many stages at once as the solver needs it, and as a function of the recomputed layers. For
+one stage by component, for many stages at once (for the solver), and as a function of the recomputed layers. For
 devices with several stages, see `planner.core.cost.device_memory`.
 """
 
@@ -45,10 +45,10 @@ def stage_memory(
         costs: Costs of the chain at the plan's micro-batch size.
         first: First layer.
         end: One past the last layer.
-        moments: Points in the step of the stage's device (see `planner.core.cost.moments.stage_moments`).
-        recompute: Recompute choice of the stage.
-        recomputed: With `recompute="layers"`, the recomputed layers, as indices in the chain.
-        reserve_bytes: Memory to reserve on the device, added as a component of its own.
+        moments: Points in the step at which the stage may have its peak (`planner.core.cost.moments.stage_moments`).
+        recompute: Which micro-batches the stage recomputes, or `layers`.
+        recomputed: Recomputed layers, as indices in the chain, if `recompute` is `layers`.
+        reserve_bytes: Memory reserve of the device, which becomes the component `reserve`.
     """
     stages, recompute = one_stage(
         costs, first, end, micro_batches=moments.micro_batches, recompute=recompute, recomputed=recomputed
@@ -67,15 +67,15 @@ def stage_memories(
 ) -> list[StageMemory]:
     """Return the peak memory of several stages, by component; see `stage_memory`.
 
-    Stages of a simple chain are computed together, which is faster.
+    In a chain that `is_simple`, all stages are computed together, which is faster.
 
     Args:
         costs: Costs of the chain at the plan's micro-batch size.
         intervals: First layer and end of each stage.
-        moments: Points in the step of each stage's device.
+        moments: Points in the step at which the stages may have their peak.
         recompute: Recompute choice of each stage.
-        recomputed: Recomputed single layers of each stage, as indices in the chain.
-        reserve_bytes: Memory to reserve on each device.
+        recomputed: Recomputed layers of each stage, as indices in the chain, if its choice is `layers`.
+        reserve_bytes: Memory reserve of each device.
     """
     most = max(end - first for first, end in intervals)
     # Messages to replicas and recomputed layers are known only for single stages, not for a window.
@@ -101,7 +101,7 @@ def stage_memories(
 
 
 def _single(window: Stages, rows: NDArray[np.int64], columns: NDArray[np.int64]) -> Stages:
-    """Return selected stages of a window, one per row, in one column."""
+    """Return the stages at (rows[i], columns[i]) of a window, as a window with one column."""
 
     def of(array: NDArray[Any]) -> NDArray[Any]:
         return np.broadcast_to(array, window.shape)[rows, columns][:, None]
@@ -111,7 +111,7 @@ def _single(window: Stages, rows: NDArray[np.int64], columns: NDArray[np.int64])
 
 
 def _itemised(stages: Stages, recompute: Recompute, moments: Moments, reserve_bytes: int) -> list[StageMemory]:
-    """Return the memory of the stages in the last column, by component, at the first point with their peak."""
+    """Return the memory of the stages in the last column, by component, at the first point with the peak."""
     parts = parts_of(stages, recompute, in_flight=moments.in_flight)
     every = [
         {item: np.rint(np.broadcast_to(size, stages.shape)[:, -1]) for item, size in parts.at(moment).items()}
@@ -134,7 +134,7 @@ def one_stage(
     recomputed: Collection[int],
     in_halves: bool = False,
 ) -> tuple[Stages, Recompute]:
-    """Return the stage that runs layers `first`..`end - 1` as the last column, and its effective recompute choice.
+    """Return a window whose last column is the stage of layers `first`..`end - 1`, and its effective recompute choice.
 
     Args:
         costs: Costs of the chain at the plan's micro-batch size.
@@ -142,15 +142,15 @@ def one_stage(
         end: One past the last layer.
         micro_batches: M.
         recompute: Recompute choice; a stage without a backward recomputes nothing.
-        recomputed: Recomputed single layers, as indices in the chain.
-        in_halves: True for a schedule that splits the backward.
+        recomputed: Recomputed layers, as indices in the chain, if `recompute` is `layers`.
+        in_halves: True if the schedule splits backwards.
     """
     layers = slice(first, end)
     stages = stages_in(costs, np.array([first]), layers, micro_batches=micro_batches, in_halves=in_halves)
     if recompute == "layers":
         every = StageLayers.of(costs, first, end)
         return with_recomputed_layers(stages, every.levels(frozenset(recomputed))), recompute
-    # If no earlier layer is trained, there is no backward, and the executor recomputes nothing.
+    # If no layer up to the stage's end is trained, there is no backward, and the executor recomputes nothing.
     return stages, "never" if stages.forward_only[0, -1] else recompute
 
 
@@ -162,15 +162,15 @@ def totals_of(
     *,
     choices: Sequence[Recompute],
 ) -> list[FloatArray]:
-    """Return peak bytes of stages for each recompute choice: arrays of shape (firsts, columns).
+    """Return the peak bytes of stages for each recompute choice: arrays of shape (firsts, columns).
 
-    They are equal to the totals of `stage_memory`. Values where the last layer comes before the first are meaningless.
+    The values equal the totals of `stage_memory`. Values where the last layer comes before the first are meaningless.
 
     Args:
         costs: Costs of the chain at the plan's micro-batch size.
         firsts: First layers; must ascend.
         columns: Last layers, or number of lengths, as in `stages_in`.
-        moments: Points in the step of each stage's device.
+        moments: Points in the step at which the stages may have their peak.
         choices: Recompute choices except `layers`.
     """
     if "layers" in choices:
@@ -185,7 +185,7 @@ def totals_of(
 
 def _peaks(stages: Stages, moments: Moments, recompute: Recompute) -> FloatArray:
     parts = parts_of(stages, recompute, in_flight=moments.in_flight)
-    # Items that no part adds to are of the same whole bytes at every moment.
+    # Components that are in no part have the same size at every point in the step.
     changing = {item for size in parts.sizes.values() for item in size.items}
     constant = sum((np.rint(size) for item, size in parts.always.items() if item not in changing), np.zeros((1, 1)))
     highest = np.zeros(stages.shape)
@@ -199,9 +199,9 @@ def _peaks(stages: Stages, moments: Moments, recompute: Recompute) -> FloatArray
 
 
 class LinearMoment(NamedTuple):
-    """Bytes of many stages at one point in the step, as a function of their `StageLevels`.
+    """Memory of many stages at one point in the step, as a function of their `StageLevels`, in bytes.
 
-    The function is `fixed + weight * saved + level`.
+    The function is `fixed + weight * StageLevels.saved`, plus one of the peaks of `StageLevels`.
     """
 
     fixed: FloatArray
@@ -209,19 +209,19 @@ class LinearMoment(NamedTuple):
     shape (firsts, stop - firsts[0])."""
     weight: int
     level: int | None
-    """Position in `LayerPeaks` of the level that is added; None without one."""
+    """Position in `LayerPeaks` of the peak that is added; None if none is added."""
 
 
 def linear_moments(
     costs: ChainCosts, firsts: NDArray[np.int64], stop: int, moments: Moments
 ) -> tuple[LinearMoment, ...]:
-    """Return the memory of stages that recompute single layers, as linear functions of saved bytes and levels.
+    """Return the memory of stages that recompute single layers, as linear functions of saved bytes and peaks.
 
     Args:
         costs: Costs of the chain at the plan's micro-batch size.
         firsts: First layers of the stages, ascending.
         stop: The stages end with the layers `firsts[0]`..`stop - 1`.
-        moments: Points in the step of the stages' device.
+        moments: Points in the step at which the stages may have their peak.
 
     Returns:
         One function per point in the step at which `stage_memory` may have its peak. Values before a row's own first
@@ -236,7 +236,7 @@ def linear_moments(
 def _linear(parts: Parts, moment: Moment, shape: tuple[int, int]) -> LinearMoment:
     """Return the memory at one point in the step as a linear function.
 
-    `parts` belong to stages whose saved bytes and levels are 0.
+    `parts` belong to stages whose saved bytes and peaks are set to 0.
     """
     sizes = [(parts.sizes[name], count) for name, count in moment if name in parts.sizes]
     levels = [size.level for size, _ in sizes if size.level is not None]

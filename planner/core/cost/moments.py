@@ -15,11 +15,11 @@
     W              gradients, if it is the first one            weight held; gradients (of I)
     send B         input gradient                               the previous input gradients
 
-While F or B runs, one of `forward`, `last forward`, `first backward`, `backward` and `last backward` exists, and
-similarly for I and W. It includes everything of its micro-batch: what the instruction removes is already removed, and
-what it adds is not yet added. With replicas, `message` is the last backward while gradients are sent. `casts` exists
-from the first forward to the last backward. It counts twice if a stage has both whole and split backwards, since
-autocast caches copies for the former and the executor for the latter.
+While F or B runs, one of the parts `forward`, `last forward`, `first backward`, `backward` and `last backward` exists.
+I and W have such parts, too. This part includes all memory of the running micro-batch: what the instruction removes is
+already removed, and what it adds is not yet added. With replicas, `message` is the part of the last backward while
+gradients are sent. `casts` exists from the first forward to the last backward. It counts twice if a stage has both
+whole and split backwards, because autocast caches copies for whole backwards and the executor for split backwards.
 
     GPipe, M = 3, device 1     F0        F1        F2            B0              B1        B2             step
     runs                       forward   forward   last forward  first backward  backward  last backward  optimizer step
@@ -33,8 +33,9 @@ autocast caches copies for the former and the executor for the latter.
     gradients                  0         0         0             1               1         1              1
     input, input gradient      1, 0      1, 0      1, 0          0, 1            0, 1      0, 1           0, 0
 
-Only few points of a long step can have the peak. `stage_moments` lists them in closed form for devices with one stage:
-K = 128 devices with M = 4096 micro-batches have a million instructions. `moments_of` reads any action lists.
+The peak can only be at a few points of a long step. For devices with one stage, `stage_moments` lists these points
+without a simulation, because K = 128 devices with M = 4096 micro-batches have a million instructions. For all other
+devices, `moments_of` finds them from the action orders.
 """
 
 from array import array
@@ -95,17 +96,17 @@ _MOST_COMPARED: Final = 2**22
 
 
 Moment = tuple[tuple[PartName, int], ...]
-"""A point in the step: the parts that exist then, and their counts."""
+"""Point in the step: the parts that exist at this point, and their counts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Moments:
-    """Points in the step at which a device with one stage can have its peak, in order."""
+    """Points in the step, in order, at which a device with one stage can have its peak."""
 
     micro_batches: int
     """Number of micro-batches per step (M)."""
     in_flight: int
-    """Most micro-batches in flight (N)."""
+    """Largest number of micro-batches in flight (N)."""
     alike: tuple[Moment, ...]
     """Points if the last micro-batch is recomputed like all others."""
     apart: tuple[Moment, ...]
@@ -137,9 +138,10 @@ def _moment(running: PartName, *, gradients: int = 1, **counts: int) -> Moment:
 
 
 def _fill_and_drain(m: int, _in_flight: int, *, last_differs: bool) -> Iterator[Moment]:
-    """Yield the points for M forwards followed by M backwards; ever fewer micro-batches wait during the backwards.
+    """Yield the points in the step for M forwards followed by M backwards.
 
-    Some points can have the peak only if the last micro-batch has its own parts; they are left out otherwise.
+    Points that can have the peak only if the last micro-batch has its own parts are left out if `last_differs` is
+    false.
     """
     if m > 1 and last_differs:
         yield _moment("forward", held=m - 2, input=1, gradients=0)
@@ -154,7 +156,7 @@ def _fill_and_drain(m: int, _in_flight: int, *, last_differs: bool) -> Iterator[
 
 
 def _steady(m: int, n: int, *, last_differs: bool) -> Iterator[Moment]:
-    """Yield the points for N < M forwards, then backwards and forwards in turn, then the last N - 1 backwards."""
+    """Yield the points in the step for N < M forwards, then backwards and forwards in turn, then N - 1 backwards."""
     yield _moment("forward", held=n - 1, input=1, gradients=0)
     if last_differs and m > n + 1:
         yield _moment("forward", held=n - 1, input_gradient=1)
@@ -162,7 +164,7 @@ def _steady(m: int, n: int, *, last_differs: bool) -> Iterator[Moment]:
     yield _moment("first_backward", held=n - 1, input=1, gradients=0)
     if m > n + 1:
         yield _moment("backward", held=n - 1, input=1, input_gradient=1)
-    # After the last forward, each backward leaves one micro-batch less.
+    # After the last forward, each backward reduces the number of waiting micro-batches.
     if n > 1 and (last_differs or m == n + 1):
         yield _moment("backward", held=n - 2, kept=1, input_gradient=1)
     if last_differs or m == n + 1:
@@ -171,36 +173,38 @@ def _steady(m: int, n: int, *, last_differs: bool) -> Iterator[Moment]:
     yield _moment("optimizer_step")
 
 
-# ---- any program, instruction by instruction
+# ---- any instruction list, instruction by instruction
 
 
 class Counts(NamedTuple):
-    """Number of parts of every kind on a device: arrays of shape (actions, V, parts)."""
+    """Number of parts of every kind on a device with V chunks: arrays of shape (actions, V, parts)."""
 
     during: IntArray
     """Counts while an action runs."""
     message: IntArray
-    """Counts while an action runs, if the last backward of a stage sends gradients to other replicas."""
+    """Like `during`, but the last backward of each stage sends gradients to other replicas while it runs."""
     after: IntArray
-    """Counts after the action, until the next one begins."""
+    """Counts after each action, until the next action begins."""
 
 
 class Change(NamedTuple):
     """Change of a device's counts by one action.
 
-    Changes alternate the index of a count and the number to add. The index is chunk * len(PARTS) + position in `PARTS`.
+    Changes are a flat tuple: index of a count, number to add, next index, next number, and so on. The index is chunk *
+    len(PARTS) + position in `PARTS`.
     """
 
     before: tuple[int, ...]
     """Changes between the previous action and this one, including transfers."""
     running: tuple[int, ...]
-    """Indices of the parts that exist while the action runs: its own, and `message` in the last backward of a stage."""
+    """Indices of the parts that exist while the action runs: the action's part; in a stage's last backward also
+    `message`."""
     after: tuple[int, ...]
     """Changes at the end of the action."""
 
 
 def changes_of(actions: Sequence[Sequence[Action]]) -> tuple[tuple[Change, ...], ...]:
-    """Return, per device, how each of its actions changes the counts, and then the optimizer's step of each chunk.
+    """Return the changes of each device's counts by its actions, followed by the optimizer's step of each chunk.
 
     Counts begin with zeros.
     """
@@ -216,7 +220,7 @@ def _last_of(actions: Sequence[Sequence[Action]]) -> int:
 
 
 def counts_of(actions: Sequence[Sequence[Action]]) -> tuple[Counts, ...]:
-    """Return the counts during and after every action of each device."""
+    """Return the number of parts of each device during and after every action."""
     chunks = len({action.stage for action in actions[0]})
     return tuple(_counts(changes[:-chunks], chunks) for changes in changes_of(actions))
 
@@ -244,7 +248,7 @@ _MESSAGES: Final[Mapping[Letter, PartName]] = {"B": "message", "W": "weight_mess
 
 
 class _Walk:
-    """Counts of a device while its instruction list runs; see the module's table."""
+    """Simulation of a device's counts while its instruction list runs, by the module's table."""
 
     def __init__(self, row: Sequence[Action], last: int) -> None:
         stages = sorted({action.stage for action in row})
@@ -322,7 +326,7 @@ class _Walk:
             self._add(base, part, count - self._count(base, part))
 
     def _take(self, base: int, part: PartName) -> None:
-        """Remove one part, if there is one: a tensor that stays on the device has no transfer buffer."""
+        """Remove one part, if there is one: a tensor from a stage on the same device has no transfer buffer."""
         if self._count(base, part):
             self._add(base, part, -1)
 
@@ -373,9 +377,9 @@ class _Walk:
 
 @lru_cache(maxsize=1024)
 def moments_of(actions: tuple[tuple[Action, ...], ...]) -> tuple[IntArray, ...]:
-    """Return, for each device, the counts that can be its peak, including the optimizer's step.
+    """Return, for each device, the counts at points in the step that can have the peak, including the optimizer's step.
 
-    Counts are left out if others have at least as many of every part.
+    Points are left out if another point has at least as many of every part.
 
     Returns:
         One array of shape (points, V, parts) per device.
@@ -388,10 +392,10 @@ def moments_of(actions: tuple[tuple[Action, ...], ...]) -> tuple[IntArray, ...]:
 
 
 def optimizer_steps(chunks: int) -> IntArray:
-    """Return the counts during the optimizer's step of each chunk, without the autocast cache.
+    """Return the counts during the optimizer's step of each chunk, when the autocast cache no longer exists.
 
     Returns:
-        Array of shape (V, V, parts): point in the step, chunk, part. The largest chunk decides the peak.
+        Array of shape (V, V, parts): optimizer step of a chunk, chunk, part.
     """
     steps = np.zeros((chunks, chunks, len(PARTS)), np.int64)
     steps[:, :, _PLACE["gradients"]] = 1
@@ -400,8 +404,8 @@ def optimizer_steps(chunks: int) -> IntArray:
 
 
 def _undominated(counts: IntArray) -> IntArray:
-    # Sorted by how many micro-batches wait, before anything else that differs while they run; of moments that are
-    # equally high a plan shows the first one.
+    # Sort by the number of waiting micro-batches first, because a plan shows the first of several points with equal
+    # bytes.
     waiting = counts.copy()
     waiting[:, :, _PLACE["held"]] += counts[:, :, _PLACE["kept"]]
     # Bytes of big-endian numbers sort as the numbers do, and faster than rows of an array.
@@ -410,7 +414,7 @@ def _undominated(counts: IntArray) -> IntArray:
     ordered = counts[[firsts[row] for row in sorted(firsts)]]
     flat = ordered.reshape(len(ordered), -1)
     flat = flat[:, (flat != flat[0]).any(axis=0)]
-    # Only a later one can have as much of everything.
+    # After sorting, only a later point can have at least as many of every part.
     size = max(1, _MOST_COMPARED // max(1, flat.size))
     dominated = [
         np.triu((flat[start:] >= flat[start : start + size, None]).all(axis=2), 1).any(axis=1)

@@ -1,4 +1,4 @@
-"""Decisions of a planner: cuts, number of micro-batches, schedule and recomputation, without predictions."""
+"""Partition: the decisions of a plan (cuts, number of micro-batches, schedule, recomputation) without predictions."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ from planner.core.values.units import pluralize
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Partition:
-    """Decisions that a plan records: cuts, micro-batches, schedule, recomputation and replicas."""
+    """Decisions of a plan: cuts, number of micro-batches, schedule, recomputation and replicas."""
 
     schedule: ScheduleName
     micro_batches: int
@@ -26,19 +26,20 @@ class Partition:
     chunks: int = 1
     """Number of stages per device (V)."""
     order: tuple[str, ...] = ()
-    """Action order of each device, if the schedule was computed for this partition; see `Plan.order`."""
+    """Action order of each device as text, if the schedule was searched for this partition (`Plan.order`); else
+    empty."""
     replicas: int = 1
 
     @classmethod
     def of(cls, plan: Plan, names: Sequence[str]) -> "Partition":
-        """Return the decisions of `plan`.
+        """Return the partition that `plan` records.
 
         Args:
             plan: The plan.
             names: Names of the chain's layers, in order.
 
         Raises:
-            UsageError: A recomputed layer does not exist.
+            UsageError: A recomputed layer is not in `names`.
         """
         some = any(stage.recomputed for stage in plan.stages)
         return cls(
@@ -67,12 +68,12 @@ class Partition:
 
     @property
     def rule(self) -> Schedule:
-        """Schedule object that belongs to the schedule's name."""
+        """Schedule that the partition names or whose orders it has."""
         return schedule_of(self.schedule, self.order)
 
     @property
     def placement(self) -> Placement:
-        """Rule that assigns stages to devices."""
+        """Placement of the stages on the devices."""
         return self.rule.placement
 
     def chunks_of(self, device: int) -> tuple[int, ...]:
@@ -80,7 +81,7 @@ class Partition:
         return stages_on(device, self.num_devices, self.chunks, self.placement)
 
     def recomputed_in(self, stage: int) -> tuple[int, ...]:
-        """Return the layers that `stage` recomputes one by one."""
+        """Return the layers that `stage` recomputes if its choice is `layers`; empty otherwise."""
         return self.recomputed[stage] if self.recomputed else ()
 
     def actions(self) -> tuple[tuple[Action, ...], ...]:
@@ -103,8 +104,8 @@ def _positions(stage: Stage, names: Sequence[str]) -> tuple[int, ...]:
 def check_partition(partition: Partition, *, num_layers: int, num_devices: int) -> None:
     """Raise an error if a partition is not valid for a chain and a cluster.
 
-    Every layer belongs to exactly one stage, no stage is empty, there are enough devices, and recomputed layers belong
-    to their stage.
+    In a valid partition, every layer belongs to one stage, no stage is empty, there are enough devices, and every stage
+    runs the layers that it recomputes.
 
     Args:
         partition: The partition.

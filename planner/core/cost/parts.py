@@ -1,4 +1,4 @@
-"""Compute the parts of a stage's memory: groups of bytes that are allocated and freed together.
+"""Compute the parts of a stage's memory. A part is a group of bytes that are allocated and freed together.
 
 The letters are those of docs/cost-model.md, for one micro-batch unless noted:
 
@@ -9,22 +9,22 @@ The letters are those of docs/cost-model.md, for one micro-batch unless noted:
     D   copy of the input                     G    gradients of the stage's parameters (per step)
     T   autocast weight cache (per step)      Z    gradients in one message to other replicas (per step)
 
-A part of a stage that is neither first nor last, from exact records, in bytes (level: highest memory of the action):
+Parts of a stage that is neither first nor last, from exact records (level: highest memory while the action runs):
 
                       not recomputed                     recomputed
     held              A                                  E
     forward           I D  level                         I D J  level without gradients
     first backward    I D  level with G, O's gradient    I O D R  max(forward level + J, level), O's gradient
-    backward          I D  level, O's gradient           I O D R  the same with the level of a later backward
+    backward          I D  level, O's gradient           I O D R  as first backward, with a later backward's level
     message           as `backward`, and Z               `always`: I O D  as `backward`, and Z
 
-G, T, O's gradient and I's gradient are also parts of their own (`gradients`, `casts`, `output_gradient`,
+G, T, the gradient of O and the gradient of I are also parts of their own (`gradients`, `casts`, `output_gradient`,
 `input_gradient`). The last micro-batch has its own parts, since `except-last` does not recompute it. With a split
 backward, each pass has its own levels, and what is stored between the passes is a part (`weight_held`).
 `planner.core.cost.moments` counts the parts at each point in the step.
 
-Without exact records, the parts are an upper bound that adds everything at once. Compiled layers have their own rule
-(`planner.core.cost.chain_costs.LayerLaw`).
+Without exact records, the parts are an upper bound: the sum of all bytes that may exist. Compiled layers have a memory
+model of their own (`planner.core.cost.chain_costs.LayerLaw`).
 """
 
 from collections.abc import Iterator, Mapping
@@ -52,13 +52,13 @@ FloatArray = NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """Size of a part: bytes by memory component, for many stages at once."""
+    """Size of a part of many stages: bytes by memory component."""
 
     items: Mapping[Item, FloatArray]
     saved: int = 0
-    """Number of times that S is included, in stages that recompute single layers."""
+    """Number of times that the saved bytes of a micro-batch (S) are included, if stages recompute single layers."""
     level: int | None = None
-    """Position in `LayerPeaks` of the level that is included, in stages that recompute single layers."""
+    """Position in `LayerPeaks` of the peak that is included, if stages recompute single layers; None without a peak."""
 
     @property
     def total(self) -> FloatArray | float:
@@ -68,22 +68,22 @@ class Size:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parts:
-    """Memory of stages, as parts."""
+    """Memory of many stages: bytes that always exist, and parts that exist at some points in the step."""
 
     always: Mapping[Item, FloatArray]
     sizes: Mapping[PartName, Size]
-    """Size of each part; parts of 0 bytes may be missing."""
+    """Size of each part; parts of 0 bytes may be left out."""
     last_differs: bool
     """True if the last micro-batch is not recomputed like the others."""
 
     def moments(self, moments: Moments) -> Iterator[Moment]:
-        """Return the points in a device's step at which these parts may reach the peak, in order."""
+        """Return the points in a step, in order, at which stages with these parts may have their peak."""
         for moment in moments.apart if self.last_differs else moments.alike:
             if "message" in self.sizes or ("message", 1) not in moment:
                 yield moment
 
     def at(self, moment: Moment) -> dict[Item, FloatArray]:
-        """Return the bytes at a point in the step, by memory component."""
+        """Return the memory at a point in the step, in bytes by component."""
         items = dict(self.always)
         for name, count in moment:
             if name in self.sizes:
@@ -93,7 +93,7 @@ class Parts:
         return items
 
     def of_one_stage(self) -> tuple[FloatArray, FloatArray]:
-        """Return the bytes of the stage in the last column: of permanent components, and of each part by component.
+        """Return the bytes of the stage in the last column by component: those that always exist, and those of parts.
 
         Returns:
             Arrays of shape (items,) and (parts, items), in the order of `ITEMS` and `PARTS`.
@@ -107,7 +107,7 @@ class Parts:
         return always, sizes
 
     def totals(self, shape: tuple[int, int]) -> FloatArray:
-        """Return the bytes of all permanent components in row 0, then those of each of `PARTS`.
+        """Return the bytes that always exist in row 0, and the bytes of each of `PARTS` in the following rows.
 
         Returns:
             Whole bytes, shape (1 + parts, *shape).
@@ -121,9 +121,9 @@ def parts_of(stages: Stages, recompute: Recompute, *, in_flight: int) -> Parts:
     """Return the parts of stages that have a device each.
 
     Args:
-        stages: The stages; with `recompute="layers"` from `with_recomputed_layers`.
+        stages: The stages; if `recompute` is `layers`, a result of `with_recomputed_layers`.
         recompute: Recompute choice of the stages.
-        in_flight: N, the most micro-batches in flight.
+        in_flight: Largest number of micro-batches in flight (N).
     """
     if stages.law is not None:
         return stages.law.parts(stages, _in_effect(stages, recompute), in_flight=in_flight)
@@ -135,17 +135,17 @@ def parts_of(stages: Stages, recompute: Recompute, *, in_flight: int) -> Parts:
 
 
 def shared_parts_of(stages: Stages, recompute: Recompute) -> Parts:
-    """Return the parts of stages that may share a device, from exact or additive records."""
+    """Return the parts of stages that may share a device with other stages."""
     return (_exact if stages.exact else _additive)(stages, _in_effect(stages, recompute))
 
 
 def _in_effect(stages: Stages, recompute: Recompute) -> Recompute:
-    # A micro-batch that is alone is the last one.
+    # If there is one micro-batch, it is the last one.
     return "never" if recompute == "except-last" and stages.micro_batches == 1 else recompute
 
 
 def _exact(s: Stages, recompute: Recompute) -> Parts:
-    """Return the parts from exact records; see the table of the module."""
+    """Return the parts from exact records; see the module's table."""
     I, O, S, D, J = s.input, s.own_output, s.saved, s.copied_input, s.rewritten
     R = s.renewed
     A, E = I + S + R, I + O + J
@@ -157,10 +157,11 @@ def _exact(s: Stages, recompute: Recompute) -> Parts:
     if recompute in ("except-last", "always"):
         held = Size({"in_flight": E})
         forward = running_part(I, s.peaks.no_grad + J + D)
-        # A recomputed micro-batch runs forward again from the old state. Its new output, which both levels include,
-        # exists in addition to the one that was sent.
+        # Recomputation repeats the forward from the old state. The new output, which both levels include, exists in
+        # addition to the output that was sent.
         recomputing = s.peaks.forward + J
-        # Attributes hold the last forward's tensors meanwhile, and get no others from this one.
+        # Meanwhile, attributes still hold tensors of the last forward, because recomputation does not change
+        # attributes.
         first = _making_gradients(s, I + O, np.maximum(recomputing, s.peaks.first_recomputed) + R + D)
         backward = running_part(I + O, np.maximum(recomputing, s.peaks.backward) + R + D, gradient)
     if recompute == "except-last":
@@ -177,13 +178,13 @@ def _exact(s: Stages, recompute: Recompute) -> Parts:
     if s.halves is not None:
         running |= _exact_halves(s, s.halves, recompute)
     if s.message.any():
-        # The forward again is over when gradients go out: of its micro-batch, the output that was sent is left.
+        # Recomputation is over when gradients are sent. Of its micro-batch, the output that was sent still exists.
         running["message"] = _message(s, I + O + D if recompute == "always" else I + D)
     return all_parts(s, recompute, waiting=held, last_waiting=kept, output_gradient=gradient, running=running)
 
 
 def _exact_halves(s: Stages, halves: InHalves, recompute: Recompute) -> dict[PartName, Size]:
-    """Return the parts of a split backward from exact records; see the table of the module."""
+    """Return the parts of a split backward from exact records; see the module's table."""
     I, O, D, J = s.input, s.own_output, s.copied_input, s.rewritten
     gradient = s.output_gradient
     first, every = halves.first_input, halves.input
@@ -207,21 +208,21 @@ def _exact_halves(s: Stages, halves: InHalves, recompute: Recompute) -> dict[Par
         "weight_backward": each_weight,
     }
     if s.message.any():
-        # Gradients go out when the last of them is made.
+        # Gradients are sent after the last one is computed.
         last = first_weight if s.micro_batches == 1 else each_weight
         parts["weight_message"] = replace(last, items={**last.items, "transfer": s.message})
     return parts
 
 
 def _making_gradients(s: Stages, in_flight: FloatArray, level: FloatArray, most: FloatArray | None = None) -> Size:
-    # Gradients exist in part; the items show them as far as they are part of what is alive.
+    # Not all gradients exist at the peak of the first backward. At most the bytes of the level are listed as gradients.
     gradients = np.minimum(s.gradients if most is None else most, level)
     size = running_part(in_flight, level - gradients, s.output_gradient, level=FIRST_BACKWARD)
     return replace(size, items={**size.items, "gradients": gradients})
 
 
 def _message(s: Stages, in_flight: FloatArray) -> Size:
-    """Return the part of the last backward, which sends gradients to other replicas: one message is stored twice."""
+    """Return the part of a last backward that sends gradients to other replicas; one message exists as a copy."""
     transfer = s.output_gradient + s.message
     if s.micro_batches > 1:
         return running_part(in_flight, s.peaks.message, transfer, level=BACKWARD)
@@ -230,11 +231,11 @@ def _message(s: Stages, in_flight: FloatArray) -> Size:
 
 
 def _additive(s: Stages, recompute: Recompute) -> Parts:
-    """Return an upper bound without exact records: an action counts with everything that may exist then."""
+    """Return parts that are an upper bound, without exact records: every action includes all bytes that may exist."""
     A, E = s.input + s.saved, s.input + s.output + s.rewritten
     keeps = recompute in ("never", "layers")
     held = Size({"in_flight": A if keeps else E}, saved=int(keeps))
-    # The gradients of autocast's copies wait for the end of a backward.
+    # Gradients of autocast copies exist until the end of a backward.
     working = s.peaks.transient + s.casts + (0.0 if keeps else s.saved)
     transfer = s.sent_output + s.input_gradient
     every = running_part(held.items["in_flight"], working, transfer, saved=int(keeps), level=BACKWARD)
@@ -263,14 +264,14 @@ def running_part(
     saved: int = 0,
     level: int | None = None,
 ) -> Size:
-    """Return the part of a running micro-batch.
+    """Return the size of the part that exists while an action of a micro-batch runs.
 
     Args:
-        in_flight: Bytes of its activations.
+        in_flight: Bytes of the micro-batch's activations.
         working: Bytes of temporary tensors.
         transfer: Bytes of transfer buffers, if any.
-        saved: Number of times that S is included, see `Size`.
-        level: Position in `LayerPeaks` of the level that is included, see `Size`.
+        saved: Number of times that saved bytes are included, as in `Size`.
+        level: Position in `LayerPeaks` of the peak that is included, as in `Size`.
     """
     items: dict[Item, FloatArray] = {"in_flight": in_flight, "working": working}
     return Size(items if transfer is None else {**items, "transfer": transfer}, saved, level)
@@ -285,14 +286,14 @@ def all_parts(
     output_gradient: FloatArray,
     running: Mapping[PartName, Size],
 ) -> Parts:
-    """Return all parts: the given ones, and those that are the same with all kinds of records.
+    """Return all parts: the given parts, and the parts that do not depend on the kind of memory records.
 
     Args:
         s: The stages.
         recompute: Recompute choice of the stages.
         waiting: Size of a micro-batch that waits for its backward.
         last_waiting: Size of the last micro-batch while it waits.
-        output_gradient: Bytes of a received gradient that waits.
+        output_gradient: Bytes of a received gradient while it waits for its backward.
         running: Parts that exist only while an action runs.
     """
     always: dict[Item, FloatArray] = {**s.always, "in_flight": s.data}
@@ -306,7 +307,7 @@ def all_parts(
         **running,
         "optimizer_step": Size({"working": s.optimizer_peak}),
     }
-    # Only exact records tell when gradients appear.
+    # Only exact records show when gradients are allocated. Otherwise they are assumed to exist during the whole step.
     if s.exact:
         sizes["gradients"] = Size({"gradients": s.gradients})
     else:

@@ -1,8 +1,8 @@
 """Compute the memory of tensors that a stage receives and sends on, and of storages that are counted twice.
 
 A skip connection crosses every boundary between the layer that creates it and the last layer that reads it. On a stage
-between them, it is input and output at the same time, in one storage. So is its gradient, unless a layer of the stage
-also reads the tensor and adds to the gradient.
+between these layers, the tensor is input and output at the same time, in one storage. Its gradient is also input and
+output in one storage, unless a layer of the stage reads the tensor and adds to the gradient.
 """
 
 import numpy as np
@@ -19,10 +19,10 @@ IntArray = NDArray[np.int64]
 
 
 class RelayedTensors:
-    """Whole bytes that stages receive and send on, for every first layer (rows) and last layer (columns).
+    """Bytes of tensors that stages receive and send on unchanged, by first layer (rows) and last layer (columns).
 
-    Arrays have that shape or broadcast to it. Tensors that a stage sends on are those that it receives and sends
-    unchanged. A stage that copies its input sends the copy, which is another tensor.
+    Arrays contain whole bytes, and have that shape or broadcast to it. If a stage copies its input, it sends the copy,
+    which is not the received tensor and does not count.
 
     Args:
         costs: Costs of the chain.
@@ -35,7 +35,7 @@ class RelayedTensors:
         self._after_first = layers[None, :] > firsts[:, None]
 
         def spans(sizes: FloatArray) -> FloatArray:
-            # A storage passes the layers after its maker and before the last one that receives it.
+            # A storage skips the layers after the layer that makes it and before the last layer that receives it.
             return _spanning(costs.storages.maker + 1, costs.storages.until - 1, np.rint(sizes), firsts, layers)
 
         received = (costs.boundaries.copied_input[firsts] == 0)[:, None]
@@ -43,26 +43,26 @@ class RelayedTensors:
         self.unkept = spans(costs.storages.kept_by_nobody) * received
         """Bytes that are received and sent on, and that no layer of the chain saves."""
         self.all = self.unkept + (by_readers + spans(costs.storages.kept_by_maker)) * received
-        """All bytes that are received and sent on."""
+        """Bytes that are received and sent on, whether or not a layer saves them."""
         self._relays = costs.relays.first - 1, costs.relays.last, np.rint(costs.relays.bytes)
         self._costs, self._firsts, self._layers = costs, firsts, layers
         self.kept = _passed_by(costs)[layers] - by_readers
-        """Bytes that layers of the stage except the last one create, that are sent, and that a layer reading them
+        """Bytes that layers of the stage before its last layer create, that the stage sends, and that a later layer
         saves."""
 
     def received_input(self, sizes: FloatArray, own_input: FloatArray) -> FloatArray:
-        """Return the part of each layer's input that the stage has received: `own_input` for its first layer.
+        """Return the part of each layer's input that is input of the stage; for the first layer, all of `own_input`.
 
         Args:
-            sizes: `unkept` or `all`.
+            sizes: The attribute `unkept` or `all` of this object.
             own_input: Input of each of `layers`, in bytes.
         """
         return np.where(self._is_first, own_input, _one_layer_later(sizes))
 
     def gradients(self, ends: IntArray) -> FloatArray:
-        """Return the bytes of received gradients that a stage hands on to earlier layers, down to each of `layers`.
+        """Return the bytes of gradients that a stage receives and that exist unchanged down to each of `layers`.
 
-        The layer that created the tensor, or that adds to its gradient, is the last one to store such a gradient.
+        Such a gradient ends at the layer that created the tensor, or that adds to the gradient.
 
         Args:
             ends: Consecutive last layers of stages.
@@ -73,14 +73,14 @@ class RelayedTensors:
         return _spanning(*self._relays, self._layers, ends)
 
     def highest_backward(self, tops: FloatArray, end_twice: FloatArray, backward: Backward | None = None) -> FloatArray:
-        """Return the highest level among the backwards of a stage's layers.
+        """Return the highest memory of the backwards of a stage's layers, without the stage's output and its gradient.
 
-        The stage's output and its gradient are not part of it: both are stored once per stage.
+        Output and output gradient are not included, because the stage stores them once.
 
         Args:
-            tops: Level of each of `layers`.
+            tops: Highest memory of the backward of each of `layers`.
             end_twice: Bytes counted twice if the stage ends at a layer (`ChainCosts.end_twice`), for each of `layers`.
-            backward: First or later backward, to include gradients of shared parameters that wait; None to leave them
+            backward: First or later backward, to include waiting gradients of shared parameters; None to leave them
                 out.
         """
         inside = self._is_first | self._after_first
@@ -93,12 +93,12 @@ class RelayedTensors:
         return np.where(inside, highest, 0.0)
 
     def highest_weight_backward(self, tops: FloatArray, backward: Backward) -> FloatArray:
-        """Return the highest level among the weight-gradient passes (W) of a stage's layers.
+        """Return the highest memory of the weight-gradient passes (W) of a stage's layers.
 
-        No received tensor is sent on in W. Gradients of shared parameters wait for each other.
+        W sends no tensors. Gradients of shared parameters wait until all layers that use the parameter have run W.
 
         Args:
-            tops: Level of each of `layers`.
+            tops: Highest memory of W of each of `layers`.
             backward: First or later W.
         """
         running = np.maximum.accumulate(np.where(self._is_first | self._after_first, tops, 0.0), axis=1)
@@ -113,7 +113,7 @@ class RelayedTensors:
         return running
 
     def _waiting_at_end(self, backward: Backward | None) -> FloatArray:
-        """Return the waiting gradients during the backward of a stage's last layer, shape (firsts, layers)."""
+        """Return the bytes of waiting gradients during the backward of a stage's last layer, shape (firsts, layers)."""
         found = np.zeros((len(self._firsts), len(self._layers)))
         if backward != "later" or not self._costs.ties:
             return found
@@ -124,7 +124,7 @@ class RelayedTensors:
         return found
 
     def _highest_before(self, tops: FloatArray, block: slice, backward: Backward | None) -> FloatArray:
-        """Return the highest level of the layers before the last one, for last layers in `block`; else -inf."""
+        """Return the highest memory of the layers before a stage's last layer, for last layers in `block`, or -inf."""
         ends = self._layers[block]
         levels = np.where(self._layers[:, None] < ends, tops[:, None] - self.gradients(ends), -np.inf)
         rows = self._highest_from(levels)
@@ -140,7 +140,7 @@ class RelayedTensors:
 
 
 class NothingRelayed:
-    """Replacement for `RelayedTensors` in chains that `is_simple`: no stage receives tensors only to send them on.
+    """Replacement for `RelayedTensors` in chains that are simple (`is_simple`), where no stage relays tensors.
 
     Args:
         first: First layers, shape (rows, 1).
@@ -152,13 +152,13 @@ class NothingRelayed:
         self.unkept = self.all = np.zeros((1, 1))
 
     def received_input(self, _sizes: FloatArray, own_input: FloatArray) -> FloatArray:
-        """Return the part of the input of each layer that the stage has received: `own_input` for its first layer."""
+        """Return the part of each layer's input that is input of the stage: `own_input` for the first layer, else 0."""
         return np.where(self._is_first, own_input, 0.0)
 
     def highest_backward(
         self, tops: FloatArray, end_twice: FloatArray, _backward: Backward | None = None
     ) -> FloatArray:
-        """Return the highest level among the backwards of a stage's layers; see `RelayedTensors.highest_backward`."""
+        """Return the highest memory of the backwards of a stage's layers; see `RelayedTensors.highest_backward`."""
         highest = np.maximum.accumulate(np.where(self._inside, tops, -np.inf), axis=1)
         before_end = np.concatenate([np.full((len(highest), 1), -np.inf), highest[:, :-1]], axis=1)
         return np.where(self._inside, np.maximum(before_end, tops - end_twice), 0.0)
@@ -172,7 +172,7 @@ def is_simple(costs: ChainCosts) -> bool:
 
 
 def _spanning(begins: IntArray, ends: IntArray, sizes: FloatArray, firsts: IntArray, layers: IntArray) -> FloatArray:
-    """Return the total bytes of the spans of layers `begins`..`ends` that contain a whole stage.
+    """Return, for every stage, the total `sizes` of the spans of layers `begins`..`ends` that contain the whole stage.
 
     Shape (first layers, last layers), or (1, 1) without spans.
 
@@ -191,7 +191,7 @@ def _spanning(begins: IntArray, ends: IntArray, sizes: FloatArray, firsts: IntAr
 
 
 def _passed_by(costs: ChainCosts) -> FloatArray:
-    """Return the bytes that skip each layer and that a later layer saves, shape (L,)."""
+    """Return the bytes of tensors that skip each layer and that a later layer saves, shape (L,)."""
     sizes, begins = np.rint(costs.storages.kept_by_readers), costs.storages.maker + 1
     change = np.zeros(costs.num_layers + 2)
     np.add.at(change, begins, sizes)
@@ -202,5 +202,5 @@ def _passed_by(costs: ChainCosts) -> FloatArray:
 
 def _one_layer_later(values: FloatArray) -> FloatArray:
     if values.shape[1] == 1:
-        return values  # no layer, or a single one, which has no previous one
+        return values  # at most one layer, which has no previous layer
     return np.concatenate([np.zeros((len(values), 1)), values[:, :-1]], axis=1)

@@ -1,14 +1,14 @@
 """Simulate the schedule of a training step: when each action and each transfer starts and ends.
 
-    start of an action    = latest of: its device is free; the message that it needs has arrived
+    start of an action    = latest of: end of the device's previous action; arrival of the message that it needs
     end                   = start + duration
     arrival of a message  = end, over a blocking link; else latest of (end, link is free) + transfer time
 
-Each device and each direction of a link does one thing at a time. A device follows its action list. A direction has
-one sender, so its messages follow the sender's list. Over a blocking link, the receiver spends the transfer time before
-it starts its action. These orders do not depend on times, so they are computed once per schedule. The same walk then
-carries clocks of any kind: numbers (`simulate`, which also returns events), arrays over partitions (`makespans`), or
-linear expressions (`clocks`).
+Each device runs one action at a time, and each direction of a link one transfer. A device follows its action order.
+Each direction has one sender, so that its messages are in the order of the sender's actions. Over a blocking link, the
+receiver spends the transfer time before it starts its action. These orders do not depend on times, so that they are
+computed once per schedule. The same loop then computes with times of any type: numbers (`simulate`, which also returns
+events), arrays over partitions (`makespans`), or linear expressions (`clocks`).
 
 Tests compare the results with the closed form in `planner.core.cost.step_time`.
 """
@@ -46,11 +46,11 @@ class StageTimes:
 
     forward_us: float
     backward_us: float
-    """Backward pass, including recomputation where the stage recomputes."""
+    """Backward pass, including recomputation if the stage recomputes."""
     last_backward_us: float
     """Backward pass of the last micro-batch, which `except-last` does not recompute."""
     send_us: float = 0.0
-    """One transfer, in either direction, over the boundary to the next stage; 0 for the last stage."""
+    """One transfer over the boundary to the next stage, in either direction; 0 for the last stage."""
     blocking: bool = False
     """True if a transfer over that boundary keeps the receiving device busy."""
     recompute_us: float = 0.0
@@ -60,14 +60,14 @@ class StageTimes:
     input_backward_us: float = 0.0
     """Input-gradient pass (I) of a split backward, including recomputation."""
     last_input_backward_us: float = 0.0
-    """Input-gradient pass (I) of the last micro-batch."""
+    """Input-gradient pass (I) of the last micro-batch, which `except-last` does not recompute."""
     weight_backward_us: float = 0.0
     """Weight-gradient pass (W) of a split backward."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Event:
-    """Interval of one action, or of the transfer that follows it. For a transfer, `stage` is the sender."""
+    """Time interval of one action, or of the transfer that follows an action; `stage` is then the sender."""
 
     kind: str
     """Letter of the action (F, B, I or W); `send F` or `send B` for a transfer, by its direction."""
@@ -81,18 +81,18 @@ class Event:
 
 
 class Times(NamedTuple, Generic[Clock]):
-    """Times of all stages: numbers for one partition, arrays over many partitions, or linear expressions."""
+    """Durations of actions and transfers of all stages, as numbers, arrays over partitions, or linear expressions."""
 
     durations: Mapping[str, Sequence[Clock]]
-    """Duration of an action, by its letter and then by stage."""
+    """Durations of actions, by letter (F, B, I, W) and then by stage."""
     last_durations: Mapping[str, Sequence[Clock]]
-    """Durations for the last micro-batch."""
+    """Durations of the last micro-batch's actions, by letter and then by stage."""
     sends: Sequence[Clock]
     blocking: Sequence[bool]
 
 
 class Clocks(NamedTuple, Generic[Clock]):
-    """Begin and end of each device's step. A device begins with its first action or the blocking transfer before it."""
+    """Begin and end of each device's step. A device begins with its first action, or with a blocking transfer to it."""
 
     begins: Sequence[Clock]
     ends: Sequence[Clock]
@@ -131,7 +131,7 @@ def simulate(actions: Sequence[Sequence[Action]], stages: Sequence[StageTimes]) 
 
 
 def last_end_us(actions: Sequence[Sequence[Action]], stages: Sequence[StageTimes]) -> float:
-    """Return when the last event of `simulate` ends, in microseconds; faster, since no events are stored."""
+    """Return the end of the last event of `simulate`, in microseconds, without storing events, which is faster."""
     return max(_walk(actions, stages).ends, default=0.0)
 
 
@@ -139,13 +139,14 @@ def period_us(actions: Sequence[Sequence[Action]], stages: Sequence[StageTimes],
     """Return the time from the start of a step to the start of the next one, in microseconds.
 
     A device starts its next step when it has finished its own actions and its optimizer's step, even if other devices
-    still work on the previous step. The result is the longest such time over the devices: at that period, no action
-    waits longer than in a single step.
+    still run the previous step. The result is the longest time of any device from its first action to the end of its
+    optimizer's step. If a step starts in each such period, no action waits longer than in a single step.
 
     Args:
         actions: Actions of each of the K devices, in order.
         stages: Times of each stage, in the order of the chain.
-        own_us: U of each device, without all-reduces that end before its last action.
+        own_us: Time of all-reduces and optimizer steps (U) of each device, without all-reduces that end before the
+            device's last action.
     """
     begins, ends, _ = _walk(actions, stages)
     return max(end - begin + own for begin, end, own in zip(begins, ends, own_us, strict=True))
@@ -154,7 +155,7 @@ def period_us(actions: Sequence[Sequence[Action]], stages: Sequence[StageTimes],
 def summed_early_us(
     actions: Sequence[Sequence[Action]], stages: Sequence[StageTimes], sums_us: Sequence[float]
 ) -> list[float]:
-    """Return the part of the gradients' all-reduce that ends before a device's last action, for each device.
+    """Return the part of the all-reduces that each device finishes before its last action, in microseconds.
 
     Args:
         actions: Actions of each device, in order.
@@ -178,10 +179,10 @@ def makespans(
     own_us: FloatArray | None = None,
     sums_us: FloatArray | None = None,
 ) -> FloatArray:
-    """Return the step times of N partitions of a chain into the same number of stages.
+    """Return the step times of N partitions of a chain, all with the same number of stages.
 
-    Arrays have shape (N, S) for S = K V stages in the order of the chain, unless stated otherwise. They mean the same
-    as the fields of `StageTimes`.
+    Arrays have shape (N, S) for S = K V stages in the order of the chain, unless stated otherwise. Their values are
+    those of the fields of `StageTimes` with the same names.
 
     Args:
         actions: Actions of each of the K devices, in order.
@@ -193,11 +194,13 @@ def makespans(
         input_backward_us: Input-gradient pass (I). Required, like the next two, if the schedule splits backwards.
         last_input_backward_us: I of the last micro-batch.
         weight_backward_us: Weight-gradient pass (W).
-        own_us: U of each device with whole all-reduces, shape (N, K). If given, periods are returned.
-        sums_us: All-reduce of each stage, see `summed_early_us`: what ends early is subtracted from `own_us`.
+        own_us: Time of all all-reduces and optimizer steps (U) of each device, shape (N, K). If given, periods are
+            returned.
+        sums_us: Time of each stage's all-reduce. The part that ends early (`summed_early_us`) is subtracted from
+            `own_us`.
 
     Returns:
-        Microseconds, shape (N,): the latest end of `simulate`, or `period_us` if `own_us` is given; equal to the bit.
+        Microseconds, shape (N,): bit for bit the results of `last_end_us`, or of `period_us` if `own_us` is given.
 
     Raises:
         ValueError: As in `simulate`, or the arrays' shapes differ.
@@ -217,7 +220,7 @@ def makespans(
         block = slice(first, min(first + _BLOCK, num_partitions))
 
         def rows(times: FloatArray, block: slice = block) -> list[FloatArray]:
-            # A stage to a row, so that the clocks of all partitions lie side by side.
+            # One row per stage, so that the times of all partitions are contiguous in memory.
             return list(np.ascontiguousarray(times[block].T, dtype=np.float64))
 
         durations = {kind: rows(times) for kind, times in every.items() if times is not None}
@@ -235,15 +238,13 @@ def makespans(
 def clocks(
     actions: Sequence[Sequence[Action]], times: Times[Clock], *, begin: Clock, later_of: Callable[[Clock, Clock], Clock]
 ) -> Clocks[Clock]:
-    """Return when each device begins and ends, with clocks of any type; linear clocks yield a linear program.
+    """Return when each device begins and ends its step, with times of any type, such as linear expressions.
 
     Args:
         actions: Actions of each device, in order.
         times: Times of all stages.
-        begin: Clock at the start of the step.
-        later_of: Function that returns the later of two clocks.
-
-    Raises:
+        begin: Time at the start of the step.
+        later_of: Function that returns the later of two times.:
         ValueError: As in `simulate`.
     """
     steps = _known_steps(tuple(map(tuple, actions)), len(times.sends))
@@ -261,14 +262,14 @@ class _Step(NamedTuple):
     """True for actions of the last micro-batch."""
     flow: Flow | None
     source: tuple[Flow, int, int] | None
-    """Message that the action waits for: its direction, sending stage and micro-batch."""
+    """Message that the action waits for: type of message, sending stage and micro-batch."""
     received_over: int
-    """Boundary over which that message comes, as the index of the stage before it; -1 without a transfer."""
+    """Boundary over which the action receives, as the index of the stage before the boundary; -1 without a transfer."""
     sent_over: int
-    """Boundary over which the action's result is sent, as the index of the stage before it; -1 without a transfer."""
+    """Boundary over which the action sends, as the index of the stage before the boundary; -1 without a transfer."""
     link: tuple[int, int]
-    """Sending and receiving device. In a loop with K = 2, one link carries activations of one boundary and gradients of
-    the next."""
+    """Sending and receiving device. In a loop placement with K = 2, one link carries activations of one boundary and
+    gradients of the next boundary."""
 
 
 @lru_cache(maxsize=64)
@@ -286,7 +287,7 @@ def _steps_of(actions: Sequence[Sequence[Action]], num_stages: int) -> tuple[_St
     last_micro_batch = max((action.micro_batch for row in actions for action in row), default=-1)
 
     def other_device(stage: int, neighbour: int | None) -> int | None:
-        # Neighbours on one device hand over in place; the device's own order then keeps one after the other.
+        # Neighboring stages on one device need no transfer. The device's action order keeps them one after the other.
         return None if neighbour is None or devices[neighbour] == devices[stage] else neighbour
 
     every = [(kind, s) for kind in KINDS for s in range(num_stages)]
@@ -315,7 +316,7 @@ def _steps_of(actions: Sequence[Sequence[Action]], num_stages: int) -> tuple[_St
 def _walk(
     actions: Sequence[Sequence[Action]], stages: Sequence[StageTimes], note: "_Note | None" = None
 ) -> "Clocks[float]":
-    """Return the clocks of one partition; `note` is called for every action and transfer."""
+    """Return when each device begins and ends in one partition; `note` is called for every action and transfer."""
     durations = {
         "F": [stage.forward_us for stage in stages],
         "B": [stage.backward_us for stage in stages],
@@ -333,7 +334,7 @@ def _walk(
 
 
 _Note = Callable[[_Step, bool, float, float], None]
-"""Callback with a step, True if this is the transfer after it, and its start and end in microseconds."""
+"""Callback with an action, True for the transfer after it or False for itself, and start and end in microseconds."""
 
 
 def _carry(
@@ -345,14 +346,14 @@ def _carry(
     later_of: Callable[[Clock, Clock], Clock],
     note: Callable[[_Step, bool, Clock, Clock], None] | None = None,
 ) -> Clocks[Clock]:
-    """Return when each device begins and ends, by carrying clocks through the steps.
+    """Return when each device begins and ends, by computing start and end of one action after the other.
 
     Args:
-        steps: Actions, each after those that it waits for.
+        steps: Actions, in an order in which each action comes after the actions that it waits for.
         num_devices: K.
         times: Times of all stages.
-        begin: Clock at the start of the step.
-        later_of: Function that returns the later of two clocks.
+        begin: Time at the start of the step.
+        later_of: Function that returns the later of two times.
         note: Callback for every action, and for every transfer that takes time.
     """
     device_free = [begin] * num_devices
@@ -391,9 +392,9 @@ def _summed_early(
     sums: Sequence[Clock],
     later_of: Callable[[Clock, Clock], Clock],
 ) -> list[Clock]:
-    """Return, for each device, the part of its all-reduces that ends before its last action.
+    """Return the part of the all-reduces that each device finishes before its last action.
 
-    Each all-reduce starts when its stage has ended and the previous one is over.
+    An all-reduce starts when its stage has ended and the device's previous all-reduce is over.
     """
     early = []
     for stages in map(_by_last, actions):
@@ -408,7 +409,7 @@ def _summed_early(
 
 
 def _by_last(row: Sequence[Action]) -> list[int]:
-    """Return the stages of a device in the order in which they end their last actions."""
+    """Return the stages of a device in the order of their last actions."""
     return [*dict.fromkeys(action.stage for action in reversed(row))][::-1]
 
 

@@ -1,8 +1,8 @@
 """Convert a profile at one of its micro-batch sizes to arrays over the layers.
 
-There are three kinds of profiles. Exact records of every layer are composed along the chain. The required fields alone
-are additive: all bytes that may be stored are summed, and peaks are transients above the sum. Extensions
-(`planner.core.extensions`) compose records with a memory rule of their own.
+There are three kinds of profiles. If every layer has exact records, they are composed along the chain. If layers have
+only the required fields, memory is an upper bound: all bytes that may be stored are summed, and peaks are transients on
+top of the sum. Extensions (`planner.core.extensions`) have a memory model of their own.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,7 +22,7 @@ FloatArray = NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class SizeCosts:
-    """Costs of a chain that depend on the micro-batch size, at a profiled size."""
+    """Costs of a chain that depend on the micro-batch size, at one of the profile's sizes."""
 
     forward_us: FloatArray
     backward_us: FloatArray
@@ -36,11 +36,11 @@ class SizeCosts:
     target: float = 0.0
     crossing: dict[tuple[int, int], Crossing]
     relays: dict[Relay, int]
-    """Bytes of each gradient that is handed on unchanged."""
+    """Bytes of each gradient that layers pass on unchanged."""
 
 
 def additive_costs(layers: Sequence[LayerProfile], n: int) -> SizeCosts:
-    """Return the costs from the required fields alone, at the micro-batch size with index `n` in the profile."""
+    """Return the costs from required fields of the layers, at the micro-batch size with index `n` in the profile."""
     output = np.array([layer.output_bytes[n] for layer in layers], dtype=float)
     saved = np.array([layer.saved_bytes[n] for layer in layers], dtype=float)
     forward, backward = (
@@ -66,7 +66,7 @@ def additive_costs(layers: Sequence[LayerProfile], n: int) -> SizeCosts:
         ),
         levels=Levels(
             saved=saved,
-            # As above, `saved` includes as much of the output as possible.
+            # Again, assume that `saved` includes as much of the output as possible.
             internal=np.maximum(saved - output, 0.0),
             forward=forward,
             no_grad=saved + forward,
@@ -111,7 +111,7 @@ def exact_costs(layers: Sequence[LayerProfile], n: int) -> SizeCosts:
 def _boundaries(
     details: Sequence[MemoryDetail], crossing_bytes: FloatArray, unkept: FloatArray, writes: NDArray[np.bool_]
 ) -> Boundaries:
-    # Tensors cross one by one, also those of one storage. Inside a stage, and where it ends, whole storages are held.
+    # Tensors are sent one by one, even if they share a storage. A stage stores whole storages.
     received = _sums([[tensor.bytes for tensor in detail.inputs] for detail in details])
     gradients = _sums([[tensor.bytes for tensor in detail.inputs if tensor.carries] for detail in details])
     output = np.append(np.maximum(crossing_bytes[:-1], received[1:]), crossing_bytes[-1])
@@ -167,7 +167,7 @@ def _exact_levels(
         # Gradients of later layers exist already. Their sum is added at the stage's end, so those of this layer and of
         # earlier layers are subtracted here.
         first_backward=held + first_backward - gradients_through + gradients_through[-1],
-        # The same holds for gradients of autocast's copies, which wait for the end of the backward.
+        # Gradients of autocast copies are counted in the same way, because they wait for the end of the backward.
         backward=held + backward - casts_through + casts_through[-1],
         end_twice_first=twice(first_backward, lambda detail: detail.end_first_backward_peak_bytes),
         end_twice=twice(backward, lambda detail: detail.end_backward_peak_bytes),
@@ -177,11 +177,11 @@ def _exact_levels(
 
 
 def _held_at_end(boundaries: Boundaries, passing: FloatArray) -> FloatArray:
-    """Return the bytes that the engine stores if a stage ends with a layer, shape (L,).
+    """Return the bytes that the engine stores if a stage ends with each layer, shape (L,).
 
-    These are the outputs that this layer creates, and the gradients that it receives.
+    The engine stores the outputs that the layer creates, and the gradients that it receives for its outputs.
     """
-    # The layer's own peak does not count what earlier layers made. No gradient of the loss is received.
+    # Outputs of earlier layers are not in the layer's own peak. The last layer receives no gradient.
     held: FloatArray = boundaries.output + boundaries.output_gradient - passing
     held[-1] -= boundaries.output_gradient[-1]
     return held
@@ -190,7 +190,8 @@ def _held_at_end(boundaries: Boundaries, passing: FloatArray) -> FloatArray:
 def _half_us(layers: Sequence[LayerProfile], n: int, gradients: FloatArray) -> tuple[FloatArray, FloatArray]:
     """Return the times of I and W of each layer, in microseconds.
 
-    Without measured times, a layer with gradients uses half of its backward for each; other layers have no W.
+    If the times were not measured, I and W are assumed to take half of the backward each. A layer without parameter
+    gradients has no W.
     """
     whole_us = _per_layer(layers, lambda layer: layer.backward_us[n])
     weight_us = np.where(gradients > 0, whole_us / 2, 0.0)
@@ -236,16 +237,16 @@ def _exact_halves(
         return np.where([size is None for size in sizes], otherwise, np.array([size or 0 for size in sizes], float))
 
     held_input, weight_gradients = of(lambda record: record.held_input_bytes), of(lambda r: r.weight_gradient_bytes)
-    # The model's own input is part of the mini-batch, which is there anyway.
+    # The model's input is part of the mini-batch, which exists during the whole step.
     batch = np.where(np.arange(len(layers)) == 0, held_input, 0.0)
     held = of(lambda record: record.held_bytes) - batch
-    # What the next layer keeps of its input, this layer's output, is counted there.
+    # If the next layer keeps its input, which is this layer's output, it counts in the next layer.
     held_output = np.append(held_input[1:], 0.0)
     saved_before, held_before = _sums_before(saved), _sums_before(held)
     made_by_input = np.maximum(gradients - weight_gradients, 0.0)
     casts = np.array([float(layer.cast_bytes) for layer in layers])
 
-    # These sums over the later layers reach to the end of the chain. `stages.py` subtracts the layers after a stage.
+    # Sums over all later layers of the chain. `stages.py` subtracts the layers after a stage's end.
     def sums_after(per_layer: FloatArray) -> FloatArray:
         beyond: FloatArray = per_layer.sum() - np.cumsum(per_layer)
         return beyond
@@ -266,13 +267,13 @@ def _exact_halves(
         + sums_after(made_by_input),
         end_input=base + np.minimum(of(lambda r: r.end_input_peak_bytes, inf) - at_end, later),
         first_weight=held_before + of(lambda r: r.first_weight_peak_bytes) - batch + sums_after(weight_gradients),
-        # Gradients of autocast's copies wait for the end of the backward.
+        # Gradients of autocast copies wait for the end of the backward.
         weight=held_before + of(lambda r: r.weight_peak_bytes) - batch + sums_after(casts),
     )
 
 
 def _assumed(layer: LayerProfile, n: int, *, held_bytes: float) -> SplitMemory:
-    """Return a record for a layer without one: W needs everything that was saved, and creates all gradients."""
+    """Return a record for a layer without one: it assumes that W needs all saved tensors and creates all gradients."""
     detail, gradients = layer.detail[n], layer.trained_bytes
     return SplitMemory(
         held_bytes=round(held_bytes),

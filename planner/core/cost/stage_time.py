@@ -1,14 +1,14 @@
-"""Compute how long a stage is busy and how the optimizer's step delays the next step.
+"""Compute how long a stage is busy, and by how much all-reduces and optimizer delay the next step.
 
     F    forward of a micro-batch
     B    backward with recomputation; the last micro-batch has its own value
     R    recomputation, so B - R is the backward without it
     C    one transfer over the boundary to the next stage
-    U    after the last backward: all-reduce of gradients over the replicas, then the optimizer's step
+    U    time after the last backward: all-reduce of gradients over the replicas, then the optimizer's step
 
-Each rule is one function for numbers and for arrays, which broadcast. Inputs are sums over the layers of a stage, as
-measured on the profiled device. `planner.core.cost.evaluate` sums the layers of one partition; searches subtract
-entries of `ChainSums`.
+Each rule is one function, for numbers and for arrays, which broadcast. Inputs are sums over the layers of a stage, as
+measured on the profiled device. `planner.core.cost.evaluate` sums the layers of one partition. Searches get the sums as
+differences of entries of `ChainSums`.
 """
 
 from collections.abc import Sequence
@@ -38,7 +38,7 @@ _EXCEPT_LAST = CHOICES.index("except-last")
 
 
 class BusyTimes(NamedTuple):
-    """Times of stages for one micro-batch, in microseconds; fields as in `StageTimes`."""
+    """Times of stages for one micro-batch, in microseconds; the fields are those of `StageTimes`."""
 
     forward_us: FloatArray
     backward_us: FloatArray
@@ -61,10 +61,10 @@ def busy_times(
 
     Args:
         forward_us: Sum of the forward times of the stage's layers.
-        backward_us: Sum of their backward times, without recomputation.
-        recompute: Index into `CHOICES`, or `LAYERS`; negative values mean 0.
+        backward_us: Sum of the backward times of the stage's layers, without recomputation.
+        recompute: Recompute choice of each stage, as an index into `CHOICES`, or `LAYERS`; negative values mean 0.
         has_backward: False for stages without a backward, which recompute nothing.
-        layers_us: Forward times of the recomputed layers, if the choice is `LAYERS`.
+        layers_us: Sum of the forward times of the recomputed layers, if the choice is `LAYERS`.
         speed: Speed of the stage's device, relative to the profiled device.
         overhead_us: The executor's own time per action.
     """
@@ -76,7 +76,7 @@ def busy_times(
 
 
 class HalfTimes(NamedTuple):
-    """Times of the two passes of a split backward for one micro-batch, in microseconds; fields as in `StageTimes`."""
+    """Times of both passes of a split backward for one micro-batch, in microseconds; fields as in `StageTimes`."""
 
     input_backward_us: FloatArray
     last_input_backward_us: FloatArray
@@ -94,9 +94,9 @@ def half_times(
     """Return the times of both passes of a split backward; recomputation is part of the input-gradient pass.
 
     Args:
-        busy: Times of the same stages without a split, which say how long recomputation takes.
+        busy: Times of the same stages with whole backwards, which include the time of recomputation.
         input_us: Sum of the input-gradient times (I) of the stage's layers.
-        weight_us: Sum of their weight-gradient times (W).
+        weight_us: Sum of the weight-gradient times (W) of the stage's layers.
         speed: Speed of the stage's device, relative to the profiled device.
         overhead_us: The executor's own time per action.
     """
@@ -109,22 +109,22 @@ def half_times(
 
 
 def hidden_us(stage: BusyTimes | StageTimes, crossing_us: Numbers) -> FloatArray:
-    """Return how much more time the next stage has for its optimizer's step than this stage: F + B - R + 2 C, in us.
+    """Return the time that the next stage has for its optimizer's step in addition to this stage's: F + B - R + 2 C.
 
-    In the next stage, the last backward ends earlier by B - R + C, and the next forward begins later by F + C. R does
-    not count, because a stage may recompute while a slower next stage still computes.
+    The next stage ends its last backward earlier than this stage by B - R + C, and begins its next forward later by F +
+    C. The recomputation R does not count, because this stage may recompute while a slower next stage still computes.
     """
     alone_us = stage.last_backward_us - stage.last_recompute_us
     return np.asarray(stage.forward_us + alone_us + 2 * crossing_us)
 
 
 def extended_tail_us(tail_us: Numbers, own_us: Numbers, hidden_us: Numbers) -> FloatArray:
-    """Return the delay of the next step by optimizers, for a pipeline with one more stage before its first stage.
+    """Return the delay of the next step by all-reduces and optimizer, after a stage is added before the first stage.
 
     Args:
-        tail_us: Delay for the pipeline without that stage.
-        own_us: Time of the new stage's optimizer step (U).
-        hidden_us: Time that the new stage hides of later ones, see the function `hidden_us`.
+        tail_us: Delay for the pipeline without the added stage.
+        own_us: Time of the added stage's all-reduce and optimizer step (U).
+        hidden_us: Additional time that later stages have, by the function `hidden_us` of the added stage.
     """
     tail: FloatArray = np.maximum(own_us, np.subtract(tail_us, hidden_us))
     return tail
@@ -134,12 +134,12 @@ def optimizer_tail_us(own_us: FloatArray, hidden_us: FloatArray) -> FloatArray:
     """Return the time from a step's last backward to the start of the next step.
 
     Args:
-        own_us: U of each device; shape (..., K).
-        hidden_us: Time that each device's first stage hides, see the function `hidden_us`; shape (..., K).
+        own_us: Time of all-reduces and optimizer steps (U) of each device; shape (..., K).
+        hidden_us: Result of the function `hidden_us` for each device's first stage; shape (..., K).
 
     Returns:
-        Max over k of U_k - sum_{j<k} hidden_j, shape (...), at least U_0. Stage k ends its last backward before stage 0
-        and begins the next step later, so it hides that much of its own optimizer's step.
+        Max over k of U_k - sum_{j<k} hidden_j, shape (...), at least U_0. Device k has the additional time sum_{j<k}
+        hidden_j, because it ends its last backward before device 0 and begins the next step after it.
     """
     tail: FloatArray = np.zeros(own_us.shape[:-1])
     for k in reversed(range(own_us.shape[-1])):
@@ -148,7 +148,7 @@ def optimizer_tail_us(own_us: FloatArray, hidden_us: FloatArray) -> FloatArray:
 
 
 def shared_gradient_bytes(ties: Sequence[Tie], first: IntArray | int, end: IntArray | int) -> FloatArray:
-    """Return the bytes of gradients that layers first..end-1 share, which a sum over these layers counts twice.
+    """Return the bytes of gradients that a sum over layers first..end-1 counts twice: those of shared parameters.
 
     Args:
         ties: Shared parameters of the chain.
@@ -166,7 +166,7 @@ def shared_gradient_bytes(ties: Sequence[Tie], first: IntArray | int, end: IntAr
 
 @dataclass(frozen=True, kw_only=True)
 class ChainSums:
-    """Sums over the layers before each cut, shape (L+1,). The sum of a stage is the difference of two entries."""
+    """Sums over all layers before each cut, shape (L+1,). The sum over a stage is the difference of two entries."""
 
     costs: ChainCosts
     forward_us: FloatArray
@@ -174,7 +174,7 @@ class ChainSums:
     optimizer_us: FloatArray
     gradient_bytes: FloatArray
     has_backward: NDArray[np.bool_]
-    """True if a stage that ends at the cut has a backward."""
+    """True if a stage that ends at this cut has a backward."""
     crossing_bytes: FloatArray
     """Bytes sent over the cut for one micro-batch; 0 at both ends of the chain."""
     cluster: Cluster
@@ -204,17 +204,15 @@ class ChainSums:
     def busy_times(
         self, first: IntArray, end: IntArray, recompute: ArrayLike, *, speed: Numbers, layers_us: Numbers = 0.0
     ) -> BusyTimes:
-        """Return how long stages of layers first..end-1 are busy with one micro-batch, by the function `busy_times`.
+        """Return how long stages of layers first..end-1 are busy with one micro-batch; see the function `busy_times`.
 
         Args:
             first: First layer of each stage.
             end: One past the last layer of each stage; arrays are broadcast.
             recompute: Index into `CHOICES`, or `LAYERS`.
             speed: Speed of the stage's device, relative to the profiled device.
-            layers_us: Forward times of the recomputed layers, if the choice is `LAYERS`.
-
-        Returns:
-            Times of each stage in microseconds.
+            layers_us: Sum of the forward times of the recomputed layers, if the choice is `LAYERS`.: Times of each
+                stage in microseconds.
         """
         return busy_times(
             self.forward_us[end] - self.forward_us[first],
@@ -227,10 +225,10 @@ class ChainSums:
         )
 
     def half_times(self, busy: BusyTimes, first: IntArray, end: IntArray, *, speed: Numbers) -> HalfTimes:
-        """Return the times of both passes of a split backward of layers first..end-1, by the function `half_times`.
+        """Return the times of both passes of a split backward of layers first..end-1; see the function `half_times`.
 
         Args:
-            busy: Times of the same stages without a split.
+            busy: Times of the same stages with whole backwards.
             first: First layer of each stage.
             end: One past the last layer of each stage; arrays are broadcast.
             speed: Speed of the stage's device, relative to the profiled device.
@@ -249,7 +247,7 @@ class ChainSums:
 
     @cached_property
     def _halves_us(self) -> tuple[FloatArray, FloatArray]:
-        """Sums of I and W. They are computed on first use, since few schedules split backwards."""
+        """Sums of the times of I and W. They are computed on first use, because few schedules split backwards."""
         return sums_before(self.costs.halves.input_us), sums_before(self.costs.halves.weight_us)
 
     def own_us(self, first: IntArray, end: IntArray, speed: Numbers) -> FloatArray:

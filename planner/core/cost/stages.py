@@ -1,7 +1,7 @@
-"""Compute sums and highest levels over the layers of stages, for many stages of a chain at once.
+"""Compute sums and maxima over the layers of stages, for many stages of a chain at once.
 
-A window holds all stages that begin with one of several first layers (rows) and end with one of several last layers, or
-have one of several lengths (columns). `planner.core.cost.parts` composes these bytes into parts of memory, and
+A window has a row for each of several first layers and a column for each of several last layers, or of several lengths.
+Each entry is a stage. `planner.core.cost.parts` composes the bytes of stages into parts of memory, and
 `planner.core.cost.moments` counts the parts at each point in the step.
 """
 
@@ -26,46 +26,47 @@ _Record = TypeVar("_Record")
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Peaks:
-    """Highest memory of a running micro-batch, in bytes, without its received input and the engine's transfer buffers.
+    """Highest memory of the running micro-batch of many stages, in bytes, without received input and transfer buffers.
 
-    Without exact records, values are transients above all saved memory.
+    Without exact records, values are transients on top of all saved memory.
     """
 
     forward: FloatArray
     no_grad: FloatArray
-    """Highest in a forward without gradients."""
+    """Highest memory in a forward without gradients, which will be recomputed."""
     first_backward: FloatArray
-    """Highest in the backward of the first micro-batch, including the parameters' gradients that it creates. All
+    """Highest memory in the first micro-batch's backward, including the parameter gradients that it creates. All
     backwards include the stage's output, which the engine stores until the backward ends."""
     first_recomputed: FloatArray
-    """Highest in the first micro-batch's backward if it is recomputed: gradients of autocast's copies then wait for its
-    end."""
+    """Highest memory in the first micro-batch's backward if it is recomputed. Gradients of autocast copies then wait
+    for the end of the backward."""
     backward: FloatArray
-    """Highest in a later backward."""
+    """Highest memory in a later backward."""
     first_message: FloatArray
-    """Highest in a first backward while its gradients are sent to other replicas."""
+    """Highest memory in the first backward while gradients are sent to other replicas."""
     message: FloatArray
-    """Highest in a later backward while gradients are sent to other replicas."""
+    """Highest memory in a later backward while gradients are sent to other replicas."""
     transient: FloatArray
-    """Highest of any action, without exact records."""
+    """Highest transient memory of any action, without exact records."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class InHalves:
-    """Bytes of stages with a split backward, passes I and W; levels as in `Peaks`."""
+    """Memory of many stages with a split backward, in bytes; passes I (input gradients) and W (weight gradients)."""
 
     held: FloatArray
     """Bytes that a micro-batch stores between I and W."""
     gradients: FloatArray
-    """Part of the stage's gradients that I creates."""
+    """Part of the stage's parameter gradients that I creates."""
     first_input: FloatArray
-    """Highest in the first I, including the gradients that it creates; every I includes the stage's output."""
+    """Highest memory in the first I, including the parameter gradients that it creates. Every I includes the stage's
+    output."""
     input: FloatArray
-    """Highest in a later I."""
+    """Highest memory in a later I."""
     first_weight: FloatArray
-    """Highest in the first W, including the gradients that it creates."""
+    """Highest memory in the first W, including the parameter gradients that it creates."""
     weight: FloatArray
-    """Highest in a later W."""
+    """Highest memory in a later W."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -86,15 +87,16 @@ class Stages:
     casts: FloatArray
     rewritten: FloatArray
     renewed: FloatArray
-    """Tensors that each forward stores in module attributes; a micro-batch that keeps its activations keeps its own."""
+    """Tensors that each forward stores in module attributes; every micro-batch that keeps its activations keeps a
+    copy."""
     data: FloatArray
-    """Inputs and targets of the mini-batch that the stage reads."""
+    """Bytes of inputs and targets of the mini-batch that the stage reads."""
     input: FloatArray
-    """Input received for one micro-batch; 0 for stage 0, which reads slices of the mini-batch."""
+    """Bytes received for one micro-batch; 0 for stage 0, which reads slices of the mini-batch."""
     copied_input: FloatArray
     output: FloatArray
     own_output: FloatArray
-    """Output without tensors that the stage received and sends on unchanged; `input` contains those."""
+    """Output without tensors that the stage receives and sends on unchanged, which are part of `input`."""
     sent_output: FloatArray
     """Output that is sent to the next stage; 0 for the last stage."""
     output_gradient: FloatArray
@@ -109,11 +111,11 @@ class Stages:
     message: FloatArray
     """Copies of gradients while they are sent to other replicas; 0 without such copies."""
     law: StageLaw | None
-    """Records of stages with a memory rule of their own."""
+    """Memory records of stages with a memory model of their own; None if a model of this package applies."""
     halves: InHalves | None
-    """Bytes with a split backward; None if not requested."""
+    """Memory with a split backward; None if not requested."""
     recomputes_layers: bool = False
-    """True if `saved` and the peaks are those of stages that recompute single layers."""
+    """True if `saved` and `peaks` apply to stages that recompute single layers."""
 
 
 def stages_in(
@@ -124,10 +126,10 @@ def stages_in(
     Args:
         costs: Costs of the chain at the plan's micro-batch size.
         firsts: First layers.
-        columns: Last layers. For a chain that `is_simple`, also the number of columns for stages of 1 layer, 2 layers,
-            and so on; values of stages beyond the end of the chain are meaningless.
+        columns: Last layers. In a chain that `is_simple`, this may be a number of columns for stages of 1, 2, … layers;
+            values of stages beyond the end of the chain are then meaningless.
         micro_batches: M.
-        in_halves: True to include the bytes of a split backward; only with a slice of last layers.
+        in_halves: True to include the memory with a split backward; only if `columns` is a slice.
 
     Complexity: O(columns) for each of `firsts`.
     """
@@ -137,7 +139,7 @@ def stages_in(
 
 
 def with_recomputed_layers(stages: Stages, levels: StageLevels | ManyLevels) -> Stages:
-    """Return the stages with levels that recomputing single layers has changed, in whole bytes."""
+    """Return the stages in whole bytes, with `levels` of recomputed single layers as saved bytes and peaks."""
 
     def of_all(size: FloatArray | float) -> FloatArray:
         return np.full(stages.shape, size)
@@ -154,13 +156,13 @@ def with_recomputed_layers(stages: Stages, levels: StageLevels | ManyLevels) -> 
     )
     halves = stages.halves
     if halves is not None:
-        # An upper bound of both passes: everything at once.
+        # Upper bound of both passes: all bytes at once.
         between = np.rint(halves.held)
         halves = replace(halves, held=between, first_input=first_backward + between, input=backward + between)
     return replace(
         with_arrays(stages, _whole),
         saved=of_all(levels.saved),
-        copied_input=np.zeros((1, 1)),  # a copy of the input is part of the levels
+        copied_input=np.zeros((1, 1)),  # `levels` include the copy of the input
         peaks=peaks,
         law=with_arrays(stages.law, _whole),
         halves=halves,
@@ -173,7 +175,7 @@ def _whole(array: NDArray[Any]) -> NDArray[Any]:
 
 
 def with_arrays(record: _Record, change: Callable[[NDArray[Any]], NDArray[Any]]) -> _Record:
-    """Return a record with each of its arrays changed; None stays None."""
+    """Return a record in which `change` was applied to each array; None stays None."""
     if record is None:
         return record
     whole: Any = record
@@ -190,7 +192,7 @@ def with_arrays(record: _Record, change: Callable[[NDArray[Any]], NDArray[Any]])
 class Window:
     """Sums and running maxima over the layers of all stages of a window.
 
-    Rows are first layers. `columns` are last layers: one row for all first layers, or one row each if given by length.
+    Rows are first layers, columns last layers. If columns are given as lengths, each row has its own last layers.
     """
 
     def __init__(self, costs: ChainCosts, firsts: IntArray, columns: slice | int) -> None:
@@ -241,13 +243,13 @@ class Window:
             casts=self._tied(state.casts, "casts"),
             rewritten=self.sums(state.rewritten),
             renewed=self.sums(costs.levels.renewed),
-            # The first stage reads slices of the mini-batch, which its caller holds for the whole step.
+            # The first stage reads slices of the mini-batch, which the caller of the engine stores for the whole step.
             data=micro_batches * batch,
             input=received,
             copied_input=copied_input,
             output=output,
             own_output=output - passing.all,
-            # Tensors that share a storage are sent one by one. Their storage is held once, as part of the saved bytes.
+            # Tensors that share a storage are sent one by one. Their storage exists once, as part of the saved bytes.
             sent_output=np.where(passing.all > 0, crossing, np.minimum(crossing, saved)),
             output_gradient=np.where(gets_gradient, edge.output_gradient[self.last], 0.0),
             input_gradient=np.where(sends_gradient, edge.input_gradient[self.firsts], 0.0)[:, None],
@@ -260,7 +262,7 @@ class Window:
         )
 
     def halves(self, stages: Stages) -> InHalves:
-        """Return the bytes of the stages with a split backward."""
+        """Return the memory of the stages with a split backward."""
         costs, halves = self.costs, self.costs.halves
         by_input = np.maximum(costs.gradients - halves.weight_gradients, 0.0)
 
@@ -307,7 +309,7 @@ class Window:
         return between
 
     def highest(self, levels: FloatArray) -> FloatArray:
-        """Return the highest of the layers' levels in every stage of the window.
+        """Return the maximum of `levels` over the layers of every stage in the window.
 
         Args:
             levels: Bytes by first layer of the stage and by layer; broadcasts to (firsts, columns).
@@ -319,7 +321,7 @@ class Window:
         return self.passing.highest_backward(level[self.columns], end_twice[self.columns], which) - self.saved_before
 
     def _tied(self, per_layer: FloatArray, component: str) -> FloatArray:
-        """Return sums in which parameters that several layers of a stage share are counted once."""
+        """Return the sum over the layers of every stage, in which parameters that several layers share count once."""
         total = self.sums(per_layer)
         for tie in self.costs.ties:
             holds_both = (self.first <= tie.first) & (self.last >= tie.second)
@@ -338,7 +340,7 @@ class Window:
         passing, casts = self.passing, self.costs.state.casts
         if not costs.exact:
             return self._transients()
-        # Received tensors count as the stage's input, for whichever layer they are.
+        # Received tensors count as the stage's input, even if a later layer of the stage reads them.
         unkept = passing.received_input(passing.unkept, edge.unkept_input[columns])
         alive = passing.received_input(passing.all, edge.input_alive[columns])
         later_casts = casts.sum() - np.cumsum(casts)[self.last]
@@ -376,27 +378,29 @@ class Window:
     def _with_gradients_of_casts(
         self, backward: FloatArray, first_backward: FloatArray, output: FloatArray
     ) -> tuple[FloatArray, FloatArray]:
-        """Return the levels of a later backward and of a recomputed first one, with gradients of the autocast cache.
+        """Return the highest memory of a later backward and of a recomputed first backward, both under autocast.
 
-        Gradients of cached copies wait for the end of a backward. There they become gradients of parameters, which are
-        twice as large. In the backward of the micro-batch that filled the cache, they become these immediately.
+        Gradients of cached low-precision copies wait for the end of a backward. There they are converted to gradients
+        of parameters, which are twice as large. In the backward of the micro-batch that filled the cache, they are
+        converted at once.
         """
         costs, levels, columns = self.costs, self.costs.levels, self.columns
         waiting = self.highest(cast_gradient_peaks(costs)[columns])
         casts = self.sums(costs.state.casts)
         own_output = output - self.passing.all
         at_end = np.where(casts > 0, waiting + casts + own_output, 0.0)
-        # If that micro-batch is recomputed, they wait, and gradients of parameters without a copy exist at once.
+        # In a recomputed first backward, they wait as well, and gradients of parameters without a copy exist at once.
         level, through = recomputed_levels(costs)
         highest = self._highest_backward(level, levels.end_twice) - through[-1] + through[self.last] + output
         recomputed = np.maximum(highest, self.sums(costs.gradients) + waiting / 2 + own_output)
         return np.maximum(backward, at_end), np.minimum(first_backward, recomputed)
 
     def _message_peaks(self, peaks: Peaks, gradients: FloatArray, output: FloatArray) -> tuple[FloatArray, FloatArray]:
-        """Return the levels of the first and later backwards in which gradients are sent to other replicas.
+        """Return the highest memory of the first and of a later backward while gradients are sent to other replicas.
 
         A small stage sends all gradients together, during the backward of its first layer with gradients at the
-        earliest. For a larger stage, or under autocast, the highest level of the backward is an upper bound.
+        earliest. For a larger stage, or under autocast, the highest memory of the whole backward is used as an upper
+        bound.
         """
         costs, levels = self.costs, self.costs.levels
         if not costs.exact or not costs.bucket_bytes or costs.state.casts.any():

@@ -1,10 +1,10 @@
 """Compute the step time of GPipe in closed form.
 
 All stages finish their forwards before stage K-1 starts its first backward. So forward and backward are two flow shops,
-one after the other: M jobs pass the machines stage 0, link 0, stage 1, ..., stage K-1, and then the same in reverse.
-The makespan of M equal jobs is the sum of the machine times plus (M-1) times the largest of them (Johnson 1954). With
-`except-last`, the last micro-batch is not recomputed and the last job differs; `flow_shop_us` computes the critical
-path by a recursion.
+one after the other. In the first, M jobs pass the machines stage 0, link 0, stage 1, ..., stage K-1; in the second, in
+reverse order. The makespan of M equal jobs is the sum of the machine times plus (M-1) times the largest of them
+(Johnson 1954). With `except-last`, the last micro-batch is not recomputed and the last job differs; `flow_shop_us`
+computes the critical path by a recursion.
 
 For the optimizer's step, see `planner.core.cost.stage_time`.
 """
@@ -29,18 +29,16 @@ class StepTime:
 
 
 def flow_shop_us(machines: Sequence[tuple[float, float]], num_jobs: int) -> float:
-    """Return the makespan of `num_jobs` jobs over machines in order; all jobs but the last are equal.
+    """Return the makespan of `num_jobs` jobs that pass machines in order; all jobs except the last have equal times.
 
     Args:
-        machines: Time of jobs 1..n-1 and time of job n, for each machine.
+        machines: For each machine, the time p of each of the jobs 1..n-1, and the time q of job n.
         num_jobs: n, at least 1.
 
     Returns:
-        Max over k of sum_{1..k} p + (n-2) max_{1..k} p + sum_{k..} q, with p, q the two times of a machine. Up to
-        machine
-        k the last job waits for the others; after it, the last job never waits. In the code, a is the sum of p so far,
-        x
-        the largest p, and d the time at which the last job leaves the machine.
+        Max over k of sum_{1..k} p + (n-2) max_{1..k} p + sum_{k..} q, where k is the last machine at which the last job
+        waits for the other jobs. In the code, a is the sum of p so far, x the largest p so far, and d the time at which
+        the last job leaves the machine.
     """
     a = x = d = 0.0
     for p, q in machines:
@@ -48,7 +46,7 @@ def flow_shop_us(machines: Sequence[tuple[float, float]], num_jobs: int) -> floa
             d += q
             continue
         a, x = a + p, max(x, p)
-        # The last job continues at once, or waits for the others.
+        # The last job starts when it arrives, or when the other jobs have left the machine.
         d = max(d, a + (num_jobs - 2) * x) + q
     return d
 
@@ -56,7 +54,7 @@ def flow_shop_us(machines: Sequence[tuple[float, float]], num_jobs: int) -> floa
 def gpipe_step(stages: Sequence[StageTimes], *, micro_batches: int) -> StepTime:
     """Return the step time of GPipe over `stages` with M micro-batches."""
     forward: list[tuple[float, float]] = []
-    backward: list[tuple[float, float]] = []  # collected from stage 0 on, run from stage K-1 on
+    backward: list[tuple[float, float]] = []  # collected from stage 0 to K-1, and run from K-1 to 0
     received_us = 0.0
     for stage in stages:
         boundary_us = stage.send_us if stage.blocking else 0.0

@@ -1,7 +1,7 @@
 """Storages that cross the boundaries of a chain, the layers that make them, and the layers that save them.
 
 A storage may cross several boundaries (views, in-place layers, skip connections). It is saved if any layer saves a
-tensor in it. It counts once, at the layer that made it; measurements on real allocators show that this is exact.
+tensor in it. It counts once, at the layer that made it. Comparisons with real allocators show that this rule is exact.
 """
 
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ from planner.core.values.profile import BoundaryTensor, LayerProfile, MemoryDeta
 
 
 class Relay(NamedTuple):
-    """Tensor that consecutive layers forward, with its gradient unchanged."""
+    """Tensor that consecutive layers pass on unchanged, so that its gradient is also passed back unchanged."""
 
     origin: int
     place: int
@@ -24,11 +24,12 @@ class Crossing(NamedTuple):
 
     until: int
     bytes: tuple[float, float, float]
-    """Sizes by who saves it: a receiver, only its maker, or no layer; two of them are 0."""
+    """Bytes if a receiving layer saves the storage, if only the layer that makes it does, or if no layer does; two are
+    0."""
 
 
 def additive_crossing(layers: Sequence[LayerProfile], n: int) -> dict[tuple[int, int], Crossing]:
-    """Return the storages that cross boundaries, from the required fields: one output per layer."""
+    """Return the storages that cross boundaries according to the required fields: one output per layer."""
     outputs = {}
     for index, layer in enumerate(layers):
         output, saved = float(layer.output_bytes[n]), float(layer.saved_bytes[n])
@@ -37,7 +38,7 @@ def additive_crossing(layers: Sequence[LayerProfile], n: int) -> dict[tuple[int,
 
 
 class CrossingStorages:
-    """Table of the storages of all boundary tensors, with their makers and the layers that save them."""
+    """Table of the storages that cross boundaries, with the layers that make, save and receive each of them."""
 
     def __init__(self, details: Sequence[MemoryDetail]) -> None:
         self.details = details
@@ -48,7 +49,7 @@ class CrossingStorages:
         self.kept: list[bool] = []
         self.kept_by_reader: list[bool] = []
         self.relaying: dict[int, dict[int, int]] = {}
-        """Layers that forward a tensor, by storage, with the bytes of its gradient."""
+        """Layers that pass on a tensor of each storage, with the bytes of its gradient."""
         self.crossing_after: list[set[int]] = []
         self.received: list[list[int]] = []
         crossing = [self._new(-1, place, tensor) for place, tensor in enumerate(details[0].inputs)]
@@ -82,7 +83,7 @@ class CrossingStorages:
             self.kept[storage] |= tensor.kept
             self.kept_by_reader[storage] |= tensor.kept and self.origin[storage] < layer
             if tensor.relayed and tensor.carries:
-                # The gradient of a view has the size of the tensor, not of the storage.
+                # The gradient of a view has the size of the view, not of the storage.
                 given = self.details[layer].inputs
                 size = given[tensor.alias].bytes if tensor.alias < len(given) else self.bytes[storage]
                 self.relaying.setdefault(storage, {}).setdefault(layer, size)
@@ -98,7 +99,7 @@ class CrossingStorages:
         return saved
 
     def crossing(self) -> dict[tuple[int, int], Crossing]:
-        """Return every storage by the layer that makes it and its index among that layer's storages."""
+        """Return every storage, by the layer that makes it and the index among that layer's storages."""
         crossing = {}
         for n, size in enumerate(self.bytes):
             own = float(size)
@@ -107,7 +108,7 @@ class CrossingStorages:
         return crossing
 
     def relays(self) -> dict[Relay, int]:
-        """Return the forwarded tensors with the bytes of their gradients; consecutive layers are one relay."""
+        """Return the tensors that layers pass on, with bytes of gradients; consecutive layers form one relay."""
         relays = {}
         for n, sizes in self.relaying.items():
             begins = [layer for layer in sizes if layer - 1 not in sizes]
@@ -117,7 +118,7 @@ class CrossingStorages:
         return relays
 
     def passing(self) -> list[int]:
-        """Return the bytes that cross the boundary after each layer and were made by an earlier layer."""
+        """Return the bytes that cross the boundary after each layer, of storages that an earlier layer made."""
         return [sum([self.bytes[s] for s in each if self.origin[s] < n]) for n, each in enumerate(self.crossing_after)]
 
     def bytes_after(self) -> list[int]:
@@ -125,12 +126,12 @@ class CrossingStorages:
         return [sum([self.bytes[storage] for storage in each]) for each in self.crossing_after]
 
     def unkept_after(self) -> list[int]:
-        """Return the bytes that cross the boundary after each layer and that no layer saves."""
+        """Return the bytes that cross the boundary after each layer, of storages that no layer saves."""
         return [sum([self.bytes[s] for s in each if not self.kept[s]]) for each in self.crossing_after]
 
 
 def writes_received(details: Sequence[MemoryDetail]) -> list[bool]:
-    """Return for each layer whether a stage that begins there writes into its received input or views of it."""
+    """Return, for each layer, True if a stage that begins with it writes into the received input or views of it."""
     writes = [False]
     for detail in reversed(details):
         writes.append(detail.writes_input or (writes[-1] and any(tensor.alias >= 0 for tensor in detail.outputs)))

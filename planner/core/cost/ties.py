@@ -1,4 +1,4 @@
-"""Tied layers of a profile, and lower bounds of the bytes that they share."""
+"""Pairs of layers that share parameters, and lower bounds of the shared bytes."""
 
 from collections.abc import Sequence
 
@@ -7,7 +7,7 @@ from planner.core.values.profile import LayerProfile
 
 
 def ties_of(layers: Sequence[LayerProfile]) -> tuple[Tie, ...]:
-    """Return the pairs of layers that share parameters, with the bytes that they certainly share."""
+    """Return the pairs of layers that share parameters, with lower bounds of the bytes that they share."""
     ties = []
     for second, layer in enumerate(layers):
         if not layer.tied:
@@ -31,18 +31,18 @@ def ties_of(layers: Sequence[LayerProfile]) -> tuple[Tie, ...]:
 
 
 def _trained_surely(layer: LayerProfile) -> float:
-    """Return a lower bound of the gradient bytes of tied parameters, which may be frozen."""
+    """Return a lower bound of the gradient bytes of the layer's shared parameters, because some may be frozen."""
     untied_bytes = layer.parameter_bytes - layer.idle_bytes - layer.tied_bytes
     return max(0.0, layer.trained_bytes - max(0, untied_bytes))
 
 
 def _casts_surely(layer: LayerProfile, tied_bytes: int) -> float:
-    """Return a lower bound of the cast bytes of tied parameters; a cast takes at most half of its parameter."""
+    """Return a lower bound of the bytes of shared autocast copies; a copy has at most half of its parameter's bytes."""
     return max(0.0, layer.cast_bytes - (layer.parameter_bytes - tied_bytes) / 2)
 
 
 def _shared(layers: Sequence[LayerProfile], second: int) -> list[tuple[int, int, bool, tuple[int, ...]]]:
-    """Return the earlier layers that a stage must have to store the shared parameters of `second` once.
+    """Return the earlier layers with which `second` shares parameters, so that a stage with both stores these once.
 
     Returns:
         First layer, shared bytes, `these_alone` and `earlier` of each `Tie`.
@@ -61,7 +61,9 @@ def _shared(layers: Sequence[LayerProfile], second: int) -> list[tuple[int, int,
         return []
     theirs = [layers[first].tied_bytes for first in owners]
     if min(theirs) >= tied_bytes:
-        return [(owners[-1], tied_bytes, True, tuple(owners[:-1]))]  # one tensor: the nearest layer suffices
+        return [(owners[-1], tied_bytes, True, tuple(owners[:-1]))]  # one tensor, which the nearest layer has
     if sum(theirs) <= tied_bytes:
-        return [(first, size, True, ()) for first, size in zip(owners, theirs, strict=True)]  # a tensor for each layer
-    return [(owners[0], tied_bytes, False, ())]  # Unknown: only a stage with all of them certainly shares it.
+        return [
+            (first, size, True, ()) for first, size in zip(owners, theirs, strict=True)
+        ]  # one tensor for each layer
+    return [(owners[0], tied_bytes, False, ())]  # unknown: a stage needs all of them

@@ -1,13 +1,13 @@
-"""Compute memory of gradients of parameters that several layers of a stage share.
+"""Compute the memory of waiting gradients, which belong to parameters that several layers of a stage share.
 
 Autograd sums the gradients of all uses of a parameter within a micro-batch, and adds the sum to the gradient of earlier
-micro-batches. So a second copy of the gradient exists from the backward of the last layer that uses the parameter to
-that of the first one. In the first backward, the sum becomes the gradient itself. It then exists once, not once for
-each of these layers.
+micro-batches. So a second gradient exists from the backward of the last layer that uses the parameter to the backward
+of the first such layer. In the backward of the first micro-batch, the sum becomes the gradient itself, which exists
+once and not once per layer.
 
-During the backward of the last of these layers, the gradients that it has created so far already wait. The difference
-between its first backward, in which all gradients stay, and a later one shows how much this raises the peak. The shared
-parameters are assigned their share of that difference, by the size of their gradients.
+The gradients that the last such layer has created wait while its own backward still runs. They raise the peak of this
+backward. By how much is estimated from the first backward, in which all gradients of the layer stay: the difference
+between its peak and the peak of a later backward, times the share of shared parameters in the layer's gradients.
 """
 
 from collections.abc import Iterator
@@ -26,25 +26,25 @@ IntArray = NDArray[np.int64]
 
 
 class Waiting(NamedTuple):
-    """Bytes of gradients that wait in the stages that begin with some first layers."""
+    """Bytes of gradients that wait, for stages that begin with certain first layers."""
 
     rows: NDArray[np.bool_]
-    """True for each first layer (of those passed to `waiting_rows`) whose stages this record describes; shape
+    """True for the first layers, among the argument `firsts` of `waiting_rows`, to which `bytes` applies; shape
     (firsts,)."""
     bytes: FloatArray
-    """Bytes to add to the level while a layer's backward runs, in the stage with a given last layer; shape (layers,
-    ends). Levels of the first backward already count the gradients of all later layers; levels of a later one count
-    none."""
+    """Bytes to add to the highest memory of a layer's backward, in the stage with a given last layer; shape (layers,
+    ends). They may be negative for the first backward, whose highest memory counts the gradients of all later
+    layers."""
 
 
 def waiting_rows(
     costs: ChainCosts, backward: Backward, firsts: IntArray, *, layers: IntArray, ends: IntArray
 ) -> Iterator[Waiting]:
-    """Yield the gradients that wait, for groups of stages that contain the same shared parameters.
+    """Yield the bytes of waiting gradients, for groups of stages that contain the same shared parameters.
 
     Args:
         costs: Costs of the chain.
-        backward: Backward of the first micro-batch, or of a later one.
+        backward: Backward of the first micro-batch, or of a later micro-batch.
         firsts: First layers of stages.
         layers: Layers whose backward runs.
         ends: Last layers of stages.
@@ -70,7 +70,7 @@ def waiting_rows(
 
 
 def staying_gradients(costs: ChainCosts) -> FloatArray:
-    """Return by how much the peak of each layer's backward grows if all gradients that it makes stay, shape (L,)."""
+    """Return the bytes by which the peak of each layer's backward grows if its gradients stay, shape (L,)."""
     first = costs.levels.first_backward + np.cumsum(costs.gradients) - costs.gradients.sum()
     later = costs.levels.backward + np.cumsum(costs.state.casts) - costs.state.casts.sum()
     staying: FloatArray = np.rint(np.maximum(first - later, 0.0))
@@ -78,21 +78,21 @@ def staying_gradients(costs: ChainCosts) -> FloatArray:
 
 
 def _next_use(costs: ChainCosts, layer: int) -> float:
-    """Return the next layer that uses the parameters that `layer` shares with an earlier one; infinite without one."""
+    """Return the next layer that uses parameters that `layer` shares with an earlier layer; infinity if none does."""
     return min((tie.second for tie in costs.ties if tie.first == layer), default=np.inf)
 
 
 def waiting_in(costs: ChainCosts, backward: Backward, first: int, end: int) -> FloatArray:
-    """Return the gradients that wait while the backward of each layer of one stage runs.
+    """Return the bytes of gradients that wait while the backward of each layer of one stage runs.
 
     Args:
         costs: Costs of the chain.
-        backward: Backward of the first micro-batch, or of a later one.
+        backward: Backward of the first micro-batch, or of a later micro-batch.
         first: First layer of the stage.
         end: One past its last layer.
 
     Returns:
-        Bytes, shape (end - first,).
+        Bytes to add to the highest memory of each layer's backward, shape (end - first,).
     """
     firsts, layers = np.array([first]), np.arange(first, end)
     for waiting in waiting_rows(costs, backward, firsts, layers=layers, ends=layers[-1:]):

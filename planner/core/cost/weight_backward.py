@@ -1,14 +1,14 @@
 """Compute the highest memory during weight-gradient passes (W), for many stages at once.
 
-W of a stage runs from its last layer to its first. While it runs for one layer, these bytes exist:
+W of a stage runs from the last layer to the first layer. While W of one layer runs, these bytes exist:
 
-    held         tensors that earlier layers have stored since the input-gradient pass (I)
-    peak         of the layer itself: what it has stored and, in the first W, the gradients that it creates
-    gradients    of the later layers, in the first W; later ones exist all the time, and are not counted here
+    held         tensors that earlier layers have stored for W since the input-gradient pass (I)
+    peak         memory of the layer itself: what it has stored for W and, in the first W, the gradients that it creates
+    gradients    gradients of the later layers, in the first W; in a later W they always exist, and count elsewhere
 
-Under autocast, gradients of cached low-precision weights of the later layers also exist, in every W. The copies were
-recorded before everything else, so autograd processes them last. Then each becomes a gradient of the parameter, twice
-as large.
+Under autocast, gradients of the cached low-precision copies of later layers' weights also exist, in every W. The copies
+were recorded before all other operations, so that autograd processes them last. Each gradient is then converted to a
+gradient of the parameter, which is twice as large.
 """
 
 from typing import NamedTuple
@@ -26,11 +26,11 @@ IntArray = NDArray[np.int64]
 def weight_peaks(
     costs: ChainCosts, passing: RelayedTensors, firsts: IntArray, layers: IntArray
 ) -> tuple[FloatArray, FloatArray]:
-    """Return the highest level in the first W, including its gradients, and in a later W, from exact records.
+    """Return the highest memory in the first W, including the gradients that it creates, and in a later W.
 
     Args:
         costs: Costs of the chain.
-        passing: Received tensors that the same stages send on.
+        passing: Tensors that the same stages receive and send on.
         firsts: First layers.
         layers: Consecutive last layers.
 
@@ -60,24 +60,24 @@ def weight_peaks(
 
 
 class WeightLevels(NamedTuple):
-    """Levels by layer that, with `Halves.weight`, decide the highest W; arrays of shape (L,) in bytes."""
+    """Highest memory of W by layer, in addition to `Halves.weight`; arrays of shape (L,) in bytes."""
 
     first: FloatArray
-    """Level in the first W, including `waiting` of all later layers of the chain."""
+    """Highest memory in the first W, including `waiting` of all later layers of the chain."""
     waiting: FloatArray
-    """Gradients that exist from the layer's W until the end of the pass."""
+    """Bytes of gradients that exist from the layer's W until W of the whole stage ends."""
     turning: FloatArray
-    """Memory for converting the gradients of the layer's cached copies to those of parameters, on top of all copies'
-    gradients."""
+    """Memory to convert the gradients of the layer's autocast copies to gradients of parameters, on top of the
+    gradients of all copies."""
 
 
 def weight_levels(costs: ChainCosts) -> WeightLevels:
-    """Return the levels of W that do not depend on where a stage begins and ends."""
+    """Return the highest memory of W of each layer, for stages that end with the last layer of the chain."""
     halves, casts = costs.halves, costs.state.casts
     made = halves.weight_gradients
     # A parameter with a low-precision copy first has a gradient of the copy.
     waiting = casts + np.maximum(made - 2 * casts, 0.0) if casts.any() else made
-    # At the end, nothing is held.
+    # At the end of W, no tensors are stored for W.
     turning = np.maximum(halves.weight - sums_before(halves.held)[:-1] - _sums_after(casts) - casts, 0.0)
     return WeightLevels(halves.first_weight - _sums_after(made) + _sums_after(waiting), waiting, turning)
 
@@ -85,7 +85,7 @@ def weight_levels(costs: ChainCosts) -> WeightLevels:
 def _highest(
     passing: RelayedTensors, levels: FloatArray, later_bytes: FloatArray, layers: IntArray, *, is_first: bool
 ) -> FloatArray:
-    """Return the highest of `levels`, minus what `later_bytes` counts for layers after each stage's end."""
+    """Return the maximum of `levels` over each stage's layers, without the `later_bytes` of layers after the stage."""
     highest = passing.highest_weight_backward(levels[layers], "first" if is_first else "later")
     return highest - _sums_after(later_bytes)[None, layers]
 

@@ -1,17 +1,17 @@
 """Tensor parallelism and a divided optimizer: a profile as it is for one width and one number of replicas.
 
-Each device of a plan is a group of T GPUs that share every layer. For one T, this module turns a profile into a plain
-one: the times of its layers include the collectives within a group. Together with `Inputs.cluster_of`, whose devices
-are groups, no other module needs a rule for groups.
+Each device of a plan is a group of T GPUs that share every layer. For a given T, this module returns a profile in which
+the times of layers include the collectives within a group. `Inputs.cluster_of` returns a cluster whose devices are
+groups. So other modules need no rule for groups.
 
-In a forward, the GPUs of a group all-reduce the results of a layer, and in a backward its input gradients (Shoeybi et
-al., "Megatron-LM", arXiv:1909.08053). A ring moves 2 (T-1)/T of the bytes over the link of each GPU (Patarasuk and
-Yuan, 2009). The latency of the link counts once per all-reduce, not per hop.
+In a forward, the GPUs of a group all-reduce the results of a layer. In a backward, they all-reduce its input gradients
+(Shoeybi et al., "Megatron-LM", arXiv:1909.08053). A ring moves 2 (T-1)/T of the bytes over the link of each GPU
+(Patarasuk and Yuan, 2009). The latency of the link counts once per all-reduce, not per hop.
 
 If R replicas divide the optimizer (Rajbhandari et al., "ZeRO", arXiv:1910.02054, stage 1; the "distributed optimizer"
-of Megatron-LM), each has 1/R of its state and takes 1/R of its step. They sum gradients by a reduce-scatter, and get
-updated parameters by an all-gather. Both together move as many bytes as the all-reduce of gradients that counts
-otherwise, if parameters are not wider than gradients.
+of Megatron-LM), each replica has 1/R of the optimizer state and takes 1/R of the optimizer's time. The replicas sum
+gradients by a reduce-scatter, and get updated parameters by an all-gather. If parameters are not wider than gradients,
+both together move as many bytes as the all-reduce of gradients without such a division.
 """
 
 from collections.abc import Callable, Mapping
@@ -31,7 +31,7 @@ def collectives_us(size_bytes: float, count: int, tensor_parallel: int, link: Li
     """Return the time of a layer's all-reduces within a group, for one direction of a micro-batch.
 
     Args:
-        size_bytes: Bytes of all these all-reduces together.
+        size_bytes: Bytes of all all-reduces of the layer together.
         count: Number of all-reduces.
         tensor_parallel: GPUs of a group (T).
         link: Link within a node.
@@ -46,18 +46,18 @@ def collectives_us(size_bytes: float, count: int, tensor_parallel: int, link: Li
 
 
 def widths_of(profile: Profile) -> tuple[int, ...]:
-    """Return every T for which the profile has layers, ascending."""
+    """Return the widths (numbers of GPUs that share each layer) for which the profile has costs, ascending."""
     return tuple(sorted(layers_by_width(profile)))
 
 
 def has_collectives(profile: Profile, width: int) -> bool:
-    """Return True if the profile's times leave out all-reduces in groups of `width` GPUs."""
+    """Return True if the profile's times do not include the all-reduces in groups of `width` GPUs."""
     layers = layers_by_width(profile)[width]
     return width > 1 and any(layer.collectives or layer.collective_bytes for layer in layers)
 
 
 def at_width(profile: Profile, cluster: Cluster) -> Profile:
-    """Return a profile of one width, whose times include the collectives within a group.
+    """Return the profile at the width of a cluster's devices, with times that include the collectives within a group.
 
     If replicas divide the optimizer, each layer has the part of one replica. Replicas that divide experts have
     different ones, so the optimizer is divided only among the R/E replicas with the same experts.
@@ -67,10 +67,10 @@ def at_width(profile: Profile, cluster: Cluster) -> Profile:
         cluster: Cluster whose devices are the groups.
 
     Returns:
-        The profile; `profile` itself if that has only this width, no collectives, and the whole optimizer.
+        Profile with one width; `profile` itself if it has only this width, no collectives, and the whole optimizer.
 
     Raises:
-        UsageError: The profile does not have the width.
+        UsageError: The profile has no costs for the width.
     """
     width, layers = cluster.tensor_parallel, layers_by_width(profile)
     if width not in layers:
@@ -83,22 +83,22 @@ def at_width(profile: Profile, cluster: Cluster) -> Profile:
 
 
 def profile_of_plan(plan: Plan, profile: Profile) -> Profile:
-    """Return the profile at the plan's width, with collectives; raises like `at_width`."""
+    """Return the profile at the plan's width, with times that include collectives; raise UsageError as `at_width`."""
     return at_width(profile, plan.cluster)
 
 
 def usable_widths(profile: Profile, inputs: Inputs) -> tuple[int, ...]:
-    """Return every T that a request allows, ascending.
+    """Return the widths (numbers of GPUs that share each layer) that a request allows, ascending.
 
     Args:
         profile: The profile.
         inputs: The request.
 
     Returns:
-        At least one T.
+        At least one width.
 
     Raises:
-        UsageError: There is none, or the link within a node is unknown.
+        UsageError: No width is possible, or the link within a node is unknown.
     """
     problems = {width: _problem(profile, inputs, width) for width in _requested(profile, inputs)}
     usable = tuple(width for width, problem in problems.items() if not problem)
@@ -110,20 +110,20 @@ def usable_widths(profile: Profile, inputs: Inputs) -> tuple[int, ...]:
     if unpriced:
         alone = ", or `--tensor-parallel 1`" if usable[0] == 1 else ""
         raise UsageError(
-            f"{unpriced[0]} GPUs that share layers sum their results, and the link within a node is unknown",
+            f"{unpriced[0]} GPUs that share layers sum their results, but the link within a node is unknown",
             hint=f"give it: `--link 450GB/s,5us`{alone}",
         )
     return usable
 
 
 def merged(profiles: Mapping[str, Profile]) -> Profile:
-    """Return one profile with the widths of several, which are of the same model on the same device.
+    """Return one profile with the widths of several profiles of the same model on the same device.
 
     Args:
         profiles: The profiles by the names of their files.
 
     Returns:
-        The profile; the smallest width comes first.
+        The merged profile; the smallest width comes first.
 
     Raises:
         UsageError: Two profiles differ in more than the width, or have the same width.
@@ -159,24 +159,24 @@ _SAME: Final[Mapping[str, Callable[[Profile], object]]] = {
     "model": lambda profile: (profile.model.source, profile.model.parameters, profile.model.inputs),
     "settings": lambda profile: {**profile.model.settings, "tensor_parallel": None},
 }
-"""Parts in which profiles of different widths are equal."""
+"""Properties in which profiles of different widths must be equal."""
 
 
 def with_layers(profile: Profile, change: Callable[[LayerProfile], LayerProfile]) -> Profile:
-    """Return the profile with every layer changed, at every width."""
+    """Return the profile with `change` applied to every layer at every width."""
     widths = tuple(replace(width, layers=tuple(map(change, width.layers))) for width in profile.widths)
     return replace(profile, layers=tuple(map(change, profile.layers)), widths=widths)
 
 
 class WidthTables:
-    """Cost tables of a profile at every width; each is made once."""
+    """Cost tables of a profile at every width; each table is computed once."""
 
     def __init__(self, profile: Profile) -> None:
         self._profile = profile
         self._tables: dict[tuple[int, int, Link, float], CostTable] = {}
 
     def at(self, cluster: Cluster) -> CostTable:
-        """Return the costs of a cluster's groups; raises like `at_width`."""
+        """Return the cost table at the width of a cluster's devices; raises UsageError like `at_width`."""
         key = cluster.tensor_parallel, cluster.optimizer_shards, cluster.link, cluster.speed(0)
         if key not in self._tables:
             self._tables[key] = CostTable(at_width(self._profile, cluster))
@@ -184,16 +184,16 @@ class WidthTables:
 
 
 def layers_by_width(profile: Profile) -> dict[int, tuple[LayerProfile, ...]]:
-    """Return the layers by T, for every T that the profile has."""
+    """Return the layers of the profile by width (number of GPUs that share each layer)."""
     return {profile.tensor_parallel: profile.layers, **{each.tensor_parallel: each.layers for each in profile.widths}}
 
 
 def _priced(layer: LayerProfile, *, cluster: Cluster) -> LayerProfile:
-    """Return the layer with its collectives as part of its times."""
+    """Return the layer with the time of its collectives added to its forward and backward times."""
     if cluster.tensor_parallel == 1 or not (layer.collectives or layer.collective_bytes):
         return layer
     sizes = layer.collective_bytes or (0,) * len(layer.forward_us)
-    # Stages divide all times by the speed, which makes no link faster.
+    # Stage times are divided by the speed, but a faster device does not make links faster.
     more_us = [
         cluster.speed(0) * collectives_us(size, layer.collectives, cluster.tensor_parallel, cluster.link)
         for size in sizes
@@ -230,7 +230,7 @@ def _requested(profile: Profile, inputs: Inputs) -> tuple[int, ...]:
 
 
 def _problem(profile: Profile, inputs: Inputs, width: int) -> str:
-    """Return why a request cannot have groups of `width` GPUs; empty if it can."""
+    """Return the reason why a request cannot use groups of `width` GPUs; empty if it can."""
     problems = {
         f"{pluralize(inputs.devices, 'GPU')} cannot be a group of {width} that share layers": width > inputs.devices,
         f"nodes of {pluralize(inputs.node_devices, 'GPU')} do not hold whole groups of {width}": inputs.node_devices
@@ -244,7 +244,7 @@ def _problem(profile: Profile, inputs: Inputs, width: int) -> str:
 
 
 def _missing(width: int) -> str:
-    return f"the profile has no layers that {width} GPUs share"
+    return f"the profile has no costs for {width} GPUs that share each layer"
 
 
 def _listed(profile: Profile) -> str:

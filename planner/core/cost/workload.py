@@ -1,10 +1,10 @@
 """Workload: tokens and floating-point operations of a training step, and duration and cost of a training run.
 
-The model FLOPs of a sample are those of one forward and one backward without recomputation. A backward takes twice the
-forward, because each of a product's two gradients takes as many operations as the product. With the 2 N operations per
-token of a forward of N parameters, forward and backward have the 6 N of Kaplan et al., arXiv:2001.08361. The model
-FLOPs utilization (MFU) is the model FLOPs as a share of what the devices could compute in the same time (Chowdhery et
-al., "PaLM", arXiv:2204.02311, appendix B).
+The model FLOPs of a sample are those of one forward and one backward without recomputation. A backward needs twice the
+FLOPs of the forward, because each of a product's two gradients takes as many operations as the product. The forward of
+N parameters takes 2 N operations per token, so that forward and backward take the 6 N of Kaplan et al.,
+arXiv:2001.08361. The model FLOPs utilization (MFU) is the model FLOPs as a share of what the devices could compute in
+the same time (Chowdhery et al., "PaLM", arXiv:2204.02311, appendix B).
 """
 
 import re
@@ -30,12 +30,12 @@ class Workload:
     tokens: int = 0
     """Tokens of a sample; 0 if they are not known."""
     flops: float = 0.0
-    """Model FLOPs on each GPU of all stages together; 0 if the profile has none."""
+    """Model FLOPs of a sample in all stages, divided by the GPUs that share each layer; 0 if the profile has none."""
     peak_flops_per_s: float = 0.0
     """Peak rate of a GPU in the profile's precision; 0 if it is not known."""
 
     def utilization(self, samples_per_s: float, devices: int) -> float:
-        """Return the MFU of this many devices; 0 if it is not known."""
+        """Return the model FLOPs utilization of `devices` devices; 0 if it is not known."""
         able = devices * self.peak_flops_per_s
         return self.flops * samples_per_s / able if able else 0.0
 
@@ -57,7 +57,7 @@ def workload_of(profile: Profile) -> Workload:
 
 
 def training_run(inputs: Inputs, step_us: float, workload: Workload, *, devices: int = 0) -> TrainingRun | None:
-    """Return duration and cost of the training run that a request names.
+    """Return duration and cost of the training run whose length a request gives.
 
     Args:
         inputs: The request, with the length of the run or a price.
@@ -66,7 +66,8 @@ def training_run(inputs: Inputs, step_us: float, workload: Workload, *, devices:
         devices: Number of devices to pay for; 0 for those of the request.
 
     Returns:
-        The run, of one step if only the price is given; None if neither is, or the tokens of a sample are not known.
+        The training run; a run of one step if only the price is given. None if neither length nor price is given, or if
+        the length is in tokens and the tokens of a sample are not known.
     """
     samples = inputs.samples
     if inputs.tokens and workload.tokens:
@@ -94,7 +95,7 @@ def _tokens(profile: Profile) -> int:
 
 
 def _passes(layers: tuple[LayerProfile, ...]) -> list[int]:
-    """Return the FLOP of each layer's forward and backward relative to its forward: 3, or less for frozen layers."""
+    """Return, for each layer, the FLOPs of forward and backward divided by those of the forward: at most 3."""
     if not any(layer.trained_bytes for layer in layers):
         return [3] * len(layers)  # The profile does not say what is trained.
     passes, trained = [], False

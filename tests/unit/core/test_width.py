@@ -91,7 +91,7 @@ def test_groups_are_inside_nodes_of_equal_devices(
 @pytest.mark.parametrize(
     ("asked", "said"),
     [
-        ({"tensor_parallel": 8}, "the profile has no layers that 8 GPUs share"),
+        ({"tensor_parallel": 8}, "the profile has no costs for 8 GPUs that share each layer"),
         ({"tensor_parallel": 4, "node_devices": 2}, "nodes of 2 GPUs do not hold whole groups of 4"),
         ({"tensor_parallel": 4, "devices": 3, "memory_bytes": (9,) * 3}, "3 GPUs cannot be a group of 4"),
         ({"tensor_parallel": 2, "speeds": (1.0,) * 7 + (2.0,)}, "groups of 2 need GPUs that are all alike"),
