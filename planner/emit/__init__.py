@@ -1,4 +1,4 @@
-"""Emitters: write the files that run a plan, with the bundled executor or another engine; read other engines' cuts.
+"""Emitters: write the files that run a plan with the bundled executor or another engine, and read other engines' cuts.
 
 `engines` has the table of engines and writes files; each engine has its own module.
 """

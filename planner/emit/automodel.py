@@ -1,10 +1,11 @@
 """NeMo Automodel 0.7: `distributed` and `step_scheduler` of a recipe.
 
-`distributed.pipeline` is a `PipelineConfig`. Its `module_fqns_per_model_part` is a list of module paths per stage, and
-replaces `layers_per_stage`, which only cuts evenly. A stage is a copy of the model with all other modules set to None
-(nemo_automodel/components/distributed/pipelining/functional.py, `split_model_into_stages`). List members are kept or
-deleted as a whole, and rotary embeddings are needed everywhere. `pp_schedule` is one of torch's names. It places the
-stages, in a V only for ZBVZeroBubble; other schedules are in a file.
+`distributed.pipeline` is a `PipelineConfig`. Its `module_fqns_per_model_part` has a list of module paths for each
+stage. It replaces `layers_per_stage`, which only cuts evenly. A stage is a copy of the model in which the modules of
+other stages are set to None (nemo_automodel/components/distributed/pipelining/functional.py,
+`split_model_into_stages`). Members of module lists are kept or deleted as a whole. Every stage needs the rotary
+embeddings. `pp_schedule` is the name of a schedule in torch. The name also decides the placement of the stages: a V for
+ZBVZeroBubble, otherwise a loop. A schedule that torch lacks is written to a file of its own.
 """
 
 import json
@@ -17,7 +18,7 @@ from planner.emit.layout import EngineFile, Layout, text_of
 from planner.emit.schedule_csv import SCHEDULE_FILE, schedule_table
 
 ON_EVERY_STAGE: Final = "rotary_emb"
-"""Last part of the paths that every stage lists."""
+"""Last part of the module paths that are in the lists of all stages."""
 
 _NAME: Final = "Automodel"
 _INSIDE_A_MEMBER = re.compile(r"\.\d+\.")
@@ -25,16 +26,16 @@ _BLOCK = re.compile(r"(\w+\.)*layers\.\d+")
 _WIDTH: Final = 100
 
 _USE: Final = """\
-Put it into a recipe, instead of its `distributed` and of these two keys of its `step_scheduler`.
+Put this into a recipe. It replaces `distributed` and the two keys of `step_scheduler`.
 Modules that are in none of the lists are deleted from every stage."""
 
 
 def emit_automodel(layout: Layout) -> EngineFile:
-    """Return part of a recipe.
+    """Return the sections of a recipe that run the plan.
 
     Raises:
         UsageError: A layer has no path, or a path inside a list member; stages share parameters; there are fewer
-            micro-batches than devices; or the engine cannot place the stages so.
+            micro-batches than devices; or the engine does not support the plan's placement of stages.
     """
     plan = layout.plan
     _check(layout)
@@ -50,7 +51,7 @@ def emit_automodel(layout: Layout) -> EngineFile:
     lines = ["distributed:", "  strategy: fsdp2", *(f"  {key}: {size}" for key, size in sizes.items()), "  pipeline:"]
     lines += [f"    {key}: {json.dumps(value)}" for key, value in pipeline.items()]
     lines += ["    module_fqns_per_model_part:", *_lists(layout)]
-    # One step of the scheduler is one mini-batch; `local_batch_size` is each pipeline's part of it.
+    # One step of the scheduler is one mini-batch; `local_batch_size` is the part of one pipeline.
     batches = {"global_batch_size": plan.inputs.batch, "local_batch_size": plan.micro_batches * plan.micro_batch_size}
     lines += ["step_scheduler:", *(f"  {key}: {size}" for key, size in batches.items())]
     notes = _notes(layout)
@@ -95,7 +96,7 @@ def _check(layout: Layout) -> None:
 
 
 def _schedule_name(layout: Layout) -> str:
-    """Return the schedule's name for Automodel, chosen so that stages are placed as in the plan."""
+    """Return the schedule name for which Automodel places the stages as the plan does."""
     if layout.plan.placement == "loop":
         return layout.placing_name
     in_v = (rule.torch_name for rule in SCHEDULES.values() if rule.placement == "v" and rule.torch_name)
@@ -103,7 +104,7 @@ def _schedule_name(layout: Layout) -> str:
 
 
 def _lists(layout: Layout) -> list[str]:
-    """Return the modules of each stage, in one line if it is not too long."""
+    """Return YAML lines with the list of modules of each stage."""
     stages = layout.module_paths(_NAME)
     shared = [path for stage in stages for path in stage if path.rpartition(".")[2] == ON_EVERY_STAGE]
     lines = []
@@ -119,14 +120,16 @@ def _lists(layout: Layout) -> list[str]:
 def _notes(layout: Layout) -> list[str]:
     notes = []
     if not any(_BLOCK.fullmatch(path) for stage in layout.module_paths(_NAME) for path in stage):
-        notes.append("Automodel splits models whose blocks are called `layers.0`, …, but this model has no such blocks")
+        notes.append(
+            "Automodel only splits models whose blocks are named `layers.0`, …, but this model has no such blocks"
+        )
     if layout.plan.replicas > 1:
-        what = "parameters" if layout.plan.divides_optimizer else "parameters and optimizer"
+        what = "parameters" if layout.plan.divides_optimizer else "parameters and optimizer state"
         notes.append(f"Automodel's FSDP2 shards {what} over replicas: less memory, more transfers")
     return [
         *notes,
         *layout.halves_notes(),
-        *layout.recompute_notes("Automodel recomputes by layer, on all stages alike: set `activation_checkpointing`"),
+        *layout.recompute_notes("Automodel recomputes layers, equally on all stages: set `activation_checkpointing`"),
         *layout.assumption_notes(
             sequence="distributed.sequence_parallel",
             experts="distributed.ep_size",

@@ -1,9 +1,9 @@
-"""DeepSpeed 0.19.8: a `PipelineModule` with given parts.
+"""DeepSpeed 0.19.8: a `PipelineModule` with the plan's cuts.
 
-Its `partition_method` (deepspeed/runtime/pipe/module.py) is `uniform`, `parameters` or `type:REGEX`, and none of them
-takes given cuts. The file therefore defines a subclass that sets `parts`, the list that these methods set. The engine
-runs 1F1B (`TrainSchedule`). M is `gradient_accumulation_steps`. Recomputation is an attribute of the module, which each
-stage can set for itself.
+Its `partition_method` (deepspeed/runtime/pipe/module.py) is `uniform`, `parameters` or `type:REGEX`, and none of these
+methods accepts given cuts. The emitted file therefore defines a subclass that sets `parts`, the list of cuts. The
+engine runs 1F1B (`TrainSchedule`). M is `gradient_accumulation_steps`. Recomputation is an attribute of the module,
+which each stage can set for itself.
 """
 
 from itertools import accumulate
@@ -39,7 +39,7 @@ class PlannedPipelineModule(PipelineModule):
 
 
 def emit_deepspeed(layout: Layout) -> EngineFile:
-    """Return PARTS, CHECKPOINT_INTERVALS, CONFIG, LAYERS and the subclass that uses them.
+    """Return a Python file with the plan's values and a subclass of `PipelineModule` that uses these values.
 
     Raises:
         UsageError: DeepSpeed cannot run the plan: it is interleaved, stages share parameters, or the model is not a
@@ -59,7 +59,7 @@ def emit_deepspeed(layout: Layout) -> EngineFile:
             "DeepSpeed recomputes a stage completely or not at all: stages that recompute anything recompute "
             "everything; solve with `--recompute always` or `never`"
         )
-    # An interval as long as the stage makes one segment, which is our `always`.
+    # If the interval is the whole stage, DeepSpeed recomputes it completely, which is the choice `always`.
     intervals = [0 if s.recompute == "never" else s.layers for s in plan.stages]
     config = {
         "train_batch_size": plan.inputs.batch,

@@ -1,7 +1,8 @@
 """Hugging Face accelerate 1.15 and transformers 5: a `device_map`.
 
-A dictionary of module path to device, which must cover every parameter and buffer (huggingface.co/docs/accelerate,
-"Handling big models for inference", "Designing a device map"). It only places modules: one device works at a time.
+A dictionary from module path to device, which must cover every parameter and buffer (huggingface.co/docs/accelerate,
+"Handling big models for inference", "Designing a device map"). A device map only places modules, so that one device
+computes at a time.
 """
 
 from typing import Final
@@ -16,11 +17,11 @@ Use it:
 
 _NO_PIPELINE: Final = """\
 a device map only places modules, which run one after the other: micro-batches, schedule and \
-recomputation are not included, and the plan's step time is not reached"""
+recomputation are not included, and a step takes longer than planned"""
 
 
 def emit_device_map(layout: Layout) -> EngineFile:
-    """Return DEVICE_MAP.
+    """Return a Python file that defines DEVICE_MAP.
 
     Raises:
         UsageError: A layer has no path.

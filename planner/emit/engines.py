@@ -1,4 +1,4 @@
-"""Table of engines, and writing of a plan in the format of any of them."""
+"""Table of engines, and functions that write a plan in the format of an engine."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -36,11 +36,11 @@ ENGINES: Final[dict[str, Callable[[Layout], EngineFile]]] = {
 """Other engines, by name of the format."""
 
 FORMATS: Final = {**ENGINES, "csv": emit_schedule_csv}
-"""Formats of other engines, and the schedule alone, which several of them read."""
+"""Formats of other engines, and `csv`: the schedule alone, which several engines read."""
 
 
 def check_engine(engine: str, *, launch: str | None = None, has_smaller: bool = False) -> None:
-    """Raise UsageError if the engine is unknown, or does not support another option.
+    """Raise UsageError if the engine is unknown, or does not support a requested option.
 
     Args:
         engine: Name of the format.
@@ -62,16 +62,16 @@ def check_engine(engine: str, *, launch: str | None = None, has_smaller: bool = 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EmitResult:
-    """Result of writing a plan to a folder."""
+    """Files that were written for a plan, and how to use them."""
 
     paths: tuple[Path, ...]
-    """Written files; the script or the engine's file is last."""
+    """Paths of the files; the path of the script, or of the engine's file, is last."""
     kept: bool = False
-    """True if the script was edited and is kept."""
+    """True if the script was not overwritten, because it was edited."""
     notes: tuple[str, ...] = ()
     """Remarks about the files."""
     use: str
-    """Use of the files: the command that usually follows."""
+    """Command or call that uses the files."""
 
 
 def write_emitted(
@@ -88,9 +88,9 @@ def write_emitted(
     repeat_options: RepeatOptions = no_options,
     say: Callable[[str], None],
 ) -> EmitResult:
-    """Write the files that run `plan` in `engine` to a folder.
+    """Write the files with which `engine` runs `plan` to a folder.
 
-    Input files and the model's file are never overwritten, and edited files only with `force`.
+    Input files and the model's file are never overwritten. Edited files are overwritten only with `force`.
 
     Args:
         plan: The plan.
@@ -101,15 +101,15 @@ def write_emitted(
         force: If true, overwrite edited files.
         smaller: Plans for fewer processes, made from the same profile; for the bundled executor.
         launch: Scheduler for which a launcher is written, if any.
-        nodes: Nodes for the launcher; default: those of the plan.
+        nodes: Nodes for the launcher; defaults to the nodes of the plan.
         repeat_options: Function that returns the `solve` options of a plan's request.
-        say: Called before each slow step, with its description.
+        say: Function that is called with a description of each slow operation before it begins.
 
     Returns:
         The written files.
 
     Raises:
-        InfeasibleError: The plan needs more memory in that engine than its limit.
+        InfeasibleError: In the engine, the plan needs more memory than its limit.
         UsageError: The engine is unknown or cannot run the plan, an input would be overwritten, the nodes have too few
             devices, or a plan in `smaller` is not a smaller plan of the same training.
         FileError: A file cannot be written, or was edited.
@@ -143,7 +143,7 @@ def write_emitted(
 
 
 def emit_engine(name: str, plan: Plan, profile: Profile) -> EngineFile:
-    """Return `plan` in a format.
+    """Return the file of `plan` in a format.
 
     Args:
         name: One of `ENGINES`, or `csv`.
@@ -161,7 +161,7 @@ def emit_engine(name: str, plan: Plan, profile: Profile) -> EngineFile:
 
 
 def _write(texts: Mapping[Path, str], *, force: bool) -> None:
-    """Write all files, or none if one was edited."""
+    """Write all files, or no file if one was edited and `force` is false."""
     for path, text in texts.items():
         if not force:
             refuse_other(path, text)

@@ -1,4 +1,4 @@
-"""Common input of all engine formats: layers by name, cut into stages."""
+"""Common input of all engine formats: the plan, and the profile's layers cut into stages."""
 
 import json
 import re
@@ -34,35 +34,35 @@ class EngineFile:
     notes: tuple[str, ...]
     """Remarks about parts of the plan that the format cannot express; also written to the file."""
     use: str
-    """Use of the file."""
+    """Call or command that uses the file."""
     beside: Mapping[str, str] = field(default_factory=dict)
-    """Texts of other files that it needs in the same folder, by name."""
+    """Texts of other files that the file needs in the same folder, by name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """Plan with the layers that it cuts."""
+    """Plan together with the profile's layers in each of its stages."""
 
     plan: Plan
     stages: tuple[tuple[LayerProfile, ...], ...]
     expert_parallel: int = 1
-    """Replicas that divide the experts of each layer among them."""
+    """Number of replicas among which the experts of each layer are divided."""
     sequence_parallel: bool = False
-    """True if GPUs that share layers also divide other tensors along the sequence."""
+    """True if GPUs that share layers also divide the other tensors along the sequence (sequence parallelism)."""
     recompute_attention: bool = False
-    """True if backward recomputes attention only."""
+    """True if backward recomputes attention, and nothing else."""
 
     @classmethod
     def of(cls, plan: Plan, profile: Profile) -> "Layout":
-        """Return the layers of `profile`, cut as in `plan`.
+        """Return the layout of `plan`, with the layers of `profile`.
 
         Raises:
-            UsageError: The plan does not match these layers.
+            UsageError: The plan does not match the layers of the profile.
         """
         partition = Partition.of(plan, [layer.name for layer in profile.layers])
         check_partition(partition, num_layers=len(profile.layers), num_devices=plan.cluster.num_devices)
         settings = profile.model.settings
-        # Settings of a measured model may have any names.
+        # Settings of measured models can have any names, so only settings of formulas have a known meaning.
         assumed = settings if "formula" in settings else {}
         return cls(
             plan=plan,
@@ -83,7 +83,7 @@ class Layout:
 
     @property
     def placing_name(self) -> str:
-        """Torch's name of a schedule with the same placement of stages; empty if torch has none."""
+        """Torch's name of the schedule, or of another schedule with the same placement; empty if torch has none."""
         several = self.plan.chunks > 1
         alike = (
             schedule.torch_name
@@ -108,7 +108,7 @@ class Layout:
         """Return the module paths of each stage.
 
         Raises:
-            UsageError: A layer is part of a module, so that a cut next to it has no path.
+            UsageError: A layer is only a part of a module and therefore has no module path.
         """
         for layer in self.layers:
             if not all(_PATH.fullmatch(path) for path in modules_of(layer)):
@@ -122,7 +122,8 @@ class Layout:
         """Return the module paths of each stage, for engines that run modules in sequence.
 
         Raises:
-            UsageError: A layer is part of a module or has several, so the model is not a sequence of modules.
+            UsageError: A layer is a part of a module, or has several modules, so that the model is not a sequence of
+                modules.
         """
         for layer in self.layers:
             if len(modules_of(layer)) > 1:
@@ -148,7 +149,7 @@ class Layout:
         return tuple(pair for pair in self.ties() if stage_of[pair[0]] != stage_of[pair[1]])
 
     def kept_together(self, first: str, second: str) -> str | None:
-        """Return the `solve` option that keeps two layers in one stage; None if that would be the whole model."""
+        """Return the `solve` option that keeps two layers in one stage; None if the stage would be the whole model."""
         names = [layer.name for layer in self.layers]
         num_layers = names.index(second) - names.index(first) + 1
         return None if num_layers == len(names) else f"`--together {first},{second}`"
@@ -171,7 +172,7 @@ class Layout:
             )
 
     def schedule_notes(self, engine: str, *runs: Schedule) -> list[str]:
-        """Return a note if the engine does not run the plan's schedule; it names the first one that it runs."""
+        """Return a note if the plan's schedule is not in `runs`, the schedules that the engine can run."""
         if self.schedule in runs:
             return []
         text = f"the plan uses {self.schedule_name}, but {engine} runs {runs[0].torch_name}"
@@ -181,10 +182,10 @@ class Layout:
         """Return a note if backwards are split, because torch splits them differently."""
         if not self.schedule.splits_backward:
             return []
-        return ["torch splits backwards differently and holds more memory between I and W than planned"]
+        return ["torch splits backwards differently, and needs more memory than planned between I and W"]
 
     def recompute_notes(self, text: str) -> list[str]:
-        """Return `text` with the choices of the stages, if any of them recomputes."""
+        """Return a note of `text` and the recompute choices of the stages; no note if no stage recomputes."""
         runs = [(choice, [s.index for s in run]) for choice, run in groupby(self.plan.stages, lambda s: s.recompute)]
         if [choice for choice, _ in runs] == ["never"]:
             return []
@@ -193,12 +194,12 @@ class Layout:
         return [f"{text} (planned: {planned})"]
 
     def assumption_notes(self, *, sequence: str = "", experts: str = "", attention: str = "") -> list[str]:
-        """Return a note for each assumption of the predicted memory that the user must set in the engine.
+        """Return a note for each option of the engine that must be set, because the predicted memory assumes it.
 
         Args:
-            sequence: Option for sequence parallelism; empty if the engine needs none, like the following.
-            experts: Option for the number of replicas that divide experts.
-            attention: Option for recomputation of attention.
+            sequence: Option for sequence parallelism; empty if the engine needs no option for it.
+            experts: Option for the number of replicas that divide experts; empty if not needed.
+            attention: Option for recomputation of attention; empty if not needed.
         """
         assumed = {
             "division along the sequence": sequence if self.sequence_parallel else "",
@@ -208,7 +209,7 @@ class Layout:
         return [f"the memory assumes {what}: set `{option}`" for what, option in assumed.items() if option]
 
     def replica_notes(self, engine: str) -> list[str]:
-        """Return a note if the plan has several replicas but the engine's format only one pipeline."""
+        """Return a note that the engine's format describes one pipeline, if the plan has several replicas."""
         count = self.plan.replicas
         if count == 1:
             return []
@@ -216,13 +217,13 @@ class Layout:
 
 
 def refuse_sharing(engine: str, plan: Plan) -> None:
-    """Raise UsageError if GPUs of the plan share layers or the optimizer, and the engine's cannot."""
+    """Raise UsageError if the plan has GPUs that share layers or the optimizer, which the engine does not support."""
     shared = {
-        f"{plan.tensor_parallel} GPUs of the plan share each layer": (
+        f"in the plan, {plan.tensor_parallel} GPUs share each layer": (
             "with `--tensor-parallel 1`",
             plan.tensor_parallel > 1,
         ),
-        f"{plan.replicas} replicas of the plan divide the optimizer": (
+        f"in the plan, {plan.replicas} replicas divide the optimizer": (
             "without `--shard-optimizer`",
             plan.divides_optimizer,
         ),
@@ -242,21 +243,21 @@ def modules_of(layer: LayerProfile) -> tuple[str, ...]:
 
 
 def paths_above(path: str) -> list[str]:
-    """Return the paths of the parent modules: `a.b`, `a` for `a.b.c`."""
+    """Return the paths of a module's parents, the nearest first: `a.b`, `a` for `a.b.c`."""
     parts = path.split(".")
     return [".".join(parts[:end]) for end in range(len(parts) - 1, 0, -1)]
 
 
 def text_of(layout: Layout, body: str, *, engine: str, option: str, notes: Sequence[str], docstring: str = "") -> str:
-    """Return a signed file of an engine, in a language whose comments begin with `#`.
+    """Return the signed text of an engine's file, in a language whose comments begin with `#`.
 
     Args:
         layout: The plan with its layers.
-        body: Text of the file below the comments.
+        body: Text of the file after the comments at its beginning.
         engine: Name of the engine for people.
         option: Name of the engine for `emit --format`.
         notes: Remarks about parts of the plan that are not in the file.
-        docstring: Use of the file.
+        docstring: Instructions for the use of the file.
 
     Returns:
         The text.
@@ -279,7 +280,7 @@ def text_of(layout: Layout, body: str, *, engine: str, option: str, notes: Seque
 
 
 def python_values(**values: Any) -> str:
-    """Return Python assignments, with one line per entry of a mapping or of a list of lists."""
+    """Return Python assignments. Each entry of a mapping or of a long list has its own line."""
     return "".join(f"{name} = {_python(value, '')}\n" for name, value in values.items())
 
 

@@ -3,7 +3,8 @@
 A string of layers with `|` between stages: `E` the embedding, `t` a transformer block, `m` a layer of multi-token
 prediction, `L` the loss and the layers just before it, `t*3` for `ttt` (docs.nvidia.com/megatron-core, "Custom Pipeline
 Model Parallel Layout", experimental; megatron/core/transformer/pipeline_parallel_layer_layout.py). Stages are listed in
-the order of the model. If there are more stages than devices, they are interleaved as ours are.
+the order of the model. If there are more stages than devices, Megatron interleaves them, as the schedule `interleaved`
+does.
 """
 
 import re
@@ -24,11 +25,11 @@ _MTP = re.compile(r"(?:^|\.)(?:mtp|nextn)\w*(?:\.(?:layers\.)?(?P<number>\d+))?"
 
 
 def emit_megatron(layout: Layout) -> EngineFile:
-    """Return a shell array of options.
+    """Return a shell file that defines an array of options.
 
     Raises:
-        UsageError: The layers are not an embedding, blocks and a head; a cut is inside one of these; or layers of
-            multi-token prediction are in several stages.
+        UsageError: The layers are not an embedding, blocks and a head; a cut is inside an embedding, a block or a head;
+            or layers of multi-token prediction are in several stages.
     """
     plan = layout.plan
     kinds = _kinds(layout.layers)
@@ -49,7 +50,7 @@ def emit_megatron(layout: Layout) -> EngineFile:
     runs = (INTERLEAVED, ONE_FORWARD_ONE_BACKWARD) if plan.chunks > 1 else (ONE_FORWARD_ONE_BACKWARD, INTERLEAVED)
     notes = [
         *layout.schedule_notes(_NAME, *runs),
-        *layout.recompute_notes("Megatron-LM recomputes on all stages alike: set `--recompute-granularity`"),
+        *layout.recompute_notes("Megatron-LM recomputes equally on all stages: set `--recompute-granularity`"),
     ]
     if layout.expert_parallel > 1 and plan.tensor_parallel > 1 and not layout.sequence_parallel:
         notes.append(
@@ -75,7 +76,7 @@ def emit_megatron(layout: Layout) -> EngineFile:
 
 
 def _divisions(layout: Layout) -> Iterator[str]:
-    """Yield the options for what the profile's costs assume, except for pipeline stages."""
+    """Yield the options for parallelism within stages and for recomputation that the profile's costs assume."""
     if layout.plan.tensor_parallel > 1:
         yield f"--tensor-model-parallel-size {layout.plan.tensor_parallel}"
     if layout.sequence_parallel:
@@ -84,7 +85,7 @@ def _divisions(layout: Layout) -> Iterator[str]:
         yield "--use-distributed-optimizer"
     if layout.expert_parallel > 1:
         yield f"--expert-model-parallel-size {layout.expert_parallel}"
-    # The granularity is one for all stages; if one recomputes whole layers, a note says so.
+    # All stages have the same granularity. If a stage recomputes whole layers, a note is written instead.
     if layout.recompute_attention and all(stage.recompute == "never" for stage in layout.plan.stages):
         yield "--recompute-granularity selective"
 
@@ -115,14 +116,14 @@ def balance_of_layout(text: str, layers: Sequence[LayerProfile]) -> tuple[int, .
 
 
 def _repeated(repeat: re.Match[str], *, most: int) -> str:
-    """Expand a repetition to at most `most` characters; a few nested ones could expand to gigabytes."""
+    """Return the text of a repetition, of at most `most` characters, because nested ones could expand to gigabytes."""
     if len(repeat[1]) * int(repeat[2]) > most:
         raise UsageError(f"the layout repeats `{repeat[1][:20]}` {repeat[2]} times, more than the profile has layers")
     return repeat[1] * int(repeat[2])
 
 
 LayerGroup = tuple[str, int]
-"""Letter, and number of the block."""
+"""Letter in a layout string (E, t, m or L), and number of the block."""
 
 
 def _kinds(layers: Sequence[LayerProfile]) -> list[LayerGroup]:
@@ -149,7 +150,7 @@ def _kinds(layers: Sequence[LayerProfile]) -> list[LayerGroup]:
         elif n < inside[0] or not predicting or n > predicting[-1]:
             kinds.append(("E" if n < inside[0] else "L", 0))
         else:
-            # A norm before these layers has no letter of its own.
+            # A norm before the layers of multi-token prediction has no letter of its own.
             match = further[max(n, predicting[0])]
             kinds.append(("m", int(match["number"] or 0)) if match else kinds[-1])
     return kinds
@@ -169,14 +170,14 @@ def _check_mtp(layout: Layout, letters: Sequence[Sequence[str]]) -> None:
 
 
 def _numbered(layers: Sequence[LayerProfile]) -> list[int | None]:
-    """Return the number in each layer's name if the rest is the most common name; empty if there is none."""
+    """Return the numbers in layer names with the most common stem, None for other names; empty without such a stem."""
     matches = [None if _MTP.search(layer.name) else _NUMBERED.fullmatch(layer.name) for layer in layers]
     stem = _commonest(match["stem"] for match in matches if match)
     return [int(match["number"]) if match and match["stem"] == stem else None for match in matches] if stem else []
 
 
 def _alike(layers: Sequence[LayerProfile]) -> list[int | None]:
-    """Return a number for each layer with the most common digest."""
+    """Return a number for each layer that has the most common digest, and None for other layers."""
     digests = ["" if _MTP.search(layer.name) else layer.digest for layer in layers]
     commonest = _commonest(filter(None, digests))
     return [n if digest == commonest else None for n, digest in enumerate(digests)] if commonest else []

@@ -29,13 +29,13 @@ RepeatOptions = Callable[[Inputs, Device], tuple[str, ...]]
 
 
 def no_options(_inputs: Inputs, _device: Device) -> tuple[str, ...]:
-    """Return no options: the emitted files name no command to replan."""
+    """Return no options, so that the emitted files contain no command to replan."""
     return ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InputPaths:
-    """Paths of the files that a script is made from; `-` for standard input."""
+    """Paths of the files that a script is made from; the path `-` is standard input."""
 
     plan: str = "plan.yaml"
     profile: str = "profile.yaml"
@@ -45,7 +45,7 @@ class InputPaths:
 
 @dataclass(frozen=True, kw_only=True)
 class Emitted:
-    """Texts to write: `balance.yaml`, and the script `name`, which reads it."""
+    """Texts of `balance.yaml`, of the script `name` that reads it, and of files for fewer processes."""
 
     balance: str
     script: str
@@ -55,11 +55,11 @@ class Emitted:
     use: str
     """Command that runs the script."""
     smaller: Mapping[str, str] = field(default_factory=dict)
-    """Texts of the cuts for fewer processes, by name of the file next to `balance.yaml`."""
+    """Texts of the balance configurations for fewer processes, by name of the file next to `balance.yaml`."""
     plans: tuple[Balance, ...]
-    """Balance configurations of all these texts, most processes first."""
+    """Balance configurations of `balance` and `smaller`, most processes first."""
     launch: EngineFile | None = None
-    """Launcher of the script on a cluster."""
+    """Launcher that starts the script on a cluster, if requested."""
 
     def paths(self, folder: str) -> tuple[Path, ...]:
         """Return the paths of the files in `folder`; the script is last."""
@@ -67,7 +67,7 @@ class Emitted:
         return tuple(Path(folder, name) for name in ("balance.yaml", *self.smaller, *launch, self.name))
 
     def write(self, folder: str, *, force: bool = False) -> bool:
-        """Write all files; an edited script is kept, because it reads the new `balance.yaml`.
+        """Write all files. An edited script is not overwritten, because it reads the new `balance.yaml`.
 
         Args:
             folder: Folder of the files.
@@ -77,8 +77,8 @@ class Emitted:
             True if the script was written.
 
         Raises:
-            FileError: A file of cuts or the launcher was edited, the script was not emitted, or a file cannot be
-                written.
+            FileError: A balance configuration or the launcher was edited, the file of the script was not written by
+                `emit`, or a file cannot be written.
         """
         cuts = {Path(folder, "balance.yaml"): self.balance, **{Path(folder, n): t for n, t in self.smaller.items()}}
         launch = {} if self.launch is None else {Path(folder, self.launch.name): self.launch.text}
@@ -88,7 +88,7 @@ class Emitted:
                 refuse_edited(path, hint="edit the plan instead; `--force` overwrites this file")
             for path in launch:
                 refuse_edited(path, hint="to keep it, remove `--launch`; `--force` overwrites it")
-        # An edited script reads the new balance. It is kept, unless it would run something else.
+        # An edited script is kept if it reads the new balance.yaml.
         is_kept = not force and is_edited(script)
         if is_kept and not runs_balance(script):
             refuse_edited(script)
@@ -116,8 +116,8 @@ def emit_native(
         profile: Its profile.
         folder: Folder of the files.
         profile_folder: Folder of the profile, to which the model's path is relative.
-        smaller: Plans for fewer processes; the script uses the one for the number of started processes.
-        input_paths: Paths of plans and profile, for the command to replan.
+        smaller: Plans for fewer processes. The script chooses the plan for the number of started processes.
+        input_paths: Paths of plans and profile, which the command to replan contains.
         repeat_options: Function that returns the `solve` options of a plan's request.
 
     Returns:
@@ -159,12 +159,12 @@ def emit_native(
 
 
 def _check_smaller(larger: Balance, other: Balance) -> None:
-    """Raise UsageError unless `other` trains the same as `larger`, in fewer processes."""
+    """Raise UsageError unless `other` has the same batch as `larger`, and fewer processes."""
     if other.num_processes >= larger.num_processes:
         raise UsageError(
             f"a plan for {pluralize(other.num_processes, 'process', 'es')} is not smaller than the plan for "
             f"{larger.num_processes}",
-            hint="give `--smaller` plans with fewer processes than PLAN, each with another number of them",
+            hint="give `--smaller` plans with fewer processes than PLAN, each with a different number of processes",
         )
     if other.batch != larger.batch:
         raise UsageError(
@@ -187,7 +187,7 @@ def emit_with(
     planned: RunPrediction | None = None,
     **more: int,
 ) -> Emitted:
-    """Return the configuration of `emit_native`, and a script from a template.
+    """Return the balance configuration of a plan, and a script made from a template.
 
     Args:
         layout: The plan with its layers.
@@ -197,8 +197,8 @@ def emit_with(
         script: Path of the script.
         use: Command that runs the script.
         notes: Remarks about the files.
-        smaller: Numbers of processes that have other plans.
-        planned: Predictions that a run is compared with.
+        smaller: Smaller numbers of processes for which there are other plans.
+        planned: Predictions with which a run compares itself.
         **more: Additional values of the template.
 
     Returns:
@@ -226,14 +226,14 @@ def check_source(profile: Profile) -> None:
         return
     if "formula" in profile.model.settings:
         raise UsageError(
-            "the profile is a formula's, so there is no model that a script could train",
+            "the profile was estimated by a formula, so there is no model that a script could train",
             hint="for other engines: `--format megatron` or `--format torchtitan`; for a script, profile a model.py",
         )
     raise UsageError("the profile names no model file, so there is nothing to train", hint="profile a model.py")
 
 
 def decisions_digest(plan: Plan) -> str:
-    """Return the digest of the plan's decisions (schedule, micro-batches, balance, recompute) and of its profile."""
+    """Return the digest of the plan's decisions, such as schedule and balance, and of its profile."""
     decided = {
         "profile": plan.inputs.profile.digest,
         "batch": plan.inputs.batch,
@@ -259,7 +259,7 @@ def planned_of(
     Args:
         profile: Profile of the plan.
         plan: The plan.
-        path: Its path.
+        path: Path of the plan.
         repeat_options: Function that returns the `solve` options of a plan's request.
         profile_path: Path of the profile.
         folder: Folder of the balance configuration.
@@ -274,7 +274,7 @@ def planned_of(
         reserve_bytes=plan.inputs.reserve_bytes,
         device="" if training_kind(profile.device.kind) == profile.device.kind else profile.device.kind,
         solve=repeat_options(plan.inputs, profile.device),
-        # A file from standard input has no path; the default name is used.
+        # A file from standard input has no path, so that the default name is used.
         **{name: at for name, at in where.items() if at != "-"},
     )
 
@@ -349,7 +349,7 @@ def _stages(plan: Plan) -> str:
 
 
 def _several_machines(plan: Plan, balance: Balance, script: str) -> str:
-    """Return how to start the script on several machines; empty for one process."""
+    """Return a paragraph about starting the script on several machines; empty for one process."""
     count, per_node = balance.num_processes, plan.inputs.node_devices
     if count == 1:
         return ""
@@ -364,7 +364,7 @@ On several machines, run this on each. Ranks follow one pipeline, then the next 
 
 
 def _with_fewer(balance: Balance) -> str:
-    """Return a sentence about the plans for fewer processes; empty if there are none."""
+    """Return a paragraph about the plans for fewer processes; empty if there are none."""
     if not balance.smaller:
         return ""
     plans = ", ".join(f"{count} ({cuts_path(Path('balance.yaml'), count)})" for count in balance.smaller)
@@ -372,7 +372,7 @@ def _with_fewer(balance: Balance) -> str:
 
 
 def stage_table(plan: Plan) -> str:
-    """Return a line per stage, for a docstring."""
+    """Return the stages of a plan as text for a docstring, one stage per line."""
     lines = [
         f"stage {s.index}: {s.layers} layers, {in_docstring(s.first)} to {in_docstring(s.last)}, "
         f"recompute {_recomputed(s)}, {format_bytes(s.memory.total)} of {format_bytes(s.memory_bytes)}"
@@ -389,7 +389,7 @@ def _recomputed(stage: Stage) -> str:
 
 
 def in_docstring(text: str) -> str:
-    """Return `text` with characters escaped that would end a docstring or be an escape in it; names come from files."""
+    """Return `text`, which comes from a file, with characters escaped that would end or change a docstring."""
     return "".join(c if c.isprintable() and c not in '\\"' else _escaped(c) for c in text)
 
 

@@ -1,6 +1,6 @@
-"""Reading of cuts from other engines' files, written by gpipe-plan or by hand.
+"""Functions that read cuts from files of other engines, written by gpipe-plan or by hand.
 
-Python files are parsed, not executed. Only literal assignments count.
+Python files are parsed, not executed. Only assignments of literals are read.
 """
 
 import ast
@@ -35,10 +35,10 @@ def read_balance_list(path: str, layers: Sequence[LayerProfile]) -> tuple[int, .
         layers: Layers of the profile, in order.
 
     Returns:
-        Numbers of layers.
+        Number of layers of each stage.
 
     Raises:
-        FileError: The file cannot be read, has no such list, or is for other layers.
+        FileError: The file cannot be read, has no cuts, or has cuts of other layers.
     """
     try:
         if path.endswith((".yaml", ".yml")):
@@ -70,7 +70,7 @@ def _balance_in(path: str, layers: Sequence[LayerProfile]) -> tuple[int, ...]:
         return _from_parts([stage.layers for stage in value.stages], layers)
     if isinstance(value, Plan):
         return value.balance
-    raise UsageError("is neither a plan nor a balance")
+    raise UsageError("is neither a plan nor a balance configuration")
 
 
 def _values(path: str, text: str) -> dict[str, Any]:
@@ -93,7 +93,7 @@ def _values(path: str, text: str) -> dict[str, Any]:
 
 
 def _named(content: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values of a mapping by lower-case name, including those of nested parts that engines read."""
+    """Return the values of a mapping by lower-case name, with those in `parallelism` and `distributed.pipeline`."""
     named = {str(key).lower(): value for key, value in content.items()}
     distributed = named.get("distributed")
     for part in (named.get("parallelism"), distributed.get("pipeline") if isinstance(distributed, dict) else None):
@@ -114,7 +114,7 @@ def _assigned(module: ast.Module) -> dict[str, Any]:
 
 
 class _Plain(ast.NodeTransformer):
-    """Replace `SplitPoint.BEGINNING` by "BEGINNING"."""
+    """Transformer of a syntax tree that replaces `SplitPoint.BEGINNING` by the literal "BEGINNING"."""
 
     def visit_Attribute(self, node: ast.Attribute) -> ast.Constant:
         return ast.copy_location(ast.Constant(node.attr), node)
@@ -156,7 +156,7 @@ def _from_parts(value: Any, layers: Sequence[LayerProfile]) -> tuple[int, ...]:
     for stage, paths in enumerate(value):
         for path in paths:
             if str(path).rpartition(".")[2] == ON_EVERY_STAGE:
-                continue  # such modules do not define cuts
+                continue  # is in all stages
             if stage_of.setdefault(path, stage) != stage:
                 raise UsageError(f'"{path}" is in two stages')
     stages = _placed(stage_of, layers)
@@ -181,7 +181,7 @@ def _from_runs(labels: Sequence[Any]) -> tuple[int, ...]:
 
 
 def _placed(place_of: Mapping[str, Any], layers: Sequence[LayerProfile]) -> list[Any]:
-    """Return the stage or device of each layer, named by its modules, their parents or their children."""
+    """Return the stage or device of each layer; `place_of` names modules of layers, their parents or children."""
     inside: dict[str, list[str]] = {}
     for path in place_of:
         if not isinstance(path, str):  # a Python file may have any key
@@ -195,7 +195,7 @@ def _placed(place_of: Mapping[str, Any], layers: Sequence[LayerProfile]) -> list
         for module in modules_of(layer):
             around = [path for path in (module, *paths_above(module), "") if path in place_of]
             named = inside.get(module) or around[:1]
-            # A file may name blocks if the profile has their parts, or parts if it has blocks.
+            # The file may name a block whose parts are layers of the profile, or parts of a block that is one layer.
             stages.update(place_of[path] for path in named)
             named_paths.update(around, named)
         if len(stages) != 1:

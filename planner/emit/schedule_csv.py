@@ -3,11 +3,11 @@
     0F0,0F1,0I0,0W0,0I1,0W1
     1F0,1I0,1F1,1I1,1W0,1W1
 
-Three engines read it: torch's `_PipelineScheduleRuntime._load_csv(path, format="compute_only")`, torchtitan
+Three engines read such a file: torch's `_PipelineScheduleRuntime._load_csv(path, format="compute_only")`, torchtitan
 (`pipeline_parallel_schedule_csv` of its `ParallelismConfig`) and NeMo Automodel (`pp_schedule_csv` of its
 `PipelineConfig`). Each derives the device of every stage from the rows, and adds the transfers. torchtitan and
-Automodel build the stages before they read the file, on the devices of the schedule that another option names. That
-schedule must have the same placement.
+Automodel build the stages before they read the file. The schedule that another option names decides on which devices.
+So this schedule must have the same placement of stages.
 """
 
 from typing import Final
@@ -21,7 +21,7 @@ _NAME: Final = "a schedule file"
 
 
 def emit_schedule_csv(layout: Layout) -> EngineFile:
-    """Return a row for each device, without idle slots."""
+    """Return a CSV file of the plan's schedule, with a row for each device and without idle slots."""
     notes = ["the layers of stages are not included: see `--format torch` and `torchtitan`"]
     if layout.placing_name:
         notes.append(
@@ -42,6 +42,6 @@ def emit_schedule_csv(layout: Layout) -> EngineFile:
 
 
 def schedule_table(layout: Layout) -> str:
-    """Return the text of the table."""
+    """Return the CSV table of the plan's schedule."""
     plan = layout.plan
     return table_of(layout.schedule.actions(plan.num_devices, plan.micro_batches, plan.chunks))

@@ -1,4 +1,4 @@
-"""Signatures of emitted files: a digest by which `emit` detects edited files and does not overwrite them."""
+"""Signatures of emitted files: digests by which `emit` detects edited files, in order not to overwrite them."""
 
 import hashlib
 from pathlib import Path
@@ -10,12 +10,12 @@ _SIGNATURE = "\n# As emitted: "
 
 
 def signed(body: str) -> str:
-    """Return `body` with its digest as a comment at the end, in the syntax of Python, shell, TOML and YAML."""
+    """Return `body` with its digest as a comment at the end; the comment is valid in Python, shell, TOML and YAML."""
     return f"{body}{_SIGNATURE}{_digest(body)}\n"
 
 
 def is_edited(path: Path) -> bool:
-    """Return True if the file exists and differs from what was emitted."""
+    """Return True if the file exists and was edited after it was emitted, or was not emitted."""
     text = _text(path)
     if text is None:
         return False
@@ -24,19 +24,19 @@ def is_edited(path: Path) -> bool:
 
 
 def runs_balance(path: Path) -> bool:
-    """Return True if the file was emitted, even if edited since, and reads `balance.yaml`."""
+    """Return True if the file was emitted, possibly edited since then, and reads `balance.yaml`."""
     text = _text(path)
     return text is not None and _SIGNATURE in text and "balance.yaml" in text
 
 
 def refuse_edited(path: Path, *, hint: str = "keep it, or pass `--force`") -> None:
-    """Raise FileError if the file was edited since it was emitted."""
+    """Raise FileError if the file was edited after it was emitted, or was not emitted."""
     if is_edited(path):
         raise FileError("was edited since it was emitted", path=str(path), hint=hint)
 
 
 def refuse_other(path: Path, text: str) -> None:
-    """Raise FileError if the file has content that `emit` did not write; CSV tables have no room for a signature."""
+    """Raise FileError if the file has content that `emit` did not write; without a signature, other than `text`."""
     if _SIGNATURE in text:
         refuse_edited(path)
     elif _text(path) not in (None, text):
@@ -47,7 +47,7 @@ def _text(path: Path) -> str | None:
     try:
         return path.read_text(encoding="utf-8", errors="replace") if path.is_file() else None
     except OSError:
-        return None  # there is nothing to lose; writing reports the error
+        return None  # the file is not readable; writing it will report the error
 
 
 def _digest(body: str) -> str:

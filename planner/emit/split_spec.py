@@ -1,8 +1,8 @@
 """torch 2.13: the `split_spec` of `torch.distributed.pipelining.pipeline`.
 
-A dictionary of module path to `SplitPoint.BEGINNING`. The model is traced by `torch.export` and cut before each of
-these modules (docs.pytorch.org, "Pipeline Parallelism", "Option 2: splitting a model automatically"). The schedule,
-created later, gets the number of micro-batches. A schedule unknown to torch is in a file.
+A dictionary from module path to `SplitPoint.BEGINNING`. torch traces the model with `torch.export` and cuts it before
+each of these modules (docs.pytorch.org, "Pipeline Parallelism", "Option 2: splitting a model automatically"). The
+number of micro-batches is an argument of the schedule. A schedule that torch lacks is written to a file of its own.
 """
 
 from typing import Any, Final
@@ -34,10 +34,10 @@ _USE_NAME: Final = """\
     schedule = get_schedule_class(SCHEDULE)(stages, n_microbatches=MICRO_BATCHES, loss_fn=loss_fn)"""
 
 _RECEIVES: Final = (
-    "some releases of torch hold receive buffers for all micro-batches from the start; the planned peaks do not"
+    "some releases of torch allocate receive buffers for all micro-batches at the start; the planned peaks do not "
+    "include them"
 )
-"""Note on receive buffers. Whether it applies depends on the release: torch 2.13 allocates each buffer when it
-receives."""
+"""Note about receive buffers. It does not apply to torch 2.13, which allocates each buffer when it receives."""
 
 _USE_TABLE: Final = f"""\
     schedule = _PipelineScheduleRuntime(stages, n_microbatches=MICRO_BATCHES, loss_fn=loss_fn)
@@ -46,7 +46,7 @@ The runtime is in torch.distributed.pipelining.schedules. Its name is private, b
 
 
 def emit_split_spec(layout: Layout) -> EngineFile:
-    """Return SPLIT_SPEC, and the arguments of the schedule.
+    """Return a Python file with SPLIT_SPEC and the arguments of the schedule.
 
     Raises:
         UsageError: A layer has no path.

@@ -1,8 +1,8 @@
 """torchgpipe 0.0.7: `GPipe(module, balance, devices=…, chunks=…, checkpoint=…)`.
 
-According to its documentation (torchgpipe.readthedocs.io, "Automatic Balancing", API of `torchgpipe.GPipe`) and source,
-it takes an `nn.Sequential` whose children are assigned to partitions in order. It runs GPipe's schedule, with one
-choice of recomputation for all partitions, and does not support shared parameters.
+`GPipe` takes an `nn.Sequential` whose children are assigned to partitions in order (torchgpipe.readthedocs.io,
+"Automatic Balancing", API of `torchgpipe.GPipe`, and its source). It runs GPipe's schedule, with one choice of
+recomputation for all partitions, and does not support shared parameters.
 """
 
 from typing import Final
@@ -28,7 +28,7 @@ Use it (with the layers in one flat nn.Sequential, in this order):
 
 
 def emit_torchgpipe(layout: Layout) -> EngineFile:
-    """Return BALANCE, CHUNKS, CHECKPOINT, DEVICES and LAYERS.
+    """Return a Python file with the arguments of `GPipe` and the order of the layers.
 
     Raises:
         UsageError: torchgpipe cannot run the plan: it is interleaved, layers share parameters, or the model is not a
@@ -38,8 +38,8 @@ def emit_torchgpipe(layout: Layout) -> EngineFile:
     paths = layout.sequential_paths(_NAME)
     for first, second in layout.ties():
         raise UsageError(
-            f'torchgpipe does not support shared parameters, as of "{first}" and "{second}"',
-            hint="untie them, or use another `--format`",
+            f'torchgpipe does not support shared parameters, but "{first}" and "{second}" share some',
+            hint="build the model without sharing them, or use another `--format`",
         )
     choices = [stage.recompute for stage in layout.plan.stages]
     checkpoint = max(choices, key=list(_CHECKPOINT).index)

@@ -1,10 +1,10 @@
 """torchtitan 0.3.0 and later: `module_fqns_per_model_part` of its `ParallelismConfig`.
 
-A list of module paths per stage. A stage is a copy of the model in which all other modules are deleted
-(torchtitan/distributed/pipeline_parallel.py, `_split_module`). torchtitan looks at the model's children, and at members
-of ModuleLists and ModuleDicts among them, but no deeper. A schedule unknown to torch is in a file,
-`pipeline_parallel_schedule_csv`. `pipeline_parallel_schedule` then only places the stages (`pipeline_module_split`: a V
-for ZBVZeroBubble and DualPipeV, otherwise a loop).
+A list of module paths for each stage. A stage is a copy of the model in which the modules of other stages are deleted
+(torchtitan/distributed/pipeline_parallel.py, `_split_module`). Paths may name children of the model, and members of
+ModuleLists and ModuleDicts among the children, but no deeper modules. A schedule that torch lacks is written to a file,
+which `pipeline_parallel_schedule_csv` names. `pipeline_parallel_schedule` then only decides the placement of the stages
+(`pipeline_module_split`: a V for ZBVZeroBubble and DualPipeV, otherwise a loop).
 
 Options were renamed after 0.3.0: the lists are `pipeline_parallel_module_fqns_per_model_part`, `num_pp_microbatches`
 sets M instead of a size, and batches are counted in tokens. The emitted file selects the options by the fields of the
@@ -47,10 +47,11 @@ def planned(config):
 
 
 def emit_torchtitan(layout: Layout) -> EngineFile:
-    """Return PARALLELISM, MICRO_BATCHES and MICRO_BATCH_SIZE, and the function that puts them into a config.
+    """Return a Python file with the plan's values, and a function that puts them into a config.
 
     Raises:
-        UsageError: A layer has no path or one too deep for torchtitan, or torchtitan cannot place the stages so.
+        UsageError: A layer has no path or one too deep for torchtitan, or torchtitan does not support the plan's
+            placement of stages.
     """
     plan, paths = layout.plan, layout.module_paths(_NAME)
     for path in (path for stage in paths for path in stage):
@@ -72,7 +73,7 @@ def emit_torchtitan(layout: Layout) -> EngineFile:
         parallelism["tensor_parallel_degree"] = plan.tensor_parallel
     beside: dict[str, str] = {}
     if not layout.schedule.torch_name:
-        # The name then only places the stages.
+        # The name of the schedule then only decides the placement of the stages.
         parallelism["pipeline_parallel_schedule_csv"] = SCHEDULE_FILE
         beside[SCHEDULE_FILE] = schedule_table(layout)
     notes = [
@@ -82,8 +83,8 @@ def emit_torchtitan(layout: Layout) -> EngineFile:
             else []
         ),
         *layout.halves_notes(),
-        *layout.recompute_notes("torchtitan recomputes by layer, on all stages alike: set `activation_checkpoint`"),
-        # torchtitan divides along the sequence by default.
+        *layout.recompute_notes("torchtitan recomputes layers, equally on all stages: set `activation_checkpoint`"),
+        # No option for sequence parallelism, because torchtitan uses it by default.
         *layout.assumption_notes(experts="expert_parallel_degree", attention="activation_checkpoint"),
     ]
     values = python_values(

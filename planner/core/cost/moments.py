@@ -33,9 +33,8 @@ whole and split backwards, because autocast caches copies for whole backwards an
     gradients                  0         0         0             1               1         1              1
     input, input gradient      1, 0      1, 0      1, 0          0, 1            0, 1      0, 1           0, 0
 
-The peak can only be at a few points of a long step. For devices with one stage, `stage_moments` lists these points
-without a simulation, because K = 128 devices with M = 4096 micro-batches have a million instructions. For all other
-devices, `moments_of` finds them from the action orders.
+The peak can only be at a few points of a long step. For a device with one stage, `stage_moments` lists these points
+without a simulation of the possibly many instructions. For other devices, `moments_of` finds them by simulation.
 """
 
 from array import array
@@ -140,8 +139,7 @@ def _moment(running: PartName, *, gradients: int = 1, **counts: int) -> Moment:
 def _fill_and_drain(m: int, _in_flight: int, *, last_differs: bool) -> Iterator[Moment]:
     """Yield the points in the step for M forwards followed by M backwards.
 
-    Points that can have the peak only if the last micro-batch has its own parts are left out if `last_differs` is
-    false.
+    If `last_differs`, points that can have the peak only if the last micro-batch has its own parts are included.
     """
     if m > 1 and last_differs:
         yield _moment("forward", held=m - 2, input=1, gradients=0)
@@ -190,14 +188,13 @@ class Counts(NamedTuple):
 class Change(NamedTuple):
     """Change of a device's counts by one action.
 
-    Changes are a flat tuple: index of a count, number to add, next index, next number, and so on. The index is chunk *
-    len(PARTS) + position in `PARTS`.
+    Changes alternate a count's index, which is chunk * len(PARTS) + position in `PARTS`, and the number to add.
     """
 
     before: tuple[int, ...]
     """Changes between the previous action and this one, including transfers."""
     running: tuple[int, ...]
-    """Indices of the parts that exist while the action runs: the action's part; in a stage's last backward also
+    """Indices of the parts that exist while the action runs: its own part; in a stage's last backward also
     `message`."""
     after: tuple[int, ...]
     """Changes at the end of the action."""
@@ -404,8 +401,7 @@ def optimizer_steps(chunks: int) -> IntArray:
 
 
 def _undominated(counts: IntArray) -> IntArray:
-    # Sort by the number of waiting micro-batches first, because a plan shows the first of several points with equal
-    # bytes.
+    # Sort by waiting micro-batches first, because a plan shows the first of several points with equal bytes.
     waiting = counts.copy()
     waiting[:, :, _PLACE["held"]] += counts[:, :, _PLACE["kept"]]
     # Bytes of big-endian numbers sort as the numbers do, and faster than rows of an array.

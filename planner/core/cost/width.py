@@ -1,4 +1,4 @@
-"""Tensor parallelism and a divided optimizer: a profile as it is for one width and one number of replicas.
+"""Tensor parallelism and a divided optimizer: the profile for a given width and number of replicas.
 
 Each device of a plan is a group of T GPUs that share every layer. For a given T, this module returns a profile in which
 the times of layers include the collectives within a group. `Inputs.cluster_of` returns a cluster whose devices are
@@ -59,8 +59,8 @@ def has_collectives(profile: Profile, width: int) -> bool:
 def at_width(profile: Profile, cluster: Cluster) -> Profile:
     """Return the profile at the width of a cluster's devices, with times that include the collectives within a group.
 
-    If replicas divide the optimizer, each layer has the part of one replica. Replicas that divide experts have
-    different ones, so the optimizer is divided only among the R/E replicas with the same experts.
+    If replicas divide the optimizer, each layer has the optimizer costs of one replica. If experts are divided among E
+    replicas, the optimizer is divided only among the R/E replicas with the same experts.
 
     Args:
         profile: Profile with one or several widths.
@@ -213,7 +213,7 @@ def _priced(layer: LayerProfile, *, cluster: Cluster) -> LayerProfile:
 
 
 def _with_shard(layer: LayerProfile, shards: int) -> LayerProfile:
-    """Return the layer with one of `shards` equal parts of its optimizer."""
+    """Return the layer with the optimizer costs of one of `shards` equal shards."""
     if shards == 1:
         return layer
     return replace(

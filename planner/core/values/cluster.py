@@ -80,7 +80,7 @@ class Cluster:
     """Number of GPUs per device (T): a device is a group of GPUs that share every layer. All other fields are per
     GPU."""
     optimizer_shards: int = 1
-    """Number of replicas among which the optimizer is divided; 1 if each has all of it."""
+    """Number of replicas among which the optimizer is divided; 1 if each replica has the whole optimizer."""
 
     @property
     def num_devices(self) -> int:

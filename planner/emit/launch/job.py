@@ -1,4 +1,4 @@
-"""Job description for all schedulers: processes per node, and the cuts between nodes.
+"""Job description for all schedulers of jobs: processes per node, and the cuts between nodes.
 
 Ranks are numbered node by node, so that neighboring stages share a node if possible:
 
@@ -33,14 +33,14 @@ _GPU: Final = "cuda"
 
 
 class _Text(Template):
-    """Template with another delimiter, because shell and Python use `$` and braces themselves."""
+    """Template with the delimiter `@`, because shell and Python use `$` and braces themselves."""
 
     delimiter = "@"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaunchJob:
-    """Job to be started."""
+    """Training job for which a launcher is written."""
 
     script: str
     """Path of train.py, relative to the folder where the job is submitted."""
@@ -52,7 +52,7 @@ class LaunchJob:
     crossing: tuple[str, ...]
     """Cuts of the largest plan that are between nodes."""
     notes: tuple[str, ...] = ()
-    """Remarks about parts of the plan that do not match these nodes."""
+    """Remarks about assumptions of the plan that do not match the nodes."""
 
     @property
     def largest(self) -> Nodes:
@@ -74,7 +74,7 @@ class LaunchJob:
         return PurePath(self.script).with_name(name).as_posix()
 
     def file(self, template: str, *, scheduler: str, option: str, use: str, **values: object) -> str:
-        """Return a template of this folder, filled in and signed; `@header` becomes a comment about the job.
+        """Return a launcher from a template of this folder, signed, with a comment about the job as `@header`.
 
         Args:
             template: Name of the template.
@@ -121,7 +121,7 @@ def job_of(plans: Sequence[Balance], inputs: Inputs, *, script: str, nodes: Node
         plans: Cuts that the script supports, most processes first.
         inputs: Request of the first plan.
         script: Path of train.py.
-        nodes: Available nodes; default: those that the first plan was made for.
+        nodes: Available nodes; defaults to the nodes that the first plan was made for.
 
     Returns:
         The job.
@@ -151,13 +151,13 @@ def shell_word(text: str) -> str:
 
 
 def _planned_nodes(inputs: Inputs, balance: Balance) -> Nodes:
-    """Return the nodes of the plan; a single node if it has none."""
+    """Return the nodes that the plan was made for; a single node if the plan does not state nodes."""
     each = inputs.node_devices or max(inputs.devices, balance.num_processes)
     return Nodes(count=-(-inputs.devices // each), devices=each)
 
 
 def _shared(num_processes: int, nodes: Nodes) -> Nodes:
-    """Return the fewest of `nodes` that share the processes evenly, as `torchrun` needs."""
+    """Return the smallest number of `nodes` that can run equal numbers of processes, as `torchrun` needs."""
     for count in range(-(-num_processes // nodes.devices), nodes.count + 1):
         if num_processes % count == 0:
             return Nodes(count=count, devices=num_processes // count)
@@ -169,7 +169,7 @@ def _shared(num_processes: int, nodes: Nodes) -> Nodes:
 
 
 def _crossing(balance: Balance, node_devices: int) -> tuple[str, ...]:
-    """Return the cuts between ranks on different nodes, with these ranks, in all replicas."""
+    """Return a text for each cut between ranks on different nodes, with the ranks of all replicas."""
     num_devices, cuts = balance.num_devices, []
     for stage in range(balance.num_stages - 1):
         pairs = [

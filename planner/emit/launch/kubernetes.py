@@ -1,8 +1,8 @@
 """Kubernetes: a `TrainJob` of Kubeflow Trainer 2.2 or later (trainer.kubeflow.org/v1alpha1).
 
 It uses Trainer's `torch-distributed` runtime, whose torch plugin sets the environment variables of `torchrun`: the
-number of nodes, the node's index, and the address of the first node. Volumes are patched into its pods; before 2.2 that
-field had another name.
+number of nodes, the node's index, and the address of the first node. Volumes are patched into the job's pods, by a
+field that had another name before release 2.2.
 """
 
 import json
@@ -16,9 +16,9 @@ _IMAGE: Final = "registry.example/train:latest"
 
 
 def kubernetes_file(job: LaunchJob) -> EngineFile:
-    """Return the manifest."""
+    """Return the manifest of a `TrainJob`."""
     share = job.largest
-    # JSON is valid YAML; Kubernetes expects quantities as text.
+    # JSON is valid YAML. Kubernetes expects quantities as text.
     requests: dict[str, Any] = {"cpu": str(share.devices * job.cores)}
     limits: dict[str, Any] = {"nvidia.com/gpu": str(share.devices)} if job.uses_gpus else dict(requests)
     use = f"kubectl create -f {shell_word(job.path_of(_FILE))}"

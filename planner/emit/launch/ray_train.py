@@ -1,6 +1,6 @@
 """Ray: a script for Ray Train V2 (docs.ray.io, "Ray Train"), whose `TorchTrainer` starts the processes.
 
-Ray also creates their process group, and numbers ranks node by node. The number of processes is chosen at every start.
+Ray also creates the process group, and numbers ranks node by node. The number of processes is chosen at every start.
 Ray's own elastic mode would accept any number in a range, but most numbers have no plan.
 """
 
@@ -13,7 +13,7 @@ _FILE: Final = "train_ray.py"
 
 
 def ray_file(job: LaunchJob) -> EngineFile:
-    """Return the script."""
+    """Return the script that starts the job on Ray."""
     use = f"python {shell_word(job.path_of(_FILE))}"
     text = job.file(
         "ray_template.txt",

@@ -1,8 +1,8 @@
 """SLURM: a batch script for `sbatch` (slurm.schedmd.com/sbatch.html), version 22.05 or later.
 
-Directives end at the first line that is not a comment, and variables in them are not expanded. Since 22.05, `srun`
-needs the number of cores per task. With a directive for tasks per node, SLURM allocates the fewest nodes of a range (as
-in 22.05.8), so that number is passed to `srun` as well.
+SLURM reads directives up to the first line that is not a comment, and does not expand variables in directives. Since
+22.05, `srun` needs the number of cores per task. If a directive gives the tasks per node, SLURM allocates the smallest
+number of nodes in a range (observed with 22.05.8). So the tasks per node are passed to `srun` instead.
 """
 
 from typing import Final
@@ -36,5 +36,5 @@ def slurm_file(job: LaunchJob) -> EngineFile:
 
 
 def _in_single_quotes(words: str) -> str:
-    """Return shell words for use within single quotes, which one shell removes before another reads them."""
+    """Return shell words escaped for use within single quotes, which an outer shell removes for an inner shell."""
     return words.replace("'", "'\\''")

@@ -126,6 +126,6 @@ def test_other_engines_refuse() -> None:
     names = named_profile("embedding", "layers.0", "layers.1", "head")
     options = {"devices": 4, "mem": "1GB", "batch": 8, "micro_batches": 4, "balance": (2, 2), "schedule": "1f1b"}
     plan = planner.solve(names, replicas=2, shard_optimizer=True, **options)
-    with pytest.raises(UsageError, match="2 replicas of the plan divide the optimizer, which") as refused:
+    with pytest.raises(UsageError, match="in the plan, 2 replicas divide the optimizer, which") as refused:
         emit_engine("deepspeed", plan, names)
     assert refused.value.hint.endswith("or solve without `--shard-optimizer`")

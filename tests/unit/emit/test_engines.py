@@ -266,8 +266,8 @@ def test_layers_of_several_modules(tmp_path: Path, name: str) -> None:
         ("megatron", {}, "the plan uses GPipe, but Megatron-LM runs 1F1B"),
         ("torch", {"recompute": "always"}, "does not recompute.*always on stages 0 to 1"),
         ("torch", {}, "receive buffers.*the planned peaks do not"),
-        ("torchtitan", {"recompute": "always"}, "recomputes by layer"),
-        ("automodel", {"recompute": "always"}, "recomputes by layer"),
+        ("torchtitan", {"recompute": "always"}, "recomputes layers"),
+        ("automodel", {"recompute": "always"}, "recomputes layers"),
         ("automodel", {"replicas": 2, "devices": 4}, "shards parameters"),
         ("automodel", {}, "but this model has no such blocks"),
         ("deepspeed", {"recompute": "except-last"}, "completely or not at all"),
@@ -319,7 +319,7 @@ def tied() -> Profile:
 @pytest.mark.parametrize(
     ("name", "profile", "balance", "how", "expected"),
     [
-        ("torchgpipe", tied(), (6,), {}, 'shared parameters, as of "embedding" and "head"'),
+        ("torchgpipe", tied(), (6,), {}, 'shared parameters, but "embedding" and "head" share'),
         ("deepspeed", tied(), (3, 3), {}, "share parameters across stages"),
         ("torchgpipe", None, (2, 1, 1, 2), {"schedule": "interleaved", "chunks": 2}, "one stage on each device"),
         ("deepspeed", None, (2, 1, 1, 2), {"schedule": "interleaved", "chunks": 2}, "one stage on each device"),

@@ -100,7 +100,7 @@ def test_megatron_recomputes_layers_or_attention() -> None:
 def test_other_engines_refuse(engine: str, tmp_path: Path) -> None:
     """The error names engines that can run the plan."""
     plan, profile = planned(profile_of(*NAMES))
-    with pytest.raises(UsageError, match="4 GPUs of the plan share each layer") as refused:
+    with pytest.raises(UsageError, match="in the plan, 4 GPUs share each layer") as refused:
         write_emitted(
             plan,
             profile,
