@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from planner.model.leaves import Value, is_plain
+from planner.model.leaves import TensorLeaf, is_plain
 from planner.model.nests import Nest, flatten, unflatten
 
 _OF_EVERY_MODULE = frozenset(vars(nn.Module())) | {"forward"}
@@ -45,7 +45,7 @@ class AttributeChange:
     @property
     def holds_tensors(self) -> bool:
         """True if the recorded value contains a tensor."""
-        return any(isinstance(leaf, Value) for leaf in self.leaves)
+        return any(isinstance(leaf, TensorLeaf) for leaf in self.leaves)
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class _Container:
     before: Any
 
 
-class Attributes:
+class AttributeSnapshot:
     """Snapshot of the attributes of some modules, to find and undo later changes.
 
     Args:
@@ -66,7 +66,7 @@ class Attributes:
         of_model: Snapshot of the whole model. An object that several modules hold keeps the name it has there.
     """
 
-    def __init__(self, modules: Iterable[tuple[str, nn.Module]], of_model: "Attributes | None" = None) -> None:
+    def __init__(self, modules: Iterable[tuple[str, nn.Module]], of_model: "AttributeSnapshot | None" = None) -> None:
         self._containers: dict[int, _Container] = {}
         self._named = {} if of_model is None else of_model._containers
         for path, module in modules:
@@ -163,7 +163,7 @@ def left_leaves(model: nn.Module, change: AttributeChange) -> list[Any]:
 
 
 @contextmanager
-def without_leftovers(model: nn.Module, changes: Iterable[AttributeChange]) -> Iterator[None]:
+def undo_attribute_changes(model: nn.Module, changes: Iterable[AttributeChange]) -> Iterator[None]:
     """Undo recorded attribute changes at the end of the block, which frees the tensors in them and their graphs."""
     before: list[tuple[Any, Any, Any]] = []
     for change in changes:
@@ -240,5 +240,5 @@ def _inside(value: Any) -> Any:
     if isinstance(value, Tensor | nn.Module | type) or callable(value) or is_plain(value):
         return None
     attributes = getattr(value, "__dict__", None)
-    is_users = not type(value).__module__.startswith((torch.__name__, "builtins", "collections"))
-    return attributes if type(attributes) is dict and is_users else None
+    is_user_module = not type(value).__module__.startswith((torch.__name__, "builtins", "collections"))
+    return attributes if type(attributes) is dict and is_user_module else None

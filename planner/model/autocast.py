@@ -1,9 +1,9 @@
 """Run layers under `torch.autocast`.
 
 Under autocast, torch makes low-precision copies of weights when they are first needed. It caches the copies until the
-outermost autocast context ends. So one context (`keeping_casts`) is open around all micro-batches of a step, and each
-copy is made once. Layers and loss run with autocast enabled inside this context (`layers_in`). Backward runs without
-autocast, because its operators use the dtypes that forward chose.
+outermost autocast context ends. So one context (`weight_cast_cache`) is open around all micro-batches of a step, and
+each copy is made once. Layers and loss run with autocast enabled inside this context (`forward_context`). Backward runs
+without autocast, because its operators use the dtypes that forward chose.
 
 Before 2.11, torch cached a copy that was made under `no_grad` without an autograd graph. A later use of that copy
 passed the weight no gradient (pytorch/pytorch#165068). The first forward of recomputed layers runs under `no_grad`.
@@ -29,7 +29,7 @@ def autocast_dtype(precision: Precision) -> torch.dtype | None:
     return _AUTOCAST.get(precision)
 
 
-def layers_in(precision: Precision, device: torch.device, *, keep: bool = True) -> AbstractContextManager[Any]:
+def forward_context(precision: Precision, device: torch.device, *, keep: bool = True) -> AbstractContextManager[Any]:
     """Return the context manager in which layers and loss run: autocast, or a context without effect.
 
     Args:
@@ -49,7 +49,7 @@ def layers_in(precision: Precision, device: torch.device, *, keep: bool = True) 
     return _with_care(autocast) if needs_care else autocast
 
 
-def keeping_casts(precision: Precision, device: torch.device) -> AbstractContextManager[Any]:
+def weight_cast_cache(precision: Precision, device: torch.device) -> AbstractContextManager[Any]:
     """Return a context manager that keeps autocast's weight cache alive, without enabling autocast."""
     dtype = _AUTOCAST.get(precision)
     return nullcontext() if dtype is None else torch.autocast(device.type, dtype=dtype, enabled=False)

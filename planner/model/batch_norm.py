@@ -35,7 +35,7 @@ def uses_batch_in_evaluation(model: nn.Module) -> bool:
 
 
 @contextmanager
-def deferring(model: nn.Module) -> Iterator["BatchStatistics"]:
+def deferred_batch_norms(model: nn.Module) -> Iterator["BatchStatistics"]:
     """Defer the running statistics of a model's batch normalizations inside the block, as in pipelined training.
 
     Raises:

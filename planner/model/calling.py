@@ -19,7 +19,7 @@ def arguments_of(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 
 @contextmanager
-def wrapped(modules: Iterable[nn.Module], run: Callable[..., Any]) -> Iterator[None]:
+def intercept_calls(modules: Iterable[nn.Module], run: Callable[..., Any]) -> Iterator[None]:
     """Replace the forward of each module, inside the block, by a call of `run(module, forward, args, kwargs)`."""
     with ExitStack() as stack:
         for module in dict.fromkeys(modules):

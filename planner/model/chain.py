@@ -29,7 +29,7 @@ from planner.model.held import loose_tensors
 from planner.model.nests import tensors_in
 from planner.model.outline import Outline, outline_of
 from planner.model.recorder import record
-from planner.model.refusals import sparse_gradients
+from planner.model.refusals import sparse_gradient_error
 from planner.model.stage import ModelStage, holder_at
 
 
@@ -162,10 +162,10 @@ def chain_of(
             f"the model is a {type(model).__name__}; to cut it, its inputs must be known",
             hint="define `example_batch(batch_size)`",
         )
-    return outlined(outline_of(model, example_inputs, granularity, loss_of, uncut=uncut), model)
+    return chain_from_outline(outline_of(model, example_inputs, granularity, loss_of, uncut=uncut), model)
 
 
-def outlined(outline: Outline, model: nn.Module) -> Chain:
+def chain_from_outline(outline: Outline, model: nn.Module) -> Chain:
     """Return the chain of `model`, cut as `outline` says; the outline may be from another instance of the model."""
     stages = (ModelStage(outline, model, n, n + 1) for n in range(len(outline.names)))
     return Chain(tuple(map(Layer, outline.names, stages)), model, outline)
@@ -288,7 +288,7 @@ def refuse_sparse(model: nn.Module) -> None:
     """
     for path, module in model.named_modules():
         if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse:
-            raise sparse_gradients(f'layer "{path}"')
+            raise sparse_gradient_error(f'layer "{path}"')
     named = [*model.named_parameters(), *model.named_buffers()]
     for name, tensor in [*named, *(("an attribute", tensor) for tensor in loose_tensors(model))]:
         if tensor.layout != torch.strided:

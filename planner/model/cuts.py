@@ -27,7 +27,7 @@ from torch import nn
 
 from planner.core.values.profile import Granularity
 from planner.model.joins import joins_of
-from planner.model.kept_state import separated
+from planner.model.kept_state import state_problem
 from planner.model.recording import END, Call, Join, Operator, Recording
 from planner.model.regions import Region
 from planner.model.repetition import Repetition
@@ -111,7 +111,7 @@ class Cuts:
             if self.repetition.repeats(number, cut):
                 needs.follow(self.recording.reads[number], strict=False)
         through = (region.problem for region in self.recording.regions if region.holds(cut))
-        problem = separated(self.recording.states, cut) or next(through, needs.problem)
+        problem = state_problem(self.recording.states, cut) or next(through, needs.problem)
         return CutCrossing(tuple(sorted(needs.values)), frozenset(needs.holds), problem)
 
     def num_bytes(self, cut: int, *, with_unread: bool = False) -> int:

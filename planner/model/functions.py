@@ -66,7 +66,7 @@ class FunctionWatch(TorchFunctionMode):
             self._is_running = False
 
 
-def in_transform() -> bool:
+def is_in_vmap() -> bool:
     """Return True while a function runs that `torch.vmap` transforms.
 
     Tensors in such a function represent one sample and have no memory. Modules that it calls are not recorded as calls.

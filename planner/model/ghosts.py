@@ -29,7 +29,7 @@ from torch._subclasses.fake_tensor import (
 from torch.utils._mode_utils import no_dispatch
 
 from planner.core.errors import ModelError
-from planner.model.refusals import another_path, sparse_gradients
+from planner.model.refusals import other_path_error, sparse_gradient_error
 
 SHAPE_ONLY = frozenset(
     f"aten::{name}"
@@ -140,7 +140,7 @@ def expect_present(tensors: Iterable[Any], where: str) -> None:
     """
     for tensor in tensors:
         if isinstance(tensor, Absent):
-            raise another_path(f'{where} depends on "{tensor.origin}", which another stage has')
+            raise other_path_error(f'{where} depends on "{tensor.origin}", which another stage has')
 
 
 def ghost_like(tensor: Tensor, device: torch.device) -> Ghost:
@@ -181,7 +181,7 @@ def storage_of(tensor: Tensor) -> torch.UntypedStorage:
     if not isinstance(tensor, Ghost):
         return tensor.untyped_storage()
     if tensor.bare.is_sparse:
-        raise sparse_gradients("a layer")
+        raise sparse_gradient_error("a layer")
     return tensor.bare.untyped_storage()
 
 

@@ -19,7 +19,7 @@ from typing import Any
 
 from planner.core.errors import ModelError
 from planner.model.attributes import AttributeChange
-from planner.model.leaves import Constant, Leaf, Value, as_sample_count
+from planner.model.leaves import ConstantLeaf, Leaf, TensorLeaf, as_sample_count
 from planner.model.recording import Call, Join, Recording
 
 SIZES = (2, 4)
@@ -140,10 +140,10 @@ def _shapes_of_call(call: Call, other: Call) -> Shapes:
 def _paired(path: str, leaves: Sequence[Leaf], other_leaves: Sequence[Leaf]) -> Shapes:
     if len(leaves) != len(other_leaves):
         raise _another_structure(path)
-    pairs = [(leaf, other) for leaf, other in zip(leaves, other_leaves, strict=True) if isinstance(leaf, Value)]
-    if any(not isinstance(b, Value) or len(a.meta.shape) != len(b.meta.shape) for a, b in pairs):
+    pairs = [(leaf, other) for leaf, other in zip(leaves, other_leaves, strict=True) if isinstance(leaf, TensorLeaf)]
+    if any(not isinstance(b, TensorLeaf) or len(a.meta.shape) != len(b.meta.shape) for a, b in pairs):
         raise _another_structure(path)
-    return {a.number: (a.meta.shape, b.meta.shape) for a, b in pairs if isinstance(b, Value)}
+    return {a.number: (a.meta.shape, b.meta.shape) for a, b in pairs if isinstance(b, TensorLeaf)}
 
 
 def _with_sample_counts(leaves: Sequence[Leaf], other_leaves: Sequence[Leaf]) -> tuple[Leaf, ...]:
@@ -160,7 +160,7 @@ def _changes_in_both(call: Call, other: Call) -> tuple[tuple[AttributeChange, ..
         others = other_leaves.get((change.path, change.keys, change.kind, change.nest), ())
         leaves = _with_sample_counts(change.leaves, others) if others else ()
         # A number that depends on the data is not restored: its value is unknown after a cut.
-        if not leaves or any(isinstance(a, Constant) and a != b for a, b in zip(leaves, others, strict=True)):
+        if not leaves or any(isinstance(a, ConstantLeaf) and a != b for a, b in zip(leaves, others, strict=True)):
             continue
         with contextlib.suppress(ModelError):
             shapes |= _paired(call.path, leaves, others)

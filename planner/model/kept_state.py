@@ -60,7 +60,7 @@ def written_states(recording: Recording, names: Mapping[int, str], assigned: Map
 
 
 @dataclass(frozen=True, kw_only=True)
-class Rereads:
+class SecondForward:
     """Second forward of a model, to see which tensors it reads that the first forward left in attributes."""
 
     recording: Recording
@@ -70,7 +70,7 @@ class Rereads:
     """Attributes whose tensors every stage can compute itself, such as cached tables."""
 
 
-def attribute_states(first: Recording, second: Rereads) -> list[KeptState]:
+def attribute_states(first: Recording, second: SecondForward) -> list[KeptState]:
     """Return the attributes that one forward sets to tensors and the next forward reads."""
     flow, again = second.recording.flow.nodes, second.recording
     is_same = [call.exit for call in first.calls] == [call.exit for call in again.calls]
@@ -96,7 +96,7 @@ def attribute_states(first: Recording, second: Rereads) -> list[KeptState]:
     return found
 
 
-def separated(states: Iterable[KeptState], cut: int) -> str:
+def state_problem(states: Iterable[KeptState], cut: int) -> str:
     """Return a problem if `cut` lies between two accesses to the same state, else an empty text."""
     for state in states:
         if state.first < cut <= state.last:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 
-def shape_like(tensor: Tensor, shape: Sequence[int] | None = None) -> Tensor:
+def meta_tensor_like(tensor: Tensor, shape: Sequence[int] | None = None) -> Tensor:
     """Return a dense tensor on the meta device with the layout in which `tensor` is sent.
 
     Args:
@@ -27,7 +27,7 @@ def shape_like(tensor: Tensor, shape: Sequence[int] | None = None) -> Tensor:
     )
 
 
-def laid_out(tensor: Tensor, like: Tensor) -> Tensor:
+def match_layout(tensor: Tensor, like: Tensor) -> Tensor:
     """Return `tensor` with its dimensions in memory ordered as in `like`; copy it only if the order differs."""
     if tensor.is_contiguous() and like.is_contiguous():  # this shortcut serves nearly all calls; permuting takes longer
         return tensor

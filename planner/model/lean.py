@@ -29,7 +29,9 @@ def build_lean(build: Callable[[], nn.Module]) -> nn.Module:
     return model
 
 
-def fill(modules: Iterable[nn.Module], model: nn.Module, device: torch.device, *, initial: bool = True) -> None:
+def allocate_parameters(
+    modules: Iterable[nn.Module], model: nn.Module, device: torch.device, *, initial: bool = True
+) -> None:
     """Replace parameters on the meta device by parameters with memory and values; tied parameters stay tied.
 
     Parameters that already have values are not changed.

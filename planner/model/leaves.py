@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 @dataclass(frozen=True)
-class Meta:
+class TensorMeta:
     """Properties of a tensor without its values: shape, strides and offset in its storage, dtype, and gradient flag."""
 
     shape: tuple[int, ...]
@@ -18,7 +18,7 @@ class Meta:
     requires_grad: bool
 
     @classmethod
-    def of(cls, tensor: Tensor) -> "Meta":
+    def of(cls, tensor: Tensor) -> "TensorMeta":
         """Return shape, strides, offset, dtype and gradient flag of `tensor`."""
         return cls(
             tuple(tensor.shape),
@@ -35,29 +35,29 @@ class Meta:
 
 
 @dataclass(frozen=True)
-class Value:
+class TensorLeaf:
     """Leaf that is a tensor, identified by its index in `Recording.values`."""
 
     number: int
-    meta: Meta
+    meta: TensorMeta
 
 
 @dataclass(frozen=True)
-class Passed:
+class ArgumentLeaf:
     """Leaf that is the same object as an argument of the call, given by the index among the argument's leaves."""
 
     argument: int
 
 
 @dataclass(frozen=True)
-class HeldTensor:
-    """Leaf that is a parameter or buffer of the model, given by name."""
+class ParameterLeaf:
+    """Leaf that is a parameter of the model, given by its name."""
 
     name: str
 
 
 @dataclass(frozen=True)
-class Constant:
+class ConstantLeaf:
     """Leaf that is no tensor and does not depend on the number of samples."""
 
     value: Any
@@ -80,7 +80,7 @@ class SampleCount:
         return torch.Size(numbers) if self.is_size else next(numbers)
 
 
-Leaf = Value | Passed | HeldTensor | Constant | SampleCount
+Leaf = TensorLeaf | ArgumentLeaf | ParameterLeaf | ConstantLeaf | SampleCount
 
 
 def as_sample_count(leaf: Leaf, other: Leaf, sizes: tuple[int, int]) -> Leaf:
@@ -94,7 +94,7 @@ def as_sample_count(leaf: Leaf, other: Leaf, sizes: tuple[int, int]) -> Leaf:
     Returns:
         A `SampleCount`, or `leaf` itself if it does not grow linearly with the batch.
     """
-    if not (isinstance(leaf, Constant) and isinstance(other, Constant)) or leaf == other:
+    if not (isinstance(leaf, ConstantLeaf) and isinstance(other, ConstantLeaf)) or leaf == other:
         return leaf
     is_size = isinstance(leaf.value, torch.Size)
     values = (leaf.value, other.value)

@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_flatten, tree_map_only
 from planner.core.errors import FileError, ModelError, UsageError
 from planner.core.values.precision import Precision
 from planner.core.values.profile import CountedLabels, Granularity, Setting
-from planner.model.autocast import layers_in
+from planner.model.autocast import forward_context
 from planner.model.calling import arguments_of
 from planner.model.chain import Chain, chain_of
 from planner.model.configuration import configuration_module
@@ -32,7 +32,7 @@ from planner.model.optimizers import Builder, optimizer_builder
 from planner.model.settings import public_names, typed_settings
 from planner.model.shared_memory import check_separate_memory
 from planner.model.user_errors import user_code
-from planner.model.variables import undoing
+from planner.model.variables import undo_changes
 
 
 class Batch(NamedTuple):
@@ -89,7 +89,7 @@ class LoadedModel:
             ModelError: The model fails on its example batch, cannot be cut, or has layers that share trained memory.
         """
         # Autocast's cache is off: a cached copy of a weight that two modules share would cross the cuts between them.
-        with layers_in(self.precision, torch.device("cpu"), keep=False):
+        with forward_context(self.precision, torch.device("cpu"), keep=False):
             chain = chain_of(
                 model,
                 lambda size: self.example_batch(size).inputs,
@@ -105,7 +105,7 @@ class LoadedModel:
     def _choose_loss(self, model: nn.Module) -> None:
         """Call the loss once, so that a default loss is chosen. Cutting a Sequential into layers does not call it."""
         quiet = contextlib.suppress(Exception, SystemExit)  # running the layers raises the error again
-        with torch.random.fork_rng(), undoing(model, self.loss_fn), as_ghosts(model), quiet:
+        with torch.random.fork_rng(), undo_changes(model, self.loss_fn), as_ghosts(model), quiet:
             batch = self.example_batch(SIZES[0])
             args, kwargs = arguments_of(batch.inputs)
             self.loss_fn(model(*args, **kwargs), batch.targets)

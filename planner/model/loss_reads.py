@@ -6,7 +6,7 @@ from typing import Any
 from planner.core.errors import PlannerError
 from planner.model.ghosts import SHAPE_ONLY, storage_key
 from planner.model.nests import tensors_in
-from planner.model.operators import OperatorWatch, decides
+from planner.model.operators import OperatorWatch, depends_on_values
 
 
 def addresses_read(loss_of: Callable[[Any], object], output: Any) -> set[int] | None:
@@ -23,7 +23,7 @@ def addresses_read(loss_of: Callable[[Any], object], output: Any) -> set[int] | 
         arguments = tensors_in((args, kwargs))
         if func._schema.name not in SHAPE_ONLY:
             addresses.update(map(storage_key, arguments))
-        has_decided = has_decided or decides(func, arguments)
+        has_decided = has_decided or depends_on_values(func, arguments)
 
     try:
         with OperatorWatch(before=note):

@@ -53,7 +53,7 @@ def leaf_names(nest: Nest, prefix: str = "") -> list[str]:
     return [name for key, child in below for name in leaf_names(child, f"{prefix}.{key}" if prefix else str(key))]
 
 
-def aligned(value: Any, nest: Nest) -> list[Any]:
+def align_leaves(value: Any, nest: Nest) -> list[Any]:
     """Return one leaf of `value` for each leaf of `nest`; ABSENT for leaves in parts whose structures differ."""
     leaves, structure = flatten(value)
     return _aligned(iter(leaves), structure, nest)

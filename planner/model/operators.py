@@ -50,7 +50,7 @@ def written_tensors(func: Any, args: Any, kwargs: dict[str, Any]) -> Iterator[Te
             yield from tensors_in(args[position] if position < len(args) else kwargs.get(argument.name))
 
 
-def decides(func: Any, arguments: Sequence[Tensor]) -> bool:
+def depends_on_values(func: Any, arguments: Sequence[Tensor]) -> bool:
     """Return True if the operator returns a Python value, or a shape, that depends on the values of its tensors."""
     if func._schema.name == "aten::index" and all(t.dtype is not torch.bool for t in arguments[1:]):
         return False  # of all index tensors, only a mask makes the result's shape depend on values

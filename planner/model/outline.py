@@ -21,16 +21,16 @@ from planner.core.errors import ModelError
 from planner.core.values.profile import Granularity
 from planner.model.cuts import Cuts
 from planner.model.growth import SIZES, Shapes, candidates_in_both, refusals_of_cuts, shape_at, shapes_in_both
-from planner.model.layout import shape_like
+from planner.model.layout import meta_tensor_like
 from planner.model.nests import flatten, unflatten
 from planner.model.recorder import record
 from planner.model.recording import END, Join, Recording
-from planner.model.refusals import raised_by
+from planner.model.refusals import explain_error
 from planner.model.spans import (
     add_unread,
     layer_names,
     modules_in,
-    repeated_effects,
+    repeated_reads_and_writes,
     storages_at,
     writes_into,
 )
@@ -72,7 +72,7 @@ class Outline:
     parts: tuple[tuple[int, int], ...]
     """For each cut, the number of tensors that cross only because code that runs again reads them, and the number of
     tensors that this code computes."""
-    prevented: str
+    note_on_missing_cuts: str
     """Note that many cuts are not possible, with a reason; empty if nearly all useful cuts are possible."""
     joins: tuple[Join, ...]
     """Joins of the recording, which may cross the cuts after them (`planner.model.joins`)."""
@@ -80,7 +80,7 @@ class Outline:
     """For each cut, the leaves of the model's output that the loss does not read and later stages cannot compute."""
 
     @property
-    def widened(self) -> str:
+    def note_on_repeated_code(self) -> str:
         """Note on the boundary that the most tensors cross only for code that runs again; empty if these are few."""
         layer = max(range(len(self.parts)), key=lambda n: self.parts[n][0] - self.parts[n][1])
         parts, results = self.parts[layer]
@@ -138,7 +138,7 @@ class Outline:
             meta.shape, meta.stride, dtype=meta.dtype, device="meta", requires_grad=meta.requires_grad
         )
         # A tensor is sent without gaps, with its dimensions in their recorded order in memory.
-        return shape_like(recorded, self.shape(value, size))
+        return meta_tensor_like(recorded, self.shape(value, size))
 
 
 def outline_of(
@@ -201,7 +201,7 @@ def _outline(
     # There is no cut before the first layer or after the last.
     storages = [storages_at(recording, time, values) for time, values in zip(edges, ((), *crossings, ()), strict=True)]
     modules = tuple(modules_in(recording, span) for span in spans)
-    repeated = [repeated_effects(cuts, cut) for cut in chosen]
+    repeated = [repeated_reads_and_writes(cuts, cut) for cut in chosen]
     holds = add_unread([cuts.holds(*span) for span in spans], recording, model, spans)
     return Outline(
         recording=recording,
@@ -220,7 +220,7 @@ def _outline(
         aliases=tuple(bool(received & passed_on) for received, passed_on in pairwise(storages)),
         parts=tuple(map(cuts.parts, chosen)),
         joins=cuts.joins,
-        prevented=prevented,
+        note_on_missing_cuts=prevented,
         missing=tuple(
             cuts.missing_outputs(cut, frozenset[str]().union(*holds[layer:])) for layer, cut in enumerate(chosen, 1)
         ),
@@ -250,7 +250,7 @@ def _recorded(
             return record(model, inputs, loss_of=loss, ghosts=True)
         return record(model, _on_device_of(model, inputs), loss_of=loss, ghosts=False)
     except (Exception, SystemExit) as error:
-        refusal = raised_by(f"the model ({type(model).__name__})", error, f"an example batch of {size}")
+        refusal = explain_error(f"the model ({type(model).__name__})", error, f"an example batch of {size}")
         if refusal is error:
             raise
         raise refusal from error

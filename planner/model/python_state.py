@@ -10,7 +10,7 @@ values themselves. Each value becomes a number, which is identified by its path:
 
 The search follows containers, objects of user-defined classes, modules in plain attributes, closures, defaults and
 attributes of functions, and class attributes. A small tensor becomes a number as well (`TENSOR`), but counts only if it
-exists before the first forward (`without_leftovers`). Other tensors may be results that a forward left behind.
+exists before the first forward (`without_leftover_tensors`). Other tensors may be results that a forward left behind.
 """
 
 import functools
@@ -81,28 +81,28 @@ def hook_numbers(modules: Mapping[str, nn.Module]) -> dict[str, float]:
 def file_numbers(model: nn.Module, loss_fn: Callable[..., Any]) -> dict[str, float]:
     """Return the module-level numbers of the user's files that define the model's classes and its loss."""
     numbers = _WithTensors()
-    for file in users_files(model, loss_fn):
+    for file in user_files(model, loss_fn):
         for variable, value in list(vars(file).items()):
             if not variable.startswith("__"):
                 _add_variable(numbers, f"{file.__name__}:{variable}", value, file.__name__)
     return numbers
 
 
-def without_leftovers(numbers: Mapping[str, float], kept: Container[str]) -> dict[str, float]:
+def without_leftover_tensors(numbers: Mapping[str, float], kept: Container[str]) -> dict[str, float]:
     """Return `numbers` without the entries for tensors, except those whose names are in `kept`."""
     return {name: number for name, number in numbers.items() if not name.endswith(TENSOR) or name in kept}
 
 
 def variables_read(modules: Mapping[str, nn.Module]) -> set[str]:
     """Return the module-level variables, as `file:name`, that modules or functions called by them may read."""
-    classes = {cls for module in modules.values() for cls in type(module).__mro__ if is_users(cls.__module__)}
+    classes = {cls for module in modules.values() for cls in type(module).__mro__ if is_user_module(cls.__module__)}
     found = {f"{cls.__module__}:{cls.__name__}" for cls in classes}
     waiting: list[Any] = [value for cls in classes for value in vars(cls).values()]
     waiting += [value for module in modules.values() for value in vars(module).values()]
     seen: set[int] = set()
     while waiting:
         function = _function_of(waiting.pop())
-        if function is None or id(function) in seen or not is_users(function.__module__):
+        if function is None or id(function) in seen or not is_user_module(function.__module__):
             continue
         seen.add(id(function))
         for name in _names_in(function.__code__) & function.__globals__.keys():
@@ -182,7 +182,7 @@ def _fields(value: Any) -> dict[str, Any]:
     if isinstance(value, ContextVar):
         with suppress(LookupError):  # the variable has no value yet
             return {"value": value.get()}
-    if not isinstance(value, SimpleNamespace | threading.local) and not is_object_of_users(value):
+    if not isinstance(value, SimpleNamespace | threading.local) and not is_user_object(value):
         return {}
     slots = [name for cls in type(value).__mro__ for name in getattr(cls, "__slots__", ())]
     in_slots = {name: getattr(value, name) for name in slots if name != "__dict__" and hasattr(value, name)}
@@ -196,7 +196,7 @@ def _add_attributes(numbers: dict[str, float], path: str, module: nn.Module, dep
 
 
 def _add_function(numbers: dict[str, float], name: str, function: FunctionType, depth: int) -> None:
-    if not is_users(function.__module__):
+    if not is_user_module(function.__module__):
         return
     for variable, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
         try:
@@ -238,13 +238,13 @@ def _names_in(code: CodeType) -> set[str]:
     return names
 
 
-def users_files(model: nn.Module, loss_fn: Callable[..., Any] | None) -> list[ModuleType]:
+def user_files(model: nn.Module, loss_fn: Callable[..., Any] | None) -> list[ModuleType]:
     """Return the user's Python modules that define the model and its loss, and those that they import from."""
     waiting = sorted({type(module).__module__ for module in model.modules()} | {getattr(loss_fn, "__module__", "")})
     found: dict[str, ModuleType] = {}
     while waiting:
         name = waiting.pop()
-        if name in found or not is_users(name):
+        if name in found or not is_user_module(name):
             continue
         found[name] = sys.modules[name]
         for value in vars(found[name]).values():
@@ -254,14 +254,14 @@ def users_files(model: nn.Module, loss_fn: Callable[..., Any] | None) -> list[Mo
     return list(found.values())
 
 
-def is_object_of_users(value: Any) -> bool:
+def is_user_object(value: Any) -> bool:
     """Return True if `value` is an object with attributes whose class is defined in one of the user's files."""
     is_thing = isinstance(value, Tensor | type | ModuleType | torch.optim.Optimizer)
     has_fields = hasattr(value, "__dict__") or hasattr(value, "__slots__")
-    return not is_thing and has_fields and is_users(type(value).__module__)
+    return not is_thing and has_fields and is_user_module(type(value).__module__)
 
 
-def is_users(module_name: str | None) -> bool:
+def is_user_module(module_name: str | None) -> bool:
     """Return True if a Python module is the user's own file, not part of the standard library or a package."""
     top = (module_name or "").partition(".")[0]
     file = getattr(sys.modules.get(module_name or ""), "__file__", None) or ""

@@ -12,22 +12,22 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from planner.model.attributes import Attributes, left_leaves
-from planner.model.calling import arguments_of, wrapped
+from planner.model.attributes import AttributeSnapshot, left_leaves
+from planner.model.calling import arguments_of, intercept_calls
 from planner.model.differentiation import DifferentiatesError, quiet_about_shapes, watching_gradients
-from planner.model.functions import Called, FunctionWatch, in_transform
+from planner.model.functions import Called, FunctionWatch, is_in_vmap
 from planner.model.ghosts import SHAPE_ONLY, NeedsValuesError, drop_computed, storage_of
 from planner.model.held import as_ghosts, replaced_tensors
-from planner.model.kept_state import Key, Rereads, attribute_states, key_of, written_states
-from planner.model.leaves import Constant, HeldTensor, Leaf, Meta, Passed, Value, is_plain
+from planner.model.kept_state import Key, SecondForward, attribute_states, key_of, written_states
+from planner.model.leaves import ArgumentLeaf, ConstantLeaf, Leaf, ParameterLeaf, TensorLeaf, TensorMeta, is_plain
 from planner.model.loss_reads import addresses_read
 from planner.model.nests import flatten, tensors_in
-from planner.model.operators import OperatorWatch, decides, written_tensors
+from planner.model.operators import OperatorWatch, depends_on_values, written_tensors
 from planner.model.recording import END, Call, Join, KeptState, Operator, Recording
 from planner.model.refusals import explained_refusals, refuse_backward
 from planner.model.regions import Region, RegionFinder, without_reentrance
-from planner.model.seeding import host_draws
-from planner.model.variables import undoing
+from planner.model.seeding import host_generator_states
+from planner.model.variables import undo_changes
 
 
 def record(model: nn.Module, inputs: Any, *, loss_of: Callable[[Any], object] | None = None, ghosts: bool) -> Recording:
@@ -62,7 +62,7 @@ def _record(
     recorder = _ForwardRecorder(model)
     recorder.keeps_graph = keeps_graph or not ghosts
     with ExitStack() as stack:
-        stack.enter_context(undoing(model))
+        stack.enter_context(undo_changes(model))
         stack.enter_context(quiet_about_shapes())
         stack.enter_context(torch.random.fork_rng())
         torch.manual_seed(0)  # random choices, such as skipped layers, are the same in each recording
@@ -78,9 +78,9 @@ def _record(
         elif not keeps_graph:  # Tensors saved for backward would look as if code still used them.
             stack.enter_context(saved_tensors_hooks(_forget, _forget))
         stack.enter_context(without_reentrance())
-        before = host_draws()
+        before = host_generator_states()
         output = recorder.output_of(model, inputs)
-        recorder.recording.draws_on_host = host_draws() != before
+        recorder.recording.draws_on_host = host_generator_states() != before
         recorder.note_outputs(output, None if loss_of is None else addresses_read(loss_of, output))
         del output
         states = written_states(recorder.recording, *recorder.changed_tensors(model))
@@ -105,7 +105,8 @@ def _attribute_states(recorder: "_ForwardRecorder", model: nn.Module, inputs: An
     except Exception:  # the model cannot run twice without a backward in between
         return []
     fixed = frozenset(key for key, tensors in left.items() if not any(map(recorder.is_tainted, tensors)))
-    return attribute_states(recorder.recording, Rereads(recording=again.recording, storages=storages, fixed=fixed))
+    second = SecondForward(recording=again.recording, storages=storages, fixed=fixed)
+    return attribute_states(recorder.recording, second)
 
 
 class _ForwardRecorder:
@@ -117,7 +118,7 @@ class _ForwardRecorder:
 
     def __init__(self, model: nn.Module) -> None:
         self.recording = Recording()
-        self._attributes = Attributes(model.named_modules())
+        self._attributes = AttributeSnapshot(model.named_modules())
         # If a module has several paths, the first one counts, as in `named_modules`.
         self._paths = {module: path for path, module in reversed(list(model.named_modules(remove_duplicate=False)))}
         self._time = 0
@@ -127,7 +128,7 @@ class _ForwardRecorder:
         self._held: dict[int, list[str]] = {}  # names of parameters and buffers, by storage
         self._buffers: dict[int, Tensor] = {}  # buffers that exist before the forward, by storage
         self._tainted: set[int] = set()  # tainted versions
-        self._values: dict[tuple[int, Meta], int] = {}
+        self._values: dict[tuple[int, TensorMeta], int] = {}
         self._below: dict[nn.Module, list[tuple[str, nn.Module]]] = {}
         self._finder, self._watch = RegionFinder(type(self).run.__code__, self.recording.regions), FunctionWatch()
         self.keeps_graph = True
@@ -137,7 +138,7 @@ class _ForwardRecorder:
         """Run the model under this recorder and return its output; torch's errors name the module that caused them."""
         args, kwargs = arguments_of(inputs)
         try:
-            with wrapped(model.modules(), self.run), OperatorWatch(after=self.note_operator):
+            with intercept_calls(model.modules(), self.run), OperatorWatch(after=self.note_operator):
                 return model(*args, **kwargs)
         except RuntimeError:
             path = self.recording.calls[self._stack[-1]].path if self._stack else ""
@@ -168,7 +169,7 @@ class _ForwardRecorder:
         noted: list[Leaf] = []
         for leaf in leaves:
             if not isinstance(leaf, Tensor):
-                noted.append(Constant(leaf))
+                noted.append(ConstantLeaf(leaf))
                 continue
             value = self._value(leaf, -1)
             if leaf.is_floating_point() or leaf.is_complex():
@@ -195,7 +196,7 @@ class _ForwardRecorder:
         """Drop tensors in recorded objects (a key-value cache), whose graphs would keep the parameters in memory."""
         for call in self.recording.calls:
             for leaf in (*call.leaves, *(leaf for change in call.changes for leaf in change.leaves)):
-                if isinstance(leaf, Constant) and not is_plain(leaf.value):
+                if isinstance(leaf, ConstantLeaf) and not is_plain(leaf.value):
                     drop_computed(leaf.value)
 
     def begin_gradient(self, inputs: Any) -> Callable[[], None]:
@@ -213,9 +214,9 @@ class _ForwardRecorder:
 
     def changed_tensors(self, model: nn.Module) -> tuple[dict[int, str], dict[int, str]]:
         """Return, by storage, names of tensors that the forward kept, and module paths of buffers that it replaced."""
-        received = {self.recording.values[leaf.number][0] for leaf in self.recording.inputs if isinstance(leaf, Value)}
+        inputs = (leaf.number for leaf in self.recording.inputs if isinstance(leaf, TensorLeaf))
+        received = {self.recording.values[number][0] for number in inputs}
         made = {data["storage"] for data in self.recording.flow.nodes.values() if data["created"] < 0}
-        # Temporary tensors of the forward have already been freed.
         there = {n for memory, n in self._storages.values() if n in made and not memory.expired()}
         names = {n: self._held[n][0] if n in self._held else "a tensor in no module" for n in there - received}
         now = {self._storage(buffer) for buffer in model.buffers()}
@@ -236,18 +237,17 @@ class _ForwardRecorder:
 
     def run(self, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Run and record one call of a module's forward."""
-        if in_transform():
+        if is_in_vmap():
             return forward(*args, **kwargs)
-        # The gap of the calling code ends here; another begins when the call returns.
-        self._watch.end_gap()
+        self._watch.end_gap()  # of the calling code; another gap begins when the call returns
         call = self._begun(module)
         around = self._finder.around(sys._getframe(1), call.enter)
         call.function = next((number for number in around if self.recording.regions[number].function), -1)
         for number in around:
             self.recording.regions[number].calls_modules = True
         arguments = flatten((args, kwargs))[0]
-        attributes = Attributes(self._modules_in(module), self._attributes)
-        # If a call writes into an argument and returns it, the result does not count as the passed object.
+        attributes = AttributeSnapshot(self._modules_in(module), self._attributes)
+        # A result is no passed object if the call has written into it.
         before = {id(leaf): self._version_of(leaf) for leaf in arguments if isinstance(leaf, Tensor)}
         self._stack.append(call.number)
         self._finder.enter()
@@ -286,7 +286,7 @@ class _ForwardRecorder:
             call=call,
             holds=tuple(self._name_in(self._held[storage], call) for storage in storages if storage in self._held),
             random=random,
-            decides=decides(func, arguments),
+            decides=depends_on_values(func, arguments),
             writes_held=any(storage in self._held for storage in written),
             writes=tuple(self._versions[storage] for storage in written),
             region=next(iter(self._finder.around(sys._getframe(1), time)), self._gradient),
@@ -323,7 +323,7 @@ class _ForwardRecorder:
 
     def _function(self, called: Called, run: Callable[[], Any]) -> Any:
         """Run one call of a torch function by a module's own code, and record its result as a join candidate."""
-        if in_transform():
+        if is_in_vmap():
             return run()
         recording = self.recording
         call = recording.calls[self._stack[-1]]
@@ -362,21 +362,21 @@ class _ForwardRecorder:
             storage = self._storage(leaf)
             # If the tensor is an unchanged argument, a stage that skips the call returns its own argument.
             if argument >= 0 and before[id(leaf)] == self._versions[storage]:
-                return Passed(argument)
+                return ArgumentLeaf(argument)
             if isinstance(leaf, nn.Parameter) and storage in self._held:
-                return HeldTensor(self._name_in(self._held[storage], call.number))
+                return ParameterLeaf(self._name_in(self._held[storage], call.number))
             return self._value(leaf, call.number, exposed=call.function < 0)
-        return Passed(argument) if argument >= 0 and not is_plain(leaf) else Constant(leaf)
+        return ArgumentLeaf(argument) if argument >= 0 and not is_plain(leaf) else ConstantLeaf(leaf)
 
-    def _value(self, tensor: Tensor, call: int, *, exposed: bool = True) -> Value:
+    def _value(self, tensor: Tensor, call: int, *, exposed: bool = True) -> TensorLeaf:
         """Return the entry in `Recording.values` of a tensor; `exposed` is false for a join, which no call returns."""
-        storage, meta = self._storage(tensor), Meta.of(tensor)
+        storage, meta = self._storage(tensor), TensorMeta.of(tensor)
         number = self._values.setdefault((storage, meta), len(self._values))
         if number == len(self.recording.values):
             self.recording.values.append((storage, meta))
         if exposed:
             self.recording.exposures.setdefault(storage, []).append((number, call))
-        return Value(number, meta)
+        return TensorLeaf(number, meta)
 
     def _version_of(self, tensor: Tensor) -> int:
         return self._versions[self._storage(tensor)]

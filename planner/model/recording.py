@@ -24,7 +24,7 @@ import networkx as nx
 
 from planner.model.attributes import AttributeChange
 from planner.model.functions import Called
-from planner.model.leaves import Leaf, Meta
+from planner.model.leaves import Leaf, TensorMeta
 from planner.model.nests import Nest
 from planner.model.regions import Region
 
@@ -126,7 +126,7 @@ class Recording:
 
     Attributes of a version: `storage`, the number of the storage; `operator`, the number of the operator that created
     the version, or -1; `created`, the time of creation; `uses`, the times of all uses."""
-    values: list[tuple[int, Meta]] = field(default_factory=list)
+    values: list[tuple[int, TensorMeta]] = field(default_factory=list)
     """Tensors that are inputs, results of calls, or join candidates, as distinct pairs (storage, geometry)."""
     exposures: dict[int, list[tuple[int, int]]] = field(default_factory=dict)
     """For each storage, pairs (index in `values`, number of the call that returned the tensor or -1 for an input)."""

@@ -37,13 +37,13 @@ from planner.model.autocast import autocast_dtype
 from planner.model.calling import arguments_of
 from planner.model.gradient_files import keep_gradients_in_files
 from planner.model.label_counts import label_count
-from planner.model.lean import fill
+from planner.model.lean import allocate_parameters
 from planner.model.load import Batch, LoadedModel
 from planner.model.precision import converted
-from planner.model.python_state import file_numbers, module_numbers, without_leftovers
+from planner.model.python_state import file_numbers, module_numbers, without_leftover_tensors
 from planner.model.reference_state import ReferenceState, initial_state, state_after_backward, state_after_update
-from planner.model.seeding import host_draws, layer_seed, seed_host, seed_process
-from planner.model.shortened import SkippedModule, shortened
+from planner.model.seeding import host_generator_states, layer_seed, seed_host, seed_process
+from planner.model.shortened import SkippedModule, shorten_model
 
 _LOSS_SCALE = 2.0**16
 """Initial loss scale under `fp16-mixed`, which is halved after each overflow."""
@@ -160,9 +160,9 @@ def mini_batch(loaded: LoadedModel, options: ReferenceOptions, step: int) -> Bat
 
 
 def _built(loaded: LoadedModel, options: ReferenceOptions) -> nn.Module:
-    model = converted(shortened(loaded, options.skipped, lean=options.lean).build(), loaded.precision)
+    model = converted(shorten_model(loaded, options.skipped, lean=options.lean).build(), loaded.precision)
     if options.lean:
-        fill([model], model, _CPU)
+        allocate_parameters([model], model, _CPU)
     return model
 
 
@@ -209,7 +209,7 @@ def _refuse_new_parameters(model: nn.Module, names: Collection[str]) -> None:
 
 def _values(model: nn.Module, loaded: LoadedModel) -> dict[str, float]:
     found = module_numbers(dict(model.named_modules())) | file_numbers(model, loaded.loss_fn)
-    return without_leftovers(found, ())
+    return without_leftover_tensors(found, ())
 
 
 def _refuse_changes(before: Mapping[str, float], after: Mapping[str, float]) -> None:
@@ -232,7 +232,7 @@ def _refuse_changes(before: Mapping[str, float], after: Mapping[str, float]) -> 
 
 
 def _generators() -> tuple[object, ...]:
-    return torch.initial_seed(), torch.get_rng_state().numpy().tobytes(), *host_draws()
+    return torch.initial_seed(), torch.get_rng_state().numpy().tobytes(), *host_generator_states()
 
 
 def _refuse_draws(before: tuple[object, ...]) -> None:

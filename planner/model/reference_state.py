@@ -69,7 +69,7 @@ def dense_values(tensor: Tensor) -> Tensor:
     return tensor.to_dense() if tensor.layout != torch.strided else tensor
 
 
-def largest(tensor: Tensor) -> float:
+def largest_magnitude(tensor: Tensor) -> float:
     """Return the largest absolute value in a tensor; 0 if the tensor is empty."""
     values = dense_values(tensor)
     if not values.numel():
@@ -104,7 +104,7 @@ def state_after_backward(loaded: LoadedModel, model: nn.Module, loss: float) -> 
         numbers=_numbers(loaded, model),
         groups={},
         largest_gradient=max(
-            (largest(gradient) for gradient in gradients.values() if gradient is not None), default=0.0
+            (largest_magnitude(gradient) for gradient in gradients.values() if gradient is not None), default=0.0
         ),
     )
 

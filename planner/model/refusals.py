@@ -18,7 +18,7 @@ class TooFewSamplesError(ModelError):
     """Error that a micro-batch has too few samples for a layer; larger micro-batches may work."""
 
 
-def raised_by(where: str, error: BaseException, inputs: str) -> PlannerError:
+def explain_error(where: str, error: BaseException, inputs: str) -> PlannerError:
     """Convert an error that a layer or the model raised to one with a hint.
 
     Args:
@@ -50,7 +50,7 @@ def raised_by(where: str, error: BaseException, inputs: str) -> PlannerError:
     )
 
 
-def another_path(deviation: str) -> ModelError:
+def other_path_error(deviation: str) -> ModelError:
     """Return the error for a model that runs other code in a stage than when it was profiled."""
     return ModelError(
         f"the model took another path than when it was profiled: {deviation}",
@@ -59,7 +59,7 @@ def another_path(deviation: str) -> ModelError:
     )
 
 
-def sparse_gradients(where: str) -> ModelError:
+def sparse_gradient_error(where: str) -> ModelError:
     """Return the error for a layer, named `where`, whose gradients are sparse."""
     return ModelError(f"{where} makes sparse gradients, which are not supported", hint="build it with `sparse=False`")
 

@@ -40,7 +40,7 @@ def seed_host(seed: int) -> None:
     np.random.seed(seed % (1 << 32))
 
 
-def host_draws() -> tuple[object, ...]:
+def host_generator_states() -> tuple[object, ...]:
     """Return the states of Python's and NumPy's random generators, to detect whether code has drawn numbers."""
     _, keys, *rest = cast("tuple[Any, ...]", np.random.get_state(legacy=True))
     return random.getstate(), keys.tobytes(), *rest

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from planner.model.chain import Chain
 from planner.model.lean import build_lean
-from planner.model.leaves import Constant, Leaf, Passed, Value
+from planner.model.leaves import ArgumentLeaf, ConstantLeaf, Leaf, TensorLeaf
 from planner.model.load import LoadedModel
 from planner.model.nests import Nest, flatten, unflatten
 
@@ -70,13 +70,13 @@ def skipped_modules(chain: Chain, layers: Sequence[int]) -> tuple[SkippedModule,
         if len(modules) != 1 or len(calls) != 1:
             return None
         kinds = [type(leaf) for leaf in calls[0].leaves]
-        if kinds.count(Value) != 1 or not set(kinds) <= {Value, Constant, Passed}:
+        if kinds.count(TensorLeaf) != 1 or not set(kinds) <= {TensorLeaf, ConstantLeaf, ArgumentLeaf}:
             return None
         skipped.append(SkippedModule(path=modules[0], leaves=calls[0].leaves, nest=calls[0].nest))
     return tuple(skipped)
 
 
-def shortened(loaded: LoadedModel, skipped: Sequence[SkippedModule], *, lean: bool = False) -> LoadedModel:
+def shorten_model(loaded: LoadedModel, skipped: Sequence[SkippedModule], *, lean: bool = False) -> LoadedModel:
     """Return `loaded` with a `build` function that skips some layers; it builds the whole model first.
 
     Args:
@@ -118,9 +118,9 @@ def _passing(skipped: SkippedModule) -> Callable[..., Any]:
 
 def _leaf(leaf: Leaf, arguments: Sequence[Any], value: Tensor) -> Any:
     match leaf:
-        case Passed():
+        case ArgumentLeaf():
             return arguments[leaf.argument]
-        case Constant():
+        case ConstantLeaf():
             return leaf.value
         case _:
             return value

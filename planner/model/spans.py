@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from torch import Tensor, nn
 
 from planner.model.cuts import Cuts
-from planner.model.leaves import Value
+from planner.model.leaves import TensorLeaf
 from planner.model.recording import END, Call, Recording
 
 Span = tuple[int, int]
@@ -51,7 +51,7 @@ def storages_at(recording: Recording, time: int, crossing: Sequence[int]) -> set
         Numbers of the storages.
     """
     if time == 0:
-        return {recording.values[leaf.number][0] for leaf in recording.inputs if isinstance(leaf, Value)}
+        return {recording.values[leaf.number][0] for leaf in recording.inputs if isinstance(leaf, TensorLeaf)}
     if time == END:
         # The uses of a version are in order, and no use is later than `END`.
         versions = (data for _, data in recording.flow.nodes(data=True) if data["uses"] and data["uses"][-1] == END)
@@ -74,7 +74,7 @@ def writes_into(recording: Recording, span: Span, storages: set[int]) -> bool:
     return any(recording.flow.nodes[version]["storage"] in storages for o in inside for version in o.writes)
 
 
-def repeated_effects(cuts: Cuts, cut: int) -> tuple[frozenset[str], frozenset[int]]:
+def repeated_reads_and_writes(cuts: Cuts, cut: int) -> tuple[frozenset[str], frozenset[int]]:
     """Return what the code before a cut that runs again after it reads and writes.
 
     Returns:

@@ -30,7 +30,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from planner.model.ghosts import Ghost
-from planner.model.weight_operators import OPERATORS, Operands, Use, WeightOperator, use_of, weight_in
+from planner.model.weight_operators import OPERATORS, Operands, Use, WeightOperator, operator_use, weight_argument
 
 
 @dataclass(slots=True, kw_only=True)
@@ -92,7 +92,7 @@ class SplitBackward:
         self._mode = _OperatorMode(self)
 
     @contextmanager
-    def keeping_casts(self) -> Iterator[None]:
+    def weight_cast_cache(self) -> Iterator[None]:
         """Cache, inside the block, autocast's copies of weights with deferred gradients; torch caches only others."""
         self._casts = {}
         try:
@@ -152,7 +152,9 @@ class SplitBackward:
             Result of the function.
         """
         # Most products have no trained weight. For speed, this cheap test comes first.
-        use = use_of(function, args, kwargs) if self._is_trained(weight_in(function, args, kwargs)) else None
+        use = (
+            operator_use(function, args, kwargs) if self._is_trained(weight_argument(function, args, kwargs)) else None
+        )
         if use is None or not self._can_be_deferred(use.operands):
             return function(*args, **kwargs)
         operands = use.operands

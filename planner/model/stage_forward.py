@@ -20,14 +20,14 @@ import torch
 from torch import Tensor, nn
 
 from planner.core.errors import ModelError
-from planner.model.attributes import left_leaves, put_back, without_leftovers
-from planner.model.calling import arguments_of, wrapped
-from planner.model.functions import Called, FunctionWatch, in_transform
+from planner.model.attributes import left_leaves, put_back, undo_attribute_changes
+from planner.model.calling import arguments_of, intercept_calls
+from planner.model.functions import Called, FunctionWatch, is_in_vmap
 from planner.model.ghosts import expect_present
-from planner.model.leaves import Constant, HeldTensor, Leaf, Passed, SampleCount, Value
-from planner.model.nests import ABSENT, aligned, flatten, leaf_names, unflatten
+from planner.model.leaves import ArgumentLeaf, ConstantLeaf, Leaf, ParameterLeaf, SampleCount, TensorLeaf
+from planner.model.nests import ABSENT, align_leaves, flatten, leaf_names, unflatten
 from planner.model.recording import END, Call, Join
-from planner.model.refusals import another_path
+from planner.model.refusals import other_path_error
 from planner.model.regions import without_reentrance
 from planner.model.stage_part import StagePart
 from planner.model.stand_ins import StandIns
@@ -85,8 +85,8 @@ class StageForward:
         with ExitStack() as stack:
             stack.enter_context(self._stand_ins.in_model(part.absent))
             stack.enter_context(without_reentrance())
-            stack.enter_context(without_leftovers(part.model, part.leftovers))
-            stack.enter_context(wrapped(part.watched, self._run))
+            stack.enter_context(undo_attribute_changes(part.model, part.leftovers))
+            stack.enter_context(intercept_calls(part.watched, self._run))
             stack.callback(self._watch.end_gap)
             if self._begun:  # the first stage begins here; any other stage begins at the end of an earlier call
                 self._part.when_begun()
@@ -99,7 +99,7 @@ class StageForward:
             except _Finished:
                 return self._sent()
         if part.stop != END:
-            raise another_path("it ended early")
+            raise other_path_error("it ended early")
         if part.begin == 0:
             return output
         if self._recording.unread:
@@ -113,19 +113,19 @@ class StageForward:
         if len(leaves) != len(recorded):
             raise ModelError("the model's inputs have another structure than those of `example_batch`")
         self._keep(leaves, recorded)
-        pairs = [(leaf.number, t) for leaf, t in zip(recorded, leaves, strict=True) if isinstance(leaf, Value)]
+        pairs = [(leaf.number, t) for leaf, t in zip(recorded, leaves, strict=True) if isinstance(leaf, TensorLeaf)]
         return self._part.outline.size_of([number for number, _ in pairs], [tensor for _, tensor in pairs])
 
     def _sent(self) -> tuple[Tensor, ...]:
         if not self._tensors.keys() >= set(self._part.sent):
-            raise another_path("it did not return what the next stage needs") from None
+            raise other_path_error("it did not return what the next stage needs") from None
         sent = tuple(self._tensors[value] for value in self._part.sent)
         expect_present(sent, "what is sent to the next stage")
         return sent
 
     def _run(self, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Handle one call of a watched module: skip it, open it, or run it as a whole."""
-        if self._inside or in_transform():
+        if self._inside or is_in_vmap():
             return forward(*args, **kwargs)
         # The calling code must by now have computed every join that the recording has before this call.
         self._end_gap()
@@ -157,9 +157,9 @@ class StageForward:
         leaves = flatten(result)[0]
         if len(leaves) != len(call.leaves):
             if not (self._part.begin and call.number in self._part.open):
-                raise another_path(f'"{call.path}" returned something else')
+                raise other_path_error(f'"{call.path}" returned something else')
             # A call that collects results of skipped modules (a list of hidden states) returns fewer leaves.
-            leaves = aligned(result, call.nest)
+            leaves = align_leaves(result, call.nest)
         self._keep(leaves, call.leaves)
         self._expect_constants(call, leaves)
         self._keep_changes(call)
@@ -192,7 +192,7 @@ class StageForward:
             path = self._calls[self._stack[-1]].path
             name, _ = next(iter(self._awaited))
             where = f'"{path}"' if path else "its own code"
-            raise another_path(f"{where} did not call `{name}` between its modules")
+            raise other_path_error(f"{where} did not call `{name}` between its modules")
 
     def _reach(self, time: int) -> None:
         """Announce that the forward has reached a time of the recording: begin or end of the stage or of a layer."""
@@ -223,21 +223,23 @@ class StageForward:
         self._next[parent.number] = position + 1
         # Calls are found by position, not by module, because a module that is called twice has two calls.
         if position >= len(parent.children):
-            raise another_path("an additional module was called")
+            raise other_path_error("an additional module was called")
         call = self._calls[parent.children[position]]
         if self._part.model.get_submodule(call.path) is not module:
-            raise another_path(f'"{call.path}" should have been called')
+            raise other_path_error(f'"{call.path}" should have been called')
         return call
 
     def _keep(self, leaves: Sequence[Any], recorded: Sequence[Leaf]) -> None:
         for leaf, recorded_leaf in zip(leaves, recorded, strict=True):
-            if isinstance(recorded_leaf, Value) and recorded_leaf.number in self._part.sent and leaf is not ABSENT:
+            if isinstance(recorded_leaf, TensorLeaf) and recorded_leaf.number in self._part.sent and leaf is not ABSENT:
                 self._tensors[recorded_leaf.number] = leaf
 
     def _expect_constants(self, call: Call, leaves: Sequence[Any]) -> None:
         """Check that returned values that are not tensors equal the recorded values, which later stages use."""
         for leaf, recorded in zip(leaves, call.leaves, strict=True):
-            if not isinstance(recorded, Constant | SampleCount) or not isinstance(leaf, int | float | str | torch.Size):
+            if not isinstance(recorded, ConstantLeaf | SampleCount) or not isinstance(
+                leaf, int | float | str | torch.Size
+            ):
                 continue
             expected = recorded.of(self._size) if isinstance(recorded, SampleCount) else recorded.value
             if leaf != expected:
@@ -250,12 +252,12 @@ class StageForward:
     def _keep_changes(self, call: Call) -> None:
         """Store the tensors that a call left in attributes, if they are sent."""
         for change in call.changes:
-            if not any(isinstance(leaf, Value) and leaf.number in self._part.sent for leaf in change.leaves):
+            if not any(isinstance(leaf, TensorLeaf) and leaf.number in self._part.sent for leaf in change.leaves):
                 continue
             try:
                 self._keep(left_leaves(self._part.model, change), change.leaves)
             except LookupError:
-                raise another_path(f'"{call.path}" left other values in attributes') from None
+                raise other_path_error(f'"{call.path}" left other values in attributes') from None
 
     def _passed_over(self, call: Call, arguments: Sequence[Any]) -> Any:
         """Return the result of a call that does not run, and set the attributes that the call would set."""
@@ -263,7 +265,7 @@ class StageForward:
             try:
                 put_back(self._part.model, change, [self._leaf(leaf, arguments) for leaf in change.leaves])
             except LookupError:
-                raise another_path(f'"{call.path}" cannot leave values in attributes') from None
+                raise other_path_error(f'"{call.path}" cannot leave values in attributes') from None
         return self._rebuilt(call.leaves, call.nest, arguments)
 
     def _rebuilt(self, recorded: Sequence[Leaf], nest: Any, arguments: Sequence[Any]) -> Any:
@@ -271,14 +273,14 @@ class StageForward:
 
     def _leaf(self, leaf: Leaf, arguments: Sequence[Any]) -> Any:
         match leaf:
-            case Value():
+            case TensorLeaf():
                 received = self._tensors.get(leaf.number)
                 return self._stand_ins.received(leaf.number) if received is None else received
-            case Passed():
+            case ArgumentLeaf():
                 return arguments[leaf.argument]
-            case HeldTensor():
+            case ParameterLeaf():
                 return held_tensor(self._part.model, leaf.name)
-            case Constant():
+            case ConstantLeaf():
                 return leaf.value
             case SampleCount():
                 return leaf.of(self._size)
@@ -287,7 +289,7 @@ class StageForward:
         """Return the model's output with stand-ins for the leaves that the loss does not read and the stage lacks."""
         nest = self._recording.output_nest
         # Lists that the model's code fills (hidden states) lack the values of modules before the stage.
-        leaves = aligned(output, nest)
+        leaves = align_leaves(output, nest)
         missing = self._part.missing | {number for number, leaf in enumerate(leaves) if leaf is ABSENT}
         if not missing:
             return output
@@ -296,7 +298,7 @@ class StageForward:
             try:
                 leaves[number] = self._stand_ins.output(number, names[number], leaves[number])
             except LookupError:
-                raise another_path(f'it did not return "{names[number]}"') from None
+                raise other_path_error(f'it did not return "{names[number]}"') from None
         return unflatten(leaves, nest)
 
 

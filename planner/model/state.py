@@ -96,7 +96,7 @@ def state_owners(layers: Iterable[tuple[str, nn.Module]]) -> list[StateOwner]:
     return list(by_module.values())
 
 
-def collecting_layers(module: nn.Module) -> list[_BatchNorm]:
+def trained_batch_norms(module: nn.Module) -> list[_BatchNorm]:
     """Return the batch normalizations in `module` whose running statistics training changes."""
     parts = module.holders if isinstance(module, ModelStage) else module.modules()
     norms = (part for part in parts if isinstance(part, _BatchNorm))
@@ -109,7 +109,7 @@ def statistics_bytes(module: nn.Module) -> int:
     Each channel needs mean and variance of the current micro-batch, in the dtype of the running statistics, and two
     sums. A layer needs this memory once per call in a forward; only one call is counted.
     """
-    means = [layer.running_mean for layer in collecting_layers(module) if layer.running_mean is not None]
+    means = [layer.running_mean for layer in trained_batch_norms(module) if layer.running_mean is not None]
     return sum(2 * mean.nbytes + _SUM_BYTES * mean.numel() for mean in means)
 
 

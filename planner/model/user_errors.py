@@ -51,7 +51,7 @@ def user_code(path: str, action: str, *, hint: str = _DEBUG) -> Iterator[None]:
             sys.path.remove(folder)
 
 
-def place_in_model(model: nn.Module, loss_fn: Callable[..., Any], error: BaseException) -> str:
+def error_location(model: nn.Module, loss_fn: Callable[..., Any], error: BaseException) -> str:
     """Return `file:line` of the model's or the loss's code that raised an error; empty if other code did."""
     names = {type(part).__module__ for part in model.modules()} | {getattr(loss_fn, "__module__", "")}
     modules = set(map(sys.modules.get, names))

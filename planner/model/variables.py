@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from planner.model.attributes import Attributes
+from planner.model.attributes import AttributeSnapshot
 from planner.model.leaves import is_plain
-from planner.model.python_state import is_object_of_users, is_users, users_files
+from planner.model.python_state import is_user_module, is_user_object, user_files
 
 _MOST_CONTAINERS = 10_000
 
@@ -30,14 +30,14 @@ _ABSENT = object()
 
 
 @contextmanager
-def undoing(model: nn.Module, loss_fn: Callable[..., Any] | None = None) -> Iterator[None]:
+def undo_changes(model: nn.Module, loss_fn: Callable[..., Any] | None = None) -> Iterator[None]:
     """Restore attributes of modules and variables of the user's files at the end of the block.
 
     Args:
         model: The model.
         loss_fn: Loss of the model, if the block runs it as well.
     """
-    attributes = Attributes(model.named_modules())
+    attributes = AttributeSnapshot(model.named_modules())
     variables = [_Variables.of(container) for container in _containers(model, loss_fn)]
     try:
         yield
@@ -81,7 +81,7 @@ class _Variables(NamedTuple):
 def _containers(model: nn.Module, loss_fn: Callable[..., Any] | None) -> list[Any]:
     """Return the containers, classes and functions that can be reached from variables of the user's files."""
     # The search starts with the dicts of module-level variables.
-    todo: list[Any] = [vars(file) for file in users_files(model, loss_fn)]
+    todo: list[Any] = [vars(file) for file in user_files(model, loss_fn)]
     seen: dict[int, Any] = {}
     while todo and len(seen) < _MOST_CONTAINERS:
         value = todo.pop()
@@ -97,14 +97,14 @@ def _containers(model: nn.Module, loss_fn: Callable[..., Any] | None) -> list[An
             seen[id(value)] = value
             todo += _content(value).values()
             todo += [value.__defaults__, vars(value)] if isinstance(value, FunctionType) else []
-        elif is_object_of_users(value) and not isinstance(value, nn.Module):
+        elif is_user_object(value) and not isinstance(value, nn.Module):
             todo.append(vars(value))
     return list(seen.values())
 
 
 def _is_followed(value: Any) -> bool:
     if isinstance(value, type | FunctionType):
-        return is_users(value.__module__)
+        return is_user_module(value.__module__)
     return isinstance(value, dict | list | deque) and len(value) <= _MOST_ITEMS
 
 

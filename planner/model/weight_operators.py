@@ -145,7 +145,7 @@ class Embedding:
         return torch.ops.aten.embedding_backward(gradient, of.x, *options), None
 
 
-def weight_in(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+def weight_argument(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Return the weight among the arguments of a call; None if it is missing.
 
     Args:
@@ -160,7 +160,7 @@ def weight_in(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping
     return args[place] if place < len(args) else kwargs.get(names[place])
 
 
-def use_of(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Use | None:
+def operator_use(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Use | None:
     """Return the operator and operands of a call; None if this form of the call is not supported.
 
     Args:

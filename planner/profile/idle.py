@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from planner.model.chain import tied_parameters
 from planner.model.nests import tensors_in
-from planner.model.operators import OperatorWatch, decides
+from planner.model.operators import OperatorWatch, depends_on_values
 from planner.profile.optimizer import trained_parameters
 from planner.profile.records import Records
 from planner.profile.task import Task
@@ -50,7 +50,7 @@ def _without_gradient(unit: Unit, received: UnitInput) -> frozenset[str]:
         given = list(tensors_in((args, kwargs)))
         # Reading a boolean is mostly a check of an input, such as whether a mask hides anything.
         is_check = func is torch.ops.aten._local_scalar_dense.default and given[0].dtype is torch.bool
-        asks.append(decides(func, given) and not is_check)
+        asks.append(depends_on_values(func, given) and not is_check)
 
     unit.module.zero_grad()
     with OperatorWatch(before=ran):

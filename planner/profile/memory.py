@@ -22,9 +22,9 @@ from torch.utils._pytree import tree_flatten
 
 from planner.core.values.profile import BoundaryTensor, MemoryDetail
 from planner.device.meter import Meter
-from planner.model.attributes import Attributes
+from planner.model.attributes import AttributeSnapshot
 from planner.model.ghosts import storage_key, storage_of
-from planner.model.refusals import sparse_gradients
+from planner.model.refusals import sparse_gradient_error
 from planner.model.stage import ModelStage
 from planner.profile.units import Unit, UnitInput
 
@@ -47,13 +47,13 @@ def measure_memory(unit: Unit, received: UnitInput, meter: Meter, buffer_bytes: 
     # The first pass creates objects that belong to no micro-batch: cached tables and workspaces of libraries.
     _WholePass(unit, received, meter)
     if any(p.grad is not None and p.grad.is_sparse for p in unit.module.parameters()):
-        raise sparse_gradients(f'layer "{unit.name}"')
+        raise sparse_gradient_error(f'layer "{unit.name}"')
     unit.module.zero_grad()
     casts_bytes = measure_casts(unit, received, meter)
-    with unit.keeping_casts():
+    with unit.weight_cast_cache():
         end_first = _end_backward_peak(unit, received, meter)
         unit.module.zero_grad()
-    with unit.keeping_casts():
+    with unit.weight_cast_cache():
         # In the first micro-batch, the forward makes autocast's copies of weights, and the backward converts their
         # gradients to those of the parameters. Later micro-batches find the copies in autocast's cache.
         first = _WholePass(unit, received, meter)
@@ -92,7 +92,7 @@ def measure_casts(unit: Unit, received: UnitInput, meter: Meter) -> int:
         Bytes of autocast's copies of the layer's weights.
     """
     values = received.non_leaves()
-    with unit.keeping_casts():
+    with unit.weight_cast_cache():
         # The outputs are dropped within the measurement, so that at its end only the copies are left.
         return max(0, meter.measure(lambda: unit.run(values, received)).end_bytes)
 
@@ -170,7 +170,7 @@ def _attribute_bytes(unit: Unit, received: UnitInput, meter: Meter) -> tuple[int
     held = _storages([*unit.module.parameters(), *unit.module.buffers()])
     parts = unit.module.holders if isinstance(unit.module, ModelStage) else unit.module.modules()
     # Only sizes are kept, no tensors, so that the next forward can release the tensors that it replaces.
-    sizes = _storages(Attributes(("", part) for part in parts).tensors())
+    sizes = _storages(AttributeSnapshot(("", part) for part in parts).tensors())
     loose = {key: size for key, size in sizes.items() if key not in held}
     if not loose:
         return 0, 0

@@ -19,7 +19,7 @@ from planner.model.load import LoadedModel
 from planner.model.optimizer_scope import check_optimizer
 from planner.model.precision import dtype_of
 from planner.model.shared_memory import has_hooks
-from planner.model.user_errors import place_in_model
+from planner.model.user_errors import error_location
 from planner.profile.backends.choice import backend_of
 from planner.profile.structure import find_chain
 from planner.profile.task import Measurements, ProfilerOptions, Progress, Steps, Task
@@ -69,7 +69,9 @@ def profile_model(
     backend.check_model(loaded)
     chain, lean = find_chain(loaded, backend.device)
     backend.check_chain(lean=lean)
-    for text in () if chain.outline is None else (chain.outline.widened, chain.outline.prevented):
+    for text in (
+        () if chain.outline is None else (chain.outline.note_on_repeated_code, chain.outline.note_on_missing_cuts)
+    ):
         if text:
             warn(text)
     measurements = Measurements(header=_header(loaded, chain, backend.described(), options))
@@ -137,7 +139,7 @@ _WITHOUT_GRADIENTS = (
 
 def _raise_of_model(loaded: LoadedModel, model: nn.Module, error: Exception) -> None:
     """Raise an error with a hint if the model's own code failed during measurements, after it had run before."""
-    place = "" if isinstance(error, PlannerError) else place_in_model(model, loaded.loss_fn, error)
+    place = "" if isinstance(error, PlannerError) else error_location(model, loaded.loss_fn, error)
     if place:
         first_line = str(error).partition("\n")[0]
         raise ModelError(

@@ -8,7 +8,7 @@ from torch import Tensor
 from planner.model.ghosts import storage_key
 from planner.model.nests import tensors_in
 from planner.model.operators import OperatorWatch, written_tensors
-from planner.model.state import StateLocation, StateOwner, collecting_layers, state_owners
+from planner.model.state import StateLocation, StateOwner, state_owners, trained_batch_norms
 from planner.profile.units import Unit, UnitInput
 
 
@@ -27,7 +27,7 @@ def rewritten_bytes(unit: Unit, received: UnitInput) -> int:
 
 def _written(unit: Unit, received: UnitInput) -> dict[int, dict[int, int]]:
     """Run a forward; return, by location in the unit's state, the storages that it writes and their bytes."""
-    deferred = set(collecting_layers(unit.module))
+    deferred = set(trained_batch_norms(unit.module))
     owners = [owner for owner in state_owners([(unit.name, unit.module)]) if owner.module not in deferred]
     places = [place for owner in owners for place in (*owner.locations(), *_nests(owner))]
     before = [(place, place.value, _storages(place.value)) for place in places]

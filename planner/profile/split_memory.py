@@ -41,7 +41,7 @@ def measure_split_memory(unit: Unit, received: UnitInput, meter: Meter) -> Split
         Memory of the layer with a split backward.
     """
     subject = _MeasuredUnit(unit=unit, received=received, meter=meter)
-    with unit.keeping_casts(), subject.split.keeping_casts():
+    with unit.weight_cast_cache(), subject.split.weight_cast_cache():
         # Autocast's copies of weights belong to no micro-batch, so an unmeasured forward makes them first.
         with subject.split.splitting():
             unit.run(received.non_leaves(), received)

@@ -19,7 +19,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from planner.device.clock import Clock, typical_us
 from planner.device.machine import CACHE_BYTES
-from planner.model.batch_norm import BatchStatistics, deferring
+from planner.model.batch_norm import BatchStatistics, deferred_batch_norms
 from planner.model.split_backward import SplitBackward
 from planner.profile.passes import IdleLayer, SplitTimer, WholeTimer, forward_of, give_gradients, in_a_row, is_large
 from planner.profile.units import Key, Unit, UnitInput
@@ -85,7 +85,7 @@ def measure_times(
     kinds = {digest: cycle(alike) for digest, alike in equal.items()}
     idle = IdleLayer.matching(units[0])
     split = SplitBackward()
-    with _no_collection(), units[0].keeping_casts(), split.keeping_casts():
+    with _no_collection(), units[0].weight_cast_cache(), split.weight_cast_cache():
         whole_timer = WholeTimer(clock=clock, statistics=statistics)
         split_timer = SplitTimer(clock=clock, statistics=statistics, split=split)
 
@@ -203,7 +203,7 @@ def _statistics_us(unit: Unit, received: UnitInput, clock: Clock, repeats: int) 
     if not any(isinstance(module, _BatchNorm) for module in unit.module.modules()):
         return 0.0
     times = []
-    with deferring(unit.module) as statistics, torch.no_grad():
+    with deferred_batch_norms(unit.module) as statistics, torch.no_grad():
         for _ in range(repeats):
             forward_of(unit, received.non_leaves(), received, outputs=[], statistics=statistics)()
             times.append(clock.time_us(statistics.commit))

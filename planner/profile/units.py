@@ -19,17 +19,17 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from planner.core.errors import ModelError
 from planner.core.values.precision import Precision
-from planner.model.autocast import keeping_casts, layers_in
+from planner.model.autocast import forward_context, weight_cast_cache
 from planner.model.chain import Chain, Layer
 from planner.model.ghosts import Ghost
 from planner.model.held import as_ghosts
 from planner.model.load import Batch, LoadedModel, to_device
 from planner.model.operators import OperatorWatch
-from planner.model.refusals import raised_by
+from planner.model.refusals import explain_error
 from planner.model.regions import without_reentrance
 from planner.model.stage import ModelStage
 from planner.model.user_errors import user_code
-from planner.model.variables import undoing
+from planner.model.variables import undo_changes
 
 Key = tuple[str, int]
 """Digest of a unit, and a micro-batch size."""
@@ -78,15 +78,15 @@ class Unit:
             values: Flat inputs, as `received.non_leaves()` returns them.
             received: Structure of the inputs, and targets of the loss.
         """
-        with layers_in(self.precision, self.device), without_reentrance():
+        with forward_context(self.precision, self.device), without_reentrance():
             output = self.module(tree_unflatten(list(values), received.spec))
             if self.loss_fn is not None:
                 output = self.loss_fn(output, received.targets)
         return tree_flatten(output)[0]
 
-    def keeping_casts(self) -> AbstractContextManager[Any]:
+    def weight_cast_cache(self) -> AbstractContextManager[Any]:
         """Return a context manager in which runs share autocast's weight cache, like the micro-batches of a step."""
-        return keeping_casts(self.precision, self.device)
+        return weight_cast_cache(self.precision, self.device)
 
 
 def trace_units(
@@ -113,7 +113,7 @@ def trace_units(
     with ExitStack() as stack:
         if ghosts:
             # Attributes are restored afterwards: no ghost may stay in one, and numbers in them affect the digest.
-            stack.enter_context(undoing(chain.model, loaded.loss_fn))
+            stack.enter_context(undo_changes(chain.model, loaded.loss_fn))
             stack.enter_context(as_ghosts(chain.model))
         stack.enter_context(without_reentrance())
         for size in sizes:
@@ -125,7 +125,7 @@ def trace_units(
                 is_last = layer is chain.layers[-1]
                 received = _received(value, batch.targets if is_last else None)
                 check = partial(_check_loss, loaded, chain, batch.targets) if is_last else None
-                context = layers_in(loaded.precision, device)
+                context = forward_context(loaded.precision, device)
                 value, trace = _traced(layer, value, size, context=context, check=check)
                 # The trace at the first size determines the digest at all sizes.
                 digest = digests.setdefault(layer, _digest([loaded.precision, *trace], received, last=is_last))
@@ -210,7 +210,7 @@ def _call(layer: Layer, value: Any, size: int) -> Any:
     except (Exception, SystemExit) as error:
         shapes = ", ".join(_shape(leaf) for leaf in tree_flatten(value)[0])
         where = f'layer "{layer.name}" ({type(layer.module).__name__})'
-        raised = raised_by(where, error, f"{shapes}, micro-batch size {size}")
+        raised = explain_error(where, error, f"{shapes}, micro-batch size {size}")
         if raised is error:
             raise
         raise raised from error

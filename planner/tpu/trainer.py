@@ -28,7 +28,7 @@ from planner.model import Batch
 from planner.model.batch_norm import BatchStatistics
 from planner.model.calling import arguments_of
 from planner.model.precision import converted
-from planner.model.state import collecting_layers
+from planner.model.state import trained_batch_norms
 from planner.tpu.chips import chip_devices, platform_devices
 from planner.tpu.compiler import OutOfMemoryError
 from planner.tpu.mesh_program import MeshProgram
@@ -202,7 +202,7 @@ class JaxTraining:
 
     def _estimate_statistics(self) -> int:
         """Estimate the running statistics of the built model; return the number of batch normalization layers."""
-        layers = collecting_layers(self._built)
+        layers = trained_batch_norms(self._built)
         if not layers:
             return 0
         steps = -(-_ESTIMATED // self.balance.micro_batches)

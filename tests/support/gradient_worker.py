@@ -31,7 +31,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._pytree import tree_map, tree_map_only
 
 from planner.executor import Pipeline
-from planner.model.autocast import layers_in
+from planner.model.autocast import forward_context
 from planner.model.calling import arguments_of
 from planner.model.load import Batch, LoadedModel
 from planner.model.precision import convert
@@ -223,7 +223,7 @@ def _evaluate(loaded: LoadedModel, model: nn.Module, batch: Batch) -> float:
 
 def _loss(loaded: LoadedModel, model: nn.Module, batch: Batch) -> Tensor:
     args, kwargs = arguments_of(batch.inputs) if not isinstance(model, nn.Sequential) else ((batch.inputs,), {})
-    with layers_in(loaded.precision, torch.device("cpu")):
+    with forward_context(loaded.precision, torch.device("cpu")):
         return loaded.loss_fn(model(*args, **kwargs), batch.targets)
 
 

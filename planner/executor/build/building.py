@@ -14,12 +14,12 @@ from planner.core.values.balance import Balance
 from planner.core.values.units import pluralize
 from planner.executor.build.own_stage import BuildError, build_only, emptied
 from planner.executor.run.shapes import shapes_of
-from planner.model.chain import Chain, Layer, chain_digest, outlined, refuse_sparse
+from planner.model.chain import Chain, Layer, chain_digest, chain_from_outline, refuse_sparse
 from planner.model.closures import outlying_tensors
 from planner.model.ghosts import Ghost, absent
 from planner.model.growth import SIZES
 from planner.model.held import copy_attributes, loose_tensors, move_loose_tensors, named_tensors, replace_tensors
-from planner.model.lean import fill
+from planner.model.lean import allocate_parameters
 from planner.model.load import LoadedModel
 from planner.model.precision import convert
 
@@ -66,7 +66,7 @@ def build_structure(loaded: LoadedModel) -> Chain:
         outline = loaded.chain(full).outline
         if outline is None:
             raise
-        return outlined(outline, model)
+        return chain_from_outline(outline, model)
 
 
 def check_buildable(loaded: LoadedModel) -> None:
@@ -159,7 +159,7 @@ def _build_parts(loaded: LoadedModel, wanted: Callable[[nn.Module], list[Tensor]
     torch.manual_seed(seed)
     model = loaded.build()
     if loaded.is_without_values:
-        fill([model], model, torch.device("cpu"), initial=False)
+        allocate_parameters([model], model, torch.device("cpu"), initial=False)
     return model
 
 
@@ -174,7 +174,7 @@ def like(chain: Chain, loaded: LoadedModel, model: nn.Module) -> Chain:
     Returns:
         Chain of `model`.
     """
-    return loaded.chain(model) if chain.outline is None else outlined(chain.outline, model)
+    return loaded.chain(model) if chain.outline is None else chain_from_outline(chain.outline, model)
 
 
 def held_names(chain: Chain, first: int, end: int) -> frozenset[str]:

@@ -34,7 +34,7 @@ from planner.model.label_counts import MASKED, label_count
 from planner.model.lean import build_lean
 from planner.model.load import Batch, LoadedModel, to_device
 from planner.model.nests import flatten, tensors_in, unflatten
-from planner.model.variables import undoing
+from planner.model.variables import undo_changes
 
 _SAMPLES: Final = (4, 2)
 """Numbers of samples to try, in order. Two samples are the last choice, because then each half has one sample, and some
@@ -156,7 +156,7 @@ def _checked_bytes(loaded: LoadedModel, model: nn.Module, batch: Batch) -> int:
 def _as_built(model: nn.Module, loaded: LoadedModel) -> Iterator[None]:
     """Restore the model's buffers, attributes and variables after the block, because forwards may change them."""
     copied = replaced_tensors(model, lambda tensor: tensor if isinstance(tensor, nn.Parameter) else tensor.clone())
-    with undoing(model, loaded.loss_fn), copied:
+    with undo_changes(model, loaded.loss_fn), copied:
         yield
 
 

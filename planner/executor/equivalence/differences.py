@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from planner.core.values.precision import Precision
-from planner.model.reference_state import ReferenceState, dense_values, largest
+from planner.model.reference_state import ReferenceState, dense_values, largest_magnitude
 
 LIMIT = 1e-4
 """Larger relative differences are no rounding errors, unless the model amplifies these as much (`largest_problem`)."""
@@ -69,13 +69,13 @@ class Differences:
         value, right = (None if t is None else dense_values(t) for t in (value, right))
         if value is None or right is None:
             other = value if right is None else right
-            self.note(name, 0.0 if other is None or not largest(other) else math.inf)
+            self.note(name, 0.0 if other is None or not largest_magnitude(other) else math.inf)
         elif value.shape != right.shape:
             self.note(name, math.inf)
         elif torch.equal(value, right):
             self.note(name, 0.0)
         else:
-            self.note(name, largest_difference(value, right) / max(largest(right), least, 1e-30))
+            self.note(name, largest_difference(value, right) / max(largest_magnitude(right), least, 1e-30))
 
 
 def compare_update(differences: Differences, name: str, value: Tensor, *, right: Tensor, before: Tensor) -> None:
@@ -92,7 +92,7 @@ def compare_update(differences: Differences, name: str, value: Tensor, *, right:
         differences.note(name, 0.0)
         return
     moved = largest_difference(right, before)
-    rounding = 4 * torch.finfo(right.dtype).eps * largest(right) if right.is_floating_point() else 0.0
+    rounding = 4 * torch.finfo(right.dtype).eps * largest_magnitude(right) if right.is_floating_point() else 0.0
     difference = largest_difference(value, right)
     differences.note(name, max(0.0, difference - rounding) / max(moved, rounding, 1e-30))
 
@@ -170,6 +170,6 @@ def largest_difference(value: Tensor, right: Tensor) -> float:
         is_exact = one.is_floating_point() or one.is_complex()
         equal = (one == other) | (torch.isnan(one) & torch.isnan(other))
         numbers = one - other if is_exact else one.double() - other.double()
-        difference = largest(numbers.masked_fill_(equal, 0.0))
+        difference = largest_magnitude(numbers.masked_fill_(equal, 0.0))
         most = max(most, math.inf if math.isnan(difference) else difference)
     return most

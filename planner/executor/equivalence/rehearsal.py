@@ -17,11 +17,11 @@ from torch import nn
 from planner.executor.build.building import StageRange, build_stages
 from planner.executor.equivalence.isolation import Child, ChildError
 from planner.executor.run.random_state import StepSeeds
-from planner.model.autocast import layers_in
+from planner.model.autocast import forward_context
 from planner.model.chain import Chain
 from planner.model.load import LoadedModel
 from planner.model.nests import tensors_in
-from planner.model.refusals import another_path
+from planner.model.refusals import other_path_error
 from planner.model.stage import ModelStage
 
 _FORWARDS = 64
@@ -79,17 +79,19 @@ def _forwards(loaded: LoadedModel, chain: Chain, _connection: Connection) -> Non
         torch.manual_seed(now[0])
         batch = loaded.example_batch(_SAMPLES)
         value, trained = batch.inputs, [p.requires_grad for module in modules for p in module.parameters()]
-        with layers_in(loaded.precision, device):
+        with forward_context(loaded.precision, device):
             for first, module in zip(starts, modules, strict=False):
                 _plant(now, first, 0)
                 value = module(value)
                 trained += _trained_outputs(module, value)
             loss = loaded.loss_fn(value, batch.targets)
         if chain.outline is not None and not torch.isfinite(loss.detach()).all():
-            raise another_path(f"the loss of forward {now[0] + 1} is not a number: it may read other stages' tensors")
+            raise other_path_error(
+                f"the loss of forward {now[0] + 1} is not a number: it may read other stages' tensors"
+            )
         first_trained = first_trained or trained
         if trained != first_trained:
-            raise another_path(f"forward {now[0] + 1} computes gradients of other tensors than the first")
+            raise other_path_error(f"forward {now[0] + 1} computes gradients of other tensors than the first")
         now[0] += 1
 
 

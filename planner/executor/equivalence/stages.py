@@ -37,12 +37,12 @@ from planner.model.python_state import (
     hook_numbers,
     module_numbers,
     variables_read,
-    without_leftovers,
+    without_leftover_tensors,
 )
 from planner.model.reference import ReferenceOptions, mini_batch
 from planner.model.reference_state import (
     ReferenceState,
-    largest,
+    largest_magnitude,
     optimizer_state,
     sample_of,
 )
@@ -195,12 +195,12 @@ class _Rank:
         for module in self._pipeline.modules:
             finished = module.finished_modules()
             used |= variables_read(finished)
-            held = without_leftovers(module_numbers(finished), self._kept)
+            held = without_leftover_tensors(module_numbers(finished), self._kept)
             for name, number in {**held, **hook_numbers(finished)}.items():
                 what = f'the tensor "{name.removesuffix(TENSOR)}"' if name.endswith(TENSOR) else f'{NUMBER} "{name}"'
                 if name in right.numbers:
                     found.compare_number(what, number, right.numbers[name])
-        for name, number in without_leftovers(self._file_numbers(), at_start).items():
+        for name, number in without_leftover_tensors(self._file_numbers(), at_start).items():
             file, _, variable = name.rpartition(":")
             is_used = number != at_start.get(name) or f"{file}:{variable.partition('.')[0]}" in used
             if is_used and name in right.numbers:
@@ -235,7 +235,9 @@ class _Rank:
 def _rounding_scale(name: str, right: ReferenceState) -> float:
     """Return the smallest scale for comparing a buffer; for a running mean, it follows from the running variance."""
     variance = right.tensors.get(f"buffer:{name.removesuffix('running_mean')}running_var")
-    return 0.0 if not name.endswith("running_mean") or variance is None else 0.01 * math.sqrt(largest(variance))
+    return (
+        0.0 if not name.endswith("running_mean") or variance is None else 0.01 * math.sqrt(largest_magnitude(variance))
+    )
 
 
 def _place(key: str) -> tuple[str, str]:

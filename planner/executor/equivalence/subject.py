@@ -15,7 +15,7 @@ from planner.model.chain import Chain
 from planner.model.load import LoadedModel
 from planner.model.recording import END, Call
 from planner.model.reference import LayerStart, ReferenceOptions, mini_batch
-from planner.model.shortened import repeated_layers, shortened, skipped_modules
+from planner.model.shortened import repeated_layers, shorten_model, skipped_modules
 
 Digests = Callable[[Chain, LoadedModel], Sequence[str]]
 """Function that returns a digest of the operators of every layer; empty if they are unknown."""
@@ -117,7 +117,7 @@ class Subject:
         if not skipped:
             return self
         lean = lean or _bytes_of(self.whole) > _LEAN_BYTES
-        loaded = shortened(self.loaded, skipped, lean=lean)
+        loaded = shorten_model(self.loaded, skipped, lean=lean)
         chain = build_structure(loaded)
         options = replace(self.options, skipped=skipped, lean=lean, starts=layer_starts(chain))
         return replace(self, loaded=loaded, chain=chain, options=options)

@@ -46,7 +46,7 @@ from planner.executor.run.replicas import is_of_replicas
 from planner.executor.run.stage_module import StageModule
 from planner.executor.run.transfers import Message, Transfers
 from planner.executor.watch.position import Position
-from planner.model.autocast import keeping_casts, layers_in
+from planner.model.autocast import forward_context, weight_cast_cache
 from planner.model.split_backward import DeferredUses, SplitBackward, additions_of
 
 
@@ -176,7 +176,7 @@ class Engine:
             self._loss_gradients = (weight * self.loss_scale).to(self._device).unbind()
         self._inputs = list(zip(*(tensor.tensor_split(self.micro_batches) for tensor in tensors), strict=True))
         self._losses = [torch.empty(0)] * self.micro_batches
-        with keeping_casts(self._precision, self._device), self._split.keeping_casts():
+        with weight_cast_cache(self._precision, self._device), self._split.weight_cast_cache():
             for run in self._instructions:
                 run()
             self._transfers.finish()
@@ -243,7 +243,10 @@ class Engine:
         vars(stage.module)["micro_batch"] = micro_batch  # a module's own `__setattr__` takes 5 us
         self._at(action)
         # Autocast is enabled for the forward, and for its recomputation; other parts of the backward run without it.
-        with layers_in(self._precision, self._device), self._split.splitting() if action.is_split else nullcontext():
+        with (
+            forward_context(self._precision, self._device),
+            self._split.splitting() if action.is_split else nullcontext(),
+        ):
             result = stage.timer("forward", lambda: stage.module(*inputs), micro_batch=micro_batch)
         if self._check_nan:
             check_output(result, self._position)

@@ -19,7 +19,7 @@ from planner.core.values.precision import Precision
 from planner.executor.run.placement import ProcessPlace
 from planner.executor.run.stage_module import StageModule
 from planner.executor.run.transfers import Message, Transfers
-from planner.model.autocast import keeping_casts, layers_in
+from planner.model.autocast import forward_context, weight_cast_cache
 
 Metrics = Callable[[Any, Any], Mapping[str, Any]]
 """Function from an output and its target to numbers by name: means over the samples of a micro-batch."""
@@ -97,7 +97,7 @@ class ForwardOnly:
         """
         losses: list[Tensor] = []
         transfers = Transfers(self.device, None)
-        with torch.no_grad(), keeping_casts(self.precision, self.device), ExitStack() as stack:
+        with torch.no_grad(), weight_cast_cache(self.precision, self.device), ExitStack() as stack:
             for module in self.modules:
                 stack.enter_context(module.evaluation_mode())
             for chunk, micro_batch in self._order(len(inputs)):
@@ -134,7 +134,7 @@ class ForwardOnly:
             if before not in self.place.stages:
                 transfers.post(message, module.received.tensors, self.place.rank_of(before))
             inputs = transfers.take(message)
-        with layers_in(self.precision, self.device):
+        with forward_context(self.precision, self.device):
             return module(*inputs)
 
 

@@ -16,14 +16,14 @@ from planner.core.values.precision import Precision
 from planner.executor.run.parts import tensors_of
 from planner.executor.run.random_state import keeping_random_state
 from planner.executor.run.recompute import RecomputedLayer
-from planner.model.autocast import autocast_dtype, layers_in
+from planner.model.autocast import autocast_dtype, forward_context
 from planner.model.batch_norm import BatchStatistics
 from planner.model.chain import Chain, Layer
 from planner.model.held import loose_tensors
-from planner.model.layout import shape_like
+from planner.model.layout import meta_tensor_like
 from planner.model.load import to_device
-from planner.model.refusals import another_path, raised_by
-from planner.model.variables import undoing
+from planner.model.refusals import explain_error, other_path_error
+from planner.model.variables import undo_changes
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Boundary:
                 "a layer passes on a nested tensor, whose shape depends on the data, so it cannot be sent",
                 hint="pad it to a fixed length at the end of the layer (`torch.nested.to_padded_tensor`)",
             )
-        return cls(tuple(shape_like(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves), spec)
+        return cls(tuple(meta_tensor_like(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves), spec)
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
@@ -69,7 +69,7 @@ class Boundary:
         """
         pairs = zip(leaves, self.leaves, strict=False)
         if any(isinstance(leaf, Tensor) and leaf.requires_grad > planned.requires_grad for leaf, planned in pairs):
-            raise another_path(
+            raise other_path_error(
                 "a tensor that a stage sends requires a gradient now, but did not before (let `build_model` run a "
                 "first forward that only initializes)"
             )
@@ -142,7 +142,7 @@ def shapes_of(chain: Chain, inputs: Any, *, precision: Precision = "", device: t
     BatchStatistics(chain.model.named_modules())  # refuses unsupported layers on every rank; removes statistics
     received = Boundary.of(to_device(inputs, torch.device("meta")))
     if chain.outline is None:
-        with undoing(chain.model):
+        with undo_changes(chain.model):
             first = _run(chain.layers, received, precision, device)
             # Run twice, because a first forward may only initialize, and a layer may be skipped at random.
             return first.with_gradients_of(_run(chain.layers, received, precision, device))
@@ -174,7 +174,7 @@ def _run(layers: Sequence[Layer], received: Boundary, precision: Precision, devi
     def without_values(module: nn.Module, boundary: Boundary) -> _Effects:
         # Copy the tensors: a layer cannot write into a leaf, and a write into the copy can be detected.
         value = boundary.rebuild([(fake(t) if is_fake else t).clone() for t in boundary.tensors])
-        with layers_in(precision, device) if device is not None else nullcontext(), mode:
+        with forward_context(precision, device) if device is not None else nullcontext(), mode:
             return _Effects.of(module, value)
 
     boundaries = [received]
@@ -222,7 +222,7 @@ def _on_random_values(module: nn.Module, received: Boundary, precision: Precisio
         torch.manual_seed(0)
         module = copy.deepcopy(module, {id(tensor): _random(tensor, device) for tensor in held})
         value = received.rebuild([_random(tensor, device).clone() for tensor in received.tensors])
-        with layers_in(precision, device):
+        with forward_context(precision, device):
             effects = _Effects.of(module, value)
     return effects._replace(output=to_device(effects.output, torch.device("meta")))
 
@@ -231,7 +231,7 @@ def _not_run(layer: Layer, received: Boundary, error: BaseException, with_values
     """Return the error for a layer that runs neither without values nor on random values."""
     where = f'layer "{layer.name}" ({type(layer.module).__name__})'
     if type(error) is type(with_values):  # an error in the user's code: the layer's input does not fit
-        return raised_by(where, with_values, _described(received.leaves))
+        return explain_error(where, with_values, _described(received.leaves))
     return ModelError(
         f"{where} does not run on random values, on which every rank finds the shapes that it sends: "
         f"{type(with_values).__name__}: {with_values}",

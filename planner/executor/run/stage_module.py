@@ -32,7 +32,7 @@ from planner.executor.run.shapes import Boundary
 from planner.model.autocast import caching_only_with_graph
 from planner.model.batch_norm import BatchStatistics
 from planner.model.chain import Layer, register
-from planner.model.layout import laid_out
+from planner.model.layout import match_layout
 from planner.model.regions import without_reentrance
 from planner.model.stage import ModelStage
 
@@ -241,7 +241,7 @@ class StageModule(nn.Module):
         if self.sent is None:
             return tuple(tensor.contiguous() for tensor in outputs)
         self.sent.expect(leaves, spec, tensors)
-        return tuple(laid_out(tensor, shape) for tensor, shape in zip(outputs, self.sent.tensors, strict=True))
+        return tuple(match_layout(tensor, shape) for tensor, shape in zip(outputs, self.sent.tensors, strict=True))
 
     def _run_layer(self, index: int, micro_batch: int, value: Any) -> Any:
         vars(self)["_running"] = micro_batch  # a module's own `__setattr__` takes 5 us

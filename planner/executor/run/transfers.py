@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from planner.core.schedule import Letter
-from planner.model.layout import in_memory_order, laid_out
+from planner.model.layout import in_memory_order, match_layout
 
 
 class Message(NamedTuple):
@@ -103,7 +103,7 @@ class Transfers:
             rank: Receiving process.
         """
         before = self._gradient
-        self._gradient = self._send([laid_out(x, shape) for x, shape in zip(tensors, shapes, strict=True)], rank)
+        self._gradient = self._send([match_layout(x, shape) for x, shape in zip(tensors, shapes, strict=True)], rank)
         if before is not None:
             _wait(before.works)
 

@@ -12,8 +12,8 @@ from planner.device.clock import Clock
 from planner.device.kinds import kind_of
 from planner.device.machine import keep_freed_memory, release_freed_memory
 from planner.device.meter import Meter
-from planner.model.batch_norm import deferring
-from planner.model.lean import fill
+from planner.model.batch_norm import deferred_batch_norms
+from planner.model.lean import allocate_parameters
 from planner.model.load import LoadedModel
 from planner.model.optimizers import ModelOptimizer
 from planner.profile.flops import forward_flops
@@ -115,7 +115,7 @@ def _fill(task: Task, device: torch.device, units: Sequence[Unit]) -> None:
     """Give memory and values to the parameters of the layers that will run."""
     digests = dict.fromkeys(unit.digest for unit in reversed(units))
     running = [unit.module for digest in digests for unit in enough_to_leave_the_cache(units, digest)]
-    fill(running, task.chain.model, device)
+    allocate_parameters(running, task.chain.model, device)
 
 
 def _optimizer_costs(
@@ -178,7 +178,7 @@ def _times(task: Task, records: Records, clock: Clock) -> dict[Key, LayerTimes]:
     for key in records.inputs:
         samples.setdefault(key, [])
         halves.setdefault(key, [])
-    with deferring(task.chain.model) as statistics:
+    with deferred_batch_norms(task.chain.model) as statistics:
         measure_times(
             records.units,
             records.inputs,

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from planner.model.attributes import Attributes
+from planner.model.attributes import AttributeSnapshot
 from planner.model.chain import chain_of
 from planner.model.nests import tensors_in
 from planner.profile import ProfilerOptions, profile_model
@@ -200,7 +200,7 @@ def test_finding_the_layers_leaves_attributes_alone() -> None:
             return super().forward(value) + self.table
 
     model = Mixture(Lazy)
-    before = Attributes(model.named_modules())
+    before = AttributeSnapshot(model.named_modules())
     chain_of(model, values)
     assert before.changes() == []
     assert compared(model).crossing == [2, 3, 4, 5]
@@ -244,16 +244,16 @@ def test_why_there_are_few_cuts_is_told() -> None:
     outline = chain_of(Hiding(), values).outline
     assert outline is not None
     assert outline.names == ("stem", "blocks.0")
-    assert outline.prevented.startswith(
+    assert outline.note_on_missing_cuts.startswith(
         'the model cannot be cut after 4 of 5 modules (after "blocks.0": a tensor made in blocks.0 (aten::mul)'
     )
     followed = chain_of(Mixture(), values).outline
     assert followed is not None
-    assert not followed.prevented
+    assert not followed.note_on_missing_cuts
     warned: list[str] = []
     loaded = loaded_model(Hiding(), values)
     profile_model(loaded, ProfilerOptions(micro_batch_sizes=(1,), repeats=2, time_budget_s=0.0), warn=warned.append)
-    assert outline.prevented in warned
+    assert outline.note_on_missing_cuts in warned
 
 
 def test_attributes_are_put_back() -> None:
@@ -261,7 +261,7 @@ def test_attributes_are_put_back() -> None:
     model = Listed()
     model.losses.append(torch.ones(()))
     vars(model)["notes"] = {"a": 1, "b": Grid(deep=[1, 2])}
-    before = Attributes(model.named_modules())
+    before = AttributeSnapshot(model.named_modules())
     model.losses.append(torch.ones(()))
     notes = vars(model)["notes"]
     notes["a"], notes["c"] = 2, torch.ones(())

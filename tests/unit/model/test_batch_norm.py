@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from planner.core.errors import ModelError
 from planner.device.meter import CpuMeter
-from planner.model.batch_norm import BatchStatistics, deferring
+from planner.model.batch_norm import BatchStatistics, deferred_batch_norms
 from planner.model.chain import chain_of
 from planner.model.state import statistics_bytes
 
@@ -117,7 +117,7 @@ def test_a_model_is_itself_again() -> None:
     """Layers whose forward somebody had replaced keep that one; nothing was updated meanwhile."""
     model = nn.Sequential(nn.BatchNorm1d(4), nn.BatchNorm1d(4))
     replaced = vars(model[1])["forward"] = lambda value: value + 1
-    with deferring(model) as statistics, statistics.collecting():
+    with deferred_batch_norms(model) as statistics, statistics.collecting():
         model(torch.randn(3, 4))
     assert "forward" not in vars(model[0])
     assert vars(model[1])["forward"] is replaced

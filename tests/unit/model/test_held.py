@@ -5,7 +5,7 @@ from torch import Tensor, nn
 
 from planner.model.chain import chain_of
 from planner.model.held import loose_tensors, move_loose_tensors, replace_tensors, replaced_tensors
-from planner.model.lean import build_lean, fill
+from planner.model.lean import allocate_parameters, build_lean
 
 
 class Listed(nn.Module):
@@ -80,7 +80,7 @@ def test_a_list_takes_no_memory_where_its_parameters_take_none() -> None:
     model = build_lean(Listed)
     assert isinstance(model, Listed)
     assert all(weight.is_meta for weight in model.weights)
-    fill([model], model, torch.device("cpu"))
+    allocate_parameters([model], model, torch.device("cpu"))
     assert [id(weight) for weight in model.weights] == [id(model.first), id(model.second)]
     assert not model.first.is_meta
 

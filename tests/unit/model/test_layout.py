@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from planner.model.layout import in_memory_order, laid_out, shape_like
+from planner.model.layout import in_memory_order, match_layout, meta_tensor_like
 
 VALUE = torch.arange(24.0).reshape(2, 3, 4)
 DENSE = [
@@ -22,9 +22,9 @@ GAPPED = [VALUE[:, :2], VALUE[:, :1].expand(2, 3, 4), VALUE[..., ::2]]
 @pytest.mark.parametrize("value", DENSE)
 def test_what_is_dense_crosses_as_it_lies(value: Tensor) -> None:
     """Neither copied nor laid out anew; what is sent is the same memory, in order."""
-    shape = shape_like(value)
+    shape = meta_tensor_like(value)
     assert (shape.shape, shape.is_meta) == (value.shape, True)
-    assert laid_out(value, shape) is value
+    assert match_layout(value, shape) is value
     sent = in_memory_order(value)
     assert sent.is_contiguous()
     assert sent.untyped_storage().data_ptr() == value.untyped_storage().data_ptr()
@@ -36,9 +36,9 @@ def test_what_is_dense_crosses_as_it_lies(value: Tensor) -> None:
 @pytest.mark.parametrize("value", GAPPED)
 def test_what_has_gaps_is_copied(value: Tensor) -> None:
     """Into the order in which its dimensions are counted."""
-    shape = shape_like(value)
+    shape = meta_tensor_like(value)
     assert shape.is_contiguous()
-    made = laid_out(value, shape)
+    made = match_layout(value, shape)
     assert made.is_contiguous()
     assert torch.equal(made, value)
 
@@ -46,7 +46,7 @@ def test_what_has_gaps_is_copied(value: Tensor) -> None:
 def test_what_lies_otherwise_than_agreed_is_copied() -> None:
     """Its gradient comes back."""
     value = VALUE.clone().requires_grad_()
-    made = laid_out(value, VALUE.permute(2, 0, 1).contiguous().permute(1, 2, 0))
+    made = match_layout(value, VALUE.permute(2, 0, 1).contiguous().permute(1, 2, 0))
     assert made.stride() == (3, 1, 6)
     assert torch.equal(made, value)
     made.backward(VALUE)
@@ -55,7 +55,7 @@ def test_what_lies_otherwise_than_agreed_is_copied() -> None:
 
 def test_the_order_goes_for_other_sizes_too() -> None:
     """The batch grows, and its dimension stays where it lies."""
-    assert shape_like(VALUE.transpose(0, 1).contiguous().transpose(0, 1), (5, 3, 4)).stride() == (4, 20, 1)
+    assert meta_tensor_like(VALUE.transpose(0, 1).contiguous().transpose(0, 1), (5, 3, 4)).stride() == (4, 20, 1)
 
 
 def test_what_is_sent_holds_no_history() -> None:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from planner.core.values.precision import PRECISIONS, Precision, precision_of
 from planner.model import autocast
-from planner.model.autocast import caching_only_with_graph, keeping_casts, layers_in
+from planner.model.autocast import caching_only_with_graph, forward_context, weight_cast_cache
 from planner.model.load import Batch
 from planner.model.operators import OperatorWatch
 from planner.model.precision import convert, converted, in_precision
@@ -54,7 +54,7 @@ def test_the_loss_is_float32(precision: Precision) -> None:
     batch = loaded.example_batch(4)
     model = convert(loaded.build(), precision)
     assert batch.inputs.dtype == (torch.bfloat16 if precision == "bf16" else torch.float32)
-    with layers_in(precision, CPU):
+    with forward_context(precision, CPU):
         loss = loaded.loss_fn(model(batch.inputs), batch.targets)
     assert loss.dtype == torch.float32
     loss.backward()
@@ -64,15 +64,15 @@ def test_the_loss_is_float32(precision: Precision) -> None:
 def test_copies_of_weights_are_kept() -> None:
     """From one micro-batch to the next, and gradients come through all the same."""
     layer, value = nn.Linear(8, 8), torch.randn(2, 8)
-    with keeping_casts("bf16-mixed", CPU):
+    with weight_cast_cache("bf16-mixed", CPU):
         assert not torch.is_autocast_enabled("cpu")
         results = []
         for _ in range(2):
-            with layers_in("bf16-mixed", CPU):
+            with forward_context("bf16-mixed", CPU):
                 results.append(layer(value))
         first, second = (result.grad_fn.next_functions[0] for result in results)  # the bias's copy
         assert first == second
-        with torch.no_grad(), layers_in("bf16-mixed", CPU):
+        with torch.no_grad(), forward_context("bf16-mixed", CPU):
             layer(value)
         sum(result.float().sum() for result in results).backward()
     assert layer.weight.grad is not None
@@ -90,11 +90,11 @@ def test_a_run_without_a_graph_leaves_no_copy_without_one(
     """A weight that a layer reads before it is recomputed gets its gradient from the recomputation."""
     monkeypatch.setattr(autocast, "_copies_have_graphs", what_torch_does)
     layer, value = nn.Linear(8, 8), torch.randn(2, 8)
-    with keeping_casts("bf16-mixed", CPU):
-        with torch.no_grad(), layers_in("bf16-mixed", CPU), caching_only_with_graph():
+    with weight_cast_cache("bf16-mixed", CPU):
+        with torch.no_grad(), forward_context("bf16-mixed", CPU), caching_only_with_graph():
             assert torch.is_autocast_cache_enabled() is what_torch_does()
             layer(value)
-        with layers_in("bf16-mixed", CPU), caching_only_with_graph():
+        with forward_context("bf16-mixed", CPU), caching_only_with_graph():
             assert torch.is_autocast_cache_enabled()
             layer(value).float().sum().backward()
     assert layer.weight.grad is not None
@@ -127,9 +127,9 @@ def test_a_models_own_recomputing_function_leaves_no_copy_without_a_graph(
     monkeypatch.setattr(autocast, "_copies_have_graphs", what_torch_does)
     layer, value = nn.Linear(8, 8), torch.randn(2, 8)
     copied: list[Any] = []
-    with keeping_casts("bf16-mixed", CPU):
+    with weight_cast_cache("bf16-mixed", CPU):
         note = OperatorWatch(before=lambda func, args, _: copied.append(args[0]) if "_to_copy" in str(func) else None)
-        with layers_in("bf16-mixed", CPU), note:
+        with forward_context("bf16-mixed", CPU), note:
             results = [Again.apply(layer, value, *layer.parameters()) for _ in range(2)]  # type: ignore[no-untyped-call]
         sum(result.float().sum() for result in results).backward()
     assert layer.weight.grad is not None

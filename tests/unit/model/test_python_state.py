@@ -23,7 +23,7 @@ from planner.model.python_state import (
     hook_numbers,
     module_numbers,
     variables_read,
-    without_leftovers,
+    without_leftover_tensors,
 )
 
 STATE = {"calls": 1}
@@ -111,7 +111,7 @@ def test_values_are_found_in(case: str) -> None:
 def test_tensors_count_if_they_are_kept() -> None:
     """Others are leftovers of a forward."""
     found = numbers({"kept": torch.ones(2), "left": torch.ones(2)})
-    assert without_leftovers(found, ["x.kept.tensor"]) == {"x.length": 0, "x.kept.tensor": 2.0}
+    assert without_leftover_tensors(found, ["x.kept.tensor"]) == {"x.length": 0, "x.kept.tensor": 2.0}
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from planner.executor.run.recompute import RecomputedLayer, recomputing
-from planner.model.autocast import layers_in
+from planner.model.autocast import forward_context
 from planner.model.split_backward import DeferredUses, SplitBackward, additions_of
 
 MICRO_BATCHES = 3
@@ -35,7 +35,7 @@ class Run:
 
     def autocast(self) -> Any:
         """What forwards run in, as the engine's do."""
-        return layers_in("" if self.dtype is None else "bf16-mixed", torch.device("cpu"))
+        return forward_context("" if self.dtype is None else "bf16-mixed", torch.device("cpu"))
 
     def in_one_piece(self) -> list[Tensor]:
         """Gradients of the inputs."""
@@ -52,7 +52,7 @@ class Run:
         """Gradients of the inputs, and how many weights were put off: all forwards, all I, all W in that order."""
         leaves, split = [leaf(x) for x in self.inputs], SplitBackward()
         losses = []
-        with torch.autocast("cpu", enabled=False), split.keeping_casts():
+        with torch.autocast("cpu", enabled=False), split.weight_cast_cache():
             for n, x in enumerate(leaves):
                 torch.manual_seed(n)
                 with self.autocast(), split.splitting():
@@ -467,7 +467,7 @@ def sizes(put_off: DeferredUses) -> Iterator[int]:
 def test_autocast_copies_a_weight_once_in_a_step() -> None:
     """And not beyond it."""
     layer, split = nn.Linear(6, 6), SplitBackward()
-    with split.keeping_casts():
+    with split.weight_cast_cache():
         kept = []
         for _ in range(2):
             with torch.autocast("cpu", dtype=torch.bfloat16), split.splitting():
@@ -502,7 +502,7 @@ def test_w_says_beforehand_how_often_it_adds(build: Build, dtype: torch.dtype | 
     for parameter in model.parameters():
         parameter.register_post_accumulate_grad_hook(lambda p: added.update([p]))
     autocast = nullcontext() if dtype is None else torch.autocast("cpu", dtype=dtype)
-    with split.keeping_casts():
+    with split.weight_cast_cache():
         with autocast, split.splitting():
             loss = loss_of(model(torch.randint(10, (2, 5))))
         put_off = split.backward_input([loss], [torch.ones(())])

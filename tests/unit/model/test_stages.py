@@ -466,7 +466,7 @@ def test_a_sum_between_modules_crosses_in_place_of_what_it_is_made_of() -> None:
     assert outline is not None
     assert [len(values) for values in outline.crossings] == [1, 1, 1, 1]
     assert set(outline.parts) == {(0, 0)}
-    assert not outline.widened
+    assert not outline.note_on_repeated_code
 
 
 def test_a_stage_keeps_no_sum_when_it_has_run(no_collection: None) -> None:
@@ -596,10 +596,10 @@ def test_what_crosses_in_parts_is_told_of() -> None:
     assert outline is not None
     assert [len(values) for values in outline.crossings] == [1, 2, 3, 4]
     assert outline.parts == ((0, 0), (0, 0), (2, 1), (3, 1))
-    assert '3 tensors cross the boundary after "blocks.3" only for' in outline.widened
+    assert '3 tensors cross the boundary after "blocks.3" only for' in outline.note_on_repeated_code
     skips = compared(Skips()).chain.outline
     assert skips is not None
-    assert not skips.widened
+    assert not skips.note_on_repeated_code
 
 
 class Stopped(Blocks):

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from planner.model.variables import undoing
+from planner.model.variables import undo_changes
 
 STATE: dict[str, Any] = {"mean": torch.zeros(2), "written": torch.zeros(2), "calls": 0, "started": False}
 QUEUE: deque[Any] = deque([torch.zeros(2)])
@@ -56,7 +56,7 @@ class Changes(nn.Module):
 def test_all_of_it_is_undone(value: Tensor) -> None:
     """Module-level values, class attributes, defaults, closures and attributes, with values or without."""
     model = Changes()
-    with undoing(model):
+    with undo_changes(model):
         model(value)
         assert STATE["started"]
         assert len(QUEUE) == 2
@@ -67,12 +67,12 @@ def test_all_of_it_is_undone(value: Tensor) -> None:
     assert not Changes.mean.any()
     assert Changes.forward.__defaults__ == ([],)
     assert not model.initialized
-    with undoing(model):
+    with undo_changes(model):
         assert TICK() == 1
 
 
 def test_data_is_not_copied() -> None:
     """A list of all samples would take as much time and memory again, with every forward."""
-    with undoing(Changes()):
+    with undo_changes(Changes()):
         SAMPLES[0] = 1
     assert SAMPLES[0] == 1

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from planner.core.values.profile import Profile
 from planner.model.chain import chain_of
-from planner.model.lean import build_lean, fill
+from planner.model.lean import allocate_parameters, build_lean
 from planner.model.load import LoadedModel
 from planner.profile import model_changes, profiler
 from planner.profile.structure import find_chain
@@ -71,7 +71,7 @@ def test_one_parameter_under_two_names_stays_one() -> None:
 def test_filled_layers_have_numbers_and_the_others_none() -> None:
     """Tied ones the same."""
     model = build_lean(lambda: mlp(tied=True))
-    fill([model[2]], model, torch.device("cpu"))
+    allocate_parameters([model[2]], model, torch.device("cpu"))
     assert model[3].weight is model[2].weight
     assert model[2].weight.isfinite().all()
     assert model[2].weight.std() > 0
