@@ -118,4 +118,4 @@ def test_figures_of_the_executor_are_those_of_its_rows() -> None:
     spread = f"{min(ratios):.3f} to {max(ratios):.3f}"
     assert f"{median(ratios):.3f} in the median of {len(ratios)} settings, {spread}" in compared
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    assert f"{median(ratios):.3f} of their steps in the median, {max(ratios):.3f} at most" in readme
+    assert f"{median(ratios):.3f} in the median, {max(ratios):.3f} at most" in readme
