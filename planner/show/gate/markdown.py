@@ -52,8 +52,8 @@ def rules_markdown(rules: Sequence[Rule]) -> str:
     parts = [
         "# Findings of `gpipe-plan check`",
         "",
-        "Written by `gpipe-plan explain --format markdown`; a test checks this. An error makes `check` fail (exit code",
-        "1), a warning does so with `--strict`, a note never does.",
+        "This page is the output of `gpipe-plan explain --format markdown`. An error makes `check` fail (exit code 1).",
+        "A warning does so with `check --strict`. A note never does.",
     ]
     for rule in rules:
         parts += ["", f"## {rule.code}: {rule.title}", "", f"*{rule.severity}*", "", rule.meaning]
