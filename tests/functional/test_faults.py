@@ -59,7 +59,7 @@ def test_a_rank_that_leaves_the_others_alone_is_named(tmp_path: Path) -> None:
     assert done.codes == (2, 2), done
     assert is_within(done.seconds, 15)
     (error,) = done.errors
-    assert error.startswith("error: stage 0 (layers 0 to 1) ended itself in forward of micro-batch ")
+    assert error.startswith("error: stage 0 (layers 0 to 1) exited in forward of micro-batch ")
     assert "(SystemExit: 0) while stage 1 (layers 2 to 4) waited in" in error
 
 
@@ -105,7 +105,7 @@ def test_the_first_sigterm_says_when_it_stops(tmp_path: Path) -> None:
         done = job.ended()
     assert done.codes == (143, 143), done
     assert "SIGTERM: stopping after " in done.out
-    assert "with a checkpoint; a second one stops at once, without" in done.out
+    assert "with a checkpoint; a second signal stops at once, without a checkpoint" in done.out
     assert done.err == ""
 
 

@@ -1,1 +1,1 @@
-"""Checkpoints and weights files."""
+"""Read and write checkpoints and weights files."""

@@ -1,4 +1,4 @@
-"""Errors of reading a checkpoint or a weights file: one message that names the file."""
+"""Errors when a checkpoint or a weights file is read: one message that names the file."""
 
 import json
 from collections.abc import Iterator
@@ -10,14 +10,16 @@ from planner.core.errors import FileError, PlannerError
 
 @contextmanager
 def reading_errors(path: str | Path, subject: str) -> Iterator[None]:
-    """Turn errors in the block, except our own, into a `FileError`: a damaged file may raise errors of many kinds.
+    """Convert any error in the block to a `FileError`, because a damaged file may raise errors of many types.
+
+    A `PlannerError` is not converted.
 
     Args:
         path: File that is read.
-        subject: Words before "cannot be read", such as a tensor's name; may be empty.
+        subject: Words before "cannot be read" in the message, such as a tensor's name; may be empty.
 
     Raises:
-        FileError: Another error than one of ours was raised in the block.
+        FileError: The block raised an error that is not a `PlannerError`.
     """
     try:
         yield
@@ -44,11 +46,11 @@ def first_line(error: BaseException) -> str:
 
 
 def check_file(path: Path, *, most_bytes: int) -> int:
-    """Return the size of a regular file: reading a pipe or a device might never end.
+    """Return the size of a regular file. Other files are refused, because reading a pipe or a device might never end.
 
     Raises:
         ValueError: The file is not regular, or has more than `most_bytes` bytes.
-        OSError: There is none.
+        OSError: The file does not exist.
     """
     if not path.is_file():
         path.stat()

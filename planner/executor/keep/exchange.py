@@ -1,7 +1,7 @@
-"""Exchange of values over the store of the job: the first rank collects them and decides for all ranks.
+"""Exchange of values between all ranks over the job's store: the first rank collects the values and decides.
 
-A process group would open a connection between each two ranks, and would end a rank that waits longer than its limit.
-Here every rank has one connection, to the store, and waits as long as the watch sees no failure.
+A process group would open a connection between every two ranks, and end a rank that waits longer than its timeout.
+Here, every rank has only a connection to the store, and waits as long as the watch reports no failure.
 """
 
 import zlib
@@ -14,29 +14,30 @@ import torch.distributed as dist
 from planner.executor.watch.store import job_store
 
 _LONGEST = timedelta(days=1)
-"""No limit: writing takes as long as the disk needs, and the watch finds ranks that make no progress."""
+"""Timeout that is never reached: writing may take long, and the watch finds ranks that make no progress."""
 _JOINING = timedelta(minutes=5)
 
 
 class Exchange:
-    """Rounds in which all ranks take part, on a separate connection to the store.
+    """Exchange in rounds in which all ranks take part, over a separate connection to the store.
 
-    Several threads may use it in turn, in the same order on every rank.
+    Several threads of a rank may use one object in turn, in the same order on every rank.
     """
 
     def __init__(self, rank: int, world: int) -> None:
         self._rank, self._world = rank, world
-        # torch declares `clone` for some kinds of stores alone.
+        # torch declares `clone` only for some types of stores.
         store: Any = job_store(_JOINING) if world > 1 else None
         self._store = None if store is None else store.clone()
         self._round = 0
 
     def decided(self, value: str, decide: Callable[[Sequence[str]], str]) -> str:
-        """Return what the first rank decides on the values of all ranks.
+        """Return the result of `decide` for the values of all ranks; every rank must call this method.
 
         Args:
             value: Value of this rank.
-            decide: Called on the first rank only, with the values by rank; must not raise.
+            decide: Function that is called on the first rank only, with the values in the order of ranks. It must not
+                raise an error.
         """
         if self._store is None:
             return decide([value])
@@ -53,20 +54,20 @@ class Exchange:
         self._store.wait(keys, _LONGEST)
         result = decide([value, *(zlib.decompress(self._store.get(key)).decode() for key in keys)])
         self._store.set(name, zlib.compress(result.encode()))
-        # Values may be large. What all ranks have read was read before this round.
+        # Delete this round's values, which may be large, and the previous result, which all ranks have read by now.
         before = f"exchange/{self._round - 1}"
         for key in (*keys, before, f"{before}/read", f"{before}/done"):
             self._store.delete_key(key)
         return result
 
     def of_first(self, value: str) -> str:
-        """Return the first rank's value."""
+        """Return the first rank's value; every rank must call this method."""
         return self.decided(value, lambda values: values[0])
 
     def close(self) -> None:
-        """Wait on the first rank, which may hold the store, until all ranks have read the last decision."""
+        """On the first rank, wait until all ranks have read the last result, because its process may hold the store."""
         if self._store is not None and self._rank == 0 and self._round:
             try:
                 self._store.wait([f"exchange/{self._round}/done"], _JOINING)
-            except dist.DistError:  # a rank is gone: the watch reports it
+            except dist.DistError:  # a rank has died, which the watch reports
                 return

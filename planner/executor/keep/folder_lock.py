@@ -11,16 +11,17 @@ from pathlib import Path
 from planner.core.errors import UsageError
 
 _WAIT_S = 5.0
-"""Seconds to wait for a job on this machine that is ending."""
+"""Seconds to wait for a job on this machine, which may be about to end."""
 _WAIT_OTHER_MACHINE_S = 60.0
-"""Seconds to wait for another machine: a lost one keeps its locks until its lease on the network file system ends."""
+"""Seconds to wait for a job on another machine. A machine that is lost keeps its locks until the network file system
+releases them."""
 _HELD = (errno.EAGAIN, errno.EACCES)
 
 
 class FolderLock:
     """Lock that keeps other jobs from writing checkpoints into a folder.
 
-    It is a record lock: network file systems support these, and child processes do not inherit them.
+    It is a POSIX record lock: network file systems support such locks, and child processes do not inherit them.
 
     Raises:
         UsageError: Another job holds the lock.
@@ -44,14 +45,14 @@ class FolderLock:
             time.sleep(0.2)
 
     def release(self) -> None:
-        """Release the folder for other jobs."""
+        """Release the lock, so that other jobs may use the folder."""
         if self._file >= 0:
             self._path.unlink(missing_ok=True)
             os.close(self._file)
             self._file = -1
 
     def _acquire(self) -> bool:
-        """Try to take the lock, and return True if it is held or the file system has no locks."""
+        """Try to take the lock; return True if this job has it now, or if the file system has no locks."""
         file = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o666)
         try:
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -1,4 +1,4 @@
-"""Index of a checkpoint, `checkpoint.json`: its origin, and the rank file of each tensor."""
+"""Index of a checkpoint, `checkpoint.json`: the run and plan that wrote it, and the rank file of each tensor."""
 
 import hashlib
 import json
@@ -16,12 +16,12 @@ from planner.files import parse_json
 
 INDEX: Final = "checkpoint.json"
 _OLD_INDEX: Final = ".metadata"
-"""Index of `torch.distributed.checkpoint`, whose folders are refused."""
+"""Name of the index of `torch.distributed.checkpoint`, whose checkpoints are refused."""
 _MOST_BYTES: Final = 2**26
-"""Size limit of an index in bytes; 100,000 tensors on 1,000 ranks take 8 MB."""
+"""Largest accepted size of an index, in bytes; an index of 100,000 tensors on 1,000 ranks takes 8 MB."""
 
 PYTHON: Final = ".".join(platform.python_version_tuple()[:2])
-"""Version of Python. Another version may parse the same code differently, which changes its digests."""
+"""Version of Python. Another version may parse the same code differently, which changes the digests of the code."""
 _COMPUTES: Final = {
     "loss": "the loss function has",
     "layers": "what the layers compute (activations, dropout, their own `forward`) has",
@@ -34,7 +34,7 @@ class CheckpointIndex:
 
     schema: Literal["gpipe-plan/checkpoint/v1"] = "gpipe-plan/checkpoint/v1"
     branches: tuple[tuple[str, int], ...]
-    """Branches of the run that wrote it, see `planner.executor.keep.saved.Lineage`."""
+    """Branches of the run that wrote the checkpoint, see `planner.executor.keep.saved.Lineage`."""
     step: int
     """Number of completed steps."""
     seed: int
@@ -42,21 +42,21 @@ class CheckpointIndex:
     balance: tuple[int, ...]
     torch: str
     python: str
-    """`PYTHON` of the run that wrote it."""
+    """Python version of the run that wrote the checkpoint (`PYTHON`)."""
     computation: dict[str, str]
-    """Digests of the loss function and of the layers, as Python reads their code."""
+    """Digests of the code of the loss function (`loss`) and of the layers (`layers`)."""
     files: tuple[FileEntry, ...]
-    """Files by rank."""
+    """Sizes and digests of the rank files, by rank."""
     tensors: dict[str, int | str]
-    """Rank whose file has the tensor, by its name in the model's state dict, in that order.
+    """For each name in the model's state dict, the rank whose file has the tensor.
 
-    A tied tensor has the first of its names instead of a rank.
+    A tied tensor has this rank only under its first name; its other names have the first name instead.
     """
     digest: str = ""
     """Digest of all other fields, to detect a damaged index."""
 
     def first_name(self, name: str) -> str:
-        """Return the name under which a tensor is stored."""
+        """Return the first name of a tensor, under which it is stored."""
         place = self.tensors[name]
         return name if isinstance(place, int) else place
 
@@ -67,7 +67,7 @@ def file_name(rank: int) -> str:
 
 
 def is_checkpoint(folder: Path) -> bool:
-    """Return True if the folder is a checkpoint itself, whole or not."""
+    """Return True if the folder itself is a checkpoint, which may be incomplete."""
     return (folder / INDEX).exists() or (folder / _OLD_INDEX).exists()
 
 
@@ -99,7 +99,7 @@ def read_index(folder: Path) -> CheckpointIndex:
 
 
 def write_index(folder: Path, index: CheckpointIndex) -> None:
-    """Write the index of a checkpoint whose rank files are all written."""
+    """Write the index of a checkpoint, after all its rank files have been written."""
     with (folder / INDEX).open("w") as file:
         file.write(json.dumps(asdict(replace(index, digest=_digest(index))), indent=1) + "\n")
         file.flush()
@@ -112,7 +112,7 @@ def _digest(index: CheckpointIndex) -> str:
 
 
 def check_whole(folder: Path, index: CheckpointIndex) -> None:
-    """Compare the sizes of all files with the index; no file is opened.
+    """Check that all rank files exist and have the sizes in the index; no file is opened.
 
     Raises:
         FileError: A file is missing, or has another size.
@@ -123,7 +123,7 @@ def check_whole(folder: Path, index: CheckpointIndex) -> None:
 
 
 def check_same_computation(index: CheckpointIndex, computation: Mapping[str, str], source: str) -> None:
-    """Refuse to resume if the loss or the layers compute something else with the same tensors.
+    """Refuse to resume if the code of the loss or of the layers has changed.
 
     Args:
         index: Index of the checkpoint.

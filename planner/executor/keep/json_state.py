@@ -1,14 +1,14 @@
 """Conversion of the state of a run to JSON and tensors, and back, bit for bit.
 
-JSON has numbers, texts, None, lists, and dicts whose keys are texts. The rest is written as a dict with one key:
+JSON has numbers, strings, None, lists, and dicts with strings as keys. Other values are written as a dict with one key:
 
     {"$tensor": NAME}                   a tensor, stored under NAME
     {"$float": "inf"}                   a float that JSON cannot hold
     {"$tuple": [...]}
-    {"$dict": [[key, value], ...]}      a dict with keys that are no texts, or that begin with "$"
-    {"$counter": [[key, value], ...]}   a `collections.Counter`, as `MultiStepLR` has
+    {"$dict": [[key, value], ...]}      a dict with keys that are not strings, or that begin with "$"
+    {"$counter": [[key, value], ...]}   a `collections.Counter`, which `MultiStepLR` has
 
-Python writes a float with as many digits as it takes to read the same bits back.
+Python writes a float with enough digits to read back the same bits.
 """
 
 import math
@@ -27,15 +27,15 @@ _DICTS = (dict, OrderedDict, Counter)
 
 
 def to_json(value: Any, where: str, tensors: dict[str, Tensor]) -> Any:
-    """Return `value` as JSON.
+    """Convert a value to nested JSON values; its tensors are collected in `tensors`.
 
     Args:
-        value: Nested dicts, lists and tuples of numbers, strings, None and tensors; NumPy numbers become Python's.
+        value: Nested dicts, lists and tuples of numbers, strings, None and tensors. Numbers of NumPy become Python's.
         where: Path of the value in the state, such as "others['schedule']".
-        tensors: Receives the tensors in `value`, each under its path.
+        tensors: Dict to which the tensors in `value` are added, each under its path.
 
     Returns:
-        Nested JSON value.
+        The JSON value.
 
     Raises:
         UsageError: The value contains an object of another type.
@@ -62,16 +62,16 @@ def to_json(value: Any, where: str, tensors: dict[str, Tensor]) -> Any:
     what = f"{kind.__module__}.{kind.__qualname__}"
     raise UsageError(
         f"a checkpoint cannot hold {where}, which is a {what}{f' of {value.dtype}' if hasattr(value, 'dtype') else ''}",
-        hint="a `state_dict` may have numbers, texts, None, tensors, and lists, tuples and dicts of them",
+        hint="a `state_dict` may have numbers, strings, None, tensors, and lists, tuples and dicts of these",
     )
 
 
 def from_json(value: Any, tensor: Callable[[str], Tensor]) -> Any:
-    """Return the value that `to_json` converted; a damaged `value` raises errors of several types.
+    """Convert the result of `to_json` back to the original value. A damaged `value` raises errors of several types.
 
     Args:
         value: JSON value.
-        tensor: Function that returns the tensor with a name.
+        tensor: Function that returns the tensor that is stored under a name.
     """
     if isinstance(value, list):
         return [from_json(item, tensor) for item in value]

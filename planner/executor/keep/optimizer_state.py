@@ -1,4 +1,4 @@
-"""Optimizer of a stage in a checkpoint: state by parameter name, and options by parameter group."""
+"""State of a stage's optimizer in a checkpoint: state by parameter name, and options by parameter group."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -12,11 +12,11 @@ from planner.executor.keep.stored import StoredCheckpoint
 Groups = list[tuple[list[str], dict[str, Any]]]
 
 _MEMBERS = ("params", "param_names")
-"""Entries of a group that list its parameters on this rank."""
+"""Keys of a parameter group under which torch lists the group's parameters."""
 
 
 class OptimizerState:
-    """State and options of a rank's optimizer in a checkpoint; parameters have the first of their names."""
+    """Conversion of a rank's optimizer to and from a checkpoint; each parameter has its first name in the model."""
 
     def __init__(
         self, optimizer: torch.optim.Optimizer, parameters: Mapping[str, Tensor], first_names: Mapping[str, str]
@@ -25,11 +25,11 @@ class OptimizerState:
         self._names = {id(parameter): first_names.get(name, name) for name, parameter in parameters.items()}
 
     def by_name(self) -> dict[str, dict[str, Any]]:
-        """Return the state of every parameter that has one."""
+        """Return the optimizer's state of each parameter that has a state, by name."""
         return {name: dict(self._optimizer.state[p]) for name, p in self._trained() if p in self._optimizer.state}
 
     def groups(self) -> Groups:
-        """Return the parameter names and the options of every parameter group."""
+        """Return, for every parameter group, the names of its parameters on this rank, and its options."""
         names = {id(p): name for name, p in self._trained()}
         return [
             (
@@ -40,7 +40,7 @@ class OptimizerState:
         ]
 
     def stored(self, checkpoint: StoredCheckpoint) -> dict[str, dict[str, Any]]:
-        """Return the optimizer state of this stage's parameters in a checkpoint, by name.
+        """Read the optimizer's state of this rank's parameters from a checkpoint, by name.
 
         Raises:
             FileError: The checkpoint is damaged.
@@ -57,7 +57,12 @@ class OptimizerState:
         return {name: state for name, state in found.items() if state}
 
     def restore(self, state: Mapping[str, dict[str, Any]], groups: Sequence[tuple[list[str], dict[str, Any]]]) -> None:
-        """Restore the optimizer from the stage's `stored` state and the groups of all ranks."""
+        """Set the optimizer's state and options to those of a checkpoint.
+
+        Args:
+            state: Result of `stored`.
+            groups: Parameter names and options of the parameter groups in all files that were read.
+        """
         for name, parameter in self._trained():
             if name in state:
                 self._optimizer.state[parameter] = state[name]
@@ -72,7 +77,7 @@ class OptimizerState:
                 group.update({key: value for key, value in options_of_group.items() if key not in _MEMBERS})
 
     def _trained(self) -> list[tuple[str, Tensor]]:
-        """Return the optimizer's parameters, each with the first of its names."""
+        """Return the optimizer's parameters, each with its first name in the model."""
         held = [p for group in self._optimizer.param_groups for p in group["params"]]
         return [(self._names[id(p)], p) for p in held if id(p) in self._names]
 

@@ -4,11 +4,11 @@
     header     JSON: type, shape and place of every tensor; under `__metadata__`, the rank's `state` as a JSON text
     the rest   the tensors, one after the other
 
-`checkpoint.json` has a SHA-256 of the state, and the state has a CRC-32 of every tensor. So a file of another
-checkpoint is refused when it is opened, and a damaged tensor when it is read. Tensors that are not read are not
-checked: under another plan a rank reads only a part of a file.
+`checkpoint.json` has a SHA-256 digest of the state, and the state has a CRC-32 checksum of every tensor. So a file of
+another checkpoint is refused when it is opened, and a damaged tensor when it is read. Under another plan, a rank reads
+only some tensors of a file; other tensors are not checked.
 
-The file is written here, tensor by tensor, so that the bytes that are on the disk can be counted meanwhile.
+This module writes the file tensor by tensor, so that written bytes can be counted during the write.
 """
 
 import hashlib
@@ -28,23 +28,23 @@ from planner.executor.keep.json_state import from_json
 from planner.executor.keep.tensor_bytes import bytes_of, type_name
 
 _MOST_HEADER_BYTES = 100_000_000
-"""Limit of the package `safetensors` in bytes."""
+"""Largest header that the package `safetensors` accepts, in bytes."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FileEntry:
-    """Entry of a rank's file in `checkpoint.json`."""
+    """Size and digest of a rank's file, as listed in `checkpoint.json`."""
 
     size_bytes: int
     state_sha256: str
 
 
 class RankFile:
-    """A rank's file, open for reading.
+    """File of a rank, open for reading.
 
     Args:
         path: File to open.
-        entry: Expected size and digest.
+        entry: Expected size and digest of the file.
 
     Raises:
         FileError: The file is missing, damaged, or of another checkpoint.
@@ -63,11 +63,11 @@ class RankFile:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Names of all tensors."""
+        """Names of all tensors in the file."""
         return tuple(self._crc32)
 
     def tensor(self, name: str) -> Tensor:
-        """Return a tensor that is mapped from the file; callers copy it before they close the file.
+        """Return a tensor whose memory is mapped from the file; callers must copy it before the file is closed.
 
         Raises:
             FileError: The tensor is missing or damaged.
@@ -79,7 +79,7 @@ class RankFile:
         return tensor
 
     def value(self, part: str) -> Any:
-        """Return a part of the rank's state.
+        """Return a part of the rank's state, such as "random".
 
         Raises:
             FileError: The part is missing or damaged.
@@ -88,7 +88,7 @@ class RankFile:
             return from_json(self._state[part], self._copied)
 
     def optimizer_state(self, name: str) -> dict[str, Any]:
-        """Return the optimizer's state of a parameter; empty if there is none.
+        """Return the optimizer's state of a parameter; empty if the parameter has no state.
 
         Raises:
             FileError: The state is damaged.
@@ -105,8 +105,8 @@ def write_rank_file(file: BinaryIO, state: Mapping[str, Any], tensors: Mapping[s
 
     Args:
         file: File that is open for writing.
-        state: State of the rank, as JSON.
-        tensors: Tensors that `is_storable` is true for, by name.
+        state: State of the rank, as JSON value.
+        tensors: Tensors by name, for which `is_storable` is true.
 
     Returns:
         The entry for `checkpoint.json`.
@@ -116,7 +116,7 @@ def write_rank_file(file: BinaryIO, state: Mapping[str, Any], tensors: Mapping[s
     """
     text = json.dumps({**state, "crc32": {name: zlib.crc32(bytes_of(tensor)) for name, tensor in tensors.items()}})
     header: dict[str, Any] = {"__metadata__": {"state": text}}
-    # The largest types first, so that every tensor begins at a multiple of its type's size.
+    # Write tensors of the largest types first, so that every tensor begins at a multiple of its type's size.
     ordered = sorted(tensors.items(), key=lambda item: -item[1].element_size())
     end = 0
     for name, tensor in ordered:
@@ -133,7 +133,7 @@ def write_rank_file(file: BinaryIO, state: Mapping[str, Any], tensors: Mapping[s
 
 
 def check_size(path: Path, entry: FileEntry) -> None:
-    """Compare the size of a file with its entry.
+    """Check that a file has the size of its entry.
 
     Raises:
         ValueError: The size differs, or the file is not regular.

@@ -1,4 +1,4 @@
-"""Checkpoint folder of a run, shared by all ranks; only one job and one run use it at a time."""
+"""Checkpoint folder of a run, shared by all ranks; it belongs to one run, and one job at a time writes to it."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -27,8 +27,8 @@ class RunFolder:
     Args:
         path: Folder; None to save nothing.
         rank: Rank of this process.
-        exchange: Exchange of all ranks.
-        tell: Prints a line on the first rank; True marks a warning.
+        exchange: Exchange of values between all ranks.
+        tell: Function (line, is_warning) that prints a line on the first rank.
 
     Raises:
         UsageError: Another job writes to the folder, or a rank cannot see it.
@@ -45,7 +45,10 @@ class RunFolder:
             self._check_shared(self.path)
 
     def candidates(self, resume: str | None) -> list[Path]:
-        """Return the checkpoints to resume, newest first and equal on every rank; none for a new run.
+        """Return the checkpoints that may be resumed, newest first and equal on every rank; empty for a new run.
+
+        Args:
+            resume: A checkpoint, a folder of checkpoints, `auto` for this folder, or None for a new run.
 
         Raises:
             UsageError: A new run would begin in the folder of another run.
@@ -93,7 +96,7 @@ class RunFolder:
             self._set_others_aside(self.path)
 
     def release(self) -> None:
-        """Release the folder for other jobs."""
+        """Release the lock, so that other jobs may use the folder."""
         if self._lock is not None:
             self._lock.release()
 
@@ -150,5 +153,5 @@ class RunFolder:
 
 
 def _first_with_any(values: Sequence[str]) -> str:
-    """Return the first rank whose value is not empty, as text; empty if there is none."""
+    """Return the first rank whose value is not empty, as text; empty if all values are empty."""
     return next((str(rank) for rank, value in enumerate(values) if value), "")

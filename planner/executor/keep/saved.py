@@ -1,11 +1,11 @@
 """Folders of checkpoints: listing, atomic creation and removal, and branches of runs.
 
-A folder named `step-…` is complete. It gets this name after all its content is on disk, and loses it before any of it
-is removed. Checkpoints of another branch are moved to `abandoned-…` and never removed.
+A folder named `step-…` is a complete checkpoint. It gets this name after all its content is on disk, and is renamed
+before any content is removed. Checkpoints of another branch are moved to `abandoned-…` and never removed.
 
-A run gets a name when it begins, and every checkpoint stores the name of its run. A run that resumes its newest
-checkpoint continues its branch. A run that resumes an earlier checkpoint, or in another folder, begins a new branch.
-Checkpoints after the branching point belong to the other branch, although their step numbers are higher.
+A run gets a name when it begins, and every checkpoint stores the name of its run. A run that resumes the newest
+checkpoint continues this branch. A run that resumes an earlier checkpoint, or saves in another folder, begins a new
+branch. Later checkpoints of the old branch do not belong to the new branch.
 """
 
 import shutil
@@ -21,19 +21,19 @@ from planner.files.writing import sync_folder
 
 
 class NotWrittenError(Exception):
-    """Error if a rank cannot write its part of a checkpoint; the message is the reason."""
+    """Error of a rank that cannot write its part of a checkpoint; the message is the reason."""
 
 
 @dataclass(frozen=True)
 class Lineage:
-    """Branches that lead to a run; the first one is the original run."""
+    """History of a run: the original run, and the branches that led to the current run."""
 
     branches: tuple[tuple[str, int], ...] = ()
-    """Name of each branch, and the step after which it began."""
+    """Name of each branch, and number of the step after which it began; the first entry is the original run."""
 
     @classmethod
     def new(cls) -> "Lineage":
-        """Return the lineage of a new run."""
+        """Return the history of a new run, with a new random name."""
         return cls().branched(0)
 
     @property
@@ -42,7 +42,7 @@ class Lineage:
         return self.branches[0][0] if self.branches else ""
 
     def branched(self, step: int) -> "Lineage":
-        """Return a new branch that continues after `step` steps."""
+        """Return the history of a new branch, which continues this run after `step` steps."""
         return Lineage((*self.branches, (uuid.uuid4().hex, step)))
 
     def includes(self, other: "Lineage", step: int) -> bool:
@@ -54,7 +54,7 @@ class Lineage:
 
 
 def latest_checkpoint(folder: str) -> Path | None:
-    """Return `folder` if it is a checkpoint itself, else the latest checkpoint in it, or None."""
+    """Return the latest checkpoint in a folder, or the folder if it is a checkpoint itself; None without any."""
     path = Path(folder)
     if is_checkpoint(path):
         return path
@@ -69,12 +69,12 @@ def saved_in(folder: Path) -> list[Path]:
 
 
 def step_of(checkpoint: Path) -> int:
-    """Return the number of steps before a checkpoint was written."""
+    """Return the number of steps after which a checkpoint was written."""
     return int(checkpoint.name[5:])
 
 
 def lineage_of(checkpoint: Path) -> Lineage | None:
-    """Return the lineage of the run that wrote a checkpoint; None if its index cannot be read."""
+    """Return the history of the run that wrote a checkpoint; None if the checkpoint's index cannot be read."""
     try:
         return Lineage(read_index(checkpoint).branches)
     except FileError:
@@ -82,12 +82,12 @@ def lineage_of(checkpoint: Path) -> Lineage | None:
 
 
 def partial_of(folder: Path, step: int) -> Path:
-    """Return the path of a checkpoint while it is incomplete."""
+    """Return the path of the hidden folder in which a checkpoint is written."""
     return folder / f".step-{step:08d}.partial"
 
 
 def commit(partial: Path, index: CheckpointIndex) -> None:
-    """Write the index, and rename the folder of the rank files to its final name."""
+    """Complete a checkpoint: write its index, and rename the folder of the rank files to its final name."""
     write_index(partial, index)
     sync_folder(partial)
     target = partial.with_name(partial.name.removeprefix(".").removesuffix(".partial"))
@@ -110,7 +110,7 @@ def prune(folder: Path, lineage: Lineage, keep: int) -> None:
         doomed = older.with_name(f".{older.name}.old")
         try:
             older.rename(doomed)
-        except OSError:  # then it stays
+        except OSError:  # the checkpoint is kept
             continue
         shutil.rmtree(doomed, ignore_errors=True)
 
@@ -132,7 +132,7 @@ def set_aside(checkpoints: Sequence[Path]) -> Path:
 
 
 def remove_leftovers(folder: Path) -> None:
-    """Remove checkpoints that an earlier run left incomplete."""
+    """Remove incomplete checkpoints and remains of removed ones, which an interrupted job left in a folder."""
     for leftover in folder.glob(".step-*"):
         shutil.rmtree(leftover, ignore_errors=True)
 

@@ -1,4 +1,4 @@
-"""Checkpoint that is open for reading."""
+"""Reader of a checkpoint: the model's tensors by name."""
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -10,10 +10,10 @@ from planner.executor.keep.rank_file import RankFile
 
 
 class StoredCheckpoint(Mapping[str, Tensor]):
-    """Tensors of the model in a checkpoint, by name; each is read on access.
+    """Mapping from names in the model's state dict to tensors in a checkpoint; a tensor is read on access.
 
     Args:
-        folder: Checkpoint; each of its files is opened once, on first access.
+        folder: The checkpoint. A file is opened when the first of its tensors is read.
 
     Raises:
         FileError: The folder is no checkpoint, or its index is damaged.
@@ -41,7 +41,7 @@ class StoredCheckpoint(Mapping[str, Tensor]):
         return self.opened[rank]
 
     def holder(self, name: str) -> tuple[RankFile, str]:
-        """Return a file that has a tensor of the model, an open one if possible, and the tensor's name in it.
+        """Return a file that has a tensor of the model, an open one if possible, and the tensor's name in this file.
 
         Raises:
             FileError: The file cannot be opened.
@@ -60,14 +60,14 @@ class StoredCheckpoint(Mapping[str, Tensor]):
         return file.tensor(stored)
 
     def __iter__(self) -> Iterator[str]:
-        """Iterate over all names, in the model's order."""
+        """Iterate over all names in the model's state dict, in the model's order."""
         return iter(self.index.tensors)
 
     def __len__(self) -> int:
-        """Return the number of names."""
+        """Return the number of names in the model's state dict."""
         return len(self.index.tensors)
 
 
 def stored_name(name: str) -> str:
-    """Return the name in a rank's file of a tensor of the model."""
+    """Return the name that a tensor of the model has in a rank's file."""
     return f"model.{name}"

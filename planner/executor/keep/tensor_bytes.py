@@ -1,4 +1,4 @@
-"""Types and bytes of tensors in the safetensors format."""
+"""Names of types and bytes of tensors in the safetensors format."""
 
 import json
 from functools import cache
@@ -11,14 +11,14 @@ from torch import Tensor, nn
 
 
 def is_storable(value: Any) -> bool:
-    """Return True if `value` is a dense tensor of a type that safetensors has."""
+    """Return True if `value` is a dense tensor of a type that the safetensors format supports."""
     is_dense = (type(value) is Tensor or isinstance(value, nn.Parameter)) and value.layout is torch.strided
     return is_dense and type_name(value.dtype) != ""
 
 
 @cache
 def type_name(dtype: torch.dtype) -> str:
-    """Return the name of a type in the format; empty for a type that the installed package cannot store."""
+    """Return the name of a type in the safetensors format; empty if the installed package cannot store the type."""
     try:
         return str(json.loads(save({"": torch.empty(0, dtype=dtype)})[8:])[""]["dtype"])
     except (KeyError, RuntimeError, SafetensorError):

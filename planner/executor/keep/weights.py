@@ -1,6 +1,6 @@
 """Weights files of the unpartitioned model: a stage reads only its own tensors.
 
-Names are those of the model's state dict. A tied tensor has several names, and may be stored under any of them.
+Names are those of the model's state dict. A tied tensor has several names, and may be stored under any of its names.
 """
 
 import os
@@ -22,12 +22,12 @@ from planner.files.writing import sync_folder
 from planner.model.ghosts import memory_key
 
 _FLOATS = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
-"""Types that are cast to each other, as in `load_state_dict`."""
+"""Types between which weights are cast, as in torch's `load_state_dict`."""
 
 _BYTES_PER_NAME, _BYTES_BESIDE = 2**13, 2**20
-"""Size limits in bytes of the tensor descriptions in a `torch.save` file.
+"""Upper bounds on the descriptions of tensors in a `torch.save` file, in bytes: for each tensor, and in addition.
 
-A tensor takes about 130 bytes, but scripts store other values as well.
+The description of a tensor takes about 130 bytes, but scripts store other values as well.
 """
 
 _NESTED = ("model", "state_dict", "model_state_dict")
@@ -35,7 +35,7 @@ _NESTED = ("model", "state_dict", "model_state_dict")
 
 
 def first_names(model: nn.Module) -> dict[str, str]:
-    """Return a map from every name in the model's state dict to the first name of the same tensor."""
+    """Map every name in the model's state dict to the first name of the same tensor."""
     first: dict[tuple[Any, ...], str] = {}
     names = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
@@ -47,15 +47,15 @@ def first_names(model: nn.Module) -> dict[str, str]:
 def load_weights(
     source: str | StoredCheckpoint, tensors: Mapping[str, Tensor], names: Mapping[str, str]
 ) -> tuple[str, ...]:
-    """Copy a state dict into the tensors of a stage; only these tensors are read.
+    """Copy the tensors of a stage from a state dict; no other tensors are read.
 
     Args:
         source: File of `torch.save` or safetensors, or a checkpoint.
         tensors: Tensors of the stage, by name in the model.
-        names: First name of each name in the model, from `first_names`.
+        names: Map from every name in the model to the tensor's first name, from `first_names`.
 
     Returns:
-        Casts between floating-point types, such as "float64 to float32", each once.
+        Casts between floating-point types, such as "float64 to float32", without repetition.
 
     Raises:
         FileError: The source cannot be read.
@@ -66,15 +66,15 @@ def load_weights(
     _check_names(path, stored, names)
     # A tied tensor may have another name in the file: both are mapped to its first name.
     name_there = {names[name]: name for name in stored}
-    # All tensors are checked before any is copied. Until then they are only mapped into memory.
+    # Check all tensors before any is copied. Until then, they are only mapped into memory.
     wanted = {name_there[names[name]]: target.detach() for name, target in tensors.items()}
     found = {name: stored[name] for name in wanted}
     for name, target in wanted.items():
         if found[name].shape != target.shape:
             raise UsageError(
-                f'{path} does not fit the model: "{name}" is {list(found[name].shape)} there, '
-                f"{list(target.shape)} here",
-                hint="give the settings that the weights were made with (`gpipe-plan profile --set …`)",
+                f'{path} does not fit the model: "{name}" has shape {list(found[name].shape)} in the file, '
+                f"{list(target.shape)} in the model",
+                hint="use the settings with which the weights were made (`gpipe-plan profile --set …`)",
             )
         _check_castable(path, name, found[name].dtype, target.dtype)
     for name, target in wanted.items():
@@ -91,7 +91,7 @@ def begin_with_weights(path: str, tensors: Mapping[str, Tensor], names: Mapping[
     Args:
         path: File of `torch.save` or safetensors, or a checkpoint.
         tensors: Tensors of the stage, by name in the model.
-        names: First name of each name in the model, from `first_names`.
+        names: Map from every name in the model to the tensor's first name, from `first_names`.
 
     Returns:
         Casts between floating-point types, as from `load_weights`.
@@ -102,11 +102,11 @@ def begin_with_weights(path: str, tensors: Mapping[str, Tensor], names: Mapping[
     """
     casts = load_weights(path, tensors, names)
     for name, tensor in tensors.items():
-        # torch cannot compare 8-bit floats.
+        # `isnan` would fail for 8-bit floats, which torch cannot compare.
         if tensor.dtype in _FLOATS and tensor.detach().isnan().any():
             raise UsageError(
-                f'{path}: "{name}" holds NaN, so that the loss of every step would be NaN',
-                hint="the run that wrote it diverged: use weights from an earlier step",
+                f'{path}: "{name}" contains NaN, so the loss of every step would be NaN',
+                hint="the run that wrote the file diverged: use weights from an earlier step",
             )
     return casts
 
@@ -116,10 +116,10 @@ def export_weights(folder: str, path: str) -> int:
 
     Args:
         folder: Checkpoint to read.
-        path: File to write atomically; in safetensors format for that suffix, else with `torch.save`.
+        path: File to write atomically: in safetensors format if it ends with `.safetensors`, else with `torch.save`.
 
     Returns:
-        Number of tensors.
+        Number of names in the state dict.
 
     Raises:
         FileError: The checkpoint is missing or incomplete, or the file cannot be written.
@@ -134,13 +134,13 @@ def export_weights(folder: str, path: str) -> int:
 
 
 def whole_state(model: nn.Module) -> dict[str, Tensor]:
-    """Return the state dict of a model; a tied tensor is the same object under all its names."""
+    """Return the state dict of a model, in which a tied tensor is the same object under all its names."""
     state = model.state_dict()
     return {name: state[first].contiguous() for name, first in first_names(model).items()}
 
 
 def write_weights(state: dict[str, Tensor], path: str) -> None:
-    """Write a state dict to a file atomically, in safetensors format for that suffix, else with `torch.save`.
+    """Write a state dict to a file atomically: as `.safetensors` if the path ends so, else with `torch.save`.
 
     Raises:
         FileError: The file cannot be written.
@@ -160,7 +160,7 @@ def write_weights(state: dict[str, Tensor], path: str) -> None:
 
 
 def _opened(path: str, *, num_names: int) -> Mapping[str, Tensor]:
-    """Return the tensors in a file or checkpoint, mapped into memory, for a model with `num_names` names."""
+    """Return the tensors in a file or checkpoint, mapped into memory; the model's state dict has `num_names` names."""
     if Path(path).is_dir():
         return StoredCheckpoint(Path(path))
     if not Path(path).is_file():
@@ -173,12 +173,12 @@ def _opened(path: str, *, num_names: int) -> Mapping[str, Tensor]:
 
 
 def _check_size(path: str, num_names: int) -> None:
-    """Refuse a file much larger than a state dict of `num_names` tensors; torch reads 10,000 names per second."""
+    """Refuse a file that describes far more than `num_names` tensors; torch reads 10,000 names per second."""
     try:
         with zipfile.ZipFile(path) as archive:
             size = sum(entry.file_size for entry in archive.infolist() if entry.filename.endswith("/data.pkl"))
     except (OSError, zipfile.BadZipFile):
-        return  # `torch.load` reports it
+        return  # `torch.load` reports the error
     most = _BYTES_BESIDE + num_names * _BYTES_PER_NAME
     if size > most:
         raise FileError(
@@ -209,13 +209,13 @@ def _check_castable(path: str, name: str, stored: torch.dtype, used: torch.dtype
     """Raise an error for a cast from or to a quantized, boolean, integer or complex type."""
     if stored != used and not _FLOATS.issuperset((stored, used)):
         raise UsageError(
-            f'{path} does not fit the model: "{name}" is {_word(stored)} there, {_word(used)} here',
-            hint=f"store it as the model has it: `state[name] = state[name].to(torch.{_word(used)})`",
+            f'{path} does not fit the model: "{name}" is {_word(stored)} in the file, {_word(used)} in the model',
+            hint=f"convert it before you save it: `state[name] = state[name].to(torch.{_word(used)})`",
         )
 
 
 def _check_range(path: str, name: str, stored: torch.dtype, target: Tensor) -> None:
-    """Raise an error if values became infinite in a type of smaller range."""
+    """Raise an error if values became infinite because the model's type has a smaller range."""
     if stored == target.dtype or torch.finfo(stored).max <= torch.finfo(target.dtype).max:
         return
     if target.isinf().any():
@@ -250,5 +250,5 @@ def _write(state: dict[str, Tensor], path: str, *, as_safetensors: bool) -> None
         torch.save(state, path)
         return
     held: dict[int, str] = {}
-    # safetensors refuses tensors that share memory; the reader ties them again.
+    # safetensors refuses tensors that share memory, so store a tied tensor once; the reader ties it again.
     save_file({name: tensor for name, tensor in state.items() if held.setdefault(id(tensor), name) == name}, path)

@@ -1,4 +1,4 @@
-"""Writing of one checkpoint: every rank writes its file, and the first rank writes the index."""
+"""Writer of one checkpoint: every rank writes its file, and the first rank writes the index."""
 
 import io
 import json
@@ -23,33 +23,33 @@ _SYNCED_BYTES = 2**28
 
 
 class RankState(NamedTuple):
-    """State and tensors that one rank stores."""
+    """State and tensors that one rank stores in a checkpoint."""
 
     state: dict[str, Any]
-    """State of the rank as JSON."""
+    """State of the rank as JSON value."""
     tensors: dict[str, Tensor]
     """Tensors by name in the file."""
 
 
 class WrittenFile(NamedTuple):
-    """File that one rank has written."""
+    """File that one rank has written for a checkpoint."""
 
     entry: FileEntry
     names: tuple[str, ...]
-    """Names of the tensors in it."""
+    """Names of the tensors in the file."""
 
 
 class CheckpointWriter:
-    """Write of one checkpoint, with one object on every rank.
+    """Writer of one checkpoint, with one object on every rank.
 
     Args:
         stored: State and tensors of this rank.
-        folder: New folder; removed if a rank cannot write its part.
-        exchange: Exchange of all ranks.
-        in_thread: True to write in a thread, from a copy of the tensors in host memory.
-        position: Counter of the bytes that this rank writes.
+        folder: New folder for the checkpoint; it is removed if a rank cannot write its part.
+        exchange: Exchange of values between all ranks.
+        in_thread: Whether to write in a thread, from a copy of the tensors in host memory.
+        position: Position of this rank, which counts written bytes.
         rank: Rank of this process.
-        publish: Function that completes the checkpoint; called on the first rank.
+        publish: Function that completes the checkpoint when all files are written; called on the first rank.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class CheckpointWriter:
             self._pending = threads.submit(self._write, RankState(stored.state, copied))
             threads.shutdown(wait=False)
         else:
-            # While the main thread writes, this rank waits for no other.
+            # While the main thread writes, this rank does not wait for other ranks.
             position.at("writing a checkpoint")
             report = self._write_file(stored)
             position.at("a checkpoint", waits_for=STORE)
@@ -80,14 +80,14 @@ class CheckpointWriter:
 
     @property
     def is_done(self) -> bool:
-        """True if `finish` returns without waiting."""
+        """True if all ranks have written their parts, or failed, so that `finish` does not wait."""
         return self._pending.done()
 
     def finish(self) -> None:
         """Wait until all ranks have written their parts and the first rank has published the checkpoint.
 
         Raises:
-            NotWrittenError: A rank failed to write; raised on all ranks.
+            NotWrittenError: A rank could not write its part. The error is raised on all ranks.
         """
         problem = self._pending.result()
         if problem:
@@ -97,7 +97,7 @@ class CheckpointWriter:
         return self._decided(self._write_file(stored))
 
     def _write_file(self, stored: RankState) -> dict[str, Any]:
-        """Write this rank's file, and return its report for the first rank."""
+        """Write this rank's file; return the file's entry and names, or the problem, for the first rank."""
         try:
             self._folder.mkdir(exist_ok=True)
             counted = _CountedFile(self._folder / file_name(self._rank), self._position)
@@ -122,13 +122,13 @@ class CheckpointWriter:
             except Exception as error:  # reported on all ranks
                 problem = str(error)
         if problem:
-            # Remove the folder before other ranks get the result and may write a new one of that name.
+            # Remove the folder before other ranks get the result, because they may then write a new one of this name.
             shutil.rmtree(self._folder, ignore_errors=True)
         return problem
 
 
 class _CountedFile(io.FileIO):
-    """A file to write, synced every `_SYNCED_BYTES`, whose bytes are counted in the rank's position."""
+    """File to write that is synced every `_SYNCED_BYTES`, and whose bytes are counted in the rank's position."""
 
     def __init__(self, path: Path, position: Position) -> None:
         super().__init__(path, "wb")
@@ -136,7 +136,7 @@ class _CountedFile(io.FileIO):
         self._unsynced_bytes = 0
 
     def write(self, data: Any, /) -> int:
-        """Write at most `_SYNCED_BYTES`, and return how many were written."""
+        """Write at most `_SYNCED_BYTES` of the data, and return the number of bytes written."""
         count = super().write(memoryview(data).cast("B")[:_SYNCED_BYTES])
         self._unsynced_bytes += count
         if self._unsynced_bytes >= _SYNCED_BYTES:

@@ -1,15 +1,15 @@
 """Measure the cost of the executor on this machine: time per micro-batch and stage, and the link of two processes.
 
 A pipeline of two processes runs layers that compute nothing, and is analyzed like any run (`run_times.py`). The time
-before a forward or backward that receives nothing is the executor's own, which includes sending. The further time of a
-receiver is the link's. Two message sizes separate latency and bandwidth. Over gloo a transfer keeps the receiving stage
-busy.
+before a forward or backward that receives nothing is the executor's own time, which includes sending. The additional
+time before an action that receives a tensor is the link's. Two message sizes separate latency and bandwidth. Over gloo,
+a transfer keeps the receiving stage busy.
 
-The layers write more memory than a cache holds, as real layers do: with all its data in the cache, the executor takes
-40 us where it takes 200 to 400 between the layers of a model.
+The layers write more memory than the cache holds, as real layers do. With all its data in the cache, the executor takes
+40 us; between the layers of a model, it takes 200 to 400 us.
 
-With other programs running, all of it takes ten times as long, and stored results would make every later prediction
-wrong. So they are stored only if each of the two processes had a core for itself.
+If other programs run, these times are ten times as long, and stored results would make later predictions wrong. So the
+results are stored only if each of the two processes had a core for itself.
 """
 
 import contextlib
@@ -47,31 +47,32 @@ from planner.model.chain import Layer
 MICRO_BATCHES = 8
 _WARM_UPS, _STEPS = 2, 8
 _SIZES = 1024, 1024 * 1024
-"""Float32 values that cross the boundary: 4 KiB and 4 MiB."""
+"""Numbers of float32 values that cross the boundary: 4 KiB and 4 MiB."""
 
 
 class MeasuredExecutor(NamedTuple):
-    """Cost of two processes of the executor, and whether it may be stored."""
+    """Measured cost of the executor, and whether other programs disturbed the measurement."""
 
     cost: ExecutorCost
     is_alone: bool
-    """True if each process had a core for itself."""
+    """True if each process had a core for itself, so that the cost may be stored."""
 
 
 def executor_cost(cache: Path, *, warn: Callable[[str], None]) -> ExecutorCost:
-    """Return the executor's cost from `cache`, or measure it and store it there.
+    """Return the executor's cost from the file `cache`, or measure the cost and store it in this file.
 
-    The cache is valid for this machine and this torch. If other programs ran during the measurement, it is not stored.
+    A stored cost is valid for this machine and this version of torch. If other programs run during the measurement, the
+    cost is not stored.
 
     Args:
-        cache: File of the cache.
-        warn: Called with a message if other programs ran.
+        cache: File of the stored cost.
+        warn: Called with a message if other programs run during the measurement.
 
     Returns:
         The cost.
     """
     machine = {"cpu": cpu_name(), "torch": str(torch.__version__), "gpipe-plan": __version__}
-    # An unreadable or damaged cache is measured again.
+    # If the file is missing or damaged, the cost is measured again.
     with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
         cached = json.loads(cache.read_text(encoding="utf-8"))
         if cached["machine"] == machine:
@@ -79,9 +80,9 @@ def executor_cost(cache: Path, *, warn: Callable[[str], None]) -> ExecutorCost:
     cost, is_alone = measure_executor()
     if not is_alone:
         warn(
-            "other programs slow this machine down: the executor's own time "
-            f"({cost.overhead_us:.0f} us per micro-batch and stage) and its link are measured too long; end them, and "
-            "profile again"
+            "other programs slow this machine down: the measured times of the executor "
+            f"({cost.overhead_us:.0f} us per micro-batch and stage) and of its link are too long; end these programs, "
+            "and profile again"
         )
         return cost
     with contextlib.suppress(OSError):
@@ -114,7 +115,7 @@ def measure_executor() -> MeasuredExecutor:
 
 @contextlib.contextmanager
 def _without_main() -> Iterator[None]:
-    """Keep processes that are started here from running the caller's main file again: it may lack a guard."""
+    """Prevent processes started in the block from running the caller's main file, which may lack a guard."""
     main, sys.modules["__main__"] = sys.modules["__main__"], ModuleType("__main__")
     try:
         yield
@@ -145,7 +146,7 @@ def _worker(rank: int, folder: str) -> None:
 class _Run(NamedTuple):
     steps: tuple[RunStep, ...]
     core_share: float
-    """Share of the time that the process wanted to run and did; 0 if unknown."""
+    """CPU time of the process, divided by the time in which it could run; 0 if unknown."""
 
 
 def _timed(spans: list[RunSpan], stage: int, kind: Label, work: Callable[[], Any], *, micro_batch: int) -> Any:
@@ -173,15 +174,15 @@ def empty_step(
     timer: Timer | None = None,
     leaves_cache: bool = False,
 ) -> Callable[[], None]:
-    """Return a function that runs a step of one or two stages on the CPU whose layers compute nothing.
+    """Return a function that runs a step of a pipeline on the CPU whose layers compute nothing.
 
     Args:
         index: Stage of this process.
-        num_stages: 1 or 2.
+        num_stages: Number of stages, 1 or 2; each process runs one.
         size: Number of float32 values that cross the boundary.
-        group: The processes in order; by default all.
-        timer: Called with every forward and backward.
-        leaves_cache: Whether layers write more memory than a cache holds.
+        group: Processes of the pipeline, in order; by default all processes.
+        timer: Called with every forward and backward; by default, these are not timed.
+        leaves_cache: Whether layers write more memory than the cache holds.
 
     Returns:
         The function.
@@ -216,7 +217,7 @@ def empty_step(
 
 
 class _Nothing(nn.Module):
-    """Module that returns values and gradients unchanged, and writes `scratch`."""
+    """Module that returns values and gradients unchanged, and fills the tensor `scratch` with zeros each time."""
 
     def __init__(self, scratch: Tensor) -> None:
         super().__init__()
@@ -247,7 +248,7 @@ def _first_value(output: Tensor, _target: Any) -> Tensor:
 
 
 class _ZeroLoss(torch.autograd.Function):
-    """Loss without cost in forward and backward."""
+    """Loss of zero that computes nothing in forward and backward."""
 
     @staticmethod
     def forward(ctx: Any, output: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Compose the note at the end of a run that was not as planned."""
+"""Compose the note at the end of a run whose time or memory differs from the plan."""
 
 import os
 from collections.abc import Callable, Sequence
@@ -15,13 +15,13 @@ from planner.device.machine import usable_cores
 def drift_note(
     balance: Balance, report: RunReport, *, num_here: int, advice: Callable[[RunPrediction], Sequence[str]]
 ) -> str:
-    """Return the note on the drift of a run; empty for a run that was as planned, or cannot be judged.
+    """Return a note on how a run differs from its plan; empty if it does not differ, or cannot be judged.
 
     Args:
         balance: Balance configuration of the run.
         report: Measurements of the run.
-        num_here: Number of its devices on this machine: on a CPU they share its cores.
-        advice: Returns the advice and the commands to replan, one per line.
+        num_here: Number of the run's processes on this machine, which share its cores.
+        advice: Function that returns advice and the commands to replan, one per line.
 
     Returns:
         Text for stderr.

@@ -1,8 +1,8 @@
-"""Measure the links between neighboring processes where the pipeline will run: one process per stage, under torchrun.
+"""Measure the links between neighboring processes on the machines of the pipeline, with torchrun.
 
-Over gloo a transfer occupies both sides, and costs a pipeline's step more than moving the bytes takes. So it is
-measured in the engine itself, as `planner.executor.measure.calibrate` does for two processes of one machine. NCCL's
-transfers overlap with computation: half of a round trip is measured.
+Over gloo, a transfer occupies sender and receiver, and adds more time to a step than moving the bytes takes. So it is
+measured in steps of the engine, as in `planner.executor.measure.calibrate` for two processes of one machine. NCCL's
+transfers overlap with computation, so half of a round trip is measured.
 """
 
 import os
@@ -33,18 +33,18 @@ Group = dist.ProcessGroup
 
 
 def measure_links(device: str = "auto", progress: Callable[[str, int, int], None] = lambda *_: None) -> Links | None:
-    """Measure the link from every process to the next, one pair after another. Every process calls it.
+    """Measure the link from every process to the next, one pair after another. Every process calls this function.
 
     Args:
         device: `cpu`, `cuda`, or `auto`: CUDA if every process of this machine has a separate device.
         progress: Called with the pair, the number of finished pairs, and the number of all pairs.
 
     Returns:
-        Every link, in the first process; None in the others.
+        All links in the first process; None in other processes.
 
     Raises:
-        UsageError: There are fewer CUDA devices than processes.
-        MeasurementError: The processes did not reach each other.
+        UsageError: This machine has fewer CUDA devices than processes.
+        MeasurementError: The processes cannot reach each other.
     """
     on = _device(device)
     if os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE"):  # all on one machine
@@ -61,8 +61,8 @@ def measure_links(device: str = "auto", progress: Callable[[str, int, int], None
         first = str(error).splitlines()[0]
         raise MeasurementError(
             f"the processes did not reach each other: {first}",
-            hint="did one of them fail before? else see that the hosts of `torchrun` reach each other, and name the "
-            "network interface in GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME",
+            hint="see whether one of them failed before; else check that the hosts of `torchrun` reach each other, and "
+            "set GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME to the network interface",
         ) from error
 
 
@@ -97,27 +97,35 @@ def _measured(device: torch.device, progress: Callable[[str, int, int], None]) -
 
 
 def _over_gloo(index: int, one: Group, both: Group) -> list[float]:
-    """Return the time that a transfer of every size adds to a step, per micro-batch; valid on the sender only."""
+    """Return the time of a transfer of one micro-batch for each message size; valid on the sender only."""
     overhead_us = _overhead_us_of(_step_us(0, 1, _SIZES[0] // 4, one)) if index == 0 else 0.0
     return [_transfer_us_of(_step_us(index, 2, size // 4, both), overhead_us) for size in _SIZES]
 
 
 def _overhead_us_of(alone_us: float) -> float:
-    """Return the executor's time per micro-batch and direction, from the step of one stage that computes nothing."""
+    """Return the executor's time per forward or backward of a micro-batch.
+
+    Args:
+        alone_us: Time of a step of one stage that computes nothing.
+    """
     return alone_us / (2 * MICRO_BATCHES)
 
 
 def _transfer_us_of(both_us: float, overhead_us: float) -> float:
-    """Return the time that moving a micro-batch adds to the step of two stages that compute nothing; at least 0.
+    """Return the time of the transfer of one micro-batch; at least 0.
 
-    A transfer t keeps the receiving stage busy, so with M micro-batches and the overhead o the step is 2 (o + M (o +
-    t)) for forward and backward together.
+    Two stages that compute nothing take 2 (o + M (o + t)) for a step, because a transfer keeps the receiver busy. Here
+    o is `overhead_us`, t the transfer, M the number of micro-batches.
+
+    Args:
+        both_us: Time of a step of two stages that compute nothing.
+        overhead_us: The executor's time per forward or backward of a micro-batch.
     """
     return max(0.0, (both_us / 2 - overhead_us) / MICRO_BATCHES - overhead_us)
 
 
 def _step_us(index: int, num_stages: int, size: int, group: Group) -> float:
-    """Return the median time of a step."""
+    """Return the median time of a step of a pipeline whose layers compute nothing, in microseconds."""
     step = empty_step(index, num_stages, size, group=group)
     times = []
     for _ in range(_WARM_UPS + _STEPS):
@@ -128,7 +136,7 @@ def _step_us(index: int, num_stages: int, size: int, group: Group) -> float:
 
 
 def _round_trip_us(rank: int, sender: int, size_bytes: int, *, group: Group, device: torch.device) -> float:
-    """Return the median time of sending a message from one process to the next and back."""
+    """Return the median time in which a message goes from one process to the next and back, in microseconds."""
     is_sender = rank == sender
     peer = sender + 1 if is_sender else sender
     tensor, kind = torch.zeros(size_bytes // 4, device=device), kind_of(device)
@@ -146,12 +154,12 @@ def _round_trip_us(rank: int, sender: int, size_bytes: int, *, group: Group, dev
 def _device(name: str) -> torch.device:
     processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     if name == "auto":
-        # The CPU, which comes first, has room for any number of processes.
+        # Prefer an accelerator if it has enough devices; the CPU, which is the first kind, always does.
         name = next(kind.name for kind in reversed(tuple(DEVICE_KINDS.values())) if kind.count() >= processes)
     kind = DEVICE_KINDS[name]
     if kind.count() < processes:
         raise UsageError(
-            f"{kind.count()} {kind.title} devices for {processes} processes",
+            f"this machine has {kind.count()} {kind.title} devices for {processes} processes",
             hint="start as many processes as there are devices, or use `--device cpu`",
         )
     return kind.of_rank(int(os.environ.get("LOCAL_RANK", "0")))

@@ -1,8 +1,8 @@
-"""Record the forwards and backwards of this process on one clock, step times, and peak memory.
+"""Record the times of this process's forwards and backwards, step times, and peak memory.
 
 Memory is read in the second step, when the optimizer's state exists. On the CPU, torch's profiler counts every
-allocation from the start of the process until then (see `planner.device.cpu`). This slows these steps, so they are
-warm-up. Only the last steps are kept, so that the memory of recording does not grow with the length of the run.
+allocation from the start of the process to the end of this step (see `planner.device.cpu`). This slows the first two
+steps, so they count as warm-up. Only the last steps are kept, so that recording takes the same memory in long runs.
 """
 
 import gc
@@ -29,7 +29,7 @@ _RECOMPUTING = frozenset(kind.label for kind in KINDS.values() if kind.direction
 
 
 class _Timed(NamedTuple):
-    """Span whose times are unknown until the device has reached them."""
+    """Action whose begin and end are unknown until the device has reached them."""
 
     kind: RunSpanKind
     stage: int
@@ -39,7 +39,7 @@ class _Timed(NamedTuple):
 
 
 class Recorder:
-    """Recorder of times and memory of one rank. Make it before any memory of this rank is allocated."""
+    """Recorder of times and memory of one rank; it must be created before the rank allocates memory."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = kind_of(device)
@@ -47,18 +47,18 @@ class Recorder:
         self._pending: list[_Timed] = []
         self._backward_of: int | None = None
         self.first_micro_batch = 0
-        """Index of the first micro-batch of the current part: a mini-batch may run in several parts."""
+        """Index of the first micro-batch of the current part of the mini-batch."""
         self.steps: deque[RunStep] = deque(maxlen=_KEPT_STEPS)
         """Last steps, including warm-up, on the clock of `time.perf_counter_ns`."""
         self.step_us: list[float] = []
         self.peak = Peak(0)
-        """Peak memory of this rank; known after the step in which memory is read."""
-        gc.collect()  # existing garbage must not reduce this rank's memory later
+        """Peak memory of this rank; known after the second step."""
+        gc.collect()  # otherwise garbage that is collected later would reduce the measured memory
         self._memory = self._device.peak_watch()
         self._warm = CoreTime()
         """CPU time of this thread at the end of the warm-up."""
         self.core_share = 0.0
-        """Share of the time since then that the thread wanted to run and did; 0 if unknown."""
+        """CPU time of this thread since the warm-up, divided by the time in which it could run; 0 if unknown."""
 
     def timed(self, kind: RunSpanKind, work: Callable[[], Any], *, stage: int = 0, micro_batch: int = 0) -> Any:
         """Run `work` and record its time as an action of a micro-batch.
@@ -66,8 +66,8 @@ class Recorder:
         Args:
             kind: Kind of the action.
             work: Function to run.
-            stage: Stage of the process.
-            micro_batch: Index in the current part.
+            stage: Index of the stage.
+            micro_batch: Index of the micro-batch in the current part of the mini-batch.
 
         Returns:
             The result of `work`.
@@ -86,7 +86,7 @@ class Recorder:
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """Record one training step inside the block, from first forward to the optimizer's step."""
+        """Record the block as one training step, from the first forward to the optimizer's step."""
         if self._step == WARM_UP_STEPS - 1:
             self._memory.begin()
         base, base_ns = self._device.on_host_clock()
@@ -110,15 +110,15 @@ class Recorder:
         self._pending.append(_Timed("optimizer", stage, 0, start, self._device.now()))
 
     def typical_us(self, kind: RunSpanKind, *, stage: int = 0) -> float:
-        """Return the typical time of an action in microseconds, see `run_times.typical_us`; 0 if nothing was timed."""
+        """Return the typical time of an action in microseconds (`run_times.typical_us`); 0 if no action was timed."""
         return typical_us([step.spans for step in self.steps if step.number >= WARM_UP_STEPS], kind, stage)
 
     def paused(self) -> AbstractContextManager[None]:
-        """Return a context whose allocations do not count; it must release them."""
+        """Return a context in which allocations are not counted; the block must release them."""
         return self._memory.paused()
 
     def close(self) -> None:
-        """Stop recording; a run too short for the step whose memory is read gets the peak of the whole run."""
+        """Stop recording. If memory was not read because the run was too short, the peak is that of the whole run."""
         self.peak = self._memory.close() or self.peak
 
     def _noted(self, kind: RunSpanKind, work: Callable[[], Any], stage: int, micro_batch: int) -> Any:
@@ -128,7 +128,12 @@ class Recorder:
         return result
 
     def _collected(self, base: Moment, base_ns: int) -> tuple[RunSpan, ...]:
-        """Return the step's spans on the host's clock, on which the device reached `base` at `base_ns`."""
+        """Return the step's actions on the host's clock.
+
+        Args:
+            base: Moment on the device's clock.
+            base_ns: The same moment on the host's clock.
+        """
         spans = tuple(
             RunSpan(kind, stage, micro_batch, *(base_ns + moment.ns_since(base) for moment in moments))
             for kind, stage, micro_batch, *moments in self._pending

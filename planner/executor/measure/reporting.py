@@ -1,8 +1,8 @@
-"""Collect the recordings of all processes on the first rank, on its clock, and make the run report.
+"""Collect the recordings of all processes on the first rank, and make the run report.
 
-On one machine all processes read the same clock (`time.perf_counter_ns` counts from the machine's start). A process on
-another machine exchanges a few messages with the first. The reply gives the first rank's time at the middle of the
-fastest round trip, with an error of at most half of that round trip.
+All times are converted to the first rank's clock. On one machine, all processes read the same clock
+(`time.perf_counter_ns` counts from the machine's start). A process on another machine exchanges a few messages with the
+first rank. The fastest round trip gives the offset of the clocks, with an error of at most half of that round trip.
 """
 
 import platform
@@ -41,20 +41,20 @@ def run_report(
     losses: Sequence[float],
     samples: Sequence[int],
 ) -> tuple[list[ProcessRun], RunReport | None]:
-    """Return the recordings of all processes and the run report on rank 0; nothing on others. Every rank must call it.
+    """Collect the recordings of all processes on rank 0; every rank must call this function.
 
     Args:
         balance: Balance configuration.
-        place: Place of this process.
+        place: Position of this process in the job.
         recorder: Recorder of this process.
         modules: Stages of this process.
         device: Device of this process.
         seed: Seed of the run.
         losses: Loss of every step.
-        samples: Samples of every step, over all replicas.
+        samples: Number of samples of every step, over all replicas.
 
     Returns:
-        The recordings, and the report or None.
+        On rank 0, the recordings of all processes and the run report; on other ranks, an empty list and None.
     """
     steps = _on_first_clock(tuple(recorder.steps), place.rank, device)
     recorded = ProcessRun(place.rank, place.replica, steps), _stage_runs(balance, place, recorder, modules)
@@ -88,7 +88,7 @@ def steps_report(
     samples: Sequence[int],
     step_us: Sequence[float],
 ) -> RunReport:
-    """Return a report on the steps of a run, without stages.
+    """Return a run report that has losses and times of steps, but no stages.
 
     Args:
         balance: Balance configuration.
@@ -96,7 +96,7 @@ def steps_report(
         dtype: Dtype of the parameters.
         seed: Seed of the run.
         losses: Loss of every step.
-        samples: Samples of every step, over all replicas.
+        samples: Number of samples of every step, over all replicas.
         step_us: Time of every step in microseconds.
 
     Returns:
@@ -125,16 +125,16 @@ def steps_report(
 def clock_offset_ns(
     rank: int, peer: int, device: torch.device, clock_ns: Callable[[], int] = time.perf_counter_ns
 ) -> int:
-    """Return the difference of rank 0's clock and the clock of `peer`; both of them must call it.
+    """Return the difference between rank 0's clock and the clock of rank `peer`; both ranks must call this function.
 
     Args:
-        rank: This process: 0 or `peer`.
-        peer: The other rank.
+        rank: Rank of this process: 0 or `peer`.
+        peer: Rank whose clock is compared with that of rank 0.
         device: Device of the messages.
-        clock_ns: The clock.
+        clock_ns: Function that reads the clock, in nanoseconds.
 
     Returns:
-        In `peer`, the offset in nanoseconds to add to its clock; in rank 0 an undefined value.
+        On `peer`, the offset in nanoseconds to add to its clock; on rank 0, an undefined value.
     """
     message = torch.zeros(2, dtype=torch.int64, device=device)
     best = (float("inf"), 0)
@@ -155,7 +155,7 @@ def clock_offset_ns(
 
 
 def _on_first_clock(steps: tuple[RunStep, ...], rank: int, device: torch.device) -> tuple[RunStep, ...]:
-    """Return the steps of this process on the clock of rank 0; every rank must call it."""
+    """Return the steps of this process on the clock of rank 0; every rank must call this function."""
     hosts: list[str] = [""] * dist.get_world_size()
     dist.all_gather_object(hosts, socket.gethostname())
     offset_ns = 0

@@ -1,17 +1,18 @@
 """Attribute the time of a training step to stages and boundaries, from the recorded actions of every process.
 
-Only forwards and backwards (B, or I and W) are recorded. The rest follows from them, once all processes have the same
-clock. There is a gap before an action whose input comes from another process. Up to the time at which the sender had it
-ready, the gap is idle time. The rest is the transfer as the receiver saw it, which includes the engine's own time: the
-two cannot be separated. A gap before an action that receives nothing is the engine's own time.
+Only forwards and backwards are recorded: whole backwards (B), or input-gradient (I) and weight-gradient (W) passes. The
+gaps between actions are attributed once all processes have the same clock. If the input of an action comes from another
+process, the gap before the action is idle time until the sender had the input ready. The rest of the gap is the
+transfer as the receiver saw it, which includes the engine's own time. A gap before an action that receives nothing is
+the engine's own time.
 
     sender      | ... action |
     receiver    | action |        | action
                          |--idle--|transfer|
 
-A step is a sum of many such times. Most are short, and occasional ones are several times as long. So they are averaged:
-medians add up to 5 to 10 % less than a step of two busy processes on a CPU takes. The average is over the middle steps
-only, ordered by their time, because other programs may have run during the rest.
+A step is a sum of many such times; most are short, and a few are several times as long. So means are reported: on a
+CPU, medians add up to 5 to 10 % less than a step of two busy processes takes. Means are over the middle half of the
+steps, ordered by their time, because other programs may have disturbed the slowest ones.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -29,11 +30,11 @@ Item = TypeVar("Item")
 
 
 class RunSpan(NamedTuple):
-    """Action of a process; recomputation is within its backward, or within I."""
+    """Action of a process with its begin and end. A recomputation is a span within the span of its backward or I."""
 
     kind: RunSpanKind
     stage: int
-    """Stage of the action; an optimizer's step has the process's first stage."""
+    """Stage of the action; for an optimizer's step, the process's first stage."""
     micro_batch: int
     start_ns: int
     end_ns: int
@@ -55,22 +56,23 @@ class ProcessRun(NamedTuple):
 
 
 class Transfer(NamedTuple):
-    """Transfer over a boundary for one micro-batch, as the receiver saw it."""
+    """Transfer of a micro-batch's tensors over a boundary, as the receiver saw it."""
 
     kind: RunSpanKind
-    """`forward`: outputs to the next stage; `backward`: gradients to the previous one."""
+    """`forward`: outputs to the next stage; `backward`: gradients to the previous stage."""
     stage: int
     """Receiving stage."""
     micro_batch: int
     sender: int
+    """Rank of the sending process."""
     receiver: int
-    """Receiving process; `sender` is the sending one."""
+    """Rank of the receiving process."""
     start_ns: int
-    """Time from which the tensor was ready and the receiver idle."""
+    """Time from which the tensors were ready and the receiver was idle."""
     end_ns: int
-    """Time at which the receiver began to use it."""
+    """Time at which the receiver began to use the tensors."""
     is_waited_for: bool
-    """True if the receiver was already idle when the sender had it ready."""
+    """True if the receiver was already idle when the sender had the tensors ready."""
 
     @property
     def boundary(self) -> int:
@@ -82,9 +84,9 @@ class Transfer(NamedTuple):
 class StepWaits:
     """Times of one step in which the processes of a pipeline did not compute.
 
-    The window is from the first forward to the last backward. With split backwards, a process that is done begins the
-    next step. Then the window of each process has the same length: the longest time that one of them took from its
-    first action to its last, as steps are predicted.
+    They are measured within a window, from the first forward to the last backward of the pipeline. With split
+    backwards, a process that has finished its actions begins the next step, so each process has its own window. All
+    windows then have the same length, as in predictions: the longest time from first to last action of any process.
     """
 
     window_ns: int
@@ -94,13 +96,13 @@ class StepWaits:
     """Time that each process waited for tensors that were not ready."""
     transfers: tuple[Transfer, ...]
     overhead_ns: tuple[int, ...]
-    """Engine's own time before every action that received nothing."""
+    """Engine's own time before each action that received nothing."""
 
     def bubble(self, overhead_ns: float = 0.0) -> float:
-        """Return the share of the processes' time in which they neither compute nor run the engine.
+        """Return the share of the windows in which processes neither compute nor run the engine.
 
         Args:
-            overhead_ns: The engine's own time, which every transfer includes.
+            overhead_ns: Engine's own time within each transfer, which is not part of the bubble.
         """
         within = (t for t in self.transfers if t.start_ns >= self.begins_ns[t.receiver])
         moved = sum(max(0.0, t.end_ns - t.start_ns - overhead_ns) for t in within)
@@ -109,7 +111,14 @@ class StepWaits:
 
 
 def waits_of(processes: Mapping[int, Iterable[RunSpan]]) -> StepWaits:
-    """Return the waits of one step of a pipeline, from the actions of its processes on one clock."""
+    """Find idle times, transfers and engine times in one step of a pipeline.
+
+    Args:
+        processes: Actions of each process, by rank, on the same clock.
+
+    Returns:
+        The times in which processes did not compute.
+    """
     rows = {rank: _computing(spans) for rank, spans in processes.items()}
     ready = {(_flow(s), s.stage, s.micro_batch): (rank, s.end_ns) for rank, row in rows.items() for s in row}
     overlap = any(span.kind == WEIGHT_BACKWARD.label for row in rows.values() for span in row)
@@ -123,7 +132,7 @@ def waits_of(processes: Mapping[int, Iterable[RunSpan]]) -> StepWaits:
             flow = _flow(span)
             sender, ready_ns = ready.get((flow, _source_of(span.kind, span.stage), span.micro_batch), (rank, 0))
             if sender != rank and flow is not None:
-                # Before its first action a process sees the whole transfer; with separate windows it is outside.
+                # Before its first action, a process sees the whole transfer. Separate windows do not include it.
                 free_ns = min(ready_ns, free_ns) if overlap and span is row[0] else free_ns
                 there_ns = min(max(ready_ns, free_ns), span.start_ns)
                 idle_ns[rank] += max(0, there_ns - max(free_ns, begin_ns))
@@ -147,31 +156,32 @@ def waits_of(processes: Mapping[int, Iterable[RunSpan]]) -> StepWaits:
 
 @dataclass(frozen=True, kw_only=True)
 class MeanWaits:
-    """Means of the waits of a pipeline over the middle steps of a run."""
+    """Means, over the middle steps of a run, of the times in which a pipeline's processes did not compute."""
 
     bubble: float
+    """Share of the processes' time in which they neither compute nor run the engine."""
     overhead_us: float | None
-    """Engine's own time per action; None if every action received something."""
+    """Engine's own time per action; None if every action received a tensor."""
     idle_us: Mapping[int, float]
-    """Idle time of each process, per step."""
+    """Idle time per step, by rank."""
     transfer_us: Mapping[int, float]
-    """Transfers that each stage received, per step."""
+    """Time of received transfers per step, by stage."""
     crossing_us: Mapping[tuple[RunSpanKind, int], float]
     """Time of one transfer, by direction and boundary (the stage before it)."""
 
 
 def waiting_of(processes: Mapping[int, Iterable[RunStep]], *, overlaps: bool) -> MeanWaits | None:
-    """Return the waits of a pipeline, from the steps of its processes on one clock; None without a step.
+    """Return the mean times in which the processes of a pipeline did not compute.
 
-    If transfers overlap with computation, a transfer is seen in full only by a receiver that was waiting. Other
-    transfers count only if there is no such one.
+    If transfers overlap with computation, only a receiver that was waiting sees the whole transfer. Other transfers are
+    used only for boundaries at which no receiver waited.
 
     Args:
-        processes: Steps of each process, by rank.
+        processes: Steps of each process, by rank, on the same clock.
         overlaps: Whether transfers overlap with computation.
 
     Returns:
-        The means.
+        The means; None if there is no step that all processes recorded.
     """
     by_step: dict[int, dict[int, Iterable[RunSpan]]] = {}
     for rank, steps in processes.items():
@@ -194,11 +204,11 @@ def waiting_of(processes: Mapping[int, Iterable[RunStep]], *, overlaps: bool) ->
 
 
 def with_waiting(report: RunReport, runs: Sequence[ProcessRun], *, overlaps: bool) -> RunReport:
-    """Return the report with the waits of its pipelines after the warm-up.
+    """Add bubble, idle times, transfers and engine time after the warm-up to a report.
 
     Args:
         report: Report of the run.
-        runs: Recordings of all processes.
+        runs: Recordings of all processes, on the same clock.
         overlaps: Whether transfers overlap with computation.
 
     Returns:
@@ -225,10 +235,11 @@ def with_waiting(report: RunReport, runs: Sequence[ProcessRun], *, overlaps: boo
 
 
 def typical_us(steps: Iterable[Sequence[RunSpan]], kind: RunSpanKind, stage: int) -> float:
-    """Return the typical time of an action of one micro-batch on a stage, in the middle steps; 0 if nothing was timed.
+    """Return the typical time of an action of one micro-batch on a stage, in microseconds.
 
-    It is the median over micro-batches of the mean over steps: the last micro-batch may not be recomputed. I and W
-    together count as one backward. For the kind `recompute`, micro-batches without recomputation count as 0.
+    For each micro-batch, the mean over the middle steps is computed. The result is the median of these means, because
+    the last micro-batch may not be recomputed. I and W together count as one backward. For the kind `recompute`,
+    micro-batches without recomputation count as 0.
 
     Args:
         steps: Actions of each step.
@@ -236,7 +247,7 @@ def typical_us(steps: Iterable[Sequence[RunSpan]], kind: RunSpanKind, stage: int
         stage: Index of the stage.
 
     Returns:
-        Microseconds.
+        The time; 0 if no such action was recorded.
     """
     kinds = _BACKWARDS if kind == "backward" else {kind}
     taken: dict[int, list[int]] = {}
@@ -283,7 +294,12 @@ def _crossings(transfers: Iterable[Transfer], *, overlaps: bool) -> dict[tuple[R
 
 
 def _windows(rows: Mapping[int, Sequence[RunSpan]], *, overlap: bool) -> tuple[dict[int, int], int]:
-    """Return the start of each process's window and the length of all; with `overlap` each has its own start."""
+    """Return the start of each process's window by rank, and the length of the windows.
+
+    Args:
+        rows: Actions of each process, by rank.
+        overlap: Whether consecutive steps overlap, so that each process has its own window.
+    """
     spans = [span for row in rows.values() for span in row]
     if overlap:
         begins_ns = {rank: row[0].start_ns if row else 0 for rank, row in rows.items()}
@@ -293,7 +309,7 @@ def _windows(rows: Mapping[int, Sequence[RunSpan]], *, overlap: bool) -> tuple[d
 
 
 def _middle_half(steps: Iterable[tuple[int, Item]]) -> list[Item]:
-    """Return the items without the fastest and the slowest quarter."""
+    """Return the items of pairs (time, item) without the fastest and the slowest quarter."""
     ordered = [item for _, item in sorted(steps, key=itemgetter(0))]
     left_out = (len(ordered) + 1) // 4
     return ordered[left_out : len(ordered) - left_out]
@@ -312,10 +328,10 @@ def _flow(span: RunSpan) -> Flow | None:
 
 
 def _source_of(kind: RunSpanKind, stage: int) -> int:
-    """Return the stage whose output a forward or backward takes, which may be beyond the ends of the chain."""
+    """Return the stage whose result a forward or backward takes; at an end of the chain, this stage does not exist."""
     return stage - _KINDS[kind].direction
 
 
 _KINDS: Final[Mapping[str, ActionKind]] = {kind.label: kind for kind in KINDS.values()}
 _BACKWARDS: Final = frozenset(kind.label for kind in KINDS.values() if kind.follows is not None)
-"""Kinds of backwards: B, I and W."""
+"""Labels of the backward kinds B, I and W."""

@@ -1,4 +1,4 @@
-"""Record of one step, for loggers such as TensorBoard."""
+"""Record of one step, for step callbacks of the script such as loggers for TensorBoard."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -10,20 +10,20 @@ from planner.executor.run.random_state import HostStates, OwnStates
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepRecord:
-    """Step of the whole job."""
+    """Loss, time and other values of one training step of the whole job."""
 
     step: int
-    """Index since training began, including earlier processes; from 0."""
+    """Index of the step since training began, before any resume; from 0."""
     loss: float
-    """Mean over the mini-batch of all replicas."""
+    """Loss of the mini-batch, over all replicas."""
     step_us: float
-    """Time in microseconds from the first forward to the end of the optimizer's step, by the clock of rank 0."""
+    """Time in microseconds on rank 0, from the first forward to the end of the optimizer's step."""
     samples: int
-    """Samples of the mini-batch, over all replicas."""
+    """Number of samples in the mini-batch, over all replicas."""
     learning_rates: tuple[float, ...]
     """Learning rate of the step, for each parameter group of the optimizers that `Pipeline.optimizer` made."""
     skipped: bool
-    """True if gradients overflowed (`fp16-mixed`), so that the step changed nothing."""
+    """True if gradients overflowed in float16 (`fp16-mixed`), so that the step changed no parameters."""
 
     @property
     def seconds(self) -> float:
@@ -40,16 +40,16 @@ OnStep = Callable[[StepRecord], None]
 
 
 class StepHook:
-    """Callback of the script after every step, on one rank.
+    """Caller of the script's function after every step, on one rank.
 
-    It draws from separate random states, so that this rank's states stay equal to those of other ranks.
+    The function draws from separate random states, so that this rank's states stay equal to those of other ranks.
     """
 
     def __init__(self, on_step: OnStep, seed: int) -> None:
         self._on_step, self._states = on_step, OwnStates(HostStates.seeded(seed))
 
     def call(self, record: StepRecord) -> None:
-        """Call the script's function with a record."""
+        """Call the script's function with the record of a step."""
         with self._states:
             self._on_step(record)
 

@@ -1,7 +1,7 @@
-"""Write the last steps of all ranks as one trace, with the rows of a predicted one (`gpipe-plan show --trace`).
+"""Write the last steps of all ranks as one trace, in the form of a predicted trace (`gpipe-plan show --trace`).
 
-Each rank is a process. A transfer is drawn between the receiver's actions, and at the same time on the sender's row. It
-begins when the sender has the tensors ready and the receiver nothing else to do; before that the receiver is idle.
+Each rank is a process in the trace. A transfer is drawn between the receiver's actions, and at the same time on the
+sender's row. It begins when the sender has the tensors ready and the receiver is idle.
 """
 
 from collections.abc import Iterator, Sequence
@@ -12,7 +12,7 @@ from planner.files.trace import TraceSlice, trace_text
 
 
 def trace_json(runs: Sequence[ProcessRun], title: str) -> str:
-    """Return the trace of all processes; its clock begins with the first step."""
+    """Return the trace of all processes as JSON text; time 0 is the first recorded action."""
     begin_ns = min((span.start_ns for run in runs for step in run.steps for span in step.spans), default=0)
     num_stages = max((span.stage + 1 for run in runs for step in run.steps for span in step.spans), default=1)
     num_devices = len({run.rank for run in runs}) // len({run.replica for run in runs} or {0})
@@ -28,11 +28,11 @@ def trace_json(runs: Sequence[ProcessRun], title: str) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Trace:
-    """Slices of the trace, on one clock."""
+    """Maker of the trace's slices, which all have the same clock."""
 
     begin_ns: int
     num_devices: int
-    """Devices of one pipeline."""
+    """Number of devices of one pipeline."""
     has_chunks: bool
 
     def step(self, number: int, runs: Sequence[ProcessRun]) -> Iterator[TraceSlice]:

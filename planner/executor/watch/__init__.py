@@ -1,1 +1,1 @@
-"""Observe the ranks of a job, and end all of them when one fails."""
+"""Observe the ranks of a job, and end all ranks when one fails."""

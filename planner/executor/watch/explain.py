@@ -16,41 +16,52 @@ from planner.device.kinds import accelerator_in_use
 from planner.executor.watch.position import Position
 
 MOST_NAMED = 3
-"""Number of ranks that a message names; further ones are counted."""
+"""Largest number of ranks that a message names; further ranks are only counted."""
 
 
 def explained(error: BaseException, position: Position) -> PlannerError:
-    """Return the error to report for an exception in this process."""
+    """Return the error to report for an exception in this process, with stage, position and the user's code."""
     root = error
-    while root.__cause__ is not None:  # the engine wraps what a stage raises
+    while root.__cause__ is not None:  # the engine wraps errors of stages
         root = root.__cause__
     who = position.name or "this rank"
     if _is_out_of_memory(root):
         return _out_of_memory(root, who, position)
     if isinstance(root, SystemExit):
         return TrainingError(
-            f"{who} ended itself {position.where} (SystemExit: {root})\n{_frames(root)}".rstrip(),
+            f"{who} exited {position.where} (SystemExit: {root})\n{_frames(root)}".rstrip(),
             hint="the other stages have ended, too; to end a run early, leave the loop on every rank",
         )
     first = f"{type(root).__name__}: {root}".strip()
     return TrainingError(
         f"{who} failed {position.where}: {first}\n{_frames(root)}".rstrip(),
-        hint="the other stages have ended, too; fix it, then restart with `--resume auto`",
+        hint="the other stages have ended, too; fix the error, then restart with `--resume auto`",
     )
 
 
 def left_alone(left: Mapping[str, Any], position: Position) -> PlannerError:
-    """Return the error of a rank that still waits after another rank `left` with exit code 0."""
+    """Return the error of a rank that still waits after another rank exited with code 0.
+
+    Args:
+        left: Position of the rank that exited, from `Position.summary`.
+        position: Position of this rank.
+    """
     return TrainingError(
-        f"{left['name'] or 'another rank'} ended itself {left['where']} (SystemExit: 0) "
+        f"{left['name'] or 'another rank'} exited {left['where']} (SystemExit: 0) "
         f"while {position.name or 'this rank'} waited {position.where}",
         hint="to end a run early, leave the loop on every rank; every rank knows the loss",
     )
 
 
 def hang(positions: Mapping[int, Mapping[str, Any]], timeout_s: float) -> PlannerError:
-    """Return the error of ranks that all wait, with those that do not; it names the three longest of each."""
-    hint = "raise `--timeout` if it needs that long; else look at what it does there (py-spy dump)"
+    """Return the error of a hanging job, which names ranks that do not wait (the cause) and ranks that wait.
+
+    Args:
+        positions: Position of each rank, from `Position.summary`. At most three ranks of each kind are named: those
+            whose activity began first.
+        timeout_s: Time after which a job hangs.
+    """
+    hint = "raise `--timeout` if this activity needs more time; else inspect the process (py-spy dump)"
     by_time = sorted(positions, key=lambda rank: -positions[rank]["idle_s"])
     culprits = [rank for rank in by_time if positions[rank]["waits_for"] is None]
     waiting = [rank for rank in by_time if positions[rank]["waits_for"] is not None]
@@ -71,22 +82,22 @@ def hang(positions: Mapping[int, Mapping[str, Any]], timeout_s: float) -> Planne
 
 
 def listed(shown: Sequence[str], count: int, separator: str = "; ") -> str:
-    """Return the first of `count` items as a list that also gives the number of further ones.
+    """Join the first items of a list, and state how many further items there are.
 
     Args:
-        shown: The first items.
+        shown: First items of the list.
         count: Number of all items.
         separator: Text between items.
 
     Returns:
-        One line.
+        Text such as "rank 1, rank 2, 5 others".
     """
     more = [f"{count - len(shown)} others"] if count > len(shown) else []
     return separator.join([*shown, *more])
 
 
 def name_of_rank(rank: int, positions: Mapping[int, Mapping[str, Any]]) -> str:
-    """Return the name of a rank from its position."""
+    """Return the name of a rank for messages, from its position if that is known."""
     return str(positions.get(rank, {}).get("name") or f"rank {rank}")
 
 
@@ -109,8 +120,8 @@ def _out_of_memory(error: BaseException, who: str, position: Position) -> Planne
         held = f"{format_bytes(1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)} in the process"
     return TrainingError(
         f"{who} ran out of memory {position.where}, with {held}{beside}\n  {str(error).strip().splitlines()[0][:300]}",
-        hint="solve again with less memory (`--mem`), more in reserve (`--reserve`), more micro-batches or `--recompute"
-        " always`; other programs on the device count, too",
+        hint="solve again with less memory (`--mem`), a larger reserve (`--reserve`), more micro-batches or "
+        "`--recompute always`; other programs on the device also take memory",
     )
 
 
@@ -121,7 +132,7 @@ def _is_out_of_memory(error: BaseException) -> bool:
 
 
 def _frames(error: BaseException) -> str:
-    """Return the lines of the user's code in the traceback; all lines if there are none."""
+    """Return the lines of the traceback that are in the user's code; if there are none, return all lines."""
     ours = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
     frames = traceback.extract_tb(error.__traceback__)
     of_user = [frame for frame in frames if not frame.filename.startswith((*ours, "<frozen"))]

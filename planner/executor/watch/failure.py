@@ -1,21 +1,21 @@
 """End all ranks soon after one fails, with one message that names the stage, its position, and what to do.
 
-Every rank has a watch, a thread that runs alongside the training. With every beat it writes the rank's position to the
-launcher's store (`liveness`). So silence means a dead process, and among ranks that wait for each other, the one that
-does not wait is the cause. The rank that finds the failure first claims it and prints it. The others exit without a
-message as soon as their watch sees the claim, even if they hang in a transfer that never ends.
+Every rank has a watch, a thread that runs alongside the training. At regular intervals (beats), the watch writes the
+rank's position to the launcher's store (`liveness`). A rank that stops writing is dead. If ranks wait for each other,
+the rank that does not wait is the cause. The rank that finds a failure first claims it in the store and prints it.
+Other ranks exit without a message as soon as their watch reads the claim, even if they hang in a transfer.
 
-The watch also catches SIGTERM and SIGINT: with checkpoints the ranks agree on a step to stop after, so that all save
-the same one. Python would run a handler only after a hanging transfer; the thread reads the signal from a pipe.
+The watch also catches SIGTERM and SIGINT. If checkpoints are saved, the ranks agree on a step after which all stop and
+save. Python would run a signal handler only after a hanging transfer, so the thread reads signals from a pipe.
 
 Keys of the store:
 
     failure     rank that claimed the failure
     quit        position of a rank that left the script with exit code 0
     asked       signal that a rank other than the first one got
-    stopping    set by the first rank: check `stop` after every step from now on
-    ready       number of ranks that do
-    stop        the step after which all ranks stop, and the signal
+    stopping    set by the first rank to make the other ranks check `stop` after every step
+    ready       number of ranks that check `stop` after every step
+    stop        step after which all ranks stop, and the signal
     news        set with each of `failure`, `quit`, `asked` and `stopping`: the only key that is read with every beat
     written     bytes of checkpoints that all ranks have written
 """
@@ -53,7 +53,7 @@ from planner.executor.watch.position import ANY, STORE, Position
 from planner.executor.watch.store import holds_store, job_store, rank_here
 
 _FEW_RANKS = 64
-"""Largest job in which all ranks check `stop` after every step, so that they stop at once."""
+"""Largest number of ranks at which all ranks always check `stop` after every step, so that they can stop at once."""
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
@@ -62,9 +62,9 @@ class Stopped(SystemExit):
 
 
 class Watch:
-    """Watch of one rank, from before the model is built until the end of the script.
+    """Watch of one rank, active inside a `with` block from before the model is built until the end of the script.
 
-    A rank that has waited for another for `timeout_s` reports that the job hangs.
+    A rank that waits for another one for more than `timeout_s` seconds reports that the job hangs.
     """
 
     def __init__(self, timeout_s: float) -> None:
@@ -79,7 +79,7 @@ class Watch:
         """Signal that another rank got; known on the first rank only."""
         self._is_small = self._world <= _FEW_RANKS
         self._has_passed_on = False
-        """True once the first rank has announced that the job is stopping, or another one has requested it."""
+        """True once this rank has announced (first rank) or requested (other ranks) that the job stops."""
         self._is_stopping = False
         """True once this rank checks `stop` after every step."""
         self._quit: dict[str, Any] | None = None
@@ -88,7 +88,7 @@ class Watch:
         self._ending = threading.Event()
         self._store: Any = _store_of_all() if self._world > 1 and _is_launched() else None
         self._liveness = Liveness(self._store, self._rank, self._world)
-        """Signs of life for the main thread; the watch's thread has a separate connection."""
+        """Access to the signs of life for the main thread; the watch's thread has a separate connection."""
         self._wake = socket.socketpair()
         self._handlers: SignalHandlers | None = None
         self._process = os.getpid()
@@ -98,22 +98,22 @@ class Watch:
         self._thread: threading.Thread | None = None
 
     def __enter__(self) -> Self:
-        """Begin to watch."""
+        """Install the signal handlers, and start the watch's thread."""
         # Only the main thread may set handlers; in another thread (a notebook's worker) signals are not handled.
         if threading.current_thread() is threading.main_thread():
             self._wake[1].setblocking(False)
             self._handlers = SignalHandlers(_SIGNALS, self._on_signal, self._wake[1].fileno())
         if self._store is not None:
-            # A separate connection: waiting in the main thread's one would delay the beats.
+            # The thread needs a separate connection, because the main thread's waits would delay the beats.
             self._liveness.write(self.position)
             self._thread = threading.Thread(target=self._run, args=[self._store.clone()], name="watch", daemon=True)
             self._thread.start()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
-        """End the process if the block failed."""
+        """Stop watching; if an error left the block, report it and end the process."""
         if os.getpid() != self._process:
-            return  # a forked child process leaves the block: it is no rank
+            return  # a forked child process leaves the block; it is not a rank
         try:
             if isinstance(error, SystemExit) and not isinstance(error, Stopped):
                 self._end_by_exit(error)
@@ -123,27 +123,28 @@ class Watch:
             self._stop_watching()
 
     def stops_after(self, steps: int, *, steps_ahead: int = 1) -> int:
-        """Return the signal that ends the run now that `steps` steps are done, or 0.
+        """Return the signal that ends the run after `steps` steps; 0 if the run continues.
 
-        Every rank must call it after every step. The first rank decides, one step ahead: no rank can end a step that
-        the first one has not begun, so all find the decision at the end of the same step.
+        Every rank must call this method after every step. The first rank announces the stop `steps_ahead` steps before
+        it. No rank can finish a step that the first rank has not begun, so all ranks read the announcement in time and
+        stop after the same step.
 
         Args:
             steps: Number of steps done.
-            steps_ahead: Number of steps that the decision is ahead; larger if other ranks may be ahead of the first.
+            steps_ahead: Number of steps between announcement and stop; more than 1 if ranks may be ahead of the first.
 
         Returns:
-            Number of the signal.
+            Number of the signal, or 0.
         """
         if self._store is None:
             return self._signal
         if self._rank == 0:
-            # Decided once: a second signal ends the job at once. Every rank must check for the decision.
+            # Announce only once, and only when every rank checks `stop`. A second signal ends the job at once.
             number = self._signal or self._asked
             if self._stop is None and number and (self._is_small or self._store.add("ready", 0) == self._world - 1):
                 self._stop = (steps + steps_ahead, number)
                 what = f"{signal.Signals(number).name}: stopping after {self._stop[0]} steps, with a checkpoint"
-                print(f"{what}; a second one stops at once, without", flush=True)
+                print(f"{what}; a second signal stops at once, without a checkpoint", flush=True)
                 self._store.set("stop", json.dumps(self._stop))
         elif (self._is_small or self._is_stopping) and self._stop is None and self._store.check(["stop"]):
             self._stop = tuple(json.loads(self._store.get("stop")))
@@ -154,7 +155,7 @@ class Watch:
     def _stop_watching(self) -> None:
         self._over.set()
         if self._store is not None:
-            self._wake[1].send(b"\0")  # no signal, but it ends the thread's waiting for one
+            self._wake[1].send(b"\0")  # not the number of a signal; it ends the thread's wait for signals
             if self._thread is not None:
                 self._thread.join()
             self._note_leaving()
@@ -164,13 +165,13 @@ class Watch:
             end.close()
 
     def _on_signal(self, number: int, _frame: FrameType | None) -> None:
-        if self._thread is None or not self._thread.is_alive():  # else the thread notes it, from the pipe
+        if self._thread is None or not self._thread.is_alive():  # a running thread reads the signal from the pipe
             self._note_signal(number)
         if self._store is None and not self.saves_on_stop:
             sys.exit(128 + number)
 
     def _note_signal(self, number: int) -> None:
-        # The launcher forwards signals that the terminal sends to all: two within a second count as one.
+        # The terminal sends a signal to all processes, and the launcher forwards it: two within a second count as one.
         if self._signal and time.monotonic() - self._signalled > 1.0:
             self._end_at_once(number)
         self._signal = self._signal or number
@@ -186,14 +187,14 @@ class Watch:
         self._leave(128 + number)
 
     def _end_by_exit(self, error: SystemExit) -> None:
-        """Report to the other ranks, which may wait for this one, that the script has left the block by an exit."""
+        """Report that the script has left the block with `sys.exit`, because other ranks may wait for this one."""
         if self._store is None:
             return
-        if error.code in {0, None}:  # in order, if all ranks exit; a rank that still waits reads this key
+        if error.code in {0, None}:  # no error if all ranks exit; a rank that still waits reads the key `quit`
             self._store.set("quit", json.dumps(self.position.summary()))
             self._store.set("news", "")
             self._note_leaving()
-            # If a rank still waits then, it reports that, and this process ends as failed, too.
+            # If a rank still waits for this one, it reports a failure, and this process must fail, too.
             with suppress(dist.DistError):
                 self._liveness.wait_for_ranks(self._liveness.silent_s + 4 * self._liveness.beat_s)
                 if self._store.check(["failure"]):
@@ -201,18 +202,18 @@ class Watch:
             return
         self._ending.set()
         code = error.code if isinstance(error.code, int) else 1
-        if self._claimed():  # at once: looking up the user's lines takes time
+        if self._claimed():  # claim first, because finding the lines of the user's code takes time
             print_error(explained(error, self.position))
             self._leave(code)
         self._leave_quietly(code)
 
     def _end(self, error: BaseException) -> NoReturn:
-        self._ending.set()  # first, because the analysis takes seconds: the thread must not report the same failure
+        self._ending.set()  # before the analysis, which takes seconds: the thread must not report the same failure
         message: PlannerError | None
         if isinstance(error, PlannerError):
             message = error
         elif self._store is not None and is_lost_contact(error):
-            # Transfers also fail on the neighbors of a dead rank; their errors must not hide that.
+            # A transfer also fails if the other rank has died, which must then be reported instead.
             message = self._lost_contact()
         else:
             message = explained(error, self.position)
@@ -220,14 +221,14 @@ class Watch:
         self._tell(message, code, quietly=128 + self._signal if message is None and self._signal else ExitCode.ERROR)
 
     def _lost_contact(self) -> PlannerError | None:
-        """Return the error of a failed transfer; None if another rank reports it."""
+        """Return the error to report for a failed transfer; None if another rank reports the failure."""
         silent = self._silent(self._liveness)
         if silent:
             return self._gone(silent, self._liveness)
         if silent is None or self._signal:
             return None
         with suppress(dist.DistError):
-            # A rank that left in good order closes its connections, too.
+            # A rank that exits without an error closes its connections, too.
             if self._store.check(["quit"]):
                 return left_alone(json.loads(self._store.get("quit")), self.position)
         waits_for = self.position.waits_for
@@ -253,11 +254,11 @@ class Watch:
     # Private methods: both threads
 
     def _silent(self, liveness: Liveness) -> list[int] | None:
-        """Return the ranks that give no sign of life and did not leave in order; None if a failure is reported."""
+        """Return the ranks that stopped writing signs of life without leaving; None if a failure is reported."""
         try:
             return liveness.wait_for_silent()
         except dist.DistError:
-            return [0]  # who held the store
+            return [0]  # the first rank, which held the store
 
     def _tell(
         self, error: PlannerError | None, code: int = ExitCode.ERROR, *, quietly: int = ExitCode.ERROR
@@ -267,7 +268,7 @@ class Watch:
         Args:
             error: The error; None if there is nothing to report.
             code: Exit code if this rank reports the error.
-            quietly: Exit code if it does not.
+            quietly: Exit code if this rank does not report the error.
         """
         self._ending.set()
         if error is not None and self._claimed():
@@ -276,20 +277,20 @@ class Watch:
         self._leave_quietly(quietly)
 
     def _claimed(self) -> bool:
-        """Return True if this rank is the one to report the failure."""
+        """Claim the failure in the store, and return True if no other rank has claimed it before."""
         if self._store is None:
             return True
         rank = str(self._rank)
         # Without a store the ranks cannot agree; two reports are better than none.
         with suppress(dist.DistError):
-            # Set only if it is not set: the store returns the first rank to every rank.
+            # The store sets the key only once, and returns the rank that set it.
             if self._store.compare_set("failure", "", rank) != rank.encode():
                 return False
             self._store.set("news", "")
         return True
 
     def _leave_quietly(self, code: int) -> NoReturn:
-        # After the reporting rank, so that the launcher takes that rank for the root cause.
+        # Exit after the reporting rank, so that the launcher names that rank as the root cause.
         time.sleep(2 * self._liveness.beat_s)
         self._leave(code)
 
@@ -297,7 +298,7 @@ class Watch:
         if self._store is None:
             sys.exit(code)
         self._note_leaving()
-        if holds_store():  # the other ranks must be able to read it
+        if holds_store():  # other ranks must be able to read the store until they leave
             with suppress(dist.DistError):
                 self._liveness.wait_for_ranks(3 * self._liveness.beat_s)
         # The interpreter's normal exit would wait for transfers and files that other ranks never finish.
@@ -309,7 +310,7 @@ class Watch:
         if self._has_left:
             return
         self._has_left = True
-        with suppress(dist.DistError):  # without torchrun the first rank held the store, and may have left before
+        with suppress(dist.DistError):  # without torchrun, the first rank holds the store, and may have left before
             self._liveness.leave()
 
     # Private methods: the thread
@@ -323,12 +324,12 @@ class Watch:
                 if not self._ending.is_set():
                     self._look(store, liveness)
                 self._note_signals_for(liveness.until_next_beat_s())
-        except dist.DistError:  # the store's process ended: the main thread's next transfer fails
+        except dist.DistError:  # the process that holds the store has ended; the main thread's next transfer fails
             if self._signal:
                 self._leave(128 + self._signal)
 
     def _note_signals_for(self, seconds: float) -> None:
-        """Wait, and record signals. A signal to all ranks must not make all of them read the store at the same time."""
+        """Wait, and record signals, which do not end the wait: ranks must not all read the store at the same time."""
         end = time.monotonic() + seconds
         while not self._over.is_set() and select.select([self._wake[0]], [], [], max(0.0, end - time.monotonic()))[0]:
             for number in self._wake[0].recv(16):
@@ -341,13 +342,13 @@ class Watch:
         if (self._signal or self._asked) and self.saves_on_stop and not self._has_passed_on:
             self._pass_on(store, liveness)
         self._follow_writing(store, liveness)
-        # A long computation is no failure: only a waiting rank may report one.
+        # A long computation is not a failure, so only a rank that waits may report one.
         waited_s = self.position.idle_s if self.position.waits_for is not None else 0.0
         if waited_s > self._timeout_s:
             self._tell(self._hanging(liveness))
         if waited_s > liveness.silent_s and self._quit is not None:
             self._tell(left_alone(self._quit, self.position))
-        # The launcher also sends a signal to all ranks when one has died; then the death must be reported.
+        # If a rank has died, the launcher also sends a signal to all ranks. Then the death must be reported.
         if self._signal or (waited_s > liveness.silent_s and self.position.waits_for == STORE):
             silent = liveness.silent()
             if silent:
@@ -358,12 +359,12 @@ class Watch:
                 self._leave(128 + self._signal)
 
     def _pass_on(self, store: Any, liveness: Liveness) -> None:
-        """Announce that the job stops: `torchrun` sends a signal to all ranks, but a scheduler may send it to one."""
+        """Tell other ranks that the job stops, because a scheduler may send the signal to only one rank."""
         if self._rank == 0:
             store.set("stopping", "")
         elif not self._is_stopping:
             if time.monotonic() - self._signalled < liveness.beat_s / 2:
-                return  # the first rank has probably got it, too
+                return  # the first rank has probably got the signal, too, and will announce the stop
             store.set("asked", str(self._signal))
         self._has_passed_on = True
         store.set("news", "")
@@ -377,11 +378,11 @@ class Watch:
             if not self._asked and store.check(["asked"]):
                 self._asked = int(store.get("asked"))
         elif not self._is_stopping and store.check(["stopping"]):
-            self._is_stopping = True  # before the first rank hears of it
+            self._is_stopping = True  # before the first rank reads `ready`
             store.add("ready", 1)
 
     def _follow_writing(self, store: Any, liveness: Liveness) -> None:
-        """Report bytes written, and restart this rank's clock if any rank wrote some: it waits for a slow disk."""
+        """Report written bytes; if any rank has written some, restart the clock of a wait: the disk is only slow."""
         written = self.position.written_bytes - self._written_bytes
         late_s = min(liveness.silent_s, self._timeout_s / 2)
         if not written and (self.position.waits_for is None or self.position.idle_s < late_s):

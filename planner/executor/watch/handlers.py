@@ -1,7 +1,8 @@
-"""Signal handlers of a process that trains, which its child processes do not keep.
+"""Signal handlers of a process that trains; its child processes do not keep them.
 
-A forked process inherits Python's handlers and the descriptor that wakes the watch. Without a reset, a SIGTERM to a
-child, with which `multiprocessing.Pool` ends its workers, would be written to the descriptor and read by the parent.
+A forked process inherits Python's handlers and the file descriptor that wakes the watch. `multiprocessing.Pool` ends
+its workers with SIGTERM. Without a reset, the worker would write this signal to the descriptor, and the parent would
+read it.
 """
 
 import os
@@ -13,7 +14,7 @@ _Handler = Callable[[int, FrameType | None], None]
 
 
 class SignalHandlers:
-    """Handler for several signals, and a non-blocking descriptor to which their numbers are written."""
+    """Handler for several signals; their numbers are also written to the non-blocking descriptor `wakeup_fd`."""
 
     def __init__(self, numbers: Sequence[signal.Signals], handler: _Handler, wakeup_fd: int) -> None:
         self._woken_before = signal.set_wakeup_fd(wakeup_fd, warn_on_full_buffer=False)
@@ -34,7 +35,7 @@ _installed: list[SignalHandlers] = []
 def _reset_in_child() -> None:
     while _installed:
         _installed[-1].restore()
-    signal.set_wakeup_fd(-1)  # the descriptor from before is the parent's, too
+    signal.set_wakeup_fd(-1)  # the previous descriptor also belongs to the parent
 
 
 os.register_at_fork(after_in_child=_reset_in_child)

@@ -1,8 +1,9 @@
-"""Signs of life of a job's ranks in its store; reading them costs each rank the same for any number of ranks.
+"""Signs of life of a job's ranks, in the job's store.
 
-Every rank writes its position with every beat. If a failure is suspected, one rank, the reader, reads the positions of
-all ranks; the others read only the reader's position. If the reader becomes silent or leaves, another rank replaces it.
-Beats are slower in large jobs, so that the store gets the same number of operations per second.
+Every rank writes its position at regular intervals (beats). If a rank suspects a failure, one rank, the reader, reads
+the positions of all ranks. Other ranks read only the reader's position, so their cost does not depend on the number of
+ranks. If the reader becomes silent or leaves, another rank replaces it. In large jobs beats are slower, which limits
+the number of the store's operations per second.
 """
 
 import json
@@ -16,56 +17,57 @@ from planner.executor.watch.position import Position
 
 _BEAT_S = 0.5
 _MAX_BEATS_PER_S = 500
-"""Limit of the beats of all ranks per second; a beat takes two operations of the store, or three if the rank waits."""
+"""Upper bound on the beats of all ranks per second. A beat takes two operations of the store; three if a rank waits."""
 _BEATS_UNTIL_SILENT = 6
 
 
 class Liveness:
-    """Signs of life that one rank writes and reads, over a connection to the store that no other thread uses."""
+    """Writer and reader of signs of life for one rank, over a connection to the store that no other thread uses."""
 
     def __init__(self, store: Any, rank: int, world: int) -> None:
         self._store, self._rank, self._world = store, rank, world
         self.beat_s = max(_BEAT_S, world / _MAX_BEATS_PER_S)
-        """Time between two beats of a rank."""
+        """Seconds between two beats of a rank."""
         self._phase_s = self.beat_s * rank / world
         self.silent_s = _BEATS_UNTIL_SILENT * self.beat_s
-        """Time without a beat after which a rank is silent."""
+        """Seconds without a beat after which a rank is silent."""
         self._beats = 0
         self._reader = -1
         self._seen: dict[int, tuple[int, float]] = {}
-        """Last beat of each rank, and when that was first seen."""
+        """Number of each rank's last beat, and the time at which this rank first read it."""
         self._first_look = 0.0
         self._left: set[int] = set()
-        """Ranks that are known to have left in order."""
+        """Ranks that are known to have left with `leave`."""
 
     def write(self, position: Position) -> None:
-        """Write the position of this rank: a sign of life."""
+        """Write the position of this rank to the store, as a sign of life."""
         self._beats += 1
         self._store.set(f"at/{self._rank}", json.dumps({"beat": self._beats, **position.summary()}))
 
     def until_next_beat_s(self) -> float:
-        """Return the time until the next beat of this rank; beats of all ranks are spread over the time between two.
+        """Return the seconds until this rank's next beat. Every rank has its own slot in the interval between beats.
 
-        A slow store may answer many ranks at once, so the time does not depend on when the last beat ended.
+        The slots are fixed. If they depended on the end of the last beat, ranks that a slow store answered at the same
+        time would beat at the same time from then on.
         """
         return (self._phase_s - time.monotonic()) % self.beat_s
 
     def leave(self) -> None:
-        """Announce that this rank leaves in order; call it once."""
+        """Announce that this rank leaves the job and is not dead. Must be called only once."""
         self._store.set(f"left/{self._rank}", "1")
         self._store.add("left", 1)
 
     def wait_for_ranks(self, seconds: float) -> None:
-        """Wait until all other ranks have left, at most for `seconds`; this rank must have left."""
+        """Wait until all other ranks have left, for at most `seconds`; this rank must have called `leave`."""
         end = time.monotonic() + seconds
         while time.monotonic() < end and self._store.add("left", 0) < self._world:
             time.sleep(self.beat_s / 5)
 
     def positions(self, ranks: Sequence[int] | None = None) -> dict[int, dict[str, Any]]:
-        """Return the positions of `ranks`, by default of all, without those that never wrote one."""
+        """Return the positions of `ranks`, by default of all ranks; ranks that never wrote a position are left out."""
         keys = [f"at/{rank}" for rank in (range(self._world) if ranks is None else ranks)]
         try:
-            if ranks != [self._reader]:  # which has written one
+            if ranks != [self._reader]:  # the reader has certainly written its position
                 keys = self._existing(keys)
             texts = self._store.multi_get(keys) if keys else []
         except dist.DistError:
@@ -73,9 +75,10 @@ class Liveness:
         return {int(key.removeprefix("at/")): json.loads(text) for key, text in zip(keys, texts, strict=True)}
 
     def silent(self) -> list[int]:
-        """Return the silent ranks that did not leave in order; always empty on ranks other than the reader.
+        """Return the silent ranks that did not call `leave`; on ranks other than the reader, always an empty list.
 
-        Call it about once per beat. A rank is silent if it gave no sign of life while this rank looked for `silent_s`.
+        Must be called about once per beat. A rank is silent if it has no beat for `silent_s` seconds during which this
+        rank called the method.
         """
         is_reader = self._is_reader()
         others = [rank for rank in range(self._world) if rank != self._rank] if is_reader else [self._reader]
@@ -90,16 +93,16 @@ class Liveness:
             self._left.update(r for r in late if r not in self._left and self._store.check([f"left/{r}"]))
             return [rank for rank in late if rank not in self._left]
         if late:
-            # One of the ranks that notice it becomes the reader, and observes all other ranks from the start.
+            # The reader is silent. One of the ranks that notice this becomes the reader, and observes all ranks anew.
             self._reader = int(self._store.compare_set("reader", str(self._reader), str(self._rank)))
             self._seen.clear()
         return []
 
     def wait_for_silent(self) -> list[int] | None:
-        """Wait until it is clear which ranks give no sign of life; None if a failure was reported meanwhile."""
+        """Wait until the silent ranks are known, and return them; None if a failure is reported during the wait."""
         self._seen.clear()
         begin = time.monotonic()
-        # A reader that has died is noticed in half of that time.
+        # Half of this time suffices to notice a dead reader, and the rest to find other silent ranks.
         while time.monotonic() - begin < 2.5 * self.silent_s:
             if self._store.check(["failure"]):
                 return None
@@ -117,13 +120,13 @@ class Liveness:
         return self._reader == self._rank
 
     def _is_each_alive(self) -> bool:
-        """Return True if every rank has given a sign of life since the first look, or has left."""
+        """Return True if every rank has left, or has a new beat since this rank began to look."""
         return bool(self._seen) and all(
             since > self._first_look for rank, (_, since) in self._seen.items() if rank not in self._left
         )
 
     def _existing(self, keys: list[str]) -> list[str]:
-        """Return the keys that are set: reading another key would wait for it."""
+        """Return the keys that are set, because reading a key that is not set would wait for it."""
         if self._store.check(keys):
             return keys
         half = len(keys) // 2

@@ -4,16 +4,16 @@ import time
 from typing import Any
 
 ANY = -1
-"""Value of `waits_for`: not a particular stage."""
+"""Value of `waits_for` for a wait for any stage."""
 STORE = -2
-"""Value of `waits_for`: all ranks, over the store. Unlike a transfer, this wait does not fail if a rank ends."""
+"""Value of `waits_for` for a wait for all ranks, over the store. Unlike a transfer, it does not fail if a rank ends."""
 
 _OUTSIDE = ("at the start", "joining the others", "building the model", "between steps")
 """Activities outside of steps."""
 
 
 class Position:
-    """Activity of this rank. The main thread writes it, the watch reads it (see `planner.executor.watch.failure`)."""
+    """Current activity of this rank, which the main thread sets and the watch reads."""
 
     def __init__(self) -> None:
         self.names: dict[int, str] = {}
@@ -36,35 +36,35 @@ class Position:
 
         Args:
             doing: Activity, such as "forward of micro-batch 3".
-            stage: Stage of this rank that it belongs to, if any.
-            waits_for: Stage that must send or receive first; `ANY` or `STORE` if any may; None if the rank does not
-                wait.
+            stage: Stage of this rank to which the activity belongs, if any.
+            waits_for: Stage for which this rank waits; `ANY` or `STORE` if it is no particular stage; None if this
+                rank does not wait.
         """
         self._now = (doing, stage, waits_for)
         self._since = time.monotonic()
 
     def restart_clock(self) -> None:
-        """Restart the clock of `idle_s`: the awaited rank makes progress."""
+        """Restart the clock of `idle_s`, because the awaited rank makes progress."""
         self._since = time.monotonic()
 
     @property
     def idle_s(self) -> float:
-        """Time since the activity began."""
+        """Seconds since the activity began, or since `restart_clock`."""
         return time.monotonic() - self._since
 
     @property
     def waits_for(self) -> int | None:
-        """Awaited stage; see `at`."""
+        """Stage for which this rank waits; see `at`."""
         return self._now[2]
 
     @property
     def name(self) -> str:
-        """This rank's stage, in words; empty while unknown."""
+        """Name of this rank's stage for messages; empty while it is unknown."""
         stage = self._now[1]
         return self.name_of(self.stages if stage is None else (stage,), self.replica)
 
     def name_of(self, stages: tuple[int, ...], replica: int) -> str:
-        """Return the name of stages of a replica, in words; several stages of one process have one name."""
+        """Return the name for messages of a process that runs these stages in a replica."""
         names = [self.names.get(k, f"stage {k}") for k in stages]
         name = names[0] if names else ""
         if len(names) > 1:
@@ -74,12 +74,12 @@ class Position:
 
     @property
     def where(self) -> str:
-        """Activity in words."""
+        """Description of the activity, such as "in forward of micro-batch 3 of step 7"."""
         doing = self._now[0]
         return doing if doing in _OUTSIDE else f"in {doing} of step {self.step}"
 
     def summary(self) -> dict[str, Any]:
-        """Return the position of this rank, for the other ranks."""
+        """Return this rank's name and activity, to be written to the store."""
         return {
             "name": self.name,
             "where": self.where,

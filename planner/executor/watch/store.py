@@ -19,32 +19,32 @@ _REPORTED_EVERY_S = 10.0
 
 
 def rank_here() -> tuple[int, int]:
-    """Return the rank of this process and the number of processes: from the process group, else from the launcher."""
+    """Return this process's rank and the number of processes, as set by the process group, or else by the launcher."""
     if dist.is_initialized():
         return dist.get_rank(), dist.get_world_size()
     return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def holds_store() -> bool:
-    """Return True if the job's store is in this process, and ends with it."""
+    """Return True if this process holds the job's store, which then ends with the process."""
     return rank_here()[0] == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
 
 
 def job_store(timeout: timedelta) -> Store:
-    """Return the process group's store, else the launcher's, else one of the first rank.
+    """Return the job's store: that of the process group, else of the launcher, else one that the first rank creates.
 
-    A launcher may keep its store when it starts the processes again. They would find the addresses of earlier
-    processes, so each start has a separate key prefix.
+    A launcher may keep its store when it restarts the processes, which would then find addresses of the previous
+    processes. So each start has a separate key prefix.
 
     Raises:
-        TrainingError: The other processes did not join.
+        TrainingError: Other processes did not join within the timeout.
     """
     store = _get_default_store() if dist.is_initialized() else _launchers_store(timeout)
     return PrefixStore(f"gpipe-plan/{_start(store, timeout)}", store)
 
 
 def _launchers_store(timeout: timedelta) -> Store:
-    store: Store = dist.TCPStore(  # type: ignore[attr-defined]  # torch lists not all that is public
+    store: Store = dist.TCPStore(  # type: ignore[attr-defined]  # torch does not export all public names
         os.environ["MASTER_ADDR"],
         int(os.environ["MASTER_PORT"]),
         is_master=holds_store(),
@@ -56,24 +56,24 @@ def _launchers_store(timeout: timedelta) -> Store:
 
 
 def _start(store: Store, timeout: timedelta) -> str:
-    """Return a name for this start of the job's processes, the same on all of them."""
+    """Return a name for this start of the job, equal on all of its processes."""
     rank, world = rank_here()
     address = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
-    key = os.getpid(), *address, rank, world  # a process that was forked has agreed on nothing
+    key = os.getpid(), *address, rank, world  # a forked process must agree on a name of its own
     if key not in _agreed:
         _agreed[key] = _agree(store, rank, world, timeout)
     return _agreed[key]
 
 
 _agreed: dict[tuple[int | str, ...], str] = {}
-"""Names that this process has agreed on with the others; stored, because it opens the store more than once."""
+"""Names on which this process has agreed with other processes; kept, because it opens the store more than once."""
 
 
 def _agree(store: Store, rank: int, world: int, timeout: timedelta) -> str:
-    """Return the first rank's choice, which it answers to each process that announces itself under a new name.
+    """Return the name that the first rank chooses for this start and sends to every other rank.
 
-    torchrun counts its restarts (`TORCHELASTIC_RESTART_COUNT`) separately on each machine. So a machine that was lost
-    and came back has a lower count than the others.
+    Each process announces itself under a new random name. The restart count of torchrun (`TORCHELASTIC_RESTART_COUNT`)
+    cannot be used instead: machines count separately, so a machine that was lost and came back has a lower count.
     """
     name = uuid.uuid4().hex
     store.set(f"{_HELLO}/{rank}", name)
@@ -90,7 +90,7 @@ def _agree(store: Store, rank: int, world: int, timeout: timedelta) -> str:
 
 
 def _answer_all(store: Store, start: str, world: int, timeout: timedelta) -> None:
-    """Answer until every rank has joined; announcements of earlier processes are answered too, but not read."""
+    """Answer announcements until every rank has joined. Answers to processes of earlier starts are never read."""
     begin = reported = time.monotonic()
     answered: set[str] = set()
     missing = list(range(1, world))

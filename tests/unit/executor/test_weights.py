@@ -88,7 +88,9 @@ def test_names_and_shapes_that_do_not_fit_are_named(model: nn.Module, tmp_path: 
         "which the model lacks"
     )
     torch.save(state | {"embedding.weight": torch.ones(6, 3), "head.weight": torch.ones(6, 3)}, path)
-    with pytest.raises(UsageError, match=r'"(head|embedding).weight" is \[6, 3\] there, \[5, 3\] here'):
+    with pytest.raises(
+        UsageError, match=r'"(head|embedding).weight" has shape \[6, 3\] in the file, \[5, 3\] in the model'
+    ):
         load_weights(path, tensors, names)
     assert torch.equal(tensors["head.weight"], before)
 
@@ -148,10 +150,10 @@ def test_an_export_appears_whole_or_not_at_all(
 @pytest.mark.parametrize(
     ("dtype", "message"),
     [
-        (torch.int8, '"0.weight" is int8 there, float32 here'),
-        (torch.bool, '"0.weight" is bool there, float32 here'),
-        (torch.complex64, '"0.weight" is complex64 there, float32 here'),
-        (torch.float8_e4m3fn, '"0.weight" is float8_e4m3fn there, float32 here'),
+        (torch.int8, '"0.weight" is int8 in the file, float32 in the model'),
+        (torch.bool, '"0.weight" is bool in the file, float32 in the model'),
+        (torch.complex64, '"0.weight" is complex64 in the file, float32 in the model'),
+        (torch.float8_e4m3fn, '"0.weight" is float8_e4m3fn in the file, float32 in the model'),
     ],
 )
 def test_dtypes_with_another_meaning_are_refused(kind: str, dtype: torch.dtype, message: str, tmp_path: Path) -> None:
@@ -176,7 +178,7 @@ def test_values_that_are_no_numbers_are_refused(kind: str, tmp_path: Path) -> No
     """NaN, and numbers that a cast makes infinite; infinite numbers of the same dtype are loaded."""
     weight = torch.ones(2, 3)
     weight[0, 0] = torch.nan
-    with pytest.raises(UsageError, match=r'"0\.weight" holds NaN'):
+    with pytest.raises(UsageError, match=r'"0\.weight" contains NaN'):
         load_into_linear(saved({"0.weight": weight}, kind, tmp_path / "nan"))
     large = torch.full((2, 3), 1e300, dtype=torch.float64)
     with pytest.raises(UsageError, match=r'"0\.weight" has numbers beyond the range of float32'):
