@@ -58,9 +58,9 @@ def check(plan: File | Plan, options: CheckOptions) -> Verdict:
         strict=options.strict,
     )
     if claimed_of(read, verdict) is not None:
-        from planner.solve.questions.certificate import certified  # noqa: PLC0415 - given cuts have no certificate
+        from planner.solve.questions.certificate import check_certificate  # noqa: PLC0415 - given cuts have no certificate
 
-        verdict = certified(read, verdict, profile)
+        verdict = check_certificate(read, verdict, profile)
     if options.model is not None:
         verdict = with_findings(verdict, _changes(os.fspath(options.model), profile))
     if verdict.is_over and verdict.plan is not None:

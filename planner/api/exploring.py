@@ -33,7 +33,7 @@ def explore(plan: File | Plan, options: ExploreOptions) -> str:
         UsageError: The plan is invalid: it lacks layers or has an empty stage.
         FileError: A file cannot be read, or the page cannot be written.
     """
-    from planner.show.explore import Question, explore_html  # noqa: PLC0415 - numpy only where a page is made
+    from planner.show.explore import ExplorerRequest, explore_html  # noqa: PLC0415 - numpy only where a page is made
     from planner.solve.cases import micro_batch_counts  # noqa: PLC0415
     from planner.solve.request import Request  # noqa: PLC0415
 
@@ -46,7 +46,7 @@ def explore(plan: File | Plan, options: ExploreOptions) -> str:
     now = fresh_verdict(read, profile, place).plan or read
     counts = micro_batch_counts(profile, Request(inputs=now.inputs), replicas=now.replicas, required=False)
     page = explore_html(
-        Question(
+        ExplorerRequest(
             plan=now,
             profile=profile,
             micro_batches=tuple(sorted({*counts, now.micro_batches})),

@@ -50,9 +50,9 @@ def _text(verdict: "Verdict", plan: str, format_: str) -> str:
     from planner.show import gate
 
     writers = {
-        "github": gate.annotations,
+        "github": gate.github_annotations,
         "junit": gate.junit_xml,
         "sarif": gate.sarif_log,
         "markdown": gate.verdict_markdown,
     }
-    return writers[format_](verdict, gate.Place(path=plan, stage_lines=files.stage_lines(plan)))
+    return writers[format_](verdict, gate.PlanFile(path=plan, stage_lines=files.stage_lines(plan)))

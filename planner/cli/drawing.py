@@ -132,9 +132,9 @@ def _as_profiled(plan: Plan, path: str, profile: Profile, console: Console) -> P
     """
     verdict = judge(plan, profile, profile_digest=files.digest_of(profile))
     if claimed_of(plan, verdict) is not None:
-        from planner.solve.questions.certificate import certified  # given cuts have no certificate
+        from planner.solve.questions.certificate import check_certificate  # given cuts have no certificate
 
-        verdict = certified(plan, verdict, profile)
+        verdict = check_certificate(plan, verdict, profile)
     contradictions = [
         finding for finding in verdict.findings if finding.severity != "note" and finding.code[:3] == "GP2"
     ]

@@ -126,9 +126,9 @@ class _Best:
 
 def _in_a_line(plan: "Plan", certainty: "Certainty") -> str:
     """Return one line about a plan for fewer devices."""
-    from planner.show.views.plan import figures, headline
+    from planner.show.views.plan import figure_words, headline
 
-    step, speed, bubble = figures(plan, certainty)
+    step, speed, bubble = figure_words(plan, certainty)
     return f"{pluralize(plan.inputs.devices, 'device')}: {headline(plan)}, {step}, {speed}, {bubble}"
 
 

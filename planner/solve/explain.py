@@ -21,8 +21,8 @@ from planner.solve.cases import cases_of, micro_batch_counts
 from planner.solve.request import Request
 from planner.solve.space.arrays import FloatArray, IntArray
 from planner.solve.space.case import Case
-from planner.solve.space.partitions import Evaluator, moved
-from planner.solve.space.tables import allowed_choices, width_for, windows_before
+from planner.solve.space.partitions import Evaluator, move_one_cut
+from planner.solve.space.tables import allowed_choices, max_stage_layers, values_at_first_layer
 
 _MOST_DEVICES = 1024
 """Largest number of devices that a hint suggests."""
@@ -250,7 +250,7 @@ def smallest_limit_bytes(case: Case) -> float:
     static = case.costs.state.always
     guess = max(1.0, float(static.sum()) / case.num_devices, float(static.max(initial=0.0)))
     while True:
-        width = width_for(case.costs, longest_us=np.inf, limit_bytes=guess)
+        width = max_stage_layers(case.costs, longest_us=np.inf, limit_bytes=guess)
         least = _least_excess_bytes(case, width, (-case.cluster.reserve_bytes,) * case.num_devices)
         # Stages longer than `width` need more than `guess` for their parameters alone.
         if least - case.cluster.reserve_bytes <= guess or width == case.costs.num_layers:
@@ -277,7 +277,7 @@ def _least_excess_bytes(case: Case, width: int, limits_bytes: Sequence[float]) -
         best = _start(case.costs)
         for position in range(count):
             need = _needs(case, width, count - 1 - position) - limits_bytes[position]
-            longer = np.maximum(windows_before(best, width), need).min(axis=1)
+            longer = np.maximum(values_at_first_layer(best, width), need).min(axis=1)
             best = (
                 np.minimum(best, longer) if len(set(limits_bytes)) == 1 and case.schedule.is_forwards_first else longer
             )
@@ -286,7 +286,7 @@ def _least_excess_bytes(case: Case, width: int, limits_bytes: Sequence[float]) -
 
 
 def _fits(case: Case) -> bool:
-    width = width_for(case.costs, longest_us=np.inf, limit_bytes=max(case.limits_bytes))
+    width = max_stage_layers(case.costs, longest_us=np.inf, limit_bytes=max(case.limits_bytes))
     return _least_excess_bytes(case, width, case.limits_bytes) <= 0
 
 
@@ -304,7 +304,7 @@ def _start(costs: ChainCosts) -> FloatArray:
 def _smallest_count(case: Case) -> tuple[int, int] | None:
     """Return the smallest number of devices, all with the first one's limit, that the case fits on, and M; or None."""
     limit = case.limits_bytes[0]
-    width = width_for(case.costs, longest_us=np.inf, limit_bytes=limit)
+    width = max_stage_layers(case.costs, longest_us=np.inf, limit_bytes=limit)
     most = int(min(_MOST_DEVICES, case.costs.num_layers, case.schedule.most_devices(case.micro_batches)))
     layers = np.arange(case.costs.num_layers + 1)
     behind = layers == case.costs.num_layers
@@ -348,7 +348,7 @@ def _reason(query: InfeasibleQuery, case: Case) -> str:
         smallest = smallest_limit_bytes(case)
         over_bytes = format_bytes(smallest - limits[0])
         return f"{cannot}; the evenest cut needs {format_bytes(smallest)} with M = {m}, {over_bytes} over"
-    wide = width_for(costs, longest_us=np.inf, limit_bytes=2 * max(limits))
+    wide = max_stage_layers(costs, longest_us=np.inf, limit_bytes=2 * max(limits))
     least = _least_excess_bytes(case, wide, case.limits_bytes)
     return f"{cannot}; in the best cut with M = {m} a stage is {format_bytes(least)} over its device's memory limit"
 
@@ -398,7 +398,7 @@ def _downhill(evaluator: Evaluator, cuts: IntArray, choices: IntArray, allowed: 
     for _ in range(_ROUNDS):
         if least <= 0:
             break
-        other_cuts = cuts[None][:0] if evaluator.case.rules.balance else moved(cuts)
+        other_cuts = cuts[None][:0] if evaluator.case.rules.balance else move_one_cut(cuts)
         changed = [
             (*choices[:s], n, *choices[s + 1 :]) for s in range(len(choices)) for n in allowed if n != choices[s]
         ]

@@ -41,7 +41,7 @@ from planner.solve.deadline import NEVER, Deadline, OutOfTimeError
 from planner.solve.space.arrays import BoolArray, FloatArray
 from planner.solve.space.case import Case
 from planner.solve.space.problem import StageArrays
-from planner.solve.space.tables import width_for
+from planner.solve.space.tables import max_stage_layers
 
 _METHOD: Final = "integer-programming"
 _EQUAL: Final = 1e-6
@@ -58,7 +58,9 @@ def search_integer_program(case: Case, *, upper_us: float = inf, deadline: Deadl
         SolverError: The program is too large, or its solver failed.
         OutOfTimeError: `deadline` passed before a partition was found.
     """
-    arcs = _Arcs(case, width_for(case.costs, longest_us=case.longest_us(upper_us), limit_bytes=max(case.limits_bytes)))
+    arcs = _Arcs(
+        case, max_stage_layers(case.costs, longest_us=case.longest_us(upper_us), limit_bytes=max(case.limits_bytes))
+    )
     if not len(arcs.first):
         return Answer(case, None, inf, upper_us, _METHOD)
     if np.sum(arcs.end - arcs.first) > _MAX_TERMS:
@@ -96,16 +98,16 @@ class _Arcs:
 
     def __init__(self, case: Case, width: int) -> None:
         self.num_layers, self.num_places = case.costs.num_layers, case.num_devices
-        self.micro_batches, self.is_ordered = case.micro_batches, not case.alike
+        self.micro_batches, self.is_ordered = case.micro_batches, not case.is_homogeneous
         problem = case.problem(case.num_devices, width=width)
         ends = np.arange(self.num_layers + 1)
         # If devices are equal, the same arcs are used for every place in the pipeline.
-        places = [0] if case.alike else list(range(case.num_devices))
+        places = [0] if case.is_homogeneous else list(range(case.num_devices))
         columns: list[list[Any]] = []
         for place in places:
             level = case.num_devices - 1 - place
             stages = StageArrays.of_variants([problem.stages(level, 0, ends)])
-            at = stages.at(*np.nonzero(np.isfinite(stages.forward)))
+            at = stages.select(*np.nonzero(np.isfinite(stages.forward)))
             before = np.where(at.first > 0, problem.links[level + 1].on_link_us[at.first], 0.0)
             times = (at.forward, at.backward, at.last_backward, before, at.own_us, at.hidden_us - 2 * at.link)
             columns.append([np.full(len(at.first), place), at.first, at.end, at.choice, *times])

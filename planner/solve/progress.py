@@ -68,7 +68,7 @@ class Effort:
         self.spent += tables
         return True
 
-    def affordable(self, evaluator: Evaluator) -> int:
+    def affordable_partitions(self, evaluator: Evaluator) -> int:
         """Return the number of partitions that half of the effort left can simulate."""
         blocks = max(0, self.left // (2 * evaluator.num_actions))
         return min(_MOST_SIMULATED, BLOCK * (min(blocks, _FEW_BLOCKS) if self.is_bounded else blocks))

@@ -64,7 +64,7 @@ class Request:
             inputs = replace(inputs, schedule=plan.schedule)
         return cls(inputs=inputs, micro_batches=micro_batches, time_limit_s=time_limit_s)
 
-    def in_one_pass(self) -> "Request":
+    def without_second_pass(self) -> "Request":
         """Return this request, without a second search pass if its schedule is `auto`."""
         return replace(self, searches_on=False) if self.inputs.schedule == "auto" else self
 

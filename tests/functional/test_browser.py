@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from planner.core.values.units import format_us
-from planner.show.explore import Question, explore_html
+from planner.show.explore import ExplorerRequest, explore_html
 from planner.show.html import plan_html, profile_html
 from tests.unit.show.samples import (
     AWKWARD,
@@ -184,7 +184,9 @@ def test_the_report_in_a_browser(name, width, theme, tmp_path):
 def test_the_explorer_in_a_browser(tmp_path):
     """Wide and narrow: no console message, nothing over another; what handles are at is what the page shows."""
     (tmp_path / "explore.html").write_text(
-        explore_html(Question(plan=plan(), profile=profile(), micro_batches=(2, 4), command=("gpipe-plan solve",))),
+        explore_html(
+            ExplorerRequest(plan=plan(), profile=profile(), micro_batches=(2, 4), command=("gpipe-plan solve",))
+        ),
         encoding="utf-8",
     )
     (tmp_path / "probe.html").write_text(EXPLORED.replace("LOOK", LOOK), encoding="utf-8")

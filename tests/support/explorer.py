@@ -22,9 +22,9 @@ from planner.core.schedule import schedule_of
 from planner.core.values.cluster import Link
 from planner.core.values.plan import Inputs, Plan, ProfileReference, RecomputePolicy, SolverReport, StageMemory
 from planner.core.values.profile import LayerProfile, Profile, SplitMemory
-from planner.show.explore import Question
+from planner.show.explore import ExplorerRequest
 from planner.show.explore.data import page_data
-from planner.show.explore.page import law_script
+from planner.show.explore.page import figures_script
 from tests.support.chains import random_profile, with_programs
 
 __all__ = ["NODE", "Case", "answers_of", "edits_of", "figures_of", "plan_of_edit", "question", "reached"]
@@ -64,7 +64,7 @@ Edit = dict[str, Any]
 class Case:
     """A question, and the data of its page."""
 
-    def __init__(self, question: Question) -> None:
+    def __init__(self, question: ExplorerRequest) -> None:
         self.question = question
         data = page_data(question)
         self.widths = data.widths
@@ -87,7 +87,7 @@ def reached(case: Case, edit: Edit, moves: Sequence[tuple[int, int]], folder: Pa
 def _run(script: str, asked: object, folder: Path) -> Any:
     assert NODE is not None
     path = folder / "figures.js"
-    path.write_text(law_script() + script, encoding="utf-8")
+    path.write_text(figures_script() + script, encoding="utf-8")
     done = subprocess.run(
         [NODE, path], input=json.dumps(asked), capture_output=True, text=True, timeout=60, check=False
     )
@@ -139,7 +139,7 @@ def question(seed: int) -> Case:
         replicas=replicas,
     )
     plan = _built(profile, partition, inputs)
-    asked = Question(
+    asked = ExplorerRequest(
         plan=plan,
         profile=profile,
         micro_batches=counts,

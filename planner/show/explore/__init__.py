@@ -6,6 +6,6 @@ the dependencies and memory changes of each action. The scripts of the page only
 """
 
 from planner.show.explore.page import explore_html
-from planner.show.explore.question import Question
+from planner.show.explore.request import ExplorerRequest
 
-__all__ = ["Question", "explore_html"]
+__all__ = ["ExplorerRequest", "explore_html"]

@@ -15,7 +15,7 @@ from planner.core.cost.stages import Stages, stages_in
 from planner.core.schedule import KINDS
 from planner.core.values.plan import ITEMS, Recompute
 from planner.show.explore.tables import ZERO, NumberTable
-from planner.show.explore.windows import Cells, Crossings, DeviceGroup
+from planner.show.explore.windows import CutRows, DeviceGroup, StageRows
 
 FloatArray = NDArray[np.float64]
 IntArray = NDArray[np.int64]
@@ -52,7 +52,7 @@ class _Block(NamedTuple):
 
 
 def byte_columns(
-    table: NumberTable, costs: ChainCosts, cells: Cells, *, micro_batches: int, parts: Sequence[set[int]]
+    table: NumberTable, costs: ChainCosts, cells: StageRows, *, micro_batches: int, parts: Sequence[set[int]]
 ) -> list[list[list[int]]]:
     """Add the memory of stages to a table, in bytes.
 
@@ -85,7 +85,7 @@ def _listed(table: NumberTable, blocks: Sequence[_Block], mode: int, choice: Rec
     return listed
 
 
-def _blocks(costs: ChainCosts, cells: Cells, micro_batches: int) -> Iterator[_Block]:
+def _blocks(costs: ChainCosts, cells: StageRows, micro_batches: int) -> Iterator[_Block]:
     """Yield all stages in blocks; stages whose first layers are close together are in the same block."""
     firsts, group = np.unique(cells.first, return_inverse=True)
     ends = np.zeros(len(firsts), np.int64)
@@ -148,7 +148,7 @@ def _at(block: _Block, size: FloatArray | float) -> FloatArray:
     return np.broadcast_to(size, block.stages.shape)[block.places]
 
 
-def time_columns(table: NumberTable, costs: ChainCosts, cells: Cells, pipeline: DeviceGroup) -> dict[str, object]:
+def time_columns(table: NumberTable, costs: ChainCosts, cells: StageRows, pipeline: DeviceGroup) -> dict[str, object]:
     """Add the compute times of stages to a table.
 
     Args:
@@ -187,8 +187,8 @@ def time_columns(table: NumberTable, costs: ChainCosts, cells: Cells, pipeline: 
     }
 
 
-def crossing_columns(
-    table: NumberTable, costs: ChainCosts, crossings: Crossings, pipeline: DeviceGroup
+def transfer_columns(
+    table: NumberTable, costs: ChainCosts, crossings: CutRows, pipeline: DeviceGroup
 ) -> dict[str, int]:
     """Add transfer times to a table.
 

@@ -27,13 +27,13 @@ from planner.show.explore.columns import (
     IN_PLACE,
     SHARED,
     byte_columns,
-    crossing_columns,
     time_columns,
+    transfer_columns,
 )
 from planner.show.explore.orders import LETTERS, Menu, OfferedSchedule, menu_of
-from planner.show.explore.question import Question
+from planner.show.explore.request import ExplorerRequest
 from planner.show.explore.tables import NumberTable
-from planner.show.explore.windows import DeviceGroup, StageLayout, even_balance, runs_of, stages_near
+from planner.show.explore.windows import DeviceGroup, StageLayout, even_balance, run_length_encode, stages_near
 from planner.show.html.timeline import kinds_data
 
 FloatArray = NDArray[np.float64]
@@ -61,39 +61,39 @@ class PageData:
 class _Chain:
     """Chain of layers at every micro-batch size of the page, and the devices of its pipeline."""
 
-    question: Question
+    request: ExplorerRequest
     costs: Mapping[int, ChainCosts]
     """Costs by number of micro-batches."""
     pipeline: DeviceGroup
 
     @classmethod
-    def of(cls, question: Question) -> "_Chain":
-        """Return the chain of the question's profile, on the devices of its plan."""
-        plan, table = question.plan, CostTable(profile_of_plan(question.plan, question.profile))
-        sizes = {m: plan.inputs.batch // plan.replicas // m for m in question.micro_batches}
+    def of(cls, request: ExplorerRequest) -> "_Chain":
+        """Return the chain of the request's profile, on the devices of its plan."""
+        plan, table = request.plan, CostTable(profile_of_plan(request.plan, request.profile))
+        sizes = {m: plan.inputs.batch // plan.replicas // m for m in request.micro_batches}
         costs = {m: table.at(size, extrapolate=plan.inputs.extrapolate) for m, size in sizes.items()}
         partition = Partition.of(plan, costs[plan.micro_batches].names)
         places = [partition.device_of(stage) for stage in range(plan.num_devices)]
-        return cls(question=question, costs=costs, pipeline=DeviceGroup(plan.cluster, places, plan.replicas))
+        return cls(request=request, costs=costs, pipeline=DeviceGroup(plan.cluster, places, plan.replicas))
 
     @property
     def one(self) -> ChainCosts:
         """Costs of the chain at the plan's micro-batch size."""
-        return self.costs[self.question.plan.micro_batches]
+        return self.costs[self.request.plan.micro_batches]
 
 
-def page_data(question: Question) -> PageData:
+def page_data(request: ExplorerRequest) -> PageData:
     """Return the data of the interactive report.
 
     For a long chain, the data has only stages near the initial cuts. If these are still too many, the page does not
     offer the largest numbers of stages per device.
     """
-    chain, menu = _Chain.of(question), menu_of(question)
+    chain, menu = _Chain.of(request), menu_of(request)
     nearby = _NearbyStages.of(chain, menu)
     widths = nearby.widths(_MOST_STAGES // len(chain.costs))
     tables = nearby.tables(widths)
     while (size := len(_text(tables))) > MOST_BYTES:
-        optional = [chunks for chunks in menu.chunks if chunks != question.plan.chunks]
+        optional = [chunks for chunks in menu.chunks if chunks != request.plan.chunks]
         if max(widths.values()) > 1:
             fewer = nearby.widths(tables["num_stages"] * MOST_BYTES // size)
             # Stages near different cuts are partly the same, so a smaller width may leave out fewer than estimated.
@@ -129,7 +129,7 @@ class _NearbyStages:
         """Return the layouts and initial cuts that the schedules of `menu` use."""
         used = sorted({(chunks, one.schedule.placement) for one in menu.schedules for chunks in one.orders})
         layouts = {key: StageLayout.of(chain.pipeline, *key) for key in used}
-        plan = chain.question.plan
+        plan = chain.request.plan
         even = {s: even_balance(chain.one, s) for s in {layout.num_stages for layout in layouts.values()}}
         return cls(chain=chain, menu=menu, layouts=layouts, balances={**even, len(plan.balance): plan.balance})
 
@@ -138,7 +138,7 @@ class _NearbyStages:
 
         Pipelines with the plan's number of stages get half of these stages. Other numbers of stages share the rest.
         """
-        num_layers, own = self.chain.one.num_layers, len(self.chain.question.plan.balance)
+        num_layers, own = self.chain.one.num_layers, len(self.chain.request.plan.balance)
         if len(self.chain.pipeline.speeds) * num_layers * (num_layers + 1) // 2 <= most:
             return dict.fromkeys(self.balances, num_layers)
         shares = {s: most // 2 // (len(self.balances) - 1) for s in self.balances if s != own}
@@ -158,13 +158,13 @@ class _NearbyStages:
                 "size": costs.micro_batch_size,
                 "bytes": byte_columns(bytes_, replicated, cells, micro_batches=micro_batches, parts=parts),
                 **time_columns(times, costs, cells, pipeline),
-                **crossing_columns(sends, costs, crossings, pipeline),
+                **transfer_columns(sends, costs, crossings, pipeline),
                 "columns": [_heights(costs.forward_us, costs), _heights(costs.backward_us, costs)],
             }
         return {
             "num_stages": len(cells.first),
-            "cells": runs_of(*cells),
-            "crossings": runs_of(*crossings),
+            "cells": run_length_encode(*cells),
+            "crossings": run_length_encode(*crossings),
             "sizes": sizes,
             "bytes": bytes_.data(),
             "times": times.data(),
@@ -176,11 +176,11 @@ class _NearbyStages:
         parts: list[set[int]] = [set() for _ in range(IN_PLACE + 1)]
         cases = ((one.schedule, chunks, by_m) for one in self.menu.schedules for chunks, by_m in one.orders.items())
         for schedule, chunks, by_m in cases:
-            for mode in set(self.modes(schedule, chunks, micro_batches)) if micro_batches in by_m else ():
+            for mode in set(self.sharing_modes(schedule, chunks, micro_batches)) if micro_batches in by_m else ():
                 parts[mode] |= by_m[micro_batches].parts
         return parts
 
-    def modes(self, schedule: Schedule, chunks: int, micro_batches: int) -> list[int]:
+    def sharing_modes(self, schedule: Schedule, chunks: int, micro_batches: int) -> list[int]:
         """Return the sharing mode of each stage, for example `ALONE`.
 
         Args:
@@ -207,7 +207,7 @@ class _NearbyStages:
             "layouts": [layout.data() for layout in self.layouts.values()],
             "balances": self.balances,
             "ties": [_tie(tie, is_exact=self.chain.one.exact) for tie in self.chain.one.ties if tie.these_alone],
-            "steps": [[code, *change] for code, change in self.menu.steps],
+            "steps": [[code, *change] for code, change in self.menu.entries],
             "schedules": [self._schedule(one, layouts) for one in self.menu.schedules],
         }
 
@@ -222,7 +222,7 @@ class _NearbyStages:
             "backward": [LETTERS.index(letter) for letter in ("IW" if schedule.splits_backward else "B")],
             "layouts": {chunks: layouts.index((chunks, schedule.placement)) for chunks in one.orders},
             "orders": {
-                chunks: {m: [self.modes(schedule, chunks, m), of_m.devices] for m, of_m in orders.items()}
+                chunks: {m: [self.sharing_modes(schedule, chunks, m), of_m.devices] for m, of_m in orders.items()}
                 for chunks, orders in one.orders.items()
             },
         }
@@ -254,7 +254,7 @@ def _tie(tie: Tie, *, is_exact: bool) -> list[object]:
 
 def _choices(nearby: _NearbyStages) -> dict[str, object]:
     """Return the initial state of the page's controls, and the words of the commands that it shows."""
-    question, plan = nearby.chain.question, nearby.chain.question.plan
+    request, plan = nearby.chain.request, nearby.chain.request.plan
     names = [each.schedule.name for each in nearby.menu.schedules]
     return {
         "start": {
@@ -266,21 +266,21 @@ def _choices(nearby: _NearbyStages) -> dict[str, object]:
         # The page supports only whole stages, and says so.
         "policy": "auto" if plan.inputs.recompute == "layers" else plan.inputs.recompute,
         "recompute": [stage.recompute for stage in plan.stages],
-        "may_recompute": question.may_recompute,
+        "may_recompute": request.may_recompute,
         "step_us": plan.predicted.step_us,
-        "command": question.command,
-        "place": question.place,
-        "caveats": question.caveats,
+        "command": request.command,
+        "place": request.place,
+        "caveats": request.caveats,
     }
 
 
 def _devices(chain: _Chain) -> dict[str, object]:
     """Return the devices of the pipeline, and the names and labels on the page."""
-    question, plan = chain.question, chain.question.plan
+    request, plan = chain.request, chain.request.plan
     partition = Partition.of(plan, chain.one.names)
     return {
         "timeline": kinds_data(),
-        "names": [printable(layer.name) for layer in question.profile.layers],
+        "names": [printable(layer.name) for layer in request.profile.layers],
         "kinds": list(KINDS),
         "redone": [place for place, kind in enumerate(KINDS.values()) if kind.direction < 0],
         "num_parts": len(PARTS),

@@ -15,18 +15,18 @@ from planner.core.errors import UsageError
 from planner.core.schedule import KINDS, SCHEDULES, Action, Schedule, schedule_of
 from planner.core.values.limits import MOST_CHUNKS
 from planner.core.values.plan import Plan
-from planner.show.explore.question import Question
+from planner.show.explore.request import ExplorerRequest
 
 MOST_ACTIONS: Final = 400_000
 """Largest number of actions in all orders together, which is about their size in bytes in the page."""
 
 LETTERS: Final = tuple(KINDS)
 
-Step = tuple[int, Change]
+OrderEntry = tuple[int, Change]
 """Row of the table: 4 * chunk + kind of the action (-1 for the optimizer step), and how the action changes the numbers
 of memory parts."""
 
-Order = tuple[str] | tuple[str, list[int]]
+EncodedOrder = tuple[str] | tuple[str, list[int]]
 """Action order of a device as a text; with the micro-batch of each action, if a stage does not process them in order.
 """
 
@@ -44,10 +44,10 @@ def _character(number: int) -> str:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Orders:
+class DeviceOrders:
     """Action orders of all devices, for one schedule and fixed numbers of stages and micro-batches."""
 
-    devices: tuple[Order, ...]
+    devices: tuple[EncodedOrder, ...]
     parts: frozenset[int]
     """Memory parts that occur in the orders, as indices into `PARTS`."""
 
@@ -57,7 +57,7 @@ class OfferedSchedule:
     """Schedule that the page offers, with its action orders that fit into the page."""
 
     schedule: Schedule
-    orders: Mapping[int, Mapping[int, Orders]]
+    orders: Mapping[int, Mapping[int, DeviceOrders]]
     """Action orders by number of chunks per device, then by number of micro-batches."""
 
 
@@ -66,7 +66,7 @@ class Menu:
     """Schedules, numbers of stages and numbers of micro-batches that the page offers."""
 
     schedules: tuple[OfferedSchedule, ...]
-    steps: tuple[Step, ...]
+    entries: tuple[OrderEntry, ...]
     """Table that the texts of all action orders refer to."""
     is_complete: bool
     """True if all orders fit into the page."""
@@ -85,16 +85,16 @@ class Menu:
         return replace(self, schedules=tuple(one for one in left if one.orders), is_complete=False)
 
 
-def menu_of(question: Question) -> Menu:
+def menu_of(request: ExplorerRequest) -> Menu:
     """Return the schedules that can run on the plan's devices, with their action orders.
 
     Short orders are made first; orders beyond `MOST_ACTIONS` are left out.
     """
-    plan = question.plan
+    plan = request.plan
     chosen = schedule_of(plan.schedule, plan.order), plan.chunks, plan.micro_batches
-    cases = sorted(_cases(question), key=lambda case: (case != chosen, case[1] * case[2]))
-    orders: dict[str, dict[int, dict[int, Orders]]] = {}
-    steps: dict[Step, int] = {}
+    cases = sorted(_cases(request), key=lambda case: (case != chosen, case[1] * case[2]))
+    orders: dict[str, dict[int, dict[int, DeviceOrders]]] = {}
+    entries: dict[OrderEntry, int] = {}
     left, is_complete = MOST_ACTIONS, True
     for schedule, chunks, micro_batches in cases:
         least = 2 * plan.num_devices * chunks * micro_batches
@@ -108,41 +108,41 @@ def menu_of(question: Question) -> Menu:
         left -= sum(map(len, rows))
         stages = (schedule.stages_on(device, plan.num_devices, chunks) for device in range(plan.num_devices))
         changes = changes_of(rows)
-        orders.setdefault(schedule.name, {}).setdefault(chunks, {})[micro_batches] = Orders(
-            devices=tuple(_order(*each, steps) for each in zip(rows, stages, changes, strict=True)),
+        orders.setdefault(schedule.name, {}).setdefault(chunks, {})[micro_batches] = DeviceOrders(
+            devices=tuple(_order(*each, entries) for each in zip(rows, stages, changes, strict=True)),
             parts=frozenset(part % len(PARTS) for each in set().union(*changes) for part in _changed_parts(each)),
         )
     listed = (
         OfferedSchedule(schedule=schedule, orders=orders[schedule.name])
-        for schedule in _schedules(question)
+        for schedule in _schedules(request)
         if schedule.name in orders
     )
-    return Menu(schedules=tuple(listed), steps=tuple(steps), is_complete=is_complete)
+    return Menu(schedules=tuple(listed), entries=tuple(entries), is_complete=is_complete)
 
 
-def _schedules(question: Question) -> Iterator[Schedule]:
+def _schedules(request: ExplorerRequest) -> Iterator[Schedule]:
     """Yield the named schedules that can run, then the plan's own schedule if the solver or user made its orders."""
-    plan = question.plan
+    plan = request.plan
     for schedule in SCHEDULES.values():
         # Schedules with a split backward need two devices, and compiled programs do not split the backward.
-        can_split = plan.num_devices > 1 and question.profile.device.how != "compiled"
+        can_split = plan.num_devices > 1 and request.profile.device.how != "compiled"
         if not schedule.splits_backward or can_split or schedule.name == plan.schedule:
             yield schedule
     if plan.schedule not in SCHEDULES:
         yield schedule_of(plan.schedule, plan.order)
 
 
-def _cases(question: Question) -> Iterator[tuple[Schedule, int, int]]:
+def _cases(request: ExplorerRequest) -> Iterator[tuple[Schedule, int, int]]:
     """Yield schedule, number of chunks per device and M for every order that the page may offer."""
-    plan, num_layers = question.plan, len(question.profile.layers)
-    for schedule in _schedules(question):
+    plan, num_layers = request.plan, len(request.profile.layers)
+    for schedule in _schedules(request):
         if schedule.texts:
             yield schedule, plan.chunks, plan.micro_batches
             continue
         for chunks in _chunks(schedule, plan):
             can_run = chunks == 1 or plan.num_devices > 1
             if can_run and plan.num_devices * chunks <= num_layers:
-                yield from ((schedule, chunks, m) for m in question.micro_batches)
+                yield from ((schedule, chunks, m) for m in request.micro_batches)
 
 
 def _chunks(schedule: Schedule, plan: Plan) -> Sequence[int]:
@@ -159,21 +159,25 @@ def _changed_parts(change: Change) -> Iterator[int]:
     yield from change.after[::2]
 
 
-def _order(row: Sequence[Action], stages: Sequence[int], changes: Sequence[Change], steps: dict[Step, int]) -> Order:
+def _order(
+    row: Sequence[Action], stages: Sequence[int], changes: Sequence[Change], entries: dict[OrderEntry, int]
+) -> EncodedOrder:
     """Return the action order of a device for the page.
 
     Args:
         row: Actions of the device.
         stages: Stages of the device.
         changes: Memory changes of every action, then of the optimizer steps.
-        steps: Indices of the rows of the table so far; new rows are added.
+        entries: Indices of the rows of the table so far; new rows are added.
 
     Returns:
         The order.
     """
     places = {(s, kind): len(LETTERS) * v + n for v, s in enumerate(stages) for n, kind in enumerate(LETTERS)}
     codes = [places[action.stage, action.kind] for action in row]
-    numbers = (steps.setdefault(step, len(steps)) for step in zip([*codes, *[-1] * len(stages)], changes, strict=True))
+    numbers = (
+        entries.setdefault(entry, len(entries)) for entry in zip([*codes, *[-1] * len(stages)], changes, strict=True)
+    )
     text = "".join(map(_character, numbers))
     following = {code: count() for code in codes}
     if all(next(following[code]) == action.micro_batch for code, action in zip(codes, row, strict=True)):

@@ -5,12 +5,12 @@ from string import Template
 from planner import __version__
 from planner.core.values.units import pluralize
 from planner.show.explore.data import PageData, page_data
-from planner.show.explore.question import Question
+from planner.show.explore.request import ExplorerRequest
 from planner.show.html.assets import asset, policy_for, scripts, style
 from planner.show.html.parts import Section, legend, scroll, section_markup
 from planner.show.html.timeline import live_canvas
 from planner.show.markup import element, safe
-from planner.show.views.memory import KINDS, component_title
+from planner.show.views.memory import COMPONENTS, component_title
 from planner.show.views.numbers import not_measured
 from planner.show.views.plan import headline
 
@@ -22,11 +22,11 @@ _BEGIN = "starting from the plan"
 _FIGURES = ("step", "samples/s", "bubble", "peak memory")
 
 
-def explore_html(question: Question) -> str:
+def explore_html(request: ExplorerRequest) -> str:
     """Return the interactive report as one HTML page without external resources."""
-    plan, profile = question.plan, question.profile
-    script, data = page_script(), page_data(question)
-    sections = (_handles(question, data), _timeline(), _memory(), _stages(), _command())
+    plan, profile = request.plan, request.profile
+    script, data = page_script(), page_data(request)
+    sections = (_handles(request, data), _timeline(), _memory(), _stages(), _command())
     links = [element("a", safe(section.title), href=f"#{section.anchor}") for section in sections]
     return Template(asset("explore.html.txt", __package__)).substitute(
         title=safe(headline(plan, of=" of ", by=", ")),
@@ -42,7 +42,7 @@ def explore_html(question: Question) -> str:
     )
 
 
-def law_script() -> str:
+def figures_script() -> str:
     """Return the scripts that compute the figures and commands of an edited plan; they need no page elements."""
     return "\n".join(asset(name, __package__) for name in _SCRIPTS[:-2])
 
@@ -64,7 +64,7 @@ def _knob(name: str, words: str, control: str) -> str:
     return element("label", element("span", safe(words)), control, element("b", id=f"{name}-words"))
 
 
-def _handles(question: Question, data: PageData) -> Section:
+def _handles(request: ExplorerRequest, data: PageData) -> Section:
     knobs = [
         _knob("schedule", "schedule", element("select", id="schedule")),
         _knob("chunks", "stages per device", element("select", id="chunks")),
@@ -74,7 +74,7 @@ def _handles(question: Question, data: PageData) -> Section:
     ]
     chain = element("div", id="chain", class_="chain")
     reset = element("button", "reset to the plan", type="button", id="reset")
-    remarks = element("ul", *(element("li", safe(text)) for text in _remarks(question, data)), class_="remarks")
+    remarks = element("ul", *(element("li", safe(text)) for text in _remarks(request, data)), class_="remarks")
     return Section(
         anchor="handles",
         title="Cuts and schedule",
@@ -89,20 +89,20 @@ def _handles(question: Question, data: PageData) -> Section:
     )
 
 
-def _remarks(question: Question, data: PageData) -> list[str]:
+def _remarks(request: ExplorerRequest, data: PageData) -> list[str]:
     """Return sentences about choices that the page does not offer."""
-    plan = question.plan
+    plan = request.plan
     remarks = []
     if any(stage.recomputed for stage in plan.stages):
         remarks.append("The plan recomputes single layers; this page recomputes whole stages only.")
     elif plan.inputs.recompute == "layers":
         remarks.append("`solve` may recompute single layers; this page recomputes whole stages only.")
-    if not question.may_recompute:
+    if not request.may_recompute:
         remarks.append("Recomputed stages of this model give different results, so this page does not recompute.")
     if not data.is_complete:
         remarks.append("Very long action orders are left out: with many micro-batches, some schedules are missing.")
     width = data.widths[len(plan.stages)]
-    if min(data.widths.values()) < len(question.profile.layers):
+    if min(data.widths.values()) < len(request.profile.layers):
         remarks.append(
             f"The model has too many layers for all stages: each cut of the plan moves by at most "
             f"{pluralize(width, 'layer')}, and cuts of more stages by fewer. "
@@ -127,7 +127,7 @@ def _memory() -> Section:
         title="Memory",
         lead="Predicted peak of every device by component; the line is its memory limit.",
         body=scroll(element("div", class_="bars", id="bars"), "memory of every device")
-        + element("div", legend((f"m-{kind}", component_title(kind)) for kind in KINDS), id="items"),
+        + element("div", legend((f"m-{kind}", component_title(kind)) for kind in COMPONENTS), id="items"),
     )
 
 

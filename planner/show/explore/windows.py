@@ -18,7 +18,7 @@ IntArray = NDArray[np.int64]
 _FLOWS = ("F", "B")
 
 
-class Cells(NamedTuple):
+class StageRows(NamedTuple):
     """Stages of layers first..end-1 on devices of a given speed; arrays of equal length, sorted."""
 
     speed: IntArray
@@ -27,7 +27,7 @@ class Cells(NamedTuple):
     end: IntArray
 
 
-class Crossings(NamedTuple):
+class CutRows(NamedTuple):
     """Cuts of the chain, each with a link that may carry its tensors; arrays of equal length, sorted."""
 
     link: IntArray
@@ -136,7 +136,7 @@ def even_balance(costs: ChainCosts, num_stages: int) -> tuple[int, ...]:
 
 def stages_near(
     layouts: Iterable[StageLayout], balances: Mapping[int, Sequence[int]], widths: Mapping[int, int]
-) -> tuple[Cells, Crossings]:
+) -> tuple[StageRows, CutRows]:
     """Return the stages and cuts that are possible if each cut moves by a limited number of layers.
 
     Args:
@@ -156,8 +156,8 @@ def stages_near(
         for link, cuts in zip(layout.links, ranges[1:], strict=False):
             crossings.update((link, cut) for cut in cuts if link >= 0)
     return (
-        Cells(*np.array(sorted(cells), np.int64).T),
-        Crossings(*np.array(sorted(crossings), np.int64).reshape(-1, 2).T),
+        StageRows(*np.array(sorted(cells), np.int64).T),
+        CutRows(*np.array(sorted(crossings), np.int64).reshape(-1, 2).T),
     )
 
 
@@ -171,7 +171,7 @@ def _cut_ranges(balance: Sequence[int], width: int) -> Iterator[range]:
             yield range(max(k, cut - width), min(num_layers - num_stages + k, cut + width) + 1)
 
 
-def runs_of(*columns: IntArray) -> list[int]:
+def run_length_encode(*columns: IntArray) -> list[int]:
     """Return sorted rows in run-length form: runs of rows whose last number increases by 1, and all else is equal.
 
     Args:

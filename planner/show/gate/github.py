@@ -6,21 +6,21 @@ Texts are escaped as in GitHub's toolkit: github.com/actions/toolkit, packages/c
 from planner.core.judge.verdict import Verdict
 from planner.core.values.findings import Finding, rule
 from planner.core.values.printable import printable, spelled_out
-from planner.show.gate.place import Place, full_message
-from planner.show.terminal.verdict import answer
+from planner.show.gate.plan_file import PlanFile, full_message
+from planner.show.terminal.verdict import verdict_words
 
 _COMMANDS = {"error": "error", "warning": "warning", "note": "notice"}
 
 
-def annotations(verdict: Verdict, place: Place) -> str:
+def github_annotations(verdict: Verdict, plan_file: PlanFile) -> str:
     """Return one workflow command per finding, then the verdict as a plain line for the log."""
-    lines = [_command(finding, verdict, place) for finding in verdict.findings]
-    return "\n".join([*lines, f"{_data(printable(place.path))}: {answer(verdict)}"])
+    lines = [_command(finding, verdict, plan_file) for finding in verdict.findings]
+    return "\n".join([*lines, f"{_data(printable(plan_file.path))}: {verdict_words(verdict)}"])
 
 
-def _command(finding: Finding, verdict: Verdict, place: Place) -> str:
+def _command(finding: Finding, verdict: Verdict, plan_file: PlanFile) -> str:
     title = f"{finding.code} {rule(finding.code).title}"
-    at = f"file={_property(place.path)},line={place.line(finding)}," if place.is_file else ""
+    at = f"file={_property(plan_file.path)},line={plan_file.line(finding)}," if plan_file.is_file else ""
     return f"::{_COMMANDS[finding.severity]} {at}title={_property(title)}::{_data(full_message(finding, verdict))}"
 
 

@@ -8,21 +8,21 @@ from planner.core.values.findings import Finding, rule
 from planner.core.values.plan import Stage
 from planner.core.values.printable import spelled_out
 from planner.core.values.units import format_bytes
-from planner.show.gate.place import Place, full_message
+from planner.show.gate.plan_file import PlanFile, full_message
 
 _SUITE = "gpipe-plan check"
 
 
-def junit_xml(verdict: Verdict, place: Place) -> str:
+def junit_xml(verdict: Verdict, plan_file: PlanFile) -> str:
     """Return the verdict as one test suite. Findings that make `check` fail are failures, other findings are output."""
-    cases = [_case("plan", _of_stage(verdict, None), verdict, place)]
+    cases = [_case("plan", _of_stage(verdict, None), verdict, plan_file)]
     for stage in verdict.plan.stages if verdict.plan is not None else ():
         name = f"stage {stage.index}: {stage.first} to {stage.last}"
-        cases.append(_case(name, _of_stage(verdict, stage.index), verdict, place, stage=stage))
+        cases.append(_case(name, _of_stage(verdict, stage.index), verdict, plan_file, stage=stage))
     failures = sum(case.find("failure") is not None for case in cases)
     counts = {"tests": str(len(cases)), "failures": str(failures), "errors": "0", "skipped": "0", "time": "0"}
     suites = ET.Element("testsuites", {"name": _SUITE, **counts})
-    suite = ET.SubElement(suites, "testsuite", {"name": _xml(place.path), **counts})
+    suite = ET.SubElement(suites, "testsuite", {"name": _xml(plan_file.path), **counts})
     suite.extend(cases)
     ET.indent(suites)
     return '<?xml version="1.0" encoding="UTF-8"?>\n' + ET.tostring(suites, encoding="unicode") + "\n"
@@ -33,11 +33,11 @@ def _of_stage(verdict: Verdict, stage: int | None) -> list[Finding]:
 
 
 def _case(
-    name: str, findings: Iterable[Finding], verdict: Verdict, place: Place, *, stage: Stage | None = None
+    name: str, findings: Iterable[Finding], verdict: Verdict, plan_file: PlanFile, *, stage: Stage | None = None
 ) -> ET.Element:
-    case = ET.Element("testcase", {"classname": _xml(place.path), "name": _xml(name), "time": "0"})
-    if place.is_file:
-        case.set("file", _xml(place.path))
+    case = ET.Element("testcase", {"classname": _xml(plan_file.path), "name": _xml(name), "time": "0"})
+    if plan_file.is_file:
+        case.set("file", _xml(plan_file.path))
     said = [f"{format_bytes(stage.memory.total)} of {format_bytes(stage.memory_bytes)}"] if stage is not None else []
     for finding in findings:
         text = full_message(finding, verdict)

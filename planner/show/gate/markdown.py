@@ -8,27 +8,27 @@ from planner.core.judge.verdict import Verdict
 from planner.core.values.findings import Rule
 from planner.core.values.printable import printable
 from planner.core.values.sweep import Sweep
-from planner.show.gate.place import Place
-from planner.show.terminal.verdict import answer
+from planner.show.gate.plan_file import PlanFile
+from planner.show.terminal.verdict import verdict_words
 from planner.show.views.comparison import best_words, comparison_table, difference_table, sweep_table
-from planner.show.views.plan import figures, stage_table
+from planner.show.views.plan import figure_words, stage_table
 from planner.show.views.table import Table
 
 _STAGES = ("stage", "layers", "recompute", "memory", "limit", "share")
 _SPECIAL = re.compile(r"([\\`*_{}\[\]<>#|~])")
 
 
-def verdict_markdown(verdict: Verdict, place: Place) -> str:
+def verdict_markdown(verdict: Verdict, plan_file: PlanFile) -> str:
     """Return the verdict, its findings, a table of the stages, and the difference from another plan if there is one."""
     mark = "✅" if verdict.fits else "❌"
-    parts = [f"### {mark} `{_code(place.path)}`: {answer(verdict)}"]
+    parts = [f"### {mark} `{_code(plan_file.path)}`: {verdict_words(verdict)}"]
     for finding in verdict.findings:
         hint = f" {_text(_sentence(finding.hint))}" if finding.hint else ""
         parts.append(f"- **{finding.code}** {finding.severity}: {_text(_sentence(finding.message))}{hint}")
     parts += [f"- would fit: {_text(line)}" for line in verdict.would_fit]
     if verdict.plan is not None:
         stages = stage_table(verdict.plan, brief=True).pick(*_STAGES)
-        parts += ["", " · ".join(figures(verdict.plan, verdict.certainty)), "", *_table(stages)]
+        parts += ["", " · ".join(figure_words(verdict.plan, verdict.certainty)), "", *_table(stages)]
     if verdict.difference is not None:
         parts += ["", *_difference(verdict.difference)]
     return "\n".join(parts) + "\n"

@@ -6,7 +6,7 @@ from itertools import pairwise
 
 from planner.core.values.plan import FrontierPoint, Plan
 from planner.core.values.units import format_bytes, format_us
-from planner.show.html.parts import Section, details, figure, line, note, view
+from planner.show.html.parts import Section, details, figure, line, note, values_table
 from planner.show.markup import element, number, safe
 from planner.show.views.numbers import NOTHING, percent
 from planner.show.views.plan import frontier_table, has_several_replicas
@@ -104,6 +104,6 @@ def _text(x: float, y: float, text: str, anchor: str, *, look: str | None = None
 
 def _numbers(shown: Table, names: Sequence[str], points: Sequence[FrontierPoint]) -> str:
     speeds = (f"{p.samples_per_s:,.1f}" if p.fits else NOTHING for p in points)
-    numbers = shown.pick(*_COLUMNS).titled(micro_batch_size="samples each", devices="devices")
-    numbers = numbers.reworded("micro_batches", names).reworded("samples", speeds)
-    return view(numbers, marks={"micro_batches": " ◆"})
+    numbers = shown.pick(*_COLUMNS).with_titles(micro_batch_size="samples each", devices="devices")
+    numbers = numbers.with_texts("micro_batches", names).with_texts("samples", speeds)
+    return values_table(numbers, marks={"micro_batches": " ◆"})

@@ -8,7 +8,7 @@ from itertools import accumulate
 from planner.core.values.plan import Plan
 from planner.core.values.profile import LayerProfile, Profile
 from planner.core.values.units import format_bytes, format_us, pluralize
-from planner.show.html.parts import Section, details, figure, legend, line, note, scroll, view
+from planner.show.html.parts import Section, details, figure, legend, line, note, scroll, values_table
 from planner.show.markup import element, number, safe
 from planner.show.views.table import column, table
 
@@ -127,4 +127,4 @@ def _numbers(profile: Profile, n: int, cuts: Sequence[int]) -> str:
         column("saved", "saved", lambda row: row[1].saved_bytes[n], "bytes"),
         column("output", "output", lambda row: row[1].output_bytes[n], "bytes"),
     )
-    return view(shown if cuts else shown.without("stage"))
+    return values_table(shown if cuts else shown.without("stage"))

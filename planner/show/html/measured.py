@@ -15,8 +15,8 @@ from planner.show.markup import element, safe
 from planner.show.views.measured import (
     HEADERS,
     OF_REPLICAS,
+    difference_words,
     label_of,
-    off_by,
     ran_other_stages,
     run_table,
     times_warning,
@@ -73,7 +73,7 @@ def _rows(figures: Sequence[ComparedFigure], text: Callable[[float], str], place
         track = bar("t-predicted", 0, row.predicted / full) + bar("t-measured", 0, row.measured / full)
         measured = text(row.measured) if row.measured else NOTHING
         bars = element("div", track, class_="pair", aria_hidden="true")
-        yield [safe(label_of(row, place)), text(row.predicted), measured, off_by(row), bars]
+        yield [safe(label_of(row, place)), text(row.predicted), measured, difference_words(row), bars]
 
 
 def run_section(report: RunReport) -> Section:
@@ -82,7 +82,7 @@ def run_section(report: RunReport) -> Section:
         _series("loss", report.losses, lambda value: f"{value:.4g}"),
         _series("step time", report.step_us, format_us),
     ]
-    shown = run_table(report).titled(recompute="recomputation")
+    shown = run_table(report).with_titles(recompute="recomputation")
     layers = [layer_name(printable(text)) for text in shown.column("layers").texts()]
     rows = [[f"{stage}: {names}", *rest] for names, (stage, _, *rest) in zip(layers, shown.rows(), strict=True)]
     stages = table([column.heading for column in shown.columns if column.name != "layers"], rows)

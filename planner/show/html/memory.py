@@ -8,8 +8,8 @@ from planner.core.values.units import format_bytes, format_us
 from planner.show.html.parts import Section, bar, legend, note, scroll
 from planner.show.markup import element, number
 from planner.show.step import Step
-from planner.show.views.held import held_bytes
 from planner.show.views.memory import DeviceMemory, component_title, device_memory, fullest, present_components
+from planner.show.views.memory_over_time import memory_over_time
 from planner.show.views.numbers import row_noun
 
 _ROOM_FOR_WORDS = 0.13
@@ -40,7 +40,7 @@ def memory_section(plan: Plan, step: Step | None) -> Section:
 
 
 def _over_time(devices: Sequence[DeviceMemory], step: Step, full: int) -> str:
-    held = held_bytes(step, columns=_COLUMNS, end_us=step.pipeline_us)
+    held = memory_over_time(step, columns=_COLUMNS, end_us=step.pipeline_us)
     rows = [_held_row(device, levels, full) for device, levels in zip(devices, held, strict=True)]
     bars = element("div", *rows, class_="bars many" if len(rows) > _MANY else "bars held")
     words = f"Over the step, {format_us(step.pipeline_us)} from left to right; the line is the memory limit."

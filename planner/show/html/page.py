@@ -15,17 +15,17 @@ from planner.show.html.frontier import frontier_section
 from planner.show.html.layers import layers_section
 from planner.show.html.measured import measured_section, run_section
 from planner.show.html.memory import memory_section
-from planner.show.html.parts import Section, definitions, scroll, section_markup, view
+from planner.show.html.parts import Section, definitions, scroll, section_markup, values_table
 from planner.show.html.schedules import schedules_section
 from planner.show.html.timeline import timeline_data, timeline_section
 from planner.show.markup import element, safe
 from planner.show.step import Step
-from planner.show.views.certainty import amount_words, fit_words, peak_words, rate_words, step_words, why
+from planner.show.views.certainty import accuracy_words, amount_words, fit_words, peak_words, rate_words, step_words
 from planner.show.views.cluster import days_words, hours_words, length_words, run_ratios, tokens_words
 from planner.show.views.measured import pipeline_words
 from planner.show.views.memory import device_memory, fullest
 from planner.show.views.numbers import method_name, not_measured, percent
-from planner.show.views.plan import claim, headline, ideal_bubble, stage_table
+from planner.show.views.plan import claim_words, headline, ideal_bubble_words, stage_table
 
 _MANY = 24
 
@@ -61,7 +61,7 @@ def plan_html(plan: Plan, profile: Profile | None, step: Step | None, report: Ru
     ]
     return _page(
         title=headline(plan, of=" of ", by=", "),
-        lead="; ".join(filter(None, (*lead, why(certainty) if certainty else ""))),
+        lead="; ".join(filter(None, (*lead, accuracy_words(certainty) if certainty else ""))),
         figures=_marked(_figures(plan, certainty), plan.inputs.profile.how),
         sections=sections,
         data=timeline_data(plan, step) if step else "{}",
@@ -110,7 +110,7 @@ def _figures(plan: Plan, certainty: Certainty | None) -> list[_Figure]:
     return [
         ("step", step_words(plan, certainty), _certificate(plan)),
         ("samples/s", rate_words(plan, certainty), f"batch {plan.inputs.batch}"),
-        ("bubble", percent(predicted.bubble), ideal_bubble(plan)),
+        ("bubble", percent(predicted.bubble), ideal_bubble_words(plan)),
         ("peak memory", peak_words(plan, certainty), f"{fit_words(plan, certainty)}; {nearest.share} of its limit"),
         ("recompute", percent(predicted.recompute_share), f"imbalance {predicted.imbalance:.2f}"),
         *_of_cluster(plan, certainty),
@@ -144,15 +144,15 @@ def _marked(figures: Sequence[_Figure], how: str) -> list[_Figure]:
 
 def _certificate(plan: Plan) -> str:
     if plan.solver.status == "optimal":
-        return f"optimal: {claim(plan)}"
+        return f"optimal: {claim_words(plan)}"
     if plan.solver.status == "feasible":
-        return f"{claim(plan)} (gap {percent(plan.solver.gap)})"
+        return f"{claim_words(plan)} (gap {percent(plan.solver.gap)})"
     return "these cuts were given, not optimized"
 
 
 def _stages(plan: Plan) -> Section:
     columns = ("stage", "layers", "recompute", "device", "forward", "backward", "memory", "limit", "share")
-    body = view(stage_table(plan).pick(*columns), text=3, marks={"stage": " ◀"})
+    body = values_table(stage_table(plan).pick(*columns), text=3, marks={"stage": " ◀"})
     lead = "Times are for one micro-batch; backward includes recomputation."
     lead += " ◀ marks the slowest." if len(plan.stages) > 1 else ""
     return Section(

@@ -48,7 +48,7 @@ def table(header: Sequence[str], rows: Iterable[Sequence[str]], *, text: int = 1
     return element("div", element("table", title, head, body), class_="wide", tabindex="0", role="group")
 
 
-def view(shown: Table, *, text: int = 1, marks: Mapping[str, str] | None = None) -> str:
+def values_table(shown: Table, *, text: int = 1, marks: Mapping[str, str] | None = None) -> str:
     """Return a table of values as markup; names in columns `layer` and `layers` may be broken after dots.
 
     Args:

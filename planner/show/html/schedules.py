@@ -5,10 +5,10 @@ from collections.abc import Sequence
 from planner.core.schedule import schedule_of
 from planner.core.values.plan import FrontierPoint, Plan
 from planner.core.values.units import format_bytes
-from planner.show.html.parts import Section, figure, line, note, view
+from planner.show.html.parts import Section, figure, line, note, values_table
 from planner.show.markup import element, number, safe
 from planner.show.views.numbers import percent
-from planner.show.views.plan import schedules_table, untried
+from planner.show.views.plan import schedules_table, untried_words
 
 _TOP, _BOTTOM = 16.0, 210.0
 _LEFT, _RIGHT = 8.0, 78.0
@@ -23,8 +23,8 @@ def schedules_section(plan: Plan) -> Section | None:
     if not points:
         return None
     lead = "The best plan of each schedule from a short search; the diamond marks this plan."
-    body = _scatter(plan, points) + view(schedules_table(plan), marks={"schedule": " ◆"})
-    words = untried(plan)
+    body = _scatter(plan, points) + values_table(schedules_table(plan), marks={"schedule": " ◆"})
+    words = untried_words(plan)
     return Section(
         anchor="schedules", title="Trade-off over schedules", lead=lead, body=body + (note(words) if words else "")
     )

@@ -3,10 +3,10 @@
 from rich.console import RenderableType
 
 from planner.core.values.plan import Plan
-from planner.show.terminal.rendering import flow, heading
+from planner.show.terminal.rendering import heading, wrap_items
 from planner.show.terminal.style import Style
-from planner.show.terminal.tables import GAP, drawn, fitted, width_of
-from planner.show.views.plan import frontier_table, has_several_replicas, schedules_table, untried
+from planner.show.terminal.tables import GAP, fit_columns, terminal_table, width_of
+from planner.show.views.plan import frontier_table, has_several_replicas, schedules_table, untried_words
 from planner.show.views.table import Column, Table
 
 _SHORTEST_BAR = 8
@@ -23,23 +23,23 @@ def frontier_parts(plan: Plan, style: Style) -> list[RenderableType]:
     view = frontier_table(plan)
     unneeded = [] if several else ["replicas"]
     unneeded += [] if len({p.schedule for p in plan.frontier if p.fits}) > 1 else ["schedule"]
-    view = fitted(_with_marks(view.without(*unneeded), style), style)
+    view = fit_columns(_with_marks(view.without(*unneeded), style), style)
     room = style.columns - width_of(view, style) - GAP
     bars = _bars(plan, min(room, _LONGEST_BAR), style) if room >= _SHORTEST_BAR else ()
     view = Table(columns=(*view.columns, *bars))
     title = f"the best plan for each number of micro-batches{' and replicas' if several else ''}"
-    return [heading(title), drawn(view, style), _legend(view, style)]
+    return [heading(title), terminal_table(view, style), _legend(view, style)]
 
 
 def schedules_parts(plan: Plan, style: Style) -> list[RenderableType]:
     """Return a table of the best plan of each schedule; nothing if the plan has no such comparison."""
     if not plan.schedules:
         return []
-    view = fitted(schedules_table(plan), style)
-    shown = drawn(view, style, {"schedule": (f" {style.glyphs.mark}", "")})
-    words = untried(plan)
+    view = fit_columns(schedules_table(plan), style)
+    shown = terminal_table(view, style, {"schedule": (f" {style.glyphs.mark}", "")})
+    words = untried_words(plan)
     remarks = [f"{style.glyphs.mark} this plan; others from a short search", *([words] if words else [])]
-    said = [flow(remark.split(), style, gap=" ") for remark in remarks]
+    said = [wrap_items(remark.split(), style, gap=" ") for remark in remarks]
     return [heading("best plan of each schedule"), shown, *said]
 
 
@@ -49,7 +49,7 @@ def _with_marks(view: Table, style: Style) -> Table:
     width = max(map(len, choice.texts()))
     marks = [f" {style.glyphs.mark}" if row in choice.marked else "" for row in range(len(choice.values))]
     texts = (f"{text:>{width}}{mark}" for text, mark in zip(choice.texts(), marks, strict=True))
-    return view.reworded("micro_batches", texts, "text").titled(micro_batches=choice.title.rjust(width))
+    return view.with_texts("micro_batches", texts, "text").with_titles(micro_batches=choice.title.rjust(width))
 
 
 def _bars(plan: Plan, room: int, style: Style) -> tuple[Column, ...]:
@@ -74,4 +74,4 @@ def _legend(view: Table, style: Style) -> RenderableType:
         items.append(f"{style.glyphs.mark} this plan")
     if view.columns[-1].name == "bars":
         items.append(f"{style.glyphs.bar * 2} step")
-    return flow(items, style, gap="   ")
+    return wrap_items(items, style, gap="   ")

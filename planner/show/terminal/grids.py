@@ -25,7 +25,7 @@ class TextColumn:
     broken."""
 
 
-def facts(rows: Sequence[tuple[str, str | Text]], style: Style) -> Table:
+def facts_table(rows: Sequence[tuple[str, str | Text]], style: Style) -> Table:
     """Return a table without lines: names at the left, and texts at the right, which may have several lines.
 
     Args:

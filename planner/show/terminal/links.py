@@ -3,7 +3,7 @@
 from planner.core.values.links import Links
 from planner.core.values.units import format_bytes, format_rate, format_us, pluralize
 from planner.show.terminal.grids import TextColumn, table
-from planner.show.terminal.rendering import BLANK, flow, heading, plain, render
+from planner.show.terminal.rendering import BLANK, heading, plain, render, wrap_items
 from planner.show.terminal.style import Style
 from planner.show.views.numbers import NOTHING
 
@@ -29,7 +29,7 @@ def links_text(links: Links, style: Style) -> str:
     return render(
         style,
         heading(f"{pluralize(len(links.boundaries), 'link')} between neighbors"),
-        flow((plain(item, style) for item in machine), style, gap=f" {style.glyphs.dot} "),
+        wrap_items((plain(item, style) for item in machine), style, gap=f" {style.glyphs.dot} "),
         BLANK,
         table(columns, rows, style),
     )

@@ -8,9 +8,16 @@ from rich.text import Text
 
 from planner.core.values.plan import Stage
 from planner.core.values.units import format_bytes
-from planner.show.terminal.rendering import flow, heading
+from planner.show.terminal.rendering import heading, wrap_items
 from planner.show.terminal.style import Style
-from planner.show.views.memory import KINDS, DeviceMemory, component_title, device_memory, fullest, present_components
+from planner.show.views.memory import (
+    COMPONENTS,
+    DeviceMemory,
+    component_title,
+    device_memory,
+    fullest,
+    present_components,
+)
 from planner.show.views.numbers import row_noun
 
 # Blue and purple for the model's memory, warm colors for memory of micro-batches, gray for other components.
@@ -94,11 +101,11 @@ def _legend(needs: Sequence[DeviceMemory], style: Style) -> Text:
     for kind in present_components(needs):
         words = f" {component_title(kind)} {format_bytes(sizes[kind])}"
         items.append(Text.assemble((_fill(kind, style), _look(kind)), words))
-    return flow(items, style, indent="  ") if len(items) > 1 else Text()
+    return wrap_items(items, style, indent="  ") if len(items) > 1 else Text()
 
 
 def _fill(name: str, style: Style) -> str:
-    return style.glyphs.memory[KINDS.index(name) % len(style.glyphs.memory)]
+    return style.glyphs.memory[COMPONENTS.index(name) % len(style.glyphs.memory)]
 
 
 def _look(name: str) -> str:

@@ -12,17 +12,17 @@ from planner.core.values.plan import Insight, Noise, Plan, WhatIf
 from planner.core.values.units import format_bytes, format_us, pluralize
 from planner.show.step import Step
 from planner.show.terminal.frontier import frontier_parts, schedules_parts
-from planner.show.terminal.grids import facts
-from planner.show.terminal.held import held_parts
+from planner.show.terminal.grids import facts_table
 from planner.show.terminal.memory import memory_parts
-from planner.show.terminal.rendering import BLANK, flow, heading, plain, render
+from planner.show.terminal.memory_over_time import memory_over_time_parts
+from planner.show.terminal.rendering import BLANK, heading, plain, render, wrap_items
 from planner.show.terminal.stages import recomputed_layers, stages_table
 from planner.show.terminal.style import Style
 from planner.show.terminal.timeline import timeline_parts
-from planner.show.views.certainty import fit_words, peak_words, why
+from planner.show.views.certainty import accuracy_words, fit_words, peak_words
 from planner.show.views.cluster import throughput_words, training_words
 from planner.show.views.numbers import method_name, not_measured, percent, row_noun
-from planner.show.views.plan import claim, figures, has_unlike_devices, headline, ideal_bubble
+from planner.show.views.plan import claim_words, figure_words, has_unlike_devices, headline, ideal_bubble_words
 
 _LEAST_GAP = 0.0005
 """Smallest gap that is shown as a number; smaller gaps are shown as `below 0.1 %`."""
@@ -51,8 +51,8 @@ def plan_text(
     first: list[RenderableType] = [heading(plain(headline(plan), style))]
     first += [*_figures(plan, certainty, style), Text(_status(plan, style))]
     if certainty is not None:
-        reasons = plain(why(certainty, plus_minus=style.glyphs.plus_minus), style)
-        first.append(flow(reasons.split(), style, gap=" "))
+        reasons = plain(accuracy_words(certainty, plus_minus=style.glyphs.plus_minus), style)
+        first.append(wrap_items(reasons.split(), style, gap=" "))
     sections = [first, *_sections(plan, events, style, step)]
     parts = [part for section in sections if section for part in (*section, BLANK)]
     return render(style, *parts[:-1])
@@ -61,12 +61,12 @@ def plan_text(
 def _sections(plan: Plan, events: Sequence[Event], style: Style, step: Step | None) -> list[list[RenderableType]]:
     notes = [not_measured(plan.inputs.profile.how), _not_a_pipeline(plan), _divided(plan), _unused(plan)]
     return [
-        [flow([note], style) for note in notes if note],
+        [wrap_items([note], style) for note in notes if note],
         [stages_table(plan, style)],
         [recomputed_layers(stage, style) for stage in plan.stages if stage.recompute == "layers"],
         memory_parts(plan.by_device(), style),
         timeline_parts(events, plan.num_devices, style) if events else [],
-        held_parts(plan, step, style) if step else [],
+        memory_over_time_parts(plan, step, style) if step else [],
         frontier_parts(plan, style),
         schedules_parts(plan, style),
         insight_parts(plan, style),
@@ -75,9 +75,9 @@ def _sections(plan: Plan, events: Sequence[Event], style: Style, step: Step | No
 
 def _figures(plan: Plan, certainty: Certainty | None, style: Style) -> list[Text]:
     predicted = plan.predicted
-    step, speed, bubble = figures(plan, certainty)
+    step, speed, bubble = figure_words(plan, certainty)
     shares = [
-        f"{bubble} ({ideal})" if (ideal := ideal_bubble(plan)) else bubble,
+        f"{bubble} ({ideal})" if (ideal := ideal_bubble_words(plan)) else bubble,
         f"imbalance {predicted.imbalance:.2f}",
         f"recompute {percent(predicted.recompute_share)}",
     ]
@@ -86,17 +86,17 @@ def _figures(plan: Plan, certainty: Certainty | None, style: Style) -> list[Text
     if certainty is not None:
         lines = [[step, speed, f"peak {peak_words(plan, certainty)}", fit_words(plan, certainty)], shares]
     lines += [throughput_words(plan, certainty), training_words(plan, certainty)]
-    return [flow(words, style, gap=gap) for words in lines if words]
+    return [wrap_items(words, style, gap=gap) for words in lines if words]
 
 
 def _status(plan: Plan, style: Style) -> str:
     solver = plan.solver
     method = plain(method_name(solver.method), style)
     if solver.status == "optimal":
-        return f"optimal: {claim(plan)} ({method})"
+        return f"optimal: {claim_words(plan)} ({method})"
     if solver.status == "feasible":
         gap = percent(solver.gap) if solver.gap >= _LEAST_GAP else "below 0.1 %"
-        return f"feasible, gap {gap}: {claim(plan)} ({method})"
+        return f"feasible, gap {gap}: {claim_words(plan)} ({method})"
     return "given: these cuts were given, not optimized"
 
 
@@ -143,7 +143,7 @@ def insight_parts(plan: Plan, style: Style) -> list[RenderableType]:
     insight = plan.insight
     if insight is None:
         return []
-    return [heading("why this plan"), facts(list(_facts(plan, insight, style)), style)]
+    return [heading("why this plan"), facts_table(list(_facts(plan, insight, style)), style)]
 
 
 def _facts(plan: Plan, insight: Insight, style: Style) -> Iterator[tuple[str, str]]:

@@ -10,7 +10,7 @@ from planner.core.values.sweep import Sweep
 from planner.core.values.units import exact_bytes_option
 from planner.show.terminal.rendering import BLANK, heading, plain, render
 from planner.show.terminal.style import Style
-from planner.show.terminal.tables import drawn, fitted
+from planner.show.terminal.tables import fit_columns, terminal_table
 from planner.show.views.comparison import best_words, comparison_table, difference_table, sweep_table
 from planner.show.views.numbers import NOTHING, rate
 
@@ -19,7 +19,7 @@ _LONGEST_BAR = 40
 
 def plans_text(comparison: Comparison, style: Style) -> str:
     """Return a table of all plans, a chart of samples per second, and for two plans the differences of their stages."""
-    shown = drawn(fitted(comparison_table(comparison), style), style)
+    shown = terminal_table(fit_columns(comparison_table(comparison), style), style)
     parts: list[RenderableType] = [shown, BLANK, *_chart(comparison.plans, style)]
     notes = [row.path for row in comparison.plans if not row.recomputed]
     if notes:
@@ -48,7 +48,7 @@ def difference_parts(difference: Difference, style: Style) -> list[RenderableTyp
     title = heading(plain(f"against {difference.against}", style))
     if not difference.recomputed:
         title.append(", whose numbers are as stored, because its profile is missing", "not bold")
-    return [title, drawn(fitted(difference_table(difference), style), style)]
+    return [title, terminal_table(fit_columns(difference_table(difference), style), style)]
 
 
 _SHADES = (153, 117, 75, 33, 27)
@@ -59,7 +59,7 @@ _DARK_FROM = 3
 
 def sweep_text(sweep: Sweep, style: Style) -> str:
     """Return a sweep as text: a table of its cells, a heat map, and the smallest, fastest and cheapest cluster."""
-    cells = drawn(fitted(sweep_table(sweep), style), style)
+    cells = terminal_table(fit_columns(sweep_table(sweep), style), style)
     return render(style, cells, BLANK, *_heat_map(sweep, style), BLANK, *map(Text, best_words(sweep)))
 
 

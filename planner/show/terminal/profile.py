@@ -12,7 +12,7 @@ from planner.core.cost.width import widths_of
 from planner.core.values.profile import Device, LayerProfile, Profile
 from planner.core.values.units import format_bytes, pluralize
 from planner.show.terminal.grids import TextColumn, table
-from planner.show.terminal.rendering import BLANK, flow, heading, plain, render
+from planner.show.terminal.rendering import BLANK, heading, plain, render, wrap_items
 from planner.show.terminal.style import Style
 from planner.show.views.numbers import NOTHING, TimeScale, format_count, layer_range, percent
 
@@ -84,10 +84,10 @@ def _facts(profile: Profile, style: Style) -> list[Text]:
     ]
     sizes = ", ".join(map(str, profile.micro_batch_sizes))
     return [
-        flow(filter(None, model), style, gap=gap),
-        flow(filter(None, machine), style, gap=gap),
+        wrap_items(filter(None, model), style, gap=gap),
+        wrap_items(filter(None, machine), style, gap=gap),
         Text(f"micro-batch sizes {sizes}"),
-        *([] if profile.proof is None else [flow([plain(str(profile.proof), style)], style, gap=gap)]),
+        *([] if profile.proof is None else [wrap_items([plain(str(profile.proof), style)], style, gap=gap)]),
     ]
 
 
@@ -157,7 +157,8 @@ def _us_per_sample(profile: Profile, size: int, layer: LayerProfile) -> float:
 
 def _notes(profile: Profile, style: Style) -> list[Text]:
     notes = [
-        flow([head, *(plain(name, style) for name in names)], style, gap=" ") for head, names in _ties(profile, style)
+        wrap_items([head, *(plain(name, style) for name in names)], style, gap=" ")
+        for head, names in _ties(profile, style)
     ]
     spreads = [(spread, x.name, n) for x in profile.layers for n, spread in enumerate(x.spread)]
     if spreads and max(spreads)[0] > 0:

@@ -34,7 +34,7 @@ def heading(text: str) -> Text:
     return Text(text, style="bold")
 
 
-def flow(items: Iterable[Text | str], style: Style, *, gap: str = "  ", indent: str = "") -> Text:
+def wrap_items(items: Iterable[Text | str], style: Style, *, gap: str = "  ", indent: str = "") -> Text:
     """Return items one after the other, on as few lines as possible; only items longer than a line are broken.
 
     Args:

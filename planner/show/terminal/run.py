@@ -17,17 +17,17 @@ from planner.core.values.plan import Plan
 from planner.core.values.run_report import RunReport
 from planner.core.values.units import format_bytes, format_rate, format_us
 from planner.show.terminal.grids import TextColumn, table
-from planner.show.terminal.rendering import BLANK, flow, heading, plain, render
+from planner.show.terminal.rendering import BLANK, heading, plain, render, wrap_items
 from planner.show.terminal.style import Style
-from planner.show.terminal.tables import drawn
+from planner.show.terminal.tables import terminal_table
 from planner.show.views.measured import (
     HEADERS,
     OF_DEVICES,
     OF_REPLICAS,
     WAITING,
+    difference_words,
     is_over,
     label_of,
-    off_by,
     pipeline_words,
     ran_other_stages,
     run_table,
@@ -55,14 +55,14 @@ def run_text(report: RunReport, plan: Plan | None, style: Style) -> str:
     parts: list[RenderableType] = [heading(f"run of {len(report.losses)} steps on {pipeline_words(report, plan)}")]
     parts += [_facts(report, style), _steps(report, style)]
     if warning := times_warning(report):
-        parts.append(flow(f"! {warning}".split(), style, gap=" "))
+        parts.append(wrap_items(f"! {warning}".split(), style, gap=" "))
     parts.append(BLANK)
     if plan is not None:
         parts += [*_comparison(plan, report, style), BLANK]
     if plan is None or any(stage.idle_us for stage in report.stages):
         parts += _measured(report, style)
         if plan is not None and shares_peaks(plan, report):
-            parts.append(flow(OF_DEVICES.split(), style, gap=" "))
+            parts.append(wrap_items(OF_DEVICES.split(), style, gap=" "))
     return render(style, *parts)
 
 
@@ -90,7 +90,7 @@ def _facts(report: RunReport, style: Style) -> Text:
     ]
     if report.losses:
         facts.append(f"loss {report.losses[0]:.4g} {style.glyphs.arrow} {report.losses[-1]:.4g}")
-    return flow(filter(None, facts), style, gap=f" {style.glyphs.dot} ")
+    return wrap_items(filter(None, facts), style, gap=f" {style.glyphs.dot} ")
 
 
 def _steps(report: RunReport, style: Style) -> Text:
@@ -104,17 +104,17 @@ def _steps(report: RunReport, style: Style) -> Text:
     speeds = report.samples_per_s[-len(steps) :]
     if speeds:
         said.append(f"({rate(median(speeds))} samples/s)")
-    return flow(said, style, gap=" ")
+    return wrap_items(said, style, gap=" ")
 
 
 def _measured(report: RunReport, style: Style) -> list[RenderableType]:
     """Return a table of each stage's measured times and memory; waiting times are left out if all are zero."""
     view = run_table(report)
     view = view.without(*(name for name in WAITING if not any(view.column(name).values)))
-    parts: list[RenderableType] = [drawn(view, style)]
+    parts: list[RenderableType] = [terminal_table(view, style)]
     if any(column.per == "step" for column in view.columns):
         said = "transfer and idle are per step; other times are per micro-batch"
-        parts.append(flow(said.split(), style, gap=" "))
+        parts.append(wrap_items(said.split(), style, gap=" "))
     return parts
 
 
@@ -144,7 +144,7 @@ def _compared(rows: Sequence[ComparedFigure], plan: Plan) -> Iterator[_Row]:
         over = (" ! OVER", "bold red") if is_over(row, plan) else ("", "")
         measured = Text(text(row.measured) + over[0], style=over[1])
         # A bubble is a percentage. Its relative difference would be misread as a difference in percentage points.
-        off = "" if row.what == "bubble" else off_by(row)
+        off = "" if row.what == "bubble" else difference_words(row)
         yield [label_of(row, row_noun(plan.chunks)), text(row.predicted), measured, off]
 
 
@@ -158,7 +158,7 @@ def _notes(plan: Plan, report: RunReport, style: Style) -> list[Text]:
     if ran_other_stages(plan, report):
         count = len({run.index for run in report.stages})
         words = f"the run had other stages than the plan ({count}, planned {len(plan.stages)})"
-        notes.append(flow([f"! {words}:", "the rows do not describe the same layers"], style, gap=" "))
+        notes.append(wrap_items([f"! {words}:", "the rows do not describe the same layers"], style, gap=" "))
     return notes
 
 
@@ -170,14 +170,14 @@ def verification_text(verification: Verification, style: Style) -> str:
         rows += [None] if len(rows) > 1 else []
         rows += map(_judged, group)
     said = [*verification.notes, *([] if verification.proof is None else [str(verification.proof)])]
-    notes = [flow(note.split(), style, gap=" ") for note in said]
+    notes = [wrap_items(note.split(), style, gap=" ") for note in said]
     shown = _table(rows, style, TextColumn(header=""))
     return render(style, shown, *notes, BLANK, _calibrated(verification, style), _answer(verification, style))
 
 
 def _judged(row: ComparedFigure) -> _Row:
     text = _TEXTS.get(row.what, format_us)
-    off = NOTHING if row.what == "bubble" else off_by(row)
+    off = NOTHING if row.what == "bubble" else difference_words(row)
     said = {None: Text(""), True: Text("ok", style="green"), False: Text("! OFF", style="bold red")}[row.agrees]
     return [label_of(row, "device"), text(row.predicted), text(row.measured) if row.measured else NOTHING, off, said]
 
@@ -189,7 +189,7 @@ def _calibrated(verification: Verification, style: Style) -> Text:
         speed = f"{format_rate(calibration.link.bytes_per_s)}, " if calibration.link.bytes_per_s else ""
         facts.append(f"link {speed}{format_us(calibration.link.latency_us)}")
     facts.append(f"reserve {format_bytes(calibration.reserve_bytes)}")
-    return flow(["calibrated:", *(f"{fact};" for fact in facts[:-1]), facts[-1]], style, gap=" ")
+    return wrap_items(["calibrated:", *(f"{fact};" for fact in facts[:-1]), facts[-1]], style, gap=" ")
 
 
 def _answer(verification: Verification, style: Style) -> Text:
@@ -201,4 +201,4 @@ def _answer(verification: Verification, style: Style) -> Text:
         f"or {format_bytes(allowed.memory_slack_bytes)} off)",
     ]
     words = ("as predicted", "bold green") if verification.agrees else ("not as predicted", "bold red")
-    return flow([Text(words[0], style=words[1]), *said], style, gap=" ")
+    return wrap_items([Text(words[0], style=words[1]), *said], style, gap=" ")

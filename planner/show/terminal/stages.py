@@ -8,9 +8,9 @@ from rich.table import Table
 from rich.text import Text
 
 from planner.core.values.plan import Plan, Stage
-from planner.show.terminal.rendering import flow, plain
+from planner.show.terminal.rendering import plain, wrap_items
 from planner.show.terminal.style import Style
-from planner.show.terminal.tables import drawn
+from planner.show.terminal.tables import terminal_table
 from planner.show.views.numbers import layer_range
 from planner.show.views.plan import has_unlike_devices, stage_table
 
@@ -34,8 +34,8 @@ def stages_table(plan: Plan, style: Style) -> Table:
     names += ["limit", "share"] if plan.chunks == 1 and style.has_room_for(_WIDE + taken) else []
     view = stage_table(plan).pick(*names)
     if plan.chunks > 1:
-        view = view.titled(memory="part of\npeak")
-    return drawn(view, style, {"stage": (f" {style.glyphs.mark}", ""), "share": (" !", "bold red")})
+        view = view.with_titles(memory="part of\npeak")
+    return terminal_table(view, style, {"stage": (f" {style.glyphs.mark}", ""), "share": (" !", "bold red")})
 
 
 def recomputed_layers(stage: Stage, style: Style) -> Text:
@@ -46,7 +46,7 @@ def recomputed_layers(stage: Stage, style: Style) -> Text:
         left = len(names) - count
         items = [f"{name}," for name in names[: count - 1]] + names[count - 1 : count]
         more = [f"and {left} more"] if left else []
-        return flow([f"stage {stage.index} recomputes", *items, *more], style, gap=" ", indent="  ")
+        return wrap_items([f"stage {stage.index} recomputes", *items, *more], style, gap=" ", indent="  ")
 
     def lines(count: int) -> int:
         return text(count).plain.count("\n") + 1

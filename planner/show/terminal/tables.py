@@ -15,7 +15,7 @@ GAP = 2
 """Number of spaces between columns."""
 
 
-def drawn(view: Table, style: Style, marks: Mapping[str, tuple[str, str]] | None = None) -> Drawn:
+def terminal_table(view: Table, style: Style, marks: Mapping[str, tuple[str, str]] | None = None) -> Drawn:
     """Return a view's table as a table for the terminal.
 
     Args:
@@ -35,7 +35,7 @@ def drawn(view: Table, style: Style, marks: Mapping[str, tuple[str, str]] | None
     return grids.table(columns, lines, style)
 
 
-def fitted(view: Table, style: Style) -> Table:
+def fit_columns(view: Table, style: Style) -> Table:
     """Return the table without its less important columns, as far as necessary to fit into the width."""
     shown = view
     while not style.has_room_for(width_of(shown, style)) and any(column.drop for column in shown.columns):

@@ -21,7 +21,7 @@ from rich.text import Text
 from planner.core.cost.simulate import Event
 from planner.core.schedule.kinds import KINDS, WEIGHT_BACKWARD, ActionKind
 from planner.core.values.units import format_us
-from planner.show.terminal.rendering import flow, heading
+from planner.show.terminal.rendering import heading, wrap_items
 from planner.show.terminal.style import Glyphs, Style
 from planner.show.views.numbers import percent, row_noun, time_ticks
 from planner.show.views.spans import BUBBLE_WORDS, HUES, REDONE, bubble_of
@@ -219,7 +219,7 @@ def _legend(style: Style, *, idle: float, boxes: Sequence[Box], chunks: int) -> 
     elif any(map(_has_short_number, boxes)):
         samples.append("number: micro-batch")
     said = [f"blank: idle {percent(idle)}", f"at the right: {BUBBLE_WORDS}"]
-    return flow([*samples, *said], style, gap="   ")
+    return wrap_items([*samples, *said], style, gap="   ")
 
 
 def _sample(kind: ActionKind, chunk: int, glyphs: Glyphs) -> Text:

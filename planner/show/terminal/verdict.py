@@ -47,7 +47,7 @@ def _finding(finding: Finding, style: Style) -> Iterator[RenderableType]:
         yield _indented(f"hint: {finding.hint}", 6, style)
 
 
-def answer(verdict: Verdict) -> str:
+def verdict_words(verdict: Verdict) -> str:
     """Return a line that says if the plan fits, with the number of findings."""
     severities = [finding.severity for finding in verdict.findings]
     counts = [pluralize(severities.count(name), name) for name in ("error", "warning", "note") if name in severities]
@@ -67,7 +67,7 @@ def _refusal(verdict: Verdict) -> str:
 
 
 def _answer(verdict: Verdict) -> Text:
-    words, _, counts = answer(verdict).partition(" (")
+    words, _, counts = verdict_words(verdict).partition(" (")
     return Text.assemble((words, _COLOR_OF_ANSWER.get(words, "bold red")), f" ({counts}" if counts else "")
 
 

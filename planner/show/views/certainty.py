@@ -93,7 +93,7 @@ def peak_words(plan: Plan, certainty: Certainty | None) -> str:
     return f"{_ending(size, end)} {unit} (at most {_ending(most, end, ceil)})"
 
 
-def why(certainty: Certainty, *, plus_minus: str = "±") -> str:
+def accuracy_words(certainty: Certainty, *, plus_minus: str = "±") -> str:
     """Return one line that says from which earlier predictions the error ranges come."""
     words = [f"accuracy: {certainty.source}"]
     if certainty.step_ratio is None:

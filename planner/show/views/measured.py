@@ -40,7 +40,7 @@ def label_of(row: ComparedFigure, place: str) -> str:
     return label if row.index is None else f"{label} {row.index}"
 
 
-def off_by(row: ComparedFigure) -> str:
+def difference_words(row: ComparedFigure) -> str:
     """Return the difference of the measured from the predicted value in percent; `-` if nothing was measured."""
     return difference(row.predicted, row.measured) if row.measured else NOTHING
 

@@ -7,7 +7,7 @@ from planner.core.values.plan import Stage, StageMemory
 from planner.core.values.units import format_bytes
 from planner.show.views.numbers import NOTHING, percent, row_noun
 
-KINDS = tuple(name for name, _ in StageMemory().items())
+COMPONENTS = tuple(name for name, _ in StageMemory().items())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +53,7 @@ def fullest(devices: Sequence[DeviceMemory]) -> DeviceMemory:
 
 def present_components(devices: Sequence[DeviceMemory]) -> tuple[str, ...]:
     """Return the names of the memory components that at least one device needs."""
-    return tuple(kind for kind in KINDS if any(getattr(device.memory, kind) for device in devices))
+    return tuple(kind for kind in COMPONENTS if any(getattr(device.memory, kind) for device in devices))
 
 
 def component_title(kind: str) -> str:
@@ -67,4 +67,6 @@ def share_of_limit(need_bytes: int, limit_bytes: int) -> str:
 
 
 def _sum(chunks: Sequence[Stage]) -> StageMemory:
-    return StageMemory(**{name: sum(getattr(chunk.memory, name) for chunk in chunks) for name in (*KINDS, "total")})
+    return StageMemory(
+        **{name: sum(getattr(chunk.memory, name) for chunk in chunks) for name in (*COMPONENTS, "total")}
+    )

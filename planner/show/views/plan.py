@@ -46,7 +46,7 @@ def shape_in_gpus(plan: Plan) -> str:
     return f"{pluralize(plan.num_gpus, 'GPU')} = {product}{chunks}"
 
 
-def figures(plan: Plan, certainty: Certainty | None = None) -> tuple[str, str, str]:
+def figure_words(plan: Plan, certainty: Certainty | None = None) -> tuple[str, str, str]:
     """Return step time, samples per second and bubble in words."""
     return (
         f"step {step_words(plan, certainty)}",
@@ -55,7 +55,7 @@ def figures(plan: Plan, certainty: Certainty | None = None) -> tuple[str, str, s
     )
 
 
-def ideal_bubble(plan: Plan) -> str:
+def ideal_bubble_words(plan: Plan) -> str:
     """Return the bubble that equal stages would have, in words.
 
     The text is empty for schedules with a split backward, because their weight-gradient passes fill the bubble.
@@ -65,7 +65,7 @@ def ideal_bubble(plan: Plan) -> str:
     return f"ideal {percent(plan.predicted.ideal_bubble)}"
 
 
-def claim(plan: Plan) -> str:
+def claim_words(plan: Plan) -> str:
     """Return what the solver proved, as `no plan is faster`; empty for given cuts."""
     solver, schedule = plan.solver, plan.inputs.schedule
     whole = "plan" if schedule == "auto" else f"{schedule_of(schedule).title} plan"
@@ -192,7 +192,7 @@ def _width_column(points: tuple[FrontierPoint, ...]) -> list[tuple[Column, Calla
     return [column("tensor_parallel", "GPUs per\nstage", _fitting("tensor_parallel"), "count")]
 
 
-def untried(plan: Plan) -> str:
+def untried_words(plan: Plan) -> str:
     """Return a note on schedules with a split backward that were not tried; empty if all were tried."""
     tried = {point.schedule for point in plan.schedules}
     missing = [schedule.title for schedule in SPLITTING if schedule.name not in tried]

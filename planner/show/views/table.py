@@ -73,11 +73,11 @@ class Table:
         """Return the table without these columns."""
         return self.pick(*(column.name for column in self.columns if column.name not in names))
 
-    def titled(self, **titles: str) -> "Table":
+    def with_titles(self, **titles: str) -> "Table":
         """Return the table with new titles for some columns, given by column name."""
         return replace(self, columns=tuple(replace(c, title=titles.get(c.name, c.title)) for c in self.columns))
 
-    def reworded(self, name: str, texts: Iterable[str], unit: Unit | None = None) -> "Table":
+    def with_texts(self, name: str, texts: Iterable[str], unit: Unit | None = None) -> "Table":
         """Return the table with new texts in one column, and a new unit if one is given."""
         values = tuple(texts)
         changed = (replace(c, values=values, unit=unit or c.unit) if c.name == name else c for c in self.columns)

@@ -27,7 +27,7 @@ from typing import NamedTuple
 import numpy as np
 
 from planner.solve.chain.chain_dp import ChainCuts, LabelSearch, just_below
-from planner.solve.chain.laws import GPipeLaw
+from planner.solve.chain.recurrences import GPipeRecurrence
 from planner.solve.deadline import NEVER, Deadline
 from planner.solve.space.problem import NO_LIMIT, Bottlenecks, ChainProblem
 
@@ -76,7 +76,7 @@ class BottleneckSearch:
         self.best_so_far: ChainCuts | None = None
         """Fastest partition found so far, available after `OutOfTimeError` as well."""
         self._problem, self._M, self._deadline = problem, micro_batches, deadline
-        self._whole = LabelSearch(problem, GPipeLaw(micro_batches), deadline=deadline)
+        self._whole = LabelSearch(problem, GPipeRecurrence(micro_batches), deadline=deadline)
         self.bound_us = self._whole.root_bound_us()
         """Lower bound of the step time of all partitions; infinite if none fits."""
 
@@ -114,7 +114,7 @@ class BottleneckSearch:
             if box.number:
                 box = self._clipped(box, self._upper_us(upper_us))
                 search = LabelSearch(
-                    self._problem.within(box.most), GPipeLaw(self._M, box.least), deadline=self._deadline
+                    self._problem.within(box.most), GPipeRecurrence(self._M, box.least), deadline=self._deadline
                 )
                 box = box._replace(
                     bound_us=max(box.bound_us, search.root_bound_us()), passes_us=search.least_of_chain()["passes"]

@@ -1,14 +1,14 @@
 """Exact search over the cuts of a chain for a given M: a label dynamic program with bounds.
 
 The search adds stages from the last to the first, as backward visits them. A partial plan of layers i..L-1 is a label
-(`laws.py`). Among labels with the same first layer and stage count, only labels that no other one dominates are kept.
-Three rules keep the number of labels small:
+(`recurrences.py`). Of labels with the same first layer and stage count, only labels that no other one dominates are
+kept. Three rules keep the number of labels small:
 
 - A label is dropped if its lower bound does not beat the best complete plan. The bound consists of the label's own
   times, the work of the earlier layers, and the smallest possible bottlenecks of the earlier layers.
 - Before labels are compared, bottlenecks in them are raised to the smallest possible bottleneck of the earlier layers
   and of the whole chain: every complete plan has at least this bottleneck.
-- Stages that are too slow for a plan faster than the best one are not in the tables (`width_for`).
+- Stages that are too slow for a plan faster than the best one are not in the tables (`max_stage_layers`).
 
 A first complete plan comes from the same search with only the most promising label of each first layer.
 
@@ -28,10 +28,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from planner.solve.chain.laws import EarlierLayers, Law
+from planner.solve.chain.recurrences import EarlierLayers, Recurrence
 from planner.solve.deadline import NEVER, Deadline
 from planner.solve.space.arrays import BoolArray, ChoiceArray, FloatArray, IndexArray, IntArray
-from planner.solve.space.prefixes import MOST_CANDIDATES, Prefixes
+from planner.solve.space.prefixes import MOST_CANDIDATES, PrefixBounds
 from planner.solve.space.problem import ChainProblem, StageArrays
 
 RELATIVE = 1e-12
@@ -51,7 +51,7 @@ class ChainCuts(NamedTuple):
     cuts: tuple[int, ...]
     choices: tuple[int, ...]
     rank: tuple[float, ...]
-    """Numbers by which the law ranks partitions; smaller is better."""
+    """Numbers by which the recurrence ranks partitions; smaller is better."""
 
 
 class _Level(NamedTuple):
@@ -62,7 +62,7 @@ class _Level(NamedTuple):
     """Index of the label without the first stage, in the previous level."""
     choice: ChoiceArray
     numbers: FloatArray
-    """Shape (numbers of the law, n)."""
+    """Shape (numbers of the recurrence, n)."""
     bound: FloatArray
     """Lower bounds of the step time of every complete plan that contains the label, shape (n,)."""
     rank: FloatArray
@@ -81,34 +81,33 @@ class _Wanted(NamedTuple):
 
 
 class LabelSearch:
-    """Search for the best cuts of one chain, with one definition of labels.
+    """Search for the best cuts of one chain, with the recurrence of one schedule.
 
     Args:
         problem: The chain and its stages.
-        law: Definition of the labels, for example of GPipe.
+        recurrence: Recurrence that defines the labels, for example `GPipeRecurrence`.
         deadline: Time limit, after which `OutOfTimeError` is raised.
     """
 
-    def __init__(self, problem: ChainProblem, law: Law, *, deadline: Deadline = NEVER) -> None:
+    def __init__(self, problem: ChainProblem, recurrence: Recurrence, *, deadline: Deadline = NEVER) -> None:
         self.problem = problem
-        self.law = law
+        self.recurrence = recurrence
         self.is_exhaustive = True
         """True if the last run dropped no label because of a limit on the number of labels."""
         self._deadline = deadline
         self._work = (problem.sums.forward_us + problem.sums.backward_us) / problem.fastest
         self._own_us = float(problem.sums.own_us(np.array([0]), np.array([1]), problem.fastest)[0])
-        self.prefixes = Prefixes(problem, law.needs, deadline=deadline)
+        self.prefixes = PrefixBounds(problem, recurrence.needs, deadline=deadline)
         self._least = self.prefixes.least
 
     def root_bound_us(self) -> float:
         """Return a lower bound of the step time of all partitions; infinite if none fits."""
         empty = self._root()
-        return float(
-            self.law.bound_us(tuple(empty.numbers), self._earlier_layers(empty.first, self.problem.num_stages))[0]
-        )
+        earlier = self._earlier_layers(empty.first, self.problem.num_stages)
+        return float(self.recurrence.bound_us(tuple(empty.numbers), earlier)[0])
 
     def least_of_chain(self) -> dict[str, float]:
-        """Return the lower bounds of the whole chain, by their names in `needs` of the label definition."""
+        """Return the lower bounds of the whole chain, by their names in `needs` of the recurrence."""
         return {name: float(tables[-1][self.problem.num_layers]) for name, tables in self._least.items()}
 
     def best(self, *, upper_us: float = np.inf) -> ChainCuts | None:
@@ -172,7 +171,7 @@ class LabelSearch:
                 best_rank = rank
                 best = ChainCuts(float(levels[-1].bound[index]), *self._trace(levels, level + 1, index), rank)
                 # If ranks break ties between equal times, the time to beat does not change.
-                if self.law.rank_is_time:
+                if self.recurrence.rank_is_time:
                     upper_us = best.step_us
         return best
 
@@ -220,7 +219,7 @@ class LabelSearch:
         largest = {
             name: np.maximum(least, self._least[name][-1][end])
             for name, least in earlier.least.items()
-            if self.law.needs[name].join is np.maximum
+            if self.recurrence.needs[name].join is np.maximum
         }
         return replace(earlier, least={**earlier.least, **largest})
 
@@ -230,7 +229,7 @@ class LabelSearch:
         # A level with one empty label, which has no stage.
         nowhere, zero = np.array([-1]), np.zeros((1, 1))
         end = np.array([self.problem.num_layers])
-        return _Level(end, nowhere, nowhere.astype(np.int8), np.zeros((self.law.size, 1)), zero[0], zero)
+        return _Level(end, nowhere, nowhere.astype(np.int8), np.zeros((self.recurrence.size, 1)), zero[0], zero)
 
     def _next_level(self, labels: _Level, level: int, wanted: _Wanted) -> _Level:
         """Return all labels with one more stage than `labels` whose lower bounds beat the best plan."""
@@ -257,11 +256,11 @@ class LabelSearch:
         # Skip first layers that the remaining stages cannot reach.
         some = np.isfinite(next(iter(self._least.values()))[stages_left])
         variant, label, column = np.nonzero(np.isfinite(stages.forward[:, row]) & some[stages.first[:, row]])
-        at, parent = stages.at(variant, row[label], column), block[label]
-        numbers = self.law.extend(tuple(labels.numbers.take(parent, axis=1)), at, level)
+        at, parent = stages.select(variant, row[label], column), block[label]
+        numbers = self.recurrence.extend(tuple(labels.numbers.take(parent, axis=1)), at, level)
         earlier = self._earlier_layers(at.first, stages_left)
-        bound = self.law.bound_us(numbers, earlier)
-        rank = np.stack(self.law.rank_bound(numbers, earlier, bound))
+        bound = self.recurrence.bound_us(numbers, earlier)
+        rank = np.stack(self.recurrence.rank_bound(numbers, earlier, bound))
         is_kept = bound < just_below(wanted.upper_us)
         if wanted.best_rank is not None:
             is_kept &= _before(rank, wanted.best_rank)
@@ -269,13 +268,13 @@ class LabelSearch:
         first = at.first.take(kept)
         # Bounds use the numbers as they are. In kept labels the numbers are raised, so that more labels are dominated.
         whole = self._whole(self._earlier_layers(first, stages_left))
-        raised = np.stack(self.law.raised(tuple(number.take(kept) for number in numbers), whole))
+        raised = np.stack(self.recurrence.raise_to_bounds(tuple(number.take(kept) for number in numbers), whole))
         return _Level(first, parent.take(kept), at.choice.take(kept), raised, bound.take(kept), rank.take(kept, axis=1))
 
     def _in_front(self, level: int, first: IntArray) -> tuple[StageArrays, IntArray]:
         """Return the stages of a level, and for each of `first` the row of the stages that end there."""
-        if self.prefixes.every is not None:
-            return self.prefixes.every, first
+        if self.prefixes.shared_stages is not None:
+            return self.prefixes.shared_stages, first
         # Labels with the same first layer have the same previous stages, which are computed once.
         is_end = np.zeros(self.problem.num_layers + 1, dtype=bool)
         is_end[first] = True

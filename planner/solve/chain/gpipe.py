@@ -8,10 +8,10 @@ import numpy as np
 from planner.solve.answer import Answer
 from planner.solve.chain.bottlenecks import BottleneckSearch
 from planner.solve.chain.chain_dp import ChainCuts, LabelSearch
-from planner.solve.chain.laws import GPipeLaw, TiedLaw
+from planner.solve.chain.recurrences import GPipeRecurrence, TieBreakRecurrence
 from planner.solve.deadline import NEVER, Deadline, OutOfTimeError
 from planner.solve.space.case import Case
-from planner.solve.space.tables import width_for
+from planner.solve.space.tables import max_stage_layers
 
 DYNAMIC_PROGRAMMING = "dynamic-programming"
 
@@ -31,7 +31,7 @@ _FIRST_WINDOW = 1.5
 
 
 @dataclass(slots=True)
-class Windows:
+class TableWidth:
     """Width of the stage tables of a case: the number of layers of the longest stage in the tables.
 
     The search widens the tables until they have every stage of a plan that is faster than the best plan found.
@@ -66,7 +66,7 @@ class Windows:
             self._longest_us = max(2 * self._longest_us, 1e-3)
 
     def _width(self, longest_us: float) -> int:
-        return width_for(self.case.costs, longest_us=longest_us, limit_bytes=max(self.case.limits_bytes))
+        return max_stage_layers(self.case.costs, longest_us=longest_us, limit_bytes=max(self.case.limits_bytes))
 
 
 def search_gpipe(case: Case, *, upper_us: float = np.inf, deadline: Deadline = NEVER) -> Answer:
@@ -85,15 +85,15 @@ def search_gpipe(case: Case, *, upper_us: float = np.inf, deadline: Deadline = N
     """
     best: ChainCuts | None = None
     bound_us = case.bound_us
-    windows, is_wide = Windows(case), False
+    table_width, is_wide = TableWidth(case), False
     search: BottleneckSearch | None = None
     try:
         # A first plan limits the stages of better plans, so search for the best one only after that.
-        while windows.widen(upper_us):
-            for search in gpipe_searches(case, windows.width, deadline):
+        while table_width.widen(upper_us):
+            for search in gpipe_searches(case, table_width.width, deadline):
                 best = best or search.first(upper_us=upper_us)
                 upper_us = best.step_us if best is not None else upper_us
-        searches = (search,) if case.alike and search else gpipe_searches(case, windows.width, deadline)
+        searches = (search,) if case.is_homogeneous and search else gpipe_searches(case, table_width.width, deadline)
         is_wide = True
         for search in searches:
             best = _faster(best, search.best(upper_us=upper_us))
@@ -104,7 +104,7 @@ def search_gpipe(case: Case, *, upper_us: float = np.inf, deadline: Deadline = N
         if best is None and not np.isfinite(upper_us):
             raise
         # With equal devices, one search covers all stage counts, so its bound holds for every plan.
-        if case.alike and is_wide and search is not None:
+        if case.is_homogeneous and is_wide and search is not None:
             bound_us = max(bound_us, search.bound_us)
     if best is None:
         return Answer(case, None, np.inf, bound_us, DYNAMIC_PROGRAMMING)
@@ -134,7 +134,7 @@ def gpipe_searches(case: Case, width: int, deadline: Deadline) -> Iterator[Bottl
 
 def _stage_counts(case: Case) -> Iterator[int]:
     """Yield the numbers of stages to search one by one; if devices are equal, the largest search covers the rest."""
-    if case.alike:
+    if case.is_homogeneous:
         yield case.num_devices
     else:
         yield from range(case.num_devices, 0, -1)
@@ -153,13 +153,15 @@ def tie_broken(case: Case, step_us: float, *, deadline: Deadline = NEVER) -> Cha
     Returns:
         The partition; None if too many partitions are equally fast.
     """
-    law = GPipeLaw(case.micro_batches)
+    recurrence = GPipeRecurrence(case.micro_batches)
     upper_us = step_us * (1 + _EQUAL) if step_us else 1e-9
-    width = width_for(case.costs, longest_us=case.longest_us(upper_us), limit_bytes=max(case.limits_bytes))
+    width = max_stage_layers(case.costs, longest_us=case.longest_us(upper_us), limit_bytes=max(case.limits_bytes))
     lowest: ChainCuts | None = None
     for count in _stage_counts(case):
         search = LabelSearch(
-            case.problem(count, width=width, every_choice=True), TiedLaw(law, "peak"), deadline=deadline
+            case.problem(count, width=width, every_choice=True),
+            TieBreakRecurrence(recurrence, "peak"),
+            deadline=deadline,
         )
         lowest = _first_by_rank(search, upper_us, lowest)
     if lowest is None:
@@ -167,7 +169,9 @@ def tie_broken(case: Case, step_us: float, *, deadline: Deadline = NEVER) -> Cha
     best: ChainCuts | None = None
     for count in _stage_counts(case):
         problem = case.problem(count, width=width, most_bytes=lowest.rank[0])
-        best = _first_by_rank(LabelSearch(problem, TiedLaw(law, "moved", "squares"), deadline=deadline), upper_us, best)
+        best = _first_by_rank(
+            LabelSearch(problem, TieBreakRecurrence(recurrence, "moved", "squares"), deadline=deadline), upper_us, best
+        )
     return best or lowest
 
 

@@ -1,6 +1,6 @@
 """Search for 1F1B with one stage per device. It simulates every partition whose bound is below the best step time.
 
-The lower bound is the dynamic program's optimum under `OneForwardOneBackwardLaw`. The search improves a few good
+The lower bound is the dynamic program's optimum under `OneForwardOneBackwardRecurrence`. The search improves a few good
 partitions by moving single cuts. The dynamic program then lists all partitions whose lower bound is below the best step
 time, including dominated ones:
 
@@ -18,13 +18,13 @@ import numpy as np
 
 from planner.solve.answer import Answer
 from planner.solve.chain.chain_dp import LabelSearch
-from planner.solve.chain.gpipe import Windows
-from planner.solve.chain.laws import OneForwardOneBackwardLaw
+from planner.solve.chain.gpipe import TableWidth
+from planner.solve.chain.recurrences import OneForwardOneBackwardRecurrence
 from planner.solve.deadline import NEVER, Deadline
 from planner.solve.progress import BLOCK, SAME, Progress, simulated_answer
 from planner.solve.space.arrays import FloatArray, IntArray
 from planner.solve.space.case import Case
-from planner.solve.space.partitions import Evaluator, moved
+from planner.solve.space.partitions import Evaluator, move_one_cut
 from planner.solve.space.problem import ChainProblem
 from planner.solve.space.tables import NO_CHOICE
 
@@ -53,17 +53,17 @@ def _search_all(progress: Progress) -> None:
 def _search_stages(progress: Progress, num_stages: int) -> bool:
     """Search partitions into `num_stages` stages; return False if the effort did not suffice."""
     case, effort = progress.case, progress.effort
-    law = OneForwardOneBackwardLaw(case.micro_batches)
+    recurrence = OneForwardOneBackwardRecurrence(case.micro_batches)
     evaluator = Evaluator(case, num_stages)
-    windows = Windows(case)
+    table_width = TableWidth(case)
     # The lower bound covers stages in the tables only, so the tables must have all stages of faster plans.
-    while windows.widen(progress.upper_us):
-        cells = num_stages * (case.costs.num_layers + 1) * windows.width
+    while table_width.widen(progress.upper_us):
+        cells = num_stages * (case.costs.num_layers + 1) * table_width.width
         if not effort.try_reserve((_ORDER + 1) * evaluator.num_actions, cells // _CELLS):
             progress.leave_out(max(progress.case.least_us(num_stages), case.bound_us))
             return False
-        problem = case.problem(num_stages, width=windows.width, exact=True)
-        search = LabelSearch(problem, law, deadline=progress.deadline)
+        problem = case.problem(num_stages, width=table_width.width, exact=True)
+        search = LabelSearch(problem, recurrence, deadline=progress.deadline)
         least = search.best(upper_us=progress.upper_us)
         if least is None:
             continue
@@ -80,7 +80,7 @@ def _search_stages(progress: Progress, num_stages: int) -> bool:
 
 def _simulate_below(progress: Progress, evaluator: Evaluator, search: LabelSearch) -> bool:
     """Simulate every partition whose lower bound is below the best step time; return False if there are too many."""
-    most = progress.effort.affordable(evaluator)
+    most = progress.effort.affordable_partitions(evaluator)
     if not most:
         return False
     partitions, are_all = search.all_below(progress.upper_us, most)
@@ -101,7 +101,7 @@ def _improve_cuts(progress: Progress, evaluator: Evaluator, problem: ChainProble
         before_us, current = float(step_us[at]), cuts[at]
         # A round of simulation is slow, so check the time limit before it.
         progress.deadline.check()
-        cuts = moved(current)
+        cuts = move_one_cut(current)
 
 
 def _race(progress: Progress, evaluator: Evaluator, cuts: IntArray, choices: IntArray) -> FloatArray:

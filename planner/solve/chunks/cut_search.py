@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from planner.solve.chunks.descent import BATCH, ROWS, Candidate, Descent
-from planner.solve.chunks.fitting import Fitting
+from planner.solve.chunks.fitting import RecomputeFitter
 from planner.solve.progress import Progress
 from planner.solve.space.arrays import BoolArray, IntArray
 from planner.solve.space.partitions import Evaluator
@@ -36,7 +36,7 @@ class CutSearch(Descent[Candidate]):
 
     def __init__(self, progress: Progress, evaluator: Evaluator) -> None:
         super().__init__(progress, evaluator)
-        self._fitting = Fitting(evaluator)
+        self._fitting = RecomputeFitter(evaluator)
 
     def search(self, starts: Sequence[IntArray], most_actions: int) -> None:
         """Search from each of several cuts.
@@ -47,7 +47,7 @@ class CutSearch(Descent[Candidate]):
         """
         is_bounded = self.progress.effort.is_bounded
         self.descend(
-            (self._evaluate(cuts[None], self._fitting.fastest(1)) for cuts in starts),
+            (self._evaluate(cuts[None], self._fitting.least_recomputation(1)) for cuts in starts),
             most_actions,
             fruitless=_FRUITLESS if is_bounded else _FRUITLESS_ALONE,
             promising=_PROMISING if is_bounded else _PROMISING_ALONE,

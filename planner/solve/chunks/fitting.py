@@ -24,7 +24,7 @@ _MOST_COMBINATIONS = 81
 """Largest number of combinations per device that are all tried; beyond, only the first chunks are recomputed."""
 
 
-class Fitting:
+class RecomputeFitter:
     """Choice of the recomputation with which partitions of one case fit into memory."""
 
     def __init__(self, evaluator: Evaluator) -> None:
@@ -45,7 +45,7 @@ class Fitting:
         some = [[choice] * n + [allowed[0]] * (num_chunks - n) for choice in allowed[1:] for n in steps]
         return np.unique(np.array([[allowed[0]] * num_chunks, *some]), axis=0)
 
-    def fastest(self, num_partitions: int) -> IntArray:
+    def least_recomputation(self, num_partitions: int) -> IntArray:
         """Return the choices with the least recomputation that is allowed, shape (N, S)."""
         return np.full((num_partitions, self._evaluator.num_stages), self._evaluator.allowed[0])
 
@@ -73,7 +73,7 @@ class Fitting:
         fitted[rows] = np.where(self._for_stages(is_open[rows]), best, choices[rows])
         return fitted
 
-    def minimal(self, over: FloatArray) -> list[IntArray]:
+    def minimal_combinations(self, over: FloatArray) -> list[IntArray]:
         """Return the indices of the minimal combinations for each device; the module defines *minimal*.
 
         Args:

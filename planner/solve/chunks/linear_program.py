@@ -199,9 +199,9 @@ class LinearProgram:
 
     def _send(self, stage: int) -> Linear:
         """Return the transfer time from a stage to the next one, as an expression of the variables y."""
-        if stage + 1 == self._S or not self.evaluator.crossing_us[stage].any():
+        if stage + 1 == self._S or not self.evaluator.transfer_us[stage].any():
             return Linear()
-        crossing = self.evaluator.crossing_us[stage] / self.unit_us
+        crossing = self.evaluator.transfer_us[stage] / self.unit_us
         # The weight of a layer is the change of the transfer time if the cut moves from before to after the layer.
         return self._defined(self._sum_before(stage + 1, np.diff(crossing)) + float(crossing[0]))
 
@@ -278,7 +278,7 @@ class LinearProgram:
             recompute: The stage's variables of recomputation.
             stage: Index of the stage.
         """
-        tables, most_saved = whole.held_bytes(counts), np.full(self._L, -np.inf)
+        tables, most_saved = whole.bytes_at_point(counts), np.full(self._L, -np.inf)
         kept_table = tables[0]
         if self.evaluator.case.policy == "layers":
             least, most_saved = whole.least_by_layers(counts)

@@ -24,14 +24,14 @@ from planner.core.values.cluster import Cluster
 from planner.solve.answer import Answer
 from planner.solve.chunks.branch_and_bound import BranchAndBound, CutBound, is_solvable
 from planner.solve.chunks.cut_search import CutSearch
-from planner.solve.chunks.fitting import Fitting
+from planner.solve.chunks.fitting import RecomputeFitter
 from planner.solve.chunks.linear_program import LinearProgram, program_size
 from planner.solve.deadline import NEVER, Deadline, OutOfTimeError
 from planner.solve.progress import BLOCK, Effort, Progress, simulated_answer
 from planner.solve.space.arrays import FloatArray, IntArray
 from planner.solve.space.case import Case, cuts_and_choices
 from planner.solve.space.partitions import Evaluator
-from planner.solve.space.prefixes import BoundKind, Prefixes
+from planner.solve.space.prefixes import BoundKind, PrefixBounds
 
 _MOST_OF_SEARCH, _BATCHES, _SHARE = 20_000, 60, 4
 """Effort of one descent if the effort is limited: the larger of a number of actions and a number of batches, but at
@@ -120,14 +120,14 @@ def _simulate_all(progress: Progress, evaluator: Evaluator) -> bool:
     """Simulate every partition that may be the best one; return False if there are too many."""
     num_layers, num_stages = evaluator.case.costs.num_layers, evaluator.num_stages
     balance = evaluator.case.rules.balance
-    most = progress.effort.affordable(evaluator)
+    most = progress.effort.affordable_partitions(evaluator)
     num_cuts = comb(num_layers - 1, num_stages - 1) if balance is None else 1
-    fitting = Fitting(evaluator)
+    fitting = RecomputeFitter(evaluator)
     if num_cuts > most or not fitting.is_exhaustive:
         return False
     for block in all_cuts(evaluator):
         # More recomputation is never faster, so the least recomputation gives a lower bound.
-        choices = fitting.fastest(len(block))
+        choices = fitting.least_recomputation(len(block))
         cuts = block[progress.simulate(evaluator, block, choices) < progress.upper_us]
         if not len(cuts):
             continue
@@ -141,13 +141,13 @@ def _simulate_all(progress: Progress, evaluator: Evaluator) -> bool:
     return True
 
 
-def _simulate_choices(progress: Progress, evaluator: Evaluator, fitting: Fitting, cuts: IntArray) -> bool:
+def _simulate_choices(progress: Progress, evaluator: Evaluator, fitting: RecomputeFitter, cuts: IntArray) -> bool:
     """Simulate cuts with all minimal combinations of recomputation choices; return False if there are too many."""
     every_cuts: list[IntArray] = []
     every_choices: list[IntArray] = []
     for one, over in zip(cuts, fitting.over_by_combination(cuts), strict=True):
-        combinations = fitting.minimal(over)
-        if prod(map(len, combinations)) + len(every_cuts) > progress.effort.affordable(evaluator):
+        combinations = fitting.minimal_combinations(over)
+        if prod(map(len, combinations)) + len(every_cuts) > progress.effort.affordable_partitions(evaluator):
             return False
         for combination in product(*combinations):
             choices = np.empty(evaluator.num_stages, dtype=np.int64)
@@ -187,12 +187,12 @@ def _improve(progress: Progress, evaluator: Evaluator, least_us: float) -> float
     starts = start_cuts(progress, evaluator)
     # Plans that leave devices unused are rarely fast. Their linear program is solved only if its bound is useful.
     is_useful = least_us < progress.deadline.enough_us or evaluator.num_devices == evaluator.case.num_devices
-    bounds = solve_bounds(progress, evaluator, starts) if is_useful else None
-    if bounds is not None:
-        least_us = max(least_us, bounds.first.bound_us)
+    linear = solve_linear_program(progress, evaluator, starts) if is_useful else None
+    if linear is not None:
+        least_us = max(least_us, linear.solution.bound_us)
         if least_us >= progress.upper_us:
             return least_us
-        starts += [bounds.first.cuts] if evaluator.case.rules.allows(bounds.first.cuts[None])[0] else []
+        starts += [linear.solution.cuts] if evaluator.case.rules.allows(linear.solution.cuts[None])[0] else []
     # If time runs out during this search, plans on fewer devices are not searched either.
     fewer = evaluator.num_devices - 1
     fewer_us = max(progress.case.least_us(fewer), progress.case.bound_us) if fewer else inf
@@ -200,17 +200,17 @@ def _improve(progress: Progress, evaluator: Evaluator, least_us: float) -> float
     CutSearch(progress, evaluator).search(starts, search_effort(progress, evaluator))
     if least_us >= progress.deadline.enough_us:
         return least_us
-    return max(least_us, raised_bound_us(progress, evaluator, bounds))
+    return max(least_us, raised_bound_us(progress, evaluator, linear))
 
 
-class Bounds(NamedTuple):
+class LinearBound(NamedTuple):
     """Lower bound from the linear program, and the branch and bound that can raise it."""
 
-    first: CutBound
-    search: BranchAndBound
+    solution: CutBound
+    branch_and_bound: BranchAndBound
 
 
-def solve_bounds(progress: Progress, evaluator: Evaluator, starts: Sequence[IntArray]) -> Bounds | None:
+def solve_linear_program(progress: Progress, evaluator: Evaluator, starts: Sequence[IntArray]) -> LinearBound | None:
     """Solve the linear program; return None if that takes too much effort, or HiGHS is not installed.
 
     Args:
@@ -232,22 +232,22 @@ def solve_bounds(progress: Progress, evaluator: Evaluator, starts: Sequence[IntA
     first = search.solve(most_iterations=_ITERATIONS * size, limit_s=limit_s)
     if first is None:
         return None
-    return Bounds(first, search)
+    return LinearBound(first, search)
 
 
-def raised_bound_us(progress: Progress, evaluator: Evaluator, bounds: Bounds | None) -> float:
+def raised_bound_us(progress: Progress, evaluator: Evaluator, linear: LinearBound | None) -> float:
     """Raise a lower bound by branch and bound and return it, in microseconds; 0 if the effort is limited.
 
     Args:
         progress: State of the search.
         evaluator: Evaluator for a number of devices.
-        bounds: Lower bound from the evaluator's linear program; if None, the result is 0.
+        linear: Lower bound from the evaluator's linear program; if None, the result is 0.
     """
-    if bounds is None or progress.effort.is_bounded:
+    if linear is None or progress.effort.is_bounded:
         return 0.0
     size = program_size(evaluator)
     most = min(_BRANCHED * size, _MOST_BRANCHED // size)
-    return bounds.search.branch(progress.upper_us, most_iterations=most, limit_s=_limit_s(progress))
+    return linear.branch_and_bound.branch(progress.upper_us, most_iterations=most, limit_s=_limit_s(progress))
 
 
 def _limit_s(progress: Progress) -> float:
@@ -267,7 +267,7 @@ def start_cuts(progress: Progress, evaluator: Evaluator) -> list[IntArray]:
     single = replace(case, schedule=GPIPE, chunks=1, num_devices=num_stages, replicas=1, cluster=roomy)
     problem = single.problem(num_stages, width=evaluator.width, exact=True)
     backward = {"backward": BoundKind(np.maximum, lambda stages: stages.backward)}
-    cuts = Prefixes(problem, backward, deadline=progress.deadline).min_max("backward")
+    cuts = PrefixBounds(problem, backward, deadline=progress.deadline).min_max("backward")
     if cuts is not None and not np.array_equal(cuts, even):
         starts.append(np.array(cuts))
     return starts

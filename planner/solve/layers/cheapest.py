@@ -86,15 +86,14 @@ def cheapest_layers(
     """
     linear = linear_moments(costs, np.array([first]), end, moments)
     limits = [
-        Limit(limit_bytes - float(moment.fixed[0, -1]), moment.weight, -1 if moment.level is None else moment.level)
-        for moment in linear
+        MemoryLimit(limit_bytes - float(m.fixed[0, -1]), m.weight, -1 if m.level is None else m.level) for m in linear
     ]
     return cheapest_within(
         StageLayers.of(costs, first, end), limits, costs.forward_us[first:end], most_labels=most_labels
     )
 
 
-class Limit(NamedTuple):
+class MemoryLimit(NamedTuple):
     """Memory limit of a stage at one point in the step: weight · (saved bytes per micro-batch) + peak <= bytes."""
 
     bytes: float
@@ -113,7 +112,7 @@ class Limit(NamedTuple):
 
 
 def cheapest_within(
-    layers: StageLayers, limits: Sequence[Limit], times_us: FloatArray, *, most_labels: int = 4096
+    layers: StageLayers, limits: Sequence[MemoryLimit], times_us: FloatArray, *, most_labels: int = 4096
 ) -> LayerChoice | None:
     """Return the layers to recompute that keep all memory limits in the least time; None if no choice keeps them.
 
@@ -183,7 +182,7 @@ class _LayerDynamicProgram:
         lowest, highest          lowest peak of any choice, and peak without recomputation, by position in `LayerPeaks`
     """
 
-    def __init__(self, layers: StageLayers, limits: Sequence[Limit], times: FloatArray, room: float) -> None:
+    def __init__(self, layers: StageLayers, limits: Sequence[MemoryLimit], times: FloatArray, room: float) -> None:
         self.layers = layers
         self.limits = limits
         self.room = room

@@ -26,8 +26,8 @@ from planner.core.cost.chain_costs import ChainCosts
 from planner.core.cost.device_memory import ChunkByLayers, SharedBytes, chunk_by_layers, shared_bytes
 from planner.core.cost.layer_memory import StageLayers, most_savings
 from planner.core.cost.stage_time import LAYERS
-from planner.solve.layers.cheapest import Limit, cheapest_within
-from planner.solve.layers.subsets import MOST_LAYERS, Subsets
+from planner.solve.layers.cheapest import MemoryLimit, cheapest_within
+from planner.solve.layers.subsets import MOST_LAYERS, LayerSubsets
 from planner.solve.space.arrays import FloatArray, IntArray
 from planner.solve.space.partitions import Evaluator
 
@@ -171,7 +171,7 @@ class _StageTables:
         self.whole_us = _whole_recompute_us(costs, first, end, micro_batches)
         self.micro_batches = micro_batches
         is_short = end - first <= MOST_LAYERS
-        self.subsets = Subsets.of(self.layers, self.times_us) if is_short else None
+        self.subsets = LayerSubsets.of(self.layers, self.times_us) if is_short else None
         as_first, behind = most_savings(costs)
         saved = np.append(as_first[first], behind[first + 1 : end])
         self.most_saved = np.where(self.layers.can_recompute, saved, 0.0)
@@ -241,7 +241,7 @@ class _Chunk:
             return best
         return option
 
-    def _limits(self, room: FloatArray) -> list[Limit]:
+    def _limits(self, room: FloatArray) -> list[MemoryLimit]:
         """Return the memory limits of all points in the step; of limits with equal weight and pass, the tightest."""
         limits: dict[tuple[int, int], float] = {}
         for weights, fixed in self._lines:
@@ -250,7 +250,7 @@ class _Chunk:
             ):
                 key = round(weight), level
                 limits[key] = min(limits.get(key, inf), limit)
-        return [Limit(limit, *key) for key, limit in limits.items()]
+        return [MemoryLimit(limit, *key) for key, limit in limits.items()]
 
 
 def _over_bytes(options: Iterable[_Option], limit: float) -> float:

@@ -22,8 +22,8 @@ from planner.core.cost.partition import Partition
 from planner.core.cost.stage_time import LAYERS
 from planner.solve.answer import Answer
 from planner.solve.chain.chain_dp import ChainCuts, LabelSearch
-from planner.solve.chain.gpipe import DYNAMIC_PROGRAMMING, Windows, gpipe_searches
-from planner.solve.chain.laws import OneForwardOneBackwardLaw
+from planner.solve.chain.gpipe import DYNAMIC_PROGRAMMING, TableWidth, gpipe_searches
+from planner.solve.chain.recurrences import OneForwardOneBackwardRecurrence
 from planner.solve.chunks.search import search_effort
 from planner.solve.deadline import NEVER, Deadline, OutOfTimeError
 from planner.solve.layers.cut_search import LayerCandidate, LayerSearch, simulate_candidates
@@ -54,18 +54,18 @@ def search_gpipe_by_layers(case: Case, *, upper_us: float = np.inf, deadline: De
     case = replace(case, least_recompute_us=layers.table)
     best: Partition | None = None
     bound_us = case.bound_us
-    windows = Windows(case)
-    windows.widen(upper_us)
+    table_width = TableWidth(case)
+    table_width.widen(upper_us)
     try:
         for _ in range(_ROUNDS_OF_GPIPE):
-            cuts = _best_cuts(case, windows.width, upper_us, deadline)
+            cuts = _best_cuts(case, table_width.width, upper_us, deadline)
             candidate = None if cuts is None else _solve_layers(case, layers, cuts, deadline)
             partition = None if candidate is None else candidate.partition(case)
             time_us = np.inf if partition is None else Evaluation(case.costs, partition, case.cluster).step_us
             if time_us < upper_us:
                 best, upper_us = partition, time_us
             # If the tables have all stages of faster partitions, the solution's time is a bound for all partitions.
-            if windows.widen(upper_us):
+            if table_width.widen(upper_us):
                 continue
             bound_us = upper_us if cuts is None else max(bound_us, cuts.step_us)
             if bound_us >= upper_us * (1 - 1e-12):
@@ -110,21 +110,21 @@ class _StageCountSearch:
     def __init__(self, progress: Progress, evaluator: Evaluator, layers: RecomputeTimes) -> None:
         self._progress, self._evaluator, self._layers = progress, evaluator, layers
         self._case = evaluator.case
-        self._law = OneForwardOneBackwardLaw(self._case.micro_batches)
+        self._recurrence = OneForwardOneBackwardRecurrence(self._case.micro_batches)
         self._cuts = LayerSearch(progress, evaluator, DeviceSearch(evaluator))
 
     def run(self, initial: Partition | None) -> bool:
         """Search partitions into this number of stages; return False if the effort did not suffice."""
         progress, effort, case = self._progress, self._progress.effort, self._case
-        windows = Windows(case)
+        table_width = TableWidth(case)
         # The lower bound covers stages in the tables only, so the tables must have all stages of faster plans.
-        while windows.widen(progress.upper_us):
-            cells = self._evaluator.num_stages * (case.costs.num_layers + 1) * windows.width
+        while table_width.widen(progress.upper_us):
+            cells = self._evaluator.num_stages * (case.costs.num_layers + 1) * table_width.width
             if not effort.try_reserve((_ORDER + 1) * self._evaluator.num_actions, cells // _CELLS):
                 self._cuts.search([], search_effort(progress, self._evaluator), initial)
                 progress.leave_out(max(progress.case.least_us(self._evaluator.num_stages), case.bound_us))
                 return False
-            least, search = self._least(windows.width)
+            least, search = self._least(table_width.width)
             if least is None:
                 continue
             is_open = least.step_us < progress.upper_us * (1 - 1e-9)
@@ -144,7 +144,7 @@ class _StageCountSearch:
         least: ChainCuts | None = None
         for _ in range(_FEW_ROUNDS if self._progress.effort.is_bounded else _ROUNDS):
             problem = self._case.problem(self._evaluator.num_stages, width=width, exact=True)
-            search = LabelSearch(problem, self._law, deadline=self._progress.deadline)
+            search = LabelSearch(problem, self._recurrence, deadline=self._progress.deadline)
             least = search.best(upper_us=self._progress.upper_us)
             solved = self._layers.num_exact
             if least is None:
@@ -158,7 +158,7 @@ class _StageCountSearch:
     def _simulate_below(self, search: LabelSearch) -> bool:
         """Simulate every partition whose bound is below the best step time; return False if there are too many."""
         progress = self._progress
-        most = progress.effort.affordable(self._evaluator)
+        most = progress.effort.affordable_partitions(self._evaluator)
         if not most:
             return False
         partitions, are_all = search.all_below(progress.upper_us, most)

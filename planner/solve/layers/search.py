@@ -13,7 +13,14 @@ import numpy as np
 
 from planner.core.cost.partition import Partition
 from planner.solve.answer import Answer
-from planner.solve.chunks.search import all_cuts, evaluators, raised_bound_us, search_effort, solve_bounds, start_cuts
+from planner.solve.chunks.search import (
+    all_cuts,
+    evaluators,
+    raised_bound_us,
+    search_effort,
+    solve_linear_program,
+    start_cuts,
+)
 from planner.solve.deadline import NEVER, Deadline
 from planner.solve.layers.cut_search import LayerSearch
 from planner.solve.layers.devices import DeviceSearch
@@ -22,7 +29,7 @@ from planner.solve.progress import Progress, simulated_answer
 from planner.solve.space.arrays import FloatArray, IntArray
 from planner.solve.space.case import Case
 from planner.solve.space.partitions import Evaluator
-from planner.solve.space.tables import width_for
+from planner.solve.space.tables import max_stage_layers
 
 _SHARE = 4
 """Divisor of the effort left. The search may spend the quotient on choosing the layers of partitions one by one."""
@@ -70,7 +77,7 @@ def _fits_without(case: Case, upper_us: float) -> bool:
     """
     if case.schedule.is_to_be_made:
         return False
-    width = width_for(case.costs, longest_us=case.longest_us(upper_us), limit_bytes=inf)
+    width = max_stage_layers(case.costs, longest_us=case.longest_us(upper_us), limit_bytes=inf)
     if case.schedule.has_known_moments:
         return case.memory(width, case.num_devices - 1).most_bytes() <= min(case.limits_bytes)
     counts = [n for n in range(1, case.num_devices + 1) if case.least_us(n) < upper_us]
@@ -103,14 +110,14 @@ def _search(progress: Progress, evaluator: Evaluator, least_us: float, initial: 
     starts = start_cuts(progress, evaluator)
     one_by_one_us = _simulate_all(progress, evaluator, search)
     least_us = max(least_us, one_by_one_us)
-    bounds = solve_bounds(progress, evaluator, starts) if least_us < progress.upper_us else None
-    if bounds is not None:
-        least_us = max(least_us, bounds.first.bound_us)
-        starts = [bounds.first.cuts, *starts]
+    linear = solve_linear_program(progress, evaluator, starts) if least_us < progress.upper_us else None
+    if linear is not None:
+        least_us = max(least_us, linear.solution.bound_us)
+        starts = [linear.solution.cuts, *starts]
     if least_us >= progress.upper_us:
         return least_us
     search.search(starts, search_effort(progress, evaluator), initial)
-    return max(least_us, raised_bound_us(progress, evaluator, bounds))
+    return max(least_us, raised_bound_us(progress, evaluator, linear))
 
 
 def _simulate_all(progress: Progress, evaluator: Evaluator, search: LayerSearch) -> float:
@@ -121,7 +128,7 @@ def _simulate_all(progress: Progress, evaluator: Evaluator, search: LayerSearch)
     """
     effort, num = progress.effort, evaluator.case.costs.num_layers
     num_cuts = comb(num - 1, evaluator.num_stages - 1) if evaluator.case.rules.balance is None else 1
-    if num_cuts > effort.affordable(evaluator):
+    if num_cuts > effort.affordable_partitions(evaluator):
         return 0.0
     ends = effort.spent + max(0, effort.left) // _SHARE
     step_us, cuts = _fastest_first(progress, evaluator)

@@ -18,7 +18,7 @@ MOST_LAYERS = 9
 """Largest number of layers of a stage whose subsets are listed."""
 
 
-class Subsets(NamedTuple):
+class LayerSubsets(NamedTuple):
     """Undominated subsets of a stage's layers to recompute, fastest first."""
 
     recomputed: BoolArray
@@ -31,7 +31,7 @@ class Subsets(NamedTuple):
     """Peak memory by position in `LayerPeaks`, then 0 for points in the step when no layer runs; shape (N, 4)."""
 
     @classmethod
-    def of(cls, layers: StageLayers, times_us: FloatArray) -> "Subsets":
+    def of(cls, layers: StageLayers, times_us: FloatArray) -> "LayerSubsets":
         """Return the undominated subsets of a stage of at most `MOST_LAYERS` layers.
 
         Args:

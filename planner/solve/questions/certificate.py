@@ -19,7 +19,7 @@ _ACTIONS = 30_000
 _HINT = "solve again to recompute these values"
 
 
-def certified(written: Plan, verdict: Verdict, profile: Profile) -> Verdict:
+def check_certificate(written: Plan, verdict: Verdict, profile: Profile) -> Verdict:
     """Return the verdict with findings about the plan's certificate: its status, lower bound and frontier.
 
     A wrong certificate is removed from the plan in the verdict.
@@ -71,7 +71,7 @@ def _faster(_written: Plan, now: Plan, profile: Profile) -> tuple[str, bool]:
     request = Request.of_plan(now, micro_batches=now.micro_batches, time_limit_s=_TIME_LIMIT_S)
     if now.solver.status != "optimal":
         # Only a proof of optimality needs a long search. To refute a lower bound, any faster plan is enough.
-        request = replace(request.in_one_pass(), actions=_ACTIONS)
+        request = replace(request.without_second_pass(), actions=_ACTIONS)
     try:
         best = solve(profile, request, breaks_ties=False)
         if _contradiction(now, best):

@@ -41,7 +41,7 @@ def frontier_of(profile: Profile, request: Request, plan: Plan) -> tuple[Frontie
     Returns:
         The points.
     """
-    request, points = request.in_one_pass(), []
+    request, points = request.without_second_pass(), []
     questions = sorted({(case.replicas, case.micro_batches) for case in cases_of(profile, request)})
     for replicas, m in questions:
         if (replicas, m) == (plan.replicas, plan.micro_batches):

@@ -17,7 +17,7 @@ from planner.core.values.sweep import Sweep, SweepCell
 from planner.solve.request import Request
 from planner.solve.search import solve
 
-Progress = Callable[[str, int, int], None]
+SweepCallback = Callable[[str, int, int], None]
 
 _Answer = Plan | InfeasibleError | SolverError
 
@@ -29,7 +29,7 @@ def sweep_of(
     devices: Sequence[int],
     memory_bytes: Sequence[int],
     headroom: float = 0.0,
-    progress: Progress = lambda *_: None,
+    progress: SweepCallback = lambda *_: None,
 ) -> Sweep:
     """Return the best plan for every combination of a number of devices and a memory limit.
 

@@ -55,7 +55,7 @@ def _whole_layers_us(layer_us: FloatArray, num_devices: int) -> float:
     return max(float(longest_first[q * num_devices - q : q * num_devices + 1].sum()) for q in rounds)
 
 
-def stays_bytes(costs: ChainCosts) -> FloatArray:
+def least_saved_bytes(costs: ChainCosts) -> FloatArray:
     """Return a lower bound of the bytes that each layer occupies from its forward to the end of its backward.
 
     The bound may be below the saved bytes. With exact memory records, the backward may occupy less memory than the
@@ -81,7 +81,7 @@ def _least_recomputation_us(case: "Case") -> float:
     if case.schedule.splits_backward:
         gradient_us = np.minimum(gradient_us, costs.halves.input_us)
     stay_us = np.cumsum((costs.forward_us + gradient_us)[::-1])[::-1] / case.fastest
-    held = num * stays_bytes(costs) * stay_us
+    held = num * least_saved_bytes(costs) * stay_us
     if room <= 0 or held.sum() <= work_us * room:
         return work_us
     again_us = np.where(held > 0, num * costs.forward_us / speeds, 0.0)

@@ -101,7 +101,7 @@ class Case:
         return self.costs_at_size.costs
 
     @cached_property
-    def alike(self) -> bool:
+    def is_homogeneous(self) -> bool:
         """Return True if all devices are equal and all links are equal."""
         limits = set(self.cluster.memory_bytes[: self.num_devices])
         speeds = {self.cluster.speed(d) for d in range(self.num_devices)}
@@ -220,7 +220,7 @@ class Case:
         """
         return ChainProblem(
             num_stages=num_stages,
-            exact=exact or not self.alike,
+            exact=exact or not self.is_homogeneous,
             micro_batches=self.micro_batches,
             sums=self.sums,
             tables=self._tables(num_stages, width, most_bytes, every_choice=every_choice),
@@ -236,9 +236,12 @@ class Case:
         forbidden = self.rules.forbids(ends + np.arange(-width, 0), ends)
         # Under 1F1B the first stage needs most memory. If every stage fits as first stage, all levels share one table.
         hardest = self.memory(width, num_stages - 1)
-        easy = self.alike and min(self.limits_bytes[0], most_bytes - self.cluster.reserve_bytes) >= hardest.most_bytes()
+        easy = (
+            self.is_homogeneous
+            and min(self.limits_bytes[0], most_bytes - self.cluster.reserve_bytes) >= hardest.most_bytes()
+        )
         for level in range(num_stages):
-            device = 0 if self.alike else num_stages - 1 - level
+            device = 0 if self.is_homogeneous else num_stages - 1 - level
             limit = min(self.limits_bytes[device], most_bytes - self.cluster.reserve_bytes)
             memory = hardest if easy else self.memory(width, level)
             key = (limit, self.cluster.speed(device), id(memory))
@@ -287,7 +290,7 @@ class Case:
 
     def _links(self, num_stages: int) -> tuple[LinkTimes, ...]:
         nothing = LinkTimes.of(None, self.sums)
-        if self.alike:
+        if self.is_homogeneous:
             # Cuts at the ends of the chain transfer nothing, whatever the link.
             link = self.cluster.links[0] if self.cluster.links else self.cluster.link
             return (LinkTimes.of(link, self.sums),) * (num_stages + 1)

@@ -56,8 +56,8 @@ class Evaluator:
         links = [
             cluster.link_between(*ends, num_devices=num_devices, replicas=case.replicas) for ends in pairwise(devices)
         ]
-        times = {link: LinkTimes.of(link, case.sums).crossing_us for link in set(links)}
-        self.crossing_us = np.stack([times[link] for link in links])
+        times = {link: LinkTimes.of(link, case.sums).transfer_us for link in set(links)}
+        self.transfer_us = np.stack([times[link] for link in links])
         self.blocking = np.array([link.blocking for link in links])
         self.allowed = allowed_choices(case.policy, case.micro_batches)
         """Allowed recomputation: indices into `CHOICES`, from the fastest to the one that needs least memory."""
@@ -186,7 +186,7 @@ class Evaluator:
             always, parts = subtract_shared(always, parts, shared, exact=self.case.costs.exact)
         return always, parts, inside
 
-    def held_bytes(self, counts: FloatArray) -> FloatArray:
+    def bytes_at_point(self, counts: FloatArray) -> FloatArray:
         """Return the memory of every stage at one point in the step, for each choice, in bytes.
 
         Args:
@@ -226,7 +226,7 @@ class Evaluator:
         busy = sums.busy_times(first, end, choices, speed=self.speeds, layers_us=recompute_us)
         own = sums.own_us(first, end, self.speeds)
         per_device = np.stack([own[:, chunks].sum(axis=1) for chunks in self.chunks], axis=1)
-        return busy, self.crossing_us[np.arange(self.num_stages), end], per_device
+        return busy, self.transfer_us[np.arange(self.num_stages), end], per_device
 
     def _half_times(self, busy: BusyTimes, cuts: IntArray) -> HalfTimes:
         """Return the times of the input-gradient and the weight-gradient pass of each stage, shape (N, S)."""
@@ -294,7 +294,7 @@ def _sum_parts(parts: FloatArray, counts: FloatArray) -> FloatArray:
     return known
 
 
-def moved(cuts: IntArray) -> IntArray:
+def move_one_cut(cuts: IntArray) -> IntArray:
     """Return the partitions that differ from `cuts` in one cut, by 1, 2 or 4 layers; shape (partitions, S+1)."""
     places = [(k, cuts[k] + step) for k in range(1, len(cuts) - 1) for step in _STEPS]
     every = [(*cuts[:k], cut, *cuts[k + 1 :]) for k, cut in places if cuts[k - 1] < cut < cuts[k + 1]]

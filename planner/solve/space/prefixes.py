@@ -24,11 +24,11 @@ class BoundKind(NamedTuple):
 
     join: np.ufunc
     """Function that combines the values of a partition's stages: maximum or sum."""
-    of: Callable[[StageArrays], FloatArray]
+    stage_values: Callable[[StageArrays], FloatArray]
     """Function that returns the value of each stage, for example its forward time."""
 
 
-class Prefixes:
+class PrefixBounds:
     """Lower bounds for the first layers of a chain, by number of stages.
 
     Args:
@@ -41,7 +41,7 @@ class Prefixes:
         self._problem, self._needs, self._deadline = problem, needs, deadline
         cells = len(problem.tables[0]) * (problem.num_layers + 1) * problem.width
         is_once = problem.is_uniform and cells <= _MOST_AT_ONCE
-        self.every = self.stages(0, np.arange(problem.num_layers + 1)) if is_once else None
+        self.shared_stages = self.stages(0, np.arange(problem.num_layers + 1)) if is_once else None
         """Stages that end at each cut, if all levels have the same stages; else None."""
         self.least = self._least_of_prefixes()
         """Lower bounds by name; [r][i] is the bound for layers 0..i-1 in at most (or exactly) r stages."""
@@ -57,7 +57,7 @@ class Prefixes:
             end = cuts[-1]
             stages = self._problem.stages(level, 0, np.array([end]))
             before = least[self._problem.num_stages - level - 1][stages.first[0]]
-            cuts.append(int(stages.first[0, np.argmin(np.maximum(before, self._needs[name].of(stages)[0]))]))
+            cuts.append(int(stages.first[0, np.argmin(np.maximum(before, self._needs[name].stage_values(stages)[0]))]))
         return tuple(cuts[::-1])
 
     def _least_of_prefixes(self) -> dict[str, list[FloatArray]]:
@@ -74,7 +74,7 @@ class Prefixes:
         windows = np.lib.stride_tricks.sliding_window_view(in_front, width).T
         for count in range(1, most + 1):
             self._deadline.check()
-            if not columns or (self._problem.exact and self.every is None):
+            if not columns or (self._problem.exact and self.shared_stages is None):
                 # With an exact number of stages, the first stages of the chain have the highest levels. Otherwise a
                 # stage may have any level.
                 levels = [most - count] if self._problem.exact else range(most)
@@ -100,8 +100,8 @@ class Prefixes:
         return least
 
     def _values_of_stages(self, level: int) -> dict[str, FloatArray]:
-        if self.every is not None:
-            return {name: need.of(self.every).min(axis=0) for name, need in self._needs.items()}
+        if self.shared_stages is not None:
+            return {name: need.stage_values(self.shared_stages).min(axis=0) for name, need in self._needs.items()}
         num, width = self._problem.num_layers + 1, self._problem.width
         values = {name: np.empty((num, width)) for name in self._needs}
         size = max(1, MOST_CANDIDATES // width // len(self._problem.tables[level]))
@@ -109,7 +109,7 @@ class Prefixes:
             ends = np.arange(start, min(start + size, num))
             stages = self.stages(level, ends)
             for name, need in self._needs.items():
-                values[name][ends] = need.of(stages).min(axis=0)
+                values[name][ends] = need.stage_values(stages).min(axis=0)
         return values
 
     def stages(self, level: int, ends: IntArray) -> StageArrays:

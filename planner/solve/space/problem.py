@@ -48,7 +48,7 @@ class StageArrays(NamedTuple):
         ]
         return cls(*each)
 
-    def at(self, variant: IndexArray, row: IndexArray, column: IndexArray) -> "StageArrays":
+    def select(self, variant: IndexArray, row: IndexArray, column: IndexArray) -> "StageArrays":
         """Return the stages at (variant[i], row[i], column[i]) of a stack from `of_variants`; all shapes are (m,)."""
         _, rows, width = self.first.shape
         place = (variant * rows + row) * width + column
@@ -76,7 +76,7 @@ class LinkTimes:
     """Transfer time of a link whose transfers keep the receiving stage busy; else 0."""
 
     @property
-    def crossing_us(self) -> FloatArray:
+    def transfer_us(self) -> FloatArray:
         """Transfer time at each cut, whether or not transfers overlap with compute."""
         return self.on_link_us + self.receive_us
 
@@ -140,14 +140,14 @@ class ChainProblem:
         return len(self.sums.forward_us) - 1
 
     @property
-    def alike(self) -> bool:
+    def has_equal_tables(self) -> bool:
         """Return True if all levels have the same device tables."""
         return all(variants is self.tables[0] for variants in self.tables)
 
     @property
     def is_uniform(self) -> bool:
         """Return True if all levels have the same device tables and the same links."""
-        return self.alike and all(link is self.links[0] for link in self.links)
+        return self.has_equal_tables and all(link is self.links[0] for link in self.links)
 
     @property
     def width(self) -> int:
@@ -210,7 +210,7 @@ class ChainProblem:
             forward=busy.forward_us + receive,
             backward=busy.backward_us + receive_back,
             last_backward=busy.last_backward_us + receive_back,
-            hidden_us=hidden_us(busy, behind.crossing_us[end]),
+            hidden_us=hidden_us(busy, behind.transfer_us[end]),
             link=link,
             own_us=self.sums.own_us(first, end, table.speed),
             sent_bytes=self.sums.crossing_bytes[end],

@@ -128,7 +128,7 @@ def windowed(
     return tables
 
 
-def windows_before(values: FloatArray, width: int) -> FloatArray:
+def values_at_first_layer(values: FloatArray, width: int) -> FloatArray:
     """Return the value at the first layer of every stage in a table, shape (L+1, width); infinite without such a stage.
 
     Args:
@@ -140,7 +140,7 @@ def windows_before(values: FloatArray, width: int) -> FloatArray:
     return windows
 
 
-def width_for(costs: ChainCosts, *, longest_us: float, limit_bytes: float) -> int:
+def max_stage_layers(costs: ChainCosts, *, longest_us: float, limit_bytes: float) -> int:
     """Return the number of layers of the longest stage that takes at most `longest_us` and whose parameters fit.
 
     Args:

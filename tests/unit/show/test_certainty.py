@@ -7,7 +7,7 @@ import pytest
 from planner.core.judge.certainty import Certainty, certainty_of
 from planner.show.html import plan_html
 from planner.show.terminal.plan import plan_text
-from planner.show.views.certainty import peak_words, rate_words, step_words, why
+from planner.show.views.certainty import accuracy_words, peak_words, rate_words, step_words
 from tests.unit.show.samples import MIB, plan, profile, step_of_sample, style
 
 OPEN = Certainty(source="compiled for tpu:v2")
@@ -59,7 +59,7 @@ def test_the_terminal_and_the_report_say_the_same():
     certainty = certainty_of(planned, profile())
     text = plan_text(planned, (), style(120, wrap=False), certainty=certainty)
     page = plan_html(planned, profile(), step_of_sample(planned), None, digest="sha256:0")
-    reason = why(certainty)
+    reason = accuracy_words(certainty)
     assert reason.startswith("accuracy: measured on GPUs; earlier step predictions were off by -1.4 % to +17.1 %")
     assert reason in " ".join(text.split())
     assert reason in page
@@ -71,4 +71,7 @@ def test_the_terminal_and_the_report_say_the_same():
 
 def test_what_was_never_held_against_a_run_is_said():
     """Neither step nor peak has a bound then."""
-    assert why(OPEN) == "accuracy: compiled for tpu:v2; no similar step was measured; no similar peak was measured"
+    assert (
+        accuracy_words(OPEN)
+        == "accuracy: compiled for tpu:v2; no similar step was measured; no similar peak was measured"
+    )

@@ -20,7 +20,7 @@ from planner.core.judge.recut import with_cuts
 from planner.core.schedule import SCHEDULES
 from planner.core.values.plan import Plan
 from planner.core.values.units import pluralize
-from planner.show.explore import Question, explore_html
+from planner.show.explore import ExplorerRequest, explore_html
 from planner.show.explore.orders import menu_of
 from planner.show.explore.page import page_script
 from planner.solve import solve
@@ -35,8 +35,8 @@ EDITS = int(os.environ.get("EDITS", "240"))
 needs_node = pytest.mark.skipif(NODE is None, reason="no node on this machine")
 
 
-def asked(planned: Plan, counts: tuple[int, ...] = (2, 4)) -> Question:
-    return Question(plan=planned, profile=profile(), micro_batches=counts, command=("gpipe-plan solve",))
+def asked(planned: Plan, counts: tuple[int, ...] = (2, 4)) -> ExplorerRequest:
+    return ExplorerRequest(plan=planned, profile=profile(), micro_batches=counts, command=("gpipe-plan solve",))
 
 
 @pytest.mark.slow
@@ -116,7 +116,7 @@ def schedule_name(case: Case, edit: dict[str, Any]) -> str:
     return case.data["schedules"][edit["schedule"]]["name"]
 
 
-def typed(asked_of: Question, line: str) -> tuple[Any, ...]:
+def typed(asked_of: ExplorerRequest, line: str) -> tuple[Any, ...]:
     """The profile, its reference and the options of a `solve` command."""
     names = {field.name for field in fields(SolverOptions)}
     words, options = iter(shlex.split(line)[3:]), {}

@@ -12,9 +12,9 @@ from planner.core.judge.verdict import Verdict
 from planner.core.values.findings import RULES, Finding
 from planner.core.values.printable import spelled_out
 from planner.show.gate import (
-    Place,
-    annotations,
+    PlanFile,
     comparison_markdown,
+    github_annotations,
     junit_xml,
     sarif_log,
     sweep_markdown,
@@ -27,7 +27,7 @@ from tests.support.golden import assert_golden
 from tests.unit.show.samples import style
 
 GOLDEN = Path(__file__).parent / "golden"
-PLACE = Place(path="plans/plan.yaml", stage_lines=(21, 22, 23))
+PLACE = PlanFile(path="plans/plan.yaml", stage_lines=(21, 22, 23))
 WIDE = style(120, wrap=False)
 
 
@@ -41,7 +41,7 @@ def odd(**changes: object) -> Verdict:
 FORMATS = {
     "verdict.txt": lambda v: verdict_text(v, WIDE) + "\n",
     "verdict.json": lambda v: files.dump(v, as_json=True),
-    "verdict.github": lambda v: annotations(v, PLACE) + "\n",
+    "verdict.github": lambda v: github_annotations(v, PLACE) + "\n",
     "verdict.junit.xml": lambda v: junit_xml(v, PLACE),
     "verdict.sarif": lambda v: sarif_log(v, PLACE),
     "verdict.md": lambda v: verdict_markdown(v, PLACE),
@@ -64,7 +64,7 @@ def test_a_plan_that_fits_is_told_in_every_format(name: str) -> None:
 
 def test_annotations_are_escaped_as_the_runner_unescapes_them() -> None:
     """One line per finding whatever is in it; unescaped in the runner's order it is the message again."""
-    line, answer = annotations(odd(), Place(path="a,b:c%.yaml", stage_lines=(5, 6))).splitlines()
+    line, answer = github_annotations(odd(), PlanFile(path="a,b:c%.yaml", stage_lines=(5, 6))).splitlines()
     found = re.fullmatch(r"::error file=([^,:]*),line=6,title=([^,:]*)::(.*)", line)
     assert found is not None
     assert found[1] == "a%2Cb%3Ac%25.yaml"
@@ -78,7 +78,7 @@ def test_annotations_are_escaped_as_the_runner_unescapes_them() -> None:
 def test_annotations_have_the_severity_of_the_finding(severity: str, command: str) -> None:
     """GitHub calls a note a notice. A plan from standard input has no file to point at."""
     finding = Finding(code="GP203", severity=severity, message="m")  # type: ignore[arg-type]
-    text = annotations(Verdict(fits=True, findings=(finding,), plan=None), Place(path="-"))
+    text = github_annotations(Verdict(fits=True, findings=(finding,), plan=None), PlanFile(path="-"))
     assert text.startswith(f"::{command} title=GP203 ")
 
 
@@ -144,12 +144,12 @@ def _check_sarif(log: dict[str, object]) -> None:
 def test_sarif_has_the_structure_of_the_standard(path: str) -> None:
     """Levels, rules by index, locations with URIs; whatever the file is called."""
     for verdict in (gate.over_the_cap(), odd()):
-        _check_sarif(json.loads(sarif_log(verdict, Place(path=path, stage_lines=(3, 4, 5)))))
+        _check_sarif(json.loads(sarif_log(verdict, PlanFile(path=path, stage_lines=(3, 4, 5)))))
 
 
 def test_sarif_of_standard_input_points_nowhere() -> None:
     """There is no file; the stage is named all the same."""
-    log = json.loads(sarif_log(odd(), Place(path="-")))
+    log = json.loads(sarif_log(odd(), PlanFile(path="-")))
     (result,) = log["runs"][0]["results"]
     assert result["locations"] == [{"logicalLocations": [{"name": "stage 1", "kind": "element"}]}]
 

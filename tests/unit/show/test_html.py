@@ -13,7 +13,7 @@ from planner.core.values.plan import SolverReport
 from planner.show.html import plan_html, profile_html, run_html
 from planner.show.step import step_of
 from planner.show.terminal.run import comparison_text
-from planner.show.views.memory import KINDS
+from planner.show.views.memory import COMPONENTS
 from tests.unit.show.samples import MIB, explained, interleaved, plan, profile, report, step_of_sample, style, unlike
 
 EVIL = "<script>alert(1)</script>\"'&</style><img src=x onerror=alert(1)>\u202e\x1b"
@@ -232,6 +232,6 @@ def test_numbers_that_were_not_measured_are_marked(how):
 def test_every_kind_of_memory_has_a_colour_of_its_own():
     """Also that which few plans have: casts."""
     styled = page_of(plan())
-    colours = [re.search(rf"[.]m-{kind}{{--c:(#[0-9a-f]+)", styled) for kind in KINDS]
+    colours = [re.search(rf"[.]m-{kind}{{--c:(#[0-9a-f]+)", styled) for kind in COMPONENTS]
     assert all(colours)
-    assert len({colour[1] for colour in colours}) == len(KINDS)
+    assert len({colour[1] for colour in colours}) == len(COMPONENTS)

@@ -1,7 +1,7 @@
 """Memory bars: to scale, the cap marked, too much said in words."""
 
 from planner.show.terminal.style import ASCII, UNICODE
-from planner.show.views.memory import KINDS
+from planner.show.views.memory import COMPONENTS
 from tests.unit.show.samples import MIB, memory_text, stage, style
 
 
@@ -14,7 +14,7 @@ def bars(text):
 def test_every_kind_has_its_fill():
     """No two kinds of memory look the same, in either set of characters."""
     for glyphs in (UNICODE, ASCII):
-        assert len(glyphs.memory) == len(KINDS) == len(set(glyphs.memory))
+        assert len(glyphs.memory) == len(COMPONENTS) == len(set(glyphs.memory))
         assert glyphs.cap not in glyphs.memory
 
 

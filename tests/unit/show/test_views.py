@@ -7,7 +7,7 @@ import pytest
 from planner.core.judge.difference import ComparedPlan, Comparison
 from planner.show.html import run_html
 from planner.show.notebook import plan_html
-from planner.show.terminal.tables import fitted, width_of
+from planner.show.terminal.tables import fit_columns, width_of
 from planner.show.views.comparison import comparison_table
 from planner.show.views.measured import pipeline_words, run_table
 from planner.show.views.numbers import percent
@@ -57,11 +57,11 @@ def test_a_rounding_error_below_zero_is_no_negative_share():
 @pytest.mark.parametrize(("width", "names"), [(60, "name"), (66, "name time"), (80, "name size time")])
 def test_less_important_columns_go_first(width, names):
     """Where there is no room, columns go in the order that they say; what is left has room, and its numbers whole."""
-    view = WORDS.reworded("name", ["n" * 55, ""])
-    kept = fitted(view, style(width))
+    view = WORDS.with_texts("name", ["n" * 55, ""])
+    kept = fit_columns(view, style(width))
     assert " ".join(c.name for c in kept.columns) == names
     assert width_of(kept, style(width)) <= width
-    assert fitted(view, style(60, wrap=False)) == view
+    assert fit_columns(view, style(60, wrap=False)) == view
 
 
 def test_a_notebook_knows_chunks_and_replicas():

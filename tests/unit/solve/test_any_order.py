@@ -10,7 +10,7 @@ from planner.core.values.plan import Inputs
 from planner.core.values.profile import LayerProfile, Profile
 from planner.solve import Request, solve
 from planner.solve.cases import cases_of
-from planner.solve.space.any_order import any_order_us, stays_bytes
+from planner.solve.space.any_order import any_order_us, least_saved_bytes
 from planner.solve.space.case import Case
 from planner.solve.space.partitions import Evaluator
 from tests.support.chains import chain, random_profile
@@ -51,7 +51,7 @@ def test_a_stage_holds_what_its_layers_keep(*, exact: bool) -> None:
     for seed in range(20):
         evaluator = Evaluator(case_of(random_profile(seed, num, exact=exact), inputs_of(2, 4)), 2, width=num)
         costs = evaluator.case.costs
-        before = np.concatenate([[0.0], np.cumsum(stays_bytes(costs))])
+        before = np.concatenate([[0.0], np.cumsum(least_saved_bytes(costs))])
         for first in range(num):
             for end in range(first + 1, num + 1):
                 parts = evaluator.parts[0, end, first - end + num][1:]

@@ -12,7 +12,7 @@ from planner.solve.cases import cases_of
 from planner.solve.chain import bottlenecks
 from planner.solve.chain.bottlenecks import BottleneckSearch
 from planner.solve.chain.chain_dp import ChainCuts, LabelSearch
-from planner.solve.chain.laws import GPipeLaw, TiedLaw
+from planner.solve.chain.recurrences import GPipeRecurrence, TieBreakRecurrence
 from planner.solve.deadline import OutOfTimeError
 from planner.solve.space import prefixes
 from planner.solve.space.case import Case
@@ -60,7 +60,7 @@ def test_boxes_hold_the_fastest_partition(seed: int, policy: RecomputePolicy, mi
     """The step time of the dynamic program alone, which knows nothing of boxes; and it ends with a proof."""
     case = case_of(seed, policy, micro_batches=micro_batches)
     problem = case.problem(4, width=12)
-    alone = LabelSearch(problem, GPipeLaw(micro_batches)).run(upper_us=np.inf)
+    alone = LabelSearch(problem, GPipeRecurrence(micro_batches)).run(upper_us=np.inf)
     search = BottleneckSearch(problem, micro_batches)
     best = search.best()
     assert (best is None) == (alone is None)
@@ -75,11 +75,11 @@ def test_stages_worked_out_level_by_level_make_the_same_labels(seed: int, monkey
     """Where there are too many to work them out once for all levels: cuts, choices and rank to the last bit."""
     problem = case_of(seed).problem(4, width=12, every_choice=True)
     assert problem.is_uniform
-    law = TiedLaw(GPipeLaw(8), "peak", "moved")
-    at_once = LabelSearch(problem, law).run(upper_us=np.inf)
+    recurrence = TieBreakRecurrence(GPipeRecurrence(8), "peak", "moved")
+    at_once = LabelSearch(problem, recurrence).run(upper_us=np.inf)
     assert at_once is not None
     monkeypatch.setattr(prefixes, "_MOST_AT_ONCE", 0)
-    assert LabelSearch(problem, law).run(upper_us=np.inf) == at_once
+    assert LabelSearch(problem, recurrence).run(upper_us=np.inf) == at_once
 
 
 @pytest.mark.slow

@@ -9,7 +9,7 @@ from planner.core.values.plan import RecomputePolicy
 from planner.solve import Request, solve
 from planner.solve.cases import cases_of
 from planner.solve.chain.chain_dp import LabelSearch
-from planner.solve.chain.laws import OneForwardOneBackwardLaw
+from planner.solve.chain.recurrences import OneForwardOneBackwardRecurrence
 from tests.support.brute_force import Space
 from tests.support.chains import chain, layer, random_profile
 from tests.support.profiles import inputs_of
@@ -39,14 +39,14 @@ def test_the_bound_of_1f1b_is_below_every_plan(seed: int, policy: RecomputePolic
     )
     space = Space(profile, inputs)
     for case in cases_of(profile, Request(inputs=inputs)):
-        law = OneForwardOneBackwardLaw(case.micro_batches)
+        recurrence = OneForwardOneBackwardRecurrence(case.micro_batches)
         for count in range(1, case.num_devices + 1):
             times = [
                 float(block.step_us[block.fits(space.caps)].min(initial=float("inf")))
                 for block in space.blocks
                 if (block.micro_batches, block.num_devices) == (case.micro_batches, count)
             ]
-            search = LabelSearch(case.problem(count, width=6, exact=True), law)
+            search = LabelSearch(case.problem(count, width=6, exact=True), recurrence)
             found = search.best()
             assert search.root_bound_us() <= min(times) * (1 + 1e-9)
             assert (found is None) == (min(times) == float("inf"))

@@ -21,7 +21,7 @@ from planner.solve.cases import cases_of
 from planner.solve.chunks import search
 from planner.solve.chunks.branch_and_bound import BranchAndBound
 from planner.solve.chunks.descent import moves
-from planner.solve.chunks.fitting import Fitting
+from planner.solve.chunks.fitting import RecomputeFitter
 from planner.solve.chunks.linear_program import LinearProgram
 from planner.solve.chunks.search import all_cuts
 from planner.solve.deadline import NEVER, Deadline
@@ -176,7 +176,7 @@ def test_memory_of_all_ways_is_that_of_each(seed: int) -> None:
     """Added up chunk by chunk for all ways at once, to the byte; ties between chunks included."""
     evaluator = evaluator_of("interleaved", seed, 1)
     assert evaluator is not None
-    fitting = Fitting(evaluator)
+    fitting = RecomputeFitter(evaluator)
     cuts = every_partition(evaluator)[0][::81]
     over = fitting.over_by_combination(cuts)
     for n, combination in enumerate(fitting.combinations):
@@ -190,13 +190,13 @@ def test_minimal_choices_fit_and_none_below_them_does() -> None:
     """Of nine ways for two chunks, those that fit and recompute no more than they must."""
     evaluator = evaluator_of("interleaved", 2)
     assert evaluator is not None
-    fitting = Fitting(evaluator)
+    fitting = RecomputeFitter(evaluator)
     over = np.ones((9, 2))
     combinations = fitting.combinations.tolist()
     for combination in ([0, 2], [1, 0], [1, 1], [2, 2]):
         over[combinations.index(combination), 0] = 0
     over[:, 1] = 0
-    first, second = fitting.minimal(over)
+    first, second = fitting.minimal_combinations(over)
     assert [combinations[n] for n in first] == [[0, 2], [1, 0]]
     assert [combinations[n] for n in second] == [[0, 0]]
 

@@ -9,14 +9,14 @@ from planner.show.step import Step
 from planner.show.terminal.rendering import heading
 from planner.show.terminal.style import Style
 from planner.show.terminal.timeline import BUBBLE_COLUMNS
-from planner.show.views.held import held_bytes
 from planner.show.views.memory import share_of_limit
+from planner.show.views.memory_over_time import memory_over_time
 from planner.show.views.numbers import row_noun
 
 _ENOUGH_TO_SEE = 0.25
 
 
-def held_parts(plan: Plan, step: Step, style: Style) -> list[RenderableType]:
+def memory_over_time_parts(plan: Plan, step: Step, style: Style) -> list[RenderableType]:
     """Return the memory of each device over the step, as a row of bars per device.
 
     A bar of full height is the device's memory limit. If no device needs a quarter of its limit, a bar of full height
@@ -44,7 +44,7 @@ def held_parts(plan: Plan, step: Step, style: Style) -> list[RenderableType]:
         title.append(", up to the memory limit of each device", "not bold")
         full = [max(1, limit) for limit in limits]
     rows: list[RenderableType] = [title]
-    for device, held in enumerate(held_bytes(step, columns=columns, end_us=step.pipeline_us)):
+    for device, held in enumerate(memory_over_time(step, columns=columns, end_us=step.pipeline_us)):
         row = Text(f"{called} {device}".ljust(margin))
         row.append("".join(_level(size, full[device], style) for size in held), "color(172)")
         share = share_of_limit(needs[device], limits[device]).rjust(BUBBLE_COLUMNS)

@@ -7,7 +7,7 @@ from math import ceil
 from planner.show.step import Level, Step
 
 
-def held_bytes(step: Step, *, columns: int, end_us: float) -> list[list[int]]:
+def memory_over_time(step: Step, *, columns: int, end_us: float) -> list[list[int]]:
     """Return the highest memory of each device in each of several equal intervals of time.
 
     Args:

@@ -7,7 +7,7 @@ from planner.core.values.findings import Finding
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class PlanFile:
     """File of a plan, with the lines of its stages."""
 
     path: str

@@ -1,8 +1,8 @@
 """Labels of the dynamic program: numbers of a partial plan, from which the step time of complete plans follows.
 
 The dynamic program adds stages from the last to the first. A partial plan that covers layers i..L-1 is a label of a few
-numbers; a smaller number is never worse. A law is the recurrence of a schedule: it computes how the numbers change when
-a previous stage is added. It also bounds the step time of every completion, a plan that contains the partial plan:
+numbers; a smaller number is never worse. The recurrence of a schedule computes how the numbers change when a previous
+stage is added. It also bounds the step time of every completion, a plan that contains the partial plan:
 
     layers    0 ........ h-1 | h ...... i-1 | i ................ L-1
             earlier layers   |    stage     |  label: numbers
@@ -74,7 +74,7 @@ class EarlierLayers:
     exist: BoolArray
     """True for labels with earlier layers."""
     least: dict[str, FloatArray]
-    """Lower bounds, by their names in `Law.needs`."""
+    """Lower bounds, by their names in `Recurrence.needs`."""
 
 
 _NEEDS: dict[str, BoundKind] = {
@@ -90,7 +90,7 @@ def _needs(*names: str) -> dict[str, BoundKind]:
     return {name: _NEEDS[name] for name in names}
 
 
-class Law(Protocol):
+class Recurrence(Protocol):
     """Recurrence of a schedule: numbers of a label, the effect of one more stage, and bounds for complete plans."""
 
     size: int
@@ -98,7 +98,7 @@ class Law(Protocol):
     rank_is_time: bool
     """True if partitions are ranked by their step time alone."""
     needs: dict[str, BoundKind]
-    """Lower bounds of earlier layers that the law uses, by name."""
+    """Lower bounds of earlier layers that the recurrence uses, by name."""
 
     def extend(self, label: Label, stages: StageArrays, level: int) -> Label:
         """Return the labels of partial plans with one more stage.
@@ -112,7 +112,7 @@ class Law(Protocol):
             Numbers of the partial plans with the stage, in the shape of `stages`.
         """
 
-    def raised(self, label: Label, earlier: EarlierLayers) -> Label:
+    def raise_to_bounds(self, label: Label, earlier: EarlierLayers) -> Label:
         """Return the labels with their numbers raised to values that every complete plan reaches."""
 
     def bound_us(self, label: Label, earlier: EarlierLayers) -> FloatArray:
@@ -128,7 +128,7 @@ class Law(Protocol):
         """
 
 
-class GPipeLaw:
+class GPipeRecurrence:
     """Recurrence of GPipe, with labels (f, x, a, d, u); the legend is in the module's docstring.
 
     Args:
@@ -173,7 +173,7 @@ class GPipeLaw:
             d = np.maximum(d, a + (self._M - 2) * x)
         return x, a, d + q
 
-    def raised(self, label: Label, earlier: EarlierLayers) -> Label:
+    def raise_to_bounds(self, label: Label, earlier: EarlierLayers) -> Label:
         """Raise the largest forward and backward times to lower bounds of earlier layers; every plan reaches them."""
         f, x, a, d, u = label
         forward, backward = self._least_bottlenecks(earlier)
@@ -198,7 +198,7 @@ class GPipeLaw:
         return (bound_us,)
 
 
-class OneForwardOneBackwardLaw:
+class OneForwardOneBackwardRecurrence:
     """Recurrence of 1F1B, with labels (g, s, r, u); the legend is in the module's docstring."""
 
     size = 4
@@ -233,7 +233,7 @@ class OneForwardOneBackwardLaw:
         g = np.maximum(np.maximum(work, first_back), np.maximum(trips, g + (F + q + 2 * C)))
         return g, s, r, extended_tail_us(u, stages.own_us, stages.hidden_us)
 
-    def raised(self, label: Label, earlier: EarlierLayers) -> Label:
+    def raise_to_bounds(self, label: Label, earlier: EarlierLayers) -> Label:
         """Raise u only: every difference in g, s and r changes the step time."""
         g, s, r, u = label
         return g, s, r, _raised_tail(u, earlier)
@@ -262,43 +262,43 @@ def _raised_tail(tail: FloatArray, earlier: EarlierLayers) -> FloatArray:
     return np.where(earlier.exist, np.maximum(tail, earlier.own_us + earlier.work_us), tail)
 
 
-class TiedLaw:
+class TieBreakRecurrence:
     """Recurrence whose labels have more numbers, which break ties between partitions of equal step time.
 
     Args:
-        law: Recurrence of the step time.
+        recurrence: Recurrence of the step time.
         ranks: Numbers to compare, the first one first: `peak`, the highest peak memory; `moved`, bytes sent across
             cuts; `squares`, the sum of squared stage times, which is smallest for even stages.
     """
 
     rank_is_time = False
 
-    def __init__(self, law: Law, *ranks: str) -> None:
-        self._law = law
+    def __init__(self, recurrence: Recurrence, *ranks: str) -> None:
+        self._recurrence = recurrence
         self._ranks = _needs(*ranks)
-        self.size = law.size + len(ranks)
-        self.needs = {**law.needs, **self._ranks}
+        self.size = recurrence.size + len(ranks)
+        self.needs = {**recurrence.needs, **self._ranks}
 
     def _ranked(self, label: Label) -> Iterator[tuple[str, BoundKind, FloatArray]]:
-        for (name, need), number in zip(self._ranks.items(), label[self._law.size :], strict=True):
+        for (name, need), number in zip(self._ranks.items(), label[self._recurrence.size :], strict=True):
             yield name, need, number
 
     def extend(self, label: Label, stages: StageArrays, level: int) -> Label:
         """Add a stage: each tie-breaking number becomes its maximum or sum with the value of the stage."""
-        more = [need.join(number, need.of(stages)) for _, need, number in self._ranked(label)]
-        return *self._law.extend(label[: self._law.size], stages, level), *more
+        more = [need.join(number, need.stage_values(stages)) for _, need, number in self._ranked(label)]
+        return *self._recurrence.extend(label[: self._recurrence.size], stages, level), *more
 
-    def raised(self, label: Label, earlier: EarlierLayers) -> Label:
+    def raise_to_bounds(self, label: Label, earlier: EarlierLayers) -> Label:
         """Raise tie-breaking numbers that are maxima to lower bounds of earlier layers; sums stay as they are."""
         more = [
             np.maximum(number, earlier.least[name]) if need.join is np.maximum else number
             for name, need, number in self._ranked(label)
         ]
-        return *self._law.raised(label[: self._law.size], earlier), *more
+        return *self._recurrence.raise_to_bounds(label[: self._recurrence.size], earlier), *more
 
     def bound_us(self, label: Label, earlier: EarlierLayers) -> FloatArray:
         """Return a lower bound of the step time of all plans that contain a label; tie-breaking numbers are ignored."""
-        return self._law.bound_us(label[: self._law.size], earlier)
+        return self._recurrence.bound_us(label[: self._recurrence.size], earlier)
 
     def rank_bound(self, label: Label, earlier: EarlierLayers, bound_us: FloatArray) -> Label:  # noqa: ARG002 - time is equal
         """Return lower bounds of the tie-breaking numbers of all plans that contain a label."""

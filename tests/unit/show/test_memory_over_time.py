@@ -6,7 +6,7 @@ import pytest
 
 from planner.show.html import plan_html
 from planner.show.step import Level, Step
-from planner.show.views.held import held_bytes
+from planner.show.views.memory_over_time import memory_over_time
 from tests.unit.show.samples import MIB, in_a_v, interleaved, plan, profile, step_of_sample, style, whole_plan_text
 
 
@@ -23,20 +23,20 @@ def rows(text):
 def test_a_column_has_the_highest_of_its_levels():
     """However short a peak is, and whether it ends within its column or at its edge."""
     step = levels_of((0.0, 1), (2.0, 5), (4.0, 2), (6.2, 9), (6.3, 2), (8.0, 3))
-    assert held_bytes(step, columns=5, end_us=10.0) == [[1, 5, 2, 9, 3]]
-    assert held_bytes(step, columns=2, end_us=10.0) == [[5, 9]]
+    assert memory_over_time(step, columns=5, end_us=10.0) == [[1, 5, 2, 9, 3]]
+    assert memory_over_time(step, columns=2, end_us=10.0) == [[5, 9]]
 
 
 def test_what_follows_the_end_is_left_out():
     """The optimizer's step is behind the last backward."""
-    assert held_bytes(levels_of((0.0, 1), (10.0, 7)), columns=2, end_us=10.0) == [[1, 1]]
+    assert memory_over_time(levels_of((0.0, 1), (10.0, 7)), columns=2, end_us=10.0) == [[1, 1]]
 
 
 @pytest.mark.parametrize("planned", [plan(), interleaved(), in_a_v()], ids=["gpipe", "interleaved", "zbv"])
 def test_the_highest_level_is_the_peak(planned):
     """Of every device, under every schedule."""
     step = step_of_sample(planned)
-    held = held_bytes(step, columns=100, end_us=step.end_us)
+    held = memory_over_time(step, columns=100, end_us=step.end_us)
     assert [max(levels) for levels in held] == pytest.approx(planned.device_bytes(), abs=8)
 
 

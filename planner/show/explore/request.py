@@ -7,7 +7,7 @@ from planner.core.values.profile import Profile
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Question:
+class ExplorerRequest:
     """Plan with figures recomputed from its profile, and the choices that the page offers."""
 
     plan: Plan
