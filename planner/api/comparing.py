@@ -48,11 +48,11 @@ def earlier_plan(against: File | Plan, place: str) -> tuple[Plan, bool, str]:
     if place == NOWHERE:
         raise UsageError(f"`--against {path}` needs a plan in a file, to find it in git", hint="name the file")
     revision = path.removeprefix("git:")
-    committed = files.read_plan(f"{path}:{place}", files.at_revision(place, revision))
+    committed = files.read_plan(f"{path}:{place}", files.read_revision(place, revision))
 
     def its_profile() -> Profile:
         profile_place = files.profile_path(committed, place)
-        return files.read_profile(f"{path}:{profile_place}", files.at_revision(profile_place, revision))
+        return files.read_profile(f"{path}:{profile_place}", files.read_revision(profile_place, revision))
 
     return *_as_its_profile_says(committed, its_profile), path
 

@@ -102,7 +102,7 @@ def _measured(model: File | Any | None, options: ProfileOptions) -> Profile:
     device = measured.device if executor is None else replace(measured.device, executor=executor)
     source = measured.model.source
     if parsed.output is not None:
-        source = files.relocated(source, "", str(Path(parsed.output).parent))
+        source = files.relocate_source(source, "", str(Path(parsed.output).parent))
     proof = None if checked is None else checked.proof
     measured = replace(measured, proof=proof, device=device, model=replace(measured.model, source=source))
     if parsed.output is not None:

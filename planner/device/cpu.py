@@ -40,7 +40,7 @@ class Cpu(DeviceKind):
     def model_name(self) -> str:
         return cpu_name()
 
-    def described(self) -> Device:
+    def describe(self) -> Device:
         return Device(kind="cpu", name=cpu_name())
 
     def clock(self, threads: int) -> CpuClock:
@@ -55,14 +55,14 @@ class Cpu(DeviceKind):
     def allocated_bytes(self) -> None:
         return
 
-    def now(self) -> "_HostMoment":
+    def current_moment(self) -> "_HostMoment":
         return _HostMoment(time.perf_counter_ns())
 
     def synchronize(self) -> None:
         return
 
-    def on_host_clock(self) -> "tuple[_HostMoment, int]":
-        moment = self.now()
+    def moment_on_both_clocks(self) -> "tuple[_HostMoment, int]":
+        moment = self.current_moment()
         return moment, moment.ns
 
     def empty_cache(self) -> None:

@@ -100,7 +100,7 @@ class Cuda(DeviceKind):
         torch.cuda.init()  # this creates the generators
         return torch.cuda.default_generators[self.device.index]
 
-    def described(self) -> Device:
+    def describe(self) -> Device:
         properties = torch.cuda.get_device_properties(self.device)
         return Device(
             kind="cuda",
@@ -136,7 +136,7 @@ class Cuda(DeviceKind):
     def allocated_bytes(self) -> int:
         return int(torch.cuda.memory_allocated(self.device))
 
-    def now(self) -> "_EventMoment":
+    def current_moment(self) -> "_EventMoment":
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         return _EventMoment(event)
@@ -144,11 +144,11 @@ class Cuda(DeviceKind):
     def synchronize(self) -> None:
         torch.cuda.synchronize(self.device)
 
-    def on_host_clock(self) -> "tuple[_EventMoment, int]":
+    def moment_on_both_clocks(self) -> "tuple[_EventMoment, int]":
         self.synchronize()
         tries = []
         for _ in range(_CLOCK_TRIES):
-            before_ns, moment = time.perf_counter_ns(), self.now()
+            before_ns, moment = time.perf_counter_ns(), self.current_moment()
             self.synchronize()
             tries.append((time.perf_counter_ns() - before_ns, before_ns, moment))
         # The shortest try is the most precise, because the host may have been interrupted during the others.

@@ -94,7 +94,7 @@ class DeviceKind(ABC):
         """Random number generator of the device; None if the device uses that of the host."""
 
     @abstractmethod
-    def described(self) -> Device:
+    def describe(self) -> Device:
         """Return the device's name, its memory, and the part of the memory that is not available for tensors."""
 
     @abstractmethod
@@ -114,7 +114,7 @@ class DeviceKind(ABC):
         """Return the bytes of all tensors on the device; None if this kind of device does not count them."""
 
     @abstractmethod
-    def now(self) -> Moment:
+    def current_moment(self) -> Moment:
         """Return the point in time at which the device completes all work submitted so far."""
 
     @abstractmethod
@@ -122,7 +122,7 @@ class DeviceKind(ABC):
         """Wait until the device has completed all submitted work."""
 
     @abstractmethod
-    def on_host_clock(self) -> tuple[Moment, int]:
+    def moment_on_both_clocks(self) -> tuple[Moment, int]:
         """Return one point in time on both clocks: the device's, and the host's `time.perf_counter_ns`.
 
         The device is idle at this time.

@@ -17,7 +17,7 @@ from planner.core.values.profile import GENERATOR, Device, Profile
 from planner.core.values.units import format_bytes, format_speed, format_us, pluralize
 from planner.emit.layout import EngineFile, Layout, refuse_sharing
 from planner.emit.signature import is_edited, refuse_edited, runs_balance, signed
-from planner.files import digest_of, dump, reference_path, relocated, write_text
+from planner.files import digest_of, dump, reference_path, relocate_source, write_text
 
 _HEADER = """\
 Layers of each stage, written by `gpipe-plan emit`.
@@ -129,7 +129,7 @@ def emit_native(
     """
     refuse_sharing("native", plan)
     layout = Layout.of(plan, profile)
-    source = relocated(profile.model.source, profile_folder, folder)
+    source = relocate_source(profile.model.source, profile_folder, folder)
     check_source(profile)
     planned = partial(
         planned_of, profile, repeat_options=repeat_options, profile_path=input_paths.profile, folder=folder

@@ -1,7 +1,7 @@
 """Read and write files: strict parsing, digests, atomic writes. Only this package uses yaml and pydantic."""
 
 from planner.files.canonical import digest_of, to_plain
-from planner.files.places import check_outputs, model_path, profile_path, reference_path, relocated
+from planner.files.places import check_outputs, model_path, profile_path, reference_path, relocate_source
 from planner.files.reading import (
     json_schema,
     read,
@@ -16,13 +16,12 @@ from planner.files.reading import (
     read_text,
     stage_lines,
 )
-from planner.files.revisions import at_revision
+from planner.files.revisions import read_revision
 from planner.files.schedule_csv import read_schedule
 from planner.files.validation import parse_json
 from planner.files.writing import check_writable, dump, json_text, write, write_text
 
 __all__ = [
-    "at_revision",
     "check_outputs",
     "check_writable",
     "digest_of",
@@ -40,11 +39,12 @@ __all__ = [
     "read_plain",
     "read_plan",
     "read_profile",
+    "read_revision",
     "read_run",
     "read_schedule",
     "read_text",
     "reference_path",
-    "relocated",
+    "relocate_source",
     "stage_lines",
     "to_plain",
     "write",

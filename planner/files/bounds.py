@@ -16,7 +16,7 @@ MAX_VALUES = 2**23
 """
 
 
-class UnboundedError(Exception):
+class LimitExceededError(Exception):
     """Error that a file exceeds a limit, at `line` (counted from 1)."""
 
     hint = "files of gpipe-plan are plain lists and mappings; write the file again with the command that makes it"
@@ -26,11 +26,11 @@ class UnboundedError(Exception):
         self.message, self.line = message, line
 
 
-def bounded(events: Iterable[yaml.Event]) -> Iterator[yaml.Event]:
+def limited_events(events: Iterable[yaml.Event]) -> Iterator[yaml.Event]:
     """Yield the parser events of a YAML document, and raise an error as soon as they exceed a limit.
 
     Raises:
-        UnboundedError: The document is nested too deeply, has too many values, or refers to itself.
+        LimitExceededError: The document is nested too deeply, has too many values, or refers to itself.
         yaml.YAMLError: The text is not YAML.
     """
     # For the document and for each open list or mapping: the number of values so far, and the anchor.
@@ -76,5 +76,5 @@ _STRING = re.compile(r'"(?:[^"\\]|\\.)*"', re.DOTALL)
 _NO_BRACKETS = re.compile(r"[^\[\]{}]+")
 
 
-def _refusal(event: yaml.Event, message: str) -> UnboundedError:
-    return UnboundedError(message, event.start_mark.line + 1 if event.start_mark else 1)
+def _refusal(event: yaml.Event, message: str) -> LimitExceededError:
+    return LimitExceededError(message, event.start_mark.line + 1 if event.start_mark else 1)

@@ -9,7 +9,7 @@ from planner.core.schedule import check_lists, lists_of, schedule_of
 from planner.core.values.limits import LARGEST, MOST_ACTIONS, MOST_BATCH, MOST_DEVICES, PRICES, RATES, SPEEDS
 from planner.core.values.plan import Inputs, Plan, Stage
 from planner.core.values.profile import LayerProfile, Profile
-from planner.files.kinds import word_of
+from planner.files.kinds import kind_word
 from planner.files.strict_yaml import KeyPath, Problem
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from planner.files.kinds import Value
 
 
-def problems_of(value: "Value", *, every_number: bool = True) -> Iterator[Problem]:
+def find_problems(value: "Value", *, every_number: bool = True) -> Iterator[Problem]:
     """Yield all problems of the content of a file.
 
     Args:
@@ -30,7 +30,7 @@ def problems_of(value: "Value", *, every_number: bool = True) -> Iterator[Proble
     """
     if every_number:
         yield from _bad_numbers(value, ())
-    yield from _PROBLEMS[word_of(value.schema)](value)
+    yield from _PROBLEMS[kind_word(value.schema)](value)
 
 
 def _bad_numbers(value: Any, at: KeyPath) -> Iterator[Problem]:

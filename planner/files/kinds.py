@@ -31,7 +31,7 @@ class FileKind(NamedTuple):
     """Command that makes a file of this kind."""
 
     @property
-    def of(self) -> "type[Value]":
+    def value_class(self) -> "type[Value]":
         """Dataclass of the content of such files."""
         kind: type[Value] = getattr(import_module(f"planner.core.values.{self.module}"), self.class_name)
         return kind
@@ -39,7 +39,7 @@ class FileKind(NamedTuple):
     @property
     def schema(self) -> str:
         """Value of the key `schema` in such files."""
-        return next(str(field.default) for field in fields(self.of) if field.name == "schema")
+        return next(str(field.default) for field in fields(self.value_class) if field.name == "schema")
 
 
 KINDS: Final[Mapping[str, FileKind]] = {
@@ -53,7 +53,7 @@ KINDS: Final[Mapping[str, FileKind]] = {
 }
 
 
-def word_of(schema: str) -> str:
+def kind_word(schema: str) -> str:
     """Return WORD from a schema key `gpipe-plan/WORD/v1`; empty if the text has another form."""
     parts = schema.split("/")
     return parts[1] if len(parts) == 3 else ""

@@ -53,7 +53,7 @@ def model_path(profile: Profile, folder: str) -> str | None:
     return os.path.normpath(Path(folder, path)) if path else None
 
 
-def relocated(source: str, profile_folder: str, folder: str) -> str:
+def relocate_source(source: str, profile_folder: str, folder: str) -> str:
     """Return `path:entry` of a model with the path relative to another folder; absolute paths are unchanged.
 
     Args:

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any, Protocol, TextIO, TypeVar
 
 from planner.core.errors import FileError
 from planner.files.bounds import MAX_BYTES
-from planner.files.checks import problems_of
-from planner.files.kinds import KINDS, word_of
+from planner.files.checks import find_problems
+from planner.files.kinds import KINDS, kind_word
 from planner.files.strict_yaml import Document
-from planner.files.validation import schema_of, validated
+from planner.files.validation import schema_of, validate_content
 
 if TYPE_CHECKING:
     from planner.core.values.balance import Balance
@@ -46,10 +46,10 @@ def read(path: str, wanted: str | None = None, text: str | None = None) -> "Valu
     if kind == "run" and isinstance(losses := document.content.get("losses"), list):
         document.content["losses"] = [float(x) if x in ("nan", "inf", "-inf") else x for x in losses]
     plain = json.dumps(document.content)
-    value = validated(KINDS[kind].of, plain, document)
-    problems = list(problems_of(value, every_number=_ODD_NUMBER.search(plain) is not None))
+    value = validate_content(KINDS[kind].value_class, plain, document)
+    problems = list(find_problems(value, every_number=_ODD_NUMBER.search(plain) is not None))
     if problems:
-        raise document.refuse(problems)
+        raise document.error_for(problems)
     return value
 
 
@@ -156,7 +156,7 @@ def _kind_of(document: Document, wanted: str | None) -> str:
     schema = document.content["schema"]
     if not isinstance(schema, str):
         schema = json.dumps(schema)
-    kind = word_of(schema) or schema
+    kind = kind_word(schema) or schema
     if kind not in KINDS or schema != KINDS[kind].schema:
         meant = wanted or (kind if kind in KINDS else None)
         raise FileError(
@@ -179,7 +179,7 @@ def _expected(kind: str | None, quote: str = "") -> str:
 
 def json_schema(kind: str) -> dict[str, Any]:
     """Return the JSON Schema (draft 2020-12) of a kind of file, such as `profile`."""
-    schema = schema_of(KINDS[kind].of)
+    schema = schema_of(KINDS[kind].value_class)
     # The dataclass has a default for `schema`, but the key is required in a file.
     schema["required"] = ["schema", *schema["required"]]
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema}

@@ -6,7 +6,7 @@ from pathlib import Path
 from planner.core.errors import FileError
 
 
-def at_revision(path: str, revision: str) -> str:
+def read_revision(path: str, revision: str) -> str:
     """Return the text of the file `path` as committed at a git revision, such as `main` or `HEAD~1`.
 
     Raises:

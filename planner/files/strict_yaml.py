@@ -12,7 +12,7 @@ from typing import Any, Final
 import yaml
 
 from planner.core.errors import FileError
-from planner.files.bounds import UnboundedError, bounded, is_too_deep
+from planner.files.bounds import LimitExceededError, is_too_deep, limited_events
 
 Key = str | int
 KeyPath = tuple[Key, ...]
@@ -81,7 +81,7 @@ class Document:
         try:
             reader = _Reader(text, notes_lines=notes_lines)
             content = reader.document()
-        except (UnboundedError, _RefusedError) as error:
+        except (LimitExceededError, _RefusedError) as error:
             raise FileError(error.message, path=path, line=error.line, hint=error.hint) from None
         except yaml.MarkedYAMLError as error:
             line = error.problem_mark.line + 1 if error.problem_mark else None
@@ -97,7 +97,7 @@ class Document:
             at = at[:-1]
         return self.lines.get(at)
 
-    def refuse(self, problems: list[Problem]) -> FileError:
+    def error_for(self, problems: list[Problem]) -> FileError:
         """Return one error that lists up to six problems and counts the rest."""
         at, text, hint = problems[0]
         further = [f"line {self.line_of(p)}: `{dotted(p)}`: {t}" for p, t, _ in problems[1:6]]
@@ -119,7 +119,7 @@ class _Reader:
     """Reader that builds one document from parser events, several times faster than PyYAML's composer."""
 
     def __init__(self, text: str, *, notes_lines: bool) -> None:
-        self._events = bounded(yaml.parse(text, Loader=StrictLoader))
+        self._events = limited_events(yaml.parse(text, Loader=StrictLoader))
         self._anchored: dict[str, Any] = {}
         self._path: list[Key] = []
         self._notes_lines = notes_lines

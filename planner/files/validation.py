@@ -12,7 +12,7 @@ from planner.files.strict_yaml import Document, KeyPath, Problem, dotted
 _T = TypeVar("_T")
 
 
-def validated(kind: type[_T], plain: str, document: Document) -> _T:
+def validate_content(kind: type[_T], plain: str, document: Document) -> _T:
     """Convert the content of a file to the dataclass `kind`, and check all keys and types.
 
     Args:
@@ -33,7 +33,7 @@ def validated(kind: type[_T], plain: str, document: Document) -> _T:
         problems = [_explain(e, document, keys) for e in error.errors(include_url=False)]
         # Unknown keys with a suggested spelling come first, because they also explain a missing key.
         problems.sort(key=lambda problem: not problem[2].startswith("did you mean"))
-        raise document.refuse(problems) from None
+        raise document.error_for(problems) from None
 
 
 def parse_json(kind: type[_T], text: bytes) -> _T:

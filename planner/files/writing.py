@@ -15,7 +15,7 @@ import yaml
 from planner.core.errors import FileError
 from planner.core.values.printable import spelled_out
 from planner.files.canonical import to_plain
-from planner.files.kinds import word_of
+from planner.files.kinds import kind_word
 from planner.files.strict_yaml import StrictLoader
 
 
@@ -73,7 +73,7 @@ def dump(value: Any, *, as_json: bool = False, header: str = "") -> str:
         The text.
     """
     plain = _rounded(to_plain(value))
-    kind = word_of(plain.get("schema", "")) if isinstance(plain, dict) else ""
+    kind = kind_word(plain.get("schema", "")) if isinstance(plain, dict) else ""
     if kind == "run":
         # The losses of a diverged run may be NaN or infinite, which JSON cannot express.
         plain["losses"] = [x if math.isfinite(x) else str(x) for x in value.losses]

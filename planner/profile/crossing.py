@@ -20,7 +20,7 @@ _SMALL_BYTES = 2**18
 
 
 @dataclass(frozen=True)
-class Entrance:
+class LayerInputs:
     """Inputs of a layer for one micro-batch; like in a stage, they are no leaves of the autograd graph."""
 
     values: list[Any]
@@ -34,7 +34,7 @@ class Entrance:
         return dict(zip(self.carrying, self.gradients, strict=False)).get(position)
 
 
-class Exit:
+class LayerOutputs:
     """Outputs of a layer for one micro-batch, at which the layer's backward starts.
 
     Attributes:
@@ -48,7 +48,7 @@ class Exit:
         carrying = [outputs[n] for n in self._shapes]
         self.end: Tensor | None = _End.apply(self._gradients, *carrying) if carrying else None  # type: ignore[no-untyped-call]
 
-    def fill(self, behind: Entrance | None) -> None:
+    def fill(self, behind: LayerInputs | None) -> None:
         """Create the gradients of the outputs, unless they exist.
 
         Args:
@@ -72,9 +72,9 @@ def is_small(values: Iterable[Any]) -> bool:
     return sum(value.nbytes for value in values if isinstance(value, Tensor)) <= _SMALL_BYTES
 
 
-def entrance_of(
+def make_layer_inputs(
     received: UnitInput, before: Sequence[Any] = (), own_storages: frozenset[int] = frozenset()
-) -> Entrance:
+) -> LayerInputs:
     """Return the inputs of a layer: its traced input, in the memory of the previous layer's outputs where that fits.
 
     Args:
@@ -88,7 +88,7 @@ def entrance_of(
     outputs = before if len(before) == len(received.values) else [None] * len(received.values)
     values = [_entering(value, output, own_storages) for value, output in zip(received.values, outputs, strict=True)]
     carrying = [n for n, value in enumerate(values) if _carries(value) and _is_plain(value)]
-    entrance = Entrance(values, carrying, [])
+    entrance = LayerInputs(values, carrying, [])
     if carrying:
         leaves = [values[n] for n in carrying]
         inside = _EntranceFunction.apply(entrance.gradients, *leaves)  # type: ignore[no-untyped-call]

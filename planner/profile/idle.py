@@ -13,12 +13,12 @@ from planner.model.chain import tied_parameters
 from planner.model.nests import tensors_in
 from planner.model.operators import OperatorWatch, depends_on_values
 from planner.profile.optimizer import trained_parameters
-from planner.profile.records import Records
-from planner.profile.task import Task
+from planner.profile.records import UnitRecords
+from planner.profile.task import ProfilingTask
 from planner.profile.units import Unit, UnitInput
 
 
-def idle_parameters(task: Task, records: Records) -> dict[str, frozenset[str]]:
+def idle_parameters(task: ProfilingTask, records: UnitRecords) -> dict[str, frozenset[str]]:
     """Return, for the first layer of each digest, the names of trained parameters that never get a gradient.
 
     The result is empty for layers that read values, because other values may use other parameters (of experts). It
@@ -36,7 +36,7 @@ def idle_parameters(task: Task, records: Records) -> dict[str, frozenset[str]]:
     return found
 
 
-def stepped_parameters(records: Records, idle: Mapping[str, Collection[str]]) -> list[list[nn.Parameter]]:
+def stepped_parameters(records: UnitRecords, idle: Mapping[str, Collection[str]]) -> list[list[nn.Parameter]]:
     """Return, for every layer, the trained parameters that get gradients; `idle` is from `idle_parameters`."""
     return [
         trained_parameters(unit.module, records.names_in(n, idle[unit.digest])) for n, unit in enumerate(records.units)

@@ -8,17 +8,17 @@ from planner.core.values.profile import LayerProfile, MemoryDetail, TiedGroup
 from planner.model.chain import Layer, shared_parameters, tied_parameters
 from planner.model.state import statistics_bytes
 from planner.profile.optimizer import OptimizerCost
-from planner.profile.records import Records
-from planner.profile.task import Task
+from planner.profile.records import UnitRecords
+from planner.profile.task import ProfilingTask
 from planner.profile.timing import LayerTimes
 from planner.profile.units import Key
 
 
 @dataclass(frozen=True, kw_only=True)
-class Costs:
+class UnitCosts:
     """Measurements of every distinct unit, by the digest of the unit (and micro-batch size)."""
 
-    records: Records
+    records: UnitRecords
     casts_bytes: Mapping[str, int]
     """Bytes of autocast's weight cache."""
     rewritten_bytes: Mapping[str, int]
@@ -28,7 +28,7 @@ class Costs:
     optimizer: Sequence[OptimizerCost]
     """Cost of the optimizer for each layer. It may differ between layers with equal digests, whose parameters may be in
     different groups of the optimizer."""
-    boundary_peaks: Sequence[int]
+    optimizer_boundary_peaks: Sequence[int]
     """For each layer: transient bytes of the optimizer when it moves on from the previous layer to this layer."""
     flops: Mapping[str, int]
     """Number of floating-point operations of a forward at the smallest micro-batch size."""
@@ -48,7 +48,7 @@ class BackendResult:
     layers: tuple[LayerProfile, ...]
 
 
-def layer_profiles(task: Task, costs: Costs) -> tuple[LayerProfile, ...]:
+def layer_profiles(task: ProfilingTask, costs: UnitCosts) -> tuple[LayerProfile, ...]:
     """Return the profile of every layer, in order."""
     records, chain = costs.records, task.chain
     saved = [saved_bytes([records.memory[unit.digest, size] for unit in records.units]) for size in records.sizes]
@@ -60,7 +60,7 @@ def layer_profiles(task: Task, costs: Costs) -> tuple[LayerProfile, ...]:
 
 
 def _layer_profile(
-    task: Task, n: int, costs: Costs, *, saved: tuple[int, ...], tied: Mapping[str, tuple[str, ...]]
+    task: ProfilingTask, n: int, costs: UnitCosts, *, saved: tuple[int, ...], tied: Mapping[str, tuple[str, ...]]
 ) -> LayerProfile:
     layer, digest, sizes = task.chain.layers[n], costs.records.units[n].digest, costs.records.sizes
     times = [costs.times[digest, size] for size in sizes]
@@ -87,7 +87,7 @@ def _layer_profile(
         tied_groups=_tied_groups(task.chain.layers, n, tied_bytes),
         optimizer_us=round(optimizer.step_us, 1),
         optimizer_peak_bytes=optimizer.peak_bytes,
-        optimizer_boundary_peak_bytes=costs.boundary_peaks[n],
+        optimizer_boundary_peak_bytes=costs.optimizer_boundary_peaks[n],
         forward_us=tuple(round(t.forward_us, 1) for t in times),
         backward_us=tuple(round(t.backward_us, 1) for t in times),
         backward_input_us=tuple(round(input_us, 1) for input_us, _ in half_times),

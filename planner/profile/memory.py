@@ -233,7 +233,7 @@ def _relayed(unit: Unit, received: UnitInput, sources: Sequence[int]) -> list[bo
         received: Input of the layer.
         sources: For each output, the index of the input whose storage it shares, or a number that is no such index.
     """
-    leaves = received.fresh()
+    leaves = received.new_leaves()
     inputs = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     if not any(source in range(len(inputs)) for source in sources):
         return [False] * len(sources)

@@ -91,7 +91,7 @@ def measure_optimizer(
     )
 
 
-def peaks_add(module: nn.Module, whole: ModelOptimizer, *, meter: Meter) -> bool:
+def has_additive_peaks(module: nn.Module, whole: ModelOptimizer, *, meter: Meter) -> bool:
     """Return True if the transient memory of an update grows with the number of parameters, as with `foreach`.
 
     Otherwise it depends on the largest parameter only. Updates of two and of three copies of the layer's parameters are
@@ -141,7 +141,7 @@ def first_of_same_cost(modules: Sequence[nn.Module], digests: Sequence[str], who
     ]
 
 
-def boundary_peaks(
+def optimizer_boundary_peaks(
     layers: Sequence[Sequence[Tensor]], whole: ModelOptimizer, *, device: torch.device, meter: Meter
 ) -> list[int]:
     """Return, for each layer, the transient bytes when an update moves on from the previous layer; 0 for the first.

@@ -22,7 +22,7 @@ from planner.device.machine import CACHE_BYTES
 from planner.model.batch_norm import BatchStatistics
 from planner.model.split_backward import DeferredUses, SplitBackward
 from planner.model.stage import ModelStage
-from planner.profile.crossing import Exit, entrance_of, is_small, own_storages_of
+from planner.profile.crossing import LayerOutputs, is_small, make_layer_inputs, own_storages_of
 from planner.profile.units import Unit, UnitInput
 
 
@@ -145,13 +145,13 @@ class _Turn:
 
     def __init__(self, unit: Unit, received: UnitInput) -> None:
         if not is_large(unit):
-            give_gradients(unit)
+            fill_missing_gradients(unit)
         self._unit = unit
         self._received = received
         self._own_storages = own_storages_of(unit)
-        self._entrance = entrance_of(received) if is_small(received.values) else None
+        self._entrance = make_layer_inputs(received) if is_small(received.values) else None
         self._outputs: list[Any] = []
-        self._exit: Exit | None = None
+        self._exit: LayerOutputs | None = None
         self._forward_us = 0.0
         self.is_stage = isinstance(unit.module, ModelStage)
 
@@ -163,7 +163,7 @@ class _Turn:
             before: Turn of the previous layer, whose outputs provide the memory for the inputs; None for the first.
         """
         if self._entrance is None:
-            self._entrance = entrance_of(
+            self._entrance = make_layer_inputs(
                 self._received, *(() if before is None else (before._outputs, before._own_storages))
             )
         self._forward_us = timer.forward_us(self._unit, self._entrance.values, self._received, self._outputs)
@@ -172,7 +172,7 @@ class _Turn:
         """Release inputs and outputs of the layer."""
         assert self._entrance is not None
         self._entrance.values.clear()
-        self._exit = Exit(self._outputs, self._own_storages)
+        self._exit = LayerOutputs(self._outputs, self._own_storages)
         if is_small(self._outputs):
             self._exit.fill(None)
         self._outputs.clear()
@@ -203,10 +203,10 @@ def time_once(timer: WholeTimer, unit: Unit, received: UnitInput) -> tuple[float
         Microseconds of forward and backward; with a split backward, of forward plus I, and of W.
     """
     if not is_large(unit):
-        give_gradients(unit)
+        fill_missing_gradients(unit)
     outputs: list[Any] = []
     forward_us = timer.forward_us(unit, received.non_leaves(), received, outputs)
-    exit_point = Exit(outputs, own_storages_of(unit))
+    exit_point = LayerOutputs(outputs, own_storages_of(unit))
     if exit_point.end is None:
         return forward_us, 0.0
     exit_point.fill(None)
@@ -214,7 +214,9 @@ def time_once(timer: WholeTimer, unit: Unit, received: UnitInput) -> tuple[float
     return forward_us + input_us, backward_us
 
 
-def in_a_row(timer: WholeTimer, layers: Sequence[tuple[Unit, UnitInput]], idle: IdleLayer) -> list[tuple[float, float]]:
+def time_neighbors(
+    timer: WholeTimer, layers: Sequence[tuple[Unit, UnitInput]], idle: IdleLayer
+) -> list[tuple[float, float]]:
     """Time neighboring layers as in a stage: all their forwards, then all their backwards.
 
     Args:
@@ -278,7 +280,7 @@ def _take_gradients(unit: Unit) -> None:
     gc.collect(0)
 
 
-def give_gradients(unit: Unit) -> None:
+def fill_missing_gradients(unit: Unit) -> None:
     """Set missing gradients to zeros, because gradients exist in the second and later micro-batches."""
     for parameter in unit.module.parameters():
         if parameter.requires_grad and parameter.grad is None:

@@ -22,7 +22,7 @@ from planner.model.shared_memory import has_hooks
 from planner.model.user_errors import error_location
 from planner.profile.backends.choice import backend_of
 from planner.profile.structure import find_chain
-from planner.profile.task import Measurements, ProfilerOptions, Progress, Steps, Task
+from planner.profile.task import Measurements, ProfilerOptions, ProfilingTask, Progress, ProgressCounter
 
 
 class InterruptedProfileError(KeyboardInterrupt):
@@ -74,22 +74,22 @@ def profile_model(
     ):
         if text:
             warn(text)
-    measurements = Measurements(header=_header(loaded, chain, backend.described(), options))
+    measurements = Measurements(header=_header(loaded, chain, backend.describe(), options))
     if earlier is not None:
         measurements.take_over(earlier, warn)
-    task = Task(
+    task = ProfilingTask(
         loaded=loaded,
         chain=chain,
         lean=lean,
         buffer_bytes={layer.name: layer.buffer_bytes for layer in chain.layers},
         options=options,
         measurements=measurements,
-        steps=Steps(progress),
+        steps=ProgressCounter(progress),
         warn=warn,
         note=note,
     )
     try:
-        with untouched(chain.model):
+        with keep_model_unchanged(chain.model):
             measured = backend.measure(task)
     except KeyboardInterrupt as error:
         raise InterruptedProfileError(measurements.partial()) from error
@@ -149,7 +149,7 @@ def _raise_of_model(loaded: LoadedModel, model: nn.Module, error: Exception) -> 
 
 
 @contextmanager
-def untouched(model: nn.Module) -> Iterator[None]:
+def keep_model_unchanged(model: nn.Module) -> Iterator[None]:
     """Restore a model's buffers and gradients, and the state of random generators, after the block."""
     holders = [(module, dict(module._buffers)) for module in model.modules()]
     values = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]

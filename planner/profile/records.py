@@ -15,7 +15,7 @@ from planner.device.meter import Meter
 from planner.model.refusals import TooFewSamplesError, explained_refusals
 from planner.profile.memory import measure_memory
 from planner.profile.split_memory import measure_split_memory
-from planner.profile.task import Task
+from planner.profile.task import ProfilingTask
 from planner.profile.units import Key, Unit, UnitInput, trace_units
 
 _MEMORY_PASSES = 10
@@ -48,7 +48,7 @@ class RecordingHooks:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Records:
+class UnitRecords:
     """Units of all layers, and the memory of each distinct unit at every micro-batch size that fits in memory."""
 
     units: tuple[Unit, ...]
@@ -80,7 +80,7 @@ class Records:
         return {own for (own, _), (name, _) in pairs if name in names}
 
 
-def record_sizes(task: Task, hooks: RecordingHooks) -> Records:
+def record_sizes(task: ProfilingTask, hooks: RecordingHooks) -> UnitRecords:
     """Trace the units at every micro-batch size and measure their memory.
 
     Raises:
@@ -112,7 +112,7 @@ def record_sizes(task: Task, hooks: RecordingHooks) -> Records:
         inputs |= {sized.key: sized.received for sized in sized_units}
         sizes.append(size)
     measurements = task.measurements
-    return Records(
+    return UnitRecords(
         units=units,
         sizes=tuple(sizes),
         inputs=inputs,
@@ -121,7 +121,7 @@ def record_sizes(task: Task, hooks: RecordingHooks) -> Records:
     )
 
 
-def record_memory(sized_units: Sequence[SizedUnit], task: Task, meter: Meter, *, in_halves: bool) -> None:
+def record_memory(sized_units: Sequence[SizedUnit], task: ProfilingTask, meter: Meter, *, in_halves: bool) -> None:
     """Measure the memory of each unit that has not been measured before.
 
     Args:
@@ -147,7 +147,7 @@ def record_memory(sized_units: Sequence[SizedUnit], task: Task, meter: Meter, *,
 
 
 def _traced_at(
-    task: Task, hooks: RecordingHooks, first: tuple[Unit, ...], size: int
+    task: ProfilingTask, hooks: RecordingHooks, first: tuple[Unit, ...], size: int
 ) -> tuple[tuple[Unit, ...], list[SizedUnit]]:
     """Trace the layers at one micro-batch size.
 
@@ -174,7 +174,7 @@ def _traced_at(
     return first, list(sized_units.values())
 
 
-def _end_at(task: Task, device: torch.device, fitting: Sequence[int], size: int) -> None:
+def _end_at(task: ProfilingTask, device: torch.device, fitting: Sequence[int], size: int) -> None:
     """Free memory after micro-batch size `size` has failed; warn that larger sizes are left out, or raise an error."""
     gc.collect()
     kind_of(device).empty_cache()

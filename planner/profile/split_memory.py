@@ -97,7 +97,7 @@ class _SplitPass:
         outputs: list[Any] = []
 
         def receive() -> None:
-            leaves.extend(received.fresh())
+            leaves.extend(received.new_leaves())
             values.extend(value.clone() if isinstance(value, Tensor) else value for value in leaves)
 
         # The inputs are created under the meter, because it will also see their release.

@@ -29,7 +29,7 @@ class ProfilerOptions:
     """True to leave out micro-batch sizes that exceed memory or are too small for a layer; False to raise an error."""
 
 
-class Steps:
+class ProgressCounter:
     """Progress of the measurements, counted in samples. Each measurement is announced before it starts."""
 
     def __init__(self, progress: Progress) -> None:
@@ -106,7 +106,7 @@ class Measurements:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Task:
+class ProfilingTask:
     """Profiling task: the model, the options, and the measurements so far."""
 
     loaded: LoadedModel
@@ -118,7 +118,7 @@ class Task:
     options: ProfilerOptions
     measurements: Measurements
     """Measurements so far, including those of an interrupted run."""
-    steps: Steps
+    steps: ProgressCounter
     warn: Callable[[str], None]
     """Function that is called with warnings for the user."""
     note: Callable[[str], None]

@@ -21,7 +21,15 @@ from planner.device.clock import Clock, typical_us
 from planner.device.machine import CACHE_BYTES
 from planner.model.batch_norm import BatchStatistics, deferred_batch_norms
 from planner.model.split_backward import SplitBackward
-from planner.profile.passes import IdleLayer, SplitTimer, WholeTimer, forward_of, give_gradients, in_a_row, is_large
+from planner.profile.passes import (
+    IdleLayer,
+    SplitTimer,
+    WholeTimer,
+    fill_missing_gradients,
+    forward_of,
+    is_large,
+    time_neighbors,
+)
 from planner.profile.units import Key, Unit, UnitInput
 
 _WARM_UPS = 2
@@ -77,11 +85,11 @@ def measure_times(
         progress: Function that yields the given keys one by one, and announces each measurement.
         kept_bytes: Bytes that each unit keeps from forward to backward, by digest and micro-batch size.
     """
-    equal = {digest: enough_to_leave_the_cache(units, digest) for digest, _ in inputs}
+    equal = {digest: layers_exceeding_cache(units, digest) for digest, _ in inputs}
     for unit in chain.from_iterable(equal.values()):
         # Gradients are allocated before anything runs. Between transient tensors, they would fragment the memory.
         if not is_large(unit):
-            give_gradients(unit)
+            fill_missing_gradients(unit)
     kinds = {digest: cycle(alike) for digest, alike in equal.items()}
     idle = IdleLayer.matching(units[0])
     split = SplitBackward()
@@ -91,15 +99,15 @@ def measure_times(
 
         def add_to(times: Samples, timer: WholeTimer, keys: Sequence[Key]) -> None:
             announced = progress(keys)
-            for stretch in stretches(keys, kept_bytes):
+            for stretch in split_into_passes(keys, kept_bytes):
                 layers = [(next(kinds[key[0]]), inputs[key]) for key in islice(announced, len(stretch))]
-                for key, times_us in zip(stretch, in_a_row(timer, layers, idle), strict=True):
+                for key, times_us in zip(stretch, time_neighbors(timer, layers, idle), strict=True):
                     times[key].append(times_us)
             next(announced, None)  # counts the last measurement as done
 
         for timer in (whole_timer, split_timer):
-            for stretch in stretches(list(inputs) * _WARM_UPS, kept_bytes):
-                in_a_row(timer, [(next(kinds[key[0]]), inputs[key]) for key in stretch], idle)
+            for stretch in split_into_passes(list(inputs) * _WARM_UPS, kept_bytes):
+                time_neighbors(timer, [(next(kinds[key[0]]), inputs[key]) for key in stretch], idle)
         # Whole and split backwards take turns, so that a slowdown of the machine affects both alike.
         while short := [key for key in inputs if min(len(samples[key]), len(halves[key])) < repeats]:
             add_to(samples, whole_timer, short)
@@ -110,7 +118,7 @@ def measure_times(
             add_to(halves, split_timer, list(inputs) * _BLOCK)
 
 
-def stretches(keys: Sequence[Key], kept_bytes: Mapping[Key, int]) -> Iterator[list[Key]]:
+def split_into_passes(keys: Sequence[Key], kept_bytes: Mapping[Key, int]) -> Iterator[list[Key]]:
     """Divide keys into lists of neighboring layers of one micro-batch size that are timed together.
 
     The layers of a list keep at most `_STRETCH_BYTES` for backward, unless the list has a single layer.
@@ -140,7 +148,7 @@ def times_of(samples: Sequence[tuple[float, float]]) -> LayerTimes:
     return LayerTimes(forward_us=forward_us, backward_us=backward_us, spread=half_width / mean if mean else 0.0)
 
 
-def doubt(chain: Sequence[str], samples: Mapping[Key, Sequence[tuple[float, float]]]) -> float:
+def time_uncertainty(chain: Sequence[str], samples: Mapping[Key, Sequence[tuple[float, float]]]) -> float:
     """Return the half-width of the 95 % confidence interval of a chain's time, divided by that time.
 
     The result is for the least certain micro-batch size. Errors of different layers are independent. Equal layers share
@@ -174,7 +182,7 @@ def half_times_of(samples: Sequence[tuple[float, float]], whole: LayerTimes) -> 
     return max(0.0, with_forward_us - whole.forward_us), weight_us
 
 
-def enough_to_leave_the_cache(units: Sequence[Unit], digest: str) -> list[Unit]:
+def layers_exceeding_cache(units: Sequence[Unit], digest: str) -> list[Unit]:
     """Return the first layers with a digest, as many as are needed to evict the parameters of one from the cache."""
     equal = [unit for unit in units if unit.digest == digest]
     size = equal[0].parameter_bytes

@@ -43,7 +43,7 @@ class UnitInput:
     spec: TreeSpec
     targets: Any
 
-    def fresh(self) -> list[Any]:
+    def new_leaves(self) -> list[Any]:
         """Return copies of the values as new leaves of the autograd graph; gradients are required as before."""
         return [
             value.detach().clone().requires_grad_(value.requires_grad) if isinstance(value, Tensor) else value
@@ -52,7 +52,7 @@ class UnitInput:
 
     def non_leaves(self) -> list[Any]:
         """Return copies that are no leaves of the autograd graph, so that a layer may write into them."""
-        return [value.clone() if isinstance(value, Tensor) else value for value in self.fresh()]
+        return [value.clone() if isinstance(value, Tensor) else value for value in self.new_leaves()]
 
 
 @dataclass(frozen=True)
@@ -230,7 +230,7 @@ def _check_loss(loaded: LoadedModel, chain: Chain, targets: Any, output: Any) ->
 def _received(value: Any, targets: Any) -> UnitInput:
     leaves, spec = tree_flatten(value)
     received = UnitInput(tuple(leaves), spec, targets)
-    return replace(received, values=tuple(received.fresh()))
+    return replace(received, values=tuple(received.new_leaves()))
 
 
 def _detached(value: Any) -> Any:

@@ -27,11 +27,11 @@ from planner.core.values.profile import Device, LayerProfile, ProgramMemory
 from planner.core.values.rates import Rates, rates_of
 from planner.model.load import LoadedModel
 from planner.profile.backends.estimated import GhostMeter, as_ghosts_if_lean
-from planner.profile.layers import BackendResult, Costs, layer_profiles
+from planner.profile.layers import BackendResult, UnitCosts, layer_profiles
 from planner.profile.memory import measure_casts
 from planner.profile.optimizer import OptimizerCost, trained_parameters
-from planner.profile.records import RecordingHooks, Records, SizedUnit, record_sizes
-from planner.profile.task import Task
+from planner.profile.records import RecordingHooks, SizedUnit, UnitRecords, record_sizes
+from planner.profile.task import ProfilingTask
 from planner.profile.timing import LayerTimes
 from planner.profile.units import Key
 from planner.tpu.compiler import Compiler
@@ -91,7 +91,7 @@ class CompiledBackend:
         rates = rates_of(f"{_TPU}{chip_of_device(name) or 'v2'}")
         return cls(Device(kind="tpu", name=name, memory_bytes=memory_bytes), rates)
 
-    def described(self) -> Device:
+    def describe(self) -> Device:
         """Return the description of the TPU."""
         return self._described
 
@@ -106,7 +106,7 @@ class CompiledBackend:
     def check_chain(self, *, lean: bool) -> None:
         """Accept every chain: a model whose layers read values of tensors is built completely, with its values."""
 
-    def measure(self, task: Task) -> BackendResult:
+    def measure(self, task: ProfilingTask) -> BackendResult:
         """Compile every distinct layer at each micro-batch size, and the optimizer step over the layer's parameters."""
         folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "gpipe-plan", "tpu")
         compiler = Compiler(self._chip, self._rates, folder, task.options.repeats)
@@ -119,14 +119,14 @@ class CompiledBackend:
             records = record_sizes(task, hooks)
             distinct = records.distinct
             optimizer = _optimizer_costs(records, compiler, rule)
-            costs = Costs(
+            costs = UnitCosts(
                 records=records,
                 casts_bytes=records.of_each(partial(measure_casts, meter=GhostMeter())),
                 # A program writes into no buffer.
                 rewritten_bytes=dict.fromkeys(distinct, 0),
                 idle=dict.fromkeys(distinct, ()),  # a program computes all gradients
                 optimizer=[optimizer[unit.digest] for unit in records.units],
-                boundary_peaks=[0] * len(records.units),
+                optimizer_boundary_peaks=[0] * len(records.units),
                 flops=dict.fromkeys(distinct, 0),
                 times={
                     key: LayerTimes(forward_us=layers[key].forward_us, backward_us=layers[key].backward_us, spread=0.0)
@@ -157,7 +157,9 @@ class CompiledBackend:
         )
 
 
-def _compile(jobs: Sequence[SizedUnit], task: Task, compiler: Compiler, layers: dict[Key, CompiledLayer]) -> None:
+def _compile(
+    jobs: Sequence[SizedUnit], task: ProfilingTask, compiler: Compiler, layers: dict[Key, CompiledLayer]
+) -> None:
     """Compile distinct layers at one micro-batch size; store results in `layers` and in the task's measurements."""
     _, size = jobs[0].key
     task.steps.begin(f"{len(jobs)} layers of {size} samples", size * len(jobs))
@@ -258,7 +260,7 @@ def _program(
     )
 
 
-def _optimizer_costs(records: Records, compiler: Compiler, rule: OptimizerRule) -> dict[str, OptimizerCost]:
+def _optimizer_costs(records: UnitRecords, compiler: Compiler, rule: OptimizerRule) -> dict[str, OptimizerCost]:
     """Return optimizer costs of every distinct layer: state from the rule, time and temporaries from the compiler."""
     units = records.distinct
     trained = {digest: trained_parameters(unit.module) for digest, unit in units.items()}

@@ -21,7 +21,7 @@ from planner.core.values.units import bytes_option, format_bytes
 from planner.emit.layout import Layout
 from planner.emit.native import Emitted, emit_with
 from planner.emit.processes import environment
-from planner.files import relocated
+from planner.files import relocate_source
 from planner.tpu.extra import chip_of_device
 from planner.tpu.program_memory import program_memory
 
@@ -66,7 +66,7 @@ def emit(
         return emit_with(
             layout,
             profile,
-            relocated(profile.model.source, profile_folder, folder),
+            relocate_source(profile.model.source, profile_folder, folder),
             template=("planner.tpu", "train_template.py.txt"),
             script=script,
             notes=(note,),

@@ -89,7 +89,7 @@ class Recorder:
         """Record the block as one training step, from the first forward to the optimizer's step."""
         if self._step == WARM_UP_STEPS - 1:
             self._memory.begin()
-        base, base_ns = self._device.on_host_clock()
+        base, base_ns = self._device.moment_on_both_clocks()
         begin_ns = time.perf_counter_ns()
         yield
         self._device.synchronize()
@@ -105,9 +105,9 @@ class Recorder:
     @contextmanager
     def optimizer(self, *, stage: int = 0) -> Iterator[None]:
         """Record the block as the optimizer's step."""
-        start = self._device.now()
+        start = self._device.current_moment()
         yield
-        self._pending.append(_Timed("optimizer", stage, 0, start, self._device.now()))
+        self._pending.append(_Timed("optimizer", stage, 0, start, self._device.current_moment()))
 
     def typical_us(self, kind: RunSpanKind, *, stage: int = 0) -> float:
         """Return the typical time of an action in microseconds (`run_times.typical_us`); 0 if no action was timed."""
@@ -122,9 +122,9 @@ class Recorder:
         self.peak = self._memory.close() or self.peak
 
     def _noted(self, kind: RunSpanKind, work: Callable[[], Any], stage: int, micro_batch: int) -> Any:
-        start = self._device.now()
+        start = self._device.current_moment()
         result = work()
-        self._pending.append(_Timed(kind, stage, micro_batch, start, self._device.now()))
+        self._pending.append(_Timed(kind, stage, micro_batch, start, self._device.current_moment()))
         return result
 
     def _collected(self, base: Moment, base_ns: int) -> tuple[RunSpan, ...]:

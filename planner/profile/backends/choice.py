@@ -13,7 +13,7 @@ from planner.model.load import LoadedModel
 from planner.profile.backends.estimated import EstimatedBackend
 from planner.profile.backends.measured import MeasuredBackend
 from planner.profile.layers import BackendResult
-from planner.profile.task import Task
+from planner.profile.task import ProfilingTask
 
 _ESTIMATE = "estimate:"
 
@@ -24,11 +24,11 @@ class Backend(Protocol):
     device: torch.device
     """Torch device on which the backend runs layers."""
 
-    def described(self) -> Device:
+    def describe(self) -> Device:
         """Return the device to which the costs apply, and how the costs are found."""
         ...
 
-    def measure(self, task: Task) -> BackendResult:
+    def measure(self, task: ProfilingTask) -> BackendResult:
         """Return time and memory of every layer at every micro-batch size.
 
         Raises:

@@ -38,19 +38,19 @@ from planner.model.optimizers import ModelOptimizer
 from planner.model.split_backward import SplitBackward
 from planner.model.stage import ModelStage
 from planner.profile.idle import idle_parameters, stepped_parameters
-from planner.profile.layers import BackendResult, Costs, layer_profiles
+from planner.profile.layers import BackendResult, UnitCosts, layer_profiles
 from planner.profile.memory import measure_casts
 from planner.profile.optimizer import (
     OptimizerCost,
-    boundary_peaks,
     first_of_same_cost,
     measure_optimizer,
+    optimizer_boundary_peaks,
     trained_parameters,
 )
 from planner.profile.passes import SplitTimer, WholeTimer, time_once
-from planner.profile.records import RecordingHooks, Records, record_memory, record_sizes
+from planner.profile.records import RecordingHooks, UnitRecords, record_memory, record_sizes
 from planner.profile.rewriting import rewritten_bytes
-from planner.profile.task import Task
+from planner.profile.task import ProfilingTask
 from planner.profile.timing import LayerTimes, half_times_of
 from planner.profile.units import Key, Unit, UnitInput
 
@@ -71,7 +71,7 @@ class EstimatedBackend:
     def __init__(self, absent: Accelerator) -> None:
         self._absent, self._rates = absent, rates_of(absent.name)
 
-    def described(self) -> Device:
+    def describe(self) -> Device:
         """Return the GPU as its data sheet describes it, with an assumed reserve of memory that is not for tensors."""
         return Device(
             kind=Cuda.name,
@@ -103,7 +103,7 @@ class EstimatedBackend:
                 hint="measure it: `--device cuda` on the machine that has one, or `--device cpu`",
             )
 
-    def measure(self, task: Task) -> BackendResult:
+    def measure(self, task: ProfilingTask) -> BackendResult:
         """Estimate every distinct layer once at each micro-batch size; repeats would give the same results."""
         meter, clock = GhostMeter(), self.clock()
         hooks = RecordingHooks(
@@ -131,13 +131,13 @@ class EstimatedBackend:
             optimizer = [by_first[n] for n in first]
             stepped = stepped_parameters(records, idle)
             times, half_times_us = _times(task, records, clock)
-            costs = Costs(
+            costs = UnitCosts(
                 records=records,
                 casts_bytes=records.of_each(partial(measure_casts, meter=meter)),
                 rewritten_bytes=records.of_each(rewritten_bytes),
                 idle=idle,
                 optimizer=optimizer,
-                boundary_peaks=boundary_peaks(stepped, whole, device=self.device, meter=meter),
+                optimizer_boundary_peaks=optimizer_boundary_peaks(stepped, whole, device=self.device, meter=meter),
                 flops=flops,
                 times=times,
                 half_times_us=half_times_us,
@@ -146,7 +146,7 @@ class EstimatedBackend:
 
 
 @contextmanager
-def as_ghosts_if_lean(task: Task) -> Iterator[None]:
+def as_ghosts_if_lean(task: ProfilingTask) -> Iterator[None]:
     """Replace parameters and buffers of a lean model (one without values) by ghosts inside the block."""
     if not task.lean:
         yield
@@ -236,11 +236,11 @@ class RooflineClock:
 
     def flops_of(self, unit: Unit, received: UnitInput) -> int:
         """Return the number of floating-point operations of a unit's forward."""
-        self.time_us(lambda: unit.run(received.fresh(), received))
+        self.time_us(lambda: unit.run(received.new_leaves(), received))
         return self.flops
 
 
-def _peaks_add(task: Task) -> bool:
+def _peaks_add(task: ProfilingTask) -> bool:
     """Return True if the optimizer updates all parameters at once, as torch's optimizers do on a GPU by default."""
     one = ModelOptimizer(task.loaded.build_optimizer, task.chain.model.parameters()).over(())
     return one.defaults.get("foreach", False) is None and not one.defaults.get("fused")
@@ -262,7 +262,7 @@ def _optimizer_cost(
 
 
 def _times(
-    task: Task, records: Records, clock: RooflineClock
+    task: ProfilingTask, records: UnitRecords, clock: RooflineClock
 ) -> tuple[dict[Key, LayerTimes], dict[Key, tuple[float, float]]]:
     """Return, for every distinct layer and size, the times of forward and backward, and those of I and W."""
     times, half_times_us = {}, {}

@@ -18,25 +18,25 @@ from planner.model.load import LoadedModel
 from planner.model.optimizers import ModelOptimizer
 from planner.profile.flops import forward_flops
 from planner.profile.idle import idle_parameters, stepped_parameters
-from planner.profile.layers import BackendResult, Costs, layer_profiles
+from planner.profile.layers import BackendResult, UnitCosts, layer_profiles
 from planner.profile.memory import measure_casts
 from planner.profile.optimizer import (
     OptimizerCost,
-    boundary_peaks,
     first_of_same_cost,
+    has_additive_peaks,
     measure_optimizer,
-    peaks_add,
+    optimizer_boundary_peaks,
 )
-from planner.profile.records import RecordingHooks, Records, record_memory, record_sizes
+from planner.profile.records import RecordingHooks, UnitRecords, record_memory, record_sizes
 from planner.profile.rewriting import rewritten_bytes
-from planner.profile.task import Task
+from planner.profile.task import ProfilingTask
 from planner.profile.timing import (
     LayerTimes,
-    doubt,
-    enough_to_leave_the_cache,
     half_times_of,
+    layers_exceeding_cache,
     measure_times,
     statistics_us,
+    time_uncertainty,
     times_of,
 )
 from planner.profile.units import Key, Unit, with_values
@@ -52,9 +52,9 @@ class MeasuredBackend:
         self.device = device
         self._kind = kind_of(device)
 
-    def described(self) -> Device:
+    def describe(self) -> Device:
         """Return the device, with the measured part of its memory that is not available for tensors."""
-        return self._kind.described()
+        return self._kind.describe()
 
     def check_model(self, loaded: LoadedModel) -> None:
         """Accept any model."""
@@ -62,7 +62,7 @@ class MeasuredBackend:
     def check_chain(self, *, lean: bool) -> None:
         """Accept any layers, because parameters get values before the layers run."""
 
-    def measure(self, task: Task) -> BackendResult:
+    def measure(self, task: ProfilingTask) -> BackendResult:
         """Measure memory first, while nothing else is allocated, and times after that."""
         meter, clock = self._kind.meter(), self._kind.clock(task.options.threads)
         hooks = RecordingHooks(
@@ -91,13 +91,13 @@ class MeasuredBackend:
             replace(cost, step_us=min(cost.step_us, earlier.step_us) + updating_us[unit.digest])
             for unit, earlier, cost in zip(records.units, before, after, strict=True)
         ]
-        costs = Costs(
+        costs = UnitCosts(
             records=records,
             casts_bytes=casts_bytes,
             rewritten_bytes=rewritten,
             idle=idle,
             optimizer=optimizer,
-            boundary_peaks=_boundary_peaks(task, records, idle, device=self.device, meter=meter),
+            optimizer_boundary_peaks=_boundary_peaks(task, records, idle, device=self.device, meter=meter),
             flops=records.of_each(forward_flops),
             times=times,
             half_times_us={
@@ -111,15 +111,15 @@ class MeasuredBackend:
         )
 
 
-def _fill(task: Task, device: torch.device, units: Sequence[Unit]) -> None:
+def _fill(task: ProfilingTask, device: torch.device, units: Sequence[Unit]) -> None:
     """Give memory and values to the parameters of the layers that will run."""
     digests = dict.fromkeys(unit.digest for unit in reversed(units))
-    running = [unit.module for digest in digests for unit in enough_to_leave_the_cache(units, digest)]
+    running = [unit.module for digest in digests for unit in layers_exceeding_cache(units, digest)]
     allocate_parameters(running, task.chain.model, device)
 
 
 def _optimizer_costs(
-    task: Task, records: Records, idle: Mapping[str, Collection[str]], *, meter: Meter, clock: Clock
+    task: ProfilingTask, records: UnitRecords, idle: Mapping[str, Collection[str]], *, meter: Meter, clock: Clock
 ) -> list[OptimizerCost]:
     # A training step accesses parameters and gradients of all layers between two updates of one layer.
     between_bytes = 2 * sum(p.nbytes for layer in task.chain.layers for p in layer.module.parameters())
@@ -144,21 +144,26 @@ def _optimizer_costs(
 
 
 def _boundary_peaks(
-    task: Task, records: Records, idle: Mapping[str, Collection[str]], *, device: torch.device, meter: Meter
+    task: ProfilingTask,
+    records: UnitRecords,
+    idle: Mapping[str, Collection[str]],
+    *,
+    device: torch.device,
+    meter: Meter,
 ) -> list[int]:
-    return boundary_peaks(stepped_parameters(records, idle), _whole(task), device=device, meter=meter)
+    return optimizer_boundary_peaks(stepped_parameters(records, idle), _whole(task), device=device, meter=meter)
 
 
-def _whole(task: Task) -> ModelOptimizer:
+def _whole(task: ProfilingTask) -> ModelOptimizer:
     return ModelOptimizer(task.loaded.build_optimizer, task.chain.model.parameters())
 
 
-def _peaks_add(task: Task, records: Records, meter: Meter) -> bool:
+def _peaks_add(task: ProfilingTask, records: UnitRecords, meter: Meter) -> bool:
     largest = max(records.distinct.values(), key=lambda unit: unit.parameter_bytes)
-    return peaks_add(largest.module, _whole(task), meter=meter)
+    return has_additive_peaks(largest.module, _whole(task), meter=meter)
 
 
-def _times(task: Task, records: Records, clock: Clock) -> dict[Key, LayerTimes]:
+def _times(task: ProfilingTask, records: UnitRecords, clock: Clock) -> dict[Key, LayerTimes]:
     """Time all layers repeatedly, until the chain's time is known well enough or the time budget is used up."""
     started, budget_s = time.monotonic(), task.options.time_budget_s
 
@@ -199,6 +204,6 @@ def _kept_bytes(detail: MemoryDetail) -> int:
     return detail.internal_bytes + sum(tensor.bytes for tensor in (*detail.inputs, *detail.outputs))
 
 
-def _doubt(task: Task, records: Records) -> float:
+def _doubt(task: ProfilingTask, records: UnitRecords) -> float:
     samples = {key: task.measurements.samples[key] for key in records.inputs}
-    return doubt([unit.digest for unit in records.units], samples)
+    return time_uncertainty([unit.digest for unit in records.units], samples)

@@ -46,7 +46,7 @@ def test_without_an_accelerator_none_is_in_use() -> None:
 def test_moments_of_the_host_are_its_clocks() -> None:
     """Later ones lie behind earlier ones, by nanoseconds."""
     kind = kind_of(CPU)
-    earlier, later = kind.now(), kind.now()
+    earlier, later = kind.current_moment(), kind.current_moment()
     assert 0 <= later.ns_since(earlier) < 10**9
 
 
@@ -54,9 +54,9 @@ def test_the_host_clock_is_the_host_s(monkeypatch: pytest.MonkeyPatch) -> None:
     """No time passes between a moment and when it is said to have been."""
     kind = kind_of(CPU)
     monkeypatch.setattr(time, "perf_counter_ns", lambda: 5000)
-    moment, at_ns = kind.on_host_clock()
+    moment, at_ns = kind.moment_on_both_clocks()
     monkeypatch.setattr(time, "perf_counter_ns", lambda: 5007)
-    assert (at_ns, kind.now().ns_since(moment)) == (5000, 7)
+    assert (at_ns, kind.current_moment().ns_since(moment)) == (5000, 7)
 
 
 @pytest.mark.parametrize(("profiled", "trained"), [("cpu", "cpu"), ("cuda", "cuda"), ("tpu", "cpu")])

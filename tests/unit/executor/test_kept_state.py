@@ -16,7 +16,7 @@ from planner.executor.run.replay import LayerState
 from planner.executor.run.shapes import shapes_of
 from planner.executor.run.stage_module import StageModule
 from planner.model.chain import chain_of
-from planner.profile.profiler import untouched
+from planner.profile.profiler import keep_model_unchanged
 from tests.support.measure import loaded_model
 
 WIDTH, SEED, MICRO_BATCHES = 4, 3, 4
@@ -293,6 +293,6 @@ def test_measuring_puts_resized_buffers_back() -> None:
     """A model that is measured is left as it was."""
     model = quantized()
     before = {name: buffer.clone() for name, buffer in model.named_buffers()}
-    with untouched(model):
+    with keep_model_unchanged(model):
         model(torch.randn(2, WIDTH))
     assert all(torch.equal(buffer, before[name]) for name, buffer in model.named_buffers())

@@ -42,7 +42,7 @@ def plainly(node: Any, definitions: dict[str, Any]) -> Any:
 def test_it_is_the_schema_that_pydantic_derives(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """For every kind of file, but for the names of schedules, of which the classes say nothing."""
     monkeypatch.setattr(core_schemas, "_CHOICES", {})
-    of = KINDS[kind].of
+    of = KINDS[kind].value_class
     theirs: TypeAdapter[Any] = TypeAdapter(NewType(of.__name__, of), config={"extra": "forbid"})  # type: ignore[arg-type]
     ours = plainly(core_schema_of(of), {})
     assert ours == plainly(theirs.core_schema, {})

@@ -16,7 +16,7 @@ from planner.device.clock import CpuClock
 from planner.device.meter import CpuMeter
 from planner.model.optimizers import ModelOptimizer
 from planner.profile import ProfilerOptions, profile_model
-from planner.profile.optimizer import boundary_peaks, measure_optimizer
+from planner.profile.optimizer import measure_optimizer, optimizer_boundary_peaks
 from tests.support.measure import loaded_model, profile_of_model
 from tests.support.moments import moments_with
 
@@ -171,7 +171,7 @@ def test_only_parameters_that_are_stepped_in_a_row_meet() -> None:
         return ModelOptimizer(build, [p for layer in layers for p in layer])
 
     def peaks(order: tuple[int, ...], apart: tuple[int, ...] = ()) -> list[int]:
-        found = boundary_peaks(layers, groups(order, apart), device=torch.device("cpu"), meter=CpuMeter())
+        found = optimizer_boundary_peaks(layers, groups(order, apart), device=torch.device("cpu"), meter=CpuMeter())
         return [round(peak / 4000) for peak in found]
 
     assert peaks((0, 1, 2)) == [0, 3, 3]

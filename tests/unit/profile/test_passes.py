@@ -11,9 +11,9 @@ from torch.utils._pytree import tree_flatten
 from planner.device.cpu import Cpu
 from planner.model.batch_norm import BatchStatistics
 from planner.model.split_backward import SplitBackward
-from planner.profile.crossing import Exit, entrance_of, own_storages_of
-from planner.profile.passes import IdleLayer, SplitTimer, WholeTimer, in_a_row
-from planner.profile.timing import stretches
+from planner.profile.crossing import LayerOutputs, make_layer_inputs, own_storages_of
+from planner.profile.passes import IdleLayer, SplitTimer, WholeTimer, time_neighbors
+from planner.profile.timing import split_into_passes
 from planner.profile.units import Unit, UnitInput
 from tests.support.measure import loaded_model, profile_of_model
 
@@ -91,7 +91,7 @@ def test_all_forwards_come_before_all_backwards(way: WholeTimer) -> None:
     notes: list[str] = []
     units = [unit_of(Watched(name, notes), name) for name in "abc"]
     layers = [(unit, given(traced(*LARGE))) for unit in units]
-    times = in_a_row(way, layers, IdleLayer.matching(units[0]))
+    times = time_neighbors(way, layers, IdleLayer.matching(units[0]))
     assert notes == ["F a", "F b", "F c", "B c", "B b", "B a"]
     assert times == [(0.0, 0.0)] * 3
 
@@ -117,7 +117,7 @@ def test_times_are_those_of_their_layers(count: int) -> None:
             clock.now_us += 1000.0 * (1 + self.number)
 
     layers = [(unit_of(Slow(n), str(n)), given(traced(3))) for n in range(count)]
-    assert in_a_row(way, layers, IdleLayer.matching(layers[0][0])) == [
+    assert time_neighbors(way, layers, IdleLayer.matching(layers[0][0])) == [
         (100.0 * n, 1000.0 * n) for n in range(1, count + 1)
     ]
 
@@ -133,7 +133,7 @@ def test_a_large_input_lies_where_the_layer_before_wrote_it(shape: tuple[int, ..
     seen: list[Tensor] = []
     second.register_forward_pre_hook(lambda _module, inputs: seen.append(inputs[0].detach().clone()))
     wanted = traced(*shape)
-    in_a_row(
+    time_neighbors(
         way,
         [(unit_of(first, "a"), given(traced(*shape))), (unit_of(second, "b"), given(wanted))],
         IdleLayer.matching(unit_of(first)),
@@ -163,7 +163,7 @@ def test_what_is_not_alike_is_left_alone(output: Callable[[], Tensor]) -> None:
     before = output()
     kept = before.detach().clone()
     wanted = traced(*LARGE)
-    entrance = entrance_of(given(wanted), [before])
+    entrance = make_layer_inputs(given(wanted), [before])
     assert torch.equal(entrance.values[0], wanted)
     assert torch.equal(before, kept)
     assert entrance.values[0].requires_grad
@@ -175,12 +175,12 @@ def test_parameters_are_not_written_over() -> None:
     layer = nn.Linear(300, 300)
     weight = layer.weight.detach().clone()
     unit = unit_of(layer)
-    entrance_of(given(traced(*LARGE)), [layer.weight], own_storages_of(unit))
-    entrance_of(given(traced(*LARGE)), [layer.weight.view(300, 300)], own_storages_of(unit))
+    make_layer_inputs(given(traced(*LARGE)), [layer.weight], own_storages_of(unit))
+    make_layer_inputs(given(traced(*LARGE)), [layer.weight.view(300, 300)], own_storages_of(unit))
     assert torch.equal(layer.weight, weight)
-    behind = entrance_of(given(traced(*LARGE)))
+    behind = make_layer_inputs(given(traced(*LARGE)))
     behind.gradients.append(layer.weight.detach())
-    Exit([traced(*LARGE) * 1], own_storages_of(unit)).fill(behind)
+    LayerOutputs([traced(*LARGE) * 1], own_storages_of(unit)).fill(behind)
     assert torch.equal(layer.weight, weight)
 
 
@@ -192,16 +192,16 @@ def test_inputs_may_be_written_into() -> None:
         (unit_of(nn.ReLU(inplace=True), "b"), given(traced(*LARGE))),
     ]
     for each in (way, halves):
-        assert len(in_a_row(each, layers, IdleLayer.matching(layers[0][0]))) == 2
+        assert len(time_neighbors(each, layers, IdleLayer.matching(layers[0][0]))) == 2
 
 
 def test_gradients_are_ones_where_the_layer_behind_left_them() -> None:
     """Nobody else holds them then: one that is passed on to an input is not copied."""
-    behind = entrance_of(given(traced(*LARGE), traced(*LARGE), 3, torch.zeros(2)))
+    behind = make_layer_inputs(given(traced(*LARGE), traced(*LARGE), 3, torch.zeros(2)))
     left = torch.full(LARGE, 5.0)
     behind.gradients.extend([None, left])
     leaves = [traced(*LARGE), traced(*LARGE)]
-    way_out = Exit([leaves[0] * 1, leaves[1].view_as(leaves[1]), 3, torch.zeros(2)], frozenset())
+    way_out = LayerOutputs([leaves[0] * 1, leaves[1].view_as(leaves[1]), 3, torch.zeros(2)], frozenset())
     way_out.fill(behind)
     way_out.fill(None)  # there is nothing left to do
     address = left.data_ptr()
@@ -216,13 +216,13 @@ def test_gradients_are_ones_where_the_layer_behind_left_them() -> None:
 def test_rows_end_with_a_size_and_where_much_is_kept() -> None:
     """And no layer is in one twice."""
     kept = {("a", 1): 2**27, ("b", 1): 2**27, ("c", 1): 1, ("big", 1): 2**30, ("a", 2): 3, ("b", 2): 4}
-    assert list(stretches(list(kept), kept)) == [
+    assert list(split_into_passes(list(kept), kept)) == [
         [("a", 1), ("b", 1)],
         [("c", 1)],
         [("big", 1)],
         [("a", 2), ("b", 2)],
     ]
-    assert list(stretches([("c", 1)] * 2, kept)) == [[("c", 1)]] * 2
+    assert list(split_into_passes([("c", 1)] * 2, kept)) == [[("c", 1)]] * 2
 
 
 def test_what_a_layer_does_not_run_is_not_its_time(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -584,7 +584,7 @@ def test_every_unit_gets_what_it_gets_in_the_model() -> None:
     assert first.targets is None
     assert last.targets.tolist() == [0, 1]
     assert [unit.loss_fn is not None for unit in units] == [False] * 5 + [True]
-    fresh = last.fresh()[0]
+    fresh = last.new_leaves()[0]
     assert fresh.data_ptr() != last.values[0].data_ptr()
     assert fresh.requires_grad
 

@@ -16,7 +16,7 @@ from planner.model.load import LoadedModel
 from planner.profile import InterruptedProfileError, ProfilerOptions, passes, profile_model, records, timing
 from planner.profile.backends import measured
 from planner.profile.task import Measurements
-from planner.profile.timing import doubt, measure_times
+from planner.profile.timing import measure_times, time_uncertainty
 from planner.profile.units import Unit, UnitInput
 from tests.support.measure import loaded_model, profile_of_model
 
@@ -70,7 +70,7 @@ def test_a_model_that_sends_more_than_it_need_is_told_so() -> None:
 def test_repeats_go_on_while_in_doubt(repeats: dict[int, list[int]], monkeypatch: pytest.MonkeyPatch) -> None:
     """Three at least; then five more at a time, until the time of the chain is known well enough."""
     doubts = iter([0.5, 0.03, 0.009])
-    monkeypatch.setattr(measured, "doubt", lambda *_: next(doubts))
+    monkeypatch.setattr(measured, "time_uncertainty", lambda *_: next(doubts))
     said: list[str] = []
     profile_model(small(), replace(OPTIONS, time_budget_s=60.0), warn=said.append)
     assert repeats == {1: [3, 8, 13], 2: [3, 8, 13]}
@@ -79,7 +79,7 @@ def test_repeats_go_on_while_in_doubt(repeats: dict[int, list[int]], monkeypatch
 
 def test_a_noisy_machine_ends_with_a_warning(repeats: dict[int, list[int]], monkeypatch: pytest.MonkeyPatch) -> None:
     """Once the time is up, and not before the least number of repeats; it names the doubt and what to do."""
-    monkeypatch.setattr(measured, "doubt", lambda *_: 0.123)
+    monkeypatch.setattr(measured, "time_uncertainty", lambda *_: 0.123)
     said: list[str] = []
     profile_model(small(), replace(OPTIONS, time_budget_s=1e-6), warn=said.append)
     assert repeats == {1: [3], 2: [3]}
@@ -102,15 +102,15 @@ def scattered(us: float, share: float, repeats: int) -> list[tuple[float, float]
 
 def test_doubt_falls_with_repeats_and_with_the_share_of_what_scatters() -> None:
     """Equal layers scatter together, different ones apart, and what takes no time at all does not matter."""
-    few, many = (doubt(["a"], {("a", 1): scattered(1e6, 0.1, n)}) for n in (10, 40))
+    few, many = (time_uncertainty(["a"], {("a", 1): scattered(1e6, 0.1, n)}) for n in (10, 40))
     assert few == pytest.approx(1.96 * 0.1 * (10 / 9) ** 0.5 / 10**0.5, rel=1e-3)
     assert 1.9 < few / many < 2.2
-    assert doubt(["a"] * 4, {("a", 1): scattered(1e6, 0.1, 10)}) == pytest.approx(few)
+    assert time_uncertainty(["a"] * 4, {("a", 1): scattered(1e6, 0.1, 10)}) == pytest.approx(few)
     two = {("a", 1): scattered(1e6, 0.1, 10), ("b", 1): scattered(1e6, 0.1, 10)}
-    assert doubt(["a", "b"], two) == pytest.approx(few / 2**0.5)
+    assert time_uncertainty(["a", "b"], two) == pytest.approx(few / 2**0.5)
     worst = {("a", 1): scattered(1e6, 0.1, 10), ("a", 2): scattered(1e6, 0.0, 10)}
-    assert doubt(["a"], worst) == few
-    assert doubt(["a"], {("a", 1): scattered(1.0, 0.5, 10)}) < 0.01
+    assert time_uncertainty(["a"], worst) == few
+    assert time_uncertainty(["a"], {("a", 1): scattered(1.0, 0.5, 10)}) < 0.01
 
 
 def test_large_layers_have_no_gradients_when_they_run(monkeypatch: pytest.MonkeyPatch) -> None:
