@@ -248,10 +248,20 @@ class Cuts:
             gap = parent.children.index(call.number) + 1
             # After the last child, the parent call ends, and the cut after the parent is considered separately.
             joins = self._joins_in.get((parent.number, gap), []) if gap < len(parent.children) else []
+            joins = [join for join in joins if not self._draws_after(join)]
             cuts = [call.exit + 1, *(join.exit + 1 for join in joins)]
             possible = [cut for cut in cuts if self.crossing(cut).problem is None]
             self._cut_behind[call.number] = min(possible, key=self.num_bytes, default=cuts[0])
         return self._cut_behind[call.number]
+
+    def _draws_after(self, join: Join) -> bool:
+        """Return True if code draws random numbers between a join and the next start or end of a call.
+
+        Random generators are seeded where a layer begins. A plain loop can seed them only at the start or end of a call.
+        """
+        parent = self.recording.calls[join.call]
+        next_enter = self.recording.calls[parent.children[join.gap]].enter
+        return any(operator.random and join.exit < operator.time < next_enter for operator in self.recording.operators)
 
     def _is_tried(self, call: Call) -> bool:
         # After the last operator that reads a parameter there would be nothing to train.
