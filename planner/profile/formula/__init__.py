@@ -1,1 +1,1 @@
-"""Profiles of transformers by published formulas, from a shape or a Hugging Face configuration, without torch."""
+"""Compute profiles of transformers by published formulas, from sizes or a Hugging Face config.json, without torch."""

@@ -1,37 +1,38 @@
-"""Compute the profile of a transformer by published formulas, to plan before there is code or a device.
+"""Compute the profile of a transformer by published formulas, to make plans before code or devices exist.
 
-    s   tokens of a sample           h   width                   V   words
+    s   tokens of a sample           h   width of the model      V   words of the vocabulary
     b   samples of a micro-batch     f   width of the            t   devices that share each layer
-    a   heads                            feed-forward layers     e   bytes of an activation
+    a   attention heads                  feed-forward layers     e   bytes of an activation
 
 FLOP of one micro-batch, on all t devices together (Narayanan et al., "Efficient Large-Scale Language Model Training on
 GPU Clusters Using Megatron-LM", arXiv:2104.04473; split backward as in Qi et al., "Zero Bubble Pipeline Parallelism",
-arXiv:2401.10241, table 1; both have f = 4h). F is the forward, I computes gradients of inputs, W those of weights:
+arXiv:2401.10241, table 1; both have f = 4h). F is the forward, I the input-gradient pass, W the weight-gradient pass:
 
                   F                           I                           W
     block         8bsh^2 + 4bshf + 4bs^2h     8bsh^2 + 4bshf + 8bs^2h     8bsh^2 + 4bshf
     head          2bshV                       2bshV                       2bshV
 
 Bytes that each device keeps of one micro-batch for its backward (Korthikanti et al., "Reducing Activation Recomputation
-in Large Transformer Models", arXiv:2205.05198, equations 1 to 4, where f = 4h and e = 2). Each of the t devices has its
-part of split tensors, and all of whole tensors, unless sequence parallelism splits these as well:
+in Large Transformer Models", arXiv:2205.05198, equations 1 to 4, where f = 4h and e = 2). Tensor parallelism splits
+some tensors, of which each of the t devices has a part. Each device has whole copies of the others, unless sequence
+parallelism splits these as well:
 
                   whole                split
     embedding     bsh (e + 1)          -
     block         bsh (4e + 2)         e (4bsh + 2bsf) / t; if scores are kept, also b a s^2 (2e + 1) / t
     head          bsh e                4bsV / t: logits in float32
 
-From I to W a block keeps the inputs of its products and the gradients of their results: 4bsh e whole, and split e (4bsh
-+ 2bsf) / t; together 32bsh in the papers' case with t = 1. The papers' formulas include no transients of a layer. This
-module adds two: the newest gradient of a layer's largest weight, until it is accumulated, and a second copy of the
-head's logits.
+From I to W, a block keeps the inputs of its products and the gradients of their results: 4bsh e in whole tensors, and
+e (4bsh + 2bsf) / t in split ones. In the papers' case with t = 1, the sum is 32bsh. The papers' formulas include no
+temporary tensors of a layer. This module adds two: the newest gradient of a layer's largest weight, until it is
+accumulated, and a second copy of the head's logits.
 
-The t devices sum bsh e after each product whose inputs are split among them: twice per block in forward and as often in
-backward, once in forward after the embedding, and once in backward before the head. With sequence parallelism they
-gather and scatter as many bytes.
+After each product whose inputs are split among the t devices, these sum bsh e bytes (all-reduce). There are two sums
+per block in forward and two in backward, one after the embedding in forward, and one before the head in backward. With
+sequence parallelism, gathers and scatters of as many bytes replace the sums.
 
-Not counted: operators that are bound by memory rather than by FLOP, workspaces of kernels. A rate measured in runs
-includes the effect of the first.
+The formulas do not count workspaces of kernels, nor the time of operators that memory limits rather than arithmetic. A
+rate (FLOP/s) that was measured in training runs includes the effect of these operators.
 """
 
 from dataclasses import dataclass, fields, replace
@@ -48,8 +49,8 @@ class Pace:
 
     flops_per_s: float
     bytes_per_s: float = 0.0
-    """Bandwidth between its memory and its cores, which bounds the optimizer's step; 0 if unknown: then the step takes
-    no time."""
+    """Bandwidth of the device's memory, which determines the time of an optimizer's update. If it is 0 (unknown), the
+    update takes no time."""
 
 
 def transformer_profile(
@@ -65,22 +66,22 @@ def transformer_profile(
     steps_at_once: bool,
     other_widths: tuple[int, ...] = (),
 ) -> Profile:
-    """Return the profile of a transformer: embedding, blocks, head with the loss.
+    """Return the profile of a transformer, whose layers are the embedding, the blocks, and the head with the loss.
 
     Args:
-        shape: The model.
-        execution: Its division among devices, and its kernels.
-        widths: Bytes of its numbers.
+        shape: Shape of the model.
+        execution: Division of the layers among devices, and kernels.
+        widths: Bytes per activation and per parameter.
         pace: Rates of the device.
-        device: The device, as named in the profile.
-        dtype: The precision, as named in the profile.
-        optimizer: Name of the optimizer.
-        micro_batch_sizes: Sizes, in samples.
-        steps_at_once: True if the optimizer steps all parameters at once, with a copy of them as transient.
-        other_widths: Other numbers of devices that may share each layer.
+        device: Device, for the profile.
+        dtype: Precision, for the profile.
+        optimizer: Name of the optimizer, for the profile.
+        micro_batch_sizes: Micro-batch sizes in samples.
+        steps_at_once: Whether the optimizer updates all parameters at once, with a temporary copy of them.
+        other_widths: Further numbers of devices that may share each layer, for which the profile has costs as well.
 
     Returns:
-        A profile with `how: estimated` in its device, including split backwards.
+        A profile with `how: estimated` in its device, and with times of split backwards.
     """
 
     def layers_of(execution: Execution) -> tuple[LayerProfile, ...]:
@@ -113,9 +114,9 @@ def transformer_profile(
 
 
 def _settings(shape: Transformer, execution: Execution, pace: Pace) -> dict[str, Setting]:
-    """Return the settings of the profile: sizes, options that differ from the default, and the rate."""
+    """Return the settings to store in the profile: sizes, options that differ from their defaults, and the rate."""
     block = shape.blocks[-1]
-    # Formulas of models with layer norms have no eager variant.
+    # For models with layer norms, the formulas are the same with and without fused kernels.
     left_out = {"tensor_parallel", "counts_collectives", *(["fused"] if shape.layer_norms else [])}
     names = [of.name for of in fields(execution) if of.name not in left_out]
     options: dict[str, Setting] = {
@@ -139,7 +140,7 @@ def _settings(shape: Transformer, execution: Execution, pace: Pace) -> dict[str,
 def _layer_profile(
     layer: LayerCosts, widths: Widths, pace: Pace, *, sizes: tuple[int, ...], steps_at_once: bool
 ) -> LayerProfile:
-    """Return the layer's profile at every size."""
+    """Return the layer's profile at every micro-batch size."""
 
     def times_us(flops: float) -> tuple[float, ...]:
         return tuple(b * flops / pace.flops_per_s * 1e6 for b in sizes)
@@ -147,7 +148,7 @@ def _layer_profile(
     def each(bytes_of_one: float, more: int = 0) -> tuple[int, ...]:
         return tuple(round(b * bytes_of_one) + more for b in sizes)
 
-    # Every number of the state is read and written once, gradients are read.
+    # An update reads and writes each parameter and each number of the optimizer's state, and reads each gradient.
     touched = 2 * widths.parameter + widths.gradient + 2 * widths.optimizer
     return LayerProfile(
         name=layer.name,

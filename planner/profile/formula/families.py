@@ -1,7 +1,7 @@
-"""Shapes of the models of Hugging Face transformers, from their config.json.
+"""Derive the shapes of models of Hugging Face transformers from their config.json.
 
-Defaults are those of the configuration classes of transformers 5 (`defaults.json`).
-`tests/unit/profile/test_families.py` compares both and the parameters with transformers.
+Keys that a file leaves out have the defaults of transformers 5 (`defaults.json`). `tests/unit/profile/test_families.py`
+compares defaults and numbers of parameters with those of transformers.
 """
 
 from collections.abc import Callable, Mapping
@@ -14,10 +14,10 @@ from planner.profile.formula.presets import defaults
 from planner.profile.formula.shapes import Attention, Block, Experts, FeedForward, Latent, Transformer
 
 Shape = Callable[[Fields, int], Transformer]
-"""Function from a configuration and the number of tokens of a sample to the shape."""
+"""Function of a configuration and the number of tokens of a sample that returns the shape of the model."""
 
 _MOST_LAYERS: Final = 10_000
-"""Largest number of layers of a stack; a shape has an entry for each."""
+"""Largest supported number of layers, because a shape has an entry for each layer."""
 
 
 def shape_of(
@@ -27,12 +27,12 @@ def shape_of(
 
     Args:
         content: Content of config.json.
-        sequence: Tokens of a sample.
+        sequence: Number of tokens of a sample.
         source: Name of the file, for messages.
-        note: Called with the sizes that are assumed because the file leaves them out.
+        note: Function that is called with a note on sizes for which defaults are used.
 
     Raises:
-        UsageError: The family is not known, or keys are missing or wrong.
+        UsageError: The family (`model_type`) is not known, or keys are missing or wrong.
     """
     name = str(content.get("model_type") or "")
     if name not in FAMILIES:
@@ -52,19 +52,19 @@ def shape_of(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Llama:
-    """Llama, and families that differ from it in a few choices."""
+    """Formula for Llama and for families that differ from it in the choices below."""
 
     qkv_bias: Literal["attention_bias", "qkv_bias"] | bool = False
-    """Key of the flag for biases of queries, keys and values; or the flag itself."""
+    """Key in config.json that tells whether queries, keys and values have biases; or the answer for all models."""
     out_bias: bool = False
-    """True if `attention_bias` also adds a bias to the result of attention."""
+    """True if the key `attention_bias` also applies to the product after attention."""
     mlp_bias: bool = False
-    """True if `mlp_bias` adds biases to the feed-forward layer."""
+    """True if the key `mlp_bias` tells whether the feed-forward layer has biases."""
     normalized_keys: bool = False
     whole_key_norms: bool = False
-    """True if keys are normalized over all heads at once."""
+    """True if queries and keys are normalized over all heads together, False if over each head."""
     joined: bool = False
-    """True if one weight makes queries, keys and values, and one both inputs of the gate."""
+    """True if a single product computes queries, keys and values, and a single one both inputs of the gate."""
     norms: int = 2
     post_norms: int = 0
     wide_norms: bool = False
@@ -74,7 +74,7 @@ class _Llama:
     experts: Literal["mixtral", "qwen2", "qwen3"] | None = None
 
     def __call__(self, fields: Fields, sequence: int) -> Transformer:
-        """Return the shape."""
+        """Return the shape of the model that a configuration describes."""
         layers = fields.integer("num_hidden_layers", most=_MOST_LAYERS)
         hidden = fields.integer("hidden_size")
         attention = self._attention(fields, hidden)
@@ -116,7 +116,7 @@ class _Llama:
         )
 
     def _windows(self, fields: Fields, layers: int) -> list[int]:
-        """Return the window of each block; 0 if it attends to all tokens."""
+        """Return the attention window of each block in tokens; 0 for a block that attends to all tokens."""
         window = fields.integer("sliding_window", default=0, least=0)
         kinds = fields.texts("layer_types", layers)
         if not fields.flag("use_sliding_window", default=self.full_every != 1):
@@ -154,7 +154,7 @@ class _Llama:
 
 
 def _gpt2(fields: Fields, sequence: int) -> Transformer:
-    """Return the shape of GPT-2: learned positions, biases, dropout."""
+    """Return the shape of GPT-2, which has learned positions, biases and dropout."""
     layers = fields.integer("n_layer", "num_hidden_layers", most=_MOST_LAYERS)
     hidden = fields.integer("n_embd", "hidden_size")
     heads = fields.integer("n_head", "num_attention_heads")
@@ -185,7 +185,7 @@ def _gpt2(fields: Fields, sequence: int) -> Transformer:
 
 
 def _phi(fields: Fields, sequence: int) -> Transformer:
-    """Return the shape of Phi-1 and Phi-2: attention and feed-forward layer read the same normalized input."""
+    """Return the shape of Phi-1 or Phi-2, whose attention and feed-forward layer read the same normalized input."""
     attention = _plain_attention(fields, bias=True, normalized_keys=fields.flag("qk_layernorm"))
     attention = replace(attention, concatenated=True)
     feed_forward = _plain(fields.integer("intermediate_size"), fields.text("hidden_act", "gelu_new"), bias=True)
@@ -203,7 +203,7 @@ def _starcoder2(fields: Fields, sequence: int) -> Transformer:
 
 
 def _gpt_neox(fields: Fields, sequence: int) -> Transformer:
-    """Return the shape of GPT-NeoX and Pythia."""
+    """Return the shape of GPT-NeoX or Pythia."""
     attention = _plain_attention(fields, bias=fields.flag("attention_bias"), joined=True, grouped=False)
     feed_forward = _plain(fields.integer("intermediate_size"), fields.text("hidden_act", "gelu"), bias=True)
     block = Block(attention=attention, feed_forward=feed_forward)
@@ -218,7 +218,15 @@ def _plain_attention(
     normalized_keys: bool = False,
     grouped: bool = True,
 ) -> Attention:
-    """Return attention whose products all have biases, or none; `grouped`: False if each head has its own keys."""
+    """Return an attention layer of which all products have biases, or none.
+
+    Args:
+        fields: Configuration.
+        bias: Whether the products have biases.
+        joined: Whether a single product computes queries, keys and values.
+        normalized_keys: Whether queries and keys are normalized.
+        grouped: Whether several heads may share keys and values.
+    """
     heads = fields.integer("num_attention_heads")
     dim = _head_dim(fields, fields.integer("hidden_size"), heads)
     return Attention(
@@ -239,7 +247,7 @@ def _plain(width: int, activation: str, *, bias: bool) -> FeedForward:
 
 
 def _with_layer_norms(fields: Fields, sequence: int, block: Block, *, dropout: str) -> Transformer:
-    """Return a decoder of equal blocks with layer norms; `dropout`: key of the rate after each layer."""
+    """Return a decoder of equal blocks with layer norms; `dropout` is the key of its dropout rate in config.json."""
     return Transformer(
         hidden=fields.integer("hidden_size"),
         sequence=sequence,
@@ -252,7 +260,7 @@ def _with_layer_norms(fields: Fields, sequence: int, block: Block, *, dropout: s
 
 
 def _deepseek(fields: Fields, sequence: int) -> Transformer:
-    """Return the shape of DeepSeek-V2 and V3: latent attention; the first blocks have no experts."""
+    """Return the shape of DeepSeek-V2 or V3, which have latent attention and, except in the first blocks, experts."""
     layers = fields.integer("num_hidden_layers", most=_MOST_LAYERS)
     hidden = fields.integer("hidden_size")
     heads, bias = fields.integer("num_attention_heads"), fields.flag("attention_bias")
@@ -292,7 +300,7 @@ def _deepseek(fields: Fields, sequence: int) -> Transformer:
 
 
 def _t5(fields: Fields, sequence: int) -> Transformer:
-    """Return the shape of T5: encoder and decoder with relative positions; samples of both have the same length."""
+    """Return the shape of T5, an encoder and a decoder with relative positions; both get `sequence` tokens."""
     layers = fields.integer("num_layers", "num_hidden_layers", most=_MOST_LAYERS)
     hidden = fields.integer("d_model", "hidden_size")
     heads, dim = fields.integer("num_heads", "num_attention_heads"), fields.integer("d_kv", "head_dim")
@@ -325,7 +333,7 @@ def _t5(fields: Fields, sequence: int) -> Transformer:
 
 
 def _head_dim(fields: Fields, hidden: int, heads: int) -> int:
-    """Return the width of a head: the given one, or the model's width divided by the number of heads."""
+    """Return the width of a head: the key `head_dim`, or else the model's width divided by the number of heads."""
     dim = fields.integer("head_dim", default=0)
     if not dim:
         fields.check_multiple("hidden_size", hidden, "num_attention_heads", heads)
@@ -333,7 +341,7 @@ def _head_dim(fields: Fields, hidden: int, heads: int) -> int:
 
 
 def _key_value_heads(fields: Fields, heads: int) -> int:
-    """Return the number of key-value heads, each of which serves equally many heads."""
+    """Return the number of key-value heads, which must divide the number of heads."""
     count = fields.integer("num_key_value_heads", default=heads)
     fields.check_multiple("num_attention_heads", heads, "num_key_value_heads", count)
     return count
@@ -341,7 +349,7 @@ def _key_value_heads(fields: Fields, heads: int) -> int:
 
 def _num_saved_tensors(activation: str) -> int:
     """Return the number of tensors that an activation function saves for backward, its result included."""
-    # relu keeps its result only; transformers computes `gelu_new` by eight operators.
+    # `relu` saves only its result. Transformers computes `gelu_new` by eight operators, which save five tensors.
     return {"relu": 1, "gelu_new": 5}.get(activation, 2)
 
 
@@ -377,4 +385,4 @@ FAMILIES: Final[Mapping[str, Shape]] = {
     "deepseek_v3": _deepseek,
     "t5": _t5,
 }
-"""Formulas by `model_type`."""
+"""Function that derives the shape, for each `model_type` in config.json."""

@@ -1,4 +1,4 @@
-"""Values of a config.json, read by key; missing and wrong keys are collected and reported together."""
+"""Read the values of a config.json by key; collect missing and wrong keys, to report all of them in one error."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -9,9 +9,10 @@ _LARGEST = 2**32
 
 
 class Fields:
-    """Content of a config.json, with the defaults of its family.
+    """Reader of a config.json, with the defaults of its family.
 
-    A default replaces a key that is absent. For null, transformers derives a value from other keys, as callers do.
+    A default replaces a key that is absent. It does not replace null, for which callers derive a value from other keys,
+    as transformers does.
     """
 
     def __init__(self, content: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
@@ -19,12 +20,19 @@ class Fields:
         self._missing: list[str] = []
         self._wrong: list[str] = []
         self.assumed: dict[str, int] = {}
-        """Sizes that the file leaves out, and their defaults."""
+        """Keys of sizes that the file leaves out, with the defaults that were used."""
 
     def integer(self, *names: str, default: int | None = None, least: int = 1, most: int = _LARGEST) -> int:
-        """Return the integer of the first present key; all of these keys mean the same.
+        """Return the integer of the first of several keys with one meaning that is present.
 
-        Without a key, its default in the family and `default`, a placeholder is returned, and `check` raises.
+        If no key is present, return the family's default or else `default`. If there is no default either, or the value
+        is wrong, return a placeholder, and let `check` raise an error.
+
+        Args:
+            names: Keys with the same meaning.
+            default: Default if the family has none; None if a key is required.
+            least: Smallest valid integer.
+            most: Largest valid integer.
         """
         name = next((name for name in names if self._content.get(name) is not None), None)
         if name is not None:
@@ -45,38 +53,41 @@ class Fields:
         return 1 if default is None else default
 
     def check_multiple(self, name: str, value: int, of: str, divisor: int) -> None:
-        """Let `check` raise if the value of a key is no multiple of that of another one."""
+        """Let `check` raise an error if `value`, of the key `name`, is no multiple of `divisor`, of the key `of`."""
         if value % divisor:
             self._wrong.append(f"`{name}` is {value}, expected a multiple of `{of}`, which is {divisor}")
 
     def flag(self, name: str, *, default: bool = False) -> bool:
-        """Return a boolean; False for null."""
+        """Return the boolean of a key; False for null."""
         return bool(self._value(name, default))
 
     def text(self, name: str, default: str) -> str:
-        """Return a string."""
+        """Return the text of a key; `default` for null and for a missing key without a default in the family."""
         return str(self._value(name, default) or default)
 
     def integers(self, name: str) -> tuple[int, ...]:
-        """Return a list of integers; empty if it is missing."""
+        """Return the list of integers of a key; empty if the key is missing."""
         value = self._content.get(name)
         return tuple(each for each in value if isinstance(each, int)) if isinstance(value, list) else ()
 
     def number(self, name: str) -> float:
-        """Return a number; 0 for null."""
+        """Return the number of a key; 0 for null."""
         value = self._value(name, 0.0)
         return float(value) if isinstance(value, int | float) else 0.0
 
     def texts(self, name: str, count: int) -> tuple[str, ...]:
-        """Return a list of strings; empty if it is missing or has another length."""
+        """Return the list of texts of a key; empty if the key is missing or the list does not have `count` items."""
         value = self._content.get(name)
         return tuple(map(str, value)) if isinstance(value, list) and len(value) == count else ()
 
     def check(self, source: str) -> None:
-        """Raise UsageError if a key was missing or wrong.
+        """Check that no key that was read before is missing or wrong.
 
         Args:
             source: Name of the file, for the message.
+
+        Raises:
+            UsageError: Keys are missing or wrong.
         """
         reasons = [f"{name} is missing" for name in dict.fromkeys(self._missing)]
         reasons += dict.fromkeys(self._wrong)

@@ -1,6 +1,6 @@
-"""FLOP, parameters and bytes of each layer of a transformer, for one sample, on one of the devices that share it.
+"""Compute FLOP, parameters and bytes of each layer of a transformer, for one sample, on one of the t devices.
 
-The docstring of `planner.profile.formula.costs` has the formulas and their sources.
+The docstring of `planner.profile.formula.costs` has the formulas, their symbols (b, s, h, e, t …) and their sources.
 """
 
 from collections import Counter
@@ -15,49 +15,49 @@ class Execution:
     """Division of a model's layers among devices, and kernels that run them."""
 
     tensor_parallel: int = 1
-    """Devices that share each layer (t)."""
+    """Number of devices that share each layer (t)."""
     expert_parallel: int = 1
-    """Groups of devices that share the experts of each block."""
+    """Number of device groups among which the experts of each block are divided."""
     capacity: float = 1.0
-    """Tokens that the experts of a device compute, relative to an even distribution."""
+    """Number of tokens that the experts of a device compute, divided by the number under an even distribution."""
     sequence_parallel: bool = False
-    """True if tensors that tensor parallelism leaves whole are split along the sequence."""
+    """True if tensors that tensor parallelism does not split are split along the sequence."""
     keep_scores: bool = False
-    """True if attention keeps its scores for backward, as without a fused kernel."""
+    """True if attention keeps its scores for backward, as it does without a fused kernel."""
     recompute_attention: bool = False
-    """True if backward computes attention's scores and products again (selective recomputation)."""
+    """True if backward computes attention's scores and products a second time (selective recomputation)."""
     counts_collectives: bool = True
-    """True if sums over the devices that share a layer are counted; otherwise the rate includes them."""
+    """True if the time of sums over the t devices is counted separately; otherwise the rate includes it."""
     fused: bool = False
     """True if kernels fuse RMS normalizations, rotations and gated activations."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Widths:
-    """Bytes of one activation, and bytes per parameter."""
+    """Bytes of one element of an activation, and bytes per parameter for weights, gradients and optimizer."""
 
     activation: int
-    """Bytes of an activation (e)."""
+    """Bytes of an element of an activation (e)."""
     residual: int = 0
-    """Bytes of a hidden state between blocks, if they differ: autocast keeps these in float32."""
+    """Bytes of an element of the hidden state between blocks, which autocast keeps in float32; 0 if the same as e."""
     parameter: int
     gradient: int
     optimizer: int
-    """Bytes of the optimizer's state; master copies of parameters are part of it."""
+    """Bytes of optimizer state per parameter, including a master copy of the parameter."""
     cast: int = 0
-    """Bytes of autocast's copy."""
+    """Bytes per parameter of autocast's weight cache."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerCosts:
-    """Layer on one of the t devices, for one sample; FLOP and bytes of a micro-batch are b times as large."""
+    """Costs of a layer on one of the t devices, for one sample. A micro-batch takes b times as many FLOP and bytes."""
 
     name: str
     modules: tuple[str, ...] = ()
-    """Paths of its modules, if `name` is not the only one."""
+    """Paths of the layer's modules; empty if the only module has the path `name`."""
     parameters: int
     largest_weight: int
-    """Number of parameters in the largest weight."""
+    """Number of elements of the largest weight."""
     forward_flops: float
     input_flops: float
     weight_flops: float
@@ -65,29 +65,29 @@ class LayerCosts:
     saved_bytes: float
     weight_held_bytes: float
     transient_bytes: float = 0.0
-    """Transient bytes in forward, and in backward in addition to the gradient of the largest weight."""
+    """Bytes of temporary tensors in forward; in backward, the gradient of the largest weight is added."""
     collectives: int = 0
-    """Number of sums over the devices that share the layer, in forward, and again in backward."""
+    """Number of sums over the t devices in forward; backward has as many."""
     collective_bytes: float = 0.0
     """Bytes that these sum in forward, and again in backward."""
 
 
 _TORCHTITAN = {"embedding": "tok_embeddings", "block": "layers.", "mtp": "mtp.layers.", "head": "lm_head"}
-"""Names of modules in torchtitan's decoders, by kind of layer."""
+"""Names (or prefixes of names) of the modules of torchtitan's decoders, by kind of layer."""
 
 
 def layer_costs(shape: Transformer, execution: Execution, widths: Widths) -> Iterator[LayerCosts]:
-    """Yield the costs of embedding, blocks and head.
+    """Yield the costs of the embedding, the blocks and the head.
 
-    Layers of a decoder with a configuration have torchtitan's names, so that a plan can be emitted for it.
+    The layers of a decoder from a config.json get the names that torchtitan uses, so that plans can be emitted for it.
 
     Args:
-        shape: The model.
-        execution: Its division among devices, and its kernels.
-        widths: Bytes of its numbers.
+        shape: Shape of the model.
+        execution: Division of the layers among devices, and kernels.
+        widths: Bytes per activation and per parameter.
 
     Yields:
-        Costs of each layer for one sample, on one of the devices that share it.
+        Costs of each layer for one sample, on one of the t devices.
     """
     layers = _Layers(shape, execution, widths)
     names = {} if shape.family == "transformer" or shape.is_encoder_decoder else _TORCHTITAN
@@ -104,13 +104,13 @@ def layer_costs(shape: Transformer, execution: Execution, widths: Widths) -> Ite
 
 
 class _Layers:
-    """Formulas for one shape, execution and precision."""
+    """Formulas for the layers of one shape, with a given execution and precision."""
 
     def __init__(self, shape: Transformer, execution: Execution, widths: Widths) -> None:
         self.shape, self.execution, self.widths = shape, execution, widths
         self.e, self.t = widths.activation, execution.tensor_parallel
         self.residual = widths.residual or self.e
-        # Elements of sh that each device has of a tensor that tensor parallelism leaves whole.
+        # Elements that each device has of a hidden state (s h), which only sequence parallelism splits.
         self.whole = shape.sequence * shape.hidden / (self.t if execution.sequence_parallel else 1)
         # Encoder and decoder each pass a hidden state from block to block.
         self.streams = 2 if shape.is_encoder_decoder else 1
@@ -128,12 +128,12 @@ class _Layers:
             name="embedding",
             parameters=words + self.shape.positions * self.shape.hidden,
             largest_weight=words,
-            # Looking rows up takes no FLOP.
+            # Looking up rows takes no FLOP.
             forward_flops=0.0,
             input_flops=0.0,
             weight_flops=0.0,
             output_bytes=output,
-            # One sum in forward here, and one in backward in the head: half of one in each direction in both.
+            # The embedding has one sum in forward, the head one in backward. Each counts as half a sum in both passes.
             collectives=int(self.sums),
             collective_bytes=self._summed_bytes(0.5 * self.streams),
             saved_bytes=(0 if self.keeps_copies else output) + (self.whole * self.streams if self.shape.dropout else 0),
@@ -157,7 +157,7 @@ class _Layers:
         masks = block.norms if shape.dropout else 0
         return LayerCosts(
             name=block.kind,
-            # Biases after a split sum, and normalizations, are whole on each device.
+            # Each device has whole normalizations, and whole biases of products whose inputs are split.
             parameters=sum(each.parameters(t) for each in local)
             + block.whole_parameters(shape.hidden, shape.norm_width),
             largest_weight=max(map(self._weight, local)) // t,
@@ -170,13 +170,13 @@ class _Layers:
             + (0 if again else scores),
             weight_held_bytes=self._held_bytes(linears),
             transient_bytes=scores if again else 0.0,
-            # One sum for each input: attention and feed-forward layer of Phi share one.
+            # There is one sum per normalized input. The attention and the feed-forward layer of Phi share one.
             collectives=block.reads if self.sums else 0,
             collective_bytes=self._summed_bytes(block.reads),
         )
 
     def _product_flops(self, linear: MatrixProduct) -> float:
-        """Return the FLOP of a product on one device; weights that are not split take all tokens of the device."""
+        """Return the FLOP of a product on one device; weights that are not split multiply all tokens on each device."""
         is_divided = linear.split != "none" or self.execution.sequence_parallel
         flops = 2 * self.shape.sequence * linear.uses * linear.inputs * sum(linear.outputs)
         return flops / self.t if is_divided else flops
@@ -185,7 +185,7 @@ class _Layers:
         """Return the costs of the head with the loss."""
         shape, e = self.shape, self.e
         words = shape.vocabulary * shape.hidden // self.t
-        # Each block that predicts a further token uses the head once more.
+        # Each block that predicts a further token (multi-token prediction) uses the head once more.
         uses = 1 + sum(block.kind == "mtp" for block in shape.blocks)
         logits = uses * shape.sequence * shape.vocabulary / self.t
         flops = 2 * shape.hidden * logits
@@ -197,7 +197,7 @@ class _Layers:
             forward_flops=flops,
             input_flops=flops,
             weight_flops=flops,
-            output_bytes=0.0,  # the loss: a number
+            output_bytes=0.0,  # the loss is a single number
             saved_bytes=(e + normalized) * self.whole + (4 + (e if shape.capped else 0)) * logits,
             weight_held_bytes=e * self.whole + e * logits,
             transient_bytes=e * logits,
@@ -206,18 +206,18 @@ class _Layers:
         )
 
     def _summed_bytes(self, count: float) -> float:
-        """Return the bytes of `count` sums of hidden states over the devices that share a layer."""
+        """Return the bytes that `count` sums of hidden states over the t devices add up; 0 if sums are not counted."""
         return count * self.e * self.shape.sequence * self.shape.hidden if self.sums else 0.0
 
     def _weight(self, linear: MatrixProduct) -> int:
-        """Return the number of elements of the largest weight."""
+        """Return the number of elements of the largest weight of a product, over all experts."""
         outputs = sum(linear.outputs) if self.execution.fused else max(linear.outputs)
         return linear.copies * linear.inputs * outputs
 
     def _span(self, attention: Attention) -> int:
         """Return the number of tokens that each token attends to.
 
-        As in the papers, tokens behind a causal mask are counted. Only fused kernels skip tokens outside of a window.
+        As in the papers, tokens that a causal mask hides are counted. Only fused kernels skip tokens outside a window.
         """
         window = attention.window if self.execution.fused else 0
         return min(window or self.shape.sequence, self.shape.sequence)
@@ -257,24 +257,24 @@ class _Layers:
         return attention.capped and not self.execution.fused
 
     def _attention_bytes(self, attention: Attention) -> float:
-        """Return the bytes per token that attention keeps: queries, keys, values, result, normalized inputs."""
+        """Return the bytes per token that attention keeps: queries, keys, values, results, inputs of their norms."""
         groups = attention.heads if attention.latent or self._is_eager(attention) else attention.groups(self.t)
         rotated = (attention.heads + groups) * attention.key_dim
         values = groups * attention.value_dim
         if attention.latent is not None:
-            # Values share a tensor with the part of the keys that is not rotated.
+            # The values are part of a tensor that also holds the part of the keys without rotation.
             values += groups * (attention.key_dim - attention.latent.rotary_dim)
         elif attention.joined and attention.rotary and not self.execution.fused:
-            # Values share a tensor with queries and keys before their rotation.
+            # The values are part of a tensor that also holds queries and keys before their rotation.
             values += rotated
         results = 2 if attention.concatenated and not self.execution.fused else 1
         kept = self.e * (rotated + values + results * attention.heads * attention.value_dim)
         return kept + (rotated * self._inner_norm_bytes() if attention.normalized_keys else 0)
 
     def _latent_bytes(self, attention: Attention) -> float:
-        """Return the bytes per token of latent vectors: inputs and results of their norms.
+        """Return the bytes per token that latent attention keeps for the norms of its latent vectors.
 
-        They are whole on each device, unless sequence parallelism divides the tokens.
+        Each device has whole latent vectors of its tokens; sequence parallelism divides the tokens.
         """
         if attention.latent is None:
             return 0.0
@@ -296,7 +296,7 @@ class _Layers:
         return uses * (gated * layer.width + 2 * self.shape.hidden) + shared
 
     def _held_bytes(self, linears: list[MatrixProduct]) -> float:
-        """Return what W needs of I: the inputs of the products and the gradients of their results."""
+        """Return the bytes that are kept from I to W: inputs of the products and gradients of their results."""
         whole = split = 0.0
         for linear in linears:
             ends = {"inputs": linear.inputs * linear.uses, "outputs": sum(linear.outputs) * linear.uses}

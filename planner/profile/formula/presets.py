@@ -1,4 +1,4 @@
-"""Configurations of well-known models, and values of keys that a configuration leaves out."""
+"""Read the configurations of well-known models, and the defaults of keys that a config.json leaves out."""
 
 import json
 from functools import cache
@@ -8,13 +8,13 @@ from typing import Any
 
 @cache
 def presets() -> dict[str, dict[str, Any]]:
-    """Return the configurations by name, with the keys that formulas read, from their public config.json."""
+    """Return, by name of the model, the keys of its public config.json that formulas read."""
     return _content("presets.json")
 
 
 @cache
 def defaults() -> dict[str, dict[str, Any]]:
-    """Return, by `model_type`, what transformers assumes for keys that a config.json leaves out, unless 0 or false."""
+    """Return, by `model_type`, the defaults of transformers for missing keys, without those that are 0 or false."""
     return _content("defaults.json")
 
 

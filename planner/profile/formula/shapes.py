@@ -1,6 +1,6 @@
-"""Shape of a transformer: blocks that may differ, each with attention, and a feed-forward layer or experts.
+"""Define the shape of a transformer: blocks of attention and a feed-forward layer or experts; blocks may differ.
 
-Every block is a list of matrix products (`MatrixProduct`), so that parameters, FLOP and bytes follow from one list.
+Every block gives a list of matrix products (`MatrixProduct`), from which its parameters, FLOP and bytes follow.
 """
 
 from collections.abc import Iterator
@@ -10,21 +10,21 @@ from typing import Literal
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MatrixProduct:
-    """Matrix product of each token with weights."""
+    """Products of each token with one or several weight matrices, which multiply the same input."""
 
     inputs: int
     outputs: tuple[int, ...]
-    """Width of the result of each weight; all weights have the same inputs."""
+    """For each weight matrix, the width of its result."""
     bias: bool = False
     split: Literal["outputs", "inputs", "none"] = "outputs"
-    """Dimension that tensor parallelism divides."""
+    """Dimension of the weights that tensor parallelism splits."""
     copies: int = 1
-    """Number of experts that have such a weight."""
+    """Number of experts, each with its own weights of this size; 1 if there are no experts."""
     uses: float = 1.0
-    """Number of products per token."""
+    """Number of experts that multiply each token; 1 if there are no experts."""
 
     def parameters(self, devices: int = 1) -> int:
-        """Return the parameters of each of `devices` that share the layer."""
+        """Return the number of parameters on each of the `devices` devices that share the layer."""
         weights = self.copies * self.inputs * sum(self.outputs)
         biases = self.copies * sum(self.outputs) if self.bias else 0
         if self.split == "none":
@@ -39,29 +39,29 @@ class Latent:
     """Ranks of multi-head latent attention (DeepSeek-V2, arXiv:2405.04434, section 2.1)."""
 
     query_rank: int
-    """Rank of queries; 0 if they are not compressed."""
+    """Rank of queries; 0 if queries are not compressed."""
     key_value_rank: int
     rotary_dim: int
-    """Part of each query and key that is rotated; all heads share the key's part."""
+    """Width of the rotated part of each query and key; all heads share the rotated part of keys."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attention:
-    """Attention, with grouped key-value heads (arXiv:2305.13245) if there are fewer of these."""
+    """Attention; heads share keys and values in groups (arXiv:2305.13245) if there are fewer key-value heads."""
 
     heads: int
     key_value_heads: int
     key_dim: int
-    """Width of a query and a key of one head."""
+    """Width of a query, and of a key, in one head."""
     value_dim: int
     qkv_bias: bool = False
     out_bias: bool = False
     normalized_keys: bool = False
     """True if queries and keys are normalized."""
     whole_key_norms: bool = False
-    """True if they are normalized over all heads at once; otherwise per head."""
+    """True if the norms of queries and keys are over all heads together, False if over each head."""
     joined: bool = False
-    """True if one weight makes queries, keys and values."""
+    """True if a single product computes queries, keys and values."""
     rotary: bool = True
     """True if queries and keys are rotated."""
     capped: bool = False
@@ -69,19 +69,19 @@ class Attention:
     biased: bool = False
     """True if learned positions are added to the scores; fused kernels keep these sums."""
     concatenated: bool = False
-    """True if queries are concatenated from rotated and other parts. The result of torch's fused kernels has the layout
-    of the queries, so that the next product copies it."""
+    """True if queries are concatenated from a rotated and another part. The result of torch's fused kernels gets the
+    memory layout of the queries, so that the next product has to copy the result."""
     window: int = 0
-    """Number of tokens that a token attends to; 0: all."""
+    """Number of tokens to which each token attends; 0 for all tokens."""
     latent: Latent | None = None
 
     def groups(self, devices: int) -> int:
-        """Return the number of key-value heads on all devices together, with copies if devices outnumber heads."""
+        """Return the number of key-value heads on all devices together; copies count if devices outnumber heads."""
         return max(self.key_value_heads, devices)
 
     @property
     def norm_channels(self) -> int:
-        """Channels of the normalizations inside."""
+        """Number of channels of the normalizations inside attention."""
         if self.latent is not None:
             return self.latent.query_rank + self.latent.key_value_rank
         heads = self.heads + self.key_value_heads if self.whole_key_norms else 2
@@ -108,13 +108,13 @@ class Attention:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FeedForward:
-    """Feed-forward layer; gated as in arXiv:2002.05202 if `gated`."""
+    """Feed-forward layer; if `gated`, with a gate as in arXiv:2002.05202."""
 
     width: int
     gated: bool = True
     bias: bool = False
     joined: bool = False
-    """True if one weight makes both inputs of the gate."""
+    """True if a single product computes both inputs of the gate."""
     kept: int = 2
     """Tensors that eager kernels of the activation function keep: its input, intermediate results and its result."""
 
@@ -127,7 +127,7 @@ class FeedForward:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Experts:
-    """Gated feed-forward layers of which each token uses some."""
+    """Mixture of experts: gated feed-forward layers of which each token uses some."""
 
     count: int
     top_k: int
@@ -139,7 +139,7 @@ class Experts:
     """True if the router reads hidden states in float32, whatever the precision."""
     shared_bias: bool = False
     shared_gate: bool = False
-    """True if a gate weighs the shared experts."""
+    """True if a gate multiplies the result of the shared experts."""
 
     def linears(self, hidden: int, capacity: float = 1.0) -> Iterator[MatrixProduct]:
         """Yield the products with weights: router, experts, shared experts."""
@@ -160,9 +160,9 @@ class Block:
     attention: Attention
     feed_forward: FeedForward | Experts
     cross_attention: Attention | None = None
-    """Attention of a decoder to the encoder's result."""
+    """Attention of a decoder to the encoder's result; None in other blocks."""
     norms: int = 2
-    """Normalizations whose result is multiplied with weights; 0: attention and feed-forward layer read states."""
+    """Number of normalizations before products; 0 if attention and feed-forward layer read hidden states directly."""
     post_norms: int = 0
     """Normalizations whose result is only added."""
     kind: Literal["block", "encoder", "decoder", "mtp"] = "block"
@@ -172,24 +172,24 @@ class Block:
 
     @property
     def reads(self) -> int:
-        """Number of states, normalized or not, that attention and feed-forward layer read."""
+        """Number of different inputs, normalized or not, that attention and feed-forward layer read."""
         return self.norms or 2
 
     @property
     def attentions(self) -> tuple[Attention, ...]:
-        """Attention layers."""
+        """Attention layers of the block: one, or two in a decoder of an encoder-decoder model."""
         return (self.attention,) if self.cross_attention is None else (self.attention, self.cross_attention)
 
     def linears(self, hidden: int, devices: int = 1, capacity: float = 1.0) -> Iterator[MatrixProduct]:
-        """Yield the products with weights.
+        """Yield the matrix products with weights.
 
         Args:
             hidden: Width of the model (h).
-            devices: Devices that share the block.
-            capacity: Tokens per expert, relative to an even distribution.
+            devices: Number of devices that share the block.
+            capacity: Number of tokens per expert, divided by the number under an even distribution.
 
         Yields:
-            The products, in the order of the forward.
+            Products in the order of the forward.
         """
         for attention in self.attentions:
             yield from attention.linears(hidden, devices)
@@ -201,8 +201,13 @@ class Block:
             yield MatrixProduct(inputs=2 * hidden, outputs=(hidden,))
 
     def whole_parameters(self, hidden: int, norm_width: int) -> int:
-        """Return the parameters that tensor parallelism leaves whole on each device, except biases."""
-        # A block that predicts a further token normalizes both its inputs and its result.
+        """Return the number of parameters, except biases, that tensor parallelism does not split.
+
+        Args:
+            hidden: Width of the model (h).
+            norm_width: Number of parameters per channel in a normalization.
+        """
+        # A block that predicts a further token has three more normalizations: of its two inputs and of its result.
         norms = self.norms + self.post_norms + (3 if self.kind == "mtp" else 0)
         channels = norms * hidden + sum(attention.norm_channels for attention in self.attentions)
         return norm_width * channels + self.more_parameters
@@ -210,31 +215,31 @@ class Block:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Transformer:
-    """Shape of a transformer."""
+    """Shape of a transformer: everything that determines its parameters, FLOP and bytes."""
 
     family: str = "transformer"
-    """Name of the formula."""
+    """Name of the formula: `model_type` of a config.json, or `transformer`."""
     hidden: int
-    """Width (h)."""
+    """Width of the model (h)."""
     sequence: int
-    """Tokens of a sample (s)."""
+    """Number of tokens of a sample (s)."""
     vocabulary: int
-    """Words (V)."""
+    """Number of words in the vocabulary (V)."""
     blocks: tuple[Block, ...]
-    """Blocks between embedding and head."""
+    """Blocks between embedding and head, in order."""
     positions: int = 0
-    """Learned positions."""
+    """Number of learned positions; 0 if there are none."""
     layer_norms: bool = False
     """True if normalizations have biases (layer norm); otherwise they only scale (RMS)."""
     wide_norms: bool = False
     """True if a normalized input stays in float32, whatever the precision."""
     dropout: bool = False
-    """True if training drops results of the embedding and of each layer, which keeps masks."""
+    """True if training applies dropout after the embedding and each layer, which keeps masks for backward."""
     tied: bool = False
-    """True if the head shares the embedding's weights."""
+    """True if the head and the embedding share their weights."""
     head_bias: bool = False
     capped: bool = False
-    """True if the head bounds its logits by a tanh."""
+    """True if a tanh limits the logits of the head."""
 
     @property
     def is_encoder_decoder(self) -> bool:
@@ -252,13 +257,13 @@ class Transformer:
         return 2 if self.layer_norms else 1
 
     def block_parameters(self, block: Block) -> int:
-        """Return the parameters of a block."""
+        """Return the number of parameters of a block."""
         products = sum(linear.parameters() for linear in block.linears(self.hidden))
         return products + block.whole_parameters(self.hidden, self.norm_width)
 
     @property
     def parameters(self) -> int:
-        """Parameters of the model."""
+        """Number of parameters of the model."""
         words = self.vocabulary * self.hidden * (1 if self.tied else 2)
         whole = (self.positions + self.norm_width) * self.hidden + (self.vocabulary if self.head_bias else 0)
         return sum(map(self.block_parameters, self.blocks)) + words + whole
@@ -267,7 +272,17 @@ class Transformer:
 def gpt_shape(
     *, layers: int, hidden: int, heads: int, sequence: int, vocabulary: int, feed_forward: int, tied: bool = False
 ) -> Transformer:
-    """Return the shape of a decoder with learned positions, biases and dropout, as in GPT-2 and GPT-3."""
+    """Return the shape of a decoder like GPT-2 and GPT-3, with learned positions, biases and dropout.
+
+    Args:
+        layers: Number of blocks.
+        hidden: Width of the model.
+        heads: Number of attention heads.
+        sequence: Number of tokens of a sample.
+        vocabulary: Number of words in the vocabulary.
+        feed_forward: Width of the feed-forward layers.
+        tied: Whether head and embedding share their weights.
+    """
     dim = hidden // heads
     attention = Attention(
         heads=heads, key_value_heads=heads, key_dim=dim, value_dim=dim, qkv_bias=True, out_bias=True, rotary=False
@@ -286,5 +301,5 @@ def gpt_shape(
 
 
 def with_mtp(shape: Transformer, count: int) -> Transformer:
-    """Return the shape with `count` blocks that predict further tokens."""
+    """Return a copy of `shape` with `count` additional blocks for multi-token prediction."""
     return replace(shape, blocks=shape.blocks + (replace(shape.blocks[-1], kind="mtp"),) * count)
