@@ -174,16 +174,16 @@ class Simulation:
         return 0
 
     def _train(self, watch: Watch, rank: int) -> NoReturn:
-        watch.position.at("between steps")
+        watch.position.set_activity("between steps")
         if self._scenario == "waiting" and rank:
-            watch.position.at("a checkpoint", waits_for=ANY)
+            watch.position.set_activity("a checkpoint", waits_for=ANY)
         while True:
             step = int((time.monotonic() - self._begun) / STEP_S) + 1
             time.sleep(max(0.0, self._begun + step * STEP_S - time.monotonic()))
             if self._has_happened[0] and self._scenario == "killed":
                 raise RuntimeError("Connection closed by peer")
             if self._has_happened[0] and self._scenario == "hanging" and watch.position.waits_for is None and rank:
-                watch.position.at("forward of micro-batch 0", waits_for=ANY)
+                watch.position.set_activity("forward of micro-batch 0", waits_for=ANY)
             signalled = watch.stops_after(step)
             if signalled:
                 raise Stopped(128 + signalled)

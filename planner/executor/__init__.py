@@ -14,14 +14,14 @@ with importing("train"):
     from planner.executor.measure.step_record import StepRecord
     from planner.executor.pipeline import Pipeline
     from planner.executor.run.evaluation import EvaluationResult
-    from planner.executor.script import Arguments, arguments, checkpoints, pipeline_script, progress
+    from planner.executor.script import ScriptArguments, arguments, checkpoints, pipeline_script, progress
 
 __all__ = [
-    "Arguments",
     "Checkpoints",
     "EquivalenceResult",
     "EvaluationResult",
     "Pipeline",
+    "ScriptArguments",
     "StepRecord",
     "arguments",
     "check_buildable",

@@ -38,12 +38,12 @@ from planner.executor.keep.index import PYTHON, CheckpointIndex
 from planner.executor.keep.json_state import to_json
 from planner.executor.keep.optimizer_state import OptimizerState
 from planner.executor.keep.run_folder import RunFolder
-from planner.executor.keep.saved import NotWrittenError, commit, latest_checkpoint, partial_of, prune, saved_in
+from planner.executor.keep.saved import NotWrittenError, checkpoints_in, commit, latest_checkpoint, partial_path, prune
 from planner.executor.keep.stored import stored_name
 from planner.executor.keep.weights import begin_with_weights
 from planner.executor.keep.writing import CheckpointWriter, RankState, WrittenFile
 from planner.executor.pipeline import Pipeline
-from planner.executor.read_checkpoint import ReadCheckpoint, read_checkpoint, restored
+from planner.executor.read_checkpoint import ReadCheckpoint, read_checkpoint, restore_object
 from planner.executor.run.random_state import HostStates
 from planner.executor.watch.failure import Stopped
 from planner.executor.watch.position import STORE
@@ -95,7 +95,7 @@ class Checkpoints:
         self._failed: PlannerError | None = None
         self._is_end = False
         self._pending: CheckpointWriter | None = None
-        pipeline.position.at("opening the checkpoints", waits_for=STORE)
+        pipeline.position.set_activity("opening the checkpoints", waits_for=STORE)
         self._exchange = Exchange(pipeline.rank, dist.get_world_size())
         # On a GPU, a thread saves from a copy in host memory. On a CPU, the copy would take memory that the plan needs.
         self._is_async = kind_of(pipeline.device).has_own_memory
@@ -107,7 +107,7 @@ class Checkpoints:
             self._stored()  # raise an error now if some state cannot be saved; checked again after the first step
         pipeline.at_close.append(self._release)
         candidates = self._place.candidates(resume)
-        pipeline.position.at("reading a checkpoint")
+        pipeline.position.set_activity("reading a checkpoint")
         if candidates:
             self._resume(candidates)
         elif weights is not None:
@@ -115,7 +115,7 @@ class Checkpoints:
         pipeline.at_end.append(self.close)
         if self._watch is not None:
             self._watch.saves_on_stop = self._folder is not None
-        pipeline.position.at("between steps")
+        pipeline.position.set_activity("between steps")
 
     def step_done(self) -> None:
         """Save a checkpoint if one is due; if a signal requested the end, save and end the script.
@@ -173,9 +173,9 @@ class Checkpoints:
         step = self._pipeline.step_index
         if step == self._saved_step:
             return
-        self._pipeline.position.at("a checkpoint", waits_for=STORE)
+        self._pipeline.position.set_activity("a checkpoint", waits_for=STORE)
         self._saved_step = step
-        folder = partial_of(self._folder, step)
+        folder = partial_path(self._folder, step)
         index = self._index()
         self._pending = CheckpointWriter(
             self._stored(),
@@ -188,14 +188,14 @@ class Checkpoints:
         )
         if not self._is_async:
             self.finish()
-        self._pipeline.position.at("between steps")
+        self._pipeline.position.set_activity("between steps")
 
     def finish(self) -> None:
         """Wait until the pending checkpoint is written on all ranks."""
         if self._pending is None:
             return
         assert self._folder is not None
-        self._pipeline.position.at("a checkpoint", waits_for=STORE)
+        self._pipeline.position.set_activity("a checkpoint", waits_for=STORE)
         pending, self._pending = self._pending, None
         try:
             pending.finish()
@@ -226,7 +226,7 @@ class Checkpoints:
                 optimizer[name] = to_json(state, f"optimizer[{name!r}]", tensors)
         parts = {
             "groups": self._optimizer.groups(),
-            "random": HostStates.now().plain(),
+            "random": HostStates.current().plain(),
             "device_random": None if of_device is None else of_device.get_state(),
             "pipeline": pipeline.state_dict(),
             "others": {name: other.state_dict() for name, other in self._others.items()},
@@ -294,7 +294,7 @@ class Checkpoints:
         """Load the initial weights, and report which types were cast on any rank."""
         pipeline = self._pipeline
         own = begin_with_weights(weights, pipeline.named_tensors(), pipeline.first_names)
-        cast = json.loads(self._exchange.decided(json.dumps(own), _union))
+        cast = json.loads(self._exchange.decide(json.dumps(own), _union))
         if cast:
             self._tell(f"cast on loading {weights}: {', '.join(cast)}")
 
@@ -309,7 +309,7 @@ class Checkpoints:
                 raise
             except Exception as error:  # of any kind: an older checkpoint may be readable
                 problem = _problem(error, source)
-            first = json.loads(self._exchange.decided(json.dumps(problem), _first_problem))
+            first = json.loads(self._exchange.decide(json.dumps(problem), _first_problem))
             if first is None:
                 assert held is not None
                 self._restore(source, held)
@@ -325,14 +325,16 @@ class Checkpoints:
 
     def _restore(self, source: Path, checkpoint: ReadCheckpoint) -> None:
         pipeline, index, state, path = self._pipeline, checkpoint.index, checkpoint.state, str(source)
-        restored("the optimizer", partial(self._optimizer.restore, checkpoint.optimizer_state), checkpoint.groups, path)
+        restore_object(
+            "the optimizer", partial(self._optimizer.restore, checkpoint.optimizer_state), checkpoint.groups, path
+        )
         self._restore_others(state["others"], path)
-        restored("the pipeline", pipeline.load_state_dict, state["pipeline"], path)
+        restore_object("the pipeline", pipeline.load_state_dict, state["pipeline"], path)
         # Outside of steps, all ranks draw the same random numbers under any plan.
-        restored("the random numbers", lambda s: HostStates.from_plain(s).restore(), state["random"], path)
+        restore_object("the random numbers", lambda s: HostStates.from_plain(s).restore(), state["random"], path)
         of_device = kind_of(pipeline.device).generator
         if state["device_random"] is not None and of_device is not None:
-            restored("the device's random numbers", of_device.set_state, state["device_random"], path)
+            restore_object("the device's random numbers", of_device.set_state, state["device_random"], path)
         self._place.begin_after(source, index)
         self._saved_step = index.step
         how = (
@@ -348,7 +350,7 @@ class Checkpoints:
                 hint="give `checkpoints` the same objects under the same names",
             )
         for name, other in self._others.items():
-            restored(f'"{name}"', other.load_state_dict, saved[name], path)
+            restore_object(f'"{name}"', other.load_state_dict, saved[name], path)
 
 
 class _Problem(NamedTuple):
@@ -374,5 +376,5 @@ def _problem(error: BaseException, source: Path) -> _Problem:
 
 
 def _older_hint(checkpoint: Path) -> str:
-    older = [path for path in saved_in(checkpoint.parent) if path.name < checkpoint.name]
+    older = [path for path in checkpoints_in(checkpoint.parent) if path.name < checkpoint.name]
     return f"the previous one is {older[-1]}: pass it to `--resume`" if older else ""

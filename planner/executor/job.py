@@ -110,7 +110,7 @@ def join(job: RankJob, timeout_s: float) -> bool:
     Raises:
         UsageError: A process has another plan, seed, device or torch version than the first one.
     """
-    job.position.at("joining the others", waits_for=ANY)
+    job.position.set_activity("joining the others", waits_for=ANY)
     backend = kind_of(job.device).communication
     is_made_here = not dist.is_initialized()
     if is_made_here and "RANK" not in os.environ:

@@ -11,7 +11,14 @@ from torch.utils._pytree import tree_map_only
 from planner.core.errors import UsageError
 from planner.core.schedule import schedule_of
 from planner.executor.job import RankJob
-from planner.executor.run.loader import Loader, check_sampler, checked_state, epochs, example_of, seeded_batches
+from planner.executor.run.loader import (
+    Loader,
+    check_sampler,
+    checked_state,
+    example_of,
+    repeat_train_batches,
+    seeded_batches,
+)
 from planner.executor.run.losses import UNCOUNTED, loss_counts
 from planner.executor.run.parts import MiniBatchPart, micro_batches_of, parts_of, size_of, tensors_of
 from planner.executor.run.same_batch import BatchDigest, check_same_batch, digest_of_batch
@@ -35,7 +42,7 @@ class MiniBatches:
         self.is_compared = False
         """True if the digest of the first mini-batch was compared with those of other ranks."""
 
-    def between(self, begin: int, end: int, loader: Iterable[Any] | None = None) -> Iterator[Batch]:
+    def batches_of_steps(self, begin: int, end: int, loader: Iterable[Any] | None = None) -> Iterator[Batch]:
         """Yield this rank's parts of the mini-batches of steps `begin` to `end - 1`; see `Pipeline.batches`.
 
         Args:
@@ -60,7 +67,9 @@ class MiniBatches:
         elif self._model.train_batches is None:
             drawn = map(self.example, range(begin, end))
         else:
-            drawn = islice(seeded_batches(epochs(self._model, self._job.balance.batch), self._job.seed), begin, end)
+            drawn = islice(
+                seeded_batches(repeat_train_batches(self._model, self._job.balance.batch), self._job.seed), begin, end
+            )
         yield from starmap(self.own_part, drawn)  # no variable may hold a whole mini-batch through its step
 
     def example(self, step: int) -> Batch:

@@ -88,7 +88,7 @@ class Pipeline:
             with self._recorder.paused():  # a thread of gloo may be the last to release memory of joining
                 self._is_joined = join(job, timeout_s)
             groups = Groups.of(job.place)
-            job.position.at("building the model")
+            job.position.set_activity("building the model")
             self._mini_batches = MiniBatches(job, self.model)
             self._assembly = Assembly(job, self.model, groups, self._recorder, structure=structure)
             # Errors of failed attempts to build layers may refer to the whole model in reference cycles.
@@ -153,7 +153,7 @@ class Pipeline:
         if build is not self.model.build_optimizer and self.balance.num_stages > 1:
             check_optimizer(build, self._assembly.whole_parameters, self.device)  # it was not profiled
         optimizer = ModelOptimizer(build, self._assembly.whole_parameters).over(self._assembly.own_of_whole())
-        self._trainer.steps_with(optimizer)
+        self._trainer.record_learning_rates(optimizer)
         return optimizer
 
     def named_tensors(self) -> dict[str, Tensor]:
@@ -186,7 +186,7 @@ class Pipeline:
         Raises:
             UsageError: The loader is not the one that a resumed run had, or it is empty.
         """
-        yield from self._mini_batches.between(self.step_index, steps, loader)
+        yield from self._mini_batches.batches_of_steps(self.step_index, steps, loader)
 
     def own_part(self, inputs: Any, targets: Any) -> Batch:
         """Return this rank's part of a mini-batch that every rank has: the samples of its replica.
@@ -270,7 +270,7 @@ class Pipeline:
         Raises:
             TrainingError: Another rank begins a step, an evaluation or a checkpoint.
         """
-        self._trainer.agree("end")
+        self._trainer.check_same_phase("end")
 
     def begin_checkpoint(self) -> None:
         """Check that all ranks save a checkpoint; every rank must call this method before it saves one.
@@ -278,13 +278,13 @@ class Pipeline:
         Raises:
             TrainingError: Another rank begins a step or an evaluation, or has ended its loop.
         """
-        self._trainer.agree("checkpoint")
+        self._trainer.check_same_phase("checkpoint")
 
     def report(self) -> RunReport | None:
         """Return the report of the run on rank 0, and None on other ranks; every rank must call this method."""
         self.end_loop()
         self._recorder.close()
-        self.position.at("the report", waits_for=ANY)
+        self.position.set_activity("the report", waits_for=ANY)
         self.runs, report = run_report(
             self.balance,
             self.place,

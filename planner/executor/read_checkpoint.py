@@ -60,7 +60,7 @@ def read_checkpoint(source: Path, pipeline: Pipeline, optimizer: OptimizerState)
     if is_same_plan:
         stored.file(place.rank_of(place.stages[0], replica=0))  # has all tensors of this rank, tied ones too
     load_weights(stored, pipeline.named_tensors(), pipeline.first_names)
-    optimizer_state = optimizer.stored(stored)
+    optimizer_state = optimizer.read_from(stored)
     state = {part: own.value(part) for part in ("random", "device_random", "pipeline", "others")}
     if state["pipeline"].get("step_index") != index.step:
         raise FileError("has the state after another number of steps than its index states", path=str(source))
@@ -73,7 +73,7 @@ def read_checkpoint(source: Path, pipeline: Pipeline, optimizer: OptimizerState)
     )
 
 
-def restored(name: str, restore: Callable[[Any], Any], state: Any, path: str) -> None:
+def restore_object(name: str, restore: Callable[[Any], Any], state: Any, path: str) -> None:
     """Restore one object from a checkpoint, and name the object in the error if this fails.
 
     Args:

@@ -29,7 +29,7 @@ from planner.files import check_outputs, write, write_text
 
 
 @dataclass(frozen=True, kw_only=True)
-class Arguments:
+class ScriptArguments:
     """Command-line arguments of an emitted script."""
 
     steps: int
@@ -47,7 +47,7 @@ class Arguments:
     check_nan: bool = False
 
 
-def arguments(description: str | None, *, steps: int, seed: int) -> Arguments:
+def arguments(description: str | None, *, steps: int, seed: int) -> ScriptArguments:
     """Parse the command line of an emitted script.
 
     Args:
@@ -84,12 +84,12 @@ def arguments(description: str | None, *, steps: int, seed: int) -> Arguments:
     for name in ("steps", "checkpoint_every", "keep"):
         if options[name] < 1:
             parser.error(f"--{name.replace('_', '-')} must be at least 1, got {options[name]}")
-    return Arguments(**options)
+    return ScriptArguments(**options)
 
 
 @contextmanager
 def pipeline_script(
-    balance_path: str | Path, options: Arguments, *, on_step: OnStep | None = None
+    balance_path: str | Path, options: ScriptArguments, *, on_step: OnStep | None = None
 ) -> Iterator[Pipeline]:
     """Make the pipeline for a `with` block, and write the report after the block.
 
@@ -128,7 +128,7 @@ def pipeline_script(
 
 
 def checkpoints(
-    pipeline: Pipeline, options: Arguments, optimizer: torch.optim.Optimizer, **stateful: Any
+    pipeline: Pipeline, options: ScriptArguments, optimizer: torch.optim.Optimizer, **stateful: Any
 ) -> Checkpoints:
     """Resume a run or load weights if the command line requests it, and return the object that saves checkpoints.
 
@@ -187,7 +187,7 @@ def _time(text: str) -> float:
         raise argparse.ArgumentTypeError(error.message) from None
 
 
-def _finish(pipeline: Pipeline, options: Arguments, folder: Path) -> None:
+def _finish(pipeline: Pipeline, options: ScriptArguments, folder: Path) -> None:
     report = pipeline.report()
     if report is None:
         return

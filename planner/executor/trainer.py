@@ -17,7 +17,7 @@ from planner.executor.job import RankJob
 from planner.executor.measure.step_record import OnStep, StepHook, StepRecord, learning_rates
 from planner.executor.mini_batches import MiniBatches
 from planner.executor.run.agreement import Agreement, Phase
-from planner.executor.run.evaluation import EvaluationResult, ForwardOnly, Metrics, OutputObserver
+from planner.executor.run.evaluation import EvaluationResult, ForwardRunner, Metrics, OutputObserver
 from planner.executor.run.gradients import check_gradients, check_losses, expect_values
 from planner.executor.run.loss_scale import LossScale
 from planner.executor.run.losses import sum_of, weighted
@@ -76,7 +76,7 @@ class Trainer:
         if self._hook is not None:
             self._hook.call(self._record(loss))
 
-    def steps_with(self, optimizer: torch.optim.Optimizer) -> None:
+    def record_learning_rates(self, optimizer: torch.optim.Optimizer) -> None:
         """Report the optimizer's learning rates in the records of steps, as long as the optimizer exists."""
         self._optimizers.append(ref(optimizer))
 
@@ -88,9 +88,9 @@ class Trainer:
         squares = torch.zeros((), dtype=torch.float64, device=self._job.device)
         if counted:
             squares = torch.nn.utils.get_total_norm(counted).double().square()
-        self._job.position.at("the norm of the gradients", waits_for=ANY)
+        self._job.position.set_activity("the norm of the gradients", waits_for=ANY)
         dist.all_reduce(squares, group=self._groups.pipeline)
-        self._job.position.at("between steps")
+        self._job.position.set_activity("between steps")
         norm: Tensor = squares.sqrt()
         torch.nn.utils.clip_grads_with_norm_(trained, max_norm, norm.float())
         return float(norm)
@@ -109,27 +109,27 @@ class Trainer:
         parts = self._mini_batches.parts_of_any_size(batch)
         observed = OutputObserver(metrics, keeps_outputs=outputs)
         agreed = self._agreed("evaluation" if metrics is None else "evaluation with metrics", [parts])
-        self._job.position.at("the evaluation")
+        self._job.position.set_activity("the evaluation")
         with keeping_random_state():
             losses = [loss for part, _, weights in agreed for loss in self._forward(part, weights, observed)]
         names = self._relay.names(list(observed.sums)) if metrics is not None else []
         numbers = [sum_of(losses), observed.samples, *(observed.sums.get(name, 0.0) for name in names)]
         loss, samples, *sums = self._relay.sum_over_replicas(numbers, len(numbers))
         self._relay.finish()  # a script may end with its evaluation
-        self._job.position.at("between steps")
+        self._job.position.set_activity("between steps")
         means = {name: total / samples for name, total in zip(names, sums, strict=True)}
         return EvaluationResult(loss=loss, metrics=means, outputs=observed.outputs())
 
-    def agree(self, phase: Literal["checkpoint", "end"]) -> None:
+    def check_same_phase(self, phase: Literal["checkpoint", "end"]) -> None:
         """Check that all ranks save a checkpoint, or that all ranks have ended their loops.
 
         Raises:
             TrainingError: Another rank begins another phase.
         """
-        self._agreement.check(phase, self.step_index)
+        self._agreement.check_and_sum(phase, self.step_index)
         if phase == "end":
             self._relay.finish()
-        self._job.position.at("between steps")
+        self._job.position.set_activity("between steps")
 
     def state_dict(self) -> dict[str, Any]:
         """Return the step index and the loss scale, for a checkpoint."""
@@ -150,9 +150,9 @@ class Trainer:
         """Check that all ranks begin this phase, and return all parts with the loss weights of their micro-batches."""
         parts = [*chain.from_iterable(pieces)]
         counts, sizes = self._mini_batches.counts(parts), [sum(part.num_samples for part in piece) for piece in pieces]
-        total = self._agreement.check(phase, self.step_index, sizes, count=sum(counts))
+        total = self._agreement.check_and_sum(phase, self.step_index, sizes, count=sum(counts))
         if phase == "step" and not self._mini_batches.is_compared:
-            self._job.position.at("the comparison of the mini-batch", waits_for=ANY)
+            self._job.position.set_activity("the comparison of the mini-batch", waits_for=ANY)
             with self._recorder.paused() if not self.losses else nullcontext():
                 self._mini_batches.compare()
         return weighted(parts, counts, total)
@@ -206,7 +206,7 @@ class Trainer:
 
     def _sum_gradients(self) -> None:
         """Complete the sum of gradients over replicas and over the stages that share a parameter."""
-        self._job.position.at("the gradients", waits_for=ANY)
+        self._job.position.set_activity("the gradients", waits_for=ANY)
         # Release snapshots before running statistics are written: otherwise the write would copy them.
         for module in self._assembly.modules:
             module.forget_state()
@@ -233,13 +233,13 @@ class Trainer:
     def _loss_everywhere(self, losses: Sequence[Tensor], num_samples: int) -> float:
         """Send the loss of the step and the number of samples to every rank, and return the loss."""
         place, position = self._job.place, self._job.position
-        position.at("the loss", waits_for=None if place.is_last else place.stages[-1] + 1)
+        position.set_activity("the loss", waits_for=None if place.is_last else place.stages[-1] + 1)
         loss, samples = self._relay.sum_over_replicas([sum_of(losses), num_samples], 2)
         if place.is_last and self._loss_scale is None:
             check_losses(losses, loss, position)
         self.losses.append(loss)
         self.samples.append(int(samples))
-        position.at("between steps")
+        position.set_activity("between steps")
         return loss
 
     # Private methods: evaluating
@@ -247,7 +247,7 @@ class Trainer:
     def _forward(self, part: MiniBatchPart, weights: Sequence[float], observed: OutputObserver) -> list[Tensor]:
         """Run forwards without gradients; return the weighted loss of each micro-batch on the last stage."""
         job, modules, batches = self._job, self._assembly.modules, self._mini_batches
-        forward = ForwardOnly(modules=modules, place=job.place, device=job.device, precision=job.balance.dtype)
+        forward = ForwardRunner(modules=modules, place=job.place, device=job.device, precision=job.balance.dtype)
         self._assembly.expect(part, training=False)
         last = modules[-1]
         last.targets = batches.targets(part, weights)

@@ -21,7 +21,7 @@ from planner.core.values.units import format_bytes
 from planner.executor.build.building import check_same_model
 from planner.executor.job import load_planned
 from planner.executor.keep.weights import begin_with_weights, first_names, whole_state, write_weights
-from planner.executor.run.loader import epochs, example_of
+from planner.executor.run.loader import example_of, repeat_train_batches
 from planner.executor.run.parts import micro_batches_of
 from planner.files import check_writable, read_balance
 from planner.model import Batch
@@ -137,7 +137,7 @@ class JaxTraining:
     def batches(self, steps: int) -> Iterator[Batch]:
         """Yield `steps` mini-batches from the model's `train_batches`, or else its `example_batch`."""
         if self.model.train_batches is not None:
-            yield from starmap(Batch, islice(epochs(self.model, self.balance.batch), steps))
+            yield from starmap(Batch, islice(repeat_train_batches(self.model, self.balance.batch), steps))
         else:
             for step in range(steps):
                 yield example_of(self.model, self.balance.batch, seed=self._seed, step=step)

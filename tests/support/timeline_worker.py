@@ -13,10 +13,10 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from planner.executor import Arguments, StepRecord, pipeline_script, progress
+from planner.executor import ScriptArguments, StepRecord, pipeline_script, progress
 from planner.executor.measure.reporting import clock_offset_ns
 
-given = Arguments(steps=5, seed=0, report="run.json", device=None, trace="trace.json")
+given = ScriptArguments(steps=5, seed=0, report="run.json", device=None, trace="trace.json")
 
 
 def on_step(record: StepRecord) -> None:

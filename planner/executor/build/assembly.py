@@ -124,7 +124,7 @@ class Assembly:
 
     def _module(self, shapes: Shapes, index: int, layers: StageRange, built: Sequence[Layer]) -> StageModule:
         stage, is_last = self._job.balance.stages[index], index == self._job.place.num_stages - 1
-        module = stage_module_of(
+        module = make_stage_module(
             built,
             layers,
             shapes,
@@ -173,7 +173,7 @@ class Assembly:
         )
 
 
-def stage_module_of(
+def make_stage_module(
     built: Sequence[Layer],
     layers: StageRange,
     shapes: Shapes,

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from planner.core.errors import ModelError
 from planner.core.values.balance import Balance
 from planner.core.values.units import pluralize
-from planner.executor.build.own_stage import BuildError, build_only, emptied
+from planner.executor.build.own_stage import BuildError, build_only, to_meta
 from planner.executor.run.shapes import shapes_of
 from planner.model.chain import Chain, Layer, chain_digest, chain_from_outline, refuse_sparse
 from planner.model.closures import outlying_tensors
@@ -32,7 +32,7 @@ class StageRange(NamedTuple):
     apart: bool = False
     """True if each layer must be a separate module; otherwise a model with an outline has one module for all."""
 
-    def of(self, chain: Chain) -> tuple[Layer, ...]:
+    def layers_of(self, chain: Chain) -> tuple[Layer, ...]:
         """Return the layers of this stage; a model with an outline has one module for all of them, unless `apart`."""
         if chain.outline is None or self.apart:
             return chain.layers[self.first : self.end]
@@ -142,8 +142,8 @@ def build_stages(
         _move(outlying_tensors([model], _held_by(chain, model, stages)), device)
         keep_only(model, lambda tensor: _on(tensor, device) if id(tensor) in held else None, device)
         move_loose_tensors(model, lambda tensor: _with_its_parameters(tensor, held, device))
-    built = [like(chain, loaded, each) for each in _instances(model, chain, len(stages))]
-    layers = [stage.of(own) for stage, own in zip(stages, built, strict=True)]
+    built = [chain_of_instance(chain, loaded, each) for each in _instances(model, chain, len(stages))]
+    layers = [stage.layers_of(own) for stage, own in zip(stages, built, strict=True)]
     if chain.outline is None:
         # Move all layers at once, so that layers that share a tensor still share it.
         together = nn.ModuleList(layer.module for of_stage in layers for layer in of_stage).to(device)
@@ -163,7 +163,7 @@ def _build_parts(loaded: LoadedModel, wanted: Callable[[nn.Module], list[Tensor]
     return model
 
 
-def like(chain: Chain, loaded: LoadedModel, model: nn.Module) -> Chain:
+def chain_of_instance(chain: Chain, loaded: LoadedModel, model: nn.Module) -> Chain:
     """Return the chain of another instance of a model whose chain is known.
 
     Args:
@@ -177,7 +177,7 @@ def like(chain: Chain, loaded: LoadedModel, model: nn.Module) -> Chain:
     return loaded.chain(model) if chain.outline is None else chain_from_outline(chain.outline, model)
 
 
-def held_names(chain: Chain, first: int, end: int) -> frozenset[str]:
+def needed_names(chain: Chain, first: int, end: int) -> frozenset[str]:
     """Return the names of the parameters and buffers that layers `first` to `end - 1` need.
 
     Args:
@@ -213,12 +213,12 @@ def keep_only(model: nn.Module, keep: Callable[[Tensor], Tensor | None], device:
 
 def _held_by(chain: Chain, model: nn.Module, stages: Sequence[StageRange]) -> list[Tensor]:
     """Return the parameters and buffers of `model` that the layers of `stages` need."""
-    names = frozenset[str]().union(*(held_names(chain, stage.first, stage.end) for stage in stages))
+    names = frozenset[str]().union(*(needed_names(chain, stage.first, stage.end) for stage in stages))
     return [tensor for name, tensor in named_tensors(model) if name in names]
 
 
 def _emptied(tensor: Tensor) -> Tensor:
-    empty = emptied(tensor)
+    empty = to_meta(tensor)
     copy_attributes(tensor, empty)
     return empty
 

@@ -79,11 +79,11 @@ def build_only(
         raise BuildError("some tensors are made in a way that cannot be followed")
     kept = {_key(tensor) for tensor in wanted(model)}
     # Compare by storage, so that ties are kept.
-    replace_tensors(model, lambda tensor: emptied(tensor) if _is_empty(tensor) or _key(tensor) not in kept else tensor)
+    replace_tensors(model, lambda tensor: to_meta(tensor) if _is_empty(tensor) or _key(tensor) not in kept else tensor)
     return model
 
 
-def emptied(tensor: Tensor) -> Tensor:
+def to_meta(tensor: Tensor) -> Tensor:
     """Return a tensor of the same shape and dtype on the meta device; a parameter stays a parameter."""
     shape = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device="meta")
     if isinstance(tensor, nn.Parameter):

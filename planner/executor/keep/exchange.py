@@ -31,7 +31,7 @@ class Exchange:
         self._store = None if store is None else store.clone()
         self._round = 0
 
-    def decided(self, value: str, decide: Callable[[Sequence[str]], str]) -> str:
+    def decide(self, value: str, decide: Callable[[Sequence[str]], str]) -> str:
         """Return the result of `decide` for the values of all ranks; every rank must call this method.
 
         Args:
@@ -60,9 +60,9 @@ class Exchange:
             self._store.delete_key(key)
         return result
 
-    def of_first(self, value: str) -> str:
+    def value_of_first_rank(self, value: str) -> str:
         """Return the first rank's value; every rank must call this method."""
-        return self.decided(value, lambda values: values[0])
+        return self.decide(value, lambda values: values[0])
 
     def close(self) -> None:
         """On the first rank, wait until all ranks have read the last result, because its process may hold the store."""

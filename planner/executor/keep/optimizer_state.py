@@ -39,7 +39,7 @@ class OptimizerState:
             for group in self._optimizer.param_groups
         ]
 
-    def stored(self, checkpoint: StoredCheckpoint) -> dict[str, dict[str, Any]]:
+    def read_from(self, checkpoint: StoredCheckpoint) -> dict[str, dict[str, Any]]:
         """Read the optimizer's state of this rank's parameters from a checkpoint, by name.
 
         Raises:
@@ -48,7 +48,7 @@ class OptimizerState:
         on_device = {id(p) for g in self._optimizer.param_groups if _steps_on_device(g) for p in g["params"]}
         found: dict[str, dict[str, Any]] = {}
         for name, parameter in self._trained():
-            state = checkpoint.holder(name)[0].optimizer_state(name)
+            state = checkpoint.file_of_tensor(name)[0].optimizer_state(name)
             # As in torch's optimizers, the step count is on the CPU unless the optimizer steps on the device.
             found[name] = {
                 part: held if part == "step" and id(parameter) not in on_device else _moved(held, parameter.device)
@@ -60,7 +60,7 @@ class OptimizerState:
         """Set the optimizer's state and options to those of a checkpoint.
 
         Args:
-            state: Result of `stored`.
+            state: Result of `read_from`.
             groups: Parameter names and options of the parameter groups in all files that were read.
         """
         for name, parameter in self._trained():

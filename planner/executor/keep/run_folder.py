@@ -9,11 +9,11 @@ from planner.executor.keep.folder_lock import FolderLock
 from planner.executor.keep.index import CheckpointIndex, is_checkpoint
 from planner.executor.keep.saved import (
     Lineage,
+    checkpoints_in,
     foreign_checkpoints,
     latest_checkpoint,
     lineage_of,
     remove_leftovers,
-    saved_in,
     set_aside,
     step_of,
 )
@@ -62,11 +62,11 @@ class RunFolder:
         folder = Path(str(self.path) if resume == "auto" else resume)
         names = ""
         if self._is_first:
-            there = saved_in(folder)[::-1]
+            there = checkpoints_in(folder)[::-1]
             if not there or is_checkpoint(folder):
                 there = [folder] if latest_checkpoint(str(folder)) else []
             names = "\n".join(map(str, there))
-        candidates = [Path(name) for name in self._exchange.of_first(names).splitlines()]
+        candidates = [Path(name) for name in self._exchange.value_of_first_rank(names).splitlines()]
         if not candidates and resume != "auto":
             raise FileError("the folder has no checkpoint", path=resume)
         return candidates
@@ -83,15 +83,15 @@ class RunFolder:
         written, step = Lineage(index.branches), index.step
         is_newest, problem = "", ""
         if self._is_first:
-            there, is_own = saved_in(self.path), source.resolve().parent == self.path.resolve()
+            there, is_own = checkpoints_in(self.path), source.resolve().parent == self.path.resolve()
             is_newest = "yes" if is_own and step == step_of(there[-1]) else ""
             runs = {its.run for path in there if (its := lineage_of(path)) is not None}
             if not is_own and runs - {written.run}:
                 problem = f"{self.path} holds checkpoints of another run than that of {source}"
-        problem, is_newest = self._exchange.of_first(problem), self._exchange.of_first(is_newest)
+        problem, is_newest = self._exchange.value_of_first_rank(problem), self._exchange.value_of_first_rank(is_newest)
         if problem:
             raise UsageError(problem, hint="pass another folder to `--checkpoint`")
-        self.lineage = written if is_newest else written.branched(step)
+        self.lineage = written if is_newest else written.new_branch(step)
         if self._is_first:
             self._set_others_aside(self.path)
 
@@ -112,7 +112,7 @@ class RunFolder:
                     self._tell(self._lock.warning, True)
             except OSError as error:
                 problem = f"cannot be created: {error.strerror}"
-        problem = self._exchange.of_first(problem)
+        problem = self._exchange.value_of_first_rank(problem)
         if problem:
             raise FileError(problem, path=str(path))
 
@@ -120,8 +120,8 @@ class RunFolder:
         mark = path / ".shared"
         if self._is_first:
             mark.touch()
-        self._exchange.of_first("")
-        blind = self._exchange.decided("" if mark.exists() else "blind", _first_with_any)
+        self._exchange.value_of_first_rank("")
+        blind = self._exchange.decide("" if mark.exists() else "blind", _first_with_any)
         if blind:
             raise UsageError(
                 f"rank {blind} does not see the checkpoint folder of rank 0 ({path})",
@@ -132,8 +132,10 @@ class RunFolder:
 
     def _check_empty(self) -> None:
         """Raise an error if a new run would begin in a folder with checkpoints of another run."""
-        there = saved_in(self.path) if self.path is not None and self._is_first else []
-        names = self._exchange.of_first(" to ".join(dict.fromkeys((there[0].name, there[-1].name))) if there else "")
+        there = checkpoints_in(self.path) if self.path is not None and self._is_first else []
+        names = self._exchange.value_of_first_rank(
+            " to ".join(dict.fromkeys((there[0].name, there[-1].name))) if there else ""
+        )
         if names:
             raise UsageError(
                 f"{self.path} holds checkpoints of another run ({names}), and this is a new run",

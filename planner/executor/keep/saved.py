@@ -34,14 +34,14 @@ class Lineage:
     @classmethod
     def new(cls) -> "Lineage":
         """Return the history of a new run, with a new random name."""
-        return cls().branched(0)
+        return cls().new_branch(0)
 
     @property
     def run(self) -> str:
         """Name of the original run."""
         return self.branches[0][0] if self.branches else ""
 
-    def branched(self, step: int) -> "Lineage":
+    def new_branch(self, step: int) -> "Lineage":
         """Return the history of a new branch, which continues this run after `step` steps."""
         return Lineage((*self.branches, (uuid.uuid4().hex, step)))
 
@@ -58,11 +58,11 @@ def latest_checkpoint(folder: str) -> Path | None:
     path = Path(folder)
     if is_checkpoint(path):
         return path
-    there = saved_in(path)
+    there = checkpoints_in(path)
     return there[-1] if there else None
 
 
-def saved_in(folder: Path) -> list[Path]:
+def checkpoints_in(folder: Path) -> list[Path]:
     """Return all checkpoints in a folder, oldest first."""
     there = [path for path in folder.glob("step-*") if path.name[5:].isdecimal() and path.is_dir()]
     return sorted(there, key=step_of)
@@ -81,7 +81,7 @@ def lineage_of(checkpoint: Path) -> Lineage | None:
         return None
 
 
-def partial_of(folder: Path, step: int) -> Path:
+def partial_path(folder: Path, step: int) -> Path:
     """Return the path of the hidden folder in which a checkpoint is written."""
     return folder / f".step-{step:08d}.partial"
 
@@ -105,7 +105,7 @@ def prune(folder: Path, lineage: Lineage, keep: int) -> None:
         lineage: Run whose checkpoints are removed.
         keep: Number of newest checkpoints to keep.
     """
-    of_run = [path for path in saved_in(folder) if _is_of(path, lineage)]
+    of_run = [path for path in checkpoints_in(folder) if _is_of(path, lineage)]
     for older in of_run[:-keep]:
         doomed = older.with_name(f".{older.name}.old")
         try:
@@ -117,7 +117,7 @@ def prune(folder: Path, lineage: Lineage, keep: int) -> None:
 
 def foreign_checkpoints(folder: Path, lineage: Lineage) -> list[Path]:
     """Return the checkpoints in a folder that do not belong to a run's history."""
-    return [path for path in saved_in(folder) if not _is_of(path, lineage)]
+    return [path for path in checkpoints_in(folder) if not _is_of(path, lineage)]
 
 
 def set_aside(checkpoints: Sequence[Path]) -> Path:

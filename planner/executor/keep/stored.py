@@ -40,7 +40,7 @@ class StoredCheckpoint(Mapping[str, Tensor]):
                 self._holders.setdefault(name, opened)
         return self.opened[rank]
 
-    def holder(self, name: str) -> tuple[RankFile, str]:
+    def file_of_tensor(self, name: str) -> tuple[RankFile, str]:
         """Return a file that has a tensor of the model, an open one if possible, and the tensor's name in this file.
 
         Raises:
@@ -56,7 +56,7 @@ class StoredCheckpoint(Mapping[str, Tensor]):
         Raises:
             FileError: The tensor cannot be read.
         """
-        file, stored = self.holder(name)
+        file, stored = self.file_of_tensor(name)
         return file.tensor(stored)
 
     def __iter__(self) -> Iterator[str]:

@@ -73,9 +73,9 @@ class CheckpointWriter:
             threads.shutdown(wait=False)
         else:
             # While the main thread writes, this rank does not wait for other ranks.
-            position.at("writing a checkpoint")
+            position.set_activity("writing a checkpoint")
             report = self._write_file(stored)
-            position.at("a checkpoint", waits_for=STORE)
+            position.set_activity("a checkpoint", waits_for=STORE)
             self._pending.set_result(self._decided(report))
 
     @property
@@ -111,7 +111,7 @@ class CheckpointWriter:
 
     def _decided(self, report: dict[str, Any]) -> str:
         """Return the reason why a rank could not write its part; empty if all ranks succeeded."""
-        return self._exchange.decided(json.dumps(report), self._published)
+        return self._exchange.decide(json.dumps(report), self._published)
 
     def _published(self, reports: Sequence[str]) -> str:
         parts = [json.loads(report) for report in reports]

@@ -38,7 +38,7 @@ from planner.core.values.cluster import ExecutorCost, Link
 from planner.core.values.links import fit_link
 from planner.core.values.run_report import LEAST_CORE_SHARE
 from planner.device.machine import CACHE_BYTES, core_time, cpu_name
-from planner.executor.measure.run_times import RunSpan, RunStep, waiting_of
+from planner.executor.measure.run_times import RunSpan, RunStep, mean_waits
 from planner.executor.run.engine import Engine, EngineStage, Timer
 from planner.executor.run.shapes import Boundary
 from planner.executor.run.stage_module import StageModule
@@ -101,7 +101,7 @@ def measure_executor() -> MeasuredExecutor:
         runs = {size: {rank: _run(folder, rank, size) for rank in range(2)} for size in _SIZES}
     # All processes of one machine have one clock.
     processes = ({rank: run.steps for rank, run in each.items()} for each in runs.values())
-    small, large = (waiting_of(steps, overlaps=False) for steps in processes)
+    small, large = (mean_waits(steps, overlaps=False) for steps in processes)
     assert small is not None
     assert small.overhead_us is not None
     assert large is not None

@@ -110,7 +110,7 @@ class StepWaits:
         return waited / (len(self.idle_ns) * self.window_ns) if self.window_ns else 0.0
 
 
-def waits_of(processes: Mapping[int, Iterable[RunSpan]]) -> StepWaits:
+def find_waits(processes: Mapping[int, Iterable[RunSpan]]) -> StepWaits:
     """Find idle times, transfers and engine times in one step of a pipeline.
 
     Args:
@@ -170,7 +170,7 @@ class MeanWaits:
     """Time of one transfer, by direction and boundary (the stage before it)."""
 
 
-def waiting_of(processes: Mapping[int, Iterable[RunStep]], *, overlaps: bool) -> MeanWaits | None:
+def mean_waits(processes: Mapping[int, Iterable[RunStep]], *, overlaps: bool) -> MeanWaits | None:
     """Return the mean times in which the processes of a pipeline did not compute.
 
     If transfers overlap with computation, only a receiver that was waiting sees the whole transfer. Other transfers are
@@ -187,7 +187,7 @@ def waiting_of(processes: Mapping[int, Iterable[RunStep]], *, overlaps: bool) ->
     for rank, steps in processes.items():
         for step in steps:
             by_step.setdefault(step.number, {})[rank] = step.spans
-    waits = [waits_of(rows) for rows in by_step.values() if len(rows) == len(processes)]
+    waits = [find_waits(rows) for rows in by_step.values() if len(rows) == len(processes)]
     waits = _middle_half((wait.window_ns, wait) for wait in waits)
     if not waits:
         return None
@@ -203,7 +203,7 @@ def waiting_of(processes: Mapping[int, Iterable[RunStep]], *, overlaps: bool) ->
     )
 
 
-def with_waiting(report: RunReport, runs: Sequence[ProcessRun], *, overlaps: bool) -> RunReport:
+def add_waits(report: RunReport, runs: Sequence[ProcessRun], *, overlaps: bool) -> RunReport:
     """Add bubble, idle times, transfers and engine time after the warm-up to a report.
 
     Args:
@@ -218,7 +218,7 @@ def with_waiting(report: RunReport, runs: Sequence[ProcessRun], *, overlaps: boo
     for replica in sorted({run.replica for run in runs}):
         pipeline = [run for run in runs if run.replica == replica]
         steps = {run.rank: [step for step in run.steps if step.number >= report.warmup_steps] for run in pipeline}
-        of_replica = waiting_of(steps, overlaps=overlaps)
+        of_replica = mean_waits(steps, overlaps=overlaps)
         if of_replica is not None:
             waiting[replica] = of_replica
     overheads = [w.overhead_us for w in waiting.values() if w.overhead_us is not None]

@@ -7,7 +7,7 @@ sender's row. It begins when the sender has the tensors ready and the receiver i
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from planner.executor.measure.run_times import ProcessRun, RunSpan, Transfer, waits_of
+from planner.executor.measure.run_times import ProcessRun, RunSpan, Transfer, find_waits
 from planner.files.trace import TraceSlice, trace_text
 
 
@@ -44,7 +44,7 @@ class _Trace:
                     yield self._slice(span.kind, rank, span, number)
             # While one rank begins a step, another may still be at the end of the previous one.
             free_ns = {run.rank: max((s.end_ns for s in _spans(run, number - 1)), default=0) for run in runs}
-            for transfer in waits_of(rows).transfers:
+            for transfer in find_waits(rows).transfers:
                 felt = transfer._replace(start_ns=max(transfer.start_ns, free_ns[transfer.receiver]))
                 if felt.end_ns > felt.start_ns:
                     yield from self._moved(felt, number)

@@ -84,7 +84,7 @@ class Agreement:
         self._sending: list[dist.Work] = []
         self._has_ended = False
 
-    def check(self, phase: Phase, step: int, sizes: Sequence[int] = (), *, count: float = 0.0) -> float:
+    def check_and_sum(self, phase: Phase, step: int, sizes: Sequence[int] = (), *, count: float = 0.0) -> float:
         """Compare the phase that this rank begins with the phases of other ranks, and sum the loss counts.
 
         Every rank must call this method.
@@ -110,7 +110,7 @@ class Agreement:
         total = self._compare_replicas(begun, count)
         if self._has_ended:
             # Without this, a rank could exit normally before another rank detects the difference.
-            self._position.at(_DOING[phase], waits_for=ANY)
+            self._position.set_activity(_DOING[phase], waits_for=ANY)
             dist.all_reduce(self._received)
             self.finish()
         return total
@@ -123,7 +123,7 @@ class Agreement:
 
     def _compare_along_pipeline(self, begun: _Begun) -> None:
         place, group = self._place, self._groups.pipeline
-        self._position.at(_DOING[begun.phase], waits_for=place.position - 1 if place.position else None)
+        self._position.set_activity(_DOING[begun.phase], waits_for=place.position - 1 if place.position else None)
         if place.position > 0:
             previous = place.rank_of(place.position - 1)  # stage k < K is on device k, in a loop and in a V
             for work in transfer(dist.irecv, self._received, previous, group):
@@ -140,7 +140,7 @@ class Agreement:
         place, group = self._place, self._groups.replicas
         if group is None or not place.is_last:
             return count
-        self._position.at(_DOING[begun.phase], waits_for=ANY)
+        self._position.set_activity(_DOING[begun.phase], waits_for=ANY)
         # A replica may have one sample less than another: sizes are not compared.
         phase, step, *_ = begun.numbers
         own = torch.tensor([phase, step, count], dtype=torch.float64, device=self._own.device)

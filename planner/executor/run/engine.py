@@ -324,7 +324,7 @@ class Engine:
         return self._devices[stage] == self._device_index
 
     def _at(self, action: _Action, *, waits_for: int | None = None) -> None:
-        self._position.at(action.words, stage=action.message.stage, waits_for=waits_for)
+        self._position.set_activity(action.words, stage=action.message.stage, waits_for=waits_for)
 
 
 def _carrying(shapes: Sequence[Tensor]) -> tuple[Tensor, ...]:

@@ -78,7 +78,7 @@ class OutputObserver:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ForwardOnly:
+class ForwardRunner:
     """Stages of one process, to run forwards without gradients."""
 
     modules: Sequence[StageModule]

@@ -18,7 +18,7 @@ import torch
 
 from planner.core.errors import ModelError, UsageError
 from planner.executor.run.placement import ProcessPlace
-from planner.executor.run.random_state import HostStates, OwnStates
+from planner.executor.run.random_state import HostStates, SeparateStates
 from planner.model.load import Batch, LoadedModel
 
 _SAMPLERS = ("", "sampler", "batch_sampler", "batch_sampler.sampler")
@@ -26,7 +26,7 @@ _SAMPLERS = ("", "sampler", "batch_sampler", "batch_sampler.sampler")
 
 def seeded_batches(batches: Iterable[Any], seed: int) -> Iterator[Any]:
     """Yield `batches`, drawn with separate random states that start at `seed`; drawing must not have begun before."""
-    states = OwnStates(HostStates.seeded(seed))
+    states = SeparateStates(HostStates.seeded(seed))
     source = chain.from_iterable([batches])  # lazily, since `iter` of a loader draws, too
 
     def drawn() -> Any:
@@ -37,7 +37,7 @@ def seeded_batches(batches: Iterable[Any], seed: int) -> Iterator[Any]:
     yield from iter(drawn, None)
 
 
-def epochs(model: LoadedModel, batch: int) -> Iterator[Any]:
+def repeat_train_batches(model: LoadedModel, batch: int) -> Iterator[Any]:
     """Yield the mini-batches `(inputs, targets)` of the model's `train_batches`, epoch after epoch without end.
 
     Raises:
@@ -79,7 +79,7 @@ class Loader:
 
     def __init__(self, loader: Iterable[Any], seed: int) -> None:
         self.loader: Any = loader
-        self._states = OwnStates(HostStates.seeded(seed))
+        self._states = SeparateStates(HostStates.seeded(seed))
         self._number = self._batch = 0
         self._begun: dict[str, Any] = {}
         """Random states at the start of the epoch."""

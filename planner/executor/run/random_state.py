@@ -47,17 +47,17 @@ class HostStates(NamedTuple):
     numpy: tuple[Any, ...]
 
     @classmethod
-    def now(cls) -> "HostStates":
+    def current(cls) -> "HostStates":
         """Return the current states of this process's random generators on the host."""
         return cls(torch.get_rng_state(), random.getstate(), cast("tuple[Any, ...]", np.random.get_state(legacy=True)))
 
     @classmethod
     def seeded(cls, seed: int) -> "HostStates":
         """Return the states after seeding with `seed`; the process's generators are not changed."""
-        before = cls.now()
+        before = cls.current()
         try:
             seed_host(seed)
-            return cls.now()
+            return cls.current()
         finally:
             before.restore()
 
@@ -86,7 +86,7 @@ class HostStates(NamedTuple):
         np.random.set_state(self.numpy)
 
 
-class OwnStates:
+class SeparateStates:
     """Separate random states, used inside `with` blocks: each block continues from the end of the previous block."""
 
     def __init__(self, states: HostStates) -> None:
@@ -94,12 +94,12 @@ class OwnStates:
 
     def __enter__(self) -> None:
         """Set the process's generators to these states."""
-        self._before = HostStates.now()
+        self._before = HostStates.current()
         self.states.restore()
 
     def __exit__(self, *_: object) -> None:
         """Store the states at the end of the block, and restore the process's own states."""
-        self.states = HostStates.now()
+        self.states = HostStates.current()
         self._before.restore()
 
 

@@ -36,7 +36,7 @@ class RecomputedLayer:
     """True for each output tensor that carries a gradient."""
 
 
-def recomputing(run: Callable[[Any], Any], layer: RecomputedLayer, value: Any) -> Any:
+def run_recomputed(run: Callable[[Any], Any], layer: RecomputedLayer, value: Any) -> Any:
     """Return `run(value)`; the backward keeps only `value`, and calls `run` again.
 
     Args:

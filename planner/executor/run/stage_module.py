@@ -26,7 +26,7 @@ from torch.utils.checkpoint import checkpoint
 from planner.core.values.plan import Recompute
 from planner.executor.run.losses import UNCOUNTED, zero_loss_of
 from planner.executor.run.random_state import StepSeeds
-from planner.executor.run.recompute import RecomputedLayer, recomputing
+from planner.executor.run.recompute import RecomputedLayer, run_recomputed
 from planner.executor.run.replay import LayerState
 from planner.executor.run.shapes import Boundary
 from planner.model.autocast import caching_only_with_graph
@@ -230,7 +230,7 @@ class StageModule(nn.Module):
                 continue
             is_all = index == last and self._loss_fn is not None
             run = self._states[index].replaying(partial(self._loss_of, run, targets) if is_all else run)
-            value = recomputing(self._timed(run), again, value)
+            value = run_recomputed(self._timed(run), again, value)
             if is_all:
                 loss: Tensor = value
                 return loss

@@ -19,7 +19,7 @@ MOST_NAMED = 3
 """Largest number of ranks that a message names; further ranks are only counted."""
 
 
-def explained(error: BaseException, position: Position) -> PlannerError:
+def error_for_exception(error: BaseException, position: Position) -> PlannerError:
     """Return the error to report for an exception in this process, with stage, position and the user's code."""
     root = error
     while root.__cause__ is not None:  # the engine wraps errors of stages
@@ -39,7 +39,7 @@ def explained(error: BaseException, position: Position) -> PlannerError:
     )
 
 
-def left_alone(left: Mapping[str, Any], position: Position) -> PlannerError:
+def error_after_exit(left: Mapping[str, Any], position: Position) -> PlannerError:
     """Return the error of a rank that still waits after another rank exited with code 0.
 
     Args:
@@ -53,7 +53,7 @@ def left_alone(left: Mapping[str, Any], position: Position) -> PlannerError:
     )
 
 
-def hang(positions: Mapping[int, Mapping[str, Any]], timeout_s: float) -> PlannerError:
+def error_of_hang(positions: Mapping[int, Mapping[str, Any]], timeout_s: float) -> PlannerError:
     """Return the error of a hanging job, which names ranks that do not wait (the cause) and ranks that wait.
 
     Args:
@@ -65,13 +65,13 @@ def hang(positions: Mapping[int, Mapping[str, Any]], timeout_s: float) -> Planne
     by_time = sorted(positions, key=lambda rank: -positions[rank]["idle_s"])
     culprits = [rank for rank in by_time if positions[rank]["waits_for"] is None]
     waiting = [rank for rank in by_time if positions[rank]["waits_for"] is not None]
-    waits = listed(
+    waits = join_with_count(
         [f"{name_of_rank(rank, positions)} waits {positions[rank]['where']}" for rank in sorted(waiting[:MOST_NAMED])],
         len(waiting),
     )
     if not culprits:
         return TrainingError(f"the stages wait for each other for {timeout_s:g} s: {waits}", hint=hint)
-    who = listed(
+    who = join_with_count(
         [
             f"{name_of_rank(rank, positions)} has been {positions[rank]['where']} for {positions[rank]['idle_s']:.0f} s"
             for rank in sorted(culprits[:MOST_NAMED])
@@ -81,7 +81,7 @@ def hang(positions: Mapping[int, Mapping[str, Any]], timeout_s: float) -> Planne
     return TrainingError(f"{who}, and holds up the others: {waits}", hint=hint)
 
 
-def listed(shown: Sequence[str], count: int, separator: str = "; ") -> str:
+def join_with_count(shown: Sequence[str], count: int, separator: str = "; ") -> str:
     """Join the first items of a list, and state how many further items there are.
 
     Args:

@@ -38,15 +38,7 @@ import torch.distributed as dist
 
 from planner.core.errors import ExitCode, PlannerError, TrainingError
 from planner.core.values.printable import printable_lines
-from planner.executor.watch.explain import (
-    MOST_NAMED,
-    explained,
-    hang,
-    is_lost_contact,
-    left_alone,
-    listed,
-    name_of_rank,
-)
+from planner.executor.watch import explain
 from planner.executor.watch.handlers import SignalHandlers
 from planner.executor.watch.liveness import Liveness
 from planner.executor.watch.position import ANY, STORE, Position
@@ -203,7 +195,7 @@ class Watch:
         self._ending.set()
         code = error.code if isinstance(error.code, int) else 1
         if self._claimed():  # claim first, because finding the lines of the user's code takes time
-            print_error(explained(error, self.position))
+            print_error(explain.error_for_exception(error, self.position))
             self._leave(code)
         self._leave_quietly(code)
 
@@ -212,11 +204,11 @@ class Watch:
         message: PlannerError | None
         if isinstance(error, PlannerError):
             message = error
-        elif self._store is not None and is_lost_contact(error):
-            # A transfer also fails if the other rank has died, which must then be reported instead.
+        elif self._store is not None and explain.is_lost_contact(error):
+            # A transfer also fails if the other rank has died, which must be reported instead.
             message = self._lost_contact()
         else:
-            message = explained(error, self.position)
+            message = explain.error_for_exception(error, self.position)
         code = message.exit_code if message is not None else ExitCode.ERROR
         self._tell(message, code, quietly=128 + self._signal if message is None and self._signal else ExitCode.ERROR)
 
@@ -230,7 +222,7 @@ class Watch:
         with suppress(dist.DistError):
             # A rank that exits without an error closes its connections, too.
             if self._store.check(["quit"]):
-                return left_alone(json.loads(self._store.get("quit")), self.position)
+                return explain.error_after_exit(json.loads(self._store.get("quit")), self.position)
         waits_for = self.position.waits_for
         name = self.position.names.get(ANY if waits_for is None else waits_for, "another stage")
         return TrainingError(
@@ -239,14 +231,15 @@ class Watch:
         )
 
     def _gone(self, silent: Sequence[int], liveness: Liveness) -> PlannerError:
-        named = silent[:MOST_NAMED]
+        named = silent[: explain.MOST_NAMED]
         positions = liveness.positions(named)
         # A rank that ended soon after its start may not have written its name.
-        names = [self.position.rank_names.get(rank) or name_of_rank(rank, positions) for rank in named]
+        names = [self.position.rank_names.get(rank) or explain.name_of_rank(rank, positions) for rank in named]
         waited = "was" if self.position.waits_for is None else "waited"
+        who, give = explain.join_with_count(names, len(silent), " and "), "gives" if len(silent) == 1 else "give"
         return TrainingError(
-            f"{listed(names, len(silent), ' and ')} {'gives' if len(silent) == 1 else 'give'} no sign of life while "
-            f"{self.position.name or f'rank {self._rank}'} {waited} {self.position.where}",
+            f"{who} {give} no sign of life while {self.position.name or f'rank {self._rank}'} {waited} "
+            f"{self.position.where}",
             hint="its process was killed or is stopped, or its machine is lost: see the system's log (out of memory?), "
             "then start again with `--resume auto`; `torchrun --max-restarts 3` does so automatically",
         )
@@ -347,7 +340,7 @@ class Watch:
         if waited_s > self._timeout_s:
             self._tell(self._hanging(liveness))
         if waited_s > liveness.silent_s and self._quit is not None:
-            self._tell(left_alone(self._quit, self.position))
+            self._tell(explain.error_after_exit(self._quit, self.position))
         # If a rank has died, the launcher also sends a signal to all ranks. Then the death must be reported.
         if self._signal or (waited_s > liveness.silent_s and self.position.waits_for == STORE):
             silent = liveness.silent()
@@ -399,7 +392,7 @@ class Watch:
             return None
         if silent:
             return self._gone(silent, liveness)
-        return hang(liveness.positions(), self._timeout_s)
+        return explain.error_of_hang(liveness.positions(), self._timeout_s)
 
 
 def _is_launched() -> bool:

@@ -31,7 +31,7 @@ class Position:
         self._now: tuple[str, int | None, int | None] = ("at the start", None, None)
         self._since = time.monotonic()
 
-    def at(self, doing: str, *, stage: int | None = None, waits_for: int | None = None) -> None:
+    def set_activity(self, doing: str, *, stage: int | None = None, waits_for: int | None = None) -> None:
         """Set the activity of this rank.
 
         Args:
@@ -54,7 +54,7 @@ class Position:
 
     @property
     def waits_for(self) -> int | None:
-        """Stage for which this rank waits; see `at`."""
+        """Stage for which this rank waits; see `set_activity`."""
         return self._now[2]
 
     @property

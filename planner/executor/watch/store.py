@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_store
 
 from planner.core.errors import TrainingError
-from planner.executor.watch.explain import MOST_NAMED, listed
+from planner.executor.watch.explain import MOST_NAMED, join_with_count
 
 _HELLO, _ANSWER, _JOINED = "gpipe-plan/hello", "gpipe-plan/answer", "gpipe-plan/joined"
 _ASKED_EVERY_S = 0.05
@@ -120,4 +120,4 @@ def _missing(ranks: Sequence[int], timeout: timedelta) -> TrainingError:
 
 
 def _names(ranks: Sequence[int]) -> str:
-    return listed([f"rank {rank}" for rank in ranks[:MOST_NAMED]], len(ranks), ", ")
+    return join_with_count([f"rank {rank}" for rank in ranks[:MOST_NAMED]], len(ranks), ", ")

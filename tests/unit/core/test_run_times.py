@@ -2,7 +2,7 @@
 
 import pytest
 
-from planner.executor.measure.run_times import RunSpan, RunStep, typical_us, waiting_of, waits_of
+from planner.executor.measure.run_times import RunSpan, RunStep, find_waits, mean_waits, typical_us
 
 
 def f(stage, micro_batch, start, end):
@@ -20,7 +20,7 @@ TWO = [f(1, 0, 13, 23), f(1, 1, 26, 36), b(1, 0, 37, 57), b(1, 1, 58, 78)]
 
 def test_a_gap_is_idle_until_the_sender_is_done_and_transfer_from_then_on():
     """On the first stage: 21 to 57 idle, 57 to 58 transfer; 78 to 81 transfer alone, as it was ready already."""
-    waits = waits_of({0: ONE, 1: TWO})
+    waits = find_waits({0: ONE, 1: TWO})
     assert waits.window_ns == 101_000
     assert waits.idle_ns == {0: 36_000, 1: 10_000 + 23_000}
     crossed = {(t.kind, t.stage, t.micro_batch): (t.start_ns // 1000, t.end_ns // 1000) for t in waits.transfers}
@@ -36,7 +36,7 @@ def test_a_gap_is_idle_until_the_sender_is_done_and_transfer_from_then_on():
 
 def test_everything_adds_up():
     """Computing, waiting and the engine's own time are the whole of each process's time."""
-    waits = waits_of({0: ONE, 1: TWO})
+    waits = find_waits({0: ONE, 1: TWO})
     computed = sum(span.end_ns - span.start_ns for span in (*ONE, *TWO))
     moved = sum(t.end_ns - t.start_ns for t in waits.transfers)
     assert computed + sum(waits.idle_ns.values()) + moved + sum(waits.overhead_ns) == 2 * waits.window_ns
@@ -45,13 +45,13 @@ def test_everything_adds_up():
 
 def test_clocks_that_disagree_a_little_give_no_negative_time():
     """A forward that seems to begin before its input was ready received it in no time."""
-    (transfer,) = waits_of({0: [f(0, 0, 0, 10)], 1: [f(1, 0, 8, 18)]}).transfers
+    (transfer,) = find_waits({0: [f(0, 0, 0, 10)], 1: [f(1, 0, 8, 18)]}).transfers
     assert transfer.start_ns == transfer.end_ns == 8000
 
 
 def test_chunks_of_one_process_hand_over_in_place():
     """With one process nothing is transferred; gaps are the engine's."""
-    waits = waits_of({0: [f(0, 0, 0, 10), f(1, 0, 12, 20), b(1, 0, 20, 30), b(0, 0, 33, 40)]})
+    waits = find_waits({0: [f(0, 0, 0, 10), f(1, 0, 12, 20), b(1, 0, 20, 30), b(0, 0, 33, 40)]})
     assert waits.transfers == ()
     assert waits.overhead_ns == (2000, 0, 3000)
     assert waits.bubble() == 0
@@ -69,7 +69,7 @@ def test_half_a_backward_waits_for_the_half_or_the_whole_of_the_next_stage():
     """Gradients of weights wait for nobody; a gap in front of them is the engine's."""
     one = [f(0, 0, 0, 10), f(0, 1, 10, 20), i(0, 0, 36, 40), b(0, 1, 60, 70), w(0, 0, 72, 80)]
     two = [f(1, 0, 12, 20), i(1, 0, 20, 34), b(1, 1, 34, 55)]
-    waits = waits_of({0: one, 1: two})
+    waits = find_waits({0: one, 1: two})
     crossed = {(t.kind, t.stage, t.micro_batch): (t.start_ns // 1000, t.end_ns // 1000) for t in waits.transfers}
     assert crossed == {
         ("forward", 1, 0): (10, 12),
@@ -98,7 +98,7 @@ def test_means_over_the_middle_steps():
         0: [RunStep(n, slower(ONE, factor)) for n, factor in enumerate((1, 1, 9, 1))],
         1: [RunStep(n, slower(TWO, factor)) for n, factor in enumerate((1, 1, 9))],
     }
-    waiting = waiting_of(steps, overlaps=False)
+    waiting = mean_waits(steps, overlaps=False)
     assert waiting is not None
     assert waiting.idle_us == {0: 36.0, 1: 33.0}
     assert waiting.transfer_us == {0: 4.0, 1: 6.0}
@@ -108,14 +108,14 @@ def test_means_over_the_middle_steps():
 
 def test_a_transfer_that_overlaps_is_known_only_where_it_was_waited_for():
     """The rest of one whose receiver was busy says nothing of all of it."""
-    waiting = waiting_of({0: [RunStep(0, tuple(ONE))], 1: [RunStep(0, tuple(TWO))]}, overlaps=True)
+    waiting = mean_waits({0: [RunStep(0, tuple(ONE))], 1: [RunStep(0, tuple(TWO))]}, overlaps=True)
     assert waiting is not None
     assert waiting.crossing_us == {("forward", 0): 3.0, ("backward", 0): 2.0}
 
 
 def test_no_steps_no_waiting():
     """A run that only warmed up."""
-    assert waiting_of({0: [], 1: []}, overlaps=False) is None
+    assert mean_waits({0: [], 1: []}, overlaps=False) is None
 
 
 def test_typical_times():

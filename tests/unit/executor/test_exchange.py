@@ -51,7 +51,7 @@ def test_the_first_rank_decides_on_the_values_of_all(monkeypatch: pytest.MonkeyP
     def act(rank: Exchange) -> None:
         for number in range(20):
             value = f"{rank._rank}.{number}"
-            decided.append(rank.decided(value, ",".join))
+            decided.append(rank.decide(value, ",".join))
         rank.close()
 
     store = on_all(4, act, monkeypatch)

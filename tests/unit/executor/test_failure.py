@@ -20,7 +20,7 @@ def position(doing: str = "forward of micro-batch 1") -> Position:
     here = Position()
     here.names, here.stages = {0: "stage 0 (layer a)", 1: "stage 1 (layers b to c)"}, (1,)
     here.step = 7
-    here.at(doing, stage=1)
+    here.set_activity(doing, stage=1)
     return here
 
 
@@ -33,7 +33,7 @@ def test_a_position_in_words() -> None:
     """Stages of a rank, replicas, steps and what is outside of them."""
     here = position()
     assert (here.name, here.where) == ("stage 1 (layers b to c)", "in forward of micro-batch 1 of step 7")
-    here.at("between steps")
+    here.set_activity("between steps")
     here.stages, here.replica = (0, 1), 2
     two = "the process of stages 0 (layer a) and 1 (layers b to c) of replica 2"  # one thing, that is gone or waits
     assert (here.name, here.where) == (two, "between steps")
@@ -44,14 +44,16 @@ def test_a_position_in_words() -> None:
 def test_of_a_hanging_job_the_rank_that_waits_for_nobody_is_named() -> None:
     """Or all, where each waits for another."""
     ranks = {0: told("stage 0", 1), 1: told("stage 1", None), 2: told("stage 2", ANY)}
-    message = explain.hang(ranks, 60.0).message
+    message = explain.error_of_hang(ranks, 60.0).message
     assert message.startswith(
         "stage 1 has been in forward of micro-batch 2 of step 7 for 61 s, and holds up the others"
     )
     assert message.endswith("stage 0 waits in forward of micro-batch 2 of step 7; stage 2 waits in forward of "
                             "micro-batch 2 of step 7")  # fmt: skip
     ranks[1] = told("stage 1", 0)
-    assert explain.hang(ranks, 60.0).message.startswith("the stages wait for each other for 60 s: stage 0 waits")
+    assert explain.error_of_hang(ranks, 60.0).message.startswith(
+        "the stages wait for each other for 60 s: stage 0 waits"
+    )
 
 
 def test_too_little_memory_stands_beside_the_prediction() -> None:
@@ -60,12 +62,12 @@ def test_too_little_memory_stands_beside_the_prediction() -> None:
     here.predicted_bytes = {0: 1, 1: 3 * 2**30}
     with pytest.raises(RuntimeError) as raised:
         torch.empty(2**50)
-    error = explain.explained(raised.value, here)
+    error = explain.error_for_exception(raised.value, here)
     assert error.message.startswith("stage 1 (layers b to c) ran out of memory in backward of micro-batch 0 of step 7")
     assert "the plan predicts a peak of 3.00 GiB" in error.message
     assert "you tried to allocate" in error.message
     assert "--reserve" in error.hint
-    assert "ran out of memory" in explain.explained(MemoryError("no"), here).message
+    assert "ran out of memory" in explain.error_for_exception(MemoryError("no"), here).message
 
 
 def test_the_cause_that_the_engine_wraps_is_told() -> None:
@@ -74,7 +76,7 @@ def test_the_cause_that_the_engine_wraps_is_told() -> None:
         {}["mine"]
     error = RuntimeError("[Rank 0] failed to run forward")
     error.__cause__ = cause.value
-    message = explain.explained(error, position()).message
+    message = explain.error_for_exception(error, position()).message
     assert "failed in forward of micro-batch 1 of step 7: KeyError: 'mine'" in message
     assert Path(__file__).name in message
     assert "Rank 0" not in message

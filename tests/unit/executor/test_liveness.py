@@ -9,7 +9,7 @@ import pytest
 import torch.distributed as dist
 
 from planner.executor.watch import failure, liveness
-from planner.executor.watch.explain import hang
+from planner.executor.watch.explain import error_of_hang
 from planner.executor.watch.failure import Watch
 from planner.executor.watch.liveness import Liveness
 from planner.executor.watch.position import ANY, Position
@@ -97,7 +97,7 @@ def test_a_beat_of_all_ranks_takes_a_number_of_keys_that_grows_as_the_ranks_do(w
             if when == "signalled":
                 watch._note_signal(signal.SIGTERM)
             if when == "waiting":
-                watch.position.at("a checkpoint", waits_for=ANY)
+                watch.position.set_activity("a checkpoint", waits_for=ANY)
                 watch.position._since -= 20.0
         keys[count] = max(beat(ranks, store) for _ in range(3)) / count
     assert keys[160] < 1.5 * keys[10]
@@ -185,7 +185,7 @@ def test_a_rank_that_left_in_order_is_not_silent(monkeypatch: pytest.MonkeyPatch
 def test_a_message_names_the_three_ranks_that_wait_longest() -> None:
     """Of thousands."""
     positions = {rank: {**told(f"stage {rank}", ANY), "idle_s": float(rank)} for rank in range(1000)}
-    message = hang(positions, 60.0).message
+    message = error_of_hang(positions, 60.0).message
     assert message.count(" waits in ") == 3
     assert "stage 997 waits" in message
     assert message.endswith("; 997 others")

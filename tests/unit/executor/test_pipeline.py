@@ -18,7 +18,7 @@ from planner.core.values.balance import Balance, StageBalance
 from planner.core.values.profile import Model
 from planner.core.values.run_report import RunReport
 from planner.device.meter import CpuMeter
-from planner.executor import Arguments, Pipeline, pipeline_script, progress
+from planner.executor import Pipeline, ScriptArguments, pipeline_script, progress
 from planner.executor.measure.recorder import Recorder
 from planner.executor.run.placement import ProcessPlace
 from planner.files import read_balance, read_run, write
@@ -476,12 +476,12 @@ def test_a_missing_gpu_is_told(tmp_path: Path) -> None:
 # The script's frame
 
 
-def given(**changes: Any) -> Arguments:
+def given(**changes: Any) -> ScriptArguments:
     """A command line."""
-    return Arguments(**{"steps": 2, "seed": 0, "report": None, "device": None, **changes})
+    return ScriptArguments(**{"steps": 2, "seed": 0, "report": None, "device": None, **changes})
 
 
-def run_script(path: Path, arguments: Arguments, body: Callable[[Pipeline], None] = lambda _: None) -> None:
+def run_script(path: Path, arguments: ScriptArguments, body: Callable[[Pipeline], None] = lambda _: None) -> None:
     """What every emitted script does."""
     with pipeline_script(path, arguments) as pipeline:
         optimizer = pipeline.optimizer(pipeline.model.build_optimizer)

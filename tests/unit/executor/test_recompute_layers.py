@@ -18,7 +18,7 @@ from planner.core.cost.memory import stage_memory
 from planner.device.meter import CpuMeter
 from planner.executor.build.building import build_structure
 from planner.executor.run.random_state import StepSeeds
-from planner.executor.run.recompute import RecomputedLayer, recomputing
+from planner.executor.run.recompute import RecomputedLayer, run_recomputed
 from planner.executor.run.shapes import Shapes, shapes_of
 from planner.executor.run.stage_module import StageModule
 from planner.model.chain import chain_of
@@ -310,7 +310,7 @@ def known(layer: nn.Module, value: Any) -> RecomputedLayer:
 def held_bytes(layer: Callable[[Any], Any], value: Tensor, carries: tuple[bool, ...] = (True,)) -> int:
     """Between forward and backward, beside the input and the output."""
     kept: list[Any] = []
-    usage = CpuMeter().measure(lambda: kept.append(recomputing(layer, RecomputedLayer(False, carries), value)))
+    usage = CpuMeter().measure(lambda: kept.append(run_recomputed(layer, RecomputedLayer(False, carries), value)))
     made: int = sum(t.nbytes for t in tree_flatten(kept)[0])
     return usage.end_bytes - made
 
@@ -336,7 +336,7 @@ def test_outputs_and_their_gradients_go_when_they_have_been_used() -> None:
 
         return CpuMeter().measure(work).peak_bytes
 
-    ours = peak(lambda value: recomputing(layer, RecomputedLayer(False, (True,)), value))
+    ours = peak(lambda value: run_recomputed(layer, RecomputedLayer(False, (True,)), value))
     theirs = peak(lambda value: checkpoint(layer, value, use_reentrant=True, preserve_rng_state=False))
     assert abs(theirs - 2 * size - ours) < size / 100
 
@@ -359,13 +359,13 @@ def test_layers_run_again_in_backward_only() -> None:
     again = known(layer.to("meta"), torch.zeros(2, 8))
     layer = Counts()
     calls.clear()
-    recomputing(layer, again, torch.randn(2, 8)).sum().backward()
+    run_recomputed(layer, again, torch.randn(2, 8)).sum().backward()
     assert len(calls) == 2
     with torch.no_grad():
-        assert not recomputing(layer, again, torch.randn(2, 8)).requires_grad
+        assert not run_recomputed(layer, again, torch.randn(2, 8)).requires_grad
     assert len(calls) == 3
     frozen = Counts().requires_grad_(False)
-    made = recomputing(frozen, RecomputedLayer(False, (False,)), torch.randn(2, 8))
+    made = run_recomputed(frozen, RecomputedLayer(False, (False,)), torch.randn(2, 8))
     assert not made.requires_grad
     assert len(calls) == 4
 
@@ -386,7 +386,7 @@ def test_what_carries_no_gradient_still_does_not() -> None:
     layer, value = Parts(), torch.randn(2, 8, requires_grad=True)
     again = known(Parts().to("meta"), torch.zeros(2, 8, requires_grad=True))
     assert again.carries == (True, False, False, False, True, True)
-    *tensors, text = recomputing(layer, again, value)
+    *tensors, text = run_recomputed(layer, again, value)
     assert text == "text"
     assert tuple(t.requires_grad for t in tensors) == again.carries
     assert layer.linear.weight.is_leaf
@@ -409,7 +409,7 @@ def test_an_output_that_nobody_reads_needs_no_gradient() -> None:
             return value * 2, value * 3
 
     value = torch.randn(4, requires_grad=True)
-    one, _ = recomputing(Two(), RecomputedLayer(False, (True, True)), value)
+    one, _ = run_recomputed(Two(), RecomputedLayer(False, (True, True)), value)
     one.sum().backward()
     assert torch.equal(value.grad, torch.full((4,), 2.0))  # type: ignore[arg-type]
 
@@ -451,7 +451,7 @@ def test_autocast_is_the_same_again() -> None:
     """Backward may run outside the block, or in another thread."""
     layer, value = nn.Linear(8, 8), torch.randn(4, 8)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        made = recomputing(lambda x: layer(x).float().tanh(), RecomputedLayer(False, (True,)), value)
+        made = run_recomputed(lambda x: layer(x).float().tanh(), RecomputedLayer(False, (True,)), value)
         plain = layer(value).float().tanh()
     made.sum().backward()
     again, layer.weight.grad = layer.weight.grad, None

@@ -104,13 +104,13 @@ def test_a_branch_in_another_folder_has_an_identity_of_its_own(path: Path, folde
 def test_lineages() -> None:
     """What lies behind a run is what its branches wrote until they were left."""
     run = Lineage.new()
-    branch = run.branched(5)
+    branch = run.new_branch(5)
     assert run.includes(run, 9)
     assert branch.includes(run, 5)
     assert not branch.includes(run, 6)
     assert branch.includes(branch, 6)
     assert not run.includes(branch, 6)
-    assert not branch.includes(run.branched(5), 5)
+    assert not branch.includes(run.new_branch(5), 5)
     assert not run.includes(Lineage.new(), 1)
 
 

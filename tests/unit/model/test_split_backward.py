@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from planner.executor.run.recompute import RecomputedLayer, recomputing
+from planner.executor.run.recompute import RecomputedLayer, run_recomputed
 from planner.model.autocast import forward_context
 from planner.model.split_backward import DeferredUses, SplitBackward, additions_of
 
@@ -224,7 +224,7 @@ def test_recomputed_layers_with_a_weight_that_they_share(dtype: torch.dtype | No
 
         def forward(self, x: Tensor) -> Tensor:
             for run in (self.one, self.two, self.one, self.two, self.one):
-                x = recomputing(run, RecomputedLayer(copies_input=False, carries=(True,)), x)
+                x = run_recomputed(run, RecomputedLayer(copies_input=False, carries=(True,)), x)
             return self.one(self.one(x))  # type: ignore[no-any-return]
 
     assert put_off_by(Layers, lambda: torch.randn(4, 6), dtype) == 9
