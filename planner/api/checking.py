@@ -13,7 +13,7 @@ from planner.api.reading import cuts_of, plan_of, profile_for
 from planner.api.texts import File
 from planner.core.errors import UsageError
 from planner.core.judge.recut import with_cuts
-from planner.core.judge.verdict import Verdict, claimed_of, compared, judge, with_findings
+from planner.core.judge.verdict import Verdict, checkable_report, judge, with_difference, with_findings
 from planner.core.values.devices import accelerator
 from planner.core.values.findings import Finding, finding
 from planner.core.values.plan import Plan
@@ -57,7 +57,7 @@ def check(plan: File | Plan, options: CheckOptions) -> Verdict:
         headroom=headroom,
         strict=options.strict,
     )
-    if claimed_of(read, verdict) is not None:
+    if checkable_report(read, verdict) is not None:
         from planner.solve.questions.certificate import check_certificate  # noqa: PLC0415 - given cuts have no certificate
 
         verdict = check_certificate(read, verdict, profile)
@@ -71,7 +71,7 @@ def check(plan: File | Plan, options: CheckOptions) -> Verdict:
         from planner.api.comparing import earlier_plan  # noqa: PLC0415 - seldom asked for
 
         before, recomputed, called = earlier_plan(options.against, place)
-        verdict = compared(verdict, before, against=called, recomputed=recomputed)
+        verdict = with_difference(verdict, before, against=called, recomputed=recomputed)
     return verdict
 
 

@@ -15,7 +15,7 @@ from planner.core.judge.calibration import calibrated_executor
 from planner.core.schedule import GIVEN, GPIPE, SCHEDULE_CHOICES, schedules_for
 from planner.core.values.calibration import Calibration
 from planner.core.values.cluster import ExecutorCost, Link
-from planner.core.values.limits import MOST_BATCH, short
+from planner.core.values.limits import MOST_BATCH, truncate
 from planner.core.values.plan import Inputs, ProfileReference, RecomputePolicy, ScheduleName, limit_of
 from planner.core.values.precision import precision_of
 from planner.core.values.profile import Profile
@@ -142,7 +142,9 @@ def _devices(numbers: Numbers | None, nodes: str | None) -> tuple[int, int]:
     count, each = texts.nodes(nodes)
     total = count * each
     if devices is not None and devices > total:
-        raise UsageError(f"`--devices {short(devices)}`, but `--nodes {nodes}` has {total}", hint="remove `--devices`")
+        raise UsageError(
+            f"`--devices {truncate(devices)}`, but `--nodes {nodes}` has {total}", hint="remove `--devices`"
+        )
     return total if devices is None else devices, each
 
 

@@ -12,7 +12,7 @@ from typing import Any, Final, get_args
 from planner.core.errors import UsageError
 from planner.core.values.cluster import Link
 from planner.core.values.devices import ACCELERATORS
-from planner.core.values.limits import LARGEST, MOST_DEVICES, PRICES, RATES, SPEEDS, at_most, short
+from planner.core.values.limits import LARGEST, MOST_DEVICES, PRICES, RATES, SPEEDS, check_limit, truncate
 from planner.core.values.precision import PRECISIONS, Precision, precision_of
 from planner.core.values.units import (
     parse_bytes,
@@ -68,7 +68,7 @@ def integers(option: str, value: Numbers) -> tuple[int, ...]:
     if not numbers:
         raise UsageError(f"expected whole numbers, got none for `{option}`")
     if min(numbers) < 1:
-        raise UsageError(f"`{option} {text}`: {short(min(numbers))} is below 1")
+        raise UsageError(f"`{option} {text}`: {truncate(min(numbers))} is below 1")
     if max(numbers) > LARGEST:
         raise UsageError(f"`{option} {text}` is too large to compute with")
     return numbers
@@ -103,8 +103,8 @@ def parse_number(option: str, value: int, noun: str, most: int | None = None) ->
         UsageError: The number is outside of the range.
     """
     if value < 1:
-        raise UsageError(f"`{option} {short(value)}`: at least 1 {noun} is needed")
-    return value if most is None else at_most(option, value, most, f"{noun}s")
+        raise UsageError(f"`{option} {truncate(value)}`: at least 1 {noun} is needed")
+    return value if most is None else check_limit(option, value, most, f"{noun}s")
 
 
 def device_counts(value: Numbers) -> tuple[int, ...]:
@@ -135,7 +135,7 @@ def size(value: str | int) -> int:
         named = next((one for one in ACCELERATORS if one.name == value.strip().lower()), None)
         return parse_bytes(value) if named is None else named.memory_bytes
     if not 0 <= value <= LARGEST:
-        raise UsageError(f"a size is from 0 to 2^60 bytes, got {short(value)}")
+        raise UsageError(f"a size is from 0 to 2^60 bytes, got {truncate(value)}")
     return value
 
 
@@ -258,9 +258,9 @@ def price(option: str, value: str | float | None) -> float:
     try:
         number = float(value)
     except ValueError:
-        raise UsageError(f"expected a number, got `{option} {short(value)}`") from None
+        raise UsageError(f"expected a number, got `{option} {truncate(value)}`") from None
     if not PRICES[0] <= number <= PRICES[1]:
-        raise UsageError(f"a price is from {PRICES[0]:g} to {PRICES[1]:g}, got `{option} {short(value)}`")
+        raise UsageError(f"a price is from {PRICES[0]:g} to {PRICES[1]:g}, got `{option} {truncate(value)}`")
     return number
 
 
@@ -285,8 +285,8 @@ def nodes(value: str) -> tuple[int, int]:
     """Return the number of nodes and the devices per node, from `4x8`."""
     parts = re.fullmatch(r"([1-9]\d{0,9})x([1-9]\d{0,9})", value, re.ASCII)
     if parts is None:
-        raise UsageError(f"expected nodes times devices as in `--nodes 4x8`, got `--nodes {short(value)}`")
-    at_most("--nodes", int(parts[1]) * int(parts[2]), MOST_DEVICES, "devices")
+        raise UsageError(f"expected nodes times devices as in `--nodes 4x8`, got `--nodes {truncate(value)}`")
+    check_limit("--nodes", int(parts[1]) * int(parts[2]), MOST_DEVICES, "devices")
     return int(parts[1]), int(parts[2])
 
 
@@ -309,4 +309,4 @@ def _parts(value: Any) -> Sequence[Any]:
 
 
 def _shown(value: object) -> str:
-    return short(",".join(map(short, value[:40])) if isinstance(value, (list, tuple)) else short(value), 80)
+    return truncate(",".join(map(truncate, value[:40])) if isinstance(value, (list, tuple)) else truncate(value), 80)

@@ -15,7 +15,7 @@ from planner.core.values.profile import Profile
 from planner.core.values.run_report import RunReport
 from planner.device.machine import usable_cores
 from planner.emit.native import emit_native
-from planner.emit.processes import environment
+from planner.emit.processes import child_environment
 from planner.files import read_run
 
 _STOP_S = 30
@@ -70,7 +70,7 @@ def crowding(plan: Plan, profile: Profile) -> str:
 @contextmanager
 def _started(command: list[str], profile: Profile, stderr: int) -> Iterator["subprocess.Popen[str]"]:
     """Start the processes; all of them have ended when the context is left."""
-    own = environment(OMP_NUM_THREADS=str(profile.environment.threads))
+    own = child_environment(OMP_NUM_THREADS=str(profile.environment.threads))
     pipe = subprocess.PIPE
     with subprocess.Popen(command, env=own, stdout=pipe, stderr=stderr, text=True) as process:  # noqa: S603 - ours
         try:

@@ -16,8 +16,8 @@ from planner.api.reading import NOWHERE, ReadProfile, fresh_verdict, path_of, pl
 from planner.api.texts import File
 from planner.core.errors import MeasurementError, ModelError, UsageError
 from planner.core.extras import check_installed
-from planner.core.judge.verification import Tolerance, Verification, other_samples, verification_of
-from planner.core.values.balance import solve_again
+from planner.core.judge.verification import Tolerance, Verification, unplanned_samples, verification_of
+from planner.core.values.balance import replan_command
 from planner.core.values.devices import training_kind
 from planner.core.values.plan import Plan
 from planner.core.values.precision import precision_of
@@ -87,7 +87,7 @@ def verify(plan: File | Plan, options: VerifyOptions) -> Verification:
     if written is None:
         return verification
     files.write(written, verification.calibration, header=_HEADER)
-    again = solve_again(
+    again = replan_command(
         source.path,
         calibrated_options(now.inputs, source.profile.device),
         calibration=written,
@@ -138,7 +138,7 @@ def _report_of(run: File | RunReport, plan: Plan, profile: Profile, place: str) 
     kind = training_kind(profile.device.kind)
     if report.device.kind != kind:
         raise UsageError(f"{name} was made on {report.device.kind}, the plan is for {kind}")
-    samples = other_samples(report)
+    samples = unplanned_samples(report)
     if samples is not None:
         raise MeasurementError(
             f"a step of {name} had {samples:.0f} samples, the plan has {report.batch}: they cannot be compared",

@@ -11,12 +11,12 @@ from planner.cli.options import check_format
 from planner.core.cost.evaluate import Evaluation
 from planner.core.errors import StaleError, UsageError
 from planner.core.judge.certainty import certainty_of
-from planner.core.judge.verdict import claimed_of, judge
+from planner.core.judge.verdict import checkable_report, judge
 from planner.core.schedule import schedule_of
 from planner.core.values.balance import Balance
 from planner.core.values.calibration import Calibration
 from planner.core.values.links import Links
-from planner.core.values.partial import Partial
+from planner.core.values.partial import PartialProfile
 from planner.core.values.plan import Plan
 from planner.core.values.profile import Profile
 from planner.core.values.run_report import RunReport
@@ -62,7 +62,7 @@ def draw(
     if len(to_stdout) > 1 or (to_stdout and as_json):
         taken = " and ".join([*to_stdout, *(["--format json"] if as_json else [])])
         raise UsageError(f"{taken} all go to standard output", hint="name a file")
-    if isinstance(value, (Balance, Calibration, Partial)):
+    if isinstance(value, (Balance, Calibration, PartialProfile)):
         raise _refusal(value, file)
     if run is not None and not isinstance(value, Plan):
         raise UsageError(f"`--run` needs a plan, {file} is none", hint=f"`gpipe-plan show plan.yaml --run {run}`")
@@ -85,7 +85,7 @@ def draw(
             console.note(f"wrote {path}")
 
 
-def _refusal(value: Balance | Calibration | Partial, file: str) -> UsageError:
+def _refusal(value: Balance | Calibration | PartialProfile, file: str) -> UsageError:
     if isinstance(value, Balance):
         return UsageError(f"{file} is a balance configuration and cannot be shown; show its plan")
     if isinstance(value, Calibration):
@@ -131,7 +131,7 @@ def _as_profiled(plan: Plan, path: str, profile: Profile, console: Console) -> P
         StaleError: The plan has other layers than the profile.
     """
     verdict = judge(plan, profile, profile_digest=files.digest_of(profile))
-    if claimed_of(plan, verdict) is not None:
+    if checkable_report(plan, verdict) is not None:
         from planner.solve.questions.certificate import check_certificate  # given cuts have no certificate
 
         verdict = check_certificate(plan, verdict, profile)

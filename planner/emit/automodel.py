@@ -14,7 +14,7 @@ from typing import Any, Final
 
 from planner.core.errors import UsageError
 from planner.core.schedule import SCHEDULES
-from planner.emit.layout import EngineFile, Layout, text_of
+from planner.emit.layout import EngineFile, Layout, signed_text
 from planner.emit.schedule_csv import SCHEDULE_FILE, schedule_table
 
 ON_EVERY_STAGE: Final = "rotary_emb"
@@ -57,7 +57,7 @@ def emit_automodel(layout: Layout) -> EngineFile:
     notes = _notes(layout)
     return EngineFile(
         name="plan_automodel.yaml",
-        text=text_of(
+        text=signed_text(
             layout,
             "".join(f"{line}\n" for line in lines),
             engine="NeMo Automodel 0.7",
@@ -81,7 +81,7 @@ def _check(layout: Layout) -> None:
                 hint="profile the model in whole blocks, or use another `--format`",
             )
     for first, second in layout.ties_over_stages():
-        together = layout.kept_together(first, second)
+        together = layout.together_option(first, second)
         raise UsageError(
             f'"{first}" and "{second}" share parameters across stages, but {_NAME} would train two copies',
             hint="build the model without sharing them (`tie_word_embeddings: false` in its config) and profile again"

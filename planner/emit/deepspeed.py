@@ -11,7 +11,7 @@ from typing import Final
 
 from planner.core.errors import UsageError
 from planner.core.schedule import ONE_FORWARD_ONE_BACKWARD
-from planner.emit.layout import EngineFile, Layout, python_values, text_of
+from planner.emit.layout import EngineFile, Layout, python_values, signed_text
 
 _NAME: Final = "DeepSpeed"
 
@@ -74,7 +74,9 @@ def emit_deepspeed(layout: Layout) -> EngineFile:
     )
     return EngineFile(
         name="plan_deepspeed.py",
-        text=text_of(layout, body + _CLASS, engine="DeepSpeed 0.19.8", option="deepspeed", notes=notes, docstring=_USE),
+        text=signed_text(
+            layout, body + _CLASS, engine="DeepSpeed 0.19.8", option="deepspeed", notes=notes, docstring=_USE
+        ),
         notes=tuple(notes),
         use="`PlannedPipelineModule([model.get_submodule(name) for name in LAYERS])` of plan_deepspeed.py",
     )

@@ -7,7 +7,7 @@ computes at a time.
 
 from typing import Final
 
-from planner.emit.layout import EngineFile, Layout, modules_of, python_values, text_of
+from planner.emit.layout import EngineFile, Layout, modules_of, python_values, signed_text
 
 _NAME: Final = "a device map"
 
@@ -40,7 +40,7 @@ def emit_device_map(layout: Layout) -> EngineFile:
     ]
     return EngineFile(
         name="plan_device_map.py",
-        text=text_of(
+        text=signed_text(
             layout,
             python_values(DEVICE_MAP=device_map),
             engine="accelerate 1.15 and transformers 5",

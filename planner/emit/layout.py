@@ -13,10 +13,10 @@ from planner.core.cost.partition import Partition, check_partition
 from planner.core.errors import UsageError
 from planner.core.schedule import SCHEDULES, Schedule, schedule_of
 from planner.core.values.plan import Plan
-from planner.core.values.printable import spelled_out
+from planner.core.values.printable import escape_unprintable
 from planner.core.values.profile import LayerProfile, Profile
 from planner.core.values.units import pluralize
-from planner.emit.signature import signed
+from planner.emit.signature import with_signature
 
 _PATH = re.compile(r"\w+(\.\w+)*")
 _WIDTH = 110
@@ -148,7 +148,7 @@ class Layout:
         stage_of = {layer.name: k for k, stage in enumerate(self.stages) for layer in stage}
         return tuple(pair for pair in self.ties() if stage_of[pair[0]] != stage_of[pair[1]])
 
-    def kept_together(self, first: str, second: str) -> str | None:
+    def together_option(self, first: str, second: str) -> str | None:
         """Return the `solve` option that keeps two layers in one stage; None if the stage would be the whole model."""
         names = [layer.name for layer in self.layers]
         num_layers = names.index(second) - names.index(first) + 1
@@ -248,7 +248,9 @@ def paths_above(path: str) -> list[str]:
     return [".".join(parts[:end]) for end in range(len(parts) - 1, 0, -1)]
 
 
-def text_of(layout: Layout, body: str, *, engine: str, option: str, notes: Sequence[str], docstring: str = "") -> str:
+def signed_text(
+    layout: Layout, body: str, *, engine: str, option: str, notes: Sequence[str], docstring: str = ""
+) -> str:
     """Return the signed text of an engine's file, in a language whose comments begin with `#`.
 
     Args:
@@ -275,8 +277,8 @@ def text_of(layout: Layout, body: str, *, engine: str, option: str, notes: Seque
         lines += ["", "Not included:"]
         lines += [line for note in notes for line in textwrap.wrap(f"- {note}", _WIDTH, subsequent_indent="  ")]
     # Names come from files and must not be able to end a comment.
-    header = "".join(f"# {spelled_out(line)}".rstrip() + "\n" for line in lines)
-    return signed(f"{header}\n{body}")
+    header = "".join(f"# {escape_unprintable(line)}".rstrip() + "\n" for line in lines)
+    return with_signature(f"{header}\n{body}")
 
 
 def python_values(**values: Any) -> str:

@@ -16,7 +16,7 @@ from typing import Final
 from planner.core.errors import UsageError
 from planner.core.schedule import INTERLEAVED, ONE_FORWARD_ONE_BACKWARD
 from planner.core.values.profile import LayerProfile
-from planner.emit.layout import EngineFile, Layout, text_of
+from planner.emit.layout import EngineFile, Layout, signed_text
 
 _NAME: Final = "Megatron-LM"
 _OPTION: Final = "--pipeline-model-parallel-layout"
@@ -69,7 +69,7 @@ def emit_megatron(layout: Layout) -> EngineFile:
     use = 'Use it:\n    source plan_megatron.sh\n    torchrun … pretrain_gpt.py "${PIPELINE_ARGS[@]}" …'
     return EngineFile(
         name="plan_megatron.sh",
-        text=text_of(layout, body, engine="Megatron-Core 0.16", option="megatron", notes=notes, docstring=use),
+        text=signed_text(layout, body, engine="Megatron-Core 0.16", option="megatron", notes=notes, docstring=use),
         notes=tuple(notes),
         use='`source plan_megatron.sh`, then `pretrain_gpt.py "${PIPELINE_ARGS[@]}" …`',
     )

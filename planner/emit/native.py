@@ -9,14 +9,14 @@ from pathlib import Path
 
 from planner import __version__
 from planner.core.errors import UsageError
-from planner.core.values.balance import Balance, RunPrediction, StageBalance, cuts_path, launch_line
+from planner.core.values.balance import Balance, RunPrediction, StageBalance, cuts_path, launch_command
 from planner.core.values.devices import training_kind
 from planner.core.values.plan import Inputs, Plan, Stage
 from planner.core.values.precision import precision_of
 from planner.core.values.profile import GENERATOR, Device, Profile
 from planner.core.values.units import format_bytes, format_speed, format_us, pluralize
 from planner.emit.layout import EngineFile, Layout, refuse_sharing
-from planner.emit.signature import is_edited, refuse_edited, runs_balance, signed
+from planner.emit.signature import is_edited, refuse_edited, runs_balance, with_signature
 from planner.files import digest_of, dump, reference_path, relocate_source, write_text
 
 _HEADER = """\
@@ -44,7 +44,7 @@ class InputPaths:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Emitted:
+class NativeFiles:
     """Texts of `balance.yaml`, of the script `name` that reads it, and of files for fewer processes."""
 
     balance: str
@@ -108,7 +108,7 @@ def emit_native(
     smaller: Sequence[Plan] = (),
     input_paths: InputPaths = InputPaths(),
     repeat_options: RepeatOptions = no_options,
-) -> Emitted:
+) -> NativeFiles:
     """Return the balance configuration and the training script of a plan.
 
     Args:
@@ -147,14 +147,16 @@ def emit_native(
         source,
         template=("planner.emit", "train_template.py.txt"),
         script=script,
-        use=launch_line(plan.num_devices * plan.replicas, str(script)),
+        use=launch_command(plan.num_devices * plan.replicas, str(script)),
         smaller=tuple(other.num_processes for other in fewer),
         planned=planned(plan, input_paths.plan),
     )
     plans = (*emitted.plans, *fewer)
     for larger, other in pairwise(plans):
         _check_smaller(larger, other)
-    texts = {cuts_path(Path("balance.yaml"), b.num_processes).name: signed(dump(b, header=_HEADER)) for b in fewer}
+    texts = {
+        cuts_path(Path("balance.yaml"), b.num_processes).name: with_signature(dump(b, header=_HEADER)) for b in fewer
+    }
     return replace(emitted, smaller=texts, plans=plans)
 
 
@@ -186,7 +188,7 @@ def emit_with(
     smaller: tuple[int, ...] = (),
     planned: RunPrediction | None = None,
     **more: int,
-) -> Emitted:
+) -> NativeFiles:
     """Return the balance configuration of a plan, and a script made from a template.
 
     Args:
@@ -210,9 +212,9 @@ def emit_with(
     check_source(profile)
     balance = replace(_balance(layout, profile, source), smaller=smaller, planned=planned)
     text = _script(template, script.as_posix(), layout, balance, **more)
-    return Emitted(
-        balance=signed(dump(balance, header=_HEADER)),
-        script=signed(text),
+    return NativeFiles(
+        balance=with_signature(dump(balance, header=_HEADER)),
+        script=with_signature(text),
         name=script.name,
         notes=notes,
         use=use,
@@ -314,7 +316,7 @@ def _script(template: tuple[str, str], path: str, layout: Layout, balance: Balan
     plan, script = layout.plan, in_docstring(path)
     package, name = template
     text = resources.files(package).joinpath(name).read_text(encoding="utf-8")
-    launch = launch_line(balance.num_processes, script)
+    launch = launch_command(balance.num_processes, script)
     how = plan.inputs.profile.how
     prediction = (
         f"{format_us(plan.predicted.step_us)} per step, {format_speed(plan.predicted.samples_per_s)}, "
@@ -355,7 +357,7 @@ def _several_machines(plan: Plan, balance: Balance, script: str) -> str:
         return ""
     if not per_node or per_node >= count or count % per_node:
         per_node = count // 2 if count % 2 == 0 else 1
-    line = launch_line(count, script, nodes=count // per_node)
+    line = launch_command(count, script, nodes=count // per_node)
     return f"""
 On several machines, run this on each. Ranks follow one pipeline, then the next replica:
 

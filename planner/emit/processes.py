@@ -4,7 +4,7 @@ import os
 from pathlib import Path
 
 
-def environment(**more: str) -> dict[str, str]:
+def child_environment(**more: str) -> dict[str, str]:
     """Return this process's environment and `more`, with a PYTHONPATH that has this copy of `planner`."""
     package = str(Path(__file__).parents[2])
     path = os.pathsep.join(filter(None, (package, os.environ.get("PYTHONPATH"))))

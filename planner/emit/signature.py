@@ -9,7 +9,7 @@ _SIGNATURE = "\n# As emitted: "
 """Start of the last line, followed by the digest of all lines above."""
 
 
-def signed(body: str) -> str:
+def with_signature(body: str) -> str:
     """Return `body` with its digest as a comment at the end; the comment is valid in Python, shell, TOML and YAML."""
     return f"{body}{_SIGNATURE}{_digest(body)}\n"
 

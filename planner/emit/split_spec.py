@@ -7,7 +7,7 @@ number of micro-batches is an argument of the schedule. A schedule that torch la
 
 from typing import Any, Final
 
-from planner.emit.layout import EngineFile, Layout, python_values, text_of
+from planner.emit.layout import EngineFile, Layout, python_values, signed_text
 from planner.emit.schedule_csv import SCHEDULE_FILE, schedule_table
 
 _NAME: Final = "`pipeline()`"
@@ -72,7 +72,7 @@ def emit_split_spec(layout: Layout) -> EngineFile:
     body += python_values(**values)
     return EngineFile(
         name="plan_torch.py",
-        text=text_of(
+        text=signed_text(
             layout, body, engine="torch.distributed.pipelining (torch 2.13)", option="torch", notes=notes, docstring=use
         ),
         notes=tuple(notes),

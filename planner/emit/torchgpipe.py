@@ -10,7 +10,7 @@ from typing import Final
 from planner.core.errors import UsageError
 from planner.core.schedule import GPIPE
 from planner.core.values.plan import Recompute
-from planner.emit.layout import EngineFile, Layout, python_values, text_of
+from planner.emit.layout import EngineFile, Layout, python_values, signed_text
 
 _NAME: Final = "torchgpipe"
 
@@ -59,7 +59,7 @@ def emit_torchgpipe(layout: Layout) -> EngineFile:
     )
     return EngineFile(
         name="plan_torchgpipe.py",
-        text=text_of(layout, body, engine="torchgpipe 0.0.7", option="torchgpipe", notes=notes, docstring=_USE),
+        text=signed_text(layout, body, engine="torchgpipe 0.0.7", option="torchgpipe", notes=notes, docstring=_USE),
         notes=tuple(notes),
         use="`GPipe(model, balance=BALANCE, …)` with what plan_torchgpipe.py defines",
     )

@@ -14,7 +14,7 @@ config.
 from typing import Any, Final
 
 from planner.core.errors import UsageError
-from planner.emit.layout import EngineFile, Layout, python_values, text_of
+from planner.emit.layout import EngineFile, Layout, python_values, signed_text
 from planner.emit.schedule_csv import SCHEDULE_FILE, schedule_table
 
 _NAME: Final = "torchtitan"
@@ -93,7 +93,7 @@ def emit_torchtitan(layout: Layout) -> EngineFile:
     body = f"import dataclasses\n\n{values}{_FUNCTION}"
     return EngineFile(
         name="plan_torchtitan.py",
-        text=text_of(layout, body, engine="torchtitan 0.3.0 or later", option=_NAME, notes=notes, docstring=_USE),
+        text=signed_text(layout, body, engine="torchtitan 0.3.0 or later", option=_NAME, notes=notes, docstring=_USE),
         notes=tuple(notes),
         use="`return planned(config)` in a config function of torchtitan, with what plan_torchtitan.py defines",
         beside=beside,

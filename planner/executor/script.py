@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from planner.core.errors import UsageError
-from planner.core.values.balance import Balance, RunPrediction, solve_again
+from planner.core.values.balance import Balance, RunPrediction, replan_command
 from planner.core.values.devices import TORCH_KINDS
 from planner.core.values.run_report import RunReport
 from planner.core.values.units import format_bytes, format_speed, format_us, parse_us
@@ -217,5 +217,5 @@ def _replan_commands(planned: RunPrediction, folder: Path, report: str | None) -
     return (
         f"plan again with what {how}:",
         " ".join(["gpipe-plan verify", *named, f"--run {shlex.quote(report or 'run.json')}"]),
-        solve_again(profile, planned.solve, calibration="calibration.yaml", plan=plan),
+        replan_command(profile, planned.solve, calibration="calibration.yaml", plan=plan),
     )

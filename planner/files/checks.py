@@ -5,7 +5,7 @@ from dataclasses import MISSING, fields, is_dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 from planner.core.errors import UsageError
-from planner.core.schedule import check_lists, lists_of, schedule_of
+from planner.core.schedule import check_orders, parse_orders, schedule_of
 from planner.core.values.limits import LARGEST, MOST_ACTIONS, MOST_BATCH, MOST_DEVICES, PRICES, RATES, SPEEDS
 from planner.core.values.plan import Inputs, Plan, Stage
 from planner.core.values.profile import LayerProfile, Profile
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from planner.core.values.balance import Balance, StageBalance
     from planner.core.values.calibration import Calibration
     from planner.core.values.links import Links
-    from planner.core.values.partial import Partial
+    from planner.core.values.partial import PartialProfile
     from planner.core.values.run_report import RunReport
     from planner.files.kinds import Value
 
@@ -152,7 +152,7 @@ def _order_problems(plan: "Plan | Balance") -> Iterator[Problem]:
             yield ("order",), text, "remove `order`, or solve again"
             return
         if plan.order:
-            check_lists(lists_of(plan.order), plan.micro_batches)
+            check_orders(parse_orders(plan.order), plan.micro_batches)
             schedule.refuse(plan.num_devices, plan.micro_batches, plan.chunks)
         if plan.num_devices > 1 and plan.placement != schedule.placement:
             text = f"is `{plan.placement}`, but the schedule's is `{schedule.placement}`"
@@ -242,7 +242,7 @@ def _links_problems(links: "Links") -> Iterator[Problem]:
             yield ("boundaries", n, "sample_us"), text, ""
 
 
-def _partial_problems(partial: "Partial") -> Iterator[Problem]:
+def _partial_problems(partial: "PartialProfile") -> Iterator[Problem]:
     for n, measurement in enumerate(partial.measurements):
         repeats = len(measurement.forward_us)
         if repeats != len(measurement.backward_us):

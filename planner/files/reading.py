@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from planner.core.values.balance import Balance
     from planner.core.values.calibration import Calibration
     from planner.core.values.links import Links
-    from planner.core.values.partial import Partial
+    from planner.core.values.partial import PartialProfile
     from planner.core.values.plan import Plan
     from planner.core.values.profile import Profile
     from planner.core.values.run_report import RunReport
@@ -81,7 +81,7 @@ read_balance: "_Reader[Balance]" = partial(_read_as, "balance")
 read_run: "_Reader[RunReport]" = partial(_read_as, "run")
 read_links: "_Reader[Links]" = partial(_read_as, "links")
 read_calibration: "_Reader[Calibration]" = partial(_read_as, "calibration")
-read_partial: "_Reader[Partial]" = partial(_read_as, "partial")
+read_partial: "_Reader[PartialProfile]" = partial(_read_as, "partial")
 
 
 def stage_lines(path: str) -> tuple[int, ...]:

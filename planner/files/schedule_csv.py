@@ -1,7 +1,7 @@
 """Read schedules in torch's compute-only CSV format, written by gpipe-plan, by another engine or by hand."""
 
 from planner.core.errors import FileError, UsageError
-from planner.core.schedule import ListedSchedule, actions_in, check_lists
+from planner.core.schedule import ListedSchedule, actions_in, check_orders
 from planner.files.reading import read_text
 
 
@@ -20,7 +20,7 @@ def read_schedule(path: str) -> ListedSchedule:
     schedule = ListedSchedule(rows)
     num_micro_batches = 1 + max(action.micro_batch for row in rows for action in row)
     try:
-        check_lists(rows, num_micro_batches)
+        check_orders(rows, num_micro_batches)
         num_stages = len({action.stage for row in rows for action in row})
         schedule.actions(len(rows), num_micro_batches, num_stages // len(rows))
         _ = schedule.placement

@@ -13,7 +13,7 @@ from typing import Any
 import yaml
 
 from planner.core.errors import FileError
-from planner.core.values.printable import spelled_out
+from planner.core.values.printable import escape_unprintable
 from planner.files.canonical import to_plain
 from planner.files.kinds import kind_word
 from planner.files.strict_yaml import StrictLoader
@@ -92,7 +92,7 @@ def dump(value: Any, *, as_json: bool = False, header: str = "") -> str:
     text = _yaml(plain, allow_unicode=True)
     if not text.replace("\n", "").isprintable():
         text = _yaml(plain, allow_unicode=False)
-    return "".join(f"# {spelled_out(line)}\n" for line in header.splitlines()) + text
+    return "".join(f"# {escape_unprintable(line)}\n" for line in header.splitlines()) + text
 
 
 def _with_lines(entry: dict[str, Any]) -> dict[str, Any]:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from planner.core.errors import ModelError, PlannerError
-from planner.core.values.partial import Partial
+from planner.core.values.partial import PartialProfile
 from planner.core.values.profile import GENERATOR, Device, Environment, Model, Profile
 from planner.device.kinds import kind_of
 from planner.device.machine import LARGE_BYTES, keep_freed_memory
@@ -28,7 +28,7 @@ from planner.profile.task import Measurements, ProfilerOptions, ProfilingTask, P
 class InterruptedProfileError(KeyboardInterrupt):
     """Error that the user pressed Ctrl-C; it carries the measurements so far."""
 
-    def __init__(self, partial: Partial) -> None:
+    def __init__(self, partial: PartialProfile) -> None:
         super().__init__()
         self.partial = partial
 
@@ -40,7 +40,7 @@ def profile_model(
     *,
     warn: Callable[[str], None] = lambda _: None,
     note: Callable[[str], None] = lambda _: None,
-    earlier: Partial | None = None,
+    earlier: PartialProfile | None = None,
 ) -> Profile:
     """Find the costs of every layer of a model at every micro-batch size. The model is not changed.
 
@@ -178,8 +178,8 @@ def _put_back(
             buffer.copy_(before)
 
 
-def _header(loaded: LoadedModel, chain: Chain, device: Device, options: ProfilerOptions) -> Partial:
-    return Partial(
+def _header(loaded: LoadedModel, chain: Chain, device: Device, options: ProfilerOptions) -> PartialProfile:
+    return PartialProfile(
         generator=GENERATOR,
         model=Model(
             source=loaded.source,

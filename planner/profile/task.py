@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from planner.core.values.partial import Measurement, Partial
+from planner.core.values.partial import Measurement, PartialProfile
 from planner.core.values.profile import MemoryDetail, SplitMemory
 from planner.model.chain import Chain
 from planner.model.load import LoadedModel
@@ -65,7 +65,7 @@ class ProgressCounter:
 class Measurements:
     """Measurements that take long; they are kept so that an interrupted run can continue."""
 
-    header: Partial
+    header: PartialProfile
     """Conditions under which the measurements are valid (model, device, versions): their file without measurements."""
     memory: dict[Key, MemoryDetail] = field(default_factory=dict)
     halves: dict[Key, SplitMemory] = field(default_factory=dict)
@@ -73,7 +73,7 @@ class Measurements:
     samples: Samples = field(default_factory=dict)
     half_samples: Samples = field(default_factory=dict)
 
-    def take_over(self, earlier: Partial, warn: Callable[[str], None]) -> None:
+    def take_over(self, earlier: PartialProfile, warn: Callable[[str], None]) -> None:
         """Add the measurements of an earlier run if its conditions are equal to `header`; otherwise warn."""
         differences = earlier.differences(self.header)
         if differences:
@@ -87,7 +87,7 @@ class Measurements:
                 self.halves[key] = one.split
             self.half_samples[key] = list(zip(one.backward_input_us, one.backward_weight_us, strict=True))
 
-    def partial(self) -> Partial:
+    def partial(self) -> PartialProfile:
         """Return the content of a file with all measurements so far."""
         return replace(self.header, measurements=tuple(map(self._measurement, self.memory)))
 

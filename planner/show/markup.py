@@ -2,12 +2,12 @@
 
 from html import escape
 
-from planner.core.values.printable import spelled_out
+from planner.core.values.printable import escape_unprintable
 
 
 def safe(text: str) -> str:
     """Return `text` escaped for content and quoted attributes; control and direction characters become codes."""
-    shown = spelled_out(text)
+    shown = escape_unprintable(text)
     return escape(shown, quote=True)
 
 

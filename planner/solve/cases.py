@@ -3,13 +3,13 @@
 from collections.abc import Iterator, Sequence
 from math import inf, isqrt
 
-from planner.core.cost.costs import CostsAtSize, covers
+from planner.core.cost.costs import CostsAtSize, covers_size
 from planner.core.cost.partition import Partition, check_partition
 from planner.core.cost.width import WidthTables, usable_widths
 from planner.core.errors import UsageError
 from planner.core.schedule import GPIPE, ListedSchedule, Schedule
 from planner.core.values.cluster import Cluster
-from planner.core.values.limits import MOST_ACTIONS, MOST_CHUNKS, MOST_MICRO_BATCHES, short
+from planner.core.values.limits import MOST_ACTIONS, MOST_CHUNKS, MOST_MICRO_BATCHES, truncate
 from planner.core.values.plan import Inputs, Recompute
 from planner.core.values.profile import Profile
 from planner.core.values.units import pluralize
@@ -201,7 +201,7 @@ def micro_batch_counts(
     low = [m for m in range(1, isqrt(max(0, batch)) + 1) if batch % m == 0]
     divisors = sorted({*low, *(batch // m for m in low)})
     if request.micro_batches is not None and request.micro_batches not in divisors and required:
-        which = short(", ".join(map(str, divisors)), 200)
+        which = truncate(", ".join(map(str, divisors)), 200)
         raise UsageError(
             f"a batch of {batch} cannot be split into {request.micro_batches} equal micro-batches",
             hint=f"M must divide {'its' if replicas > 1 else 'the'} batch: one of {which}",
@@ -214,7 +214,7 @@ def micro_batch_counts(
             f"`--min-micro-batch {inputs.min_micro_batch}` asks for more",
             hint="choose a larger `--batch`, fewer `--micro-batches`, or a smaller `--min-micro-batch`",
         )
-    covered = [m for m in wanted if covers(profile, batch // m, extrapolate=inputs.extrapolate)]
+    covered = [m for m in wanted if covers_size(profile, batch // m, extrapolate=inputs.extrapolate)]
     if required and covered and covered[0] > MOST_MICRO_BATCHES:
         raise UsageError(
             f"at most {MOST_MICRO_BATCHES} micro-batches are supported, a batch of {batch} needs {covered[0]}",
@@ -222,7 +222,7 @@ def micro_batch_counts(
         )
     counts = tuple(m for m in covered if m <= MOST_MICRO_BATCHES)
     if not counts and required:
-        sizes = short(", ".join(str(batch // m) for m in wanted), 200)
+        sizes = truncate(", ".join(str(batch // m) for m in wanted), 200)
         profiled = ", ".join(map(str, profile.micro_batch_sizes))
         raise UsageError(
             f"a batch of {batch} gives micro-batches of {sizes}: none is within the profiled sizes {profiled}",

@@ -9,4 +9,4 @@ from typing import Final
 
 BACKENDS: Final = {"tpu": "backend:backend_of"}
 FORMATS: Final = {"jax": "emitter:emit"}
-LAWS: Final = {"program": "stage_memory:compiled_costs"}
+MEMORY_MODELS: Final = {"program": "stage_memory:compiled_costs"}

@@ -19,8 +19,8 @@ from planner.core.values.plan import Plan, StageMemory
 from planner.core.values.profile import Profile
 from planner.core.values.units import bytes_option, format_bytes
 from planner.emit.layout import Layout
-from planner.emit.native import Emitted, emit_with
-from planner.emit.processes import environment
+from planner.emit.native import NativeFiles, emit_with
+from planner.emit.processes import child_environment
 from planner.files import relocate_source
 from planner.tpu.extra import chip_of_device
 from planner.tpu.program_memory import program_memory
@@ -35,7 +35,7 @@ def emit(
     folder: str,
     profile_folder: str,
     say: Callable[[str], None],
-) -> Emitted:
+) -> NativeFiles:
     """Return the balance configuration and the training script of a plan.
 
     Args:
@@ -61,7 +61,7 @@ def emit(
     limit_bytes = min(stage.memory_bytes for stage in plan.stages)
     chip = chip_of_device(profile.device.name) or "v2"
 
-    def emitted_to(folder: str, note: str) -> Emitted:
+    def emitted_to(folder: str, note: str) -> NativeFiles:
         script = Path(folder, _SCRIPT)
         return emit_with(
             layout,
@@ -94,7 +94,7 @@ def emit(
 def ask_compiler(script: Path, chip: str) -> tuple[bool, str]:
     """Run `train_jax.py --compile` in a separate process; return True if the program fits, and the report."""
     command = [sys.executable, str(script), "--compile", chip]
-    done = subprocess.run(command, env=environment(), capture_output=True, text=True, check=False)  # noqa: S603 - ours
+    done = subprocess.run(command, env=child_environment(), capture_output=True, text=True, check=False)  # noqa: S603 - ours
     if done.returncode in {ExitCode.OK, ExitCode.NO} and "every device: " in done.stdout:
         report = "; ".join(done.stdout.strip().splitlines())
         return done.returncode == ExitCode.OK, f"the TPU's compiler reports: {report}"
@@ -126,7 +126,7 @@ def _check_program(plan: Plan, layout: Layout) -> None:
     tied = layout.ties_over_stages()
     if tied:
         first, second = tied[0]
-        together = layout.kept_together(first, second)
+        together = layout.together_option(first, second)
         raise UsageError(
             f'"{first}" and "{second}" share parameters across stages, whose gradients the JAX program does not sum',
             hint="build the model without sharing them (transformers: `tie_word_embeddings=False` in its config) "

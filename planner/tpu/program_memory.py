@@ -74,7 +74,7 @@ def program_memory(costs: ChainCosts, partition: Partition) -> StageMemory:
 
     Complexity: O(L).
     """
-    programs = costs.law
+    programs = costs.memory_model
     if not isinstance(programs, CompiledLayerMemory) or not programs.arrays:
         raise UsageError(
             "the profile does not record what layers need in one compiled program",
@@ -181,9 +181,9 @@ def _program_parts(
     recomputed: Collection[int] = (),
 ) -> _ProgramParts:
     s, _ = one_stage(costs, first, end, micro_batches=micro_batches, recompute=recompute, recomputed=recomputed)
-    assert isinstance(costs.law, CompiledLayerMemory)
-    assert isinstance(s.law, CompiledStageMemory)
-    programs, stage, keeps = costs.law, slice(first, end), recompute in _KEEPING
+    assert isinstance(costs.memory_model, CompiledLayerMemory)
+    assert isinstance(s.memory_model, CompiledStageMemory)
+    programs, stage, keeps = costs.memory_model, slice(first, end), recompute in _KEEPING
     nothing = np.zeros_like(s.saved)
     kept = s.saved if keeps else nothing
     # The whole mini-batch has the layout of the first layer, in 16 bits if the layer's matmuls read it.
@@ -196,7 +196,7 @@ def _program_parts(
         forward = nothing + (costs.levels.forward[stage] + at_once).max()
         backward = nothing + (costs.levels.backward[stage] - programs.reshaped[stage] + at_once).max()
     elif not keeps:
-        backward = s.law.straight
+        backward = s.memory_model.straight
     running = kept + forward, backward
     always = s.always["parameters"], s.gradients, s.always["optimizer"], s.always["buffers"], s.data
     sizes = (*always, s.input, kept, copies, batch, *running)

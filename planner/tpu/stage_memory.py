@@ -121,7 +121,7 @@ def compiled_costs(layers: Sequence[LayerProfile], n: int) -> SizeCosts:
     return replace(
         plain,
         boundaries=replace(plain.boundaries, input=received),
-        law=_layer_memory(programs, plain.levels.saved),
+        memory_model=_layer_memory(programs, plain.levels.saved),
         target=float(programs[-1].target_bytes),
     )
 

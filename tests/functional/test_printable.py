@@ -9,7 +9,7 @@ import pytest
 from planner import files
 from planner.cli.console import Console
 from planner.core.errors import FileError, PlannerError
-from planner.core.values.printable import printable, printable_lines, spelled_out
+from planner.core.values.printable import escape_unprintable, printable, printable_lines
 from tests.support.cli import call
 from tests.support.profiles import profile_of
 
@@ -120,4 +120,4 @@ def test_messages_of_several_lines_stay_one_message(capsys: pytest.CaptureFixtur
     )
     assert printable("a::b\n") == r"a:\x3ab\n"
     assert printable_lines("::x") == r"\x3a:x"
-    assert spelled_out("é…") == "é…"
+    assert escape_unprintable("é…") == "é…"

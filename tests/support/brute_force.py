@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from planner.core.cost.chain_costs import ChainCosts
-from planner.core.cost.costs import costs_at, covers
+from planner.core.cost.costs import costs_at, covers_size
 from planner.core.cost.device_memory import chunk_memory, device_peaks, shared_bytes, subtract_shared
 from planner.core.cost.evaluate import Evaluation
 from planner.core.cost.memory import stage_memory, totals_of
@@ -320,7 +320,7 @@ class Space:
     def _blocks(self, replicas: int, micro_batches: int) -> Iterator[Block]:
         inputs = self.inputs
         size = inputs.batch // (replicas * micro_batches)
-        if not covers(self.profile, size, extrapolate=inputs.extrapolate):
+        if not covers_size(self.profile, size, extrapolate=inputs.extrapolate):
             return
         costs = costs_at(self.profile, size, extrapolate=inputs.extrapolate).of_replicas(replicas)
         tables = Tables(costs, inputs, micro_batches)

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from planner.api.exploring import caveats, solve_words
-from planner.core.cost.costs import costs_at, covers
+from planner.core.cost.costs import costs_at, covers_size
 from planner.core.cost.evaluate import Evaluation
 from planner.core.cost.partition import Partition
 from planner.core.judge.recut import with_cuts
@@ -113,7 +113,7 @@ def question(seed: int) -> Case:
     if is_tied:
         _tie(layers, rng)
     profile = replace(profile, layers=tuple(layers), optimizer_peak=rng.choice(["largest", "sum"]))
-    counts = tuple(m for m in (1, 2, 3, 4, 6, 12) if covers(profile, 12 // m, extrapolate=False))
+    counts = tuple(m for m in (1, 2, 3, 4, 6, 12) if covers_size(profile, 12 // m, extrapolate=False))
     inputs = Inputs(
         profile=ProfileReference(path="profile.yaml", digest="sha256:0"),
         devices=devices * replicas,

@@ -6,7 +6,7 @@ from planner.core.values.balance import Balance, RunPrediction, StageBalance
 from planner.core.values.calibration import Calibration
 from planner.core.values.cluster import ExecutorCost, Link
 from planner.core.values.links import Links, MeasuredLink
-from planner.core.values.partial import Measurement, Partial
+from planner.core.values.partial import Measurement, PartialProfile
 from planner.core.values.plan import FrontierPoint, Insight, Noise, Plan, TrainingRun, WhatIf
 from planner.core.values.profile import (
     ArrayKind,
@@ -310,11 +310,11 @@ def full_links() -> Links:
     )
 
 
-def full_partial() -> Partial:
+def full_partial() -> PartialProfile:
     """Interrupted while the second size was timed."""
     profile = full_profile()
     one, four = profile.layers[0].detail
-    return Partial(
+    return PartialProfile(
         generator=GENERATOR,
         model=profile.model,
         device=profile.device,

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from planner import files
-from planner.core.judge.verdict import Verdict, compared, judge
+from planner.core.judge.verdict import Verdict, judge, with_difference
 from planner.core.values.plan import Inputs, Plan, ProfileReference
 from planner.core.values.profile import Profile
 from planner.solve import Request, solve
@@ -60,7 +60,7 @@ def over_the_cap() -> Verdict:
         plan=verdict.plan,
         would_fit=what_would_fit(verdict.plan, now),
     )
-    return compared(with_advice, plan(), against="git:main", recomputed=True)
+    return with_difference(with_advice, plan(), against="git:main", recomputed=True)
 
 
 def write(folder: Path, *, widened: int = 0, cap: int = 1_000_000) -> None:

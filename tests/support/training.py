@@ -13,7 +13,7 @@ from typing import Any
 from planner.core.cost.chain_costs import ChainCosts
 from planner.core.cost.evaluate import Evaluation
 from planner.core.cost.partition import Partition
-from planner.core.schedule import SCHEDULES, ListedSchedule, texts_of
+from planner.core.schedule import SCHEDULES, ListedSchedule, format_orders
 from planner.core.values.balance import Balance, StageBalance
 from planner.core.values.cluster import Cluster
 from planner.core.values.plan import Recompute, ScheduleName
@@ -82,7 +82,7 @@ def write_balance(case: Case, path: Path) -> None:
         model=Model(source=f"{case.model}:build_model", settings=dict(case.settings)),
         dtype=case.dtype,
         schedule=schedule.name,
-        order=texts_of(schedule.rows) if isinstance(schedule, ListedSchedule) else (),
+        order=format_orders(schedule.rows) if isinstance(schedule, ListedSchedule) else (),
         chunks=case.chunks,
         placement=schedule.placement,
         replicas=case.replicas,

@@ -19,7 +19,7 @@ import planner
 from planner import files
 from planner.core.errors import UsageError
 from planner.core.judge.verdict import judge
-from planner.core.schedule import SCHEDULES, Action, Schedule, programs
+from planner.core.schedule import SCHEDULES, Action, Schedule, instruction_lists
 from planner.core.values.profile import Device, Model
 from planner.emit import EngineFile, emit_native
 from planner.emit.engines import FORMATS
@@ -73,7 +73,7 @@ def test_a_schedule_is_one_class_and_its_place_in_the_table(monkeypatch: pytest.
     assert plan_text(plan, (), style).startswith("GPipe, reversed, 2 stages")
     emitted = emit_native(plan, profile, folder=".", profile_folder=".")
     assert f"schedule: {Reversed.name}\n" in emitted.balance
-    rows = programs(Reversed().actions(2, 2))
+    rows = instruction_lists(Reversed().actions(2, 2))
     assert [f"{x.do} {x.kind}{x.micro_batch}" for x in rows[1]] == [
         *("receive F0", "receive F1", "run F0", "run F1"),
         *("run B1", "send B1", "run B0", "send B0"),

@@ -145,7 +145,7 @@ class Levels:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Halves:
+class SplitBackwardCosts:
     """Costs of a split backward: I is the input-gradient pass, W the weight-gradient pass.
 
     Levels are counted as in `Levels`. Levels of I include what later layers store for W. Levels of W include what
@@ -172,7 +172,7 @@ class Halves:
     """Highest memory of a later W, including the gradients of later layers' autocast copies."""
 
 
-class StageLaw(Protocol):
+class StageMemoryModel(Protocol):
     """Memory records of stages with a memory model of their own; arrays have the shape of a `Window`."""
 
     def parts(self, s: "Stages", recompute: Recompute, *, in_flight: int) -> "Parts":
@@ -180,10 +180,10 @@ class StageLaw(Protocol):
         ...
 
 
-class LayerLaw(Protocol):
+class LayerMemoryModel(Protocol):
     """Memory records of layers with a memory model of their own: a frozen dataclass of arrays."""
 
-    def in_stages(self, window: "Window", micro_batches: int) -> StageLaw:
+    def in_stages(self, window: "Window", micro_batches: int) -> StageMemoryModel:
         """Return the memory records of all stages of a window."""
         ...
 
@@ -236,7 +236,7 @@ class ChainCosts:
     target: float
     """Bytes that the loss reads in addition to the output, such as targets."""
     levels: Levels
-    composed_halves: Callable[[], Halves]
+    composed_halves: Callable[[], SplitBackwardCosts]
     """Function that computes `halves` on first use, since few schedules need them."""
     halves_assumed: bool
     """True if `halves` was not measured. I and W are then assumed to take half of the backward each, and all saved
@@ -244,7 +244,7 @@ class ChainCosts:
     exact: bool
     """True if levels come from exact records; else memory is an upper bound that adds saved bytes and transient
     peaks."""
-    law: LayerLaw | None
+    memory_model: LayerMemoryModel | None
     """Memory records of layers with a memory model of their own; None if a model of this package applies."""
     storages: Storages
     relays: Relays
@@ -257,7 +257,7 @@ class ChainCosts:
         return replace(self, bucket_bytes=float(BUCKET_BYTES) if replicas > 1 else 0.0)
 
     @property
-    def halves(self) -> Halves:
+    def halves(self) -> SplitBackwardCosts:
         """Costs of the split backward."""
         return self.composed_halves()
 

@@ -27,7 +27,7 @@ from planner.core.values.profile import MemoryDetail, Profile
 FloatArray = NDArray[np.float64]
 
 
-def covers(profile: Profile, micro_batch_size: int, *, extrapolate: bool) -> bool:
+def covers_size(profile: Profile, micro_batch_size: int, *, extrapolate: bool) -> bool:
     """Return True if the profile covers this micro-batch size.
 
     Args:
@@ -76,7 +76,7 @@ class CostTable:
         )
         """True if time or memory of the split backward is assumed for some layer, not measured."""
         compiled = not self._exact and all(len(layer.program) == sizes for layer in profile.layers)
-        self._read = exact_costs if self._exact else load("LAWS", "program") if compiled else additive_costs
+        self._read = exact_costs if self._exact else load("MEMORY_MODELS", "program") if compiled else additive_costs
         self._sizes: dict[int, SizeCosts] = {}
 
     def at(self, micro_batch_size: int, *, extrapolate: bool = False) -> ChainCosts:
@@ -88,7 +88,7 @@ class CostTable:
         weighted = [(self._at(n), weight) for n, weight in self._weights(micro_batch_size, extrapolate=extrapolate)]
         blended = {
             name: _blend([(getattr(costs, name), weight) for costs, weight in weighted])
-            for name in ("forward_us", "backward_us", "gradients", "boundaries", "levels", "law")
+            for name in ("forward_us", "backward_us", "gradients", "boundaries", "levels", "memory_model")
         }
         return ChainCosts(
             micro_batch_size=micro_batch_size,
@@ -111,7 +111,7 @@ class CostTable:
 
     def _weights(self, micro_batch_size: int, *, extrapolate: bool) -> list[tuple[int, float]]:
         profile = self._profile
-        if not covers(profile, micro_batch_size, extrapolate=extrapolate):
+        if not covers_size(profile, micro_batch_size, extrapolate=extrapolate):
             low, high = min(profile.micro_batch_sizes), max(profile.micro_batch_sizes)
             raise UsageError(
                 f"micro-batch size {micro_batch_size} is outside the profiled range {low} to {high}",

@@ -349,7 +349,7 @@ def device_memory(chunks: Sequence[ChunkMemory], moments: IntArray, reserve_byte
     """
     parts = np.stack([chunk.parts for chunk in chunks])
     peak = moments[int((moments * parts).sum(axis=(1, 2)).argmax())]
-    items = (peak[:, :, None] * itemised(parts)).sum(axis=1).astype(int)
+    items = (peak[:, :, None] * bytes_by_component(parts)).sum(axis=1).astype(int)
     return tuple(
         StageMemory.of(
             **{item: getattr(chunk.always, item) + more for item, more in zip(ITEMS, of_chunk, strict=True)},
@@ -359,7 +359,7 @@ def device_memory(chunks: Sequence[ChunkMemory], moments: IntArray, reserve_byte
     )
 
 
-def itemised(parts: FloatArray) -> FloatArray:
+def bytes_by_component(parts: FloatArray) -> FloatArray:
     """Return the bytes of every part, divided into the components of `ITEMS` under which a plan lists them.
 
     Args:

@@ -21,10 +21,10 @@ from planner.core.cost.simulate import Event, StageTimes, last_end_us, period_us
 from planner.core.cost.stage_time import (
     CHOICES,
     busy_times,
-    half_times,
     hidden_us,
     optimizer_tail_us,
     shared_gradient_bytes,
+    split_backward_times,
 )
 from planner.core.cost.step_time import gpipe_step
 from planner.core.cost.width import profile_of_plan
@@ -94,7 +94,9 @@ class Evaluation:
         durations = busy._asdict()
         if self._splits_backward:
             input_us, weight_us = costs.halves.input_us[first:end].sum(), costs.halves.weight_us[first:end].sum()
-            durations |= half_times(busy, input_us, weight_us, speed=speed, overhead_us=cluster.overhead_us)._asdict()
+            durations |= split_backward_times(
+                busy, input_us, weight_us, speed=speed, overhead_us=cluster.overhead_us
+            )._asdict()
         link = cluster.link_between(
             partition.device_of(stage),
             partition.device_of(stage + 1),

@@ -106,8 +106,12 @@ def _single(window: Stages, rows: NDArray[np.int64], columns: NDArray[np.int64])
     def of(array: NDArray[Any]) -> NDArray[Any]:
         return np.broadcast_to(array, window.shape)[rows, columns][:, None]
 
-    single, peaks, law = with_arrays(window, of), with_arrays(window.peaks, of), with_arrays(window.law, of)
-    return replace(single, shape=(len(rows), 1), peaks=peaks, law=law)
+    single, peaks, memory_model = (
+        with_arrays(window, of),
+        with_arrays(window.peaks, of),
+        with_arrays(window.memory_model, of),
+    )
+    return replace(single, shape=(len(rows), 1), peaks=peaks, memory_model=memory_model)
 
 
 def _itemised(stages: Stages, recompute: Recompute, moments: Moments, reserve_bytes: int) -> list[StageMemory]:

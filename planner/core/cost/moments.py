@@ -46,7 +46,7 @@ from typing import Final, Literal, NamedTuple, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.core.schedule import Action, Instruction, Letter, Schedule, programs
+from planner.core.schedule import Action, Instruction, Letter, Schedule, instruction_lists
 
 IntArray = NDArray[np.int64]
 
@@ -207,7 +207,8 @@ def changes_of(actions: Sequence[Sequence[Action]]) -> tuple[tuple[Change, ...],
     """
     last = _last_of(actions)
     return tuple(
-        tuple(_Walk(row, last).changes(program)) for row, program in zip(actions, programs(actions), strict=True)
+        tuple(_Walk(row, last).changes(program))
+        for row, program in zip(actions, instruction_lists(actions), strict=True)
     )
 
 
@@ -384,7 +385,7 @@ def moments_of(actions: tuple[tuple[Action, ...], ...]) -> tuple[IntArray, ...]:
     last, chunks = _last_of(actions), len({action.stage for action in actions[0]})
     return tuple(
         _undominated(np.concatenate([_Walk(row, last).distinct(program), optimizer_steps(chunks)]))
-        for row, program in zip(actions, programs(actions), strict=True)
+        for row, program in zip(actions, instruction_lists(actions), strict=True)
     )
 
 

@@ -6,7 +6,7 @@ from itertools import accumulate, pairwise
 
 from planner.core.errors import UsageError
 from planner.core.schedule import Action, Schedule, schedule_of
-from planner.core.values.limits import short
+from planner.core.values.limits import truncate
 from planner.core.values.placement import Placement, device_of, stages_on
 from planner.core.values.plan import Plan, Recompute, ScheduleName, Stage
 from planner.core.values.units import pluralize
@@ -117,10 +117,10 @@ def check_partition(partition: Partition, *, num_layers: int, num_devices: int) 
     """
     balance, chunks, replicas = partition.balance, partition.chunks, partition.replicas
     if not balance or min(balance) < 1:
-        raise UsageError(f"every stage needs at least one layer, got the balance {short(list(balance), 200)}")
+        raise UsageError(f"every stage needs at least one layer, got the balance {truncate(list(balance), 200)}")
     if sum(balance) != num_layers:
         raise UsageError(
-            f"the balance {short(list(balance), 200)} adds up to {pluralize(sum(balance), 'layer')}, "
+            f"the balance {truncate(list(balance), 200)} adds up to {pluralize(sum(balance), 'layer')}, "
             f"the profile has {num_layers}",
             hint="every layer belongs to exactly one stage: correct the numbers",
         )

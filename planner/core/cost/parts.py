@@ -24,7 +24,7 @@ backward, each pass has its own levels, and what is stored between the passes is
 `planner.core.cost.moments` counts the parts at each point in the step.
 
 Without exact records, the parts are an upper bound: the sum of all bytes that may exist. Compiled layers have a memory
-model of their own (`planner.core.cost.chain_costs.LayerLaw`).
+model of their own (`planner.core.cost.chain_costs.LayerMemoryModel`).
 """
 
 from collections.abc import Iterator, Mapping
@@ -44,7 +44,7 @@ from planner.core.cost.moments import (
     Moments,
     PartName,
 )
-from planner.core.cost.stages import InHalves, Stages
+from planner.core.cost.stages import SplitBackwardMemory, Stages
 from planner.core.values.plan import ITEMS, Item, Recompute
 
 FloatArray = NDArray[np.float64]
@@ -125,8 +125,8 @@ def parts_of(stages: Stages, recompute: Recompute, *, in_flight: int) -> Parts:
         recompute: Recompute choice of the stages.
         in_flight: Largest number of micro-batches in flight (N).
     """
-    if stages.law is not None:
-        return stages.law.parts(stages, _in_effect(stages, recompute), in_flight=in_flight)
+    if stages.memory_model is not None:
+        return stages.memory_model.parts(stages, _in_effect(stages, recompute), in_flight=in_flight)
     parts = shared_parts_of(stages, recompute)
     if stages.exact or "message" not in parts.sizes:
         return parts
@@ -183,7 +183,7 @@ def _exact(s: Stages, recompute: Recompute) -> Parts:
     return all_parts(s, recompute, waiting=held, last_waiting=kept, output_gradient=gradient, running=running)
 
 
-def _exact_halves(s: Stages, halves: InHalves, recompute: Recompute) -> dict[PartName, Size]:
+def _exact_halves(s: Stages, halves: SplitBackwardMemory, recompute: Recompute) -> dict[PartName, Size]:
     """Return the parts of a split backward from exact records; see the module's table."""
     I, O, D, J = s.input, s.own_output, s.copied_input, s.rewritten
     gradient = s.output_gradient

@@ -8,7 +8,7 @@ Each device runs one action at a time, and each direction of a link one transfer
 Each direction has one sender, so that its messages are in the order of the sender's actions. Over a blocking link, the
 receiver spends the transfer time before it starts its action. These orders do not depend on times, so that they are
 computed once per schedule. The same loop then computes with times of any type: numbers (`simulate`, which also returns
-events), arrays over partitions (`makespans`), or linear expressions (`clocks`).
+events), arrays over partitions (`makespans`), or linear expressions (`device_spans`).
 
 Tests compare the results with the closed form in `planner.core.cost.step_time`.
 """
@@ -91,7 +91,7 @@ class Times(NamedTuple, Generic[Clock]):
     blocking: Sequence[bool]
 
 
-class Clocks(NamedTuple, Generic[Clock]):
+class DeviceSpans(NamedTuple, Generic[Clock]):
     """Begin and end of each device's step. A device begins with its first action, or with a blocking transfer to it."""
 
     begins: Sequence[Clock]
@@ -235,9 +235,9 @@ def makespans(
     return ends
 
 
-def clocks(
+def device_spans(
     actions: Sequence[Sequence[Action]], times: Times[Clock], *, begin: Clock, later_of: Callable[[Clock, Clock], Clock]
-) -> Clocks[Clock]:
+) -> DeviceSpans[Clock]:
     """Return when each device begins and ends its step, with times of any type, such as linear expressions.
 
     Args:
@@ -315,7 +315,7 @@ def _steps_of(actions: Sequence[Sequence[Action]], num_stages: int) -> tuple[_St
 
 def _walk(
     actions: Sequence[Sequence[Action]], stages: Sequence[StageTimes], note: "_Note | None" = None
-) -> "Clocks[float]":
+) -> "DeviceSpans[float]":
     """Return when each device begins and ends in one partition; `note` is called for every action and transfer."""
     durations = {
         "F": [stage.forward_us for stage in stages],
@@ -345,7 +345,7 @@ def _carry(
     begin: Clock,
     later_of: Callable[[Clock, Clock], Clock],
     note: Callable[[_Step, bool, Clock, Clock], None] | None = None,
-) -> Clocks[Clock]:
+) -> DeviceSpans[Clock]:
     """Return when each device begins and ends, by computing start and end of one action after the other.
 
     Args:
@@ -383,12 +383,12 @@ def _carry(
             if note is not None and _takes_time(times.sends[step.sent_over]):
                 note(step, True, sent, end)
         arrived[step.flow, step.stage, step.micro_batch] = end
-    return Clocks([begin if first is None else first for first in begins], device_free, stage_ends)
+    return DeviceSpans([begin if first is None else first for first in begins], device_free, stage_ends)
 
 
 def _summed_early(
     actions: Sequence[Sequence[Action]],
-    clocks: Clocks[Clock],
+    clocks: DeviceSpans[Clock],
     sums: Sequence[Clock],
     later_of: Callable[[Clock, Clock], Clock],
 ) -> list[Clock]:

@@ -13,7 +13,7 @@ from math import inf
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.core.cost.chain_costs import Boundaries, Halves, LayerLaw, Levels
+from planner.core.cost.chain_costs import Boundaries, LayerMemoryModel, Levels, SplitBackwardCosts
 from planner.core.cost.storages import Crossing, CrossingStorages, Relay, additive_crossing, writes_received
 from planner.core.values.profile import LayerProfile, MemoryDetail, SplitMemory
 
@@ -29,10 +29,10 @@ class SizeCosts:
     gradients: FloatArray
     boundaries: Boundaries
     levels: Levels
-    halves: Callable[[], Halves]
+    halves: Callable[[], SplitBackwardCosts]
     """Function that computes the costs of a split backward; called on first use, since few schedules split
     backwards."""
-    law: LayerLaw | None = None
+    memory_model: LayerMemoryModel | None = None
     target: float = 0.0
     crossing: dict[tuple[int, int], Crossing]
     relays: dict[Relay, int]
@@ -204,12 +204,12 @@ def _half_us(layers: Sequence[LayerProfile], n: int, gradients: FloatArray) -> t
 
 def _additive_halves(
     layers: Sequence[LayerProfile], n: int, *, saved: FloatArray, transient: FloatArray, gradients: FloatArray
-) -> Halves:
+) -> SplitBackwardCosts:
     input_us, weight_us = _half_us(layers, n, gradients)
     held = [
         float(layer.weight_held_bytes[n] if layer.weight_held_bytes else saved[i]) for i, layer in enumerate(layers)
     ]
-    return Halves(
+    return SplitBackwardCosts(
         input_us=input_us,
         weight_us=weight_us,
         held=np.array(held),
@@ -225,7 +225,7 @@ def _additive_halves(
 
 def _exact_halves(
     layers: Sequence[LayerProfile], n: int, *, saved: FloatArray, gradients: FloatArray, at_end: FloatArray
-) -> Halves:
+) -> SplitBackwardCosts:
     input_us, weight_us = _half_us(layers, n, gradients)
     records = [
         layer.split[n] if layer.split else _assumed(layer, n, held_bytes=float(saved[i]))
@@ -255,7 +255,7 @@ def _exact_halves(
     first, later = of(lambda r: r.first_input_peak_bytes), of(lambda r: r.input_peak_bytes)
     first_with_output = of(lambda r: r.output_first_input_peak_bytes, first + held_output)
     with_output = of(lambda r: r.output_input_peak_bytes, later + held_output)
-    return Halves(
+    return SplitBackwardCosts(
         input_us=input_us,
         weight_us=weight_us,
         held=held,

@@ -75,7 +75,7 @@ def busy_times(
     return BusyTimes(forward + overhead_us, backward + each + overhead_us, backward + last + overhead_us, each, last)
 
 
-class HalfTimes(NamedTuple):
+class SplitBackwardTimes(NamedTuple):
     """Times of both passes of a split backward for one micro-batch, in microseconds; fields as in `StageTimes`."""
 
     input_backward_us: FloatArray
@@ -83,14 +83,14 @@ class HalfTimes(NamedTuple):
     weight_backward_us: FloatArray
 
 
-def half_times(
+def split_backward_times(
     busy: BusyTimes,
     input_us: FloatArray,
     weight_us: FloatArray,
     *,
     speed: Numbers = 1.0,
     overhead_us: Numbers = 0.0,
-) -> HalfTimes:
+) -> SplitBackwardTimes:
     """Return the times of both passes of a split backward; recomputation is part of the input-gradient pass.
 
     Args:
@@ -101,7 +101,7 @@ def half_times(
         overhead_us: The executor's own time per action.
     """
     input_backward = input_us / speed + overhead_us
-    return HalfTimes(
+    return SplitBackwardTimes(
         input_backward + busy.recompute_us,
         input_backward + busy.last_recompute_us,
         weight_us / speed + overhead_us,
@@ -224,8 +224,10 @@ class ChainSums:
             overhead_us=self.cluster.overhead_us,
         )
 
-    def half_times(self, busy: BusyTimes, first: IntArray, end: IntArray, *, speed: Numbers) -> HalfTimes:
-        """Return the times of both passes of a split backward of layers first..end-1; see the function `half_times`.
+    def split_backward_times(
+        self, busy: BusyTimes, first: IntArray, end: IntArray, *, speed: Numbers
+    ) -> SplitBackwardTimes:
+        """Return the times of both passes of a split backward of layers first..end-1.
 
         Args:
             busy: Times of the same stages with whole backwards.
@@ -237,7 +239,7 @@ class ChainSums:
             Times of each stage in microseconds.
         """
         input_us, weight_us = self._halves_us
-        return half_times(
+        return split_backward_times(
             busy,
             input_us[end] - input_us[first],
             weight_us[end] - weight_us[first],

@@ -12,7 +12,7 @@ from typing import Any, TypeVar, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.core.cost.chain_costs import ALWAYS, ChainCosts, StageLaw, bytes_field, sums_before
+from planner.core.cost.chain_costs import ALWAYS, ChainCosts, StageMemoryModel, bytes_field, sums_before
 from planner.core.cost.layer_memory import ManyLevels, StageLevels, cast_gradient_peaks, recomputed_levels
 from planner.core.cost.passing import NothingRelayed, RelayedTensors
 from planner.core.cost.waiting import Backward
@@ -51,7 +51,7 @@ class Peaks:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class InHalves:
+class SplitBackwardMemory:
     """Memory of many stages with a split backward, in bytes; passes I (input gradients) and W (weight gradients)."""
 
     held: FloatArray
@@ -110,9 +110,9 @@ class Stages:
     peaks: Peaks
     message: FloatArray
     """Copies of gradients while they are sent to other replicas; 0 without such copies."""
-    law: StageLaw | None
+    memory_model: StageMemoryModel | None
     """Memory records of stages with a memory model of their own; None if a model of this package applies."""
-    halves: InHalves | None
+    halves: SplitBackwardMemory | None
     """Memory with a split backward; None if not requested."""
     recomputes_layers: bool = False
     """True if `saved` and `peaks` apply to stages that recompute single layers."""
@@ -164,7 +164,7 @@ def with_recomputed_layers(stages: Stages, levels: StageLevels | ManyLevels) -> 
         saved=of_all(levels.saved),
         copied_input=np.zeros((1, 1)),  # `levels` include the copy of the input
         peaks=peaks,
-        law=with_arrays(stages.law, _whole),
+        memory_model=with_arrays(stages.memory_model, _whole),
         halves=halves,
         recomputes_layers=True,
     )
@@ -257,11 +257,11 @@ class Window:
             forward_only=forward_only,
             peaks=replace(peaks, first_message=first_message, message=message),
             message=np.minimum(costs.bucket_bytes, gradients) if costs.bucket_bytes else np.zeros((1, 1)),
-            law=None if costs.law is None else costs.law.in_stages(self, micro_batches),
+            memory_model=None if costs.memory_model is None else costs.memory_model.in_stages(self, micro_batches),
             halves=None,
         )
 
-    def halves(self, stages: Stages) -> InHalves:
+    def halves(self, stages: Stages) -> SplitBackwardMemory:
         """Return the memory of the stages with a split backward."""
         costs, halves = self.costs, self.costs.halves
         by_input = np.maximum(costs.gradients - halves.weight_gradients, 0.0)
@@ -275,7 +275,7 @@ class Window:
         if not costs.exact:
             transient = stages.peaks.transient
             none = np.zeros((1, 1))
-            return InHalves(
+            return SplitBackwardMemory(
                 held=held,
                 gradients=none,
                 first_input=transient,
@@ -291,7 +291,7 @@ class Window:
 
         assert isinstance(self.passing, RelayedTensors)
         first_weight, weight = weight_peaks(costs, self.passing, self.firsts, self.columns)
-        return InHalves(
+        return SplitBackwardMemory(
             held=held,
             gradients=self.sums(by_input),
             first_input=highest_input(halves.first_input, halves.end_first_input) - sums_after(by_input),

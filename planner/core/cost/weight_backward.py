@@ -60,7 +60,7 @@ def weight_peaks(
 
 
 class WeightLevels(NamedTuple):
-    """Highest memory of W by layer, in addition to `Halves.weight`; arrays of shape (L,) in bytes."""
+    """Highest memory of W by layer, in addition to `SplitBackwardCosts.weight`; arrays of shape (L,) in bytes."""
 
     first: FloatArray
     """Highest memory in the first W, including `waiting` of all later layers of the chain."""

@@ -116,7 +116,7 @@ def usable_widths(profile: Profile, inputs: Inputs) -> tuple[int, ...]:
     return usable
 
 
-def merged(profiles: Mapping[str, Profile]) -> Profile:
+def merge_widths(profiles: Mapping[str, Profile]) -> Profile:
     """Return one profile with the widths of several profiles of the same model on the same device.
 
     Args:

@@ -111,7 +111,7 @@ def _stage(index: int, before: Stage | None, now: Stage | None) -> StageDifferen
     )
 
 
-def growth(difference: Difference) -> Iterator[Finding]:
+def growth_findings(difference: Difference) -> Iterator[Finding]:
     """Yield findings about growth: one for the stage whose memory grew most, and one for a slower step."""
     against = difference.against
     grown = [(s.more_bytes, s) for s in difference.stages if s.more_bytes > 0]

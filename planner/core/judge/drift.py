@@ -9,10 +9,10 @@ from planner.core.judge.verification import (
     DEFAULT_TOLERANCE,
     ComparedFigure,
     Tolerance,
-    disturbance,
-    judged,
-    other_samples,
+    disturbance_note,
     peaks_of,
+    unplanned_samples,
+    with_verdict,
 )
 from planner.core.values.balance import Balance
 from planner.core.values.run_report import RunReport
@@ -37,15 +37,15 @@ def drift_of(balance: Balance, report: RunReport, *, are_times_judged: bool) -> 
     """
     planned, steps_us = balance.planned, timed_steps_us(report)
     is_long = len(report.step_us) - report.warmup_steps >= ENOUGH_STEPS
-    if planned is None or not is_long or other_samples(report) is not None:
+    if planned is None or not is_long or unplanned_samples(report) is not None:
         return ()
     if report.device.kind != (planned.device or balance.device):
         return ()
     step = ComparedFigure(what="step_us", predicted=planned.step_us, measured=median(steps_us))
     peaks = peaks_of(list(zip(balance.by_device(), balance.peak_bytes, strict=True)), report)
     # A profile written by hand may have no times.
-    are_times_judged = are_times_judged and planned.step_us > 0 and not disturbance(report)
-    rows = (judged(row, DEFAULT_TOLERANCE, are_times_judged=are_times_judged) for row in (step, *peaks))
+    are_times_judged = are_times_judged and planned.step_us > 0 and not disturbance_note(report)
+    rows = (with_verdict(row, DEFAULT_TOLERANCE, are_times_judged=are_times_judged) for row in (step, *peaks))
     return tuple(row for row in rows if row.agrees is False)
 
 

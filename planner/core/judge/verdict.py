@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields, is_dataclass, replace
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, Literal
 
-from planner.core.cost.costs import costs_at, covers
+from planner.core.cost.costs import costs_at, covers_size
 from planner.core.cost.evaluate import Evaluation
 from planner.core.cost.partition import Partition, check_partition
 from planner.core.cost.width import at_width, widths_of
@@ -86,7 +86,7 @@ def judge(
     stale = profile_digest != plan.inputs.profile.digest
     findings = [_stale(plan, profile_digest)] if stale else []
     misfit = _misfit(plan, profile, stale=stale)
-    uncovered = stale and not covers(profile, plan.micro_batch_size, extrapolate=plan.inputs.extrapolate)
+    uncovered = stale and not covers_size(profile, plan.micro_batch_size, extrapolate=plan.inputs.extrapolate)
     if misfit is not None or uncovered:
         return _verdict([*findings, *([misfit] if misfit else [])], None, strict=strict)
     if device is not None:
@@ -101,7 +101,7 @@ def judge(
     costs = costs_at(at_width(profile, cluster), plan.micro_batch_size, extrapolate=inputs.extrapolate)
     evaluation = Evaluation(costs, partition, cluster)
     now = evaluation.plan(inputs, plan.solver)
-    if not is_same("step_us", plan.predicted.step_us, now.predicted.step_us):
+    if not is_equal_rounded("step_us", plan.predicted.step_us, now.predicted.step_us):
         # The stored gap and bound are of other cuts, or of another profile.
         now = evaluation.plan(inputs, SolverReport(method="given", status="given"))
     for chunks in now.by_device():
@@ -121,7 +121,7 @@ def with_findings(verdict: Verdict, findings: Sequence[Finding]) -> Verdict:
     return replace(verdict, findings=findings, fits=all(each.severity not in verdict.refused for each in findings))
 
 
-def compared(verdict: Verdict, before: Plan, *, against: str, recomputed: bool) -> Verdict:
+def with_difference(verdict: Verdict, before: Plan, *, against: str, recomputed: bool) -> Verdict:
     """Return `verdict` with the difference from another plan; return it unchanged if it has no plan.
 
     Args:
@@ -135,10 +135,10 @@ def compared(verdict: Verdict, before: Plan, *, against: str, recomputed: bool) 
     """
     if verdict.plan is None:
         return verdict
-    from planner.core.judge.difference import difference_of, growth  # noqa: PLC0415 - rarely needed
+    from planner.core.judge.difference import difference_of, growth_findings  # noqa: PLC0415 - rarely needed
 
     difference = difference_of(before, verdict.plan, against=against, recomputed=recomputed)
-    return replace(verdict, difference=difference, findings=(*verdict.findings, *growth(difference)))
+    return replace(verdict, difference=difference, findings=(*verdict.findings, *growth_findings(difference)))
 
 
 def _verdict(findings: list[Finding], plan: Plan | None, *, strict: bool) -> Verdict:
@@ -178,7 +178,7 @@ def _how_sure(plan: Plan, profile: Profile) -> list[Finding]:
     if profile.device.how != "measured":
         called = profile.device.name or profile.device.kind
         findings.append(finding("GP207", f"the profile is {profile.device.how} for {called}, not measured"))
-    if not covers(profile, plan.micro_batch_size, extrapolate=False):
+    if not covers_size(profile, plan.micro_batch_size, extrapolate=False):
         sizes = profile.micro_batch_sizes
         message = (
             f"micro-batches of {plan.micro_batch_size} are outside the profiled sizes {min(sizes)} to {max(sizes)}"
@@ -246,11 +246,11 @@ def _memory_findings(chunks: Sequence[Stage], headroom: float) -> list[Finding]:
 def _edited(plan: Plan, now: Plan) -> list[Finding]:
     was_us, is_us = plan.predicted.step_us, now.predicted.step_us
     changed = [k for k, (a, b) in enumerate(zip(plan.stages, now.stages, strict=True)) if a.memory != b.memory]
-    figures = [f"`{place}`" for place in differing(plan, now) if ".memory." not in place]
+    figures = [f"`{place}`" for place in differing_values(plan, now) if ".memory." not in place]
     if not figures and not changed:
         return []
     message = f"the plan has {was_us / 1e3:.1f} ms per step, the cost model computes {is_us / 1e3:.1f} ms"
-    if is_same("step_us", was_us, is_us):
+    if is_equal_rounded("step_us", was_us, is_us):
         more = f" and {len(figures) - 6} more" if len(figures) > 6 else ""
         listed = ", ".join(figures[:6])
         message = f"values that differ from the cost model's: {listed}{more}" if figures else "memory differs"
@@ -259,7 +259,7 @@ def _edited(plan: Plan, now: Plan) -> list[Finding]:
     return [finding("GP203", message, hint="the plan's decisions were edited by hand")]
 
 
-def is_same(name: str, written: float, computed: float) -> bool:
+def is_equal_rounded(name: str, written: float, computed: float) -> bool:
     """Return True if two values are equal within the rounding of plan files.
 
     Args:
@@ -274,7 +274,7 @@ def is_same(name: str, written: float, computed: float) -> bool:
     return abs(written - computed) <= slack + 1e-6 * abs(computed)
 
 
-def claimed_of(written: Plan, verdict: Verdict) -> SolverReport | None:
+def checkable_report(written: Plan, verdict: Verdict) -> SolverReport | None:
     """Return the solver report whose bound and gap can be checked; None if nothing can be checked.
 
     Args:
@@ -289,7 +289,7 @@ def claimed_of(written: Plan, verdict: Verdict) -> SolverReport | None:
     return None if is_bare else claimed
 
 
-def differing(plan: Plan, now: Plan) -> tuple[str, ...]:
+def differing_values(plan: Plan, now: Plan) -> tuple[str, ...]:
     """Return the paths of predicted values in `plan` that differ from those of the evaluated plan `now`."""
     places = [*_differing(plan.predicted, now.predicted, "predicted")]
     for k, (written, computed) in enumerate(zip(plan.stages, now.stages, strict=True)):
@@ -305,7 +305,7 @@ def certificate_problems(plan: Plan, solver: SolverReport) -> tuple[str, ...]:
         if solver.gap or bound_us:
             problems.append("given cuts have neither gap nor bound")
         return tuple(problems)
-    if bound_us > step_us and not is_same("lower_bound_us", bound_us, step_us):
+    if bound_us > step_us and not is_equal_rounded("lower_bound_us", bound_us, step_us):
         problems.append(f"the bound of {bound_us / 1e3:.1f} ms is above the step of {step_us / 1e3:.1f} ms")
     gap = max(0.0, 1 - bound_us / step_us) if step_us else 0.0
     # Step time and bound are rounded to 0.1 us, which changes the gap of very short steps.
@@ -314,7 +314,7 @@ def certificate_problems(plan: Plan, solver: SolverReport) -> tuple[str, ...]:
     if solver.status == "optimal" and solver.gap > 0:
         problems.append(f"it is marked as optimal with a gap of {solver.gap:.4%}")
     for point in plan.frontier:
-        faster = point.fits and point.step_us < step_us and not is_same("step_us", point.step_us, step_us)
+        faster = point.fits and point.step_us < step_us and not is_equal_rounded("step_us", point.step_us, step_us)
         if solver.status == "optimal" and faster:
             problems.append(f"M = {point.micro_batches} in its frontier is faster than the optimal plan")
     return tuple(problems)
@@ -325,5 +325,9 @@ def _differing(written: Any, computed: Any, at: str) -> Iterator[str]:
         one, other = getattr(written, each.name), getattr(computed, each.name)
         if is_dataclass(one):
             yield from _differing(one, other, f"{at}.{each.name}")
-        elif isinstance(one, (int, float)) and isinstance(other, (int, float)) and not is_same(each.name, one, other):
+        elif (
+            isinstance(one, (int, float))
+            and isinstance(other, (int, float))
+            and not is_equal_rounded(each.name, one, other)
+        ):
             yield f"{at}.{each.name}"

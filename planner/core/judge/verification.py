@@ -104,8 +104,8 @@ def verification_of(
     """
     if len(report.step_us) <= report.warmup_steps:
         raise MeasurementError(f"{len(report.step_us)} steps are all warm-up steps", hint="run more: `--steps 12`")
-    crowded = crowded or disturbance(report)
-    compared = tuple(judged(row, tolerance, are_times_judged=not crowded) for row in compared_of(plan, report))
+    crowded = crowded or disturbance_note(report)
+    compared = tuple(with_verdict(row, tolerance, are_times_judged=not crowded) for row in compared_of(plan, report))
     return Verification(
         agrees=all(row.agrees is not False for row in compared) and not wrong,
         compared=compared,
@@ -145,7 +145,7 @@ def crowding(processes: int, threads: int, cores: int) -> str:
     return f"times are not judged: the plan's processes need {wanted} cores, and this machine has {cores}"
 
 
-def disturbance(report: RunReport) -> str:
+def disturbance_note(report: RunReport) -> str:
     """Return the reason not to judge times if processes of the run had to wait for cores; empty otherwise."""
     waited = lack_of_cores(report)
     return f"times are not judged: {waited}; end other programs, and run it again" if waited else ""
@@ -159,7 +159,7 @@ def lack_of_cores(report: RunReport) -> str:
     return f"a process of the run had a core for only {share:.0%} of the time that it needed one"
 
 
-def other_samples(report: RunReport) -> float | None:
+def unplanned_samples(report: RunReport) -> float | None:
     """Return the number of samples per step of a run if it differs from the planned number; None otherwise."""
     rates = report.samples_per_s[report.warmup_steps :]
     if not report.batch or not rates:
@@ -186,7 +186,7 @@ def peaks_of(devices: Sequence[tuple[Sequence[int], int]], report: RunReport) ->
             yield ComparedFigure(what="peak_bytes", index=device, predicted=need, measured=max(peaks))
 
 
-def judged(row: ComparedFigure, tolerance: Tolerance, *, are_times_judged: bool) -> ComparedFigure:
+def with_verdict(row: ComparedFigure, tolerance: Tolerance, *, are_times_judged: bool) -> ComparedFigure:
     """Return a compared figure with its verdict; only step time and peaks are judged.
 
     Args:

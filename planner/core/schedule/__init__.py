@@ -1,8 +1,8 @@
 """Schedules: the order in which each device of a pipeline runs its forwards and backwards.
 
 A schedule is a value; `SCHEDULES` lists all schedules by name. `Schedule.actions` returns the action order of every
-device, and `programs` the instruction lists with transfers. Names, titles, colors, bounds and supported numbers of
-micro-batches are defined only in this package.
+device, and `instruction_lists` adds the transfers. Names, titles, colors, bounds and supported numbers of micro-batches
+are defined only in this package.
 """
 
 from collections.abc import Mapping
@@ -15,7 +15,7 @@ from planner.core.schedule.gpipe import GPipe
 from planner.core.schedule.interleaved import Interleaved
 from planner.core.schedule.interleaved_zb import InterleavedZB
 from planner.core.schedule.kinds import KINDS, ActionKind, Flow, Label, Letter
-from planner.core.schedule.listed import ListedSchedule, lists_of, texts_of
+from planner.core.schedule.listed import ListedSchedule, format_orders, parse_orders
 from planner.core.schedule.one_forward_one_backward import OneForwardOneBackward
 from planner.core.schedule.program import (
     DeadlockError,
@@ -23,15 +23,15 @@ from planner.core.schedule.program import (
     Need,
     devices_of,
     execution_order,
+    instruction_lists,
     message_from,
     message_to,
     needed_for,
-    programs,
 )
 from planner.core.schedule.table import actions_in, table_of
 from planner.core.schedule.v_half import VHalf
 from planner.core.schedule.v_min import VMin
-from planner.core.schedule.validity import check_lists
+from planner.core.schedule.validity import check_orders
 from planner.core.schedule.zb_h1 import ZBH1
 from planner.core.schedule.zb_h2 import ZBH2
 from planner.core.schedule.zbv import ZBV
@@ -60,18 +60,18 @@ __all__ = [
     "Need",
     "Schedule",
     "actions_in",
-    "check_lists",
+    "check_orders",
     "devices_of",
     "execution_order",
-    "lists_of",
+    "format_orders",
+    "instruction_lists",
     "message_from",
     "message_to",
     "needed_for",
-    "programs",
+    "parse_orders",
     "schedule_of",
     "schedules_for",
     "table_of",
-    "texts_of",
 ]
 
 GPIPE: Final = GPipe()
@@ -111,7 +111,7 @@ def schedule_of(name: ScheduleName, order: tuple[str, ...] = ()) -> Schedule:
         UsageError: A word of `order` is not an action.
     """
     if order:
-        return ListedSchedule(lists_of(order))
+        return ListedSchedule(parse_orders(order))
     return SEARCHED if name in (SEARCHED.name, GIVEN) else SCHEDULES[name]
 
 

@@ -52,7 +52,7 @@ class BuildingBlock(NamedTuple):
     """I of the device's first stage."""
 
 
-class FromBlock(Schedule):
+class BuildingBlockSchedule(Schedule):
     """Schedule that repeats a building block on a V of two stages per device."""
 
     torch_name = ""
@@ -72,11 +72,13 @@ class FromBlock(Schedule):
     def order(self, device: int, num_devices: int, micro_batches: int, chunks: int) -> tuple[Action, ...]:
         """Return the device's actions in the repeated and squeezed building block."""
         blocks = tuple(self.block(k, num_devices) for k in range(num_devices))
-        return _lists_of(blocks, micro_batches, self.most_held(num_devices))[device]
+        return _squeezed_orders(blocks, micro_batches, self.most_held(num_devices))[device]
 
 
 @lru_cache(maxsize=8)
-def _lists_of(blocks: tuple[BuildingBlock, ...], micro_batches: int, most_held: int) -> tuple[tuple[Action, ...], ...]:
+def _squeezed_orders(
+    blocks: tuple[BuildingBlock, ...], micro_batches: int, most_held: int
+) -> tuple[tuple[Action, ...], ...]:
     """Return the actions of every device, in O(K^2 M) steps.
 
     Args:

@@ -11,7 +11,7 @@ drains.
 
 from planner.core.errors import UsageError
 from planner.core.schedule.base import Action, Schedule
-from planner.core.schedule.halves import Row
+from planner.core.schedule.halves import OrderBuilder
 
 _DOWN, _UP = 0, 1
 """Chunks of a device: its stage on the way down the V, and its stage on the way up."""
@@ -31,7 +31,7 @@ class DualPipeV(Schedule):
     def order(self, device: int, num_devices: int, micro_batches: int, chunks: int) -> tuple[Action, ...]:
         """Return torch's order (its eight steps), with overlapped pairs run one after the other."""
         behind = num_devices - 1 - device
-        row = Row(self.stages_on(device, num_devices, chunks), micro_batches)
+        row = OrderBuilder(self.stages_on(device, num_devices, chunks), micro_batches)
         for _ in range(2 * behind):
             row.forward(_DOWN)
         for _ in range(device + 1):
@@ -65,7 +65,7 @@ class DualPipeV(Schedule):
         return micro_batches // 2
 
     @staticmethod
-    def _drain(row: Row, device: int, behind: int) -> None:
+    def _drain(row: OrderBuilder, device: int, behind: int) -> None:
         """Add the backwards after the last forward; the last ones are split, so that W passes fill idle time."""
         whole = device + 1
         for place in range(2 * (device + 1)):
@@ -81,7 +81,7 @@ class DualPipeV(Schedule):
             row.weight_backward()
 
 
-def _pair(row: Row, forward: int, backward: int) -> None:
+def _pair(row: OrderBuilder, forward: int, backward: int) -> None:
     """Add a forward of one chunk and a whole backward of the other chunk."""
     row.forward(forward)
     row.backward(backward)

@@ -6,7 +6,9 @@ from planner.core.schedule.base import Action
 from planner.core.schedule.kinds import Letter
 
 
-def in_turn(forwards: Sequence[Action], backwards: Sequence[Action], *, warm_up: int, lag: int) -> tuple[Action, ...]:
+def alternating_order(
+    forwards: Sequence[Action], backwards: Sequence[Action], *, warm_up: int, lag: int
+) -> tuple[Action, ...]:
     """Return warm-up forwards, then alternating F and I, each I followed by the W of an earlier micro-batch.
 
     Args:
@@ -30,7 +32,7 @@ def in_turn(forwards: Sequence[Action], backwards: Sequence[Action], *, warm_up:
     return (*actions, *weights[max(0, len(backwards) - lag) :])
 
 
-class Row:
+class OrderBuilder:
     """Builder of the action order of a device with several stages.
 
     Each method adds an action of the given chunk, for the next micro-batch in line.

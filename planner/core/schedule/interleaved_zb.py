@@ -8,7 +8,7 @@ Rounds are those of interleaved 1F1B. I and W are ordered as in ZB-H1; with one 
 """
 
 from planner.core.schedule.base import Action
-from planner.core.schedule.halves import in_turn
+from planner.core.schedule.halves import alternating_order
 from planner.core.schedule.interleaved import Interleaved, in_rounds
 
 
@@ -25,7 +25,7 @@ class InterleavedZB(Interleaved):
         """Return torch's order without its idle slots."""
         stages = self.stages_on(device, num_devices, chunks)
         per_round = self.per_round(num_devices, micro_batches)
-        return in_turn(
+        return alternating_order(
             in_rounds("F", stages, micro_batches, per_round),
             in_rounds("I", stages[::-1], micro_batches, per_round),
             warm_up=min(chunks * micro_batches, (chunks - 1) * per_round + num_devices - 1 - device),

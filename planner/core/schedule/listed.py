@@ -74,7 +74,7 @@ class ListedSchedule(Schedule):
     @property
     def texts(self) -> tuple[str, ...]:
         """Action orders as text."""
-        return texts_of(self.rows)
+        return format_orders(self.rows)
 
     def order(self, device: int, num_devices: int, micro_batches: int, chunks: int) -> tuple[Action, ...]:
         """Return the actions of the device on the first `micro_batches` micro-batches."""
@@ -93,7 +93,7 @@ class ListedSchedule(Schedule):
             )
 
 
-def lists_of(texts: Sequence[str]) -> tuple[tuple[Action, ...], ...]:
+def parse_orders(texts: Sequence[str]) -> tuple[tuple[Action, ...], ...]:
     """Return the action orders that a plan stores as text.
 
     Raises:
@@ -114,6 +114,6 @@ def lists_of(texts: Sequence[str]) -> tuple[tuple[Action, ...], ...]:
     return tuple(rows)
 
 
-def texts_of(rows: Sequence[Sequence[Action]]) -> tuple[str, ...]:
-    """Return the action orders as text; `lists_of` reads them back."""
+def format_orders(rows: Sequence[Sequence[Action]]) -> tuple[str, ...]:
+    """Return the action orders as text; `parse_orders` reads them back."""
     return tuple(" ".join(map(str, row)) for row in rows)

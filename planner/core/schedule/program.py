@@ -105,7 +105,7 @@ def devices_of(actions: Sequence[Sequence[Action]]) -> tuple[int, ...]:
     return tuple(devices[stage] for stage in range(len(devices)))
 
 
-def programs(actions: Sequence[Sequence[Action]]) -> tuple[tuple[Instruction, ...], ...]:
+def instruction_lists(actions: Sequence[Sequence[Action]]) -> tuple[tuple[Instruction, ...], ...]:
     """Return the instruction lists of all devices: their actions and the transfers between them.
 
     All devices run one action per turn, in order of device index. The message of an action is sent right after it. The

@@ -30,7 +30,7 @@ def table_of(actions: Sequence[Sequence[Action]]) -> str:
 
 
 def actions_in(text: str) -> tuple[tuple[Action, ...], ...]:
-    """Return the action orders in a table, without idle slots; `check_lists` checks if they can run.
+    """Return the action orders in a table, without idle slots; `check_orders` checks if they can run.
 
     Args:
         text: The table.

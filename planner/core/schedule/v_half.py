@@ -9,10 +9,10 @@ units from device 0 to device K-1, and one unit on the way back. The longer a mi
 stage, the shorter it stays with the second stage. So all devices need the same memory.
 """
 
-from planner.core.schedule.building_block import BuildingBlock, FromBlock
+from planner.core.schedule.building_block import BuildingBlock, BuildingBlockSchedule
 
 
-class VHalf(FromBlock):
+class VHalf(BuildingBlockSchedule):
     """Zero bubble on a V, with half of the memory and half of the bubble of 1F1B."""
 
     name = "v-half"

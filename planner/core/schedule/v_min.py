@@ -9,10 +9,10 @@ Micro-batches and gradients pass down and up the V without a pause, so that devi
 If F, I and W differ in length, devices wait for each other at every micro-batch.
 """
 
-from planner.core.schedule.building_block import BuildingBlock, FromBlock
+from planner.core.schedule.building_block import BuildingBlock, BuildingBlockSchedule
 
 
-class VMin(FromBlock):
+class VMin(BuildingBlockSchedule):
     """Zero bubble on a V, with a third of the memory and two thirds of the bubble of 1F1B."""
 
     name = "v-min"

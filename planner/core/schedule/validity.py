@@ -23,7 +23,7 @@ _MOST_NAMED = 4
 """Number of devices that a deadlock message names."""
 
 
-def check_lists(actions: Sequence[Sequence[Action]], num_micro_batches: int) -> None:
+def check_orders(actions: Sequence[Sequence[Action]], num_micro_batches: int) -> None:
     """Raise UsageError if the action orders do not form a valid step.
 
     Args:

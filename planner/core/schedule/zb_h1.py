@@ -10,7 +10,7 @@ before their W. The sum, K, is what the first stage stores under 1F1B.
 """
 
 from planner.core.schedule.base import Action, Schedule
-from planner.core.schedule.halves import in_turn
+from planner.core.schedule.halves import alternating_order
 
 
 class ZBH1(Schedule):
@@ -23,7 +23,7 @@ class ZBH1(Schedule):
 
     def order(self, device: int, num_devices: int, micro_batches: int, chunks: int) -> tuple[Action, ...]:
         """Return the order of 1F1B, with the W passes of `device` micro-batches deferred."""
-        return in_turn(
+        return alternating_order(
             [Action(device, "F", i) for i in range(micro_batches)],
             [Action(device, "I", i) for i in range(micro_batches)],
             warm_up=num_devices - 1 - device,

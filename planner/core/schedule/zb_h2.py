@@ -10,7 +10,7 @@ micro-batches before their I and 2i more before their W. The sum is nearly twice
 """
 
 from planner.core.schedule.base import Action, Schedule
-from planner.core.schedule.halves import in_turn
+from planner.core.schedule.halves import alternating_order
 
 
 class ZBH2(Schedule):
@@ -23,7 +23,7 @@ class ZBH2(Schedule):
 
     def order(self, device: int, num_devices: int, micro_batches: int, chunks: int) -> tuple[Action, ...]:
         """Return the order of ZB-H1 with about twice as many warm-up forwards and twice as many deferred W passes."""
-        return in_turn(
+        return alternating_order(
             [Action(device, "F", i) for i in range(micro_batches)],
             [Action(device, "I", i) for i in range(micro_batches)],
             warm_up=2 * (num_devices - 1 - device),

@@ -10,7 +10,7 @@ last action, if M is at least 2K-1. The orders equal those of torch's `ScheduleZ
 """
 
 from planner.core.schedule.base import Action, Schedule
-from planner.core.schedule.halves import Row
+from planner.core.schedule.halves import OrderBuilder
 
 _DOWN, _UP = 0, 1
 """Chunks of a device: its stage on the way down the V, and its stage on the way up."""
@@ -33,7 +33,7 @@ class ZBV(Schedule):
         With fewer than 2K-1 micro-batches, this is the order for 2K-1 without the missing micro-batches.
         """
         behind = num_devices - device
-        row = Row(self.stages_on(device, num_devices, chunks), micro_batches)
+        row = OrderBuilder(self.stages_on(device, num_devices, chunks), micro_batches)
         for _ in range(2 * behind - 1):
             row.forward(_DOWN)
         for _ in range(device):
@@ -56,7 +56,7 @@ class ZBV(Schedule):
         return tuple(row.actions)
 
 
-def _pass(row: Row, chunk: int) -> None:
+def _pass(row: OrderBuilder, chunk: int) -> None:
     """Add F, I and W of a chunk."""
     row.forward(chunk)
     row.input_backward(chunk)

@@ -121,7 +121,7 @@ def cuts_path(path: PurePath, num_processes: int) -> PurePath:
     return path.with_name(f"{path.stem}-{num_processes}{path.suffix}")
 
 
-def launch_line(num_processes: int, script: str, *, nodes: int = 1) -> str:
+def launch_command(num_processes: int, script: str, *, nodes: int = 1) -> str:
     """Return the command that starts a script on one machine, or on each of several.
 
     Args:
@@ -138,7 +138,7 @@ def launch_line(num_processes: int, script: str, *, nodes: int = 1) -> str:
     return f"{several} --rdzv-backend c10d --rdzv-endpoint HOST:29400 {script}"
 
 
-def as_typed(options: Iterable[str]) -> str:
+def quote_options(options: Iterable[str]) -> str:
     """Return options as text for a shell; their values are quoted, because they may come from a file."""
     words = (option.partition(" ") for option in options)
     return " ".join(shlex.join(filter(None, (name, value))) for name, _, value in words)
@@ -160,7 +160,7 @@ def memory_options(inputs: Inputs, how: str) -> tuple[str, ...]:
     return (f"--mem {','.join(map(exact_bytes_option, limits))}", *free)
 
 
-def solve_again(
+def replan_command(
     profile: str, options: Iterable[str], *, calibration: str | None = None, plan: str = "plan.yaml"
 ) -> str:
     """Return the command that replans and overwrites the plan.
@@ -174,7 +174,7 @@ def solve_again(
     Returns:
         A shell command.
     """
-    words = ["gpipe-plan solve", shlex.quote(profile), as_typed(options)]
+    words = ["gpipe-plan solve", shlex.quote(profile), quote_options(options)]
     places = {"--calibration": calibration, "-o": None if plan == "plan.yaml" else plan}
     words += [f"{name} {shlex.quote(place)}" for name, place in places.items() if place is not None]
     return " ".join(filter(None, words))

@@ -26,7 +26,7 @@ PRICES = (1e-6, 1e6)
 """Range of prices of a GPU-hour."""
 
 
-def at_most(option: str, value: int, limit: int, plural: str) -> int:
+def check_limit(option: str, value: int, limit: int, plural: str) -> int:
     """Return `value` if it is at most `limit`.
 
     Args:
@@ -42,11 +42,11 @@ def at_most(option: str, value: int, limit: int, plural: str) -> int:
         UsageError: The value exceeds the limit.
     """
     if value > limit:
-        raise UsageError(f"`{option} {short(value)}`: at most {limit} {plural} are supported")
+        raise UsageError(f"`{option} {truncate(value)}`: at most {limit} {plural} are supported")
     return value
 
 
-def short(value: object, most: int = 40) -> str:
+def truncate(value: object, most: int = 40) -> str:
     """Return a value as text, cut off after `most` characters."""
     # Python refuses to write integers of more than 4300 decimal digits.
     text = f"{value:#x}" if isinstance(value, int) and abs(value) >= 10**30 else str(value)

@@ -28,7 +28,7 @@ class Measurement:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Partial:
+class PartialProfile:
     """Measurements, and all conditions that must be unchanged to reuse the measurements."""
 
     schema: Literal["gpipe-plan/partial/v1"] = PARTIAL_SCHEMA
@@ -39,7 +39,7 @@ class Partial:
     optimizer: str
     measurements: tuple[Measurement, ...]
 
-    def differences(self, other: "Partial") -> list[str]:
+    def differences(self, other: "PartialProfile") -> list[str]:
         """Return the names of the conditions in which two interrupted profiles differ."""
         names = ("generator", "model", "device", "environment", "optimizer")
         # Memory that other programs hold on the device changes no measurement.

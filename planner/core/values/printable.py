@@ -10,7 +10,7 @@ _COMMAND = re.compile(r"^(\s*):(?=:)")
 _OLD_COMMAND = "##["
 
 
-def spelled_out(text: str) -> str:
+def escape_unprintable(text: str) -> str:
     """Return `text` on one line, with unprintable characters escaped as in Python strings."""
     if text.isprintable():
         return text
@@ -19,7 +19,7 @@ def spelled_out(text: str) -> str:
 
 def printable(text: str) -> str:
     """Return `text` on one line, escaped so that a CI runner executes it at no position of a line."""
-    return spelled_out(text).replace("::", r":\x3a").replace(_OLD_COMMAND, r"#\x23[")
+    return escape_unprintable(text).replace("::", r":\x3a").replace(_OLD_COMMAND, r"#\x23[")
 
 
 def printable_lines(text: str) -> str:
@@ -29,4 +29,4 @@ def printable_lines(text: str) -> str:
 
 
 def _line(text: str) -> str:
-    return _COMMAND.sub(r"\1\\x3a", spelled_out(text)).replace(_OLD_COMMAND, r"#\x23[")
+    return _COMMAND.sub(r"\1\\x3a", escape_unprintable(text)).replace(_OLD_COMMAND, r"#\x23[")

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from fractions import Fraction
 
 from planner.core.errors import UsageError
-from planner.core.values.limits import LARGEST, RATES, short
+from planner.core.values.limits import LARGEST, RATES, truncate
 
 _BYTES = {
     "b": 1,
@@ -179,20 +179,20 @@ def _parse_rate(text: str, factors: Mapping[str, int], *, numerator: str, units:
     if number == 0:
         raise UsageError(f"a rate must not be zero: `{text}`")
     if not RATES[0] <= number * factor <= RATES[1]:
-        raise UsageError(f"a rate is from 1 {numerator}/s to 10^18 {numerator}/s, got `{short(text)}`")
+        raise UsageError(f"a rate is from 1 {numerator}/s to 10^18 {numerator}/s, got `{truncate(text)}`")
     return float(number * factor)
 
 
 def _split(text: str, sample: str) -> tuple[Fraction, str]:
     match = _QUANTITY.fullmatch(text) if len(text) <= _LONGEST else None
     if match is None:
-        raise UsageError(f"not a quantity: `{short(text)}`", hint=f"write a number with its unit, such as {sample}")
+        raise UsageError(f"not a quantity: `{truncate(text)}`", hint=f"write a number with its unit, such as {sample}")
     return Fraction(match["number"]), match["unit"]
 
 
 def _bounded(value: Fraction, text: str) -> Fraction:
     if value > LARGEST:
-        raise UsageError(f"`{short(text)}` is too large to compute with")
+        raise UsageError(f"`{truncate(text)}` is too large to compute with")
     return value
 
 
@@ -216,10 +216,10 @@ def _unit_of(value: float, step: int, units: tuple[str, ...]) -> tuple[float, fl
 
 
 def _three_digits(value: float) -> str:
-    return f"{value:.{three_digits_end(value)}f}"
+    return f"{value:.{decimals_for_three_digits(value)}f}"
 
 
-def three_digits_end(value: float) -> int:
+def decimals_for_three_digits(value: float) -> int:
     """Return the number of decimals that gives `value` three significant digits; at least 0."""
     for digits in (2, 1):
         if len(f"{value:.{digits}f}".lstrip("-").replace(".", "")) <= 3:

@@ -21,9 +21,9 @@ from planner.core.values.balance import Balance, cuts_path
 from planner.core.values.nodes import Nodes, are_on_different_nodes
 from planner.core.values.placement import rank_of
 from planner.core.values.plan import Inputs
-from planner.core.values.printable import spelled_out
+from planner.core.values.printable import escape_unprintable
 from planner.core.values.units import pluralize
-from planner.emit.signature import signed
+from planner.emit.signature import with_signature
 
 _WIDTH: Final = 110
 _MOST_CUTS: Final = 16
@@ -96,9 +96,11 @@ class LaunchJob:
             f"Submit it with: {use}",
         ]
         # Names come from files and must not be able to end a comment.
-        wrapped = (part for line in lines for part in textwrap.wrap(spelled_out(line), _WIDTH, break_long_words=False))
+        wrapped = (
+            part for line in lines for part in textwrap.wrap(escape_unprintable(line), _WIDTH, break_long_words=False)
+        )
         header = "\n".join(f"# {line}" for line in wrapped)
-        return signed(_Text(text).substitute(header=header, **values))
+        return with_signature(_Text(text).substitute(header=header, **values))
 
     def _about_nodes(self) -> list[str]:
         if self.largest.count == 1:

@@ -1,6 +1,6 @@
 """Run a schedule's instructions: forwards, backwards and transfers, over `torch.distributed` and autograd.
 
-    for every instruction of this device (`planner.core.schedule.programs`):
+    for every instruction of this device (`planner.core.schedule.instruction_lists`):
         receive   post a buffer before it is needed, so that the transfer overlaps with computation
         run F     take the input, run the module, keep input and output until the backward
         run B     take the output's gradient, run autograd, keep the input's gradient until it is sent
@@ -36,9 +36,9 @@ from planner.core.schedule import (
     Label,
     Schedule,
     devices_of,
+    instruction_lists,
     message_from,
     message_to,
-    programs,
 )
 from planner.core.values.precision import Precision
 from planner.executor.run.gradients import check_output
@@ -150,7 +150,7 @@ class Engine:
         """Input tensors of the model, of every micro-batch."""
         self._losses: list[Tensor] = []
         self._loss_gradients: Sequence[Tensor] = ()
-        self._instructions = self._bound(programs(order)[self._device_index])
+        self._instructions = self._bound(instruction_lists(order)[self._device_index])
 
     def step(
         self, tensors: Sequence[Tensor], targets: Sequence[Any], weights: Sequence[float] | None = None

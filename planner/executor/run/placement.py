@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch.distributed as dist
 
 from planner.core.errors import UsageError
-from planner.core.values.balance import Balance, launch_line
+from planner.core.values.balance import Balance, launch_command
 from planner.core.values.placement import Placement, device_of, rank_of, stages_on
 from planner.core.values.units import pluralize
 
@@ -75,7 +75,7 @@ def place_of(balance: Balance, rank: int, num_processes: int) -> ProcessPlace:
         raise UsageError(
             f"the plan needs {_needed(balance)}, but {pluralize(num_processes, 'process', 'es')} "
             f"{'was' if num_processes == 1 else 'were'} started",
-            hint=f"run `{launch_line(balance.num_processes, 'train.py')}`{_other_sizes(balance)}",
+            hint=f"run `{launch_command(balance.num_processes, 'train.py')}`{_other_sizes(balance)}",
         )
     position = rank % devices
     return ProcessPlace(

@@ -3,8 +3,8 @@
     receive   A buffer lives from the begin of its receive to the end of the forward or backward that takes it.
     output    A sent activation lives until the backward of its micro-batch, long after it was delivered.
     gradient  A sent gradient lives until the send of the next gradient has begun and its own send has ended. This wait
-              blocks no rank (see `planner.core.schedule.programs`), and delays no step if the number of micro-batches
-              is a multiple of the number of devices.
+              blocks no rank (see `planner.core.schedule.instruction_lists`), and delays no step if the number of
+              micro-batches is a multiple of the number of devices.
 
 Only `isend`, `irecv` and their handles are used. Both processes of a pair begin their common transfers in the same
 order, as gloo and NCCL require. NCCL runs the transfers of a pair one after another.

@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from planner.core.cost.chain_costs import ChainCosts
-from planner.core.cost.device_memory import SharedBytes, itemised, subtract_shared
+from planner.core.cost.device_memory import SharedBytes, bytes_by_component, subtract_shared
 from planner.core.cost.moments import PARTS
 from planner.core.cost.parts import Parts, parts_of, shared_parts_of
 from planner.core.cost.stage_time import CHOICES, ChainSums, hidden_us
@@ -138,7 +138,7 @@ def _among_others(block: _Block, parts: Parts, *, is_in_place: bool) -> Componen
         none = np.zeros(1)
         shared = SharedBytes(none, none, none, none, received=np.rint(block.received))
         _, sizes = subtract_shared(none, sizes, shared, exact=block.stages.exact)
-    by_item = itemised(sizes)
+    by_item = bytes_by_component(sizes)
     always = {(ALWAYS, ITEMS.index(item)): np.rint(_at(block, size)) for item, size in parts.always.items()}
     places = np.argwhere(by_item.any(axis=0)).tolist()
     return {**always, **{(part, item): by_item[:, part, item] for part, item in places}}
@@ -167,7 +167,7 @@ def time_columns(table: NumberTable, costs: ChainCosts, cells: StageRows, pipeli
     durations, again = [], []
     for choice in range(len(CHOICES)):
         busy = sums.busy_times(cells.first, cells.end, choice, speed=speed)
-        halves = sums.half_times(busy, cells.first, cells.end, speed=speed)
+        halves = sums.split_backward_times(busy, cells.first, cells.end, speed=speed)
         by_kind = {
             "F": (busy.forward_us, busy.forward_us),
             "B": (busy.backward_us, busy.last_backward_us),

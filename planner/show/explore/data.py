@@ -194,7 +194,7 @@ class _NearbyStages:
         layout = self.layouts[chunks, schedule.placement]
         if not schedule.has_known_moments:
             return [SHARED, *(IN_PLACE if a == b else SHARED for a, b in pairwise(layout.devices))]
-        if self.chain.one.law is None:
+        if self.chain.one.memory_model is None:
             return [ALONE] * layout.num_stages
         in_flight = (schedule.in_flight(k, layout.num_stages, micro_batches) for k in range(layout.num_stages))
         return [ALONE if most > 1 else ALONE_ONCE for most in in_flight]

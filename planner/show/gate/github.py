@@ -5,7 +5,7 @@ Texts are escaped as in GitHub's toolkit: github.com/actions/toolkit, packages/c
 
 from planner.core.judge.verdict import Verdict
 from planner.core.values.findings import Finding, rule
-from planner.core.values.printable import printable, spelled_out
+from planner.core.values.printable import escape_unprintable, printable
 from planner.show.gate.plan_file import PlanFile, full_message
 from planner.show.terminal.verdict import verdict_words
 
@@ -25,7 +25,7 @@ def _command(finding: Finding, verdict: Verdict, plan_file: PlanFile) -> str:
 
 
 def _data(text: str) -> str:
-    shown = "\n".join(map(spelled_out, text.split("\n")))
+    shown = "\n".join(map(escape_unprintable, text.split("\n")))
     return shown.replace("%", "%25").replace("\r", "%0D").replace("\n", "%0A")
 
 

@@ -6,7 +6,7 @@ from xml.etree import ElementTree as ET
 from planner.core.judge.verdict import Verdict
 from planner.core.values.findings import Finding, rule
 from planner.core.values.plan import Stage
-from planner.core.values.printable import spelled_out
+from planner.core.values.printable import escape_unprintable
 from planner.core.values.units import format_bytes
 from planner.show.gate.plan_file import PlanFile, full_message
 
@@ -57,4 +57,4 @@ def _xml(text: str) -> str:
     XML 1.0 allows no control characters, not even escaped ones (section 2.2). Bidirectional characters would change
     what viewers show.
     """
-    return "\n".join(map(spelled_out, text.split("\n")))
+    return "\n".join(map(escape_unprintable, text.split("\n")))

@@ -8,7 +8,7 @@ from math import ceil, floor, log10
 
 from planner.core.judge.certainty import Certainty, memory_fit
 from planner.core.values.plan import Plan
-from planner.core.values.units import format_bytes, format_us, three_digits_end, unit_of_bytes, unit_of_us
+from planner.core.values.units import decimals_for_three_digits, format_bytes, format_us, unit_of_bytes, unit_of_us
 from planner.show.views.memory import device_memory, fullest
 from planner.show.views.numbers import percent, rate
 
@@ -27,7 +27,7 @@ def step_words(plan: Plan, certainty: Certainty | None) -> str:
         return f"about {_ending(step_us / unit_us, _digits_end(step_us / unit_us, 2))} {unit}"
     step, low, high = (time_us / unit_us for time_us in (step_us, *certainty.step_us))
     # If the range is wider than the step time, one digit of the step time is kept.
-    end = max(_digits_end(step, 1), min(three_digits_end(step), certain_end(low, high)))
+    end = max(_digits_end(step, 1), min(decimals_for_three_digits(step), certain_end(low, high)))
     return _with_range(step, (low, high), end, f" {unit}")
 
 
@@ -89,7 +89,7 @@ def peak_words(plan: Plan, certainty: Certainty | None) -> str:
         return format_bytes(size_bytes)
     unit_bytes, unit = unit_of_bytes(size_bytes)
     size, most = size_bytes / unit_bytes, certainty.device_bytes[needs.index(nearest)] / unit_bytes
-    end = 0 if unit == "B" else min(three_digits_end(size), certain_end(size, most))
+    end = 0 if unit == "B" else min(decimals_for_three_digits(size), certain_end(size, most))
     return f"{_ending(size, end)} {unit} (at most {_ending(most, end, ceil)})"
 
 

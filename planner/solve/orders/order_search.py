@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 
 from planner.core.cost.simulate import StageTimes, period_us
-from planner.core.cost.stage_time import BusyTimes, HalfTimes
+from planner.core.cost.stage_time import BusyTimes, SplitBackwardTimes
 from planner.core.schedule import Action
 from planner.solve.orders.list_scheduling import (
     Act,
@@ -234,7 +234,7 @@ def least_period_us(problem: OrderProblem) -> float:
     def each(name: str) -> FloatArray:
         return np.array([[getattr(times, name) for times in problem.times]])
 
-    busy, halves = BusyTimes(*map(each, BusyTimes._fields)), HalfTimes(*map(each, HalfTimes._fields))
+    busy, halves = BusyTimes(*map(each, BusyTimes._fields)), SplitBackwardTimes(*map(each, SplitBackwardTimes._fields))
     times = LeastTimes.of(busy, halves, each("send_us"), problem.micro_batches)
     footprints = [problem.footprints[stages[0]] for stages in problem.chunks]
     fitting = [

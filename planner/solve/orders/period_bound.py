@@ -34,7 +34,7 @@ from math import comb, inf
 import numpy as np
 
 from planner.core.cost.moments import BACKWARDS, FORWARDS, INPUT_BACKWARDS, PARTS
-from planner.core.cost.stage_time import BusyTimes, HalfTimes
+from planner.core.cost.stage_time import BusyTimes, SplitBackwardTimes
 from planner.solve.chunks.search import all_cuts
 from planner.solve.space.arrays import FloatArray, IntArray
 from planner.solve.space.case import Case
@@ -68,7 +68,7 @@ class LeastTimes:
     """Transfer to the next stage, once."""
 
     @classmethod
-    def of(cls, busy: BusyTimes, halves: HalfTimes, send_us: FloatArray, micro_batches: int) -> "LeastTimes":
+    def of(cls, busy: BusyTimes, halves: SplitBackwardTimes, send_us: FloatArray, micro_batches: int) -> "LeastTimes":
         """Return the least times of stages.
 
         Args:

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from planner.core.errors import MissingPackageError, PlannerError, SolverError
-from planner.core.judge.verdict import Verdict, certificate_problems, claimed_of, is_same, with_findings
+from planner.core.judge.verdict import Verdict, certificate_problems, checkable_report, is_equal_rounded, with_findings
 from planner.core.values.findings import Finding, finding
 from planner.core.values.plan import FrontierPoint, Plan, SolverReport
 from planner.core.values.profile import Profile
@@ -32,7 +32,7 @@ def check_certificate(written: Plan, verdict: Verdict, profile: Profile) -> Verd
     Returns:
         The verdict with the findings.
     """
-    claimed = claimed_of(written, verdict)
+    claimed = checkable_report(written, verdict)
     if verdict.plan is None or claimed is None:
         return verdict
     now = replace(verdict.plan, solver=claimed)
@@ -87,9 +87,9 @@ def _faster(_written: Plan, now: Plan, profile: Profile) -> tuple[str, bool]:
 def _contradiction(now: Plan, best: Plan) -> str:
     """Return in words how the best plan found contradicts the plan's certificate; empty if it does not."""
     step_us, best_us, bound_us = now.predicted.step_us, best.predicted.step_us, now.solver.lower_bound_us
-    if now.solver.status == "optimal" and best_us < step_us and not is_same("step_us", best_us, step_us):
+    if now.solver.status == "optimal" and best_us < step_us and not is_equal_rounded("step_us", best_us, step_us):
         return f"it is marked as optimal, but {list(best.balance)} takes {best_us / 1e3:.1f} ms"
-    if best_us < bound_us and not is_same("lower_bound_us", best_us, bound_us):
+    if best_us < bound_us and not is_equal_rounded("lower_bound_us", best_us, bound_us):
         return f"its lower bound is {bound_us / 1e3:.1f} ms, but {list(best.balance)} is faster"
     return ""
 
@@ -119,4 +119,6 @@ def _alike(written: FrontierPoint, computed: FrontierPoint | None) -> bool:
         return False
     figures = ("step_us", "samples_per_s", "bubble", "peak_bytes", "recompute_share")
     rest = replace(written, **{name: getattr(computed, name) for name in figures})
-    return rest == computed and all(is_same(name, getattr(written, name), getattr(computed, name)) for name in figures)
+    return rest == computed and all(
+        is_equal_rounded(name, getattr(written, name), getattr(computed, name)) for name in figures
+    )

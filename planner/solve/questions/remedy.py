@@ -70,8 +70,8 @@ def _command(inputs: Inputs, profile: Profile) -> str:
         words.append(f"--chunks {inputs.chunks}")
     if inputs.recompute != "auto":
         words.append(f"--recompute {inputs.recompute}")
-    spelled_out = {name: getattr(inputs, name) for name in _SPELLED_OUT}
-    if inputs != Inputs(**spelled_out, **_defaults(profile)):
+    escape_unprintable = {name: getattr(inputs, name) for name in _SPELLED_OUT}
+    if inputs != Inputs(**escape_unprintable, **_defaults(profile)):
         words.append("…")
     return " ".join(words)
 

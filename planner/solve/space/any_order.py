@@ -70,7 +70,7 @@ def least_saved_bytes(costs: ChainCosts) -> FloatArray:
 def _least_recomputation_us(case: "Case") -> float:
     """Return the smallest step time that leaves enough time for the recomputation that the memory limits require."""
     costs, num = case.costs, case.micro_batches
-    if costs.law is not None:
+    if costs.memory_model is not None:
         return 0.0  # the memory model of compiled programs
     speeds = sum(case.cluster.speed(d) for d in range(case.num_devices))
     work_us = float(num * (costs.forward_us + case.least_backward_us).sum() + costs.optimizer_us.sum()) / speeds

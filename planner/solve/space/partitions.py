@@ -21,7 +21,7 @@ from planner.core.cost.device_memory import (
 from planner.core.cost.layer_memory import most_savings
 from planner.core.cost.moments import PARTS, moments_of
 from planner.core.cost.simulate import makespans
-from planner.core.cost.stage_time import CHOICES, BusyTimes, HalfTimes, hidden_us, optimizer_tail_us
+from planner.core.cost.stage_time import CHOICES, BusyTimes, SplitBackwardTimes, hidden_us, optimizer_tail_us
 from planner.core.errors import UsageError
 from planner.core.schedule import Action, Schedule
 from planner.core.values.placement import device_of, stages_on
@@ -98,7 +98,9 @@ class Evaluator:
         vars(other)["parts"] = self.parts
         return other
 
-    def durations(self, cuts: IntArray, choices: IntArray) -> tuple[BusyTimes, HalfTimes, FloatArray, FloatArray]:
+    def durations(
+        self, cuts: IntArray, choices: IntArray
+    ) -> tuple[BusyTimes, SplitBackwardTimes, FloatArray, FloatArray]:
         """Return stage times with whole backwards, with split backwards, transfer times, and U of each device.
 
         U is the time of the optimizer step and the whole all-reduce of replicas; its array has shape (N, K). All other
@@ -228,9 +230,9 @@ class Evaluator:
         per_device = np.stack([own[:, chunks].sum(axis=1) for chunks in self.chunks], axis=1)
         return busy, self.transfer_us[np.arange(self.num_stages), end], per_device
 
-    def _half_times(self, busy: BusyTimes, cuts: IntArray) -> HalfTimes:
+    def _half_times(self, busy: BusyTimes, cuts: IntArray) -> SplitBackwardTimes:
         """Return the times of the input-gradient and the weight-gradient pass of each stage, shape (N, S)."""
-        return self.case.sums.half_times(busy, cuts[:, :-1], cuts[:, 1:], speed=self.speeds)
+        return self.case.sums.split_backward_times(busy, cuts[:, :-1], cuts[:, 1:], speed=self.speeds)
 
     @cached_property
     def moments(self) -> list[FloatArray]:

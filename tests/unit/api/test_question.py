@@ -9,7 +9,7 @@ import pytest
 from planner.api.options.solving import SolverOptions
 from planner.api.question import calibrated_options, solve_options
 from planner.api.solver_request import request_of
-from planner.core.values.balance import as_typed, solve_again
+from planner.core.values.balance import quote_options, replan_command
 from planner.core.values.cluster import ExecutorCost, Link
 from planner.core.values.plan import ProfileReference
 from tests.support.chains import random_profile
@@ -50,7 +50,7 @@ def test_it_is_what_was_asked(words: str) -> None:
     device = replace(profile.device, executor=executor, reserve_bytes=100)
     profile = replace(profile, device=device)
     inputs = request_of(profile, REFERENCE, typed(words)).inputs
-    again = as_typed(solve_options(inputs, device))
+    again = quote_options(solve_options(inputs, device))
     assert request_of(profile, REFERENCE, typed(again)).inputs == inputs
     names = {option.partition(" ")[0] for option in calibrated_options(inputs, device)}
     assert not {"--overhead", "--reserve"} & names
@@ -66,12 +66,12 @@ def test_memory_is_kept_free_once(limits: str, how: Literal["measured", "estimat
     profile = replace(profile, device=replace(profile.device, how=how))
     inputs = request_of(profile, REFERENCE, typed(f"--devices 2 --mem {limits} --batch 8 {more}")).inputs
     assert (inputs.headroom > 0) == (more == "--headroom 3.7%" or (how == "estimated" and not more))
-    assert request_of(profile, REFERENCE, typed(as_typed(solve_options(inputs, profile.device)))).inputs == inputs
+    assert request_of(profile, REFERENCE, typed(quote_options(solve_options(inputs, profile.device)))).inputs == inputs
 
 
 def test_the_command_is_one_line() -> None:
     """Whatever stands in files is quoted; the plan is named where it does not stand in its usual place."""
-    assert solve_again("my profile.yaml", ["--devices 2; ls"], calibration="c.yaml", plan="out/plan.yaml") == (
+    assert replan_command("my profile.yaml", ["--devices 2; ls"], calibration="c.yaml", plan="out/plan.yaml") == (
         "gpipe-plan solve 'my profile.yaml' --devices '2; ls' --calibration c.yaml -o out/plan.yaml"
     )
-    assert solve_again("p.yaml", (), calibration="c.yaml") == "gpipe-plan solve p.yaml --calibration c.yaml"
+    assert replan_command("p.yaml", (), calibration="c.yaml") == "gpipe-plan solve p.yaml --calibration c.yaml"

@@ -8,7 +8,7 @@ import pytest
 from planner.core.cost.costs import CostTable, costs_at
 from planner.core.cost.device_memory import SharedBytes, chunk_memory, shared_bytes
 from planner.core.cost.moments import PARTS, counts_of
-from planner.core.cost.stages import InHalves, stages_in
+from planner.core.cost.stages import SplitBackwardMemory, stages_in
 from planner.core.schedule import SCHEDULES
 from planner.core.values.profile import BoundaryTensor, Device, LayerProfile, MemoryDetail, Profile, SplitMemory
 
@@ -61,7 +61,7 @@ def profile_of_layers(*layers: LayerProfile) -> Profile:
     return Profile(device=Device(kind="cpu"), micro_batch_sizes=(1,), layers=layers)
 
 
-def halves_of(profile: Profile, first: int, end: int) -> InHalves:
+def halves_of(profile: Profile, first: int, end: int) -> SplitBackwardMemory:
     """The stage of layers `first`..`end - 1`."""
     columns = slice(first, end)
     halves = stages_in(costs_at(profile, 1), np.array([first]), columns, micro_batches=4, in_halves=True).halves

@@ -15,7 +15,7 @@ from planner.core.schedule import (
     Action,
     Loads,
     execution_order,
-    programs,
+    instruction_lists,
 )
 from tests.support.house import ROOT
 
@@ -120,7 +120,7 @@ def test_every_pair_of_devices_has_its_transfers_in_one_order(name: str) -> None
     """What one sends the other receives, in both rows in the same order, ahead of the action that begins with it."""
     for num_devices, micro_batches, chunks in sizes(name):
         schedule = SCHEDULES[name]
-        rows = programs(schedule.actions(num_devices, micro_batches, chunks))
+        rows = instruction_lists(schedule.actions(num_devices, micro_batches, chunks))
         device_of = {s: d for d in range(num_devices) for s in schedule.stages_on(d, num_devices, chunks)}
         pairs: dict[tuple[frozenset[int], int], list[tuple[str, int, int]]] = {}
         for device, row in enumerate(rows):
@@ -299,7 +299,7 @@ def test_boundaries_between_devices_are_crossed_as_often_as_documented(name: str
     """Forth and back: K-1 with one stage each, VK-1 in a loop, 2(K-1) on a V."""
     chunks = chunks_of(name)
     crossed = num_devices * chunks - 1 if SCHEDULES[name].placement == "loop" else 2 * (num_devices - 1)
-    rows = programs(SCHEDULES[name].actions(num_devices, 8, chunks))
+    rows = instruction_lists(SCHEDULES[name].actions(num_devices, 8, chunks))
     sent = sum(what.do == "send" for row in rows for what in row)
     assert sent == (2 * 8 * crossed if num_devices > 1 else 0)
 

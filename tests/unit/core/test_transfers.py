@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from planner.core.cost.moments import PARTS, counts_of, moments_of
-from planner.core.schedule import INTERLEAVED, Instruction, programs
+from planner.core.schedule import INTERLEAVED, Instruction, instruction_lists
 
 Rows = Sequence[Sequence[Instruction]]
 
@@ -17,7 +17,7 @@ SIZES = [(1, 2, 4), (2, 1, 2), (2, 2, 4), (2, 3, 2), (3, 2, 6), (4, 2, 8), (4, 3
 
 
 def rows_of(devices: int, chunks: int, micro_batches: int) -> Rows:
-    return programs(INTERLEAVED.actions(devices, micro_batches, chunks))
+    return instruction_lists(INTERLEAVED.actions(devices, micro_batches, chunks))
 
 
 def as_text(row: Sequence[Instruction]) -> str:

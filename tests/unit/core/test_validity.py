@@ -12,10 +12,10 @@ from planner.core.schedule import (
     SCHEDULES,
     Action,
     Schedule,
-    check_lists,
+    check_orders,
     execution_order,
+    instruction_lists,
     needed_for,
-    programs,
 )
 from planner.core.schedule.table import actions_in
 
@@ -64,9 +64,9 @@ def test_lists_in_any_order_that_holds_are_valid(size: tuple[int, int, int, int]
     """Wherever the stages lie, whole and halved backwards side by side; and they run, transfers included."""
     seed, num_devices, chunks, micro_batches = size
     rows = at_random(random.Random(seed), num_devices, chunks, micro_batches)
-    check_lists(rows, micro_batches)
+    check_orders(rows, micro_batches)
     assert sorted(map(str, execution_order(rows))) == sorted(str(action) for row in rows for action in row)
-    runs = [[x for x in row if x.do == "run"] for row in programs(rows)]
+    runs = [[x for x in row if x.do == "run"] for row in instruction_lists(rows)]
     assert [[f"{x.stage}{x.kind}{x.micro_batch}" for x in row] for row in runs] == [list(map(str, r)) for r in rows]
 
 
@@ -110,7 +110,7 @@ def test_one_thing_wrong_is_refused(size: tuple[int, int, int, int]) -> None:
     draw = random.Random(seed)
     rows = mutated(draw, at_random(draw, num_devices, chunks, micro_batches))
     with pytest.raises(UsageError) as refused:
-        check_lists(rows, micro_batches)
+        check_orders(rows, micro_batches)
     assert refused.value.hint
 
 
@@ -126,10 +126,10 @@ def test_neighbours_in_the_other_order_are_refused_if_and_only_if_they_cannot_ru
         place = draw.randrange(len(row))
         row[place : place + 2] = row[place : place + 2][::-1]
     if runs_to_its_end(rows):
-        check_lists(rows, micro_batches)
+        check_orders(rows, micro_batches)
     else:
         with pytest.raises(UsageError):
-            check_lists(rows, micro_batches)
+            check_orders(rows, micro_batches)
 
 
 def runs_to_its_end(rows: Sequence[Sequence[Action]]) -> bool:
@@ -152,7 +152,7 @@ def test_named_schedules_are_valid(schedule: Schedule) -> None:
     """Every schedule at a few sizes."""
     for num_devices, micro_batches in [(1, 4), (2, 4), (3, 6), (4, 16), (8, 16)]:
         chunks = schedule.exact_chunks or (3 if schedule.is_chunked else 1)
-        check_lists(schedule.actions(num_devices, micro_batches, chunks), micro_batches)
+        check_orders(schedule.actions(num_devices, micro_batches, chunks), micro_batches)
 
 
 @pytest.mark.parametrize(
@@ -183,7 +183,7 @@ def test_named_schedules_are_valid(schedule: Schedule) -> None:
 def test_what_is_wrong_is_said(text: str, micro_batches: int, message: str) -> None:
     """By the device, the action, and what is the matter with it."""
     with pytest.raises(UsageError) as refused:
-        check_lists(lists_in(text), micro_batches)
+        check_orders(lists_in(text), micro_batches)
     assert refused.value.message == message
 
 
@@ -191,7 +191,7 @@ def test_what_is_wrong_is_said(text: str, micro_batches: int, message: str) -> N
 def test_no_work_is_no_step(rows: Lists, message: str) -> None:
     """Neither without devices nor with an idle one."""
     with pytest.raises(UsageError, match=message):
-        check_lists(rows, 1)
+        check_orders(rows, 1)
 
 
 def test_a_long_circle_is_cut_short() -> None:
@@ -201,4 +201,4 @@ def test_a_long_circle_is_cut_short() -> None:
     for k in range(6):
         rows[k] += [Action(k, "F", 1), Action(k, "B", 1)]
     with pytest.raises(UsageError, match=r"device 3 at 3B0 for 4B0 on device 4, and 3 more$"):
-        check_lists(rows, 2)
+        check_orders(rows, 2)

@@ -8,7 +8,7 @@ import torch
 
 from planner.api.options.solving import SolverOptions
 from planner.api.solver_request import request_of
-from planner.core.values.partial import Partial
+from planner.core.values.partial import PartialProfile
 from planner.core.values.plan import ProfileReference
 from planner.core.values.profile import Device, Environment, Generator, Model
 from planner.device.cuda import Cuda
@@ -65,7 +65,7 @@ def test_it_is_the_default_of_solve(reserve: str | None, expected: int) -> None:
 
 def test_it_does_not_make_an_interrupted_run_useless() -> None:
     """Other programs come and go."""
-    one = Partial(
+    one = PartialProfile(
         generator=Generator(name="gpipe-plan", version="0"),
         model=Model(),
         device=Device(kind="cuda", name="H100", reserve_bytes=5),

@@ -11,7 +11,7 @@ import pytest
 import planner
 from planner import files
 from planner.core.errors import FileError, UsageError
-from planner.core.schedule import SCHEDULES, actions_in, schedule_of, texts_of
+from planner.core.schedule import SCHEDULES, actions_in, format_orders, schedule_of
 from planner.core.values.plan import Plan
 from planner.emit import EngineFile, emit_engine
 from tests.support.chains import chain, layer
@@ -41,7 +41,7 @@ def plan_of(schedule: str, chunks: int = 0, **asked: Any) -> Plan:
 def searched(plan: Plan) -> Plan:
     """The same plan, whose lists might have been found for it."""
     rows = schedule_of(plan.schedule).actions(plan.num_devices, plan.micro_batches, plan.chunks)
-    return replace(plan, schedule="search", order=texts_of(rows))
+    return replace(plan, schedule="search", order=format_orders(rows))
 
 
 def emitted(engine: str, plan: Plan) -> EngineFile:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from planner.core.errors import MeasurementError, ModelError
-from planner.core.values.partial import Partial
+from planner.core.values.partial import PartialProfile
 from planner.core.values.profile import Profile
 from planner.device.clock import CpuClock, typical_us
 from planner.model.load import LoadedModel
@@ -256,7 +256,7 @@ def test_memory_may_end_in_the_users_forward() -> None:
 # Interrupted
 
 
-def interrupted(loaded: LoadedModel, calls: int, earlier: Partial | None = None) -> Partial:
+def interrupted(loaded: LoadedModel, calls: int, earlier: PartialProfile | None = None) -> PartialProfile:
     """What is left of a run that is interrupted before its measurement of that number."""
     left = iter(range(calls))
 
@@ -311,7 +311,9 @@ def test_an_interrupted_run_goes_on_where_it_stopped(monkeypatch: pytest.MonkeyP
         (lambda p: replace(p, generator=replace(p.generator, version="0")), "generator"),
     ],
 )
-def test_measurements_of_something_else_are_not_used(change: Callable[[Partial], Partial], named: str) -> None:
+def test_measurements_of_something_else_are_not_used(
+    change: Callable[[PartialProfile], PartialProfile], named: str
+) -> None:
     """It says so, and starts over."""
     loaded = small()
     partial = change(interrupted(loaded, 6))

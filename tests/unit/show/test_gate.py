@@ -10,7 +10,7 @@ import pytest
 from planner import api, files
 from planner.core.judge.verdict import Verdict
 from planner.core.values.findings import RULES, Finding
-from planner.core.values.printable import spelled_out
+from planner.core.values.printable import escape_unprintable
 from planner.show.gate import (
     PlanFile,
     comparison_markdown,
@@ -70,7 +70,7 @@ def test_annotations_are_escaped_as_the_runner_unescapes_them() -> None:
     assert found[1] == "a%2Cb%3Ac%25.yaml"
     data = found[3].replace("%0A", "\n").replace("%0D", "\r").replace("%25", "%")
     told = f"{odd().findings[0].message}\nk"
-    assert data == "\n".join(map(spelled_out, told.split("\n")))
+    assert data == "\n".join(map(escape_unprintable, told.split("\n")))
     assert answer == "a,b:c%25.yaml: does not fit (1 error)"
 
 
@@ -103,7 +103,7 @@ def test_junit_holds_any_text() -> None:
     """Characters that do not print, which XML may have no place for, are spelled out; all others are as they were."""
     failure = ET.fromstring(junit_xml(odd(), PLACE)).find(".//failure")
     assert failure is not None
-    text = "\n".join(map(spelled_out, f"{odd().findings[0].message}\nk".split("\n")))
+    text = "\n".join(map(escape_unprintable, f"{odd().findings[0].message}\nk".split("\n")))
     assert failure.text == text
     assert not {"\x1b", "\ufffe", "\u202e"} & set(text)
 

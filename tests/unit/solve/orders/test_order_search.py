@@ -10,7 +10,7 @@ import pytest
 
 from planner.core.cost.simulate import StageTimes, period_us
 from planner.core.schedule import SCHEDULES, Action, Letter
-from planner.core.schedule.validity import check_lists
+from planner.core.schedule.validity import check_orders
 from planner.core.values.placement import Placement, stages_on
 from planner.solve.orders.order_problem import OrderProblem, StageFootprint
 from planner.solve.orders.order_search import OrderSearch, least_period_us
@@ -224,7 +224,7 @@ def test_backwards_are_merged_where_a_split_gains_nothing() -> None:
     found = OrderSearch(asked, lambda _: True).search(150_000)
     assert found is not None
     assert {a.kind for row in found.rows for a in row} == {"F", "I", "W", "B"}
-    check_lists(found.rows, 8)
+    check_orders(found.rows, 8)
     assert found.period_us == pytest.approx(period_us(found.rows, times, (0.0,) * 4), rel=1e-9)
     whole = OrderSearch(replace(asked, is_whole=(True,) * 4), lambda _: True).search(150_000)
     assert whole is not None
@@ -285,7 +285,7 @@ def test_lists_are_valid_and_above_the_bound(placement: Placement) -> None:
         asked = problem(times, micro_batches, limits, num_devices=devices, placement=placement)
         found = OrderSearch(asked, lambda _: True).search(60_000)
         assert found is not None
-        check_lists(found.rows, micro_batches)
+        check_orders(found.rows, micro_batches)
         assert found.period_us >= least_period_us(asked) * (1 - 1e-9)
         assert found.period_us == pytest.approx(slow_period(found.rows, times), rel=1e-9)
         assert all(most_held(row, 1.0) <= limit + 1e-9 for row, limit in zip(found.rows, limits, strict=True))

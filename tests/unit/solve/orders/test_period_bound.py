@@ -10,7 +10,7 @@ from planner.core.cost.evaluate import Evaluation
 from planner.core.cost.partition import Partition
 from planner.core.cost.stage_time import CHOICES
 from planner.core.schedule import Action
-from planner.core.schedule.listed import texts_of
+from planner.core.schedule.listed import format_orders
 from planner.core.values.cluster import Link
 from planner.core.values.plan import Inputs
 from planner.core.values.profile import Profile
@@ -46,7 +46,7 @@ def fastest_us(profile: Profile, inputs: Inputs) -> tuple[float, float]:
                     micro_batches=M,
                     balance=balance,
                     recompute=recompute,
-                    order=texts_of([row(stage, order) for stage, order in enumerate(kinds)]),
+                    order=format_orders([row(stage, order) for stage, order in enumerate(kinds)]),
                 )
                 try:
                     time_us = Evaluation(costs, partition, cluster).step_us
