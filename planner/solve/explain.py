@@ -96,7 +96,7 @@ def out_of_time(request: Request) -> SolverError:
         return SolverError("the search was stopped before a plan was found")
     return SolverError(
         f"no plan was found within the time limit of {request.time_limit_s:g} s",
-        hint="allow more with `--time-limit`, or fix `--micro-batches`",
+        hint="allow more time with `--time-limit`, or fix `--micro-batches`",
     )
 
 
@@ -112,7 +112,7 @@ def explain_infeasible(query: InfeasibleQuery) -> InfeasibleError:
     if not np.isfinite(smallest[best]):
         devices = pluralize(inputs.devices, "device")
         return InfeasibleError(
-            f"no cut for {devices} keeps layers together and apart as requested, whatever their memory",
+            f"no cuts for {devices} satisfy `--together` and `--apart`, even with unlimited memory",
             hint="change `--together` or `--apart`, or allow more `--devices`",
         )
     hints = list(_hints(query, cases, cases[best], smallest[best]))
@@ -131,11 +131,11 @@ def _explain_by_descent(query: InfeasibleQuery) -> InfeasibleError:
     if not 0 < least < np.inf or len(set(inputs.memory_bytes)) > 1:
         return InfeasibleError(f"no {titles} plan fits {_limits_text(inputs)}", hint="; ".join(others))
     limit = inputs.memory_bytes[0] + least
-    cuts = "of the given cuts" if query.balance is not None else "in the best cuts found"
+    cuts = "the given cuts" if query.balance is not None else "the best cuts found"
     enough = f"with {pluralize(inputs.devices, 'device')} `--mem` {_mem_option(inputs, limit)} is enough (M = {most})"
     return InfeasibleError(
-        f"no {titles} plan fits {_limits_text(inputs)}: {cuts} with M = {most} a device needs {format_bytes(limit)}, "
-        f"{format_bytes(least)} over",
+        f"no {titles} plan fits {_limits_text(inputs)}: with {cuts} and M = {most}, a device needs "
+        f"{format_bytes(limit)}, {format_bytes(least)} over",
         hint="; ".join((enough, *others)),
     )
 
@@ -161,7 +161,7 @@ def _hints(query: InfeasibleQuery, cases: Sequence[Case], best: Case, smallest_b
     yield from _other_schedules(query)
     for name, profile in _other_optimizers(query.profile):
         if _any_fits(query, profile, inputs, query.micro_batches):
-            yield f"with {name} as optimizer it fits: profile with `--optimizer {name}`"
+            yield f"with {name} as optimizer a plan fits: profile with `--optimizer {name}`"
             break
 
 
@@ -188,9 +188,9 @@ def _other_choices(query: InfeasibleQuery) -> Iterator[str]:
         free = replace(inputs, recompute="auto")
         if _any_fits(query, query.profile, free, query.micro_batches):
             yield "`--recompute auto` fits"
-    if inputs.replicas != 1 and not inputs.shard_optimizer:
-        if _any_fits(query, query.profile, replace(inputs, shard_optimizer=True), query.micro_batches):
-            yield "`--shard-optimizer` fits, for engines that can divide the optimizer among replicas"
+    sharded = replace(inputs, shard_optimizer=True)
+    if inputs.replicas != 1 and inputs != sharded and _any_fits(query, query.profile, sharded, query.micro_batches):
+        yield "`--shard-optimizer` fits, for engines that can divide the optimizer among replicas"
 
 
 def _other_schedules(query: InfeasibleQuery) -> Iterator[str]:
@@ -265,9 +265,6 @@ def _least_excess_bytes(case: Case, width: int, limits_bytes: Sequence[float]) -
         case: The case.
         width: Number of layers of the longest stage.
         limits_bytes: Memory limits of the devices.
-
-    Returns:
-        Smallest possible maximum, over the stages, of a stage's bytes minus its device's limit.
     """
     least = np.inf
     # Under 1F1B the memory of a stage depends on the number of later stages. Its limit depends on its own index.
@@ -342,7 +339,7 @@ def _reason(query: InfeasibleQuery, case: Case) -> str:
         over_bytes = format_bytes(single[worst] - max(limits))
         return f'layer "{costs.names[worst]}" alone needs {format_bytes(single[worst])} with M = {m}, {over_bytes} over'
     if query.inputs.together or query.inputs.apart:
-        return f"no cut keeps layers together and apart as requested and fits (M = {m})"
+        return f"no cuts that satisfy `--together` and `--apart` fit (M = {m})"
     cannot = f"every layer fits alone, but {pluralize(case.num_devices, 'stage')} cannot hold them all"
     if len(set(limits)) == 1:
         smallest = smallest_limit_bytes(case)
@@ -350,7 +347,7 @@ def _reason(query: InfeasibleQuery, case: Case) -> str:
         return f"{cannot}; the evenest cut needs {format_bytes(smallest)} with M = {m}, {over_bytes} over"
     wide = max_stage_layers(costs, longest_us=np.inf, limit_bytes=2 * max(limits))
     least = _least_excess_bytes(case, wide, case.limits_bytes)
-    return f"{cannot}; in the best cut with M = {m} a stage is {format_bytes(least)} over its device's memory limit"
+    return f"{cannot}; with the best cuts and M = {m}, a stage is {format_bytes(least)} over its memory limit"
 
 
 def _mem_option(inputs: Inputs, limit_bytes: float) -> str:

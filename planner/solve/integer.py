@@ -89,7 +89,9 @@ def search_integer_program(case: Case, *, upper_us: float = inf, deadline: Deadl
         bound_us = case.bound_us if highs is None else float(highs.getInfo().mip_dual_bound) * unit_us
         return Answer(case, partition, found_us, min(found_us, upper_us, bound_us), _METHOD)
     if abs(objective_us - found_us) > _EQUAL * found_us:
-        raise SolverError(f"the integer program says that its plan takes {objective_us} us, but it takes {found_us} us")
+        raise SolverError(
+            f"the integer program computed {objective_us} us for its plan, but the plan takes {found_us} us"
+        )
     return Answer(case, partition, found_us, min(found_us, upper_us), _METHOD)
 
 

@@ -19,7 +19,7 @@ CAP = re.compile(r"with (\d+) devices? the smallest `--mem` is ([0-9.]+\w+) \((?
 CAP_WITHOUT_CHUNKS = re.compile(r"without interleaving, (\d+) devices? need at least `--mem` ([0-9.]+\w+) \(")
 DEVICES = re.compile(r"`--devices (\d+)` fits in .* \(M = (\d+)\)")
 COUNT = re.compile(r"M = (\d+) fits: leave")
-OPTIMIZER = re.compile(r"with (\w+) as optimizer it fits")
+OPTIMIZER = re.compile(r"with (\w+) as optimizer a plan fits")
 
 TOO_TIGHT = (0.98, 0.9, 0.7, 0.5)
 SLOW = (HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much)

@@ -104,8 +104,8 @@ def _remarks(request: ExplorerRequest, data: PageData) -> list[str]:
     width = data.widths[len(plan.stages)]
     if min(data.widths.values()) < len(request.profile.layers):
         remarks.append(
-            f"The model has too many layers for all stages: each cut of the plan moves by at most "
-            f"{pluralize(width, 'layer')}, and cuts of more stages by fewer. "
+            f"The page cannot hold all stages of so many layers: each cut of the plan moves by at most "
+            f"{pluralize(width, 'layer')}, and cuts into more stages move by fewer layers. "
             "`gpipe-plan check --balance` takes any cuts."
         )
     return remarks

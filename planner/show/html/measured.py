@@ -87,8 +87,8 @@ def run_section(report: RunReport) -> Section:
     rows = [[f"{stage}: {names}", *rest] for names, (stage, _, *rest) in zip(layers, shown.rows(), strict=True)]
     stages = table([column.heading for column in shown.columns if column.name != "layers"], rows)
     lead = (
-        f"{len(report.losses)} steps, including {report.warmup_steps} for warm-up; times are per micro-batch, transfer "
-        "and idle times (waiting for data that was ready, or not ready) per step."
+        f"{len(report.losses)} steps, including {report.warmup_steps} for warm-up. Times are per micro-batch. Transfer "
+        "times (waiting for data that was ready) and idle times (waiting for data that was not) are per step."
     ) + _attention(report)
     return Section(anchor="run", title="Run", lead=lead, body=element("div", *charts, class_="charts two") + stages)
 

@@ -172,7 +172,7 @@ def _gain(what_if: WhatIf, step_us: float) -> str:
 
 def _noise(noise: Noise, style: Style) -> str:
     return (
-        f"with measurement noise of {style.glyphs.plus_minus}{percent(noise.spread)}: in {noise.draws} drawn profiles "
-        f"this plan was at most {percent(noise.worst_regret)} slower than the best (mean "
+        f"with measurement noise of {style.glyphs.plus_minus}{percent(noise.spread)}: in {noise.draws} random profiles "
+        f"this plan was at most {percent(noise.worst_regret)} slower than the best one (mean "
         f"{percent(noise.mean_regret)}); the same cuts and M were best in {percent(noise.same_plan, decimals=0)}"
     )

@@ -15,7 +15,7 @@ from planner.core.judge.calibration import timed_steps_us
 from planner.core.judge.verification import ComparedFigure, Quantity, Verification, compared_of
 from planner.core.values.plan import Plan
 from planner.core.values.run_report import RunReport
-from planner.core.values.units import format_bytes, format_rate, format_us
+from planner.core.values.units import format_bytes, format_rate, format_us, pluralize
 from planner.show.terminal.grids import TextColumn, table
 from planner.show.terminal.rendering import BLANK, heading, plain, render, wrap_items
 from planner.show.terminal.style import Style
@@ -99,8 +99,15 @@ def _steps(report: RunReport, style: Style) -> Text:
         return Text("no step was timed")
     scale = TimeScale.fitting(steps)
     spread = f"fastest {scale.text(min(steps))}, slowest {scale.text(max(steps))}"
-    warm_up = f"after {report.warmup_steps} to warm up" if len(report.step_us) > len(steps) else "warm-up included"
-    said = [f"step {scale.text(median(steps))} {scale.unit}, median of {len(steps)} {warm_up};", spread]
+    warm_up = (
+        f"after {pluralize(report.warmup_steps, 'warm-up step')}"
+        if len(report.step_us) > len(steps)
+        else "with warm-up"
+    )
+    said = [
+        f"step {scale.text(median(steps))} {scale.unit}, median of {pluralize(len(steps), 'step')} {warm_up};",
+        spread,
+    ]
     speeds = report.samples_per_s[-len(steps) :]
     if speeds:
         said.append(f"({rate(median(speeds))} samples/s)")

@@ -109,7 +109,7 @@ def _frontier(written: Plan, now: Plan, profile: Profile) -> tuple[str, bool]:
     except MissingPackageError as error:
         return error.message, True
     except PlannerError as error:
-        return f"it has a frontier, but solving again finds none: {error.message}", False
+        return f"the plan has a frontier, but solving again finds none: {error.message}", False
     wrong = [p.micro_batches for p in written.frontier if not _alike(p, points.get((p.replicas, p.micro_batches)))]
     return (f"its frontier differs at M = {', '.join(map(str, wrong[:5]))}" if wrong else ""), False
 

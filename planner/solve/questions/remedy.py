@@ -34,7 +34,7 @@ def _more_memory(plan: Plan, profile: Profile) -> tuple[str, ...]:
     cards = [card for card in accelerators_with(most) if card.name.startswith("tpu:") == tpu]
     # Plans of a few megabytes fit on every card, so naming one would not help.
     card = f", which `--device {cards[0].name}` has" if cards and most > _SMALL else ""
-    return (f"as it is cut, the whole plan fits with `--mem {bytes_option(most)}`{card}",)
+    return (f"with the same cuts, the whole plan fits with `--mem {bytes_option(most)}`{card}",)
 
 
 def _solved_again(plan: Plan, profile: Profile) -> tuple[str, ...]:
@@ -56,7 +56,7 @@ def _solved_again(plan: Plan, profile: Profile) -> tuple[str, ...]:
     cuts = (
         f"{list(other.balance)} with M = {other.micro_batches}{placed}, {format_us(other.predicted.step_us)} per step"
     )
-    return (f"under the same memory limits the cuts {cuts} ({slower:+.1%}): `{_command(other.inputs, profile)}`",)
+    return (f"the same memory limits fit the cuts {cuts} ({slower:+.1%}): `{_command(other.inputs, profile)}`",)
 
 
 def _command(inputs: Inputs, profile: Profile) -> str:

@@ -25,8 +25,8 @@ def test_everything_that_is_known():
         "what if     1 GB more on every device: no faster",
         f"            one more device: {format_us(step_us * 0.902)}, 9.8 % faster",
         f"            links [twice] as fast: {format_us(step_us * 1.01)}, 1.0 % slower",
-        "noise       with measurement noise of ±2.1 %: in 20 drawn profiles this plan was at most 0.4 %",
-        "            slower than the best (mean 0.1 %); the same cuts and M were best in 65 %",
+        "noise       with measurement noise of ±2.1 %: in 20 random profiles this plan was at most 0.4 %",
+        "            slower than the best one (mean 0.1 %); the same cuts and M were best in 65 %",
     ]
 
 
@@ -43,7 +43,7 @@ def test_narrow_and_ascii():
         line[:12].strip() in ("why this pla", "why this plan", "bottleneck", "tightest", "what if", "noise", "")
         for line in lines
     )
-    assert lines[-4].startswith("noise       with measurement noise of +/-2.1 %: in 20 drawn")
+    assert lines[-4].startswith("noise       with measurement noise of +/-2.1 %: in 20 random")
 
 
 def test_without_noise_and_questions():

@@ -30,7 +30,7 @@ def test_step_is_the_median_after_the_warm_up():
     planned = plan()
     measured = row(comparison_text(planned, report(planned, time_factor=2.0), WIDE), "step").split()
     assert float(measured[3]) == pytest.approx(2 * float(measured[1]), rel=1e-3)
-    assert "median of 3 after 2 to warm up" in run_text(report(planned), planned, WIDE)
+    assert "median of 3 steps after 2 warm-up steps" in run_text(report(planned), planned, WIDE)
 
 
 def test_peak_memory_in_percent():
@@ -114,7 +114,7 @@ def test_a_run_of_other_stages():
 def test_a_run_that_only_warmed_up():
     """A run shorter than its warm-up shows the steps it has; a run of no steps says so."""
     short = replace(report(plan()), step_us=(5000.0,), losses=(1.0,))
-    assert "step 5.000 ms, median of 1 warm-up included" in run_text(short, None, WIDE)
+    assert "step 5.000 ms, median of 1 step with warm-up" in run_text(short, None, WIDE)
     empty = replace(report(plan()), step_us=(), losses=())
     assert "no step was timed" in run_text(empty, plan(), WIDE)
 
