@@ -36,7 +36,7 @@ def uses_batch_in_evaluation(model: nn.Module) -> bool:
 
 @contextmanager
 def deferred_batch_norms(model: nn.Module) -> Iterator["BatchStatistics"]:
-    """Defer the running statistics of a model's batch normalizations inside the block, as in pipelined training.
+    """Collect the statistics of a model's batch normalizations inside the block, instead of updating them in forwards.
 
     Raises:
         ModelError: The model has a `SyncBatchNorm`.
@@ -151,7 +151,7 @@ class _NormCall:
     squares: Tensor
     """Sum of the squares of the same values, in float64."""
     new: int = 0
-    """Number of values per channel behind `mean` and `variance`; 0 before the layer has run."""
+    """Number of values per channel from which `mean` and `variance` were computed; 0 before the layer has run."""
     count: int = 0
     """Number of values per channel in `sum` and `squares`."""
 

@@ -78,7 +78,7 @@ class Chain:
         return self.names[:-1] if self.outline is None else self.outline.ends
 
     def modules(self, layer: int) -> tuple[str, ...]:
-        """Return the paths of the modules in a layer, in execution order; empty if the only one is the layer's name."""
+        """Return the paths of the modules in a layer, in execution order; empty if the layer is a single module."""
         name = self.layers[layer].name
         modules = (name,) if self.outline is None else self.outline.modules[layer]
         return () if modules == (name,) else modules

@@ -124,16 +124,16 @@ class Cuts:
 
     @property
     def joins(self) -> tuple[Join, ...]:
-        """Joins. A join is sent across a cut if later stages would otherwise compute it again."""
+        """Joins: results of the model's own code that may be sent across a cut, instead of being computed again."""
         return tuple(self._joins.values())
 
     def join(self, operator: int, cut: int) -> Join | None:
-        """Return the join that an operator made, if it is sent across the cut; None if it is not."""
+        """Return the result of an operator if it is a join that is sent across the cut; else None."""
         join = self._joins.get(operator)
         return join if join is not None and join.exit < cut and self.repetition.repeats(operator, cut) else None
 
     def parts(self, cut: int) -> tuple[int, int]:
-        """Return two counts: tensors that cross the cut only because repeated code reads them, and its results."""
+        """Return the number of tensors that cross only because repeated code reads them, and that of its results."""
         flow = self.recording.flow.nodes
         read_behind = {flow[v]["storage"] for v, _, last, _ in self._lives if last >= cut}
         crossing = {self.recording.values[value][0] for value in self.crossing(cut).values}
@@ -257,7 +257,7 @@ class Cuts:
     def _draws_after(self, join: Join) -> bool:
         """Return True if code draws random numbers between a join and the next start or end of a call.
 
-        Random generators are seeded where a layer begins. A plain loop can seed them only at the start or end of a call.
+        Random generators are seeded when a layer begins. A plain loop can do so only at the start or end of a call.
         """
         parent = self.recording.calls[join.call]
         next_enter = self.recording.calls[parent.children[join.gap]].enter
@@ -298,7 +298,7 @@ class Cuts:
         return narrow
 
     def _without_empty(self, cuts: list[int]) -> list[int]:
-        """Return `cuts` without those around layers that have no parameters; of two, the one with more bytes goes."""
+        """Merge each layer without parameters into a neighbor: remove the adjacent cut that more bytes cross."""
         left = list(cuts)
         layer = 0  # index of the layer between cuts `layer - 1` and `layer`; the first and last layer have only one cut
         while layer <= len(left) and left:
@@ -324,10 +324,10 @@ class Cuts:
 
 
 class _Needs:
-    """Search for what a stage after a cut needs to have certain versions: received tensors, parameters and buffers.
+    """Tensors that a stage must receive, and parameters and buffers that it must have, so that code after a cut runs.
 
-    The search goes back from each version to its operands, until it reaches a tensor that can be sent: a join, or a
-    result of a call that the repeated code can use. All operators on the way run again.
+    The search goes back from each tensor that the code reads to the operands from which it was computed, until it
+    reaches one that can be sent: a join, or the result of a finished call. All operators on the way run again.
     """
 
     def __init__(self, cuts: Cuts, cut: int) -> None:
@@ -339,7 +339,7 @@ class _Needs:
         self.problem: str | None = None
 
     def follow(self, versions: Iterable[int], *, strict: bool) -> None:
-        """Add the needs of `versions`; `strict` forbids repeated code that draws random numbers."""
+        """Add the needs of code that reads `versions`; if `strict`, repeated code must draw no random numbers."""
         recording = self._cuts.recording
         flow = recording.flow
         open_versions = [version for version in versions if version not in self._seen]

@@ -1,7 +1,7 @@
-"""Gradients of a large model in files, so that a backward takes the memory of one parameter rather than of all.
+"""Keep the gradients of a large model in files, so that a backward takes the memory of one gradient, not of all.
 
-The values of a gradient, and all that code can do with it, stay as they are. Its memory is that of a file: the system
-reads its pages when they are used, and copies those that a later addition changes.
+Code can use these gradients like any other. The memory of a gradient is mapped to a file: the system reads its pages
+when they are used, and copies the pages that a later addition changes.
 """
 
 from collections.abc import Iterable
@@ -15,17 +15,18 @@ from torch import Tensor, nn
 from planner.device.machine import release_file_pages
 
 _LEAST_BYTES = 2**22
-"""Size of the smallest gradients that move to files."""
+"""Size in bytes from which gradients are moved to files."""
 
 
 def keep_gradients_in_files(parameters: Iterable[nn.Parameter], folder: Path) -> None:
     """Move each large gradient to a file whenever a backward has added to it.
 
-    Pages of the parameter are released as well if its memory is a file: they were needed last in this backward.
+    If the parameter's memory is mapped to a file, its pages are released as well, because the backward does not need
+    them any more.
 
     Args:
-        parameters: The parameters; other hooks of theirs must be registered before.
-        folder: Folder of the files, which have no names after they are made.
+        parameters: The parameters. All other hooks on them must be registered before this call.
+        folder: Folder of the files, which are deleted at once and exist only while they are mapped.
     """
     for parameter in parameters:
         if parameter.requires_grad and parameter.nbytes >= _LEAST_BYTES:

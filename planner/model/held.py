@@ -35,7 +35,7 @@ def loose_tensors(module: nn.Module) -> list[Tensor]:
 
 
 def move_loose_tensors(module: nn.Module, move: Callable[[Tensor], Tensor]) -> None:
-    """Replace each of `loose_tensors` by `move(tensor)`."""
+    """Replace each tensor in a plain attribute by `move(tensor)`, except parameters and buffers of `module`."""
     loose = {id(tensor) for tensor in loose_tensors(module)}
     replace_loose(module, lambda tensor: move(tensor) if id(tensor) in loose else tensor)
 

@@ -97,7 +97,7 @@ def attribute_states(first: Recording, second: SecondForward) -> list[KeptState]
 
 
 def state_problem(states: Iterable[KeptState], cut: int) -> str:
-    """Return a problem if `cut` lies between two accesses to the same state, else an empty text."""
+    """Return a reason if the model cannot be cut at time `cut`, because code on both sides uses a state; else empty."""
     for state in states:
         if state.first < cut <= state.last:
             return f'forward changes "{state.name}", which code before and after it uses (let one block alone use it)'

@@ -301,7 +301,7 @@ def _entry(path: str, module: ModuleType, entry: str | None) -> tuple[str, Any]:
     if len(ready) == 1:
         return ready[0].__name__, ready[0]
     names = public_names(value.__name__ for value in ready)
-    models = f"{len(ready)} modules that could be it ({names})" if ready else "no model"
+    models = f"{len(ready)} modules that could be the model ({names})" if ready else "no model"
     raise ModelError(
         f"{path} has {models}",
         hint="define `build_model()` that returns an nn.Module, or name the entry: `model.py:NAME`",

@@ -62,16 +62,17 @@ class Outline:
     crossings: tuple[tuple[int, ...], ...]
     """For each cut, the indices in `Recording.values` of the tensors that cross it."""
     repeated_holds: tuple[frozenset[str], ...]
-    """For each cut, the parameters and buffers that the code that runs again after the cut reads."""
+    """For each cut, the parameters and buffers that repeated code reads: code before the cut that runs again after it.
+    """
     overwritten: tuple[frozenset[int], ...]
-    """For each cut, the storages that the code that runs again after the cut writes."""
+    """For each cut, the storages that repeated code writes."""
     writes: tuple[bool, ...]
     """True for each layer that writes into a received tensor."""
     aliases: tuple[bool, ...]
     """True for each layer that sends a tensor in the same memory as a received one."""
     parts: tuple[tuple[int, int], ...]
-    """For each cut, the number of tensors that cross only because code that runs again reads them, and the number of
-    tensors that this code computes."""
+    """For each cut, the number of tensors that cross only because repeated code reads them, and the number of tensors
+    that repeated code computes."""
     note_on_missing_cuts: str
     """Note that many cuts are not possible, with a reason; empty if nearly all useful cuts are possible."""
     joins: tuple[Join, ...]
@@ -81,7 +82,7 @@ class Outline:
 
     @property
     def note_on_repeated_code(self) -> str:
-        """Note on the boundary that the most tensors cross only for code that runs again; empty if these are few."""
+        """Note on the boundary with the most tensors that cross only because code runs again after it, or empty."""
         layer = max(range(len(self.parts)), key=lambda n: self.parts[n][0] - self.parts[n][1])
         parts, results = self.parts[layer]
         if parts - results < _MANY_PARTS:

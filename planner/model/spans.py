@@ -75,10 +75,10 @@ def writes_into(recording: Recording, span: Span, storages: set[int]) -> bool:
 
 
 def repeated_reads_and_writes(cuts: Cuts, cut: int) -> tuple[frozenset[str], frozenset[int]]:
-    """Return what the code before a cut that runs again after it reads and writes.
+    """Return what repeated code reads and writes; this is code that runs before a cut and again after it.
 
     Returns:
-        Names of the parameters and buffers that this code reads, and numbers of the storages that it writes.
+        Names of the parameters and buffers that repeated code reads, and numbers of the storages that it writes.
     """
     flow = cuts.recording.flow.nodes
     numbered = enumerate(cuts.recording.operators)

@@ -93,7 +93,7 @@ class SplitBackward:
 
     @contextmanager
     def weight_cast_cache(self) -> Iterator[None]:
-        """Cache, inside the block, autocast's copies of weights with deferred gradients; torch caches only others."""
+        """Cache autocast's copies of weights with deferred gradients inside the block, which torch's cache does not."""
         self._casts = {}
         try:
             yield

@@ -102,7 +102,7 @@ class ModelStage(nn.Module):
 
     @property
     def read_before_stage(self) -> list[Tensor]:
-        """Parameters and buffers of the stage that code of earlier layers, which runs again in the stage, reads."""
+        """Parameters and buffers of the stage that repeated code of earlier layers reads."""
         return [held_tensor(self._part.model, name) for name in self._part.repeated]
 
     @property

@@ -33,16 +33,16 @@ class WeightOperator(Protocol):
     def is_cast(self) -> bool:
         """True if autocast runs the operator in low precision."""
 
-    def forward(self, of: Operands) -> Tensor:
+    def forward(self, operands: Operands) -> Tensor:
         """Return the result of the operator."""
 
-    def input_gradient(self, gradient: Tensor, of: Operands) -> Tensor:
+    def input_gradient(self, gradient: Tensor, operands: Operands) -> Tensor:
         """Return the gradient of the input x, given the gradient of the result."""
 
-    def weight_gradients(self, gradient: Tensor, of: Operands) -> tuple[Tensor, Tensor | None]:
+    def weight_gradients(self, gradient: Tensor, operands: Operands) -> tuple[Tensor, Tensor | None]:
         """Return the gradients of weight and bias, given the gradient of the result.
 
-        Of the weight and the bias in `of`, only shape and layout are read.
+        Of the weight and the bias, only shape and layout are read.
         """
 
 
@@ -62,25 +62,25 @@ class Product:
     """True if W has one row per output feature, as in a linear layer."""
     is_cast: bool = True
 
-    def forward(self, of: Operands) -> Tensor:
+    def forward(self, operands: Operands) -> Tensor:
         """Return the product, computed by the original function."""
-        return self.call(of)
+        return self.call(operands)
 
-    def input_gradient(self, gradient: Tensor, of: Operands) -> Tensor:
+    def input_gradient(self, gradient: Tensor, operands: Operands) -> Tensor:
         """Return `dy Wᵀ`, as `mm_mat1_backward` of torch's FunctionsManual.cpp computes it."""
-        rows, factor = _rows(gradient), self._factor(of.weight)
+        rows, factor = _rows(gradient), self._factor(operands.weight)
         # A column-major x gets a column-major gradient.
-        if _is_by_columns(_rows(of.x)):
-            return factor.mm(rows.t()).t().reshape(of.x.shape)
-        return rows.mm(factor.t()).reshape(of.x.shape)
+        if _is_by_columns(_rows(operands.x)):
+            return factor.mm(rows.t()).t().reshape(operands.x.shape)
+        return rows.mm(factor.t()).reshape(operands.x.shape)
 
-    def weight_gradients(self, gradient: Tensor, of: Operands) -> tuple[Tensor, Tensor | None]:
+    def weight_gradients(self, gradient: Tensor, operands: Operands) -> tuple[Tensor, Tensor | None]:
         """Return `dW = xᵀ dy`, as `mm_mat2_backward` of torch computes it, and `db`, the sum of dy over rows."""
-        rows, inputs = _rows(gradient), _rows(of.x)
-        by_columns = _is_by_columns(self._factor(of.weight))
+        rows, inputs = _rows(gradient), _rows(operands.x)
+        by_columns = _is_by_columns(self._factor(operands.weight))
         product = rows.t().mm(inputs).t() if by_columns else inputs.t().mm(rows)
         of_weight = product.t() if self.is_transposed else product
-        return of_weight, None if of.bias is None else rows.sum_to_size(of.bias.shape)
+        return of_weight, None if operands.bias is None else rows.sum_to_size(operands.bias.shape)
 
     def _factor(self, weight: Tensor) -> Tensor:
         """Return the second factor of the product, with one column per output feature."""
@@ -100,22 +100,22 @@ class Convolution:
     groups: int
     is_cast: bool = True
 
-    def forward(self, of: Operands) -> Tensor:
+    def forward(self, operands: Operands) -> Tensor:
         """Return the convolution, computed by the original function."""
         rest = (self.output_padding, self.groups, self.dilation) if self.is_transposed else (self.dilation, self.groups)
-        return self.call(*of, self.stride, self.padding, *rest)
+        return self.call(*operands, self.stride, self.padding, *rest)
 
-    def input_gradient(self, gradient: Tensor, of: Operands) -> Tensor:
+    def input_gradient(self, gradient: Tensor, operands: Operands) -> Tensor:
         """Return the gradient of the input, computed by torch's kernel."""
         kernel = torch.ops.aten.convolution_backward
-        of_input, _, _ = kernel(gradient, of.x, of.weight, None, *self._numbers, [True, False, False])
+        of_input, _, _ = kernel(gradient, operands.x, operands.weight, None, *self._numbers, [True, False, False])
         return of_input  # type: ignore[no-any-return]
 
-    def weight_gradients(self, gradient: Tensor, of: Operands) -> tuple[Tensor, Tensor | None]:
+    def weight_gradients(self, gradient: Tensor, operands: Operands) -> tuple[Tensor, Tensor | None]:
         """Return the gradients of the weight and of the bias (None without a bias), computed by torch's kernel."""
-        kernel, has_bias = torch.ops.aten.convolution_backward, of.bias is not None
-        sizes = None if of.bias is None else list(of.bias.shape)
-        _, *gradients = kernel(gradient, of.x, of.weight, sizes, *self._numbers, [False, True, has_bias])
+        kernel, has_bias = torch.ops.aten.convolution_backward, operands.bias is not None
+        sizes = None if operands.bias is None else list(operands.bias.shape)
+        _, *gradients = kernel(gradient, operands.x, operands.weight, sizes, *self._numbers, [False, True, has_bias])
         return gradients[0], gradients[1]
 
     @property
@@ -131,18 +131,18 @@ class Embedding:
     scale_grad_by_freq: bool
     is_cast: bool = False
 
-    def forward(self, of: Operands) -> Tensor:
+    def forward(self, operands: Operands) -> Tensor:
         """Return the rows of the weight that the indices x select."""
-        return torch.embedding(of.weight, of.x, self.padding_idx, self.scale_grad_by_freq)
+        return torch.embedding(operands.weight, operands.x, self.padding_idx, self.scale_grad_by_freq)
 
-    def input_gradient(self, gradient: Tensor, of: Operands) -> Tensor:
+    def input_gradient(self, gradient: Tensor, operands: Operands) -> Tensor:
         """Raise NotImplementedError, because integer indices have no gradient."""
         raise NotImplementedError
 
-    def weight_gradients(self, gradient: Tensor, of: Operands) -> tuple[Tensor, Tensor | None]:
+    def weight_gradients(self, gradient: Tensor, operands: Operands) -> tuple[Tensor, Tensor | None]:
         """Return the gradient of the weight: for every row, the sum of the gradients of its lookups."""
-        options = (of.weight.shape[0], self.padding_idx, self.scale_grad_by_freq, False)
-        return torch.ops.aten.embedding_backward(gradient, of.x, *options), None
+        options = (operands.weight.shape[0], self.padding_idx, self.scale_grad_by_freq, False)
+        return torch.ops.aten.embedding_backward(gradient, operands.x, *options), None
 
 
 def weight_argument(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -203,13 +203,13 @@ def _is_by_columns(matrix: Tensor) -> bool:
     return matrix.stride() == (1, matrix.shape[0])
 
 
-def _added(of: Operands) -> Tensor:
-    assert of.bias is not None
-    return torch.addmm(of.bias, of.x, of.weight)
+def _added(operands: Operands) -> Tensor:
+    assert operands.bias is not None
+    return torch.addmm(operands.bias, operands.x, operands.weight)
 
 
-_LINEAR: Final = Product(call=lambda of: functional.linear(*of), is_transposed=True)
-_MATMUL: Final = Product(call=lambda of: torch.matmul(of.x, of.weight), is_transposed=False)
+_LINEAR: Final = Product(call=lambda operands: functional.linear(*operands), is_transposed=True)
+_MATMUL: Final = Product(call=lambda operands: torch.matmul(operands.x, operands.weight), is_transposed=False)
 _ADDMM: Final = Product(call=_added, is_transposed=False)
 
 

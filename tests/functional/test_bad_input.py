@@ -411,7 +411,9 @@ BODY = BUILD + EXAMPLE + LOSS
         pytest.param("", "no model", id="empty"),
         pytest.param(HEAD + EXAMPLE, "no model", id="no-model"),
         pytest.param(
-            HEAD + "class A(nn.ReLU): pass\nclass B(nn.ReLU): pass\n", "2 modules that could be it (`A`, `B`)", id="two"
+            HEAD + "class A(nn.ReLU): pass\nclass B(nn.ReLU): pass\n",
+            "2 modules that could be the model (`A`, `B`)",
+            id="two",
         ),
         pytest.param(HEAD + BUILD + LOSS, "no `example_batch(batch_size)`", id="no-example"),
         pytest.param(MODEL + "def build_model(): raise KeyError('x')\n", "`build_model()` raised KeyError", id="build"),

@@ -218,15 +218,7 @@ def _plain_attention(
     normalized_keys: bool = False,
     grouped: bool = True,
 ) -> Attention:
-    """Return an attention layer of which all products have biases, or none.
-
-    Args:
-        fields: Configuration.
-        bias: Whether the products have biases.
-        joined: Whether a single product computes queries, keys and values.
-        normalized_keys: Whether queries and keys are normalized.
-        grouped: Whether several heads may share keys and values.
-    """
+    """Return an attention layer whose products all have a bias or none; `grouped` lets heads share keys and values."""
     heads = fields.integer("num_attention_heads")
     dim = _head_dim(fields, fields.integer("hidden_size"), heads)
     return Attention(

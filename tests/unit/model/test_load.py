@@ -84,7 +84,7 @@ def test_a_finished_model_is_itself(tmp_path: Path) -> None:
     ("text", "entry", "told"),
     [
         ("", "", "no model"),
-        ("class A(nn.ReLU): pass\nclass B(nn.ReLU): pass\n", "", "2 modules that could be it (`A`, `B`)"),
+        ("class A(nn.ReLU): pass\nclass B(nn.ReLU): pass\n", "", "2 modules that could be the model (`A`, `B`)"),
         ("class Block(nn.Module):\n    def __init__(self, width): super().__init__()\n", "", "no model"),
         (BUILD, ":nothing", "has no `nothing`"),
         ("model = 3\n", "", "`model`"),
