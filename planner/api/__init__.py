@@ -1,8 +1,9 @@
 """The commands as functions: `planner.profile`, `planner.solve`, `planner.emit`, `planner.check`, and others.
 
-Options have the same names and defaults as on the command line. They take its texts ("8GB", "25GB/s,5us") or values
-(bytes, numbers, lists, a `Link`). Profiles and plans may be values or paths. Nothing is printed, and a profile or plan
-is written to a file only if `output` names one. Errors are those of `planner.core.errors`.
+Options have the same names and defaults as on the command line. An option is a text as on the command line ("8GB",
+"25GB/s,5us") or a Python value (bytes, numbers, lists, a `Link`). Profiles and plans may be values or paths. Functions
+print nothing. A profile or plan is written to a file only if `output` names the file. Errors are those of
+`planner.core.errors`.
 
 The module of a function is imported when the function is first used, because the command line reads only the options
 before it runs a command.

@@ -1,4 +1,4 @@
-"""Batch of requests without `--batch`."""
+"""Default of `--batch`: number of samples per optimizer step."""
 
 from math import ceil
 
@@ -6,13 +6,13 @@ from planner.core.values.profile import Profile
 
 
 def default_batch(profile: Profile, devices: int) -> int:
-    """Return the batch of requests without `--batch`: the largest profiled size, or a multiple for more devices."""
+    """Return the default batch: the smallest multiple of the largest profiled size with a sample for each device."""
     largest = max(profile.micro_batch_sizes)
     return largest * max(1, ceil(devices / largest))
 
 
 def default_batch_note(profile: Profile, batch: int) -> str:
-    """Return a note that says which batch is assumed, and how to ask for another."""
+    """Return a note that states the assumed batch, and how to set another one."""
     assumed = f"no `--batch`: planning for {batch} samples per step"
     if batch == max(profile.micro_batch_sizes):
         return f"{assumed}, the largest profiled size"

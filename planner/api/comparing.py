@@ -40,11 +40,20 @@ def compare(*plans: File | Plan) -> Comparison:
 
 
 def earlier_plan(against: File | Plan, place: str) -> tuple[Plan, bool, str]:
-    """Return the plan to compare with, True if it was evaluated again from its profile, and its name."""
+    """Return the plan that `--against` names, True if the plan was recomputed from its profile, and its name.
+
+    Args:
+        against: A plan, its file, or `git:REVISION` for a revision of the file `place`.
+        place: Path of the checked plan.
+
+    Raises:
+        UsageError: A revision is given, and the checked plan is not in a file.
+        FileError: The plan or its revision cannot be read.
+    """
     path = path_of(against)
     if path is None or not path.startswith("git:"):
-        plan, stands = plan_of(against)
-        return *_as_its_profile_says(plan, lambda: profile_for(plan, stands).profile), path or "the other plan"
+        plan, plan_path = plan_of(against)
+        return *_recomputed_from_profile(plan, lambda: profile_for(plan, plan_path).profile), path or "the other plan"
     if place == NOWHERE:
         raise UsageError(f"`--against {path}` needs a plan in a file, to find it in git", hint="name the file")
     revision = path.removeprefix("git:")
@@ -54,11 +63,11 @@ def earlier_plan(against: File | Plan, place: str) -> tuple[Plan, bool, str]:
         profile_place = files.profile_path(committed, place)
         return files.read_profile(f"{path}:{profile_place}", files.read_revision(profile_place, revision))
 
-    return *_as_its_profile_says(committed, its_profile), path
+    return *_recomputed_from_profile(committed, its_profile), path
 
 
-def _as_its_profile_says(plan: Plan, read: Callable[[], Profile]) -> tuple[Plan, bool]:
-    """Evaluate `plan` again if the profile that it was made from is available; otherwise return it unchanged."""
+def _recomputed_from_profile(plan: Plan, read: Callable[[], Profile]) -> tuple[Plan, bool]:
+    """Return the plan recomputed from its profile, and True; the unchanged plan and False without this profile."""
     try:
         profile = read()
     except (FileError, UsageError):
@@ -71,7 +80,7 @@ def _as_its_profile_says(plan: Plan, read: Callable[[], Profile]) -> tuple[Plan,
 
 def _compared(file: File | Plan, index: int) -> ComparedPlan:
     plan, place = plan_of(file)
-    now, recomputed = _as_its_profile_says(plan, lambda: profile_for(plan, place).profile)
+    now, recomputed = _recomputed_from_profile(plan, lambda: profile_for(plan, place).profile)
     limits = (now.stages[d].memory_bytes for d in range(now.num_devices))
     fits = all(need <= limit for need, limit in zip(now.device_bytes(), limits, strict=True))
     called = f"plan {index + 1}" if isinstance(file, Plan) else place

@@ -16,26 +16,26 @@ from planner.profile.formula.presets import presets
 _FILE: Final = "config.json"
 _USUAL_SEQUENCE: Final = 4096
 _PARTS: Final = ("text_config", "llm_config", "language_config")
-"""Keys of the language model in the configuration of a model that also has other parts."""
+"""Keys under which configurations of multi-modal models store the configuration of their language model."""
 
 _LONGEST: Final = ("max_position_embeddings", "n_positions")
-"""Keys of a configuration that give the largest number of tokens of a sample."""
+"""Keys of a configuration that give the largest allowed number of tokens of a sample."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Configuration:
-    """Configuration of a model."""
+    """Hugging Face configuration of a model."""
 
     kind: Literal["configuration", "preset"]
     name: str
-    """Path of its file, or name of the preset."""
+    """Path of the configuration's file, or name of the preset."""
     content: Mapping[str, Any]
     part: str = ""
-    """Key of the language model, whose configuration `content` is, if the model also has other parts."""
+    """Key from which `content` was taken, if the model is multi-modal and `content` is its language model; else ''."""
 
     @property
     def usual_sequence(self) -> int:
-        """Tokens of a sample if `--sequence` is not given."""
+        """Default of `--sequence`: number of tokens of a sample."""
         longest = (self.content.get(key) for key in _LONGEST)
         return min([_USUAL_SEQUENCE, *(tokens for tokens in longest if isinstance(tokens, int) and tokens > 0)])
 
@@ -45,7 +45,7 @@ def configuration_of(model: Any, options: ProfileOptions) -> Configuration | Non
 
     Raises:
         UsageError: A preset is unknown, or is given together with a model.
-        FileError: The file is missing or no configuration.
+        FileError: The file is missing, or is no configuration.
     """
     path = path_of(model)
     if options.preset is not None:

@@ -47,7 +47,7 @@ def emit(plan: File | Plan, options: EmitOptions) -> tuple[Path, ...]:
 def written(
     plan: File | Plan, options: EmitOptions, *, tell: Callable[[Finding], None], say: Callable[[str], None]
 ) -> "EmitResult":
-    """Write the files, after reporting the findings of `check`; raises like `emit`.
+    """Write the files of a plan, after reporting the findings of `check`; raises the errors of `emit`.
 
     Args:
         plan: A plan, or its file.
@@ -56,7 +56,7 @@ def written(
         say: Called before each slow step, with its description.
 
     Returns:
-        The written files and how to use them.
+        The paths of the written files, and the command that uses them.
     """
     from planner.emit import InputPaths, check_engine, write_emitted  # noqa: PLC0415 - only here
 
@@ -95,7 +95,11 @@ def _nodes(options: EmitOptions) -> Nodes | None:
 
 
 def _fresh(plan: Plan, profile: Profile, place: str, tell: Callable[[Finding], None]) -> Plan:
-    """Recompute the plan from its profile; raises like `fresh_verdict`."""
+    """Return the plan recomputed from its profile, after reporting all findings to `tell`.
+
+    Raises:
+        StaleError: The plan was made from another profile.
+    """
     verdict = fresh_verdict(plan, profile, place)
     for finding in verdict.findings:
         tell(finding)

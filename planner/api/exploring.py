@@ -1,4 +1,4 @@
-"""`explore`: write an interactive report, in which cuts, M, schedule and memory limits can be changed."""
+"""`explore`: write an interactive report, in which a user can change cuts, M, schedule and memory limits."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -14,12 +14,12 @@ from planner.core.values.plan import Plan
 from planner.core.values.profile import Profile
 
 _ON_THE_PAGE: Final = frozenset({"--mem", "--schedule", "--chunks", "--recompute", "--links", "--together", "--apart"})
-"""Options that the page can change or lists as a caveat."""
+"""Options of `solve` that a user can change on the page, or that `caveats` describes."""
 
 
 @on_plan(ExploreOptions)
 def explore(plan: File | Plan, options: ExploreOptions) -> str:
-    """Return an interactive HTML report of a plan; it shows the effect of other cuts, M, schedules or memory limits.
+    """Return an interactive HTML report of a plan that shows the effect of other cuts, M, schedules and memory limits.
 
     Args:
         plan: A plan, or its file.
@@ -62,7 +62,7 @@ def explore(plan: File | Plan, options: ExploreOptions) -> str:
 
 
 def solve_words(plan: Plan, profile: Profile) -> Iterator[str]:
-    """Yield the words of the `solve` command for the plan's request, without options that the page can change."""
+    """Yield the parts of the `solve` command for the plan's request, without options that a user sets on the page."""
     width = plan.tensor_parallel if profile.widths else plan.inputs.tensor_parallel
     inputs = replace(plan.inputs, replicas=plan.replicas, tensor_parallel=width)
     yield f"gpipe-plan solve {inputs.profile.path}"
@@ -70,7 +70,7 @@ def solve_words(plan: Plan, profile: Profile) -> Iterator[str]:
 
 
 def caveats(plan: Plan) -> Iterator[str]:
-    """Yield sentences about parts of the request that the command cannot express."""
+    """Yield a sentence about each part of the plan's request that is missing in the page's `solve` command."""
     inputs = plan.inputs
     if inputs.links:
         yield "The plan uses links that were measured one by one: add their file with `--links`."

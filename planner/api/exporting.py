@@ -11,12 +11,13 @@ from planner.core.errors import FileError, UsageError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Exported:
-    """State dict that was written."""
+    """Result of `export`: the written file."""
 
     path: Path
     checkpoint: Path
-    """Checkpoint that it was made from."""
+    """Checkpoint whose weights were written."""
     tensors: int
+    """Number of tensors in the file."""
 
 
 def export(checkpoint: File = "checkpoints", output: File = "model.pt") -> Exported:
@@ -24,7 +25,7 @@ def export(checkpoint: File = "checkpoints", output: File = "model.pt") -> Expor
 
     Args:
         checkpoint: A checkpoint of train.py, or a folder of checkpoints, of which the latest is used.
-        output: Path of the file; `.safetensors` selects that format, any other suffix `torch.save`.
+        output: Path of the file to write, in safetensors format if it ends in `.safetensors`, else by `torch.save`.
 
     Returns:
         The file, the checkpoint, and the number of tensors.

@@ -25,7 +25,7 @@ from planner.profile.formula.layers import Execution, Widths
 from planner.profile.formula.shapes import Experts, Transformer, gpt_shape, with_mtp
 
 _GPT: Final = "transformer"
-"""Formula of the papers, with learned positions and biases."""
+"""Name of the formula for the GPT of the papers, with learned positions and biases."""
 
 _KEYS: Final = {
     "layers": "num_hidden_layers",
@@ -36,7 +36,7 @@ _KEYS: Final = {
     "experts": "num_local_experts",
     "experts_per_token": "num_experts_per_tok",
 }
-"""Keys of a configuration, by option."""
+"""Key of a Hugging Face configuration for each option that gives a size."""
 
 _ESTIMATE: Final = "estimate:"
 _SHAPE_OPTIONS: Final = tuple(of.name for of in fields(ShapeOptions))
@@ -53,13 +53,13 @@ _SHARED_OPTIONS: Final = (
     "note",
     "warn",
 )
-"""Other options that a formula accepts."""
+"""Options that a formula accepts in addition to its own."""
 
 _STATES: Final = {"adamw": 2, "adam": 2, "momentum": 1, "rmsprop": 1, "sgd": 0}
 """Number of optimizer states per parameter, each in the parameter's precision."""
 
 _WIDTHS: Final = (1, 2, 4, 8)
-"""Numbers of devices that may share each layer of a configuration."""
+"""Tensor-parallel sizes to compute by default for a configuration."""
 
 _LIMITS: Final = {
     "layers": ("layer", 10_000),
@@ -73,10 +73,10 @@ _LIMITS: Final = {
     "experts_per_token": ("expert", 2**16),
     "expert_parallel": ("group", 2**16),
 }
-"""Noun and largest allowed value of an option."""
+"""Noun for messages, and largest allowed value, by option."""
 
 _NEEDED: Final = ("layers", "hidden", "heads", "sequence", "vocabulary")
-"""Options that every formula needs if there is no configuration."""
+"""Options that every formula needs without a configuration."""
 
 
 def profile_by_formula(options: ProfileOptions, configuration: Configuration | None = None) -> Profile:
@@ -141,7 +141,7 @@ def _spelled(name: str) -> str:
 
 
 def _refuse(options: ProfileOptions, names: list[str], owner: str) -> None:
-    """Raise UsageError for options that are not at their default."""
+    """Raise UsageError if one of the options `names` is not at its default; `owner` is what the option needs."""
     defaults = {k.name: k for k in keywords_of(ProfileOptions)}
     for name in names:
         option, value = defaults[name].option, getattr(options, name)
@@ -151,7 +151,7 @@ def _refuse(options: ProfileOptions, names: list[str], owner: str) -> None:
 
 
 def _configured(configuration: Configuration, options: ProfileOptions) -> Transformer:
-    """Return the shape of a configuration."""
+    """Return the shape of the model that a configuration describes."""
     for name in _SHAPE_OPTIONS:
         if getattr(options, name):
             raise UsageError(f"`{_spelled(name)}`: {configuration.name} has this size", hint="leave it out")
@@ -171,7 +171,7 @@ def _configured(configuration: Configuration, options: ProfileOptions) -> Transf
 
 
 def _shape(options: ProfileOptions) -> Transformer:
-    """Return the shape given by options."""
+    """Return the shape of the model that options such as `--layers` and `--hidden` describe."""
     family = texts.choice("--from-formula", str(options.from_formula), (_GPT, *FAMILIES))
     _check_complete(family, options)
     if family == _GPT:
@@ -191,7 +191,7 @@ def _shape(options: ProfileOptions) -> Transformer:
 
 
 def _check_complete(family: str, options: ProfileOptions) -> None:
-    """Raise UsageError with all options that the formula needs and that are missing."""
+    """Raise UsageError that lists all missing options of the formula."""
     names = list(_NEEDED)
     names += ["feed_forward"] if family not in (_GPT, "gpt2") else []
     names += ["experts", "experts_per_token"] if family in ("mixtral", "qwen3_moe") else []
@@ -222,7 +222,7 @@ def _gpt(options: ProfileOptions) -> Transformer:
 
 
 def _tensor_parallel(options: ProfileOptions, shape: Transformer, *, several: bool) -> tuple[int, ...]:
-    """Return the numbers of devices that may share each layer, in order."""
+    """Return the tensor-parallel sizes to compute, ascending; `several` is False if `auto` means only 1."""
     heads = min(block.attention.heads for block in shape.blocks)
     groups = {block.attention.key_value_heads for block in shape.blocks if block.attention.latent is None}
     if options.tensor_parallel == "auto":
@@ -244,12 +244,12 @@ def _tensor_parallel(options: ProfileOptions, shape: Transformer, *, several: bo
 
 
 def _divides(width: int, groups: Collection[int]) -> bool:
-    """Return True if `width` devices have whole key-value heads, or each of them a copy of one."""
+    """Return True if `width` devices can divide the key-value heads evenly, or share each head evenly."""
     return all(count % width == 0 or width % count == 0 for count in groups)
 
 
 def _execution(options: ProfileOptions, shape: Transformer, widths: tuple[int, ...]) -> Execution:
-    """Return the division of the layers among devices."""
+    """Return how layers are divided among devices and which kernels run them; `widths` are tensor-parallel sizes."""
     experts = min((b.feed_forward.count for b in shape.blocks if isinstance(b.feed_forward, Experts)), default=0)
     groups = options.expert_parallel
     if groups > 1 and (not experts or experts % groups):
@@ -280,7 +280,7 @@ def _capacity(value: float | str | None) -> float:
 
 
 def _widths(options: ProfileOptions, precision: Precision, *, fused: bool) -> Widths:
-    """Return the bytes of activations and of the state."""
+    """Return the bytes of one activation, parameter, gradient and optimizer state."""
     mixed = precision.endswith("-mixed")
     activation = 4 if precision in ("", "fp32") else 2
     # Under autocast, sums of half-precision results and float32 states are in float32. Megatron's are not.
@@ -316,14 +316,14 @@ def _optimizer(options: ProfileOptions) -> str:
 
 
 def chosen_precision(options: ProfileOptions, *, default: Precision = "") -> Precision:
-    """Return the precision of the option, or the usual one on a GPU that is estimated.
+    """Return the precision of `--dtype`, or the default precision of an estimated GPU.
 
     Args:
         options: Options of `profile`.
-        default: Precision for other devices.
+        default: Precision to return for other devices.
 
     Returns:
-        The precision; empty for that of the model as built.
+        The precision; empty for the precision in which the model was built.
     """
     if options.dtype:
         return texts.precision(options.dtype)
@@ -335,7 +335,7 @@ def chosen_precision(options: ProfileOptions, *, default: Precision = "") -> Pre
 
 
 def _pace(options: ProfileOptions, *, half: bool, experts: bool) -> tuple[Pace, Device]:
-    """Return the compute rates, and the device as the profile names it."""
+    """Return the rates that times follow from, and the device for the profile; `half`: in a 16-bit precision."""
     rate = None if options.rate is None else texts.flops_per_s(options.rate)
     if not options.device.startswith(_ESTIMATE):
         if rate is None or options.device != "cpu":

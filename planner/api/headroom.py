@@ -12,8 +12,8 @@ def headroom_of(headroom: str | float | None, profile: Profile, limits: Sequence
     """Return the headroom as a fraction, from 0 to below 1.
 
     Args:
-        headroom: `5%`, 0.05, or `auto` for the error range of memory predictions from such a profile. None is `auto`
-            for an estimated profile, and otherwise nothing: a measured peak is hardly ever above its prediction.
+        headroom: `5%`, 0.05, or `auto`, which is the largest error of earlier memory predictions of the profile's kind.
+            None means `auto` for an estimated profile and 0 for others, whose peaks are hardly ever predicted too low.
         profile: The profile to plan from.
         limits: Memory limits of the devices, in bytes.
 
@@ -21,7 +21,7 @@ def headroom_of(headroom: str | float | None, profile: Profile, limits: Sequence
         The fraction.
 
     Raises:
-        UsageError: The text is not a share, or `auto` is used and no measured peaks are known for such a profile.
+        UsageError: The text is not a share, or `auto` is used and no peak was measured for profiles of this kind.
     """
     if headroom is None and profile.device.how != "estimated":
         return 0.0

@@ -1,4 +1,7 @@
-"""Functions with keyword arguments, made from option records, visible to type checkers and `help`."""
+"""Functions of the commands, with a keyword argument for each option.
+
+Decorators create these keywords from the dataclasses in `planner.api.options`. Type checkers and `help` see them.
+"""
 
 import textwrap
 from collections.abc import Callable, Iterable, Sequence
@@ -33,17 +36,17 @@ class _OnModel(Protocol[P, Result_co]):
 def on_profile(
     record: Callable[P, Record],
 ) -> Callable[[Callable[[AnyProfile, Record], Result]], _OnProfile[P, Result]]:
-    """Return a decorator that turns `verb(profile, options)` into `verb(profile="profile.yaml", *, …)`.
+    """Return a decorator that turns `command(profile, options)` into `command(profile="profile.yaml", *, …)`.
 
-    Each field of `record` becomes a keyword argument.
+    Each field of the dataclass `record` becomes a keyword argument.
     """
     return lambda verb: _with_keywords(verb, record, default="profile.yaml")
 
 
 def on_plan(record: Callable[P, Record]) -> Callable[[Callable[[File | Plan, Record], Result]], _OnPlan[P, Result]]:
-    """Return a decorator that turns `verb(plan, options)` into `verb(plan="plan.yaml", *, …)`.
+    """Return a decorator that turns `command(plan, options)` into `command(plan="plan.yaml", *, …)`.
 
-    Each field of `record` becomes a keyword argument.
+    Each field of the dataclass `record` becomes a keyword argument.
     """
     return lambda verb: _with_keywords(verb, record, default="plan.yaml")
 
@@ -51,9 +54,9 @@ def on_plan(record: Callable[P, Record]) -> Callable[[Callable[[File | Plan, Rec
 def on_model(
     record: Callable[P, Record],
 ) -> Callable[[Callable[[File | Any | None, Record], Result]], _OnModel[P, Result]]:
-    """Return a decorator that turns `verb(model, options)` into `verb(model=None, *, …)`.
+    """Return a decorator that turns `command(model, options)` into `command(model=None, *, …)`.
 
-    Each field of `record` becomes a keyword argument.
+    Each field of the dataclass `record` becomes a keyword argument.
     """
     return lambda verb: _with_keywords(verb, record, default=None)
 
@@ -89,7 +92,7 @@ def _refuse_unknown(verb: str, values: Iterable[str], parameters: Sequence[str])
 
 
 def _documented(text: str, keywords: Sequence[Keyword]) -> str:
-    """Return a command's docstring in which every keyword has its own line, in place of `options`."""
+    """Return a command's docstring, with a line for each keyword instead of the line `options`."""
     before, after = cleandoc(text).split("    options: ", 1)
     forms = (f" (`{k.option.metavar}`)" if k.option is not None and k.option.metavar else "" for k in keywords)
     lines = (f"{keyword.name}: {keyword.help}{form}" for keyword, form in zip(keywords, forms, strict=True))

@@ -4,7 +4,7 @@ from typing import Any
 
 
 def enable_notebook_display(kind: type[Any]) -> None:
-    """Make Jupyter show values of a class by `planner.show.notebook`."""
+    """Make Jupyter show values of the class `kind` as HTML, made by `planner.show.notebook`."""
     kind._repr_html_ = _html
 
 

@@ -1,6 +1,6 @@
-"""Options of commands: their form on the command line, their help, and their keyword in Python.
+"""Options of commands: form on the command line, help, and keyword in Python.
 
-The records of `planner.api.options` consist of them.
+The dataclasses in `planner.api.options` annotate their fields with `Option`.
 """
 
 from collections.abc import Callable
@@ -11,44 +11,44 @@ from typing import Any, get_args, get_type_hints
 
 @dataclass(frozen=True, slots=True)
 class Conversion:
-    """Conversion of a solver option to and from the field of `Inputs` with the option's name."""
+    """Conversion between the value of a solver option and the field of `Inputs` with the same name."""
 
     read: Callable[[str, Any], Any]
-    """Return the value of the field, from the option's name and its value; raise `UsageError` if that is invalid."""
+    """Function of the option's name and value that returns the field; raises `UsageError` for invalid values."""
     write: Callable[[Any], str] = str
-    """Return the value as typed on the command line; for a repeatable option, one of its values."""
+    """Function of the field (of a repeatable option: of one entry) that returns the option's text."""
 
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """Form of a keyword on the command line, and its help."""
+    """Option of a command: form on the command line, and help."""
 
     metavar: str
     """Placeholder of the value in the help; empty for a flag."""
     help: str
     section: str = ""
-    """Section of the command's help."""
+    """Section of the command's help that lists the option."""
     forms: str = ""
-    """Names on the command line, if they differ from the keyword's name with dashes."""
+    """Names of the option, separated by spaces, if they differ from the keyword's name with dashes."""
     repeatable: bool = False
     recorded: Conversion | None = None
-    """Conversion to the field in `Inputs`; None if no field depends on this option alone."""
+    """Conversion between the option and its field in `Inputs`; None if no field depends on this option alone."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Keyword:
-    """Field of an option record."""
+    """Field of a dataclass of options: a keyword in Python, and usually an option on the command line."""
 
     name: str
     annotation: Any
     default: Any
     help: str
     option: Option | None
-    """Option on the command line; None if only Python has the keyword."""
+    """Option on the command line; None if the keyword exists only in Python."""
 
     @property
     def typed(self) -> Any:
-        """Type on the command line: `str`, `int`, `bool`, or `list[str]` for a repeatable option."""
+        """Type of the option on the command line: `str`, `int`, `bool`, or `list[str]` for a repeatable option."""
         if self.option is not None and self.option.repeatable:
             return list[str]
         kinds = {*(get_args(self.annotation) or [self.annotation])} - {NoneType}
@@ -56,7 +56,7 @@ class Keyword:
 
 
 def keywords_of(record: type[Any]) -> tuple[Keyword, ...]:
-    """Return the fields of a record, in order."""
+    """Return the fields of a dataclass of options, in order."""
     hints = get_type_hints(record, include_extras=True)
     keywords = []
     for of in fields(record):
@@ -67,9 +67,9 @@ def keywords_of(record: type[Any]) -> tuple[Keyword, ...]:
 
 
 def values_of(options: Any) -> dict[str, Any]:
-    """Return the values of a record by name, as keyword arguments."""
+    """Return the fields of a dataclass of options by name, as keyword arguments."""
     return {of.name: getattr(options, of.name) for of in fields(options)}
 
 
 def ignore(*_: object) -> None:
-    """Ignore the arguments; the default of callbacks."""
+    """Ignore all arguments; this is the default of callbacks such as `note` and `progress`."""

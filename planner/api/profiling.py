@@ -33,13 +33,13 @@ if TYPE_CHECKING:
 def profile(model: File | Any | None, options: ProfileOptions) -> Profile:
     """Measure time and memory of every layer of a model, at several micro-batch sizes.
 
-    On a CPU, two processes measure the costs of the executor and its link. This is done once per machine and stored in
-    the user's cache. With `output`, Ctrl-C stores the measurements so far in a file next to it, from which the same
-    call continues.
+    On a CPU, two processes also measure the costs of the executor and of its link, once per machine. The result is
+    stored in the user's cache. With `output`, Ctrl-C stores all finished measurements in a file next to `output`, from
+    which the same call continues.
 
     Args:
         model: `path/to/model.py[:ENTRY]`, a Hugging Face config.json or its folder, or an `nn.Module`, of which a copy
-            is measured. None with `from_formula` or `preset`. Formulas import no torch.
+            is measured. None with `from_formula` or `preset`; these do not import torch.
         options: Options of `profile`.
 
     Returns:
@@ -48,7 +48,7 @@ def profile(model: File | Any | None, options: ProfileOptions) -> Profile:
     Raises:
         MissingPackageError: torch or a package for training is not installed.
         PlannerError: The model cannot be loaded, cut into layers or run, or an option is wrong.
-        InterruptedProfileError: Ctrl-C was pressed; has the measurements so far.
+        InterruptedProfileError: Ctrl-C was pressed; the exception has all finished measurements.
     """
     configuration = configuration_of(model, options)
     if is_for_formula(configuration, options) if configuration else options.from_formula is not None:
@@ -59,7 +59,7 @@ def profile(model: File | Any | None, options: ProfileOptions) -> Profile:
 
 
 def _measured(model: File | Any | None, options: ProfileOptions) -> Profile:
-    """Return the profile of a model's file or of a module, measured, estimated or compiled."""
+    """Return the measured, estimated or compiled profile of a model file or a module."""
     refuse_shapes(options)
     if model is None:
         raise UsageError(
@@ -128,7 +128,7 @@ def _by_formula(model: File | Any | None, configuration: Configuration | None, o
 
 
 def _with_settings(configuration: Configuration, options: ProfileOptions) -> ProfileOptions:
-    """Return the options with those of a configuration as settings of the model."""
+    """Return the options; sequence and task of a configuration are settings of the model that transformers builds."""
     note_part(configuration, options)
     if options.sequence is None:
         options.note(f"samples have {configuration.usual_sequence} tokens; change with `--sequence`")
@@ -167,7 +167,7 @@ _UNFINISHED = (
 
 @dataclass(frozen=True, kw_only=True)
 class _ParsedOptions:
-    """Options, parsed and checked as far as possible without torch."""
+    """Options of `profile`, parsed and checked as far as possible without torch."""
 
     options: ProfileOptions
     output: str | None
@@ -242,7 +242,7 @@ def _loaded(model: File | Any, parsed: _ParsedOptions) -> "LoadedModel":
 
 
 def _with_checked_loss(loaded: "LoadedModel", parsed: _ParsedOptions) -> "LoadedModel":
-    """Return the model with the labels that its loss counts; report a loss that is not a mean."""
+    """Return the model with the labels over which its own loss averages; warn of a loss that is not a mean."""
     from planner.executor import check_loss  # noqa: PLC0415 - torch
 
     checked = check_loss(loaded)
@@ -279,7 +279,7 @@ def _checked(loaded: "LoadedModel", parsed: _ParsedOptions) -> "tuple[LoadedMode
 
 
 def _executor_cost(options: ProfileOptions) -> ExecutorCost | None:
-    """Return the costs of two neighboring processes on this machine, measured once and then cached."""
+    """Return overhead and link of the executor between two processes on this machine, measured once and then cached."""
     from planner.executor import executor_cost  # noqa: PLC0415 - torch
 
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "gpipe-plan")

@@ -1,4 +1,4 @@
-"""The request of a plan, as options of `solve` that repeat it."""
+"""Options of `solve` that repeat the request of a plan."""
 
 from collections.abc import Collection
 from math import ceil
@@ -13,18 +13,18 @@ from planner.core.values.plan import DEFAULT_SCHEDULE, Inputs
 from planner.core.values.profile import Device
 
 _CALIBRATED: Final = frozenset({"--overhead", "--reserve"})
-"""Options whose values `--calibration` provides, unless they are set."""
+"""Options of `solve` whose defaults come from `--calibration`."""
 
 
 def solve_options(inputs: Inputs, device: Device, *, without: Collection[str] = ()) -> tuple[str, ...]:
-    """Return the options of `solve` that ask the question of a plan again; defaults are left out.
+    """Return the options of `solve` that repeat the request of a plan; options at their default are left out.
 
     Cuts, M and the time limit are not included, because a plan does not record them as requested. Files that a plan
     does not record are called `links.yaml` and `FILE.csv`.
 
     Args:
         inputs: Request of the plan.
-        device: Device of the profile; values equal to its link, overhead and reserve are left out.
+        device: Device of the profile; link, overhead and reserve are left out if they equal the profile's.
         without: Names of options to leave out.
 
     Returns:
@@ -53,7 +53,7 @@ def solve_options(inputs: Inputs, device: Device, *, without: Collection[str] = 
 
 
 def calibrated_options(inputs: Inputs, device: Device) -> tuple[str, ...]:
-    """Return the options that repeat a request, without those that `--calibration` replaces."""
+    """Return the options of `solve` that repeat a request, without those whose values `--calibration` provides."""
     # If links between nodes differ, a calibration does not change them: see `calibration_of`.
     without = _CALIBRATED if inputs.inter_link is not None else _CALIBRATED | {"--link"}
     return solve_options(inputs, device, without=without)

@@ -1,4 +1,4 @@
-"""Reading of profiles, plans and cuts, which may be passed as values or files."""
+"""Reading of arguments that may be values or files: profiles, plans, links, calibrations and cuts."""
 
 import os
 from collections.abc import Sequence
@@ -21,19 +21,19 @@ NOWHERE = "-"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReadProfile:
-    """Profile with the path that it was read from; standard input cannot be read twice."""
+    """Profile and the path from which it was read."""
 
     profile: Profile
     path: str
     merged: tuple[str, ...] = ()
-    """Files of several widths that it was merged from; it has no file of its own."""
+    """Files from which the profile was merged, one per tensor-parallel size; the merged profile has no file yet."""
 
 
 AnyProfile = File | Profile | ReadProfile | Sequence[File]
 
 
 def profile_of(profile: AnyProfile) -> ReadProfile:
-    """Return a profile with its path; files of several widths are merged.
+    """Return a profile with its path; several files, one per tensor-parallel size, are merged.
 
     Raises:
         FileError: A file cannot be read.
@@ -55,7 +55,7 @@ def profile_of(profile: AnyProfile) -> ReadProfile:
 
 
 def load_plan(plan: File = "plan.yaml") -> Plan:
-    """Read a plan from its file. Use `check` to compare it with its profile.
+    """Read a plan from its file, without comparing the plan with its profile (see `check`).
 
     Args:
         plan: The file.
@@ -70,7 +70,7 @@ def load_plan(plan: File = "plan.yaml") -> Plan:
 
 
 def plan_of(plan: File | Plan) -> tuple[Plan, str]:
-    """Return a plan and its path; the path of a value is `NOWHERE`, as if in the working directory."""
+    """Return a plan and its path; the path is `NOWHERE` if `plan` is a value, so relative paths start here."""
     if isinstance(plan, Plan):
         return plan, NOWHERE
     path = os.fspath(plan)
@@ -95,7 +95,7 @@ def profile_for(plan: Plan, place: str, profile: File | Profile | None = None) -
 
 
 def path_of(value: object) -> str | None:
-    """Return the path if `value` names a file; None for other values."""
+    """Return the path if `value` is a path or a string; None for other values."""
     return os.fspath(value) if isinstance(value, (str, os.PathLike)) else None
 
 
@@ -106,12 +106,12 @@ def reference(source: ReadProfile, plan_path: str) -> ProfileReference:
 
 
 def fresh_verdict(plan: Plan, profile: Profile, place: str) -> Verdict:
-    """Return the verdict on a plan.
+    """Return the verdict of `check` on a plan, after recomputing the plan from its profile.
 
     Args:
         plan: The plan.
         profile: Its profile.
-        place: Path of the plan, for the error.
+        place: Path of the plan, for the error message.
 
     Returns:
         The verdict, with the recomputed plan.
@@ -127,18 +127,18 @@ def fresh_verdict(plan: Plan, profile: Profile, place: str) -> Verdict:
 
 
 def calibration_of(calibration: File | Calibration | None) -> Calibration | None:
-    """Return the calibration, or None; raises `FileError` if its file cannot be read."""
+    """Return the calibration that the argument names, or None; raise `FileError` if the file cannot be read."""
     if calibration is None or isinstance(calibration, Calibration):
         return calibration
     return files.read_calibration(os.fspath(calibration))
 
 
-def links_of(links: File | Sequence[Link] | None, **said_otherwise: object) -> tuple[Link, ...]:
+def links_of(links: File | Sequence[Link] | None, **other_options: object) -> tuple[Link, ...]:
     """Return the link from each device to the next; empty without links.
 
     Args:
-        links: Links, or a file that has them.
-        **said_otherwise: Values of other options that also define links, by option name; None if not set.
+        links: Links, or a file of links.
+        **other_options: Values of other options that also define links, by option name; None for unset options.
 
     Returns:
         One link per boundary.
@@ -150,7 +150,7 @@ def links_of(links: File | Sequence[Link] | None, **said_otherwise: object) -> t
     if links is None:
         return ()
     shown = os.fspath(links) if isinstance(links, (str, os.PathLike)) else "…"
-    for name, value in said_otherwise.items():
+    for name, value in other_options.items():
         if value is not None:
             option = name.replace("_", "-")
             raise UsageError(
@@ -162,7 +162,7 @@ def links_of(links: File | Sequence[Link] | None, **said_otherwise: object) -> t
 
 
 def cuts_of(balance: Numbers | File, profile: Profile) -> tuple[int, ...]:
-    """Return the cuts from `6,6,6,6`, from numbers, or from a file of gpipe-plan or another engine."""
+    """Return the number of layers of each stage, from `6,6,6,6`, numbers, or a file (also of another engine)."""
     from planner.emit import SUFFIXES, read_balance_list  # noqa: PLC0415 - seldom needed
 
     if isinstance(balance, os.PathLike) or (isinstance(balance, str) and balance.endswith(SUFFIXES)):

@@ -1,4 +1,4 @@
-"""Schedules from files: combine their action orders with the options of `solve`."""
+"""Schedules from files: read action orders, and combine them with the options of `solve`."""
 
 import os
 from collections.abc import Sequence
@@ -25,7 +25,7 @@ def lists_path(schedule: File) -> str | None:
 
 
 def lists_of(schedule: File) -> ListedSchedule | None:
-    """Return the schedule in the file that `--schedule` names, or None; raises `FileError` if it cannot be read."""
+    """Return the schedule in the file that `--schedule` names, or None; raise `FileError` for unreadable files."""
     path = lists_path(schedule)
     return None if path is None else files.read_schedule(path)
 
@@ -42,7 +42,7 @@ def with_order_counts(options: SolverOptions, lists: ListedSchedule, profile: Pr
         The completed options.
 
     Raises:
-        UsageError: An option contradicts the action orders, or there are too few layers, devices or samples for them.
+        UsageError: An option contradicts the action orders, or the action orders need more layers, devices or samples.
     """
     path = lists_path(options.schedule)
     num_devices, num_micro_batches = len(lists.rows), lists.num_micro_batches
@@ -88,7 +88,7 @@ def _devices(options: SolverOptions) -> int | None:
 
 
 def check_cuts(options: SolverOptions, lists: ListedSchedule, cuts: Sequence[int]) -> None:
-    """Raise UsageError if the balance has another number of stages than the action orders."""
+    """Raise UsageError if `cuts` and the action orders have different numbers of stages."""
     num_stages = len({action.stage for row in lists.rows for action in row})
     if len(cuts) != num_stages:
         raise UsageError(
@@ -98,7 +98,7 @@ def check_cuts(options: SolverOptions, lists: ListedSchedule, cuts: Sequence[int
 
 
 def refuse_lists(schedule: File, verb: str) -> None:
-    """Raise UsageError if the option names a file, for commands that try several numbers of devices."""
+    """Raise UsageError if `--schedule` names a file; for commands that try several numbers of devices."""
     path = lists_path(schedule)
     if path is not None:
         raise UsageError(
@@ -108,7 +108,7 @@ def refuse_lists(schedule: File, verb: str) -> None:
 
 
 def _agreed(option: str, value: texts.Numbers, number: int, has: str) -> int:
-    """Return the number in the action orders; raise UsageError if the option has another number."""
+    """Return `number`, which follows from the action orders; raise UsageError if the option has another value."""
     if value != "auto" and texts.one(option, value) != number:
         raise UsageError(f"`{option} {value}`: {has} {number}", hint=f"remove `{option}`")
     return number

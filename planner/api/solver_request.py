@@ -133,7 +133,7 @@ def _memory_limits(mem: Sizes | None, devices: int, profile: Profile) -> tuple[i
 
 
 def _devices(numbers: Numbers | None, nodes: str | None) -> tuple[int, int]:
-    """Return the number of devices, and the number per node (0 if nodes make no difference)."""
+    """Return the number of devices, and the number of devices per node (0 if all devices are in one node)."""
     devices = None if numbers is None else texts.device_count(numbers)
     if nodes is None:
         if devices is None:

@@ -1,4 +1,4 @@
-"""`solve`: find the fastest plan that fits, or one for each number of devices. `sweep`: find the smallest cluster."""
+"""`solve`: find the fastest plan for one or several numbers of devices. `sweep`: find the smallest cluster."""
 
 from collections.abc import Sequence
 from dataclasses import fields, replace
@@ -34,20 +34,20 @@ then run `gpipe-plan check`, which recomputes all other values from the profile.
 
 @on_profile(SolveOptions)
 def solve(profile: AnyProfile, options: SolveOptions) -> Plan:
-    """Find the plan with the smallest step time that fits: cuts, micro-batches, recomputation.
+    """Find the plan with the smallest step time that fits: cuts, micro-batches, schedule and recomputation.
 
     Args:
-        profile: A profile, or its file; or the files of several widths, which are merged to `plan-profile.yaml`.
+        profile: A profile, or its file; or one file per tensor-parallel size, merged to `plan-profile.yaml`.
         options: Options of `solve`.
 
     Returns:
         The plan.
 
     Raises:
-        InfeasibleError: Nothing fits; the hint says what would.
+        InfeasibleError: No plan fits; the hint says what would fit.
         UsageError: The options contradict each other or the profile.
         FileError: The profile cannot be read, or the plan cannot be written.
-        SolverError: No plan was found in time.
+        SolverError: No plan was found within the time limit.
     """
     output = path_of(options.output)
     source = _placed(profile_of(profile), output)
@@ -61,10 +61,10 @@ def solve(profile: AnyProfile, options: SolveOptions) -> Plan:
 
 @on_profile(SolveOptions)
 def solve_family(profile: AnyProfile, options: SolveOptions) -> tuple[Plan, ...]:
-    """Find a plan for each of several numbers of devices, most first, for training that may lose devices.
+    """Find a plan for each of several numbers of devices, for training that may lose devices.
 
-    The first plan is written to `output`, the others next to it: `plan.yaml`, `plan-6.yaml`, `plan-4.yaml`. Files are
-    written only if every number has a plan.
+    Plans are ordered from most to fewest devices. The first plan is written to `output`, the others next to it:
+    `plan.yaml`, `plan-6.yaml`, `plan-4.yaml`. Files are written only if a plan was found for every number.
 
     Args:
         profile: A profile, or its file.
@@ -74,10 +74,10 @@ def solve_family(profile: AnyProfile, options: SolveOptions) -> tuple[Plan, ...]
         One plan per number of devices.
 
     Raises:
-        InfeasibleError: For one of the numbers nothing fits; the hint says what would.
+        InfeasibleError: For one of the numbers no plan fits; the hint says what would fit.
         UsageError: The options contradict each other or the profile.
         FileError: The profile cannot be read, or a plan cannot be written.
-        SolverError: A plan was not found in time.
+        SolverError: For one of the numbers no plan was found within the time limit.
     """
     counts = texts.device_counts(options.devices) if options.devices is not None else ()
     output = path_of(options.output)
@@ -105,7 +105,7 @@ def solve_family(profile: AnyProfile, options: SolveOptions) -> tuple[Plan, ...]
 
 
 def family_paths(output: str, counts: Sequence[int]) -> tuple[str, ...]:
-    """Return the paths of the plans for these numbers of devices; raises `UsageError` if they would be one file."""
+    """Return the path of the plan for each number of devices; raise `UsageError` for several on standard output."""
     if len(counts) < 2:
         return (output,)
     if output == "-":
@@ -123,20 +123,20 @@ def merged_path(output: str) -> str:
 
 
 def _placed(source: ReadProfile, output: str | None) -> ReadProfile:
-    """Return the profile with the path that a merged one will have next to the plan."""
+    """Return `source`; if it was merged from files, with the path that it gets next to the plan."""
     if not source.merged or output in (None, NOWHERE):
         return source
     return replace(source, path=merged_path(str(output)))
 
 
 def _write_merged(source: ReadProfile) -> None:
-    """Write a merged profile, to which the plan refers."""
+    """Write the profile if it was merged from files, because the plan refers to the merged profile."""
     if source.merged and source.path != NOWHERE:
         files.write(source.path, source.profile, header=f"Merged from {', '.join(source.merged)}.")
 
 
 def _check_output(output: str | None, source: ReadProfile, options: SolveOptions) -> None:
-    """Check the output path before time is spent on the plan."""
+    """Raise an error if the plan cannot be written to `output`, before time is spent on the search."""
     if output is not None:
         merged = {"the merged profile": source.path} if source.merged else {}
         read = source.merged or (source.path,)
@@ -145,7 +145,7 @@ def _check_output(output: str | None, source: ReadProfile, options: SolveOptions
 
 
 def _solved(source: ReadProfile, options: SolveOptions, output: str | None) -> Plan:
-    """Return the plan for one number of devices, which will be written to `output`."""
+    """Return the plan for one number of devices; `output` is its future path, to which other paths are relative."""
     # `planner.solve` is slow to import, and `--help` does not need it.
     from planner.api.solver_request import request_of  # noqa: PLC0415
     from planner.core.cost.costs import CostTable  # noqa: PLC0415
@@ -185,7 +185,7 @@ def _solved(source: ReadProfile, options: SolveOptions, output: str | None) -> P
 
 
 def _with_details(profile: Profile, request: "Request", plan: Plan, options: SolveOptions) -> Plan:
-    """Return the plan with the frontier and the insight that options ask for, without those that were interrupted."""
+    """Return the plan with the results of `--frontier` and `--explain`, unless Ctrl-C interrupted their search."""
     from planner.solve.questions.insight import frontier_of, insight_of  # noqa: PLC0415 - as in `_solved`
     from planner.solve.questions.trade_off import trade_off_of  # noqa: PLC0415
 
@@ -204,13 +204,13 @@ def _with_details(profile: Profile, request: "Request", plan: Plan, options: Sol
 
 
 def faster_schedule_for(profile: Profile, plan: Plan, options: SolveOptions, *, spent_s: float) -> Plan | None:
-    """Return a faster plan under another schedule than `options` allow, if one is found soon.
+    """Return a faster plan under another schedule than the requested one, if a short search finds one.
 
     Args:
         profile: The profile.
         plan: Plan to beat.
         options: Options that the plan was made with.
-        spent_s: Seconds of the time limit that the plan has taken.
+        spent_s: Seconds of the time limit that the search for `plan` has taken.
 
     Returns:
         The faster plan, or None.
@@ -225,7 +225,7 @@ def faster_schedule_for(profile: Profile, plan: Plan, options: SolveOptions, *, 
 
 
 def replicas_for(profile: Profile, plan: Plan, options: SolveOptions) -> Plan | None:
-    """Return a faster plan whose replicas use devices that `plan` leaves unused, if a short search finds one.
+    """Return a faster plan with replicas on the devices that `plan` does not use, if a short search finds one.
 
     Args:
         profile: The profile.
@@ -242,7 +242,7 @@ def replicas_for(profile: Profile, plan: Plan, options: SolveOptions) -> Plan | 
 
 
 def with_schedules(profile: Profile, plan: Plan, options: SolveOptions) -> Plan:
-    """Return `plan` with the best plan of each schedule, if `options` allow several schedules.
+    """Return `plan` with a list of the best plan of each schedule, if `options` allow several schedules.
 
     Args:
         profile: The profile.
@@ -250,7 +250,7 @@ def with_schedules(profile: Profile, plan: Plan, options: SolveOptions) -> Plan:
         options: Options that the plan was made with.
 
     Returns:
-        The completed plan.
+        The plan, with `Plan.schedules` set.
     """
     from planner.solve.questions.trade_off import trade_off_of  # noqa: PLC0415 - imports numpy
 
@@ -269,7 +269,7 @@ def _files_of(options: SolveOptions) -> tuple[str | None, ...]:
 
 @on_profile(SweepOptions)
 def sweep(profile: AnyProfile, options: SweepOptions) -> Sweep:
-    """Find the best plan for every number of devices and every memory limit, and the smallest cluster that trains.
+    """Find the best plan for every number of devices and memory limit, and the smallest cluster on which a plan fits.
 
     Args:
         profile: A profile, or its file.
@@ -306,7 +306,7 @@ def sweep(profile: AnyProfile, options: SweepOptions) -> Sweep:
 
 
 def _sizes(options: SweepOptions) -> tuple[tuple[int, ...], str | None]:
-    """Return the numbers of devices of all clusters, and `NxD` of the largest one if they have nodes."""
+    """Return the number of devices of each cluster, and the largest cluster as `NxD` if `--nodes` was given."""
     if options.nodes is None:
         return texts.integers("--devices", options.devices or "1,2,4,8"), None
     if options.devices is not None:

@@ -26,7 +26,7 @@ from planner.core.values.units import (
 File = str | os.PathLike[str]
 
 Progress = Callable[[str, int, int], None]
-"""Progress callback: (task, done, total); a total of 0 is not known yet."""
+"""Progress callback with the arguments task, done, total; a total of 0 means that the total is not known yet."""
 
 Numbers = str | int | Sequence[int]
 """Numbers, or a text such as `1,2,4`."""
@@ -75,7 +75,7 @@ def integers(option: str, value: Numbers) -> tuple[int, ...]:
 
 
 def one(option: str, value: Numbers) -> int:
-    """Return one number of at least 1."""
+    """Return the integer in a text such as `4`; it must be at least 1."""
     numbers = integers(option, value)
     if len(numbers) > 1:
         raise UsageError(f"expected one number, got `{option} {_shown(value)}`")
@@ -108,7 +108,7 @@ def parse_number(option: str, value: int, noun: str, most: int | None = None) ->
 
 
 def device_counts(value: Numbers) -> tuple[int, ...]:
-    """Return numbers of devices from `8` or `8,6,4`, most first."""
+    """Return numbers of devices from `8` or `8,6,4`, in descending order."""
     try:
         counts = tuple(map(int, _parts(value)))
     except (TypeError, ValueError):
@@ -119,7 +119,7 @@ def device_counts(value: Numbers) -> tuple[int, ...]:
 
 
 def device_count(value: Numbers) -> int:
-    """Return one number of devices."""
+    """Return the number of devices from a text such as `8`; raise `UsageError` for several numbers."""
     counts = device_counts(value)
     if len(counts) > 1:
         raise UsageError(
@@ -140,7 +140,7 @@ def size(value: str | int) -> int:
 
 
 def sizes(value: Sizes) -> tuple[int, ...]:
-    """Return several sizes in bytes."""
+    """Return several sizes in bytes, from `24GB,80GB` or a list."""
     return tuple(map(size, _parts(value)))
 
 
@@ -243,7 +243,7 @@ def flops_per_s(value: str | float) -> float:
 
 
 def count(option: str, value: str | int | None) -> int:
-    """Return a large number from `1T` or a number; 0 for None."""
+    """Return a large count, such as tokens, from `1T` or a number; 0 for None."""
     if value is None:
         return 0
     if isinstance(value, str):

@@ -1,4 +1,4 @@
-"""Trial run of a plan on this machine: emitted into a temporary folder, started with torchrun."""
+"""Run a plan for a few steps on this machine: `emit` it into a temporary folder, and start torchrun."""
 
 import subprocess
 import sys
@@ -30,8 +30,8 @@ def run_plan(
     Args:
         plan: The plan.
         profile: Profile of the plan.
-        profile_folder: Folder of the profile, to which the model's path is relative.
-        steps: Number of steps.
+        profile_folder: Folder of the profile; the path of the model file is relative to this folder.
+        steps: Number of optimizer steps.
         progress: Called after every step.
 
     Returns:
@@ -61,7 +61,7 @@ def run_plan(
 
 
 def crowding(plan: Plan, profile: Profile) -> str:
-    """Return the reason why times measured on this machine are not valid; empty if they are."""
+    """Return the reason why step times of the plan cannot be measured on this machine; empty if they can."""
     if training_kind(profile.device.kind) != "cpu":
         return ""
     return crowding_of(plan.num_devices * plan.replicas, profile.environment.threads, usable_cores())
@@ -69,7 +69,7 @@ def crowding(plan: Plan, profile: Profile) -> str:
 
 @contextmanager
 def _started(command: list[str], profile: Profile, stderr: int) -> Iterator["subprocess.Popen[str]"]:
-    """Start the processes; all of them have ended when the context is left."""
+    """Start the processes of a run; when the context is left, all of them have ended."""
     own = child_environment(OMP_NUM_THREADS=str(profile.environment.threads))
     pipe = subprocess.PIPE
     with subprocess.Popen(command, env=own, stdout=pipe, stderr=stderr, text=True) as process:  # noqa: S603 - ours

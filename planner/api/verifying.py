@@ -50,8 +50,9 @@ Measured by `gpipe-plan verify` in a run of a plan. You may edit these values.""
 def verify(plan: File | Plan, options: VerifyOptions) -> Verification:
     """Run a plan for a few steps on this machine and compare measured with predicted values.
 
-    It starts torchrun with one process for every device of the plan, on the bundled executor. A peak may always be off
-    by 64 KiB. With `run` it starts nothing, needs no torch, and does not check the stages' results.
+    torchrun starts one process for every device of the plan, on the bundled executor. A peak may differ by 64 KiB in
+    addition to its tolerance. With `run`, a finished run is compared: no process is started, torch is not needed, and
+    the results of the stages are not checked.
 
     Args:
         plan: A plan, or its file.
@@ -156,10 +157,10 @@ def _loaded(profile: Profile, folder: str) -> "LoadedModel":
 
 
 def _other_losses(plan: Plan, loaded: "LoadedModel", report: RunReport) -> tuple[str, ...]:
-    """Compare the losses of the emitted script's first steps with those of a plain loop; return what differs.
+    """Return differences between the losses of the emitted script's first steps and those of a plain training loop.
 
-    This needs a CPU, example batches, and memory for parameters, gradients and optimizer state of the unpartitioned
-    model.
+    The comparison needs a CPU, example batches, and memory for parameters, gradients and optimizer state of the
+    unpartitioned model.
     """
     from planner.executor import reference_losses  # noqa: PLC0415 - torch
 
@@ -181,7 +182,7 @@ def _other_losses(plan: Plan, loaded: "LoadedModel", report: RunReport) -> tuple
 
 
 def _proof(plan: Plan, loaded: "LoadedModel") -> tuple[Proof, tuple[str, ...]]:
-    """Compare the plan's own stages with the unpartitioned model; return the result and what differs."""
+    """Compare the plan's stages with the unpartitioned model; return the result and a text for each difference."""
     from planner.executor import check_equivalence  # noqa: PLC0415 - torch
 
     ends = tuple(accumulate(plan.balance))[:-1]

@@ -1,4 +1,4 @@
-"""`gpipe-plan check`: check if a plan still fits. For CI: exit code 0 or 1."""
+"""`gpipe-plan check`: check if a plan still fits, for CI."""
 
 from typing import TYPE_CHECKING, Annotated
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 _NOTE_EVERY_S = 10
 
 _Progress = Callable[[str, int, int], None]
-"""Progress callback: (task, done, total); a total of 0 is not known yet."""
+"""Progress callback with the arguments task, done, total; a total of 0 means that the total is not known yet."""
 
 
 class Console:
@@ -28,7 +28,7 @@ class Console:
         self._quiet = quiet
 
     def result(self, text: str) -> None:
-        """Print the result to stdout. A reader that has closed the pipe (`| head`) is not an error."""
+        """Print the command's result to stdout; a closed pipe (`| head`) is not an error."""
         try:
             sys.stdout.write(text if text.endswith("\n") else text + "\n")
             sys.stdout.flush()
@@ -42,20 +42,20 @@ class Console:
         self._say("interrupted")
 
     def note(self, text: str) -> None:
-        """Print a note; left out with `--quiet`."""
+        """Print a note to stderr, except with `--quiet`."""
         if not self._quiet:
             self._say(text)
 
     def next(self, command: str) -> None:
-        """Print the command that usually follows."""
+        """Print the command that a user usually types next."""
         self.note(f"next: {command}")
 
     def warning(self, text: str) -> None:
-        """Print a warning."""
+        """Print a warning to stderr."""
         self._say(f"warning: {text}")
 
     def error(self, error: PlannerError) -> None:
-        """Print an error and its hint."""
+        """Print an error and its hint to stderr."""
         text = f"error: {error.message}"
         if isinstance(error, FileError):
             # Editors recognize `plan.yaml:17: error: …`.
@@ -74,7 +74,7 @@ class Console:
 
     @contextmanager
     def progress(self, title: str) -> Iterator[_Progress]:
-        """Show a bar on a terminal, otherwise a line every ten seconds; yields a function of (task, done, total)."""
+        """Yield a progress callback that shows a bar on a terminal, otherwise a line every ten seconds."""
         if self._quiet or not sys.stderr.isatty():
             self.note(f"{title} …")
             yield self._noting(title)
@@ -107,7 +107,7 @@ class Console:
 
     @contextmanager
     def live_text(self, title: str) -> Iterator[Callable[[str], None]]:
-        """Yield a function that shows its text and the time on a terminal, otherwise a line every ten seconds."""
+        """Yield a function that shows a text: on a terminal with the elapsed time, otherwise every ten seconds."""
         if self._quiet or not sys.stderr.isatty():
             note = self._noting(title)
             yield lambda text: note(text, 0, 0)
@@ -126,7 +126,7 @@ class Console:
 
     @contextmanager
     def later_progress(self, title: str) -> Iterator[_Progress]:
-        """Yield a callback that starts the bar or line of `progress` at its first call, below earlier output."""
+        """Yield a progress callback like that of `progress`; its bar begins at the first call, below earlier output."""
         with ExitStack() as begun:
             shown: list[_Progress] = []
 

@@ -46,8 +46,8 @@ def draw(
         file: A profile, a plan, links or a run report.
         plan: Plan of a run report.
         profile: Profile of the plan.
-        run: Report of a run under a plan.
-        outputs: Files to write, by option.
+        run: Report of a run, to compare with the plan.
+        outputs: Files to write, by option such as `--html`; None for options that were not given.
         format_: Output format.
         quiet: If true, leave out notes.
 
@@ -96,7 +96,7 @@ def _refusal(value: Balance | Calibration | PartialProfile, file: str) -> UsageE
 def _plan_and_report(
     value: _Shown, file: str, plan: str | None, run: str | None, *, console: Console
 ) -> tuple[Plan | None, RunReport | None]:
-    """Return the plan that is shown or was run, and the report that is shown or compared with it."""
+    """Return the plan to show or to compare with, and the run report to show or to compare; None if missing."""
     if isinstance(value, RunReport):
         return _plan_of(value, file, plan, console), value
     if not isinstance(value, Plan):
@@ -125,7 +125,7 @@ def _text(value: _Shown, plan: Plan | None, report: RunReport | None, *, file: s
 
 
 def _as_profiled(plan: Plan, path: str, profile: Profile, console: Console) -> Plan:
-    """Recompute the plan from its profile, and warn of each contradiction.
+    """Return the plan recomputed from its profile, after a warning for each value that differs.
 
     Raises:
         StaleError: The plan has other layers than the profile.
@@ -156,7 +156,7 @@ def _drawn(
     profile: str | None,
     console: Console,
 ) -> dict[str, str]:
-    """Return the text of every requested file, by option; the plan is at `place`."""
+    """Return the text of every requested file by option; `place` is the path of the plan."""
     if not wanted:
         return {}
     from planner.show.html import plan_html, profile_html, run_html

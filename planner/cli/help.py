@@ -13,7 +13,7 @@ _LONGEST = 200
 
 
 class _AsTyped:
-    """Mixin that takes texts and flags as typed.
+    """Mixin for commands whose texts and flags reach the command as typed, without conversion.
 
     typer parses each value with pydantic, and importing that takes longer than `check` needs.
     """
@@ -38,7 +38,7 @@ def _take_as_typed(parameter: Any) -> None:
 
 
 class Commands(_AsTyped, TyperGroup):
-    """Group of all commands, whose help has whole summaries; typer itself cuts them off."""
+    """Group of all commands; its help has whole summaries, which typer itself would cut off."""
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         commands = ((name, self.get_command(ctx, name)) for name in self.list_commands(ctx))

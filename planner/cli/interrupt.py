@@ -1,4 +1,4 @@
-"""Ctrl-C that ends a search with the best result so far."""
+"""Let Ctrl-C end a search with the best result found so far."""
 
 import signal
 import threading
@@ -9,7 +9,7 @@ from types import FrameType
 
 @contextmanager
 def stopped_by_interrupt() -> Iterator[Callable[[], bool]]:
-    """Within this context, the first Ctrl-C only sets a flag; yields a function that reads it. The next one interrupts.
+    """Yield a function that returns True after the first Ctrl-C; in this context, only the second one interrupts.
 
     Outside the main thread, which alone receives signals, nothing changes.
     """

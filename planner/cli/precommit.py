@@ -1,7 +1,8 @@
 """Pre-commit hook: `gpipe-plan check` for every committed plan.
 
 pre-commit runs `python -I -m planner.cli.precommit ARGS FILES`; its `args` are options of `check`. `-I` prevents
-imports from the working directory, which holds the commit. A profile selects all plans in its folder.
+imports from the working directory, which contains the files of the commit. For a profile, all plans in its folder are
+checked.
 """
 
 import argparse
@@ -20,10 +21,10 @@ def check_files(arguments: Sequence[str]) -> int:
     """Check plans one by one.
 
     Args:
-        arguments: Options of `check`, and files.
+        arguments: Options of `check`, and paths of plans or profiles.
 
     Returns:
-        The largest exit code.
+        The largest exit code of the checks.
     """
     parser = argparse.ArgumentParser(prog="gpipe-plan check", allow_abbrev=False)
     parser.add_argument("files", nargs="*")

@@ -74,7 +74,7 @@ def _measured(console: Console, model: str | None, options: ProfileOptions) -> "
 
 
 def _devices(measured: "Profile") -> str:
-    """Return options with about as many devices as the model needs: its state takes up to half of their memory."""
+    """Return the options of `solve` with so many devices that the model's state takes at most half of their memory."""
     from planner.core.cost.width import layers_by_width
 
     widths = layers_by_width(measured)
@@ -87,7 +87,7 @@ def _devices(measured: "Profile") -> str:
 
 
 def _stages(layers: Sequence["LayerProfile"], usable_bytes: float) -> int:
-    """Return the number of stages whose layers' state fits; 1 for unknown memory, 0 if a layer alone does not fit."""
+    """Return the smallest number of stages that fit in `usable_bytes`; 0 if a layer does not fit, 1 if unknown (0)."""
     if not usable_bytes:
         return 1
     stages, free_bytes = 1, usable_bytes
@@ -104,7 +104,7 @@ def _state_bytes(layer: "LayerProfile") -> int:
 
 
 def _too_large(measured: "Profile") -> str:
-    """Return a remark if a layer that a formula describes does not fit on a device."""
+    """Return a remark if a layer of a formula does not fit on a device; otherwise an empty text."""
     from planner.core.cost.width import layers_by_width, widths_of
     from planner.core.values.units import format_bytes
 

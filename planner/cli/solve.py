@@ -108,7 +108,7 @@ def _plans(source: "ReadProfile", options: SolveOptions) -> "tuple[Plan, ...]":
 
 
 class _Best:
-    """Best plan so far, shown as text."""
+    """Text about the best plan found so far, shown during a search."""
 
     def __init__(self, show: Callable[[str], None]) -> None:
         self._show, self._step_us, self._text = show, inf, ""
@@ -133,7 +133,7 @@ def _in_a_line(plan: "Plan", certainty: "Certainty") -> str:
 
 
 def _emit_line(plans: "Sequence[Plan]", paths: Sequence[str]) -> str:
-    """Return the `emit` command that usually follows; of several plans with equal numbers of devices it uses one."""
+    """Return the `emit` command to suggest; among plans that use equally many devices, it names only the first."""
     words = ["gpipe-plan emit"] + [paths[0]] * (paths[0] != "plan.yaml")
     fewest = plans[0].num_gpus
     for plan, path in zip(plans[1:], paths[1:], strict=True):
@@ -188,7 +188,7 @@ def _notes(console: Console, plan: "Plan", profile: "Profile", *, extrapolated: 
 
 
 def _with_replicas(console: Console, plan: "Plan", other: "Plan | None") -> None:
-    """Print a note on a plan that uses more of the devices, if there is one."""
+    """Print a note if `other`, a plan with replicas on more of the devices, is given."""
     from planner.show.views.numbers import percent
 
     if other is not None:
@@ -201,7 +201,7 @@ def _with_replicas(console: Console, plan: "Plan", other: "Plan | None") -> None
 
 
 def _faster(console: Console, plan: "Plan", other: "Plan | None") -> None:
-    """Print a note on a faster plan with another schedule, if there is one."""
+    """Print a note if `other`, a faster plan with another schedule, is given."""
     from planner.show.views.numbers import percent
 
     if other is not None:
