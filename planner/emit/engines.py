@@ -33,7 +33,7 @@ ENGINES: Final[dict[str, Callable[[Layout], EngineFile]]] = {
     "megatron": emit_megatron,
     "device-map": emit_device_map,
 }
-"""Other engines, by name of the format."""
+"""Emitters for other engines, by name of the format."""
 
 FORMATS: Final = {**ENGINES, "csv": emit_schedule_csv}
 """Formats of other engines, and `csv`: the schedule alone, which several engines read."""

@@ -22,7 +22,7 @@ _PATH = re.compile(r"\w+(\.\w+)*")
 _WIDTH = 110
 
 _SHARING: Final = ("megatron", "torchtitan", "automodel")
-"""Engines whose GPUs can share layers."""
+"""Engines in which GPUs can share layers, and replicas can share the optimizer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -185,7 +185,7 @@ class Layout:
         return ["torch splits backwards differently, and needs more memory than planned between I and W"]
 
     def recompute_notes(self, text: str) -> list[str]:
-        """Return a note of `text` and the recompute choices of the stages; no note if no stage recomputes."""
+        """Return a note with `text` and the recompute choices of the stages; no note if no stage recomputes."""
         runs = [(choice, [s.index for s in run]) for choice, run in groupby(self.plan.stages, lambda s: s.recompute)]
         if [choice for choice, _ in runs] == ["never"]:
             return []

@@ -121,7 +121,7 @@ class _Plain(ast.NodeTransformer):
 
 
 def _from_balance(value: Any, layers: Sequence[LayerProfile]) -> tuple[int, ...]:
-    """Return the balance from numbers of layers."""
+    """Return the balance (number of layers of each stage), given as a list of numbers."""
     balance = tuple(value)
     if not balance or not all(isinstance(count, int) for count in balance):
         raise UsageError(f"expected a list of whole numbers, got `{value}`")
@@ -131,12 +131,12 @@ def _from_balance(value: Any, layers: Sequence[LayerProfile]) -> tuple[int, ...]
 
 
 def _from_boundaries(value: Any, layers: Sequence[LayerProfile]) -> tuple[int, ...]:
-    """Return the balance from [0, first layer of stage 1, …, number of layers]."""
+    """Return the balance, given as the list [0, first layer of stage 1, …, number of layers]."""
     return _from_balance([end - first for first, end in pairwise(value)], layers)
 
 
 def _from_split_spec(value: Any, layers: Sequence[LayerProfile]) -> tuple[int, ...]:
-    """Return the balance from modules before or after which a stage begins."""
+    """Return the balance, given by the modules before or after which stages begin."""
     begins = {modules_of(layer)[0]: n for n, layer in enumerate(layers)}
     ends = {modules_of(layer)[-1]: n + 1 for n, layer in enumerate(layers)}
     cuts = set()
@@ -149,7 +149,7 @@ def _from_split_spec(value: Any, layers: Sequence[LayerProfile]) -> tuple[int, .
 
 
 def _from_parts(value: Any, layers: Sequence[LayerProfile]) -> tuple[int, ...]:
-    """Return the balance from a list of modules per stage."""
+    """Return the balance, given as a list of modules for each stage."""
     if not all(isinstance(paths, (list, tuple)) for paths in value):
         raise UsageError(f"expected a list of modules per stage, got `{value}`")
     stage_of: dict[str, int] = {}
@@ -166,7 +166,7 @@ def _from_parts(value: Any, layers: Sequence[LayerProfile]) -> tuple[int, ...]:
 
 
 def _from_device_map(value: Any, layers: Sequence[LayerProfile]) -> tuple[int, ...]:
-    """Return the balance from modules and their devices; a stage is a run of layers on one device."""
+    """Return the balance, given by the device of each module; consecutive layers on one device are a stage."""
     return _from_runs(_placed(_mapping(value), layers))
 
 

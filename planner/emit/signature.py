@@ -6,7 +6,7 @@ from pathlib import Path
 from planner.core.errors import FileError
 
 _SIGNATURE = "\n# As emitted: "
-"""Start of the last line, followed by the digest of all lines above."""
+"""Start of an emitted file's last line, which continues with the digest of all earlier lines."""
 
 
 def with_signature(body: str) -> str:
@@ -36,7 +36,7 @@ def refuse_edited(path: Path, *, hint: str = "keep it, or pass `--force`") -> No
 
 
 def refuse_other(path: Path, text: str) -> None:
-    """Raise FileError if the file has content that `emit` did not write; without a signature, other than `text`."""
+    """Raise FileError if the file was edited, or, for a `text` without signature, if it has other content."""
     if _SIGNATURE in text:
         refuse_edited(path)
     elif _text(path) not in (None, text):

@@ -48,7 +48,8 @@ _ITEM_OF: Final[Mapping[PartName, Item]] = {
     **dict.fromkeys(("output_gradient", "input_gradient"), "transfer"),
     "optimizer_step": "working",
 }
-"""Component of every part except those of a running action."""
+"""Component under which a plan lists each part; parts of running actions, which have several components, are left
+out."""
 
 
 class ChunkMemory(NamedTuple):
@@ -218,10 +219,10 @@ def chunk_totals(
 def least_totals_by_layers(
     costs: ChainCosts, firsts: IntArray, stop: int, *, micro_batches: int, in_halves: bool = False
 ) -> FloatArray:
-    """Return bytes from which lower bounds for stages that recompute single layers follow; see `chunk_totals`.
+    """Return the totals of `chunk_totals` for recomputed single layers, before the savings of these layers.
 
-    Subtract the largest possible savings of the recomputed layers, times `ChunkByLayers.saved`, from each part. The
-    result is a lower bound of the part.
+    If the largest possible savings of the recomputed layers, times `ChunkByLayers.saved`, are subtracted from a part,
+    the result is a lower bound of that part.
 
     Args:
         costs: Costs of the chain at the plan's micro-batch size.

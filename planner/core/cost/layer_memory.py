@@ -65,8 +65,7 @@ class Pending(NamedTuple):
     until: int
     """Index of the last layer that reads the storage."""
     bytes: tuple[float, float]
-    """Bytes of the storage that its creating layer does not save, if that layer is not recomputed (0) or recomputed
-    (1)."""
+    """Bytes that the creating layer leaves unsaved: entry 0 if that layer is not recomputed, entry 1 if it is."""
 
 
 class StageLevels(NamedTuple):
@@ -202,10 +201,11 @@ def most_savings(costs: ChainCosts) -> tuple[FloatArray, FloatArray]:
 
 
 def least_levels(costs: ChainCosts, firsts: NDArray[np.int64], span: slice) -> tuple[FloatArray, LayerPeaks]:
-    """Return memory of stages from which lower bounds for any choice of recomputed layers follow.
+    """Return saved bytes and peaks of stages, from which savings are subtracted to get lower bounds.
 
-    Saved bytes are at least the returned bytes minus the `most_savings` of all recomputed layers. A peak is at least
-    the returned peak minus the `most_savings` of the recomputed layers before the layer at the peak.
+    For any choice of recomputed layers, saved bytes are at least the returned bytes minus the `most_savings` of these
+    layers. A peak is at least the returned peak minus the `most_savings` of the recomputed layers before the layer at
+    the peak.
 
     Args:
         costs: Costs of the chain at the plan's micro-batch size.

@@ -242,7 +242,7 @@ def _dense(rows: Sequence[tuple[int, ...]], chunks: int) -> IntArray:
 
 
 _MESSAGES: Final[Mapping[Letter, PartName]] = {"B": "message", "W": "weight_message"}
-"""Part that replaces the last backward while gradients are sent, by the kind of the stage's last action."""
+"""Part that exists instead of the last backward's part while gradients are sent, by the kind of the last action."""
 
 
 class _Walk:
@@ -273,9 +273,9 @@ class _Walk:
             yield Change(self._noted(), (base + _PLACE["optimizer_step"],), ())
 
     def distinct(self, row: Sequence[Instruction]) -> IntArray:
-        """Return the counts that exist during actions, each once; shape (points, V, parts).
+        """Return the different counts that occur while actions run, each once; shape (points, V, parts).
 
-        Those with `message` come after the others.
+        Counts with `message` come last.
         """
         during: dict[bytes, None] = {}
         message: dict[bytes, None] = {}

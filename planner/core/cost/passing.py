@@ -73,13 +73,14 @@ class RelayedTensors:
         return _spanning(*self._relays, self._layers, ends)
 
     def highest_backward(self, tops: FloatArray, end_twice: FloatArray, backward: Backward | None = None) -> FloatArray:
-        """Return the highest memory of the backwards of a stage's layers, without the stage's output and its gradient.
+        """Return the highest memory of the backwards of a stage's layers.
 
-        Output and output gradient are not included, because the stage stores them once.
+        The stage's output and its gradient are not included, because the stage stores them once.
 
         Args:
             tops: Highest memory of the backward of each of `layers`.
-            end_twice: Bytes counted twice if the stage ends at a layer (`ChainCosts.end_twice`), for each of `layers`.
+            end_twice: Bytes that would count twice if the stage ends with a layer (`Levels.end_twice`), for each of
+                `layers`.
             backward: First or later backward, to include waiting gradients of shared parameters; None to leave them
                 out.
         """

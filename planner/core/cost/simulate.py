@@ -37,7 +37,7 @@ FloatArray = NDArray[np.float64]
 Clock = TypeVar("Clock", float, FloatArray, Linear)
 
 _BLOCK = 1024
-"""Number of partitions that are simulated at once: their clocks fit into the processor's cache."""
+"""Number of partitions that are simulated at once: their times fit into the processor's cache."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -244,7 +244,9 @@ def device_spans(
         actions: Actions of each device, in order.
         times: Times of all stages.
         begin: Time at the start of the step.
-        later_of: Function that returns the later of two times.:
+        later_of: Function that returns the later of two times.
+
+    Raises:
         ValueError: As in `simulate`.
     """
     steps = _known_steps(tuple(map(tuple, actions)), len(times.sends))

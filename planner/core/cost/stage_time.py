@@ -29,7 +29,8 @@ IntArray = NDArray[np.int64]
 Numbers = FloatArray | float
 
 CHOICES: tuple[Recompute, ...] = ("never", "except-last", "always")
-"""Recompute choices, from the fastest to the one that uses least memory. Tables of stages store indices into it."""
+"""Recompute choices, from the fastest to the one that uses least memory. Tables of stages store indices into this
+tuple."""
 
 LAYERS = len(CHOICES)
 """Value in place of an index into `CHOICES`: single layers are recomputed."""
@@ -211,8 +212,10 @@ class ChainSums:
             end: One past the last layer of each stage; arrays are broadcast.
             recompute: Index into `CHOICES`, or `LAYERS`.
             speed: Speed of the stage's device, relative to the profiled device.
-            layers_us: Sum of the forward times of the recomputed layers, if the choice is `LAYERS`.: Times of each
-                stage in microseconds.
+            layers_us: Sum of the forward times of the recomputed layers, if the choice is `LAYERS`.
+
+        Returns:
+            Times of each stage in microseconds.
         """
         return busy_times(
             self.forward_us[end] - self.forward_us[first],

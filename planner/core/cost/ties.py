@@ -31,7 +31,7 @@ def ties_of(layers: Sequence[LayerProfile]) -> tuple[Tie, ...]:
 
 
 def _trained_surely(layer: LayerProfile) -> float:
-    """Return a lower bound of the gradient bytes of the layer's shared parameters, because some may be frozen."""
+    """Return a lower bound of the gradient bytes of the layer's shared parameters, some of which may be frozen."""
     untied_bytes = layer.parameter_bytes - layer.idle_bytes - layer.tied_bytes
     return max(0.0, layer.trained_bytes - max(0, untied_bytes))
 

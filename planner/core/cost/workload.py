@@ -3,8 +3,8 @@
 The model FLOPs of a sample are those of one forward and one backward without recomputation. A backward needs twice the
 FLOPs of the forward, because each of a product's two gradients takes as many operations as the product. The forward of
 N parameters takes 2 N operations per token, so that forward and backward take the 6 N of Kaplan et al.,
-arXiv:2001.08361. The model FLOPs utilization (MFU) is the model FLOPs as a share of what the devices could compute in
-the same time (Chowdhery et al., "PaLM", arXiv:2204.02311, appendix B).
+arXiv:2001.08361. The model FLOPs utilization (MFU) is the model FLOPs divided by the FLOPs that the devices could
+compute in the same time at their peak rate (Chowdhery et al., "PaLM", arXiv:2204.02311, appendix B).
 """
 
 import re

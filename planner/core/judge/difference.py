@@ -10,7 +10,7 @@ from planner.core.values.plan import Plan, Stage
 from planner.core.values.units import format_bytes, format_us
 
 _SAME_SHARE = 1e-4
-"""Smallest relative difference of rates that counts."""
+"""Relative difference of samples per second up to which two steps count as equally fast."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

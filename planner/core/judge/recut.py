@@ -21,8 +21,9 @@ def with_cuts(
 ) -> Plan:
     """Return `plan` with other cuts, and with the recomputation that the new stages need.
 
-    The schedule, micro-batches and devices stay. Each device gets the fastest recomputation of whole stages that fits
-    and that the plan's policy allows. If no recomputation fits, the device gets the one with the least memory.
+    The schedule, micro-batches and devices remain unchanged. Each device gets the fastest recomputation of whole stages
+    that fits and that the plan's policy allows. If no recomputation fits, the device gets the one with the least
+    memory.
 
     Args:
         plan: Plan to change.

@@ -102,7 +102,7 @@ def judge(
     evaluation = Evaluation(costs, partition, cluster)
     now = evaluation.plan(inputs, plan.solver)
     if not is_equal_rounded("step_us", plan.predicted.step_us, now.predicted.step_us):
-        # The stored gap and bound are of other cuts, or of another profile.
+        # The stored gap and bound belong to other cuts, or to another profile.
         now = evaluation.plan(inputs, SolverReport(method="given", status="given"))
     for chunks in now.by_device():
         findings.extend(_memory_findings(chunks, headroom))

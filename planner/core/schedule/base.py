@@ -2,7 +2,7 @@
 
     K   devices in a pipeline
     M   micro-batches of a step
-    V   chunks: stages of each device, placed as `planner.core.values.placement` says
+    V   chunks: number of stages of each device (see `planner.core.values.placement`)
 
 To add a schedule, write a module with a subclass and add it to `planner.core.schedule.SCHEDULES`.
 """

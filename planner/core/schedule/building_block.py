@@ -30,7 +30,7 @@ _PERIOD = 6
 """Units of time per micro-batch on a device: F, I and W of two stages."""
 
 _HOLDS: Final[Mapping[Letter, int]] = {"F": 1, "I": 0, "W": -1}
-"""Change of the number of held activations by each kind of action; the paper releases a micro-batch after its W."""
+"""Change of the number of stored activations by each kind of action: as in the paper, W releases a micro-batch."""
 
 _Slots = dict[int, Action]
 """Action of a device in each unit of time."""

@@ -37,5 +37,5 @@ class GPipe(Schedule):
         return loads.work_us + (micro_batches - 1) * (loads.forward_us + loads.backward_us)
 
     def longest_us(self, upper_us: float, work_us: float, micro_batches: int) -> float:
-        """Return an upper bound in microseconds: a step takes `work_us` plus M-1 times the slowest stage."""
+        """Return an upper bound for the slowest stage: a step takes `work_us` plus M-1 times this stage."""
         return inf if micro_batches == 1 else max(0.0, upper_us - work_us) / (micro_batches - 1)

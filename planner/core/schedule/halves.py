@@ -20,7 +20,7 @@ def alternating_order(
     Returns:
         The actions of the device.
 
-    Source: Qi et al. 2023 (arXiv:2401.10241), figures 2 and 3: ZB-H1 and ZB-H2 differ only in these numbers.
+    Source: Qi et al. 2023 (arXiv:2401.10241), figures 2 and 3: ZB-H1 and ZB-H2 differ only in `warm_up` and `lag`.
     """
     weights = [Action(action.stage, "W", action.micro_batch) for action in backwards]
     actions = list(forwards[:warm_up])

@@ -76,8 +76,8 @@ BACKWARD: Final = ActionKind(
     terminal_ink=16,
 )
 # Input-gradient passes are red and mauve; weight-gradient passes are pale blue and sand, because they matter less. Of
-# four kinds in two chunks, the most similar pairs are the forwards and the backwards of two chunks, also for readers
-# who lack a cone.
+# four kinds in two chunks, the most similar pairs are the forwards and the backwards of two chunks, also for
+# color-blind readers.
 INPUT_BACKWARD: Final = ActionKind(
     letter="I",
     label="input backward",

@@ -144,7 +144,7 @@ def _maker(flow: Flow, stage: int, micro_batch: int, positions: dict[Action, _Po
 
 
 def _circle(error: DeadlockError, devices: Sequence[int], positions: dict[Action, _Position]) -> str:
-    """Return a text such as `device 0 at 0B1 for 1B1 on device 1, …` about a deadlock."""
+    """Return text that lists the waiting devices of a deadlock: `device 0 at 0B1 for 1B1 on device 1`."""
     texts = []
     for device, action in list(error.waiting.items())[:_MOST_NAMED]:
         awaited = next(_needs(action, len(devices), positions))

@@ -117,12 +117,12 @@ class Balance:
 
 
 def cuts_path(path: PurePath, num_processes: int) -> PurePath:
-    """Return the path of the file, next to `path`, with the cuts for `num_processes` processes: `balance-6.yaml`."""
+    """Return the path of the cuts for `num_processes` processes, next to `path`: `balance-6.yaml` for 6 processes."""
     return path.with_name(f"{path.stem}-{num_processes}{path.suffix}")
 
 
 def launch_command(num_processes: int, script: str, *, nodes: int = 1) -> str:
-    """Return the command that starts a script on one machine, or on each of several.
+    """Return the `torchrun` command that starts a script; with several machines, it is run on each of them.
 
     Args:
         num_processes: Processes on all machines together.

@@ -65,13 +65,13 @@ class Cluster:
     """Measured divided by profiled compute time, from a calibration."""
     link: Link = field(default_factory=Link)
     inter_link: Link | None = None
-    """Link between nodes, if it differs."""
+    """Link between nodes, if it differs from the link within a node."""
     node_devices: int = 0
     """Devices per node; 0 if all are in one node."""
     links: tuple[Link, ...] = ()
     """Link from every device to the next, if each is known; replaces `link`, `inter_link` and `node_devices`."""
     allreduce: Link | None = None
-    """Link over which replicas sum gradients; None if that costs nothing."""
+    """Link over which replicas sum gradients; None if the sums take no time."""
     reserve_bytes: int = 0
     """Context, libraries and allocator slack of every device; counted against the memory limit."""
     overhead_us: float = 0.0
@@ -117,7 +117,7 @@ class Cluster:
         return self.inter_link if leaves else self.link
 
     def link_between(self, device: int, neighbor: int, *, num_devices: int, replicas: int = 1) -> Link:
-        """Return the link between two neighboring devices of a pipeline; a transfer within a device costs nothing.
+        """Return the link between two neighboring devices of a pipeline; a transfer within a device takes no time.
 
         Args:
             device: Index of one device in its pipeline.

@@ -8,4 +8,4 @@ from types import MappingProxyType
 from typing import Final
 
 LEFT_OUT: Final = MappingProxyType({"left_out": True})
-"""Metadata of such a field."""
+"""Metadata of a field that is omitted if it has its default value."""

@@ -5,9 +5,9 @@
     device 1              stages 1, 4             stages 1, 4
     device 2              stages 2, 5             stages 2, 3
 
-In a loop (Narayanan et al. 2021, arXiv:2104.04473) the stages pass all devices from first to last, V times. In a V (Qi
-et al. 2024, arXiv:2405.15362) the direction alternates, so that two consecutive stages share a device at each turn. In
-both, chunk v of a device is one of the stages v K to (v + 1) K - 1.
+In a loop (Narayanan et al. 2021, arXiv:2104.04473) consecutive stages go through all devices from first to last, V
+times. In a V (Qi et al. 2024, arXiv:2405.15362) the direction alternates, so that two consecutive stages share a device
+at each turn. In both placements, chunk v of a device is one of the stages v K to (v + 1) K - 1.
 """
 
 from typing import Literal

@@ -72,7 +72,7 @@ class Inputs:
     links: tuple[Link, ...] = ()
     """Link from every device to the next, if each was measured; replaces `link`, `inter_link` and `node_devices`."""
     allreduce: Link | None = None
-    """Link over which replicas sum their gradients; None if that costs nothing."""
+    """Link over which replicas sum their gradients; None if the sums take no time."""
     reserve_bytes: int = 0
     headroom: float = field(default=0.0, metadata=LEFT_OUT)
     """Share of each device's memory that stays free; `memory_bytes` is the memory without this share."""
@@ -122,10 +122,11 @@ class Inputs:
         return self.cluster_of(1)
 
     def cluster_of(self, tensor_parallel: int, replicas: int = 1) -> Cluster:
-        """Return the cluster for some numbers of GPUs per group and of replicas.
+        """Return the cluster for a number of GPUs per group and a number of replicas.
 
         Args:
-            tensor_parallel: GPUs of a group, which is a device of the cluster; spare GPUs are left out.
+            tensor_parallel: Number of GPUs of a group, which is a device of the cluster; GPUs that fill no group are
+                left out.
             replicas: Number of data-parallel pipelines, which may divide the optimizer.
 
         Returns:
@@ -292,10 +293,11 @@ class Noise:
     spread: float
     """Median over layers of the relative half-width of the 95 % interval of forward plus backward time."""
     mean_regret: float
-    """Mean over the drawn profiles of how much slower the plan is than the best plan for that profile, as a share."""
+    """Mean over the drawn profiles of (step time of this plan / step time of the best plan found) - 1."""
     worst_regret: float
     same_plan: float
-    """Share of the drawn profiles under which no faster plan was found, or one with the same cuts and micro-batches."""
+    """Share of the drawn profiles for which the best plan found is not faster, or has the same cuts and
+    micro-batches."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -50,7 +50,7 @@ class Model:
     uncut: tuple[str, ...] = ()
     """Layers, by their original names, after which a cut gave wrong results; each is now merged with the next layer."""
     counted_labels: CountedLabels = ""
-    """Labels among the inputs that weight the losses of micro-batches; empty if samples do."""
+    """Labels whose number weights the loss of a micro-batch; empty if the number of samples does."""
     batch_norm: bool = field(default=False, metadata=LEFT_OUT)
     """True if a layer normalizes by the statistics of the micro-batch (batch normalization)."""
     digest: str = ""
@@ -88,9 +88,9 @@ class BoundaryTensor:
     """Tensor that crosses the boundary after a layer, for one micro-batch."""
 
     bytes: int
-    """Size of its storage."""
+    """Size of the tensor's storage."""
     kept: bool
-    """True if the layer saves that storage for backward."""
+    """True if the layer saves the tensor's storage for backward."""
     alias: int = -1
     """Index of the tensor whose storage this tensor shares (a view, or written in place); -1 for its own storage.
 

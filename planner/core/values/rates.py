@@ -26,7 +26,7 @@ class Rates:
     """Bandwidth between its memory and its cores."""
     source: str
     link: Link = field(default_factory=Link)
-    """Link to a neighbor, in one direction, if all such devices have the same; the default link if it is not known."""
+    """Link to a neighbor, in one direction, if it is equal for all such devices; otherwise the default link."""
 
 
 _NVLINK_2, _NVLINK_3, _NVLINK_4, _NVLINK_5 = (
@@ -107,7 +107,7 @@ _NARROW: Final = frozenset({"bf16", "bf16-mixed", "fp16-mixed", "bfloat16", "flo
 """Precisions whose matrix products have 16-bit operands."""
 
 _OTHER_BOARDS: Final = ("pcie", "nvl")
-"""Words in the names of boards that are slower than the one in the data sheet."""
+"""Words in the names of boards that are slower than the board in the data sheet, so that their rates are unknown."""
 
 
 def peak_flops_per_s(reported: str, dtype: str) -> float:

@@ -31,7 +31,7 @@ SUSTAINED: Final = (
     SustainedRate(chip="GB200", flops_per_s=916e12, errors="few runs"),
     SustainedRate(chip="GB200", experts=True, flops_per_s=919e12, errors="few runs"),
 )
-"""Rates by kind of run; other precisions and chips have no published runs here."""
+"""Rates of published runs, by chip and kind of model; all are in half precision."""
 
 
 def sustained_rate(name: str, *, experts: bool = False) -> SustainedRate | None:

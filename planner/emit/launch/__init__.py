@@ -17,7 +17,7 @@ LAUNCHERS: Final[dict[str, Callable[[LaunchJob], EngineFile]]] = {
     "kubernetes": kubernetes_file,
     "ray": ray_file,
 }
-"""Schedulers by their names for `emit --launch`."""
+"""Functions that write launchers, by name of the scheduler in `emit --launch`."""
 
 
 def check_launcher(name: str) -> None:

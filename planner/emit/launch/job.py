@@ -117,7 +117,7 @@ class LaunchJob:
 
 
 def job_of(plans: Sequence[Balance], inputs: Inputs, *, script: str, nodes: Nodes | None) -> LaunchJob:
-    """Return the job that trains under `plans`.
+    """Return the job that starts the script, with nodes and processes for each plan that the script supports.
 
     Args:
         plans: Cuts that the script supports, most processes first.
