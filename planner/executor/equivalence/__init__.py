@@ -1,1 +1,1 @@
-"""The equivalence check: do the stages of a model train as the user's own loop trains the unpartitioned model?"""
+"""The equivalence check: compare the training of a model's stages with that of the unpartitioned model."""

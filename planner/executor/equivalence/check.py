@@ -5,9 +5,9 @@
          ├─ the reference     trains the model as the user wrote it (`planner.model.reference`), writes its states
          └─ ranks 0, 1, …     train the same steps as the stages of a pipeline, and compare (`stages`)
 
-Each group of cuts is one pipeline. If a rank differs, the cuts of its group are tried one by one. A wrong cut and all
-equivalent cuts are removed, and the check starts again. If only recomputation differs, the check reports it and keeps
-the cut.
+Each group of cuts is compared as one pipeline. If a rank differs from the reference, the cuts of its group are tried
+one by one. A wrong cut and all equivalent cuts are removed, and the check starts again. If a pipeline differs only with
+recomputation, the check reports this, and keeps the cuts.
 """
 
 import shutil
@@ -41,35 +41,36 @@ class _Attempt(NamedTuple):
 
 
 _ATTEMPTS = (_Attempt(2, True), _Attempt(1, True), _Attempt(2, False), _Attempt(1, False))
-"""One sample alone hides what samples have to do with each other: a contrastive loss of it has no gradient."""
+"""Attempts in order. Two samples are tried first, because with one sample a contrastive loss has no gradient."""
 
 _ATTEMPTS_OF_LARGE = (_Attempt(1, True), _Attempt(2, True), _Attempt(1, False), _Attempt(2, False))
-"""Activations of one sample take half of the memory."""
+"""Attempts for large models. One sample is tried first, because its activations take half of the memory."""
 
 
 class EquivalenceResult(NamedTuple):
-    """Result of the check."""
+    """Result of the equivalence check."""
 
     loaded: LoadedModel
-    """Model, with the layers that no stage may end with."""
+    """The model; `uncut` names the layers that no stage may end with."""
     proof: Proof
+    """What was compared, and the largest differences."""
     warnings: tuple[str, ...]
     """Cuts that were removed, and why."""
     is_failure: bool = False
-    """True if the model or the comparison raised an error; if nothing was compared otherwise, it would take too long or
-    too much memory."""
+    """True if the model or the comparison raised an error. If it is False and nothing was compared, the comparison
+    would have taken too much time or memory."""
 
     def expect_comparison(self) -> None:
         """Check that no error has prevented the comparison.
 
         Raises:
-            ModelError: One has.
+            ModelError: The model or the comparison raised an error.
         """
         if self.is_failure:
             raise ModelError(
                 f"the stages cannot be compared with the model in a plain loop: {self.proof.reason}",
-                hint="does it train in a plain loop on an `example_batch` of 1 and of 2? `--proof-budget 0s` plans "
-                "without the comparison",
+                hint="check that the model trains in a plain loop with `example_batch(1)` and `example_batch(2)`; "
+                "`--proof-budget 0s` plans without the comparison",
             )
 
 
@@ -85,16 +86,17 @@ def check_equivalence(
 
     Args:
         loaded: The model.
-        budget_s: Approximate time limit in seconds; cuts that exceed it are not compared.
-        digests: Returns digests of layers that are equal for equal operators, so that like cuts need one comparison.
-        ends: Cuts to compare, each the index of the layer after it; by default all distinct ones.
-        progress: Called with the current activity.
+        budget_s: Approximate time limit in seconds; cuts for which there is no time are not compared.
+        digests: Function that returns a digest of each layer's operators, so that equivalent cuts are compared once.
+        ends: Cuts to compare, each given as the index of the layer after it; by default one cut of each class of
+            equivalent cuts.
+        progress: Called with a text about the current activity.
 
     Returns:
         The result.
 
     Raises:
-        ModelError: No cut is right, or the model does not train in a plain loop.
+        ModelError: All cuts are wrong, or the model does not train in a plain loop.
     """
     deadline = time.monotonic() + budget_s
     warnings: list[str] = []
@@ -114,8 +116,9 @@ def check_equivalence(
             why = next(iter(found.wrong.values()))
             raise ModelError(
                 f"the model cannot be cut: its stages do not train as it does in a plain loop ({why})",
-                hint="hand on what later modules need in what `forward` returns, not in global variables, closures or "
-                "hooks, and keep what lasts from step to step in buffers of the module (`register_buffer`)",
+                hint="let `forward` return what later modules need, instead of passing it in global variables, "
+                "closures or hooks, and keep values that last from step to step in buffers of the module "
+                "(`register_buffer`)",
             )
         loaded = replace(loaded, uncut=(*loaded.uncut, *found.wrong))
 
@@ -125,15 +128,15 @@ def reference_losses(loaded: LoadedModel, *, micro_batches: int, micro_batch_siz
 
     Args:
         loaded: The model.
-        micro_batches: Micro-batches of a step, over all replicas.
-        micro_batch_size: Samples of each.
+        micro_batches: Number of micro-batches of a step, over all replicas.
+        micro_batch_size: Number of samples in a micro-batch.
         limit_s: Seconds after which the process is ended.
 
     Returns:
-        The losses.
+        The loss of each step.
 
     Raises:
-        ModelError: It does not train, or not within that time.
+        ModelError: The model does not train, or not within `limit_s` seconds.
     """
 
     def work(_connection: Connection) -> list[float]:
@@ -154,7 +157,7 @@ def reference_losses(loaded: LoadedModel, *, micro_batches: int, micro_batch_siz
 
 
 def _in_child(request: CheckRequest, progress: Callable[[str], None]) -> RoundResult:
-    """Run a round of the check in a separate process, so that this one is not changed."""
+    """Run a round of the check in a separate process, so that the model's code does not change this process."""
     folder = Path(tempfile.mkdtemp(prefix="gpipe-plan-check-"))
     child = Child(partial(_round, request, folder), limit_s=request.limit_s)
     try:
@@ -169,8 +172,8 @@ def _in_child(request: CheckRequest, progress: Callable[[str], None]) -> RoundRe
 
 
 def _round(request: CheckRequest, folder: Path, connection: Connection) -> RoundResult:
-    """Run a round with its own `folder`; progress is sent over `connection`."""
-    # Forked before any code of the model has run here, so that module-level state is as in a new process.
+    """Run a round of the check; files are written to `folder`, and progress messages are sent over `connection`."""
+    # Fork the references before any code of the model runs here, so that module-level state is as in a new process.
     folders = [folder / str(number) for number in range(len(_ATTEMPTS))]
     works = [partial(_reference, request.loaded, each) for each in folders]
     waiting = [Child(work, limit_s=request.limit_s) for work in works]
@@ -183,7 +186,7 @@ def _round(request: CheckRequest, folder: Path, connection: Connection) -> Round
 
 
 def _reference(loaded: LoadedModel, folder: Path, connection: Connection) -> None:
-    """Train the reference with the options that `connection` sends."""
+    """Train the reference with the options that are received from `connection`, and write its states to `folder`."""
     options: ReferenceOptions = connection.recv()
     if not options.updates:
         return_large_blocks()
@@ -194,7 +197,16 @@ def _reference(loaded: LoadedModel, folder: Path, connection: Connection) -> Non
 def _compared(
     request: CheckRequest, prepared: Sequence[tuple[Path, Child]], progress: Callable[[str], None]
 ) -> RoundResult:
-    """Compare the stages with one of the references, of which each has a folder and a process."""
+    """Compare the stages with a reference; try the attempts in order until one does not fail.
+
+    Args:
+        request: Request to the check.
+        prepared: Folder and waiting process of a reference for each attempt.
+        progress: Called with a text about the current activity.
+
+    Returns:
+        The result of the first attempt that succeeds.
+    """
     progress("finding the layers")
     chain = build_structure(request.loaded)
     if len(chain.layers) == 1:

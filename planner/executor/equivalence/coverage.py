@@ -1,6 +1,7 @@
 """Selection of representative cuts.
 
-Two cuts are equivalent if their adjacent layers and the tensors that cross them match, so one check covers both.
+Two cuts are equivalent if the layers before and after them are equal, and if the tensors at the cuts have equal shapes.
+Then one comparison covers both cuts.
 """
 
 from collections.abc import Hashable, Sequence
@@ -16,33 +17,33 @@ from planner.model.stage import ModelStage
 
 @dataclass(frozen=True, kw_only=True)
 class Coverage:
-    """Distinct cuts of a chain; a cut is the index of the layer after it."""
+    """Classes of equivalent cuts of a chain; a cut is given as the index of the layer after it."""
 
     classes: tuple[tuple[int, ...], ...]
     """Equivalent cuts, the representative first."""
     keys: tuple[Hashable, ...]
-    """Key of each layer: its operators, and the tensors at the boundary before it."""
+    """Key of each layer, from its operators and the tensors at the boundary before it; equal layers have equal keys."""
 
     @property
     def representatives(self) -> tuple[int, ...]:
-        """First cut of every class."""
+        """First cut of every class of equivalent cuts."""
         return tuple(alike[0] for alike in self.classes)
 
     def like(self, cut: int) -> tuple[int, ...]:
-        """Return all cuts that are equivalent to this one, itself included."""
+        """Return all cuts that are equivalent to `cut`, including `cut` itself."""
         return next((alike for alike in self.classes if cut in alike), (cut,))
 
 
 def coverage_of(chain: Chain, shapes: Shapes, digests: Sequence[str]) -> Coverage:
-    """Group the cuts of a chain.
+    """Find the equivalent cuts of a chain.
 
     Args:
         chain: The chain.
-        shapes: Content of its boundaries.
-        digests: Digest of the operators of each layer; empty if they are unknown, and then every cut is distinct.
+        shapes: Tensors at the boundaries of the chain.
+        digests: Digest of the operators of each layer. If it is empty, no two cuts are taken for equivalent.
 
     Returns:
-        The groups.
+        The classes of equivalent cuts.
     """
     crossing = [
         tuple((tuple(t.shape), t.dtype, t.requires_grad) for t in boundary.tensors) for boundary in shapes.boundaries
@@ -55,7 +56,7 @@ def coverage_of(chain: Chain, shapes: Shapes, digests: Sequence[str]) -> Coverag
 
 
 def groups_of(cuts: Sequence[int], most: int) -> list[tuple[int, ...]]:
-    """Split cuts into groups of at most `most`, the cuts of each as far apart as possible."""
+    """Split cuts into groups of at most `most` cuts; the cuts of a group are as far apart as possible."""
     num_groups = -(-len(cuts) // most) if cuts else 0
     return [tuple(cuts[first::num_groups]) for first in range(num_groups)]
 
@@ -74,7 +75,7 @@ def _layer_keys(chain: Chain, digests: Sequence[str]) -> list[Hashable]:
 
 
 def _num_hooks(module: nn.Module) -> int:
-    """Return how many hooks the modules of a layer and their parameters have."""
+    """Return the number of hooks on the modules and parameters of a layer."""
     modules = list(module.finished.values()) if isinstance(module, ModelStage) else list(module.modules())
     tables = [
         table

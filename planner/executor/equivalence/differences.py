@@ -12,16 +12,16 @@ from planner.core.values.precision import Precision
 from planner.model.reference_state import ReferenceState, dense_values, largest_magnitude
 
 LIMIT = 1e-4
-"""Larger relative differences are no rounding errors, unless the model amplifies these as much (`largest_problem`)."""
+"""Relative differences above this limit are errors, unless the model amplifies rounding errors (`largest_problem`)."""
 
 NUMBER = "the number"
-"""Prefix of the names of numbers that modules hold, in messages."""
+"""Prefix, in messages, of the names of numbers that modules have as attributes."""
 
 _WORST = 1e-2
-"""Limit of any rounding error."""
+"""Largest relative difference that may be a rounding error, however much the model amplifies it."""
 
 _PIECE = 2**18
-"""Numbers that are compared at a time."""
+"""Number of tensor elements that are compared at a time."""
 
 _NOISE: Mapping[Precision, float] = {"": 1e-7, "fp32": 1e-7, "bf16": 4e-3, "bf16-mixed": 4e-3, "fp16-mixed": 5e-4}
 """Relative size of a rounding error, by precision."""
@@ -39,11 +39,11 @@ class Differences:
     """True if forwards write into parameters, buffers or tensors in attributes."""
 
     def note(self, name: str, ratio: float) -> None:
-        """Record the relative difference of a value; if it has several, the largest is kept."""
+        """Record a relative difference under a name; if the name has several differences, keep the largest."""
         self.relative[name] = max(ratio if not math.isnan(ratio) else math.inf, self.relative.get(name, 0.0))
 
     def compare_number(self, name: str, value: float, right: float) -> None:
-        """Compare a number with the reference's; of integers, every difference counts.
+        """Compare a number with the reference's. Two different integers have a relative difference of at least 1.
 
         Args:
             name: Name in messages.
@@ -55,16 +55,16 @@ class Differences:
         self.note(name, 0.0 if equal else max(least, abs(value - right) / max(abs(right), 1e-30)))
 
     def compare_tensor(self, name: str, value: Tensor | None, right: Tensor | None, least: float = 0.0) -> None:
-        """Compare a tensor with the reference's, relative to the largest number in it, at least `least`.
+        """Compare a tensor with the reference's: largest difference, divided by the reference's largest magnitude.
 
         None counts as zeros. If a missing gradient changes the optimizer's behavior, the comparison after the
-        optimizer's step detects it.
+        optimizer's step detects this.
 
         Args:
             name: Name in messages.
             value: Tensor of the stage.
             right: Tensor of the reference.
-            least: Smallest scale.
+            least: Lower bound on the divisor.
         """
         value, right = (None if t is None else dense_values(t) for t in (value, right))
         if value is None or right is None:
@@ -79,10 +79,10 @@ class Differences:
 
 
 def compare_update(differences: Differences, name: str, value: Tensor, *, right: Tensor, before: Tensor) -> None:
-    """Compare a parameter after an optimizer's step, relative to how far the reference's moved.
+    """Compare a parameter after an optimizer's step, relative to the largest change of the reference's parameter.
 
     Args:
-        differences: Receives the difference.
+        differences: Differences to which the result is added.
         name: Name in messages.
         value: Parameter of the stage.
         right: Parameter of the reference.
@@ -98,14 +98,15 @@ def compare_update(differences: Differences, name: str, value: Tensor, *, right:
 
 
 def largest_problem(relative: Mapping[str, float], noise: Callable[[], Mapping[str, float]]) -> str:
-    """Describe the largest difference that rounding errors, also amplified by the model, cannot explain.
+    """Describe the largest difference that is not a rounding error, even if the model amplifies rounding errors.
 
     Args:
-        relative: Differences by name.
-        noise: Returns how far the same values change if all parameters change by a rounding error.
+        relative: Relative differences by name.
+        noise: Function that returns the relative changes of the same values when all parameters change by a rounding
+            error. It takes long, and is called only if needed.
 
     Returns:
-        One line; empty if rounding errors explain all differences.
+        One line of text; empty if rounding errors explain all differences.
     """
     large = {what: size for what, size in relative.items() if not size <= LIMIT}
     if not large:
@@ -118,27 +119,27 @@ def largest_problem(relative: Mapping[str, float], noise: Callable[[], Mapping[s
 
 
 def _allowed(name: str, usual: float) -> float:
-    """Return the limit of a difference whose size from rounding errors is `usual`."""
+    """Return the largest accepted difference of a value that rounding errors change by `usual`."""
     # A number that differs in every run is random.
     return 1e3 * usual if name.startswith(NUMBER) else min(_WORST, 10 * usual)
 
 
 def compare_gradients(differences: Differences, gradients: Mapping[str, Tensor | None], right: ReferenceState) -> None:
-    """Compare gradients by parameter name, each relative to its largest number.
+    """Compare the gradients of a stage with those of the reference, by parameter name.
 
     Args:
-        differences: Receives the differences.
+        differences: Differences to which the results are added.
         gradients: Gradients of the stage.
         right: State of the reference.
     """
-    # A gradient that is nothing but rounding errors is compared with the largest of all.
+    # A gradient that consists of rounding errors only is compared relative to the largest gradient of all.
     least = 1e-5 * right.largest_gradient
     for name, gradient in gradients.items():
         differences.compare_tensor(f'the gradient of "{name}"', gradient, right.tensors.get(f"gradient:{name}"), least)
 
 
 def shaking(precision: Precision, seed: int) -> Callable[[nn.Module], None]:
-    """Return a function that changes every number of all parameters by a rounding error, randomly up or down."""
+    """Return a function that changes each element of all parameters by a rounding error, randomly up or down."""
 
     def shake(model: nn.Module) -> None:
         generator = torch.Generator().manual_seed(seed)
@@ -158,9 +159,9 @@ def digest_of_values(tensor: Tensor) -> str:
 
 
 def largest_difference(value: Tensor, right: Tensor) -> float:
-    """Return the largest absolute difference of two tensors of one shape; NaN equals NaN and no other number.
+    """Return the largest absolute difference of two tensors of equal shape; NaN equals only NaN.
 
-    It is computed piece by piece: a whole tensor of differences would take as much memory again.
+    The tensors are compared piece by piece, because a tensor of all differences would take as much memory as they do.
     """
     most = 0.0
     pieces = zip(value.detach().reshape(-1).split(_PIECE), right.detach().reshape(-1).split(_PIECE), strict=True)

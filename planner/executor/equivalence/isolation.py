@@ -1,7 +1,7 @@
 """Run functions in separate processes, forked from this one, with one thread each.
 
 A forked process inherits all imported modules. Its changes to parameters, module-level variables and random generators
-do not affect the process that forked it. It prints nothing, and is ended after a time limit.
+do not affect its parent process. Its output is discarded, and it is ended after a time limit.
 """
 
 import contextlib
@@ -23,19 +23,19 @@ from planner.device.machine import keep_freed_memory
 _GRACE_S = 5
 
 
-# The first use of fake tensors imports much of torch: once here, not for seconds in every process that is forked.
+# The first use of fake tensors imports much of torch, which takes seconds. Import it here, not in every forked process.
 with FakeTensorMode():
     torch.empty(0)
 
 
 _RETURNED_BYTES = 2**18
-"""Size of the smallest freed blocks that are returned; it is below `planner.device.machine.LARGE_BYTES`, the largest
-size that glibc accepts, so that activations and the pieces of a comparison are returned as well: glibc 2.36 leaves
-holes between aligned blocks, which took 180 MB of a process with 4 MiB here."""
+"""Size of the smallest freed blocks that are returned to the system. It is below `planner.device.machine.LARGE_BYTES`,
+the largest size that glibc accepts, so that activations and pieces of a comparison are returned as well. With 4 MiB,
+glibc 2.36 left holes between aligned blocks, which took 180 MB of a process."""
 
 
 def return_large_blocks() -> None:
-    """Make this process return large blocks of freed memory to the system, which takes time, and needs less memory."""
+    """Make this process return large blocks of freed memory to the system, which saves memory but takes time."""
     keep_freed_memory(below=_RETURNED_BYTES)
 
 
@@ -43,10 +43,10 @@ class ChildError(Exception):
     """Error of a child process that ended without a result.
 
     Args:
-        message: Error that it raised, in a line, or the signal that ended it.
-        hint: Hint of that error; may be empty.
-        is_user_error: Whether the user's model caused the error and the message states this.
-        is_raised: Whether code raised another error; without it, time or memory did not suffice.
+        message: Error that the process raised, in one line, or the signal that ended the process.
+        hint: Hint of the error; may be empty.
+        is_user_error: Whether the user's model caused the error and the message says so.
+        is_raised: Whether the process raised another error. If both flags are False, time or memory did not suffice.
     """
 
     def __init__(self, message: str, *, hint: str = "", is_user_error: bool = False, is_raised: bool = False) -> None:
@@ -62,14 +62,14 @@ class Child:
     """Forked process that runs `work(connection)` and sends its result.
 
     Args:
-        work: Function to run; it may exchange messages over the connection first.
+        work: Function to run. It may exchange messages over the connection before it returns.
         limit_s: Seconds after which the process is ended.
     """
 
     def __init__(self, work: Callable[[Connection], Any], *, limit_s: float) -> None:
         self.connection, theirs = Pipe()
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of threads in this process: the child uses none of them
+            warnings.simplefilter("ignore")  # the warning about threads: the child does not use this process's threads
             self._pid = os.fork()
         if self._pid == 0:
             _run(work, theirs, limit_s)
@@ -77,13 +77,16 @@ class Child:
         self._limit_s = limit_s
         self._is_over = False
         self.is_done = False
-        """True if its result has been received."""
+        """True if the result of the process has been received."""
 
     def result(self, progress: Callable[[str], None] = lambda _text: None) -> Any:
-        """Wait for the result; until then, `progress` is called with each progress message of the process.
+        """Wait for the result of the process, and return it.
+
+        Args:
+            progress: Called with each progress message that the process sends before its result.
 
         Raises:
-            ChildError: There is no result.
+            ChildError: The process raised an error, or ended without a result.
         """
         try:
             kind, value = self.connection.recv()
@@ -98,7 +101,7 @@ class Child:
         return value
 
     def end(self) -> None:
-        """End the process in any state; it lives until then."""
+        """End the process, which otherwise continues to exist after it has sent its result."""
         if self._is_over:
             return
         self._is_over = True
@@ -125,7 +128,7 @@ class Child:
 
 
 def _described(error: BaseException) -> dict[str, Any]:
-    """Return the arguments of `ChildError`, for an error of the child or of its own child."""
+    """Return the arguments of `ChildError` for an error that was raised in a child process."""
     if isinstance(error, ChildError):
         return vars(error)
     first = str(error).partition("\n")[0].partition(" Hint: ")[0]
@@ -136,7 +139,7 @@ def _described(error: BaseException) -> dict[str, Any]:
 
 
 def _run(work: Callable[[Connection], Any], connection: Connection, limit_s: float) -> NoReturn:
-    """Run in the child; it never returns to the code that forked it."""
+    """Run `work` in the child process and send its result; never return to the code that forked the process."""
     code = 1
     try:
         for number in (signal.SIGALRM, signal.SIGINT, signal.SIGTERM):
@@ -145,12 +148,12 @@ def _run(work: Callable[[Connection], Any], connection: Connection, limit_s: flo
         nowhere = os.open(os.devnull, os.O_RDWR)
         for stream in (0, 1, 2):
             os.dup2(nowhere, stream)
-        gc.freeze()  # a collection that visits what was inherited would copy all of that memory
-        # Threads do not survive a fork, and a pool that waits for its own would hang.
+        gc.freeze()  # a garbage collection of inherited objects would copy all of their memory
+        # Threads do not survive a fork, so a pool of threads would wait for its threads forever.
         torch.set_num_threads(1)
         keep_freed_memory()
         connection.send(("result", work(connection)))
-        # Other processes may still read messages of this one; its parent ends it when all are done.
+        # Other processes may still read messages of this one, so wait until the parent ends it.
         connection.poll(None)
         code = 0
     except BaseException as error:  # any error of the user's code is reported

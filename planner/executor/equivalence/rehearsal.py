@@ -1,8 +1,8 @@
 """Repeat forwards of stages without training, to check that the model's code takes the same path every time.
 
-The comparison with the reference trains for two steps. Code that takes another path later, as in a curriculum or a loop
-that ends by the data, would end a run in the middle. Stages of the model's own forward detect it, and raise. Code that
-trains other parameters than in the first forward is refused, too.
+The comparison with the reference trains for two steps. If the model's code takes another path in a later step (a
+curriculum, or a loop whose length depends on the data), a run would fail at that step. Stages that run parts of the
+model's `forward` detect another path, and raise an error. Code that later trains other parameters is refused, too.
 """
 
 import time
@@ -26,23 +26,23 @@ from planner.model.stage import ModelStage
 
 _FORWARDS = 64
 _LIMIT_S = 1.0
-"""Limit in seconds of CPU time, so that other processes do not reduce the number of forwards."""
+"""Time limit in seconds of CPU time, so that other processes do not reduce the number of forwards."""
 _MOST_STAGES = 4
 _SAMPLES = 2
 _MOST_PARAMETERS = 20_000_000
-"""Most parameters of a model whose forwards are repeated so often."""
+"""Largest number of parameters of a model whose forwards are repeated."""
 
 
 def rehearse(loaded: LoadedModel, chain: Chain, *, limit_s: float) -> None:
-    """Run forwards of all layers, in a separate process, until one takes another path or time is up.
+    """Repeat the forward of all layers, in a separate process, until a forward takes another path or time is up.
 
     Args:
         loaded: The model.
-        chain: Its layers, on the meta device.
+        chain: Layers of the model, on the meta device.
         limit_s: Seconds after which the process is ended.
 
     Raises:
-        ChildError: A forward took another path, which is an error of the model.
+        ChildError: A forward took another path, which the model's code must not do.
     """
     if sum(p.numel() for p in chain.model.parameters()) > _MOST_PARAMETERS:
         return
@@ -52,7 +52,7 @@ def rehearse(loaded: LoadedModel, chain: Chain, *, limit_s: float) -> None:
     except ChildError as error:
         if error.is_user_error:
             raise
-        # Other errors do not concern the path: a run would raise them in its first steps.
+        # Other errors have nothing to do with the path, and a run would raise them in its first steps.
     finally:
         child.end()
 
@@ -63,11 +63,11 @@ def _forwards(loaded: LoadedModel, chain: Chain, _connection: Connection) -> Non
     edges = [round(n * count / stages) for n in range(stages + 1)]
     device = torch.device("cpu")
     ranges = [StageRange(first, end) for first, end in pairwise(edges)]
-    # Built apart, so that each lacks the parameters of the others, as in a run.
+    # Build each stage separately, so that it lacks the parameters of other stages, as in a run.
     built = [build_stages(loaded, chain, [one], seed=0, device=device)[0] for one in ranges]
     modules = [layer.module for layers in built for layer in layers]
     now = [0]
-    # Every layer of a Sequential is a module; the others are in one module for each stage.
+    # Every layer of a Sequential is a module. Other models have one module for each stage.
     starts = edges if chain.outline is not None else range(count)
     for first, module in zip(starts, modules, strict=False):
         if isinstance(module, ModelStage):
@@ -91,15 +91,24 @@ def _forwards(loaded: LoadedModel, chain: Chain, _connection: Connection) -> Non
             )
         first_trained = first_trained or trained
         if trained != first_trained:
-            raise other_path_error(f"forward {now[0] + 1} computes gradients of other tensors than the first")
+            raise other_path_error(f"forward {now[0] + 1} computes gradients of other tensors than the first forward")
         now[0] += 1
 
 
 def _trained_outputs(module: nn.Module, value: Any) -> list[bool]:
-    """Return which outputs of a stage require a gradient; a layer of a Sequential may be skipped by chance."""
+    """Return, for each output of a stage, True if it requires a gradient; empty for a layer of a Sequential.
+
+    Such a layer may be skipped at random, so its outputs may differ.
+    """
     return [tensor.requires_grad for tensor in tensors_in(value)] if isinstance(module, ModelStage) else []
 
 
 def _plant(now: list[int], first: int, layer: int) -> None:
-    """Seed the generators for a layer of a stage in the current forward."""
+    """Seed the random generators for a layer in the current forward.
+
+    Args:
+        now: Index of the current forward, in a list because callbacks need its current value.
+        first: Index of the stage's first layer.
+        layer: Index of the layer within the stage.
+    """
     StepSeeds(0, now[0]).plant(first + layer, 0)

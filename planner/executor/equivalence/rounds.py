@@ -34,10 +34,10 @@ from planner.model.reference import ReferenceOptions, Shake, train_reference
 from planner.model.reference_state import ReferenceState
 
 _MOST_STAGES = 8
-"""Limit of ranks that run at a time."""
+"""Largest number of ranks that run at a time."""
 
 _FEW_STAGES = 4
-"""Limit of ranks that run at a time if the model barely fits in memory; each process needs 100 MB for itself."""
+"""Largest number of ranks that run at a time if the model barely fits in memory; each process takes another 100 MB."""
 
 _IN_PLACE_HINT = (
     "stages run forwards of several micro-batches before the first backward, so neither `forward` nor a hook may "
@@ -45,8 +45,8 @@ _IN_PLACE_HINT = (
 )
 
 _DRAWS = 2
-"""Number of random changes of parameters that show how the model amplifies rounding errors: which ReLU flips is
-random."""
+"""Number of random changes of parameters by which the amplification of rounding errors is measured. One is not enough,
+because a change may or may not flip a ReLU."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,31 +60,33 @@ class RoundResult:
     is_failure: bool = False
     """True if an error other than a limit on time or memory has prevented the comparison."""
     random: str = ""
-    """Difference between two references, if every cut is wrong and so is a plain loop that runs again."""
+    """Difference between two references, if every cut is wrong and the plain loop trains differently each time."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Round:
-    """Reference that trains, and the cuts to compare with it."""
+    """Round of the check: a reference that trains, and the cuts that are compared with it."""
 
     request: CheckRequest
     subject: Subject
     folder: Path
+    """Folder of the reference's states."""
     child: Child
+    """Process of the reference."""
     progress: Callable[[str], None]
 
     @classmethod
     def of(
         cls, request: CheckRequest, subject: Subject, folder: Path, child: Child, *, progress: Callable[[str], None]
     ) -> "Round":
-        """Start the reference.
+        """Start the training of the reference, and return the round.
 
         Args:
-            request: The request.
+            request: Request to the check.
             subject: Model to train.
             folder: Folder of the reference's states.
-            child: Process of the reference.
-            progress: Called with the current activity.
+            child: Process of the reference, which waits for its options.
+            progress: Called with a text about the current activity.
 
         Returns:
             The round.
@@ -97,7 +99,7 @@ class Round:
         return cls(request=request, subject=subject, folder=folder, child=child, progress=progress)
 
     def compare(self) -> RoundResult:
-        """Compare all cuts for which there is time."""
+        """Compare all cuts for which there is time, and return the result."""
         ends, shown = self.request.ends, self.subject.cuts
         num_layers = len(self.subject.whole.layers)
         wanted = list(shown.values() if ends is None else (end for end in ends if end < num_layers))
@@ -126,19 +128,24 @@ class Round:
         return RoundResult(proof=proof, num_cuts=num_cuts, wrong=named, random=random)
 
     def _difference_of_references(self) -> str:
-        """Train the reference again; describe how it differs from the first one, or return an empty text."""
+        """Train the reference again, and describe how it differs from the first reference; empty if it does not."""
         folder = self._trained_again(self.subject.options, None)
         begun, right = (ReferenceState.load(each / "initial").tensors for each in (folder, self.folder))
         pairs = [(tensor, right[name]) for name, tensor in begun.items()]
         if any(one is not None and other is not None and not torch.equal(one, other) for one, other in pairs):
             return ""
         again, first = (ReferenceState.load(each / "gradients-0") for each in (folder, self.folder))
-        # Forwards that found the layers may have changed numbers in this process.
+        # Ignore numbers: the forwards that found the layers may have changed them in this process.
         relative = {what: size for what, size in _compared_states(again, first).items() if not what.startswith(NUMBER)}
         return largest_problem(relative, dict)
 
     def _alike(self, standing_for: Mapping[int, int], place: int) -> tuple[int, ...]:
-        """Return the cuts of the full model that a compared one represents."""
+        """Return the cuts of the full model that a compared cut represents.
+
+        Args:
+            standing_for: Cut of the full model for each cut of the trained model.
+            place: Compared cut of the trained model.
+        """
         return self.subject.coverage.like(standing_for[place]) if self.request.ends is None else (place,)
 
     def _proof(self, cuts: Collection[int], relative: Mapping[str, float], recomputed: str) -> Proof:
@@ -161,7 +168,8 @@ class Round:
 
     def _group_result(self, cuts: Sequence[int]) -> "_GroupResult":
         found, problem = self._train(cuts, "except-last")
-        # Recomputed layers keep no graph that the forward of another micro-batch could write into.
+        # If forwards write into state, also compare without recomputation: recomputed layers keep no graph, which the
+        # forward of another micro-batch could damage by writing into it.
         if not problem and not any(rank.writes_state for rank in found):
             return _GroupResult(found)
         again, still = self._train(cuts, "never")
@@ -171,15 +179,19 @@ class Round:
             return _GroupResult(again, wrong={cuts[0]: still})
         alone: dict[int, str] = {}
         for cut in cuts:
-            # A cut that there is no time to try alone counts as wrong.
+            # A cut for which there is no more time counts as wrong.
             is_late = time.monotonic() > self.request.deadline + self.request.budget_s
             alone[cut] = still if is_late else self._train([cut], "never")[1]
         wrong = {cut: why for cut, why in alone.items() if why}
-        # If none of them is wrong alone, the problem needs several cuts at once: then all of them are removed.
+        # If no cut is wrong alone, only several cuts at once cause the problem, and all of them are removed.
         return _GroupResult(again, wrong=wrong or dict.fromkeys(cuts, still))
 
     def _train(self, cuts: Sequence[int], recompute: Recompute) -> tuple[list[Differences], str]:
-        """Train a pipeline with these cuts; return the differences of its ranks, and a problem."""
+        """Train a pipeline with these cuts.
+
+        Returns:
+            The differences of its ranks, and a text about the largest problem; empty if there is no problem.
+        """
         balance = _balance(self.subject, cuts, recompute)
         limit_s = self.request.limit_s
         trial = Trial(
@@ -198,7 +210,7 @@ class Round:
             if not _is_of_connection(error):
                 changes = "modified by an inplace operation" in error.message
                 return [], "; ".join(filter(None, [error.message, error.hint or (_IN_PLACE_HINT if changes else "")]))
-            found = self._run(trial)  # the connection was at fault, not a stage
+            found = self._run(trial)  # try again, because a connection failed, not a stage
         different = _different_copies(found)
         if different:
             return found, different
@@ -206,7 +218,7 @@ class Round:
         return found, largest_problem(relative, self._noise)
 
     def _run(self, trial: Trial) -> list[Differences]:
-        """Run all ranks; return the differences of each."""
+        """Run all ranks of a pipeline, each in a process, and return the differences of each rank."""
         rendezvous = Path(tempfile.mkdtemp(dir=self.folder.parent)) / "store"
         ranks = range(trial.balance.num_processes)
         children = [Child(partial(_run_rank, trial, rank, rendezvous), limit_s=trial.limit_s) for rank in ranks]
@@ -217,7 +229,7 @@ class Round:
                 child.end()
 
     def _results(self, children: Sequence[Child]) -> list[Differences]:
-        """Return the differences of all ranks; raise the first error that is not only a closed connection."""
+        """Return the differences of all ranks, or raise an error: preferably one that is not a closed connection."""
         waiting = {child.connection: n for n, child in enumerate(children)}
         found: dict[int, Differences] = {}
         errors: list[ChildError] = []
@@ -241,9 +253,10 @@ class Round:
         return [found[rank] for rank in range(len(children))]
 
     def _noise(self) -> Mapping[str, float]:
-        """Return how far gradients, buffers and loss change if parameters change by a rounding error before a step.
+        """Return the relative changes of gradients, buffers and loss if parameters change by a rounding error.
 
-        Every step is tried. In the first one, a last layer that begins as zeros gives earlier layers no gradient.
+        Parameters are changed before each step in turn, and the largest changes count. The first step is not enough: if
+        the last layer is initialized with zeros, earlier layers have no gradients in this step.
         """
         noise: dict[str, float] = {}
         for steps in range(1, self.subject.options.steps + 1):
@@ -254,13 +267,13 @@ class Round:
         return noise
 
     def _perturbed_reference(self, steps: int, seed: int) -> ReferenceState:
-        """Train the reference again, with changed parameters in the last of `steps` steps; return its gradients."""
+        """Train the reference for `steps` steps, with changed parameters in the last one; return its last state."""
         options = replace(self.subject.options, steps=steps, updates=steps > 1)
         folder = self._trained_again(options, shaking(self.subject.loaded.precision, seed))
         return ReferenceState.load(folder / f"gradients-{steps - 1}")
 
     def _trained_again(self, options: ReferenceOptions, shake: Shake | None) -> Path:
-        """Train another reference; return the folder of its states."""
+        """Train another reference in a separate process, and return the folder of its states."""
         folder = Path(tempfile.mkdtemp(dir=self.folder.parent))
         child = Child(
             partial(_train_apart, self.request.loaded, options, folder=folder, shake=shake),
@@ -274,14 +287,14 @@ class Round:
 
 
 class _ReferenceFailedError(ChildError):
-    """The plain loop raised an error."""
+    """Error of the reference: the plain training loop has failed."""
 
 
 def _expect_reference(child: Child) -> None:
-    """Wait for the reference.
+    """Wait until the reference has finished its training.
 
     Raises:
-        _ReferenceFailedError: It failed.
+        _ReferenceFailedError: The plain training loop has failed.
     """
     try:
         if not child.is_done:
@@ -291,15 +304,18 @@ def _expect_reference(child: Child) -> None:
 
 
 class _GroupResult(NamedTuple):
-    """Result for one group of cuts."""
+    """Result of the comparison of one group of cuts."""
 
     found: Sequence[Differences]
+    """Differences of each rank."""
     wrong: Mapping[int, str] = {}
+    """Reason for each wrong cut."""
     differs_recomputed: str = ""
+    """Problem that occurs only with recomputation; empty if there is none."""
 
     @property
     def relative(self) -> dict[str, float]:
-        """Differences by name, over all ranks."""
+        """Largest relative difference over all ranks, by name."""
         return _together(self.found)
 
 
@@ -335,13 +351,13 @@ def _balance(subject: Subject, cuts: Sequence[int], recompute: Recompute) -> Bal
 
 
 def _different_copies(differences: Sequence[Differences]) -> str:
-    """Describe a tensor that several ranks hold and that begins with other values on each; empty if there is none."""
+    """Name a tensor whose copies on several ranks have different initial values; empty if there is none."""
     digests: dict[str, set[str]] = {}
     for rank in differences:
         for name, digest in rank.own_values.items():
             digests.setdefault(name, set()).add(digest)
     name = next((name for name, values in digests.items() if len(values) > 1), "")
-    return name and f'"{name}" has different initial values on the stages that hold it'
+    return name and f'"{name}" has different initial values on the stages that share it'
 
 
 def _together(differences: Sequence[Differences]) -> dict[str, float]:

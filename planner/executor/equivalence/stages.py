@@ -1,10 +1,11 @@
 """Train one rank of a pipeline for a few steps, and compare it with the reference's states after each step.
 
-Each step is compared in two phases. After the first, the rank replaces its gradients by the reference's, so that
-rounding errors do not accumulate:
+Each step is compared in two phases:
 
     forwards, backwards    loss, gradients, buffers and numbers are compared
-    optimizer              parameters and the optimizer's state are compared, by a sample of large tensors
+    optimizer              parameters and the optimizer's state are compared; of large tensors, only a sample
+
+After the first phase, the rank replaces its gradients by the reference's, so that rounding errors do not accumulate.
 """
 
 import math
@@ -52,7 +53,7 @@ _POLL_S = 0.01
 
 @dataclass(frozen=True, kw_only=True)
 class Trial:
-    """Model and some cuts, to be trained as a pipeline and compared with the reference."""
+    """Pipeline to train and compare with the reference: a model, some cuts, and options."""
 
     loaded: LoadedModel
     chain: Chain
@@ -65,15 +66,15 @@ class Trial:
 
 
 def run_rank(trial: Trial, rank: int, rendezvous: Path) -> Differences:
-    """Train one rank's stages in this process, which runs nothing else, and compare them with the reference.
+    """Train the stages of one rank, and compare them with the reference. The process must run nothing else.
 
     Args:
-        trial: Model and cuts.
-        rank: The rank.
+        trial: Pipeline to train.
+        rank: Rank of this process.
         rendezvous: File through which the ranks find each other.
 
     Returns:
-        The differences.
+        Differences of this rank from the reference.
     """
     world = trial.balance.num_processes
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world)}
@@ -85,11 +86,11 @@ def run_rank(trial: Trial, rank: int, rendezvous: Path) -> Differences:
 
 
 class _Rank:
-    """Comparison of one rank with the reference."""
+    """Training of one rank, with comparisons with the reference."""
 
     def __init__(self, trial: Trial, pipeline: Pipeline) -> None:
         self._trial, self._pipeline = trial, pipeline
-        # Ranks may know a tied tensor under different names.
+        # A tied tensor may have different names on different ranks, so use its first name.
         first = pipeline.first_names
         self._named = {first.get(name, name): parameter for name, parameter in pipeline.named_parameters()}
         self._found = Differences()
@@ -97,7 +98,7 @@ class _Rank:
         self._kept = self._kept_tensors()
 
     def train(self) -> Differences:
-        """Train and compare."""
+        """Train for the steps of the reference, and return all differences."""
         pipeline, loaded, options = self._pipeline, self._trial.loaded, self._trial.options
         self._begin_as_reference()
         at_start = self._file_numbers()
@@ -119,17 +120,17 @@ class _Rank:
         return self._found
 
     def _state(self, name: str) -> ReferenceState:
-        """Wait until the reference has written a state, and return it."""
+        """Wait until the reference has written the state `name`, and return the state."""
         path = self._trial.reference / name
         while not path.exists():
             time.sleep(_POLL_S)
         return ReferenceState.load(path)
 
     def _begin_as_reference(self) -> None:
-        """Record which initial values differ from the reference's, and replace them.
+        """Set parameters and buffers to the reference's initial values, and record which values differed.
 
         An unseeded generator produces different initial values in each process. This is an error only for tensors that
-        several ranks hold. Parameters that were built without values take the reference's memory, which is a file.
+        several ranks share. Parameters that were built without values use the memory of the reference's file.
         """
         if self._trial.options.lean:
             self._before.lend_parameters(self._named)
@@ -149,7 +150,7 @@ class _Rank:
         return {**buffers, **self._named}
 
     def _versions(self) -> dict[int, int]:
-        """Return the version counter of each tensor that forwards may write into, by its `id()`."""
+        """Return the version counter of each tensor that forwards may write into, by the tensor's `id()`."""
         loose = [tensor for module in self._pipeline.modules for tensor in loose_tensors(module)]
         return {id(tensor): tensor._version for tensor in (*self._held_tensors().values(), *loose)}
 
@@ -173,15 +174,15 @@ class _Rank:
                 parameter.grad.copy_(gradient)
 
     def _compare_and_release(self, step: int) -> None:
-        """Compare the gradients of a model that barely fits in memory, and release each of them."""
+        """Compare gradients one by one and release each, because the model barely fits in memory."""
         for name, parameter in self._named.items():
             if parameter.requires_grad:
-                # A state of its own for each gradient: what has been read of the file is released with it.
+                # Load the state for each gradient separately, because pages of the file are released with the state.
                 compare_gradients(self._found, {name: parameter.grad}, self._state(f"gradients-{step}"))
                 parameter.grad = None
 
     def _kept_tensors(self) -> frozenset[str]:
-        """Return the tensors in attributes that last: they were there at the start, and no stage takes them back."""
+        """Return the names of tensors in attributes that exist at the start, and that stages keep between forwards."""
         outline = self._trial.chain.outline
         at_start = frozenset(self._before.numbers)
         return at_start if outline is None else at_start & {state.name + TENSOR for state in outline.recording.states}
@@ -190,7 +191,7 @@ class _Rank:
         return file_numbers(self._trial.chain.model, self._trial.loaded.loss_fn)
 
     def _compare_numbers(self, right: ReferenceState, at_start: dict[str, float]) -> None:
-        """Compare the numbers of modules whose forward ends here, and module-level ones that this rank uses."""
+        """Compare numbers of modules whose forward ends on this rank, and module-level numbers that this rank uses."""
         found, used = self._found, set[str]()
         for module in self._pipeline.modules:
             finished = module.finished_modules()
@@ -233,7 +234,10 @@ class _Rank:
 
 
 def _rounding_scale(name: str, right: ReferenceState) -> float:
-    """Return the smallest scale for comparing a buffer; for a running mean, it follows from the running variance."""
+    """Return the lower bound on the divisor for a buffer's difference: 0, except for running means.
+
+    For a running mean, it is 1 % of the largest running standard deviation.
+    """
     variance = right.tensors.get(f"buffer:{name.removesuffix('running_mean')}running_var")
     return (
         0.0 if not name.endswith("running_mean") or variance is None else 0.01 * math.sqrt(largest_magnitude(variance))
@@ -241,6 +245,6 @@ def _rounding_scale(name: str, right: ReferenceState) -> float:
 
 
 def _place(key: str) -> tuple[str, str]:
-    """Return the parameter, whose name may hold a colon, and the kind of a tensor of optimizer state."""
+    """Split the key of a tensor of optimizer state into parameter name and kind; the name may contain a colon."""
     name, _, kind = key.removeprefix("optimizer:").rpartition(":")
     return name, kind

@@ -1,4 +1,4 @@
-"""Choose what the equivalence check trains: the model, or a shortened one that has all its distinct cuts."""
+"""Choose what the equivalence check trains: the model, or a shortened model in which each distinct cut occurs."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -21,7 +21,7 @@ Digests = Callable[[Chain, LoadedModel], Sequence[str]]
 """Function that returns a digest of the operators of every layer; empty if they are unknown."""
 
 STEPS = 2
-"""Training steps that are compared."""
+"""Number of training steps that are compared."""
 
 _MICRO_BATCHES = 2
 
@@ -29,7 +29,7 @@ _MANY_PARAMETERS = 20_000_000
 """Models with more parameters are compared without most of their repeated layers."""
 
 _MOST_BYTES = 1_600_000_000
-"""Limit of parameters, gradients and optimizer state of the reference, or of all ranks."""
+"""Upper bound on the bytes of parameters, gradients and optimizer state of the reference, or of all ranks."""
 
 _LEAN_BYTES = 600_000_000
 """Models with more bytes of parameters are never built with their initial values."""
@@ -43,9 +43,9 @@ class CheckRequest:
     budget_s: float
     """Approximate time limit in seconds."""
     deadline: float
-    """End of that time, on the monotonic clock."""
+    """End of the time limit, on the monotonic clock."""
     ends: Sequence[int] | None
-    """Cuts to compare, each the index of the layer after it; None: all distinct ones."""
+    """Cuts to compare, each given as the index of the layer after it; None: one of each class of equivalent cuts."""
     digests: Digests
 
     @property
@@ -67,7 +67,7 @@ class Subject:
     """Classes of the full model's cuts."""
     options: ReferenceOptions
     one_by_one: bool = False
-    """True if the reference ends before ranks begin, because both do not fit in memory."""
+    """True if the reference must end before ranks begin, because they do not fit in memory together."""
     reason: str = ""
     """Reason why the optimizer is not compared."""
 
@@ -76,13 +76,13 @@ class Subject:
         """Choose the model to train.
 
         Args:
-            request: The request.
+            request: Request to the check.
             whole: Chain of the full model.
-            size: Samples of a micro-batch.
-            lean: Whether a shortened model is built without initial values, which takes a fraction of the time.
+            size: Number of samples in a micro-batch.
+            lean: Whether to build a shortened model without the user's initial values, which takes less time.
 
         Returns:
-            The choice.
+            The model to train, and the options of its training.
 
         Raises:
             ChildError: The shapes at the boundaries cannot be found.
@@ -109,7 +109,7 @@ class Subject:
 
     @property
     def has_other_values(self) -> bool:
-        """True if parameters have random values although there is memory for those of the user's code."""
+        """True if parameters have random values although there is memory for the user's initial values."""
         return self.options.lean and _bytes_of(self.whole) <= _LEAN_BYTES
 
     def _shortened(self, *, lean: bool) -> "Subject":
@@ -123,13 +123,13 @@ class Subject:
         return replace(self, loaded=loaded, chain=chain, options=options)
 
     def _within_memory(self) -> "Subject":
-        """Reduce the check to what fits in memory.
+        """Reduce the check until it fits in memory: run processes one by one, or leave the optimizer out.
 
         Raises:
-            ChildError: Not even one step fits.
+            ChildError: Parameters and gradients alone do not fit.
         """
         own_bytes = _bytes_of(self.chain)
-        # Every rank that shares a parameter holds a copy.
+        # Every rank that shares a parameter has a copy.
         copies_bytes = sum(p.nbytes for layer in self.chain.layers for p in layer.module.parameters())
         most_bytes = max(own_bytes, copies_bytes)
         if 4 * (own_bytes + copies_bytes) <= _MOST_BYTES:
@@ -144,7 +144,7 @@ class Subject:
 
     @property
     def cuts(self) -> dict[int, int]:
-        """Equivalent cut of the trained model for each representative cut of the full model."""
+        """For each representative cut of the full model, an equivalent cut of the trained model."""
         if self.chain is self.whole:
             return {cut: cut for cut in self.coverage.representatives}
         places = {end: cut for cut, end in enumerate(self.chain.ends, start=1)}
@@ -163,7 +163,7 @@ class Subject:
 
 
 def is_large(chain: Chain) -> bool:
-    """Return True if a model is compared without most of its repeated layers."""
+    """Return True if a model is so large that it is compared without most of its repeated layers."""
     return sum(p.numel() for p in chain.model.parameters()) > _MANY_PARAMETERS
 
 
@@ -172,7 +172,7 @@ def _bytes_of(chain: Chain) -> int:
 
 
 def layer_starts(chain: Chain) -> tuple[LayerStart | None, ...]:
-    """Return the start of each layer from the second on, as a call of a module."""
+    """Return, for each layer except the first, the module call at which it starts."""
     if chain.outline is None:
         seen: list[int] = []
         starts: list[LayerStart | None] = []
@@ -185,7 +185,7 @@ def layer_starts(chain: Chain) -> tuple[LayerStart | None, ...]:
 
 
 def _start_at(calls: Sequence[Call], cut: int) -> LayerStart | None:
-    """Return the module call that ends at a recording time. If no call ends then, return the next that starts."""
+    """Return the module call that ends just before the recording time `cut`, or else the next call that starts."""
     for call in calls:
         if call.exit + 1 == cut and call.exit != END:
             number = sum(other.path == call.path and other.exit <= call.exit for other in calls)
