@@ -1,4 +1,4 @@
-"""Check of a request, and its cases: every allowed combination of width, schedule, chunks, replicas and M."""
+"""Check of a request, and its cases: every allowed combination of tensor-parallel width, schedule, chunks, R and M."""
 
 from collections.abc import Iterator, Sequence
 from math import inf, isqrt
@@ -64,18 +64,18 @@ def check_request(profile: Profile, request: Request) -> None:
 
 
 def cases_of(profile: Profile, request: Request, *, tables: WidthTables | None = None) -> list[Case]:
-    """Return every allowed combination of width, schedule, chunks, replicas and M.
+    """Return a case for every allowed combination of width, schedule, chunks, replicas and micro-batches.
 
     Args:
         profile: The profile to plan for.
         request: The request.
-        tables: Costs of the profile, if they were read before.
+        tables: Cost tables of the profile; None to compute them.
 
     Returns:
         One case per combination.
 
     Raises:
-        UsageError: The request allows no width or no number of micro-batches, or names unknown layers.
+        UsageError: The request allows no tensor-parallel width or no M, or names unknown layers.
     """
     inputs = request.inputs
     names = [layer.name for layer in profile.layers]
@@ -107,16 +107,16 @@ def cases_of(profile: Profile, request: Request, *, tables: WidthTables | None =
                     chunks=chunks,
                 )
                 for schedule, chunks, num_devices in _schedules(request, m, len(names), cluster.num_devices // replicas)
-                # Nothing is recommended on an assumption.
+                # If the split backward times are assumed, `auto` does not recommend schedules that need them.
                 if inputs.schedule != "auto" or not (schedule.splits_backward and table.halves_assumed)
             ]
     if not costs:
-        micro_batch_counts(profile, request)  # says why there are none, for one replica
+        micro_batch_counts(profile, request)  # raises the error that says why no M is possible with one replica
     return cases if request.balance is None else _with_so_many_stages(cases, request.balance)
 
 
 def _with_so_many_stages(cases: Sequence[Case], balance: tuple[int, ...]) -> list[Case]:
-    """Return the cases that can run as many stages as the given cuts have; raise `UsageError` if there are none."""
+    """Return the cases that can run the number of stages of the given cuts; raise `UsageError` if there are none."""
     able = [c for c in cases if len(balance) % c.chunks == 0 and len(balance) <= c.num_devices * c.chunks]
     if cases and not able:
         most = max(case.num_devices * case.chunks for case in cases)
@@ -132,7 +132,7 @@ def _with_so_many_stages(cases: Sequence[Case], balance: tuple[int, ...]) -> lis
 def _schedules(
     request: Request, micro_batches: int, num_layers: int, num_devices: int
 ) -> Iterator[tuple[Schedule, int, int]]:
-    """Yield schedules with their chunks per device and the largest number of devices of a pipeline."""
+    """Yield each schedule with a number of chunks per device and the largest number of devices of its pipeline."""
     devices = min(num_devices, num_layers, MOST_ACTIONS // micro_batches)
     for schedule in request.schedules:
         if isinstance(schedule, ListedSchedule) and schedule.rows:
@@ -150,7 +150,7 @@ def _schedules(
 
 
 def _chunks(request: Request, schedule: Schedule, num_layers: int, devices: int) -> Sequence[int]:
-    """Return the numbers of stages per device to try."""
+    """Return the numbers of stages per device to try under a schedule."""
     asked = request.inputs.chunks
     if not schedule.is_chunked:
         return (1,)
@@ -165,14 +165,14 @@ def _chunks(request: Request, schedule: Schedule, num_layers: int, devices: int)
 
 
 def _clusters(profile: Profile, inputs: Inputs) -> Iterator[tuple[Cluster, int]]:
-    """Yield the cluster for every allowed width and number of replicas, with that number."""
+    """Yield a cluster for every allowed tensor-parallel width and number of replicas, with the number of replicas."""
     for width in usable_widths(profile, inputs):
         for replicas in _replica_counts(profile, inputs, inputs.cluster_of(width)):
             yield inputs.cluster_of(width, replicas), replicas
 
 
 def _replica_counts(profile: Profile, inputs: Inputs, cluster: Cluster) -> list[int]:
-    """Return the requested number of replicas, or else every one that divides the batch and can divide experts."""
+    """Return the requested number of replicas; if it is open, every number that divides the batch and suits experts."""
     if inputs.replicas:
         return [inputs.replicas]
     step = profile.expert_parallel
@@ -182,13 +182,13 @@ def _replica_counts(profile: Profile, inputs: Inputs, cluster: Cluster) -> list[
 def micro_batch_counts(
     profile: Profile, request: Request, *, replicas: int = 1, required: bool = True
 ) -> tuple[int, ...]:
-    """Return the possible M: divisors of each replica's batch whose micro-batch size the profile covers.
+    """Return the possible M: divisors of each replica's batch that give a micro-batch size that the profile covers.
 
     Args:
         profile: The profile to plan for.
         request: The request.
         replicas: Number of replicas.
-        required: Whether to raise an error if there are none.
+        required: True to raise an error if no M is possible.
 
     Returns:
         The numbers of micro-batches, ascending.

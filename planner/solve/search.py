@@ -33,40 +33,40 @@ from planner.solve.space.any_order import any_order_us
 from planner.solve.space.case import Case
 
 _NEAR: Final = 1.1
-"""Largest step time of a case, relative to the fastest, for which a longer search may make it the fastest."""
+"""Largest ratio of a case's step time to the fastest one with which a longer search may make the case the fastest."""
 
 _NEARBY: Final = 1.06
-"""Largest such ratio in the second pass: its longer searches made plans up to 5.5 % faster."""
+"""The same ratio for the second search pass, because longer searches made plans up to 5.5 % faster."""
 
 _CLEARLY: Final = 1.01
-"""Ratio of step times above which a plan with more chunks per device counts as clearly slower."""
+"""Ratio of step times above which a plan with more chunks per device counts as slower."""
 
 _NEAREST_SCHEDULES, _NEAREST_CASES = 2, 2
-"""Number of schedules in the second pass of an open schedule, and number of cases that `_searched_on` improves."""
+"""Number of schedules in the second pass if the schedule is `auto`; number of cases that `_searched_on` improves."""
 
 MOST_WORK: Final = 20_000
-"""Limit on layers times devices, above which no further requests are solved for hints."""
+"""Largest number of layers times devices for which further requests are solved for hints."""
 
 
 def solve(profile: Profile, request: Request, *, tables: WidthTables | None = None, breaks_ties: bool = True) -> Plan:
     """Return the plan with the smallest step time under the memory limits.
 
-    The search covers stage counts, cuts, M and recomputation, and widths, schedules, chunks and replicas that are open.
-    Ties in step time are broken by the lowest peak memory, then the fewest bytes moved, then the evenest stages, then a
-    fixed order. The same request therefore always gets the same plan.
+    The search covers numbers of stages, cuts, M and recomputation; also tensor-parallel width, schedule, chunks and
+    replicas if the request leaves them open. Ties in step time are broken by the lowest peak memory, then the fewest
+    bytes moved, then the evenest stages. The same request therefore always gets the same plan.
 
     Args:
         profile: The profile to plan for.
         request: The request.
-        tables: Costs of the profile, if they were read before; saves time for several requests on one profile.
-        breaks_ties: Whether to break ties; if False, any of the fastest plans is returned.
+        tables: Cost tables of the profile, which save time if several requests share a profile; None to compute them.
+        breaks_ties: False to return any of the fastest plans.
 
     Returns:
-        The plan, with its lower bound.
+        The plan, with a lower bound of the step time of all plans.
 
     Raises:
         UsageError: The request contradicts itself or the profile.
-        InfeasibleError: No plan fits; the hint names the nearest changes that would.
+        InfeasibleError: No plan fits; the hint names the smallest changes with which a plan fits.
         SolverError: No plan was found within the time limit.
     """
     check_request(profile, request)
@@ -90,7 +90,7 @@ def solve(profile: Profile, request: Request, *, tables: WidthTables | None = No
 def plan_under(
     schedules: Collection[ScheduleName], profile: Profile, request: Request, *, upper_us: float
 ) -> Plan | None:
-    """Return the best plan found under some schedules, or None if none beats `upper_us`.
+    """Return the best plan found under some schedules, or None if no plan beats `upper_us`.
 
     Args:
         schedules: Names of the schedules.
@@ -99,7 +99,7 @@ def plan_under(
         upper_us: Step time to beat, in microseconds.
 
     Returns:
-        The plan, with its lower bound.
+        The plan, with a lower bound of the step time of all plans under these schedules.
 
     Raises:
         UsageError: The request contradicts itself or the profile.
@@ -128,20 +128,20 @@ class _Key(NamedTuple):
 class _Searched(NamedTuple):
     best: Answer | None
     bounds_us: Mapping[ScheduleName, float]
-    """Lower bounds of all plans of a schedule's cases."""
+    """For each schedule, a lower bound of the step time of all plans of its cases."""
     complete: bool
-    """True if there was time for every case."""
+    """True if there was time to search every case."""
     answers: Mapping[_Key, Answer]
     """Answers of the cases that were searched."""
 
     @property
     def bound_us(self) -> float:
-        """Lower bound of all plans of the cases."""
+        """Lower bound of the step time of all plans of all cases."""
         return min(self.bounds_us.values(), default=inf)
 
 
 def _searched(cases: Sequence[Case], request: Request, deadline: Deadline, *, upper_us: float = inf) -> _Searched:
-    """Return the best answer of all cases that beats `upper_us`."""
+    """Search all cases for the best answer that beats `upper_us`."""
     if request.inputs.recompute != "layers" or all(case.schedule.has_closed_form for case in cases):
         return _in_passes(cases, request, deadline, upper_us=upper_us)
     # Recomputation of whole stages comes first, so that no plan with single layers is slower.
@@ -153,11 +153,11 @@ def _searched(cases: Sequence[Case], request: Request, deadline: Deadline, *, up
 
 
 def _in_passes(cases: Sequence[Case], request: Request, deadline: Deadline, *, upper_us: float) -> _Searched:
-    """Search all cases; if the schedule is open, give the most promising schedules a second, longer search.
+    """Search all cases; if the schedule is `auto`, search the most promising schedules a second time, longer.
 
-    The second search of a schedule has the effort of a request for that schedule alone. So the answer is rarely slower
-    than the answer to such a request. Giving every schedule that effort would take several times as long. Searched
-    schedules are left to the second pass: their search begins with the plans of all others.
+    The second search of a schedule has the same effort as a request for that schedule alone, so the answer is rarely
+    slower than the answer to such a request. With this effort for every schedule, the search would take several times
+    as long. The schedule `search` is searched in the second pass only, because it starts from the plans of all others.
     """
     if len({case.cluster.tensor_parallel for case in cases}) > 1:
         return _over_widths(cases, request, deadline, upper_us=upper_us)
@@ -193,7 +193,7 @@ def _in_passes(cases: Sequence[Case], request: Request, deadline: Deadline, *, u
 
 
 def _with_own_orders(searched: _Searched, cases: Sequence[Case], request: Request, deadline: Deadline) -> _Searched:
-    """Return the result after a search for action orders that starts from the best plan, unless that has its own."""
+    """Search for action orders from the best plan, unless the solver already made its orders; return the result."""
     best = searched.best
     if best is None or searched.bound_us >= best.step_us or best.case.schedule.is_to_be_made:
         return searched
@@ -208,7 +208,7 @@ def _with_own_orders(searched: _Searched, cases: Sequence[Case], request: Reques
 def _improved_orders(
     case: Case, start: Answer, request: Request, deadline: Deadline, *, most_actions: int
 ) -> Answer | None:
-    """Return a plan of the case that is faster than `start`, if a search for action orders from there finds one."""
+    """Search for action orders from the plan `start`; return a faster plan of the case, or None."""
     alone = replace(request, inputs=replace(request.inputs, schedule=SEARCHED.name))
     starts, budget = {_Key.of(case): start}, {SEARCHED.name: most_actions}
     return _one_by_one([case], alone, deadline, upper_us=start.step_us, starts=starts, budget=budget).best
@@ -217,7 +217,7 @@ def _improved_orders(
 def _search_orders_twice(
     cases: Sequence[Case], request: Request, deadline: Deadline, *, upper_us: float, promising: Collection[_Key] = ()
 ) -> _Searched:
-    """Search for action orders with half of the effort for all cases, then with the rest from the best plan."""
+    """Search all cases for action orders with half of the effort, then use the other half to improve the best plan."""
     first = _one_by_one(cases, request, deadline.share(0.5), upper_us=upper_us, promising=promising)
     best = first.best
     if best is None or first.bound_us >= best.step_us:
@@ -230,11 +230,12 @@ def _search_orders_twice(
 
 
 def _over_widths(cases: Sequence[Case], request: Request, deadline: Deadline, *, upper_us: float) -> _Searched:
-    """Search cases of several widths with about the effort of one.
+    """Search cases of several tensor-parallel widths with about the effort that one width would get.
 
-    A quick search under 1F1B ranks widths, replicas and M. The most promising of them come first under each schedule
-    and get most of its effort; the others count with their bounds once it is spent. If the schedule is open, the
-    nearest schedules then get more effort at the width and the replicas of the best plan.
+    A quick search under 1F1B ranks combinations of width, replicas and M. Under each schedule, the most promising
+    combinations come first and get most of the schedule's effort. When it is spent, the remaining combinations count
+    with their lower bounds. If the schedule is `auto`, the most promising schedules then get more effort, with the
+    width and the replicas of the best plan.
     """
     is_open = request.inputs.schedule == "auto" and request.actions is not None
     quick = quick_answers(cases, deadline, upper_us=upper_us) if is_open else []
@@ -256,7 +257,7 @@ def _over_widths(cases: Sequence[Case], request: Request, deadline: Deadline, *,
 
 
 def _nearest_schedules(answers: Iterable[Answer]) -> dict[ScheduleName, float]:
-    """Return the schedules that a longer search may improve, fastest first, with their step times."""
+    """Return the step times of the fastest schedules whose plans a longer search may improve, fastest first."""
     found_us: dict[ScheduleName, float] = {}
     for answer in answers:
         if answer.partition is not None and is_improved(answer.case.schedule):
@@ -282,13 +283,13 @@ def _one_by_one(
     Args:
         cases: The cases.
         request: The request.
-        deadline: End of the search.
-        upper_us: Step time to beat.
-        starts: Answers of the cases to start from, as in `search_for`.
-        best: Best answer of earlier searches.
-        ranks: Estimated step times by width, replicas and M, if widths share the effort; the fastest come first.
-        budget: Actions to simulate per schedule; empty for those of the request.
-        promising: Cases that are searched with any number of chunks, because an earlier pass found good plans.
+        deadline: Limits on time and effort.
+        upper_us: Step time to beat, in microseconds.
+        starts: Answers from which the searches of some cases start, as `start` of `search_for`.
+        best: Best answer of earlier searches, or None.
+        ranks: Estimated step times by width, replicas and M, which sort the cases if several widths share the effort.
+        budget: Number of actions to simulate per schedule; if empty, the request decides.
+        promising: Cases that are searched even if fewer chunks were faster, because an earlier pass found good plans.
     """
     is_open, first_us = request.inputs.schedule == "auto", upper_us
     is_second = deadline.enough_us < inf
@@ -298,8 +299,8 @@ def _one_by_one(
     answers: dict[_Key, Answer] = {}
     bounds_us: dict[ScheduleName, float] = {}
     complete = True
-    # The most promising case comes first, because its plan rules out most others by their bounds. If the schedule is
-    # open, GPipe comes before all others: its best plan is found and proven quickly.
+    # The most promising case comes first, because most other cases have a lower bound above the step time of its plan.
+    # If the schedule is `auto`, GPipe comes before all others, because its best plan is found and proven quickly.
     ordered = sorted(cases, key=promise_of if is_open else bound_of)
     if ranks:
         ordered.sort(key=lambda case: (promise_of(case)[0], ranks.get(shape_of(case), inf)))
@@ -315,7 +316,7 @@ def _one_by_one(
         has_chunks = is_cut_short and _has_enough_chunks(case, answers)
         most_actions = effort_of(case, left, unseen[case.schedule.name] + 1, is_ranked=ranks is not None)
         if has_chunks or is_spent or (is_open and left and is_hopeless and start is None):
-            _bound_by(bounds_us, case, least_us)  # not worth the effort, but its bound still counts
+            _bound_by(bounds_us, case, least_us)  # The case is skipped, but its lower bound still counts.
             left |= {case.schedule.name: left[case.schedule.name] - (most_actions or 0)} if has_chunks and left else {}
             continue
         # Cases without time left count with a weak bound that ignores memory. Reserve half of the time for them.
@@ -340,7 +341,7 @@ def _one_by_one(
 
 
 def _answer(search: Search, case: Case, *, upper_us: float, deadline: Deadline) -> Answer | None:
-    """Return the answer of a case; None if there was no time."""
+    """Return the answer of a case; None if the time limit passed before anything was found."""
     try:
         return search(case, upper_us=upper_us, deadline=deadline)
     except OutOfTimeError:
@@ -348,33 +349,33 @@ def _answer(search: Search, case: Case, *, upper_us: float, deadline: Deadline) 
 
 
 def _has_enough_chunks(case: Case, answers: Mapping[_Key, Answer]) -> bool:
-    """Return True if one chunk less per device was already slower than two less: more chunks then rarely pay."""
+    """Return True if one chunk less per device was slower than two less: more chunks are then rarely faster."""
     key = _Key.of(case)
     fewer, fewest = (answers.get(key._replace(chunks=case.chunks - n)) for n in (1, 2))
     return fewer is not None and fewest is not None and fewer.step_us > fewest.step_us * _CLEARLY
 
 
 def _least_us(case: Case, upper_us: float) -> float:
-    """Return a lower bound of the case; memory counts only if the bound without it is below `upper_us`."""
+    """Return a lower bound of the case's step time; memory is considered only if the bound is below `upper_us`."""
     if case.bound_us >= upper_us or case.schedule.has_closed_form:
         return case.bound_us
     return max(case.bound_us, any_order_us(case))
 
 
 def _bound_by(bounds_us: dict[ScheduleName, float], case: Case, bound_us: float) -> None:
-    """Lower the bound of the case's schedule to that of the case."""
+    """Lower the bound of the case's schedule to `bound_us`, the lower bound of the case."""
     bounds_us[case.schedule.name] = min(bound_us, bounds_us.get(case.schedule.name, inf))
 
 
 def _near_us(upper_us: float, case: Case, request: Request) -> float:
-    """Return the step time that a case must beat: 1.1 times the fastest if a longer search may improve its plan."""
+    """Return the step time that a case must beat: more than the fastest one if a longer search may improve its plan."""
     return upper_us * _NEAR if request.searches_on and is_improved(case.schedule) else upper_us
 
 
 def _searched_on(searched: _Searched, deadline: Deadline, *, near_us: float) -> _Searched:
-    """Return the result after longer searches that start from the fastest plans, unless it is proven optimal.
+    """Return the result after longer searches that start from the fastest plans, if the best is not proven optimal.
 
-    Plans slower than `near_us` are left as they are.
+    Plans that take longer than `near_us` are not improved.
     """
     best, answers = searched.best, dict(searched.answers)
     if best is None or searched.bound_us >= best.step_us:
@@ -391,7 +392,7 @@ def _searched_on(searched: _Searched, deadline: Deadline, *, near_us: float) -> 
 
 
 def _tie_broken(answer: Answer, deadline: Deadline) -> Answer:
-    """Return the plan with the lowest peak memory among the fastest plans, if there is time for it."""
+    """Replace the plan by the equally fast plan with the lowest peak memory, if there is time to find it."""
     if answer.method != DYNAMIC_PROGRAMMING or answer.case.policy == "layers":
         return answer
     case = answer.case

@@ -1,22 +1,23 @@
 """List scheduling: compute an action order for given stages, by dispatch rules or from a preferred order.
 
 Actions are F (forward), I (input-gradient backward), W (weight-gradient backward) and B (whole backward). The devices
-are simulated. A free device runs the first action that is allowed:
+are simulated. A free device runs the first of these actions that is allowed:
 
-    I    as soon as its gradient has arrived, because other stages wait for it (after an F with `forward_first`)
+    I    as soon as its gradient has arrived, because other stages wait for it; with `forward_first`, F comes before I
     F    if fewer than `most_waiting` micro-batches are between F and I on the stage, and memory suffices
-    W    if nothing else arrives within `patience` times its duration, or memory is needed
+    W    if no other action can begin within `patience` times the duration of the W, or memory is needed
 
-Otherwise the device waits. Which rules are good depends on times and memory, so `order_search.py` tries several.
+Otherwise the device waits. Good values depend on times and memory, so `order_search.py` tries several.
 
     K = 2, M = 2, F = I = W = 1            time    0   1   2   3   4   5   6
                                            dev. 0  0F0 0F1     0I0 0W0 0I1 0W1
                                            dev. 1      1F0 1I0 1F1 1I1 1W0 1W1
 
-Memory is an approximation of `planner.core.cost.moments`: each micro-batch has a size between F and I, and another one
-between I and W, and the running action has a size on top. The caller checks the resulting order with the exact memory.
+Memory is an approximation of `planner.core.cost.moments`. A micro-batch occupies one number of bytes between F and I
+and another one between I and W, and the running action occupies more. The caller checks the resulting order with the
+exact memory model.
 
-Source: the heuristic of Qi et al. 2023 (arXiv:2401.10241), section 3.1, for any placement, times and memory limits.
+Source: the heuristic of Qi et al. 2023 (arXiv:2401.10241), section 3.1, extended to any placement, times and limits.
 """
 
 from abc import ABC, abstractmethod
@@ -33,7 +34,7 @@ from planner.solve.orders.order_problem import OrderProblem
 Act = tuple[int, Letter, int]
 
 _ROUNDING = 1e-9
-"""Relative error of sums of times."""
+"""Relative rounding error of sums of times."""
 
 
 class ActionOrder(NamedTuple):
@@ -42,10 +43,10 @@ class ActionOrder(NamedTuple):
     rows: list[list[Act]]
     """Stage, kind and micro-batch of each action, for each device."""
     period_us: float
-    """Time from step to step as in `planner.core.cost.simulate.period_us`, computed as if no link were blocking."""
+    """Time from one step to the next as in `planner.core.cost.simulate.period_us`, as if no link were blocking."""
 
     def actions(self) -> tuple[tuple[Action, ...], ...]:
-        """Return the order as actions of a schedule."""
+        """Return the order as the actions of a schedule, for each device."""
         return tuple(tuple(Action(*act) for act in row) for row in self.rows)
 
 
@@ -54,27 +55,27 @@ class DispatchRules:
     """Rules by which a free device chooses its next action."""
 
     most_waiting: tuple[int, ...]
-    """Most micro-batches between F and I, for each stage."""
+    """For each stage, the largest number of micro-batches between F and I."""
     patience: tuple[float, ...]
-    """Time that a W waits for another action, as a multiple of its duration; for each device."""
+    """For each device, the time that a W waits for another action, as a multiple of the W's duration."""
     forward_first: bool
-    """True to run an F before an I if both are possible."""
+    """True to run F before I if both can run."""
     later_chunk_first: bool
-    """True to prefer the F of the device's last chunk, False for that of its first chunk."""
+    """True to prefer F of the device's last chunk; False to prefer F of its first chunk."""
 
 
 def apply_rules(problem: OrderProblem, rules: DispatchRules, *, limit_us: float = inf) -> ActionOrder | None:
-    """Return the order that results from the rules.
+    """Return the action order that results from dispatch rules.
 
     Args:
-        problem: The stages.
-        rules: The rules.
-        limit_us: Period that the order must not exceed; a run that must exceed it stops at once.
+        problem: The stages with their times and memory.
+        rules: The dispatch rules.
+        limit_us: Longest allowed time from one step to the next; the simulation stops when the order must exceed it.
 
     Returns:
-        The order; None if it takes longer, or if memory does not suffice for all micro-batches.
+        The order; None if it exceeds the limit, or if memory does not suffice for all micro-batches.
 
-    Complexity: O(S M (V + log S M)).
+    Complexity: O(S M (V + log S M)) for S stages, V per device, and M micro-batches.
     """
     return _RuleScheduler(problem, rules, limit_us).run()
 
@@ -87,44 +88,44 @@ def follow_order(
     patience: float,
     limit_us: float = inf,
 ) -> ActionOrder | None:
-    """Return an order close to a preferred one, as far as arrivals and memory allow.
+    """Return an action order close to a preferred one, as far as data dependencies and memory allow.
 
-    A free device runs the first of its next `lookahead` preferred actions that can run. It waits for an earlier one if
-    that is known to arrive soon.
+    A free device looks at its next `lookahead` preferred actions and runs the first one that can run. It waits instead
+    if an earlier one of these actions is known to become possible soon.
 
     Args:
-        problem: The stages.
+        problem: The stages with their times and memory.
         preferred: All actions of each device, in the preferred order; micro-batches of a stage ascend. A stage may
             run B for some micro-batches, and I and W for others.
         lookahead: Number of remaining preferred actions to choose from.
         patience: Time that an action waits for an earlier one, as a multiple of its own duration.
-        limit_us: Period that the order must not exceed; a run that must exceed it stops at once.
+        limit_us: Longest allowed time from one step to the next; the simulation stops when the order must exceed it.
 
     Returns:
-        The order; None if it takes longer, or if memory does not suffice for all micro-batches.
+        The order; None if it exceeds the limit, or if memory does not suffice for all micro-batches.
 
-    Complexity: O(S M (lookahead + log S M)).
+    Complexity: O(S M (lookahead + log S M)) for S stages and M micro-batches.
     """
     return _OrderFollower(problem, preferred, lookahead=lookahead, patience=patience, limit_us=limit_us).run()
 
 
 class _TooSlowError(Exception):
-    """The order takes longer than the limit."""
+    """Error of an order that takes longer than the limit."""
 
 
 class _Route(NamedTuple):
-    """Way of a result to a neighboring stage."""
+    """Receiver and link of a stage's results, for one direction."""
 
     device: int
     """Device of the receiving stage."""
     link: int
-    """Index of the link; -1 if the device is the sender's own."""
+    """Index of the link; -1 if the receiving stage is on the sender's device."""
     send_us: float
     blocking: bool
 
 
 class _ListScheduler(ABC):
-    """Simulation of the devices in one step; subclasses choose the actions."""
+    """Simulation of all devices in one step; subclasses choose the next action of a free device."""
 
     def __init__(self, problem: OrderProblem, limit_us: float) -> None:
         self.problem, self.times, self.footprints = problem, problem.times, problem.footprints
@@ -136,16 +137,16 @@ class _ListScheduler(ABC):
         self.link_us = [0.0] * len(problem.chunks) ** 2
         self.down = [self._route(device[s], device[s + 1], s) for s in range(num_stages - 1)]
         self.up = [self._route(device[s], device[s - 1], s - 1) for s in range(1, num_stages)]
-        # When the next forward and gradient of each stage arrive, in the order of micro-batches.
+        # Arrival times of the inputs of each stage's next F and next I, in the order of micro-batches.
         self.forwards: list[deque[float]] = [deque() for _ in range(num_stages)]
         self.gradients: list[deque[float]] = [deque() for _ in range(num_stages)]
         self.forwards[0].extend([0.0] * self.num)
         self.num_forwards, self.num_backwards = [0] * num_stages, [0] * num_stages
         self.waiting: list[deque[tuple[int, int]]] = [deque() for _ in problem.chunks]
-        """Stage and micro-batch of every W that may run, oldest first; for each device."""
+        """For each device, stage and micro-batch of every W that can run, oldest first."""
         footprints = problem.footprints
-        # Reserve the largest running action, and one micro-batch of each later chunk. Without that, the first chunk
-        # could fill the device with micro-batches that can never continue.
+        # Memory for the largest running action and for one micro-batch of each later chunk is reserved. Otherwise the
+        # first chunk could fill the device with micro-batches that can never continue.
         self.size = [max(footprint.held, footprint.between) for footprint in footprints]
         self.left = [
             limit - sum(footprints[s].always for s in chunks) - max(footprints[s].above for s in chunks)
@@ -156,7 +157,7 @@ class _ListScheduler(ABC):
             for place, stage in enumerate(chunks):
                 self.spare[stage] = self.size[stage] + sum(self.size[s] for s in chunks[place + 1 :])
         self.idle_us = [inf] * len(problem.chunks)
-        """Time that each device may still wait."""
+        """Time that each device may still wait within the limit on the step time."""
         if limit_us < inf:
             self.idle_us = [
                 limit_us * (1 + _ROUNDING) - problem.busy_us(device) for device in range(len(problem.chunks))
@@ -169,13 +170,13 @@ class _ListScheduler(ABC):
         return _Route(other, link, times.send_us, times.blocking)
 
     def run(self) -> ActionOrder | None:
-        """Run all devices until nothing is left to do; None if some actions can never run, or the limit is exceeded."""
+        """Simulate all devices until no action is left; return None if actions cannot run or the limit is exceeded."""
         turns, free_us = self.turns, self.free_us
         turns.append((0.0, next(device for device, chunks in enumerate(self.problem.chunks) if 0 in chunks)))
         try:
             while turns:
                 now_us, device = heappop(turns)
-                # A device that is busy is woken when it is free.
+                # A busy device has another turn when it becomes free.
                 if now_us >= free_us[device]:
                     self.turn(device, now_us)
         except _TooSlowError:
@@ -187,10 +188,10 @@ class _ListScheduler(ABC):
 
     @abstractmethod
     def turn(self, device: int, now_us: float) -> None:
-        """Run an action on a free device, or wait for the next arrival."""
+        """Choose and run an action on a free device, or none, so that the device waits."""
 
     def forward(self, device: int, stage: int, now_us: float) -> None:
-        """Run F of the stage's next micro-batch."""
+        """Simulate F of the stage's next micro-batch."""
         micro_batch = self.num_forwards[stage]
         self.num_forwards[stage] += 1
         self.forwards[stage].popleft()
@@ -202,7 +203,7 @@ class _ListScheduler(ABC):
             self.gradients[stage].append(end_us)
 
     def backward(self, device: int, stage: int, now_us: float, *, is_whole: bool) -> None:
-        """Run I or, if `is_whole`, B of the stage's next micro-batch."""
+        """Simulate I (or B if `is_whole`) of the stage's next micro-batch."""
         times, micro_batch = self.times[stage], self.num_backwards[stage]
         is_last = micro_batch == self.num - 1
         self.num_backwards[stage] += 1
@@ -222,12 +223,12 @@ class _ListScheduler(ABC):
             self.send(self.up[stage - 1], end_us, self.gradients[stage - 1])
 
     def weight_backward(self, device: int, stage: int, micro_batch: int, now_us: float) -> None:
-        """Run a W that is not in `waiting` any more."""
+        """Simulate a W that the caller has removed from `waiting`."""
         self.left[device] += self.footprints[stage].between
         self.start(device, (stage, "W", micro_batch), now_us, self.times[stage].weight_backward_us)
 
     def start(self, device: int, act: Act, now_us: float, duration_us: float) -> float:
-        """Append an action to the device's order; return its end time. Raises `_TooSlowError` if it starts too late."""
+        """Append an action to the device's order and return its end time; raise `_TooSlowError` if it is too late."""
         row, waited_us = self.rows[device], now_us - self.free_us[device]
         if not row:
             self.begins_us[device] = now_us
@@ -245,17 +246,17 @@ class _ListScheduler(ABC):
         other, link, send_us, blocking = route
         if link < 0:
             arrivals.append(end_us)
-            return  # the device itself has a turn at that time
-        # A blocking link keeps the receiver busy; here it only delays the arrival.
+            return  # the sender itself needs the result, and has a turn when its action ends
+        # A blocking link would keep the receiver busy. This simulation only delays the arrival.
         begin_us = end_us if blocking or end_us > self.link_us[link] else self.link_us[link]
         arrival_us = self.link_us[link] = begin_us + send_us
         arrivals.append(arrival_us)
         if arrival_us >= self.free_us[other]:
-            heappush(self.turns, (arrival_us, other))  # else the receiver has a later turn when it is free
+            heappush(self.turns, (arrival_us, other))  # otherwise the receiver has a turn when it becomes free
 
 
 class _RuleScheduler(_ListScheduler):
-    """Simulation in which devices choose by rules."""
+    """Simulation in which devices choose actions by dispatch rules."""
 
     def __init__(self, problem: OrderProblem, rules: DispatchRules, limit_us: float) -> None:
         super().__init__(problem, limit_us)
@@ -284,7 +285,7 @@ class _RuleScheduler(_ListScheduler):
                 self.weight_backward(device, *waiting.popleft(), now_us)
 
     def _next_forward(self, device: int, now_us: float) -> tuple[int, float, bool]:
-        """Return stage and arrival time of the next F, and True if only memory prevents an F from running now."""
+        """Find the next F of a device: its stage, its arrival time, and True if an F lacks only memory to run now."""
         best, best_us, is_full = -1, inf, False
         for stage in self.forward_order[device]:
             forwards = self.forwards[stage]
@@ -298,7 +299,7 @@ class _RuleScheduler(_ListScheduler):
 
 
 class _OrderFollower(_ListScheduler):
-    """Simulation in which devices follow a preferred order."""
+    """Simulation in which devices follow a preferred action order."""
 
     def __init__(
         self,
@@ -339,7 +340,7 @@ class _OrderFollower(_ListScheduler):
         return self.patience * duration_us if duration_us else 0.0
 
     def _arrival_us(self, device: int, stage: int, kind: Letter, micro_batch: int) -> float:
-        """Return when the action can run; infinite while that is unknown."""
+        """Return the time from which an action can run; infinite if it is not known yet."""
         if kind == "W":
             return 0.0 if (stage, micro_batch) in self.waiting[device] else inf
         if kind == "F":
@@ -352,7 +353,12 @@ class _OrderFollower(_ListScheduler):
 
 
 def split_backwards(row: Sequence[Act], is_whole: Sequence[bool]) -> list[Act]:
-    """Return the actions with every B split into I and W; on stages with whole backwards, without W and with only B."""
+    """Return the actions with each stage's backwards in one form: B on stages with whole backwards, else I and W.
+
+    Args:
+        row: Actions of a device.
+        is_whole: True for each stage with whole backwards.
+    """
     actions: list[Act] = []
     for stage, kind, micro_batch in row:
         if kind == "F":

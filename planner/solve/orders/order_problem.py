@@ -1,4 +1,4 @@
-"""Stages with their times and memory, for which to find an action order."""
+"""Input of the search for an action order: stages with their times and memory."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -14,34 +14,34 @@ class StageFootprint(NamedTuple):
     always: float
     """Permanent memory: parameters, gradients and transfer buffers."""
     held: float
-    """Size of a micro-batch between F and I."""
+    """Memory of one micro-batch between F and I."""
     between: float
-    """Size of a micro-batch between I and W."""
+    """Memory of one micro-batch between I and W."""
     above: float
-    """Most additional memory of a running action."""
+    """Largest additional memory of a running action."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OrderProblem:
-    """Stages with their devices, times and memory, for which to find an action order."""
+    """Problem of finding an action order for given stages, with their devices, times and memory."""
 
     chunks: tuple[tuple[int, ...], ...]
-    """Stages of each device, in the order of the chain."""
+    """Indices of the stages of each device, ascending."""
     micro_batches: int
-    """M."""
+    """Number of micro-batches, M."""
     times: tuple[StageTimes, ...]
     """Times of each stage."""
     footprints: tuple[StageFootprint, ...]
     """Memory of each stage."""
     is_whole: tuple[bool, ...]
-    """True for stages that run B; False for stages that run I and W."""
+    """True for stages with whole backwards (B); False for stages with split backwards (I and W)."""
     limits_bytes: tuple[float, ...]
     """Memory limit of each device."""
     own_us: tuple[float, ...]
-    """Time of each device between two steps: its optimizer steps and whole all-reduces."""
+    """Time of each device between two steps: optimizer steps and whole all-reduces of its stages."""
 
     def busy_us(self, device: int) -> float:
-        """Return the time that the device's actions take, and the time between two steps."""
+        """Return the sum of the durations of a device's actions and of its time between two steps."""
         total_us, more = self.own_us[device], self.micro_batches - 1
         for stage in self.chunks[device]:
             times = self.times[stage]
@@ -60,7 +60,7 @@ def footprint_of(always: float, parts: FloatArray, *, is_whole: bool) -> StageFo
     Args:
         always: Permanent bytes.
         parts: Bytes of each of `planner.core.cost.moments.PARTS`.
-        is_whole: Whether the stage runs B instead of I and W.
+        is_whole: True if the stage runs B; False if it runs I and W.
     """
     part = dict(zip(PARTS, parts.tolist(), strict=True))
     held = max(part["held"], part["kept"])

@@ -41,27 +41,27 @@ _PATIENT = (0.0, 0.25)
 _EITHER = (True, False)
 
 _TRY_ACTIONS = 60
-"""Fixed cost of one order, in actions; for small pipelines most of the cost."""
+"""Fixed effort to make one order, in actions; for small pipelines it is most of the effort."""
 
 _LOOKAHEAD = (3, 8, 20)
 """Values of `lookahead` to try with known orders."""
 
 _RULES_SHARE, _PATIENCE_SHARE = 0.3, 0.3
-"""Probability of changing the rules instead of the order; and of changing patience among the rules."""
+"""Probability that a change affects the rules instead of the order; and that a change of the rules affects patience."""
 
 _MERGE_SHARE = 0.2
-"""Probability of merging or splitting backwards instead of moving actions, if a split takes more time."""
+"""Probability that a change of the order merges or splits backwards, if split backwards take longer than whole ones."""
 
 _WORSE = 1.5e-4
-"""Initial threshold: the search continues from orders slower than the best by less than this, relatively."""
+"""Initial threshold: largest relative difference to the best step time of an order from which the search continues."""
 
 _PLACES = (-12, -9, -6, -4, -3, -2, -1, -1, 1, 1, 2, 3, 4, 6, 9, 12)
-"""Numbers of positions to move an action by."""
+"""Numbers of positions by which an action may move."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimulatedOrder:
-    """Action order that fits, and its simulated time from step to step."""
+    """Action order that fits into memory, and its simulated time from one step to the next."""
 
     rows: Rows
     period_us: float
@@ -71,9 +71,9 @@ class OrderSearch:
     """Search for the action order of given stages.
 
     Args:
-        problem: The stages.
-        fits: Function that returns True if an order keeps the exact memory limits.
-        known_orders: Orders for other times or limits, such as those of named schedules, to start from.
+        problem: The stages with their times and memory.
+        fits: Function that returns True if an order fits according to the exact memory model.
+        known_orders: Orders to start from, for example of named schedules; they may be made for other times or limits.
     """
 
     def __init__(self, problem: OrderProblem, fits: Callable[[Rows], bool], known_orders: Sequence[Rows] = ()) -> None:
@@ -83,10 +83,10 @@ class OrderSearch:
         self._least_us = least_period_us(problem) * (1 + 1e-9)
         self.best: SimulatedOrder | None = None
         self.spent = 0
-        """Number of actions scheduled or simulated."""
+        """Number of actions scheduled or simulated so far."""
 
     def search(self, most_actions: int) -> SimulatedOrder | None:
-        """Return the best order found with an effort of `most_actions`; None if none fits."""
+        """Return the best order found with an effort of `most_actions` actions; None if no order fits."""
         if self._try_all_orders(most_actions):
             return self.best
         self._follow(most_actions)
@@ -100,7 +100,7 @@ class OrderSearch:
                 if self.spent < most_actions and self._try_rules(made := self._make_rules(changed)):
                     tuning, rules, rules_us = changed, made, self._limit_us
 
-        # One field after the other, twice, because the best values of the first depend on the others.
+        # Each field is varied after the previous one, in two rounds, because good values depend on the other fields.
         for _ in range(2):
             try_each(tuning._replace(waiting=waiting, shape=shape) for shape in (0, 1) for waiting in _WAITING)
             try_each(
@@ -115,12 +115,12 @@ class OrderSearch:
         return self.best
 
     def _threshold_accepting(self, rows: _Rows, rules: DispatchRules, rules_us: float, most_actions: int) -> None:
-        """Change the order or the rules step by step, and accept slightly slower orders at first.
+        """Change the order or the rules step by step; at first, also continue from slightly slower orders.
 
         Args:
             rows: Best order so far.
             rules: Best rules so far.
-            rules_us: Period of their order; infinite if it is slower than the best one.
+            rules_us: Time from step to step of the rules' order; infinite if the order is slower than the best one.
             most_actions: Limit on `spent`.
 
         Source: threshold accepting, Dueck and Scheuer 1990 (doi:10.1016/0021-9991(90)90201-B).
@@ -130,7 +130,7 @@ class OrderSearch:
         while self.spent < most_actions and not self._is_proven():
             is_by_rules = rng.random() < _RULES_SHARE
             changed = _change_rules(rules, rng) if is_by_rules else rules
-            # A slower order would be dropped.
+            # An order that takes longer than this limit would be dropped, so its simulation may stop.
             limit_us = self._limit_us * (1 + SAME + _WORSE * max(0.0, (most_actions - self.spent) / whole))
             if is_by_rules:
                 limit_us = max(limit_us, rules_us * (1 + SAME))
@@ -149,7 +149,7 @@ class OrderSearch:
                 rows = found.rows
 
     def _try_all_orders(self, most_actions: int) -> bool:
-        """Try every order of every device and return True, if there are few enough."""
+        """Simulate every possible action order, if there are few, and return True; else return False."""
         problem = self._problem
         if len(problem.chunks) != len(problem.times):
             return False
@@ -160,7 +160,7 @@ class OrderSearch:
             if not all(every) or prod(map(len, every)) * actions > most_actions:
                 continue
             for rows in product(*every):
-                with suppress(ValueError):  # the devices wait for each other
+                with suppress(ValueError):  # raised if the order deadlocks
                     self._simulate(rows)
                 self.spent += actions
             return len(kinds) == 2 or not merges
@@ -189,16 +189,16 @@ class OrderSearch:
         )
 
     def _try_rules(self, rules: DispatchRules) -> bool:
-        """Apply the rules; return True if the order is the best so far."""
+        """Apply dispatch rules; return True if the resulting order is the best so far."""
         return self._keep_if_better(apply_rules(self._problem, rules, limit_us=self._limit_us))
 
     @property
     def _limit_us(self) -> float:
-        """Period of the best order so far; infinite before the first."""
+        """Time from step to step of the best order so far; infinite if there is none."""
         return inf if self.best is None else self.best.period_us
 
     def _keep_if_better(self, order: ActionOrder | None) -> bool:
-        """Record an order if it fits and is faster than the best; return True if so."""
+        """Record an order and return True, if it fits and is faster than the best one so far."""
         self.spent += 3 * len(self._problem.times) * self._problem.micro_batches + _TRY_ACTIONS
         if order is None or (self.best is not None and order.period_us >= self.best.period_us * (1 - SAME)):
             return False
@@ -213,12 +213,15 @@ class OrderSearch:
 
 
 class _Tuning(NamedTuple):
-    """Parameters of dispatch rules that are equal for all devices: most_waiting = waiting * shape + extra."""
+    """Parameters of dispatch rules that are equal for all devices.
+
+    `most_waiting` of a stage is waiting * n + extra, where n is a number per stage that `shape` selects.
+    """
 
     waiting: float = 1.0
     shape: int = 0
-    """Index into three series of micro-batches by stage: those in flight during a round trip, the number of later
-    stages plus one, or the forwards that the stage can run until its first gradient arrives."""
+    """Choice of n for a stage: 0 for the micro-batches in flight during a round trip, 1 for the number of later stages
+    plus one, 2 for the forwards that the stage can run before its first gradient arrives."""
     extra: int = 0
     patience: float = 0.5
     forward_first: bool = False
@@ -226,9 +229,9 @@ class _Tuning(NamedTuple):
 
 
 def least_period_us(problem: OrderProblem) -> float:
-    """Return an approximate lower bound of the step time of any order, by the bound of `period_bound.py`.
+    """Return an approximate lower bound of the step time of all orders, computed as in `period_bound.py`.
 
-    It only ends a search early. No claim of optimality uses it, because the memory in `footprints` is approximate.
+    The bound only ends a search early. It does not prove optimality, because the memory in `footprints` is approximate.
     """
 
     def each(name: str) -> FloatArray:
@@ -246,18 +249,18 @@ def least_period_us(problem: OrderProblem) -> float:
 
 
 _MOST_ORDERS = 3
-"""Most micro-batches for which all orders of a device are tried: 42 orders of F, I and W."""
+"""Largest number of micro-batches for which all orders of a device are tried: 42 orders of F, I and W."""
 
 
 def _all_orders(stage: int, micro_batches: int, backwards: str) -> list[tuple[Action, ...]]:
-    """Return all orders of a stage's actions with ascending micro-batches; none if there are too many.
+    """Return all orders of a stage's actions in which micro-batches ascend; no order if there are too many.
 
-    All micro-batches are equal, so no other order is better.
+    Because all micro-batches are equal, no other order is better.
 
     Args:
-        stage: The stage.
-        micro_batches: M.
-        backwards: Allowed backwards: B, I with a later W, or both.
+        stage: Index of the stage.
+        micro_batches: Number of micro-batches, M.
+        backwards: Letters of the allowed backwards: `B`, `I` (with a later W), or `IB`.
     """
     orders: list[tuple[Action, ...]] = []
 
@@ -280,14 +283,14 @@ def _all_orders(stage: int, micro_batches: int, backwards: str) -> list[tuple[Ac
 
 
 def _round_trip_us(times: Sequence[StageTimes], stage: int) -> float:
-    """Return the least time from the end of a forward until its gradient arrives."""
+    """Return the least time from the end of a stage's forward until the gradient of its output arrives."""
     behind = times[stage + 1 :]
     least_us = sum(t.forward_us + min(t.input_backward_us, t.last_input_backward_us) for t in behind)
     return least_us + 2 * sum(t.send_us for t in times[stage:-1])
 
 
 def _in_flight(problem: OrderProblem) -> tuple[float, ...]:
-    """Return for each stage the micro-batches in flight during a round trip, at the pace of the slowest device."""
+    """Return for each stage the number of micro-batches that the slowest device processes during a round trip."""
     pace_us = max(
         sum(t.forward_us + t.input_backward_us + t.weight_backward_us for t in (problem.times[s] for s in chunks))
         for chunks in problem.chunks
@@ -301,7 +304,7 @@ def _in_flight(problem: OrderProblem) -> tuple[float, ...]:
 
 
 def _until_back(problem: OrderProblem) -> tuple[float, ...]:
-    """Return for each stage how many forwards take as long as a round trip."""
+    """Return for each stage the number of its forwards that take as long as a round trip through later stages."""
     return tuple(
         _round_trip_us(problem.times, stage) / times.forward_us if times.forward_us else 1.0
         for stage, times in enumerate(problem.times)
@@ -309,7 +312,7 @@ def _until_back(problem: OrderProblem) -> tuple[float, ...]:
 
 
 def _change_rules(rules: DispatchRules, rng: random.Random) -> DispatchRules:
-    """Return the rules with a random change, for one or several consecutive devices or stages."""
+    """Return dispatch rules with a random change for one or several consecutive devices or stages."""
     if rng.random() < _PATIENCE_SHARE:
         patience = rng.choice((0.0, 0.1, 0.25, 0.4, 0.5, 0.6, 0.75, 0.9, 1.0, 1.5, inf))
         some = _random_range(len(rules.patience), rng)
@@ -320,7 +323,7 @@ def _change_rules(rules: DispatchRules, rng: random.Random) -> DispatchRules:
 
 
 def split_costs_nothing(problem: OrderProblem) -> bool:
-    """Return True if I and W together take no stage longer than B."""
+    """Return True if, on every stage, I and W together take no longer than B."""
     halves = ((t.input_backward_us + t.weight_backward_us, t.backward_us) for t in problem.times)
     return all(both_us <= whole_us * (1 + 1e-9) for both_us, whole_us in halves)
 
@@ -332,9 +335,9 @@ def _random_range(number: int, rng: random.Random) -> range:
 
 
 def _reorder(problem: OrderProblem, rows: _Rows, rng: random.Random) -> list[list[Act]]:
-    """Return the order with an action moved, on one device or on all later or earlier devices as well.
+    """Return the order after an action was moved on one device, and possibly also on all later or earlier devices.
 
-    The micro-batches of each kind of action still ascend.
+    Afterwards, the micro-batches of each kind of action still ascend.
     """
     changed = [*map(list, rows)]
     for _ in range(rng.choice((1, 2))):
@@ -346,9 +349,9 @@ def _reorder(problem: OrderProblem, rows: _Rows, rng: random.Random) -> list[lis
 
 
 def _move(row: list[Act], act: Act, step: int) -> None:
-    """Move an action by a number of positions, if the row has it."""
+    """Move an action by a number of positions, if the row has this action."""
     if act not in row:
-        return  # this stage splits its backward, or the first device's does
+        return  # this stage has another kind of backward than the first device's
     place = row.index(act)
     target = min(max(0, place + step), len(row) - 1)
     row.insert(target, row.pop(place))
@@ -359,9 +362,9 @@ def _move(row: list[Act], act: Act, step: int) -> None:
 
 
 def _merge_or_split(problem: OrderProblem, rows: _Rows, rng: random.Random) -> list[list[Act]]:
-    """Return the order with another kind of backward for a stage of one device, or of all later or earlier ones.
+    """Return the order after backwards of one chunk were merged (I and W become B) or split (B becomes I and W).
 
-    One micro-batch changes, or all of them: I and W become B, or B becomes I and W.
+    The change affects one device, or all devices from or up to it, and one micro-batch or all of them.
     """
     changed = [*map(list, rows)]
     chunk, device, first = (rng.randrange(n) for n in (len(problem.chunks[0]), len(rows), problem.micro_batches))

@@ -1,19 +1,20 @@
 """Lower bounds of the step time that hold for every action order, of one partition or of all partitions.
 
     f       first stage of a device along the chain; the device's first action is a forward of f
-    F, G    forward of a stage; least time of a stage to compute the gradient of its input
+    F, G    forward time of a stage; least time of a stage to compute the gradient of its input
     P       least round trip: from the start of a forward of f to the end of the gradient of the same micro-batch
     a       time from the first forward of f until another action can run: a forward of the device's next stage, or the
             first gradient if the device has one stage
-    n       most micro-batches in flight on f, because of the device's memory
-    window  time from a device's first action to its last
+    n       largest number of micro-batches in flight on f that the device's memory allows
+    window  time from a device's first action to the end of its last action
 
-A device computes all of its work. Before a, it can only run forwards of f, at most n of them, and is idle otherwise:
+A device computes all of its work. During the time a, it can only run forwards of f, at most n of them:
 
     window >= work + max(0, a - n F)
 
-Each of the M micro-batches is in flight on f for at least P, and at most n of them at once. So they can be colored with
-n colors such that the intervals of one color do not overlap, and some color has at least M/n of them:
+Each of the M micro-batches is in flight on f for at least P, and at most n are in flight at once. The intervals can
+therefore be colored with n colors so that intervals of the same color do not overlap. Some color has at least M/n of
+them:
 
     window >= ceil(M / n) P + remaining backward after the last gradient
 
@@ -22,8 +23,9 @@ gradients of g, h, …, which run between the first forward of g and the last gr
 
     window >= F from f to g + M (F + G of g, h, …) + G from g back to f + remaining backward after the last gradient
 
-These bounds assume no order of micro-batches, and hold for split and whole backwards. The bound of a partition is the
-largest window plus the device's own time between steps. The bound of all partitions is the smallest of these.
+These bounds hold for any order of micro-batches, and for split and whole backwards. The lower bound of a partition is
+the largest sum of a device's window and its time between steps. The lower bound for all partitions is the smallest of
+these bounds.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -41,31 +43,31 @@ from planner.solve.space.case import Case
 from planner.solve.space.partitions import Evaluator
 
 _MOST_CUTS = 100_000
-"""Most partitions to bound one by one: some tenths of a second."""
+"""Largest number of partitions whose bounds are computed one by one: some tenths of a second."""
 
 _CELLS = 4
 """Number of stages whose bound takes as long to compute as one simulated action."""
 
 _MOST_COMBINATIONS = 27
-"""Most combinations of recomputation of a device's chunks to try."""
+"""Largest number of combinations of recomputation choices for a device's chunks that are tried."""
 
 _ROUNDED_BYTES = 64.0
-"""Tolerance in bytes, because the exact memory model rounds every part."""
+"""Tolerance in bytes, because the exact memory model rounds every component."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeastTimes:
-    """Least times of the stages of N partitions, in microseconds; arrays of shape (N, S)."""
+    """Lower bounds of the times of the stages of N partitions, in microseconds; arrays of shape (N, S)."""
 
     forward_us: FloatArray
     gradient_us: FloatArray
     """Least time to compute the gradient of a stage's input (G)."""
     last_us: FloatArray
-    """Whole backward of a micro-batch, split or not."""
+    """Least time of a micro-batch's backward, with weight gradients, split or not."""
     work_us: FloatArray
-    """Forwards and backwards of all M micro-batches."""
+    """Sum of the forwards and backwards of all M micro-batches."""
     send_us: FloatArray
-    """Transfer to the next stage, once."""
+    """Time of one transfer to the next stage."""
 
     @classmethod
     def of(cls, busy: BusyTimes, halves: SplitBackwardTimes, send_us: FloatArray, micro_batches: int) -> "LeastTimes":
@@ -74,8 +76,8 @@ class LeastTimes:
         Args:
             busy: Times of forwards and whole backwards, shape (N, S).
             halves: Times of split backwards, shape (N, S).
-            send_us: Transfer times, shape (N, S).
-            micro_batches: M.
+            send_us: Times of one transfer to the next stage, shape (N, S).
+            micro_batches: Number of micro-batches, M.
         """
         backward = np.minimum(busy.backward_us, halves.input_backward_us + halves.weight_backward_us)
         last = np.minimum(busy.last_backward_us, halves.last_input_backward_us + halves.weight_backward_us)
@@ -97,22 +99,24 @@ def least_windows_us(
     *,
     passed_us: FloatArray | None = None,
 ) -> FloatArray:
-    """Return lower bounds of each device's window, for any order.
+    """Return lower bounds of each device's time from its first action to the end of its last, for any action order.
 
     Args:
         times: Least times of the stages.
-        chunks: Stages of each device, in the order of the chain.
-        micro_batches: M.
-        most_in_flight: n of each device, at least 1; shape (N, K).
-        passed_us: G of other devices' stages, if it may be less than in `times`; shape (N, S).
+        chunks: Indices of the stages of each device, ascending.
+        micro_batches: Number of micro-batches, M.
+        most_in_flight: Largest number of micro-batches in flight on each device's first stage, at least 1; shape
+            (N, K).
+        passed_us: Least times of other devices' stages to compute a gradient of their input, if these may be less
+            than in `times`; shape (N, S).
 
     Returns:
-        Microseconds, shape (N, K).
+        Lower bounds in microseconds, shape (N, K).
     """
     device_of = {stage: device for device, stages in enumerate(chunks) for stage in stages}
     crosses = [device_of[s] != device_of[s + 1] for s in range(len(device_of) - 1)]
     sends = times.send_us * np.array([*crosses, False])
-    # Sums over the stages before each one, including their transfers.
+    # Sums over the stages before each stage, including the transfers of these stages.
     forth = _prefix_sums(times.forward_us + sends)
     passed_us = times.gradient_us if passed_us is None else passed_us
     back = _prefix_sums(passed_us + sends)
@@ -120,10 +124,10 @@ def least_windows_us(
     for device, stages in enumerate(chunks):
         first, n = stages[0], most_in_flight[:, device]
         gradient_us = times.gradient_us[:, first]
-        # From the end of the forward on f until its gradient comes back.
+        # Time from the end of a forward of f until the gradient of its output arrives.
         away_us = forth[:, -1] - forth[:, first + 1] + back[:, -1] - back[:, first + 1] + 2 * sends[:, first]
         trip_us = times.forward_us[:, first] + away_us + gradient_us
-        # A micro-batch passes the device's other stages before it comes back.
+        # If the device has other stages, a micro-batch reaches them before its gradient arrives at f.
         arrival_us = trip_us - gradient_us if len(stages) == 1 else forth[:, stages[1]] - forth[:, first]
         idle_us = np.maximum(0.0, arrival_us - n * times.forward_us[:, first])
         trips_us = np.ceil(micro_batches / n) * trip_us - gradient_us + times.last_us[:, first]
@@ -131,7 +135,7 @@ def least_windows_us(
         for other_stages in chunks:
             later = [s for s in other_stages if s > first]
             if later:
-                # From f to g and back, without the forwards and gradients of g, which are in `all_us`.
+                # Time from f to g and back, without the forwards and gradients of g, which `all_us` includes.
                 way_us = forth[:, later[0]] - forth[:, first] + sends[:, first]
                 way_us = way_us + back[:, later[0]] - back[:, first + 1]
                 all_us = micro_batches * (times.forward_us + passed_us)[:, later].sum(axis=1)
@@ -152,10 +156,10 @@ def least_of_all_cuts_us(evaluator: Evaluator, upper_us: float, most_actions: in
     Args:
         evaluator: Evaluator for a number of devices.
         upper_us: Known step time; the bound need not be larger.
-        most_actions: Largest cost, in simulated actions.
+        most_actions: Limit on the effort, in simulated actions that take as long.
 
     Returns:
-        Microseconds, at most `upper_us`; 0 if bounding every partition would cost too much.
+        The lower bound in microseconds, at most `upper_us`; 0 if it would take too much effort.
     """
     case = evaluator.case
     num_cuts = comb(case.costs.num_layers - 1, evaluator.num_stages - 1) if case.rules.balance is None else 1
@@ -168,7 +172,7 @@ def least_of_all_cuts_us(evaluator: Evaluator, upper_us: float, most_actions: in
 
 
 def _least_us(evaluator: Evaluator, cuts: IntArray, upper_us: float) -> float:
-    """Return the smallest bound of N partitions, or `upper_us`; cuts have shape (N, S+1)."""
+    """Return the smallest lower bound of N partitions, at most `upper_us`; `cuts` has shape (N, S+1)."""
     fastest, own_us = _least_times(evaluator, cuts, evaluator.allowed[0])
     work_us = np.stack([fastest.work_us[:, list(stages)].sum(axis=1) for stages in evaluator.chunks], axis=1) + own_us
     # Most cuts are so uneven that their work alone exceeds `upper_us`.
@@ -188,22 +192,22 @@ def _least_us(evaluator: Evaluator, cuts: IntArray, upper_us: float) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _StageBounds:
-    """Least times and memory of the stages of N partitions; arrays in bytes, shape (N, S)."""
+    """Lower bounds of the times and memory of the stages of N partitions; memory in bytes, shape (N, S)."""
 
     times: LeastTimes
     own_us: FloatArray
     """Time of each device between steps, in microseconds; shape (N, K)."""
     always: FloatArray
     held: FloatArray
-    """Size of a micro-batch between its forward and its backward."""
+    """Memory of a micro-batch between its forward and its backward."""
     running: FloatArray
-    """Size of a running forward or backward, whichever is larger."""
+    """Memory of a running forward or backward; the larger of both."""
     inside: FloatArray
     """1 if the memory of the stage is in the tables, else 0."""
 
     @classmethod
     def of(cls, evaluator: Evaluator, cuts: IntArray, choice: int) -> "_StageBounds":
-        """Return the bounds of all stages with the same index into `CHOICES`."""
+        """Return the bounds if all stages have the recomputation `choice`, an index into `CHOICES`."""
         always, parts, inside = evaluator.stage_bytes(cuts, np.full((len(cuts), evaluator.num_stages), choice))
         part = {name: parts[..., place] for place, name in enumerate(PARTS)}
         held, forward, backward = (
@@ -221,14 +225,14 @@ class _StageBounds:
         )
 
     def most_in_flight(self, evaluator: Evaluator) -> FloatArray:
-        """Return n of each device, shape (N, K); 0 if not even one micro-batch fits."""
+        """Return the most micro-batches in flight on each device's first stage, shape (N, K); 0 if none fits."""
         num = float(evaluator.case.micro_batches)
         most = np.full((len(self.always), evaluator.num_devices), num)
         for device, stages in enumerate(evaluator.chunks):
             columns = list(stages)
-            # Gradients and postponed weight passes are not counted, because they need not exist.
+            # Gradients, and tensors kept for deferred W, are not counted, because they need not exist.
             room = evaluator.case.limits_bytes[device] + _ROUNDED_BYTES - self.always[:, columns].sum(axis=1)
-            # While a micro-batch runs on a later chunk, the earlier chunks of the device hold it.
+            # While a micro-batch runs on a later chunk, earlier chunks of the device keep its activations.
             held_before = _prefix_sums(self.held[:, columns])[:, :-1]
             fits = (held_before + self.running[:, columns] <= room[:, None]).all(axis=1)
             waiting = np.floor((room - self.running[:, stages[0]]) / np.maximum(self.held[:, stages[0]], 1e-9)) + 1
@@ -238,9 +242,9 @@ class _StageBounds:
 
 
 def _combinations(evaluator: Evaluator, stages: Sequence[_StageBounds]) -> Iterator[_StageBounds]:
-    """Yield the bounds for every combination of recomputation of the chunks of a device.
+    """Yield the bounds for every combination of recomputation choices of a device's chunks.
 
-    If there are too many combinations, the chunks after the first one get the least of all choices in every number.
+    If there are too many combinations, each number of the chunks after the first one is the smallest of all choices.
     """
     num_chunks = evaluator.case.chunks
     place = {stage: chunk for chunks in evaluator.chunks for chunk, stage in enumerate(chunks)}
@@ -258,14 +262,14 @@ def _combinations(evaluator: Evaluator, stages: Sequence[_StageBounds]) -> Itera
 
 
 def _combine(stages: Sequence[_StageBounds], join: Callable[[Sequence[FloatArray]], FloatArray]) -> _StageBounds:
-    """Combine bounds array by array."""
+    """Return bounds whose arrays combine the arrays of several bounds, with the function `join`."""
     times = {of.name: join([getattr(each.times, of.name) for each in stages]) for of in fields(LeastTimes)}
     sizes = {name: join([getattr(each, name) for each in stages]) for name in ("always", "held", "running", "inside")}
     return _StageBounds(times=LeastTimes(**times), own_us=stages[0].own_us, **sizes)
 
 
 def _least_times(evaluator: Evaluator, cuts: IntArray, choice: int) -> tuple[LeastTimes, FloatArray]:
-    """Return the least times with one index into `CHOICES`, and the time between steps, shape (N, K)."""
+    """Return the least times of stages with the recomputation `choice`, and the time between steps, shape (N, K)."""
     choices = np.full((len(cuts), evaluator.num_stages), choice)
     busy, halves, crossing, own_us = evaluator.durations(cuts, choices)
     times = LeastTimes.of(busy, halves, crossing, evaluator.case.micro_batches)
@@ -278,5 +282,5 @@ def _least_times(evaluator: Evaluator, cuts: IntArray, choice: int) -> tuple[Lea
 
 
 def _prefix_sums(times_us: FloatArray) -> FloatArray:
-    """Return the sums before every stage, then the total; shape (N, S+1)."""
+    """Return for each stage the sum of the times of earlier stages, then the total; shape (N, S+1)."""
     return np.concatenate([np.zeros((len(times_us), 1)), np.cumsum(times_us, axis=1)], axis=1)

@@ -1,10 +1,10 @@
-"""Search for a schedule of its own: cuts, recomputation and action order together.
+"""Search for a schedule that the solver makes: cuts, recomputation and action order together.
 
     cuts, recomputation  ->  action order for them  ->  cuts and recomputation improved under this order  ->  …
 
-The rounds end when one brings no improvement. They start from even cuts, and from the best partition under every named
-schedule with the same placement, whose action orders also serve as starts. Plans of these named schedules count as
-results as well, so the result is never slower than what the same effort finds for them.
+The rounds end when a round brings no improvement. They start from even cuts, and from the best partition under every
+named schedule with the same placement. The action orders of these schedules are starts of the search for an order.
+Their plans count as results, so the result is never slower than the best plan that the search finds under them.
 """
 
 from collections.abc import Sequence
@@ -32,31 +32,31 @@ from planner.solve.space.partitions import Evaluator
 
 Rows = tuple[tuple[Action, ...], ...]
 CutsAndChoices = tuple[IntArray, IntArray]
-"""Partition: cuts, shape (S+1,), and choices, shape (S,)."""
+"""Partition: cuts of shape (S+1,), and recomputation choices of shape (S,)."""
 
 _ROUNDS = 6
-"""Most rounds from one start."""
+"""Largest number of rounds from one start."""
 
 _SHARE = 6
-"""Divisor of the effort left that one search for cuts, or for an order, may use."""
+"""Divisor of the effort left; one search for cuts, or for an order, may use the quotient."""
 
 _SHARE_FROM_BEST = 3
-"""The same divisor for an order, if the search starts from the best plan."""
+"""Divisor of the effort left for one search for an order, if the search starts from the best plan."""
 
 _OF_BOUND = 4
-"""Divisor of the effort spent so far; the quotient is the largest cost of a bound of all partitions."""
+"""Divisor of the effort spent so far; the computation of a lower bound for all partitions may use the quotient."""
 
 
 def search_orders(
     case: Case, *, upper_us: float = inf, deadline: Deadline = NEVER, start: Partition | None = None
 ) -> Answer:
-    """Return the best partition found, with its action orders; raises as `planner.solve.answer.Search`.
+    """Return the best partition found, with its action orders; for errors, see `planner.solve.answer.Search`.
 
     Args:
         case: The case.
-        upper_us: Step time to beat.
-        deadline: Time limit and effort.
-        start: Partition to improve; None to search from several ones.
+        upper_us: Step time to beat, in microseconds.
+        deadline: Limits on time and effort.
+        start: Partition to improve; None to search from several partitions.
     """
     return simulated_answer(partial(_search_all, start=start), case, upper_us=upper_us, deadline=deadline)
 
@@ -83,7 +83,7 @@ def _search_all(progress: Progress, start: Partition | None) -> None:
 
 
 class _JointSearch:
-    """Search for one number of devices."""
+    """Search for partition and action order together, for one number of devices."""
 
     def __init__(self, progress: Progress, evaluator: Evaluator) -> None:
         self._progress, self._evaluator = progress, evaluator
@@ -93,28 +93,28 @@ class _JointSearch:
         self._kinds: tuple[bool, ...] = (False, True)
 
     def improve(self, start: Partition) -> None:
-        """Search from one partition and its action orders."""
+        """Search from one partition and its action orders, which are those of a good plan."""
         self._known_orders.insert(0, start.actions())
         self._order_share = _SHARE_FROM_BEST
         self._kinds = (not start.rule.splits_backward,)
         self._alternate(cuts_and_choices(start))
 
     def search(self) -> None:
-        """Search from every start."""
+        """Search from the best partition under each named schedule, and from even cuts."""
         even = start_cuts(self._progress, self._evaluator)
         for named in self._named:
             best = self._improve_cuts(named, even)
             if best is not None:
                 self._alternate(best)
         for cuts in even[:1]:
-            # More recomputation at the start is slower, so stop at the first choice that leads to a plan that fits.
+            # Choices are tried from the least recomputation on, which is fastest, until one leads to a plan that fits.
             any(
                 self._alternate((cuts, np.full(self._evaluator.num_stages, choice)))
                 for choice in self._evaluator.allowed
             )
 
     def _alternate(self, partition: CutsAndChoices) -> bool:
-        """Improve order and partition in turn until that does not help; return True if an order fits."""
+        """Improve order and partition in turn until a round brings no improvement; return True if an order fits."""
         before_us = inf
         for _ in range(_ROUNDS):
             self._progress.deadline.check()
@@ -134,7 +134,7 @@ class _JointSearch:
         return before_us < inf
 
     def _improve_cuts(self, evaluator: Evaluator, starts: Sequence[IntArray]) -> CutsAndChoices | None:
-        """Return the best partition under the evaluator's order, and record it; None if nothing fits."""
+        """Return the best partition found under the evaluator's action order, and record it; None if none fits."""
         progress = self._progress
         own = Progress(case=evaluator.case, effort=progress.effort, deadline=progress.deadline, upper_us=inf)
         CutSearch(own, evaluator).search(starts, max(0, progress.effort.left) // _SHARE)
@@ -145,9 +145,10 @@ class _JointSearch:
         return cuts_and_choices(own.best)
 
     def _find_order(self, partition: CutsAndChoices) -> SimulatedOrder | None:
-        """Return the best order found for the partition; None if nothing fits.
+        """Return the best action order found for a partition; None if no order fits.
 
-        Whole backwards are tried as well: they need no memory between I and W, and may be faster than both together.
+        Orders with whole backwards (B) are tried as well. They need no memory between I and W, and B may be faster than
+        I and W together.
         """
         evaluator, effort = self._evaluator, self._progress.effort
         cuts, choices = partition[0][None], partition[1][None]
@@ -169,7 +170,10 @@ class _JointSearch:
 
 
 def _named_schedules(evaluator: Evaluator) -> list[Evaluator]:
-    """Return evaluators for the named schedules with the same placement; GPipe's order needs too much memory."""
+    """Return evaluators for the named schedules with this evaluator's placement.
+
+    GPipe is left out, because its order needs too much memory.
+    """
     able = []
     for schedule in SCHEDULES.values():
         if not schedule.has_closed_form and schedule.placement == evaluator.case.schedule.placement:
@@ -180,7 +184,14 @@ def _named_schedules(evaluator: Evaluator) -> list[Evaluator]:
 
 
 def _order_problem(evaluator: Evaluator, cuts: IntArray, choices: IntArray, *, is_whole: bool) -> OrderProblem:
-    """Return the order problem of one partition; cuts have shape (S+1,), choices (S,)."""
+    """Return the input of a search for an action order, for one partition.
+
+    Args:
+        evaluator: Evaluator for the partition's number of devices.
+        cuts: Cuts of the partition, shape (S+1,).
+        choices: Recomputation of each stage, shape (S,).
+        is_whole: True for whole backwards (B), False for split ones (I and W).
+    """
     cuts, choices = cuts[None], choices[None]
     busy, halves, crossing, own = evaluator.durations(cuts, choices)
     always, parts, _ = evaluator.stage_bytes(cuts, choices)
