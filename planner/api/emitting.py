@@ -41,10 +41,10 @@ def emit(plan: File | Plan, options: EmitOptions) -> tuple[Path, ...]:
             the plan needs, or a plan in `smaller` is not a smaller plan of the same training.
         FileError: A file cannot be read or written, or balance.yaml was edited.
     """
-    return written(plan, options, tell=lambda _: None, say=lambda _: None).paths
+    return emit_files(plan, options, tell=lambda _: None, say=lambda _: None).paths
 
 
-def written(
+def emit_files(
     plan: File | Plan, options: EmitOptions, *, tell: Callable[[Finding], None], say: Callable[[str], None]
 ) -> "EmitResult":
     """Write the files of a plan, after reporting the findings of `check`; raises the errors of `emit`.
@@ -90,7 +90,7 @@ def _nodes(options: EmitOptions) -> Nodes | None:
             f"`--nodes {options.nodes}` needs `--launch`",
             hint="add `--launch slurm`; to plan for nodes, use `solve --nodes`",
         )
-    count, devices = texts.nodes(options.nodes)
+    count, devices = texts.node_counts(options.nodes)
     return Nodes(count=count, devices=devices)
 
 

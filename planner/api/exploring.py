@@ -50,7 +50,7 @@ def explore(plan: File | Plan, options: ExploreOptions) -> str:
             plan=now,
             profile=profile,
             micro_batches=tuple(sorted({*counts, now.micro_batches})),
-            command=tuple(solve_words(now, profile)),
+            command=tuple(solve_command_parts(now, profile)),
             place="plan.yaml" if place == NOWHERE else place,
             caveats=tuple(caveats(now)),
             may_recompute=profile.proof is None or not profile.proof.differs_recomputed,
@@ -61,7 +61,7 @@ def explore(plan: File | Plan, options: ExploreOptions) -> str:
     return page
 
 
-def solve_words(plan: Plan, profile: Profile) -> Iterator[str]:
+def solve_command_parts(plan: Plan, profile: Profile) -> Iterator[str]:
     """Yield the parts of the `solve` command for the plan's request, without options that a user sets on the page."""
     width = plan.tensor_parallel if profile.widths else plan.inputs.tensor_parallel
     inputs = replace(plan.inputs, replicas=plan.replicas, tensor_parallel=width)

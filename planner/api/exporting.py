@@ -10,7 +10,7 @@ from planner.core.errors import FileError, UsageError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Exported:
+class ExportResult:
     """Result of `export`: the written file."""
 
     path: Path
@@ -20,7 +20,7 @@ class Exported:
     """Number of tensors in the file."""
 
 
-def export(checkpoint: File = "checkpoints", output: File = "model.pt") -> Exported:
+def export(checkpoint: File = "checkpoints", output: File = "model.pt") -> ExportResult:
     """Write the weights in a checkpoint as one state dict of the unpartitioned model.
 
     Args:
@@ -46,4 +46,4 @@ def export(checkpoint: File = "checkpoints", output: File = "model.pt") -> Expor
         raise FileError("the folder has no checkpoint", path=source, hint=hint)
     if path.resolve().is_relative_to(latest.resolve()):
         raise UsageError(f"`--output {path}` is inside the checkpoint", hint="name another file")
-    return Exported(path=path, checkpoint=latest, tensors=export_weights(str(latest), str(path)))
+    return ExportResult(path=path, checkpoint=latest, tensors=export_weights(str(latest), str(path)))

@@ -17,16 +17,16 @@ from planner.core.values.units import pluralize
 _SUFFIX = ".csv"
 
 
-def lists_path(schedule: File) -> str | None:
+def schedule_file_path(schedule: File) -> str | None:
     """Return the path if the value of `--schedule` names a file, otherwise None."""
     if isinstance(schedule, os.PathLike) or str(schedule).lower().endswith(_SUFFIX):
         return os.fspath(schedule)
     return None
 
 
-def lists_of(schedule: File) -> ListedSchedule | None:
+def listed_schedule_of(schedule: File) -> ListedSchedule | None:
     """Return the schedule in the file that `--schedule` names, or None; raise `FileError` for unreadable files."""
-    path = lists_path(schedule)
+    path = schedule_file_path(schedule)
     return None if path is None else files.read_schedule(path)
 
 
@@ -44,7 +44,7 @@ def with_order_counts(options: SolverOptions, lists: ListedSchedule, profile: Pr
     Raises:
         UsageError: An option contradicts the action orders, or the action orders need more layers, devices or samples.
     """
-    path = lists_path(options.schedule)
+    path = schedule_file_path(options.schedule)
     num_devices, num_micro_batches = len(lists.rows), lists.num_micro_batches
     num_stages = len({action.stage for row in lists.rows for action in row})
     if len(profile.layers) < num_stages:
@@ -83,7 +83,7 @@ def _devices(options: SolverOptions) -> int | None:
         return texts.device_count(options.devices)
     if options.nodes is None:
         return None
-    nodes, each = texts.nodes(options.nodes)
+    nodes, each = texts.node_counts(options.nodes)
     return nodes * each
 
 
@@ -91,15 +91,16 @@ def check_cuts(options: SolverOptions, lists: ListedSchedule, cuts: Sequence[int
     """Raise UsageError if `cuts` and the action orders have different numbers of stages."""
     num_stages = len({action.stage for row in lists.rows for action in row})
     if len(cuts) != num_stages:
+        path = schedule_file_path(options.schedule)
         raise UsageError(
-            f"`--balance` has {pluralize(len(cuts), 'stage')}, but `{lists_path(options.schedule)}` has {num_stages}",
+            f"`--balance` has {pluralize(len(cuts), 'stage')}, but `{path}` has {num_stages}",
             hint=f"give {num_stages} numbers of layers, or remove `--balance`",
         )
 
 
-def refuse_lists(schedule: File, verb: str) -> None:
+def refuse_schedule_file(schedule: File, verb: str) -> None:
     """Raise UsageError if `--schedule` names a file; for commands that try several numbers of devices."""
-    path = lists_path(schedule)
+    path = schedule_file_path(schedule)
     if path is not None:
         raise UsageError(
             f"`{verb}` tries several numbers of devices, but `--schedule {path}` is for one",
@@ -109,6 +110,6 @@ def refuse_lists(schedule: File, verb: str) -> None:
 
 def _agreed(option: str, value: texts.Numbers, number: int, has: str) -> int:
     """Return `number`, which follows from the action orders; raise UsageError if the option has another value."""
-    if value != "auto" and texts.one(option, value) != number:
+    if value != "auto" and texts.single_integer(option, value) != number:
         raise UsageError(f"`{option} {value}`: {has} {number}", hint=f"remove `{option}`")
     return number

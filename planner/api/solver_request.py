@@ -7,7 +7,7 @@ from planner.api.batch import default_batch
 from planner.api.headroom import headroom_of
 from planner.api.options.solving import SolverOptions, recorded_values
 from planner.api.reading import calibration_of, cuts_of, links_of
-from planner.api.schedule_file import check_cuts, lists_of, lists_path, with_order_counts
+from planner.api.schedule_file import check_cuts, listed_schedule_of, schedule_file_path, with_order_counts
 from planner.api.texts import Numbers, Sizes
 from planner.core.cost.workload import workload_of
 from planner.core.errors import UsageError
@@ -38,7 +38,7 @@ def request_of(profile: Profile, reference: ProfileReference, options: SolverOpt
         UsageError: An option is wrong, or contradicts another option or the profile.
         FileError: A file that an option names cannot be read.
     """
-    lists = lists_of(options.schedule)
+    lists = listed_schedule_of(options.schedule)
     if lists is not None:
         options = with_order_counts(options, lists, profile)
     links = links_of(options.links, link=options.link, nodes=options.nodes, inter_link=options.inter_link)
@@ -49,7 +49,9 @@ def request_of(profile: Profile, reference: ProfileReference, options: SolverOpt
     solver = cast("Solver", texts.choice("--solver", options.solver, Solver))
     return Request(
         inputs=_inputs(profile, reference, options, calibration=calibration, links=links, cuts=cuts),
-        micro_batches=None if options.micro_batches == "auto" else texts.one("--micro-batches", options.micro_batches),
+        micro_batches=None
+        if options.micro_batches == "auto"
+        else texts.single_integer("--micro-batches", options.micro_batches),
         balance=cuts,
         time_limit_s=parse_us(options.time_limit) / 1e6 if options.time_limit is not None else None,
         lists=lists,
@@ -70,7 +72,7 @@ def _inputs(
     num_devices, node_devices = _devices(options.devices, options.nodes)
     recompute = _recompute(options.recompute, profile)
     only_gpipe = options.solver == "milp"
-    is_file = lists_path(options.schedule) is not None
+    is_file = schedule_file_path(options.schedule) is not None
     schedule = GIVEN if is_file else _schedule(str(options.schedule), profile, only_gpipe=only_gpipe)
     _check_run(options, profile)
     executor = profile.device.executor or ExecutorCost(overhead_us=0.0, link=Link())
@@ -139,7 +141,7 @@ def _devices(numbers: Numbers | None, nodes: str | None) -> tuple[int, int]:
         if devices is None:
             raise UsageError("the number of devices is missing", hint="give `--devices 8` or `--nodes 4x8`")
         return devices, 0
-    count, each = texts.nodes(nodes)
+    count, each = texts.node_counts(nodes)
     total = count * each
     if devices is not None and devices > total:
         raise UsageError(

@@ -13,7 +13,7 @@ from planner.api.keywords import on_profile
 from planner.api.notebooks import enable_notebook_display
 from planner.api.options.solving import SolveOptions, SolverOptions, SweepOptions
 from planner.api.reading import NOWHERE, AnyProfile, ReadProfile, path_of, profile_of, reference
-from planner.api.schedule_file import lists_path, refuse_lists
+from planner.api.schedule_file import refuse_schedule_file, schedule_file_path
 from planner.core.errors import InfeasibleError, UsageError
 from planner.core.extras import command_for
 from planner.core.values.plan import Plan
@@ -82,7 +82,7 @@ def solve_family(profile: AnyProfile, options: SolveOptions) -> tuple[Plan, ...]
     counts = texts.device_counts(options.devices) if options.devices is not None else ()
     output = path_of(options.output)
     source = _placed(profile_of(profile), output)
-    paths = (None,) * max(1, len(counts)) if output is None else family_paths(output, counts)
+    paths = (None,) * max(1, len(counts)) if output is None else plan_paths(output, counts)
     plans: list[Plan] = []
     for path, count in zip(paths, counts or (None,), strict=True):
         _check_output(path, source, options)
@@ -104,7 +104,7 @@ def solve_family(profile: AnyProfile, options: SolveOptions) -> tuple[Plan, ...]
     return tuple(plans)
 
 
-def family_paths(output: str, counts: Sequence[int]) -> tuple[str, ...]:
+def plan_paths(output: str, counts: Sequence[int]) -> tuple[str, ...]:
     """Return the path of the plan for each number of devices; raise `UsageError` for several on standard output."""
     if len(counts) < 2:
         return (output,)
@@ -264,7 +264,12 @@ def _files_of(options: SolveOptions) -> tuple[str | None, ...]:
     """Return the paths of files that options name."""
     cuts = path_of(options.balance)
     is_file = cuts is not None and not cuts[:1].isdigit()
-    return path_of(options.links), path_of(options.calibration), cuts if is_file else None, lists_path(options.schedule)
+    return (
+        path_of(options.links),
+        path_of(options.calibration),
+        cuts if is_file else None,
+        schedule_file_path(options.schedule),
+    )
 
 
 @on_profile(SweepOptions)
@@ -285,7 +290,7 @@ def sweep(profile: AnyProfile, options: SweepOptions) -> Sweep:
     from planner.api.solver_request import request_of  # noqa: PLC0415 - as in `solve`
     from planner.solve.questions.sweep import sweep_of  # noqa: PLC0415
 
-    refuse_lists(options.schedule, "sweep")
+    refuse_schedule_file(options.schedule, "sweep")
     counts, nodes = _sizes(options)
     source, output = profile_of(profile), path_of(options.output)
     place = reference(source, NOWHERE if output is None else str(Path(output, "plan.yaml")))
@@ -311,7 +316,7 @@ def _sizes(options: SweepOptions) -> tuple[tuple[int, ...], str | None]:
         return texts.integers("--devices", options.devices or "1,2,4,8"), None
     if options.devices is not None:
         raise UsageError(f"`--devices {options.devices}` and `--nodes {options.nodes}`: give one of them")
-    clusters = [texts.nodes(each) for each in options.nodes.split(",")]
+    clusters = [texts.node_counts(each) for each in options.nodes.split(",")]
     if len({each for _, each in clusters}) > 1:
         raise UsageError(
             f"`--nodes {options.nodes}`: nodes have different numbers of devices",

@@ -74,7 +74,7 @@ def integers(option: str, value: Numbers) -> tuple[int, ...]:
     return numbers
 
 
-def one(option: str, value: Numbers) -> int:
+def single_integer(option: str, value: Numbers) -> int:
     """Return the integer in a text such as `4`; it must be at least 1."""
     numbers = integers(option, value)
     if len(numbers) > 1:
@@ -84,7 +84,7 @@ def one(option: str, value: Numbers) -> int:
 
 def count_or_auto(option: str, value: str | int) -> int:
     """Return a count, or 0 for `auto`, which lets the solver choose."""
-    return 0 if value == "auto" else one(option, value)
+    return 0 if value == "auto" else single_integer(option, value)
 
 
 def parse_number(option: str, value: int, noun: str, most: int | None = None) -> int:
@@ -198,7 +198,7 @@ def speeds(value: str | float | Sequence[float], devices: int) -> tuple[float, .
     return numbers * devices if len(numbers) == 1 else numbers
 
 
-def names(option: str, value: str | Sequence[str]) -> tuple[str, ...]:
+def layer_names(option: str, value: str | Sequence[str]) -> tuple[str, ...]:
     """Return two or more different layer names, from `wte,lm_head` or a list."""
     layers = tuple(part.strip() for part in _parts(value))
     if len(set(layers)) < 2 or len(set(layers)) < len(layers):
@@ -242,7 +242,7 @@ def flops_per_s(value: str | float) -> float:
     return float(value)
 
 
-def count(option: str, value: str | int | None) -> int:
+def large_count(option: str, value: str | int | None) -> int:
     """Return a large count, such as tokens, from `1T` or a number; 0 for None."""
     if value is None:
         return 0
@@ -264,7 +264,7 @@ def price(option: str, value: str | float | None) -> float:
     return number
 
 
-def share(value: str | float) -> float:
+def fraction(value: str | float) -> float:
     """Return a fraction from 0 to below 1, from `5%` or 0.05."""
     if isinstance(value, str):
         return parse_share(value)
@@ -273,15 +273,15 @@ def share(value: str | float) -> float:
     return value
 
 
-def two_shares(option: str, value: str | Sequence[str | float]) -> tuple[float, float]:
+def two_fractions(option: str, value: str | Sequence[str | float]) -> tuple[float, float]:
     """Return two fractions, from `1%,5%` or a pair."""
     shares = _parts(value)
     if len(shares) != 2:
         raise UsageError(f"`{option} {_shown(value)}`: expected two shares", hint=f"`{option} 1%,5%`")
-    return share(shares[0]), share(shares[1])
+    return fraction(shares[0]), fraction(shares[1])
 
 
-def nodes(value: str) -> tuple[int, int]:
+def node_counts(value: str) -> tuple[int, int]:
     """Return the number of nodes and the devices per node, from `4x8`."""
     parts = re.fullmatch(r"([1-9]\d{0,9})x([1-9]\d{0,9})", value, re.ASCII)
     if parts is None:

@@ -60,7 +60,7 @@ def run_plan(
         return read_run(str(report))
 
 
-def crowding(plan: Plan, profile: Profile) -> str:
+def reason_times_are_invalid(plan: Plan, profile: Profile) -> str:
     """Return the reason why step times of the plan cannot be measured on this machine; empty if they can."""
     if training_kind(profile.device.kind) != "cpu":
         return ""

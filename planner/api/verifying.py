@@ -72,8 +72,8 @@ def verify(plan: File | Plan, options: VerifyOptions) -> Verification:
     inputs = (path_of(plan), path_of(options.profile), path_of(options.run))
     files.check_outputs({"--calibration": written}, inputs)
     options.progress("", 0, 0)
-    below, above = texts.two_shares("--tolerance-memory", options.tolerance_memory)
-    tolerance = Tolerance(step=texts.share(options.tolerance_time), memory_below=below, memory_above=above)
+    below, above = texts.two_fractions("--tolerance-memory", options.tolerance_memory)
+    tolerance = Tolerance(step=texts.fraction(options.tolerance_time), memory_below=below, memory_above=above)
     _check_steps(options)
     if written is not None:
         files.check_writable(written)
@@ -111,7 +111,7 @@ def _check_steps(options: VerifyOptions) -> None:
 
 def _of_trial(plan: Plan, source: ReadProfile, tolerance: Tolerance, options: VerifyOptions) -> Verification:
     """Run the plan and return the comparison with its prediction."""
-    from planner.api.trial import crowding, run_plan  # noqa: PLC0415 - only here
+    from planner.api.trial import reason_times_are_invalid, run_plan  # noqa: PLC0415 - only here
 
     profile, folder = source.profile, str(Path(source.path).parent)
     check_installed("train")
@@ -121,7 +121,7 @@ def _of_trial(plan: Plan, source: ReadProfile, tolerance: Tolerance, options: Ve
     options.progress("equivalence check of the plan's stages", steps, steps)
     proof, wrong = _proof(plan, loaded)
     wrong = (*wrong, *_other_losses(plan, loaded, report))
-    crowded = crowding(plan, profile)
+    crowded = reason_times_are_invalid(plan, profile)
     return verification_of(plan, profile, report, tolerance, crowded=crowded, proof=proof, wrong=wrong)
 
 

@@ -33,9 +33,9 @@ class Console:
             sys.stdout.write(text if text.endswith("\n") else text + "\n")
             sys.stdout.flush()
         except BrokenPipeError:
-            forget(sys.stdout)
+            discard_stream(sys.stdout)
         except OSError as error:
-            forget(sys.stdout)
+            discard_stream(sys.stdout)
             raise FileError(f"cannot be written: {error.strerror}", path="standard output") from None
 
     def interrupted(self) -> None:
@@ -70,7 +70,7 @@ class Console:
         try:
             print(shown, file=sys.stderr, flush=True)
         except OSError:
-            forget(sys.stderr)
+            discard_stream(sys.stderr)
 
     @contextmanager
     def progress(self, title: str) -> Iterator[_Progress]:
@@ -138,7 +138,7 @@ class Console:
             yield show
 
 
-def forget(stream: TextIO) -> None:
+def discard_stream(stream: TextIO) -> None:
     """Discard the rest of a stream whose reader has closed it; otherwise Python reports an error at exit."""
     with suppress(OSError, ValueError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())

@@ -30,7 +30,7 @@ from planner.show.terminal.run import comparison_text, run_text
 _Shown = Profile | Plan | RunReport | Links
 
 
-def draw(
+def show_file(
     file: str,
     plan: str | None,
     profile: str | None,

@@ -21,7 +21,7 @@ def emit(
     debug: Debug = False,  # noqa: ARG001 - read by main
 ) -> None:
     """Write balance.yaml and train.py, or the plan in another engine's format."""
-    from planner.api.emitting import written
+    from planner.api.emitting import emit_files
     from planner.files import json_text
 
     console = Console(quiet=quiet)
@@ -33,7 +33,7 @@ def emit(
     as_json = options.engine == "json"
     if as_json:
         options = replace(options, engine="native")
-    done = written(plan, options, tell=tell, say=console.note)
+    done = emit_files(plan, options, tell=tell, say=console.note)
     paths = [str(path) for path in (done.paths[:-1] if done.kept else done.paths)]
     console.result(json_text({"written": paths, "next": done.use}) if as_json else "\n".join(paths))
     if done.kept:

@@ -71,7 +71,7 @@ class SectionedCommand(_AsTyped, TyperCommand):
                     formatter.write_dl(records)
 
 
-def misused(error: TyperException, command: str) -> PlannerError:
+def usage_error_of(error: TyperException, command: str) -> PlannerError:
     """Return the error for an invalid command line, with similar words and the matching `--help`."""
     see = f"see `gpipe-plan {command} --help`" if command else "see `gpipe-plan --help`"
     near = sorted(getattr(error, "possibilities", None) or ())

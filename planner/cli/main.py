@@ -12,8 +12,8 @@ from typer.exceptions import TyperException
 
 from planner import __version__
 from planner.__main__ import main
-from planner.cli.console import ClosedStream, Console, forget
-from planner.cli.help import Commands, SectionedCommand, misused
+from planner.cli.console import ClosedStream, Console, discard_stream
+from planner.cli.help import Commands, SectionedCommand, usage_error_of
 from planner.core.errors import ExitCode, PlannerError
 
 __all__ = ["app_for", "main", "run"]  # `main` for scripts that an earlier version installed
@@ -110,11 +110,11 @@ def run(arguments: list[str]) -> int:
         code = _code_after(console, error, error.exit_code)
         _debug(arguments)
     except TyperException as error:
-        console.error(misused(error, arguments[0] if arguments[0] in _COMMANDS else ""))
+        console.error(usage_error_of(error, arguments[0] if arguments[0] in _COMMANDS else ""))
         code = ExitCode.ERROR
     except (SystemExit, BrokenPipeError):
         # typer exits this way if the reader of its help has closed the pipe, which is no error.
-        forget(sys.stdout)
+        discard_stream(sys.stdout)
         code = ExitCode.OK
     except (KeyboardInterrupt, typer.Abort):
         console.interrupted()
@@ -137,7 +137,7 @@ def _code_after(console: Console, error: PlannerError, code: int) -> int:
         console.interrupted()
         return ExitCode.INTERRUPTED
     if isinstance(error.__cause__, OSError):
-        forget(sys.stdout)  # it may be full; the unwritten rest would fail again at exit
+        discard_stream(sys.stdout)  # it may be full; the unwritten rest would fail again at exit
     console.error(error)
     return code
 

@@ -31,7 +31,7 @@ def show(
     debug: Debug = False,  # noqa: ARG001 - read by main
 ) -> None:
     """Show tables and pictures of a file: stages, memory, timeline."""
-    from planner.cli.drawing import draw
+    from planner.cli.drawing import show_file
 
     outputs = {"--html": html, "--svg": svg, "--trace": trace}
-    draw(file, plan, profile, run, outputs=outputs, format_=format_, quiet=quiet)
+    show_file(file, plan, profile, run, outputs=outputs, format_=format_, quiet=quiet)

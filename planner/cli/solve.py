@@ -42,9 +42,9 @@ def solve(
     from planner.api.reading import profile_of
     from planner.api.solving import (
         PLAN_HEADER,
-        family_paths,
         faster_schedule_for,
         merged_path,
+        plan_paths,
         replicas_for,
         with_schedules,
     )
@@ -61,7 +61,7 @@ def solve(
     options = replace(
         options, output=None if output == "-" else output, note=lambda text: console.note(f"note: {text}")
     )
-    paths = family_paths(output, () if options.devices is None else device_counts(options.devices))
+    paths = plan_paths(output, () if options.devices is None else device_counts(options.devices))
     began_s = time.monotonic()
     with console.live_text("solving") as show, stopped_by_interrupt() as is_stopped:
         watch = SearchObserver(is_stopped=is_stopped, on_plan=_Best(show).update)

@@ -151,11 +151,11 @@ def test_too_few_cores_are_said(here: Path, monkeypatch: pytest.MonkeyPatch) -> 
     """Times of processes that share cores are not judged; those of CUDA devices are."""
     plan, profile = files.read_plan("plans/plan.yaml"), files.read_profile("profile.yaml")
     monkeypatch.setattr("os.sched_getaffinity", lambda _: {0}, raising=False)
-    assert "need 2 cores, and this machine has 1" in trial.crowding(plan, profile)
+    assert "need 2 cores, and this machine has 1" in trial.reason_times_are_invalid(plan, profile)
     cuda = replace(profile, device=replace(profile.device, kind="cuda"))
-    assert trial.crowding(plan, cuda) == ""
+    assert trial.reason_times_are_invalid(plan, cuda) == ""
     monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1}, raising=False)
-    assert trial.crowding(plan, profile) == ""
+    assert trial.reason_times_are_invalid(plan, profile) == ""
 
 
 @pytest.mark.slow

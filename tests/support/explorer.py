@@ -13,7 +13,7 @@ from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
-from planner.api.exploring import caveats, solve_words
+from planner.api.exploring import caveats, solve_command_parts
 from planner.core.cost.costs import costs_at, covers_size
 from planner.core.cost.evaluate import Evaluation
 from planner.core.cost.partition import Partition
@@ -143,7 +143,7 @@ def question(seed: int) -> Case:
         plan=plan,
         profile=profile,
         micro_batches=counts,
-        command=tuple(solve_words(plan, profile)),
+        command=tuple(solve_command_parts(plan, profile)),
         caveats=tuple(caveats(plan)),
     )
     return Case(asked)

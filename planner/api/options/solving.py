@@ -24,9 +24,11 @@ _RUN: Final = "Training run"
 _FLAG: Final = Conversion(lambda _, value: value, lambda _: "")
 _COUNT_OR_AUTO: Final = Conversion(texts.count_or_auto, lambda count: str(count or "auto"))
 _LINK: Final = Conversion(lambda option, value: None if value is None else texts.link(value, option), texts.link_text)
-_COUNT: Final = Conversion(texts.count, count_option)
+_COUNT: Final = Conversion(texts.large_count, count_option)
 _PRICE: Final = Conversion(texts.price, texts.decimal)
-_GROUPS: Final = Conversion(lambda option, value: tuple(texts.names(option, each) for each in value or ()), ",".join)
+_GROUPS: Final = Conversion(
+    lambda option, value: tuple(texts.layer_names(option, each) for each in value or ()), ",".join
+)
 
 _ORDER: Final = f"Schedule: {', '.join(SCHEDULE_CHOICES)}."
 
@@ -86,7 +88,10 @@ class SolverOptions:
     min_micro_batch: Annotated[
         int,
         Option(
-            "N", "Smallest allowed micro-batch size, for batch normalization.", _BATCH, recorded=Conversion(texts.one)
+            "N",
+            "Smallest allowed micro-batch size, for batch normalization.",
+            _BATCH,
+            recorded=Conversion(texts.single_integer),
         ),
     ] = 1
     schedule: Annotated[

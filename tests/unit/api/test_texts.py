@@ -45,20 +45,20 @@ def test_wrong_caps_are_refused(asked) -> None:
 
 def test_shares_links_and_speeds_come_in_either_form() -> None:
     """And what they cannot be is refused."""
-    assert texts.share("5%") == texts.share(0.05) == 0.05
+    assert texts.fraction("5%") == texts.fraction(0.05) == 0.05
     link = Link(bytes_per_s=25e9, latency_us=5.0)
     assert texts.link("25GB/s,5us") == texts.link(link) == link
     assert texts.speeds("1,2.5", 2) == texts.speeds([1, 2.5], 2) == (1.0, 2.5)
     assert texts.speeds(2, 2) == (2.0, 2.0)
-    assert texts.names("--together", "a,b") == texts.names("--together", ["a", "b"]) == ("a", "b")
-    assert texts.nodes("4x8") == (4, 8)
+    assert texts.layer_names("--together", "a,b") == texts.layer_names("--together", ["a", "b"]) == ("a", "b")
+    assert texts.node_counts("4x8") == (4, 8)
     for refuse in (
-        lambda: texts.share(1.0),
-        lambda: texts.share("5"),
+        lambda: texts.fraction(1.0),
+        lambda: texts.fraction("5"),
         lambda: texts.speeds([0], 1),
-        lambda: texts.names("--apart", ["a"]),
-        lambda: texts.nodes("4x0"),
-        lambda: texts.one("--m", [1, 2]),
+        lambda: texts.layer_names("--apart", ["a"]),
+        lambda: texts.node_counts("4x0"),
+        lambda: texts.single_integer("--m", [1, 2]),
         lambda: texts.choice("--solver", "x", ("gpipe", "1f1b")),
     ):
         with pytest.raises(UsageError):

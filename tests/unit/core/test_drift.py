@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from planner.api.options.verifying import VerifyOptions
-from planner.api.texts import share, two_shares
+from planner.api.texts import fraction, two_fractions
 from planner.core.cost.evaluate import Evaluation
 from planner.core.judge.drift import ENOUGH_STEPS, drift_of, drift_text
 from planner.core.judge.verification import DEFAULT_TOLERANCE
@@ -102,5 +102,5 @@ def test_nothing_is_said_of_runs_that_say_nothing(run: tuple[Balance, RunReport]
 def test_it_allows_what_verify_allows() -> None:
     """Where nothing else is asked of that."""
     asked = VerifyOptions()
-    shares = (share(asked.tolerance_time), *two_shares("", asked.tolerance_memory))
+    shares = (fraction(asked.tolerance_time), *two_fractions("", asked.tolerance_memory))
     assert shares == (DEFAULT_TOLERANCE.step, DEFAULT_TOLERANCE.memory_below, DEFAULT_TOLERANCE.memory_above)
