@@ -135,7 +135,7 @@ class _Reader:
         next(self._events)
         event = next(self._events)
         if not isinstance(event, yaml.StreamEndEvent):
-            raise _RefusedError("is not YAML: but found another document", event)
+            raise _RefusedError("is not YAML: it contains another document", event)
         return content
 
     def _value(self, event: Any) -> Any:
@@ -154,13 +154,13 @@ class _Reader:
             value = self._mapping()
         if event.anchor:
             if event.anchor in self._anchored:
-                raise _RefusedError("is not YAML: second occurrence", event)
+                raise _RefusedError("is not YAML: an anchor is defined twice", event)
             self._anchored[event.anchor] = value
         return value
 
     def _anchored_value(self, event: yaml.AliasEvent) -> Any:
         if event.anchor not in self._anchored:
-            raise _RefusedError("is not YAML: found undefined alias", event)
+            raise _RefusedError("is not YAML: an alias has no anchor", event)
         return self._anchored[event.anchor]
 
     def _sequence(self) -> list[Any]:

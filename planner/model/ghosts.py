@@ -230,7 +230,7 @@ def _needs_values(func: Any, origin: str) -> Exception:
         return NeedsValuesError(f"{func} needs values")
     return ModelError(
         f'code between modules, which later stages run as well, reads values of "{origin}" ({func})',
-        hint="let a module do that, with all that uses the result",
+        hint="move this code into a module, together with all code that uses its result",
     )
 
 

@@ -189,8 +189,8 @@ def _data_dependence(name: str, values: Sequence[int], shapes: Shapes) -> ModelE
             return ModelError(
                 f'what crosses the boundary after "{name}" has shape {list(shape)} for {SIZES[0]} samples and '
                 f"{list(other)} for {SIZES[1]}: it depends on the data",
-                hint="let shapes follow from the batch size alone: pad to a fixed length, in place of "
-                "`pack_padded_sequence`, a choice by mask or routing between modules",
+                hint="let shapes depend on the batch size alone: pad to a fixed length instead of using "
+                "`pack_padded_sequence`, masks or routing between modules",
             )
     return None
 

@@ -117,8 +117,8 @@ class ModelOptimizer:
             if id(tensor) not in known:
                 raise ModelError(
                     f"the optimizer {type(optimizer).__name__} has a tensor of shape {list(tensor.shape)} that is "
-                    "none of the `parameters` that it was built over",
-                    hint="build it over `parameters` alone; register a tensor that the loss learns in the model",
+                    "not among the `parameters` that `build_optimizer` got",
+                    hint="give it only `parameters`; register a tensor that the loss learns in the model",
                 )
         return optimizer
 

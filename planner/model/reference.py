@@ -258,7 +258,8 @@ def _has_gradient(model: nn.Module, loss: Tensor) -> bool:
         ModelError: The model has trained parameters, but the loss does not depend on them.
     """
     if not loss.requires_grad and any(parameter.requires_grad for parameter in model.parameters()):
-        raise ModelError("the loss carries no gradient, so nothing would be trained", hint="is something detached?")
+        hint = "look for `detach()`, `.item()` or `no_grad` between the parameters and the loss"
+        raise ModelError("the loss carries no gradient, so nothing would be trained", hint=hint)
     return loss.requires_grad
 
 

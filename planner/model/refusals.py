@@ -89,7 +89,7 @@ def _refusal_of_code(where: str, error: BaseException) -> ModelError | None:
     if isinstance(error, RuntimeError) and str(error).startswith(_HOOK):
         return ModelError(
             f"{where} registers a hook on an activation, also where no gradients are computed: "
-            "in evaluation, and in the first forward of what is recomputed",
+            "in evaluation, and in the first forward of recomputed layers",
             hint="register it only `if h.requires_grad:`, h being that tensor",
         )
     if not isinstance(error, RuntimeError) or _IN_PLACE.search(str(error)) is None:
@@ -108,7 +108,7 @@ def _first_line(error: BaseException) -> str:
 def refuse_backward(_: Any) -> Any:
     """Raise the error for a forward that calls `torch.autograd.grad` and also needs real values."""
     raise ModelError(
-        "`forward` calls `torch.autograd.grad` and also reads values of what depends on parameters (`.item()`, `if`, "
+        "`forward` calls `torch.autograd.grad` and also reads values that depend on parameters (`.item()`, `if`, "
         "NumPy): both together cannot be recorded",
         hint="let `forward` do without the values (`torch.where` in place of `if`), or without the gradient",
     )

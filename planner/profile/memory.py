@@ -193,7 +193,7 @@ def _no_grad_peak(unit: Unit, received: UnitInput, meter: Meter) -> int:
 
 
 def _boundaries(unit: Unit, received: UnitInput) -> tuple[tuple[BoundaryTensor, ...], tuple[BoundaryTensor, ...]]:
-    """Return records of the layer's inputs and outputs: sizes, kept by backward or not, and shared storages."""
+    """Return the layer's inputs and outputs: their sizes, which ones backward keeps, and which share a storage."""
     values = received.non_leaves()
     outputs = unit.run(values, received)
     started = start_backward(outputs)

@@ -95,8 +95,8 @@ def has_additive_peaks(module: nn.Module, whole: ModelOptimizer, *, meter: Meter
     """Return True if the transient memory of an update grows with the number of parameters, as with `foreach`.
 
     Otherwise it depends on the largest parameter only. Updates of two and of three copies of the layer's parameters are
-    compared. (The first copy does not count, because the update of the next parameter may begin while a tensor of the
-    previous one still exists.)
+    compared. A single copy would show less than two, because the update of a parameter may begin while a tensor of the
+    previous one still exists.
 
     Args:
         module: A layer.
@@ -110,7 +110,7 @@ def has_additive_peaks(module: nn.Module, whole: ModelOptimizer, *, meter: Meter
 def _in_place(
     whole: ModelOptimizer, module: nn.Module, stands_for: nn.Module
 ) -> Callable[[Copies], torch.optim.Optimizer]:
-    """Return a function that builds the optimizer for copies of parameters of `module`, as if of `stands_for`."""
+    """Return a function that builds the optimizer for copies of parameters, as if they belonged to `stands_for`."""
     place = {id(p): at for p, at in zip(module.parameters(), stands_for.parameters(), strict=True)}
     return lambda copies: whole.over((place[id(p)], copy) for p, copy in copies)
 

@@ -2,8 +2,8 @@
 
 This order gives caches and free memory nearly the same state as within a stage. When forward and backward of each layer
 were timed alternately, the forwards of a small U-Net took a fifth longer than in the model, and those of an MLP twice
-as long. Timing each layer separately adds overhead, mainly the start of autograd's engine. It is measured on a layer
-that does nothing, and subtracted. Otherwise it would be the larger part of short times such as 10 us.
+as long. Timing each layer separately adds overhead, mainly the start of autograd's engine. The overhead is measured on
+a layer that does nothing, and subtracted. Otherwise it would be the larger part of short times such as 10 us.
 """
 
 import gc

@@ -132,7 +132,7 @@ _MANY_SIZES = (
 )
 
 _WITHOUT_GRADIENTS = (
-    "an evaluation and the first forward of what is recomputed have no gradients: differentiate only `if "
+    "an evaluation and the first forward of recomputed layers have no gradients: differentiate only `if "
     "torch.is_grad_enabled():`"
 )
 
@@ -168,7 +168,7 @@ def keep_model_unchanged(model: nn.Module) -> Iterator[None]:
 def _put_back(
     holders: Sequence[tuple[nn.Module, Mapping[str, Tensor | None]]], values: Sequence[tuple[Tensor, Tensor]]
 ) -> None:
-    """Restore which buffers the modules have, and the buffers' values."""
+    """Give modules their former buffers again, with the former values."""
     for module, buffers in holders:
         module._buffers.update(buffers)
     with torch.no_grad():

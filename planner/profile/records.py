@@ -40,7 +40,7 @@ class RecordingHooks:
     device: torch.device
     """Device on which units run."""
     record: Callable[[Sequence[SizedUnit]], None]
-    """Function that measures units and stores the results in `Task.measurements`."""
+    """Function that measures units and stores the results in `ProfilingTask.measurements`."""
     prepare: Callable[[Sequence[Unit]], None] = lambda _: None
     """Function that is called with the units of all layers before the first unit runs."""
     received: Callable[[UnitInput], UnitInput] = lambda traced: traced

@@ -85,7 +85,7 @@ class _MeasuredUnit:
 
 
 class _SplitPass:
-    """Measured memory of a forward, its I and, on request, its W, without memory in use before and without inputs."""
+    """Measured memory of a forward, I and, on request, W; inputs and memory in use before do not count."""
 
     def __init__(self, subject: _MeasuredUnit, *, held_elsewhere: _HeldElsewhere = "nothing") -> None:
         unit, received, split = subject.unit, subject.received, subject.split

@@ -168,7 +168,7 @@ def time_uncertainty(chain: Sequence[str], samples: Mapping[Key, Sequence[tuple[
 
 
 def half_times_of(samples: Sequence[tuple[float, float]], whole: LayerTimes) -> tuple[float, float]:
-    """Return the times of I and W in microseconds.
+    """Return the times, in microseconds, of the two passes of a split backward: input gradients (I) and weights (W).
 
     The time of I includes the additional time of a forward that prepares a split backward.
 

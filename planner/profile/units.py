@@ -224,7 +224,8 @@ def _check_loss(loaded: LoadedModel, chain: Chain, targets: Any, output: Any) ->
         raise ModelError(f"`loss_fn` returned {shape}, expected a scalar tensor", hint="return the mean over samples")
     trainable = any(p.requires_grad for layer in chain.layers for p in layer.module.parameters())
     if trainable and not loss.requires_grad:
-        raise ModelError("the loss carries no gradient, so nothing would be trained", hint="is something detached?")
+        hint = "look for `detach()`, `.item()` or `no_grad` between the parameters and the loss"
+        raise ModelError("the loss carries no gradient, so nothing would be trained", hint=hint)
 
 
 def _received(value: Any, targets: Any) -> UnitInput:

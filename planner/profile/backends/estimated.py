@@ -264,7 +264,7 @@ def _optimizer_cost(
 def _times(
     task: ProfilingTask, records: UnitRecords, clock: RooflineClock
 ) -> tuple[dict[Key, LayerTimes], dict[Key, tuple[float, float]]]:
-    """Return, for every distinct layer and size, the times of forward and backward, and those of I and W."""
+    """Return, for every distinct layer and size, the times of forward and backward, and those of a split backward."""
     times, half_times_us = {}, {}
     whole = WholeTimer(clock=clock, statistics=BatchStatistics())
     split_timer = SplitTimer(clock=clock, statistics=BatchStatistics(), split=SplitBackward())
@@ -292,7 +292,7 @@ def _moved_bytes(func: Any, received: Sequence[Tensor], results: Sequence[Tensor
 
 
 def _read(func: Any, args: Any, received: Sequence[Tensor]) -> Sequence[Tensor]:
-    """Return the tensors that an operator reads. A convolution's I does not read x; its W does not read the weight."""
+    """Return the tensors that an operator reads; a convolution's backward reads fewer if it computes one gradient."""
     if func is not torch.ops.aten.convolution_backward.default:
         return received
     gradient, x, weight, *_, (of_input, of_weight, _) = args

@@ -46,7 +46,7 @@ def shape_of(
     fields.check(source)
     if fields.assumed and note is not None:
         listed = ", ".join(f"`{key}` {value}" for key, value in fields.assumed.items())
-        note(f"{source} leaves out sizes, which are those of transformers: {listed}")
+        note(f"{source} leaves out sizes; those of transformers are used: {listed}")
     return replace(shape, family=name)
 
 

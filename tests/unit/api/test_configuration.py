@@ -91,7 +91,7 @@ def test_the_language_model_of_a_model_with_several_parts_is_planned(key: str, t
     made = of(tmp_path, nested, note=notes.append)
     assert made.layers == of(tmp_path, {**SMALL, "vocab_size": 32_000, "tie_word_embeddings": True}).layers
     assert any(f"only the language model (`{key}`)" in note for note in notes)
-    assert any(note.endswith("leaves out sizes, which are those of transformers: `vocab_size` 32000") for note in notes)
+    assert any(note.endswith("leaves out sizes; those of transformers are used: `vocab_size` 32000") for note in notes)
 
 
 @pytest.mark.parametrize("more", [(), ("--expert-parallel", "4")])

@@ -59,4 +59,4 @@ def test_a_value_of_another_stage_that_is_read_is_named() -> None:
     """With what to do, in place of the operator alone."""
     with pytest.raises(ModelError, match=r'code between modules, .* reads values of "blocks.0"') as refused:
         absent(torch.empty(2), torch.device("cpu"), "blocks.0").sum().item()
-    assert "let a module do that" in refused.value.hint
+    assert "move this code into a module" in refused.value.hint

@@ -213,7 +213,7 @@ def test_a_builder_that_reads_values_is_refused() -> None:
 
 def test_a_tensor_that_is_no_parameter_of_the_model_is_refused() -> None:
     """Its value would be in no checkpoint, and every rank would have one of its own."""
-    with pytest.raises(ModelError, match=r"shape \[3\] that is none of the `parameters`"):
+    with pytest.raises(ModelError, match=r"shape \[3\] that is not among the `parameters`"):
         check(lambda parameters: torch.optim.SGD([*parameters, nn.Parameter(torch.zeros(3))], lr=0.1))
 
 
