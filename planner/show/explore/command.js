@@ -1,4 +1,4 @@
-// The commands that make a plan of what is seen, or judge it, and what they cannot say.
+// Commands that make or check a plan with the selected state, and notes on what the commands cannot express.
 
 const capOf = (scale, bytes) => (scale === 0 ? bytes : shortBytes(bytes * 2 ** (scale / 25)));
 const capsOf = (data, state) => data.places.map((place) => capOf(state.scale, data.memory_bytes[place]));
@@ -17,7 +17,7 @@ function solveWords(data, state, { recompute }) {
   ].join(" ");
 }
 
-// `check` judges other cuts of the plan as it is, so that nothing else may have been moved but the memory limits.
+// `check` can only change the cuts and memory limits of the plan, so there is no command if anything else was changed.
 function checkWords(data, state) {
   const isSame = ["schedule", "chunks", "micro_batches"].every((name) => state[name] === data.start[name]);
   if (!isSame || state.recompute !== data.policy) return null;
@@ -34,14 +34,14 @@ function commandsOf(data, state, answer) {
   if (isOwn) caveats.push("The plan's lists have no name that `solve` takes: `check` judges other cuts under them.");
   else caveats.push(...data.caveats);
   if (isOwn && !check) caveats.push("No command recomputes otherwise under them: edit `stages[].recompute` of the plan.");
-  // One stage on each device leaves nothing to choose: the fastest that fits.
+  // With one stage per device, `solve` makes the same choice: the fastest recomputation that fits.
   if (new Set(answer.recompute).size > 1 && !isOwn && (state.chunks > 1 || Array.isArray(asked(data, state).recompute))) {
     caveats.push("`solve` chooses recomputation by itself, stage by stage: its plan may differ from this.");
   }
   return { lines: [...(isOwn ? [] : [solveWords(data, state, answer)]), ...(check ? [check] : [])], caveats };
 }
 
-// What the laws are asked of what the handles say.
+// Convert the state of the controls to the input of `evaluate`.
 const OWN = "as in the plan";
 const asked = (data, state) =>
   ({ ...state, caps: capsOf(data, state), recompute: state.recompute === OWN ? data.recompute : state.recompute });

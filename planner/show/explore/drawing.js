@@ -1,4 +1,4 @@
-// What the page shows of an answer: columns of layers, bars of memory, the table of stages, the step for the timeline.
+// Drawing of an evaluated plan: columns of layers, bars of memory, table of stages, and data for the timeline.
 
 const make = (tag, values = {}, ...content) => {
   const made = document.createElement(tag);
@@ -8,12 +8,12 @@ const make = (tag, values = {}, ...content) => {
   made.append(...content);
   return made;
 };
-// So many rows scroll, and so many stages are not all labelled.
+// From this number on, rows scroll, and not all stages are labelled.
 const MANY = 24;
 
 const share = (part) => (part * 100).toFixed(3) + "%";
 
-// Forward and backward of every layer, one above the other; the highest column fills the height.
+// Draw a column per layer, with its backward on top of its forward; the highest column fills the height.
 function columns([forwards, backwards]) {
   const xml = "http://www.w3.org/2000/svg", picture = document.createElementNS(xml, "svg");
   picture.setAttribute("viewBox", `0 0 ${forwards.length} 100`);
@@ -74,7 +74,7 @@ function stageTable(table, data, answer) {
   return slowest;
 }
 
-// The step as the timeline takes it: planner/show/html/timeline.py, in tenths of a microsecond.
+// Return the step in the format of planner/show/html/timeline.py, with times in tenths of a microsecond.
 function stepOf(data, answer) {
   const { orders, time, times, own, recompute, cuts } = answer, { K, M, S, layout, stages } = orders, hasLanes = K <= 50;
   const { kinds, labels, redone } = data.timeline, rows = stages.map(() => []), busy = new Float64Array(K);
@@ -105,10 +105,10 @@ function stepOf(data, answer) {
   };
 }
 
-// How much of a stage's backward computes activations again.
+// Return the recomputation time within a stage's backward.
 const againUs = ({ redone }, { again }, k) => Math.max(...redone.map((kind) => again[2 * (4 * k + kind)]));
 
-// Kind with chunk, micro-batch, gap behind the start of the one before, duration.
+// Encode each span as four numbers: kind and chunk, micro-batch, time from the previous start, duration.
 function flattened(spans) {
   const flat = new Array(4 * spans.length);
   let before = 0, n = 0;
@@ -120,7 +120,7 @@ function flattened(spans) {
   return flat;
 }
 
-// Look and words of everything that the timeline shows.
+// Return the style class and label of everything that the timeline shows.
 function timelineLegend(data, answer) {
   const { orders, time, times, own } = answer, { K, S } = orders, looks = [];
   const chunks = Math.min(S / K, data.timeline.kinds[0].paper.length), there = new Set(time.at.map((at) => at & 3));

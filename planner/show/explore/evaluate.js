@@ -1,13 +1,13 @@
-// The figures of a state: numbers of the tables, added up, and the largest of them.
+// Figures of a state: sums and maxima of numbers from the page's tables.
 
 const total = (items) => Object.values(items).reduce((sum, bytes) => sum + bytes, 0);
-// Halves go to even numbers, as in Python.
+// Round halves to even numbers, as Python does.
 const rint = (value) => { const near = Math.round(value); return near - (near - value === 0.5 && near % 2 !== 0); };
 const sumOf = (numbers) => numbers.reduce((sum, number) => sum + number, 0);
 
 // ---- times
 
-// Numbers of every stage; of actions two for each place 4 * stage + kind: of the last micro-batch, behind all others'.
+// Return the times of all stages. Actions have two numbers at 2 * (4 * stage + kind): for other micro-batches, then for the last.
 function stageTimes(memo, { layout, M }, cuts, recompute) {
   const { data } = memo, size = data.sizes[M], choices = recompute.map((choice) => data.recomputes.indexOf(choice));
   const cells = layout.devices.map((_, k) => cellOf(memo, layout, k, cuts[k], cuts[k + 1]));
@@ -25,7 +25,7 @@ function stageTimes(memo, { layout, M }, cuts, recompute) {
   };
 }
 
-// When every action begins and ends, and its transfer begins: each as soon as its device is free, and what it needs there.
+// Return when actions begin and end. An action begins when its device is free and its input has arrived.
 function clocks({ rows, layout, M, K, S }, times) {
   const length = sumOf(rows.map(({ at }) => at.length)), { needs, makes, received, sent, devices } = layout;
   const time = {
@@ -67,7 +67,7 @@ function clocks({ rows, layout, M, K, S }, times) {
   return time;
 }
 
-// What follows the last action of each device: gradients summed over replicas, stage by stage, and the optimizer's step.
+// Return the time after each device's last action: all-reduce over replicas, stage by stage, and optimizer step.
 function updatesUs({ stages }, times, time, { splits }) {
   return stages.map((own, k) => {
     const inTurn = splits ? [...own].sort((a, b) => time.stageEnds[a] - time.stageEnds[b]) : own;
@@ -84,7 +84,7 @@ function stepUs(time, own, times, { splits }) {
 
 // ---- memory
 
-// Bytes of a stage: what is always there by item, and every part by item.
+// Return the memory of a stage by part and component; the first row is memory that exists during the whole step.
 function stageBytes(memo, columns, cell) {
   const { data } = memo, I = data.items.length, bytes = new Float64Array((data.num_parts + 1) * I);
   for (let n = 0; n < columns.length; n += 3) {
@@ -93,7 +93,7 @@ function stageBytes(memo, columns, cell) {
   return bytes;
 }
 
-// What stages of one device share is taken off one of them.
+// Count parameters that stages of one device share only once: subtract them from one of these stages.
 function takeShared({ data }, { layout }, cuts, stages) {
   const stageOf = (layer) => cuts.findIndex((cut) => cut > layer) - 1, I = data.items.length;
   for (const [second, layers, sizes] of data.ties) {
@@ -104,7 +104,7 @@ function takeShared({ data }, { layout }, cuts, stages) {
   }
 }
 
-// Bytes by item of a device at the first of its highest points: counts change from step to step.
+// Return the memory of a device by component, at its first peak. Each action changes the counts of the parts.
 function peakOf({ data }, { steps }, chunks) {
   const P = data.num_parts, I = data.items.length, counts = new Int32Array(chunks.length * P);
   const sizes = Float64Array.from(counts, (_, place) => {
@@ -134,7 +134,7 @@ function peakOf({ data }, { steps }, chunks) {
   return { ...Object.fromEntries(items), reserve: data.reserve_bytes };
 }
 
-// Per device its bytes by item; `recompute` is a choice for each stage.
+// Return the memory of each device by component; `recompute` has a choice for each stage.
 function memoryOf(memo, orders, cuts, recompute) {
   const { data } = memo, { rows, stages, layout, ways, M } = orders, { bytes } = data.sizes[M];
   const ofStages = layout.devices.map((_, k) =>
@@ -143,9 +143,9 @@ function memoryOf(memo, orders, cuts, recompute) {
   return rows.map((row, k) => peakOf(memo, row, stages[k].map((stage) => ofStages[stage])));
 }
 
-// ---- all of it
+// ---- figures
 
-// Of the choices that are allowed, each device takes the fastest that fits, or the one that needs least.
+// Choose for each device the fastest allowed recomputation that fits, or the one that needs least memory.
 function fitted(memo, orders, cuts, state) {
   if (Array.isArray(state.recompute)) return { recompute: state.recompute, memory: memoryOf(memo, orders, cuts, state.recompute) };
   const allowed = memo.data.recomputes.filter((choice) => state.recompute === choice || state.recompute === "auto");
@@ -158,14 +158,14 @@ function fitted(memo, orders, cuts, state) {
   return { recompute, memory: chosen.map((choice, k) => needs[choice][k]) };
 }
 
-// A state is { schedule, chunks, micro_batches, balance, recompute, caps }: the schedule by its place in the data,
-// recomputation as a policy or stage by stage, caps of the pipeline's devices in bytes.
+// Evaluate a state { schedule, chunks, micro_batches, balance, recompute, caps }: the schedule as an index into the data,
+// recomputation as a policy or a choice per stage, and memory limits (caps) of the pipeline's devices in bytes.
 function evaluate(memo, state) {
   const { data } = memo, schedule = data.schedules[state.schedule], orders = ordersOf(memo, state);
   const cuts = cutsOf(state.balance), { recompute, memory } = fitted(memo, orders, cuts, state);
   const times = stageTimes(memo, orders, cuts, recompute), time = clocks(orders, times);
   const own = updatesUs(orders, times, time, schedule), step = stepUs(time, own, times, schedule);
-  // Without the optimizers' steps.
+  // Time of the pipeline without optimizer steps.
   const pipeline = Math.max(...time.ends.map((us, k) => us - (schedule.splits ? time.begins[k] : 0)));
   let busy = 0, again = 0;
   for (let n = 0; n < time.at.length; n++) {

@@ -1,4 +1,4 @@
-// The handles: what they are at, what happens when they are moved, and the command that makes a plan of it.
+// Controls of the page: their state, the effect of changes, and the command that makes a plan of the state.
 (() => {
   const data = JSON.parse(document.getElementById("data").textContent);
   const memo = explorer(data), byId = (id) => document.getElementById(id), L = data.names.length;
@@ -7,7 +7,7 @@
     ["auto", "as needed, by device"], ["never", "never"], ["except-last", "all but the last"],
     ["always", "every micro-batch"],
   ];
-  // Cuts that were seen last, by how many stages there are, and whether nobody has moved one.
+  // For each number of stages, the cuts shown last, and true if no cut was moved.
   const seen = Object.fromEntries(Object.entries(data.balances).map(([S, balance]) => [S, [balance, true]]));
   seen[data.start.balance.length] = [data.start.balance, false];
   const state = { ...data.start, balance: [...data.start.balance], recompute: data.policy, scale: 0, isEven: false, isEnd: false };
@@ -40,7 +40,7 @@
     byId("cap").value = state.scale;
   }
 
-  // Keeps what can be kept: the M that is nearest, and the cuts that there were for so many stages.
+  // After a change, keep the nearest possible M, and the cuts shown last for this number of stages.
   function adjust() {
     if (!schedule().orders[state.chunks]) state.chunks = Number(Object.keys(schedule().orders)[0]);
     const nearest = (a, b) => (Math.abs(b - state.micro_batches) < Math.abs(a - state.micro_batches) ? b : a);
@@ -187,7 +187,7 @@
     if (!queued) { queued = true; setTimeout(draw); }
   };
 
-  // ---- what is moved
+  // ---- changes of the controls
 
   const onChange = (id, change) => byId(id).addEventListener("input", (event) => { change(event.target.value); adjust(); });
   onChange("schedule", (value) => { state.schedule = Number(value); });
@@ -205,7 +205,7 @@
     try { await navigator.clipboard.writeText(byId("words").textContent); } catch { document.execCommand("copy"); }
   });
 
-  // What the plan recomputes, where that is not what the policy would choose.
+  // Offer the plan's own recomputation, if the policy would choose another one.
   function begin() {
     adjust();
     begun = evaluate(memo, asked(data, state));

@@ -1,7 +1,7 @@
 "use strict";
-// The tables that the page brings along: planner/show/explore/data.py wrote every number of them.
+// Tables of the page, whose numbers planner/show/explore/data.py has written.
 
-// Every row of runs: all but the last number, and the rows that the last one counts through.
+// Expand run-length encoded rows: in a run, the last number increases by 1 from row to row.
 function rowsOf(runs, width) {
   const rows = new Map();
   for (let n = 0; n < runs.length; n += width + 1) {
@@ -16,16 +16,16 @@ const numberAt = ({ rows, columns }, column, row) => (column === NOTHING ? 0 : c
 
 const explorer = (data) => ({ data, cells: rowsOf(data.cells, 3), crossings: rowsOf(data.crossings, 2), orders: {} });
 
-// The layout of a state's stages on the devices: by stage, or by 4 * stage + kind.
+// Return the layout of a state's stages on the devices; arrays are by stage, or by 4 * stage + kind.
 const layoutOf = ({ data }, { schedule, chunks }) => data.layouts[data.schedules[schedule].layouts[chunks]];
 
 const cutsOf = (balance) => balance.reduce((cuts, layers) => [...cuts, cuts[cuts.length - 1] + layers], [0]);
 
-// The row of a stage, and of the boundary behind it.
+// Return the table row of a stage, and of the boundary after it.
 const cellOf = (memo, layout, k, first, end) => memo.cells.get(`${layout.speeds[k]},${first},${end}`);
 const crossingOf = (memo, layout, k, end) => memo.crossings.get(`${layout.links[k]},${end}`);
 
-// How near to a layer the cut of stage k can be moved, one layer at a time, within the numbers that there are.
+// Move the cut before stage k towards a layer, one layer at a time, while the tables have the resulting stages.
 function reach(memo, state, k, layer) {
   const layout = layoutOf(memo, state), cuts = cutsOf(state.balance);
   const wanted = Math.max(cuts[k - 1] + 1, Math.min(cuts[k + 1] - 1, layer)), step = Math.sign(wanted - cuts[k]);
@@ -43,7 +43,7 @@ const numberOfStep = (character) => {
   return code < 128 ? code - 35 - (code > 60) - (code > 92) : code - 161 + 90;
 };
 
-// Per device its steps, and of those that are actions the place 4 * stage + kind and the micro-batch.
+// Return for each device the table rows of its order, and for actions the index 4 * stage + kind and the micro-batch.
 function ordersOf(memo, state) {
   const { data } = memo, { schedule, chunks, micro_batches: M } = state, key = `${schedule}/${chunks}/${M}`;
   if (memo.orders[key]) return memo.orders[key];

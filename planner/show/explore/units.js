@@ -1,4 +1,4 @@
-// Numbers for people, as planner/core/values/units.py writes them.
+// Numbers as text, in the same form as planner/core/values/units.py.
 
 const threeDigits = (value) =>
   [2, 1].map((digits) => value.toFixed(digits)).find((text) => text.replace(/[-.]/g, "").length <= 3) || value.toFixed(0);
@@ -20,7 +20,7 @@ const rate = (perS) => {
 
 const DECIMAL = [["GB", 1e9], ["MB", 1e6], ["kB", 1e3]];
 
-// A size to the byte, as options take it: the shortest text of at most two decimals.
+// Return an exact size as the value of an option: the shortest text with at most two decimals.
 function bytesOption(bytes) {
   const binary = [["TiB", 2 ** 40], ["GiB", 2 ** 30], ["MiB", 2 ** 20], ["KiB", 2 ** 10]];
   const units = [...DECIMAL, ...binary].filter(([, factor]) => bytes >= factor && (bytes * 100) % factor === 0);
@@ -28,7 +28,7 @@ function bytesOption(bytes) {
   return texts.reduce((shortest, text) => (text.length < shortest.length ? text : shortest));
 }
 
-// The nearest size that an option says in at most two decimals.
+// Return the nearest size that has at most two decimals as the value of an option.
 function shortBytes(bytes) {
   const unit = DECIMAL.find(([, factor]) => bytes >= factor);
   return unit ? Math.round((bytes / unit[1]) * 100) * (unit[1] / 100) : Math.round(bytes);

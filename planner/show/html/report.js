@@ -7,6 +7,6 @@
   live.hidden = false;
   still.hidden = true;
   timeline(live).load(data);
-  // On paper everything is open.
+  // Open all collapsed parts before printing.
   addEventListener("beforeprint", () => document.querySelectorAll("details").forEach((d) => { d.open = true; }));
 })();

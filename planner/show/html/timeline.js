@@ -1,5 +1,5 @@
 "use strict";
-// A step on the canvas of the page's `.live` box: zoom, tips and keys. `load` shows another step in its place.
+// Timeline of a step on the canvas of the page's `.live` box, with zoom, tooltips and keys. `load` shows another step.
 function timeline(live) {
   const root = document.documentElement, canvas = live.querySelector("canvas"), output = live.querySelector("output");
   const tip = document.createElement("div");
@@ -13,7 +13,7 @@ function timeline(live) {
   let width = 0, left = 0, right = 0, chosen = null, queued = false;
   let data, rows, K, rowHeight, unit, KINDS, LABELS, RECEIVE, OPTIMIZER, FORTH, BACK;
 
-  // What devices compute comes first among the labels; their colours and letters come with the data.
+  // Labels begin with the kinds of actions, whose colors and letters are in the data.
   function load(step) {
     const isWhole = !data || (view.from === 0 && view.to === data.end);
     data = step;
@@ -33,7 +33,7 @@ function timeline(live) {
   }
   const paper = (box) => KINDS[box.kind].paper[box.chunk % KINDS[box.kind].paper.length];
 
-  // Per row its boxes by start: what its device computes apart from what it sends.
+  // Return the boxes of a row by start: actions, and sends in a list of their own.
   function boxesOf(flat, device, spared) {
     const boxes = { compute: [], sends: [] };
     let at = 0;
@@ -136,7 +136,7 @@ function timeline(live) {
       context.fillRect(from, top, wide, tall);
       const redone = box.again ? x(box.start + box.again) - from : 0;
       if (redone > 0.4) {
-        // Too narrow for hatching, which is slow besides: a shade.
+        // A narrow box gets a plain shade, because hatching would be too small and is slow.
         context.fillStyle = redone > 2 ? colors.again : "#6d3b0680";
         context.fillRect(from, top, redone, tall);
       }
@@ -163,7 +163,7 @@ function timeline(live) {
     const text = room - 3 >= 6.3 * (longest + 1.4) ? KINDS[box.kind].letter + name : name;
     context.textAlign = "center";
     context.fillStyle = KINDS[box.kind].ink;
-    // Beside the hatching where there is room beside it, else on a plain patch of it.
+    // Write the number next to the hatching if there is space, otherwise on a plain patch.
     const beside = room - redone >= 6.3 * text.length + 2;
     const middle = beside ? from + (redone + room) / 2 : from + room / 2;
     if (redone && !beside) {
@@ -240,7 +240,7 @@ function timeline(live) {
   canvas.addEventListener("pointerleave", () => { tip.hidden = true; });
   canvas.addEventListener("dblclick", (event) => zoom(event.shiftKey ? 1 / 3 : 3, timeAt(event.offsetX)));
   canvas.addEventListener("wheel", (event) => {
-    // Without Ctrl the page scrolls.
+    // Without Ctrl, the wheel scrolls the page.
     if (!event.ctrlKey && !event.metaKey) return;
     event.preventDefault();
     zoom(Math.exp(-event.deltaY / 300), timeAt(event.offsetX));
@@ -281,7 +281,7 @@ function timeline(live) {
     event.preventDefault();
   });
 
-  // Drawing sets the height: what counts is the width.
+  // Drawing sets the height, so only a new width needs a redraw.
   new ResizeObserver(() => { if (canvas.clientWidth !== width) redraw(); }).observe(canvas.parentElement);
   theme.whenPainted(redraw);
   return { load };
