@@ -24,7 +24,7 @@ class Answer(NamedTuple):
 
 
 class Search(Protocol):
-    """Search for the fastest plan of one case."""
+    """Function that searches for the fastest plan of one case."""
 
     def __call__(self, case: Case, *, upper_us: float, deadline: Deadline) -> Answer:
         """Return the fastest partition found, if it beats `upper_us`, and a lower bound for all partitions.

@@ -299,7 +299,10 @@ def _start(costs: ChainCosts) -> FloatArray:
 
 
 def _smallest_count(case: Case) -> tuple[int, int] | None:
-    """Return the smallest number of devices, all with the first one's limit, that the case fits on, and M; or None."""
+    """Return the smallest number of devices on which the case fits, and its M; None if no number suffices.
+
+    All devices have the memory limit of the first one.
+    """
     limit = case.limits_bytes[0]
     width = max_stage_layers(case.costs, longest_us=np.inf, limit_bytes=limit)
     most = int(min(_MOST_DEVICES, case.costs.num_layers, case.schedule.most_devices(case.micro_batches)))

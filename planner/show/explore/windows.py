@@ -172,7 +172,7 @@ def _cut_ranges(balance: Sequence[int], width: int) -> Iterator[range]:
 
 
 def run_length_encode(*columns: IntArray) -> list[int]:
-    """Return sorted rows in run-length form: runs of rows whose last number increases by 1, and all else is equal.
+    """Return sorted rows in run-length form: in a run, the last number increases by 1, and all others are equal.
 
     Args:
         columns: Columns of the rows.

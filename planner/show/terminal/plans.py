@@ -44,7 +44,7 @@ def _chart(plans: Sequence[ComparedPlan], style: Style) -> list[RenderableType]:
 
 
 def difference_parts(difference: Difference, style: Style) -> list[RenderableType]:
-    """Return a title and a table of the memory and time of each stage, in the earlier plan and now."""
+    """Return a title and a table of the memory and time of each stage, in an earlier plan (before) and now."""
     title = heading(plain(f"against {difference.against}", style))
     if not difference.recomputed:
         title.append(", whose numbers are as stored, because its profile is missing", "not bold")

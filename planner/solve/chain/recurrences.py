@@ -174,7 +174,7 @@ class GPipeRecurrence:
         return x, a, d + q
 
     def raise_to_bounds(self, label: Label, earlier: EarlierLayers) -> Label:
-        """Raise the largest forward and backward times to lower bounds of earlier layers; every plan reaches them."""
+        """Raise the largest forward and backward times to lower bounds that every complete plan reaches."""
         f, x, a, d, u = label
         forward, backward = self._least_bottlenecks(earlier)
         f, x = np.maximum(f, forward), np.maximum(x, backward)
@@ -234,7 +234,7 @@ class OneForwardOneBackwardRecurrence:
         return g, s, r, extended_tail_us(u, stages.own_us, stages.hidden_us)
 
     def raise_to_bounds(self, label: Label, earlier: EarlierLayers) -> Label:
-        """Raise u only: every difference in g, s and r changes the step time."""
+        """Raise the time u of optimizer steps only, because every difference in g, s and r changes the step time."""
         g, s, r, u = label
         return g, s, r, _raised_tail(u, earlier)
 

@@ -78,7 +78,7 @@ def is_solvable() -> bool:
 
 
 class BranchAndBound:
-    """Branch and bound over one linear program."""
+    """Branch and bound that starts from one linear program; HiGHS solves the programs."""
 
     def __init__(self, program: LinearProgram) -> None:
         # HiGHS is imported here, because it loads longer than everything else that a short command needs.

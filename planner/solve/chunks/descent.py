@@ -138,7 +138,7 @@ class Descent(ABC, Generic[CandidateT]):
         return cuts
 
     def _downhill(self, candidate: CandidateT) -> CandidateT:
-        """Move to better partitions until no move improves the partition; return it."""
+        """Move to better partitions until no move is an improvement; return the last partition."""
         while not self.is_over:
             better = next((n for n in self._neighbors(candidate) if n.beats(candidate)), None)
             if better is None:

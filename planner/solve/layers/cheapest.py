@@ -260,7 +260,7 @@ class _LayerDynamicProgram:
         return (*after, *outputs)
 
     def _extend(self, n: int, pending: PendingStorages, labels: _Labels, decision: int) -> _Labels:
-        """Return the labels of one group after layer `n`, which is either kept or recomputed."""
+        """Return the labels of one group after the decision to keep or recompute layer `n`."""
         layers = self.layers
         size = sum(each[1] for each in pending)
         # A recomputed layer saves its input, unless an earlier layer has saved it; the input is then not pending.

@@ -242,7 +242,7 @@ class _Chunk:
         return option
 
     def _limits(self, room: FloatArray) -> list[MemoryLimit]:
-        """Return the memory limits of all points in the step; of limits with equal weight and pass, the tightest."""
+        """Return the memory limits of all points in the step; of limits that differ in bytes only, the smallest."""
         limits: dict[tuple[int, int], float] = {}
         for weights, fixed in self._lines:
             for weight, level, limit in zip(

@@ -105,7 +105,7 @@ def search_one_chunk_by_layers(progress: Progress, initial: Partition | None) ->
 
 
 class _StageCountSearch:
-    """Search for one number of stages."""
+    """Search for cuts and recomputed layers, with a fixed number of stages."""
 
     def __init__(self, progress: Progress, evaluator: Evaluator, layers: RecomputeTimes) -> None:
         self._progress, self._evaluator, self._layers = progress, evaluator, layers
@@ -136,7 +136,7 @@ class _StageCountSearch:
         return True
 
     def _least(self, width: int) -> tuple[ChainCuts | None, LabelSearch]:
-        """Run the dynamic program until all stages in its solution have exact times, or a limit on the runs.
+        """Run the dynamic program until all stages in its solution have exact times, but not too often.
 
         Returns:
             The solution, or None if no partition can be faster than the best one; and the last run's `LabelSearch`.

@@ -2,8 +2,8 @@
 
 The search starts from the best plan that recomputes whole stages, so its result is never slower than this plan. The
 lower bound is computed as in `planner.solve.chunks.search`. If there are few partitions, all of them are simulated
-without recomputation. For partitions that do not fit without recomputation, the smallest of these step times is a
-lower bound.
+without recomputation. For partitions that do not fit without recomputation, the smallest of their simulated step times
+is a lower bound.
 """
 
 from functools import partial
@@ -64,7 +64,7 @@ def search_layers(case: Case, by_stage: Answer | None, *, upper_us: float = inf,
 
 
 def _search_devices(progress: Progress, initial: Partition | None) -> None:
-    """Search every number of devices, from the best partition that recomputes whole stages (`initial`) or None."""
+    """Search every number of devices; start from `initial`, if given, a partition that recomputes whole stages."""
     for evaluator, least_us in evaluators(progress):
         initial_here = initial if initial is not None and initial.num_devices == evaluator.num_devices else None
         progress.leave_out(_search(progress, evaluator, least_us, initial_here))

@@ -170,7 +170,7 @@ class _ListScheduler(ABC):
         return _Route(other, link, times.send_us, times.blocking)
 
     def run(self) -> ActionOrder | None:
-        """Simulate all devices until no action is left; return None if actions cannot run or the limit is exceeded."""
+        """Simulate all devices; return None if some actions can never run, or the limit is exceeded."""
         turns, free_us = self.turns, self.free_us
         turns.append((0.0, next(device for device, chunks in enumerate(self.problem.chunks) if 0 in chunks)))
         try:

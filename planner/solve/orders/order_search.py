@@ -364,7 +364,7 @@ def _move(row: list[Act], act: Act, step: int) -> None:
 def _merge_or_split(problem: OrderProblem, rows: _Rows, rng: random.Random) -> list[list[Act]]:
     """Return the order after backwards of one chunk were merged (I and W become B) or split (B becomes I and W).
 
-    The change affects one device, or all devices from or up to it, and one micro-batch or all of them.
+    The change affects one device, possibly also all earlier or all later ones, and one micro-batch or all of them.
     """
     changed = [*map(list, rows)]
     chunk, device, first = (rng.randrange(n) for n in (len(problem.chunks[0]), len(rows), problem.micro_batches))

@@ -195,7 +195,7 @@ class Evaluator:
             counts: Number of each of `PARTS` that exist at this point, shape (parts,).
 
         Returns:
-            Bytes, shape (choices, L+1, width); infinite where there is no such stage.
+            Bytes, shape (choices, L+1, width); infinite for entries without a stage.
         """
         return _sum_parts(self.parts, counts)
 
@@ -206,8 +206,8 @@ class Evaluator:
             counts: Number of each of `PARTS` that exist at this point, shape (parts,).
 
         Returns:
-            Lower bounds of the bytes of every stage before recomputation, shape (L+1, width), infinite where there is
-            no such stage; and upper bounds of the bytes that recomputing each layer saves, shape (L,).
+            Lower bounds of the bytes of every stage before recomputation, shape (L+1, width), infinite for entries
+            without a stage; and upper bounds of the bytes that recomputing each layer saves, shape (L,).
         """
         costs, every = self.case.costs, self._any_by_layers
         runs = bool((every.level[counts > 0] >= 0).any())
@@ -222,7 +222,7 @@ class Evaluator:
     def _times(
         self, cuts: IntArray, choices: IntArray, layers_us: FloatArray | None = None
     ) -> tuple[BusyTimes, FloatArray, FloatArray]:
-        """Return busy and transfer times of stages, shape (N, S), and U of devices, shape (N, K); see `durations`."""
+        """Return busy and transfer times of stages, shape (N, S), and optimizer times of devices, shape (N, K)."""
         sums, first, end = self.case.sums, cuts[:, :-1], cuts[:, 1:]
         recompute_us = 0.0 if layers_us is None else layers_us
         busy = sums.busy_times(first, end, choices, speed=self.speeds, layers_us=recompute_us)
@@ -289,7 +289,7 @@ class Evaluator:
 
 
 def _sum_parts(parts: FloatArray, counts: FloatArray) -> FloatArray:
-    """Return the memory of stages with `counts` of each of `PARTS`, in bytes; infinite where there is no such stage."""
+    """Return the memory of stages with `counts` of each of `PARTS`, in bytes; infinite for entries without a stage."""
     with np.errstate(invalid="ignore"):
         held = parts[..., 0] + parts[..., 1:] @ counts
     known: FloatArray = np.where(np.isnan(held), np.inf, held)

@@ -16,7 +16,7 @@ class StageArrays(NamedTuple):
     """Stages that end at each of n cuts: one row per cut, one column per first layer.
 
     Times are in microseconds, for one micro-batch. They include the executor's overhead, and the time to receive over
-    blocking links. They are infinite where there is no such stage.
+    blocking links. They are infinite for entries without a stage.
     """
 
     first: IntArray

@@ -32,7 +32,7 @@ class MemoryTable:
     """Peak memory of every stage for each allowed recomputation, in bytes without the reserve."""
 
     totals: dict[int, FloatArray]
-    """Tables of peak memory by index into `CHOICES`, shape (L+1, width); infinite where there is no such stage."""
+    """Tables of peak memory by index into `CHOICES`, shape (L+1, width); infinite for entries without a stage."""
 
     @classmethod
     def of(cls, costs: ChainCosts, moments: Moments, *, width: int, policy: RecomputePolicy) -> "MemoryTable":
@@ -129,7 +129,7 @@ def windowed(
 
 
 def values_at_first_layer(values: FloatArray, width: int) -> FloatArray:
-    """Return the value at the first layer of every stage in a table, shape (L+1, width); infinite without such a stage.
+    """Return the value at the first layer of every stage in a table, shape (L+1, width); infinite without a stage.
 
     Args:
         values: Value for each first layer 0..L, shape (L+1,).
