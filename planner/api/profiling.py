@@ -96,7 +96,7 @@ def _measured(model: File | Any | None, options: ProfileOptions) -> Profile:
         raise
     # Last, because an error of the model's is explained where it occurs in the measurement.
     if checked is not None:
-        checked.expect_comparison()
+        checked.raise_if_not_compared()
     if parsed.calibration is not None:
         executor = calibrated_executor(parsed.calibration, measured.device.kind)
     device = measured.device if executor is None else replace(measured.device, executor=executor)

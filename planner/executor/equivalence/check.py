@@ -24,7 +24,7 @@ from planner.core.errors import ModelError
 from planner.core.values.proof import Proof
 from planner.executor.build.building import build_structure
 from planner.executor.equivalence.isolation import Child, ChildError, return_large_blocks
-from planner.executor.equivalence.rehearsal import rehearse
+from planner.executor.equivalence.rehearsal import repeat_forwards
 from planner.executor.equivalence.rounds import Round, RoundResult
 from planner.executor.equivalence.subject import STEPS, CheckRequest, Digests, Subject, is_large, layer_starts
 from planner.model.load import LoadedModel
@@ -60,7 +60,7 @@ class EquivalenceResult(NamedTuple):
     """True if the model or the comparison raised an error. If it is False and nothing was compared, the comparison
     would have taken too much time or memory."""
 
-    def expect_comparison(self) -> None:
+    def raise_if_not_compared(self) -> None:
         """Check that no error has prevented the comparison.
 
         Raises:
@@ -219,9 +219,9 @@ def _compared(
         if not attempt.lean and not has_other_values:
             break
         try:
-            subject = Subject.of(request, chain, attempt.micro_batch_size, lean=attempt.lean)
+            subject = Subject.choose(request, chain, attempt.micro_batch_size, lean=attempt.lean)
             has_other_values = subject.has_other_values
-            found = Round.of(request, subject, folder, child, progress=progress).compare()
+            found = Round.start(request, subject, folder, child, progress=progress).compare()
         except ChildError as error:  # batch normalization, for example, needs two samples
             first = first or error
             continue
@@ -231,7 +231,7 @@ def _compared(
             continue
         if not found.wrong and request.ends is None:
             progress("repeating forwards")
-            rehearse(request.loaded, chain, limit_s=request.limit_s)
+            repeat_forwards(request.loaded, chain, limit_s=request.limit_s)
         return found
     if blind is not None:
         return blind

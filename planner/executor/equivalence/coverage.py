@@ -29,12 +29,12 @@ class Coverage:
         """First cut of every class of equivalent cuts."""
         return tuple(alike[0] for alike in self.classes)
 
-    def like(self, cut: int) -> tuple[int, ...]:
+    def equivalent_cuts(self, cut: int) -> tuple[int, ...]:
         """Return all cuts that are equivalent to `cut`, including `cut` itself."""
         return next((alike for alike in self.classes if cut in alike), (cut,))
 
 
-def coverage_of(chain: Chain, shapes: Shapes, digests: Sequence[str]) -> Coverage:
+def find_coverage(chain: Chain, shapes: Shapes, digests: Sequence[str]) -> Coverage:
     """Find the equivalent cuts of a chain.
 
     Args:
@@ -55,7 +55,7 @@ def coverage_of(chain: Chain, shapes: Shapes, digests: Sequence[str]) -> Coverag
     return Coverage(classes=tuple(map(tuple, classes.values())), keys=keys)
 
 
-def groups_of(cuts: Sequence[int], most: int) -> list[tuple[int, ...]]:
+def split_into_groups(cuts: Sequence[int], most: int) -> list[tuple[int, ...]]:
     """Split cuts into groups of at most `most` cuts; the cuts of a group are as far apart as possible."""
     num_groups = -(-len(cuts) // most) if cuts else 0
     return [tuple(cuts[first::num_groups]) for first in range(num_groups)]

@@ -138,7 +138,7 @@ def compare_gradients(differences: Differences, gradients: Mapping[str, Tensor |
         differences.compare_tensor(f'the gradient of "{name}"', gradient, right.tensors.get(f"gradient:{name}"), least)
 
 
-def shaking(precision: Precision, seed: int) -> Callable[[nn.Module], None]:
+def perturbation(precision: Precision, seed: int) -> Callable[[nn.Module], None]:
     """Return a function that changes each element of all parameters by a rounding error, randomly up or down."""
 
     def shake(model: nn.Module) -> None:

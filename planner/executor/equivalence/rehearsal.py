@@ -33,7 +33,7 @@ _MOST_PARAMETERS = 20_000_000
 """Largest number of parameters of a model whose forwards are repeated."""
 
 
-def rehearse(loaded: LoadedModel, chain: Chain, *, limit_s: float) -> None:
+def repeat_forwards(loaded: LoadedModel, chain: Chain, *, limit_s: float) -> None:
     """Repeat the forward of all layers, in a separate process, until a forward takes another path or time is up.
 
     Args:

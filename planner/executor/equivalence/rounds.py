@@ -18,16 +18,16 @@ from planner.core.values.plan import Recompute
 from planner.core.values.profile import Model
 from planner.core.values.proof import Proof
 from planner.core.values.units import pluralize
-from planner.executor.equivalence.coverage import groups_of
+from planner.executor.equivalence.coverage import split_into_groups
 from planner.executor.equivalence.differences import (
     NUMBER,
     Differences,
     compare_gradients,
     largest_problem,
-    shaking,
+    perturbation,
 )
 from planner.executor.equivalence.isolation import Child, ChildError, return_large_blocks
-from planner.executor.equivalence.stages import Trial, run_rank
+from planner.executor.equivalence.stages import PipelineTrial, run_rank
 from planner.executor.equivalence.subject import CheckRequest, Subject
 from planner.model.load import LoadedModel
 from planner.model.reference import ReferenceOptions, Shake, train_reference
@@ -76,7 +76,7 @@ class Round:
     progress: Callable[[str], None]
 
     @classmethod
-    def of(
+    def start(
         cls, request: CheckRequest, subject: Subject, folder: Path, child: Child, *, progress: Callable[[str], None]
     ) -> "Round":
         """Start the training of the reference, and return the round.
@@ -109,7 +109,7 @@ class Round:
         recomputed, took_s = "", 0.0
         relative: dict[str, float] = {}
         wrong: dict[int, str] = {}
-        for number, cuts in enumerate(groups_of(wanted, most)):
+        for number, cuts in enumerate(split_into_groups(wanted, most)):
             if number and time.monotonic() + took_s > self.request.deadline:
                 break
             begin = time.monotonic()
@@ -146,7 +146,7 @@ class Round:
             standing_for: Cut of the full model for each cut of the trained model.
             place: Compared cut of the trained model.
         """
-        return self.subject.coverage.like(standing_for[place]) if self.request.ends is None else (place,)
+        return self.subject.coverage.equivalent_cuts(standing_for[place]) if self.request.ends is None else (place,)
 
     def _proof(self, cuts: Collection[int], relative: Mapping[str, float], recomputed: str) -> Proof:
         ends, num_layers = self.request.ends, len(self.subject.whole.layers)
@@ -194,7 +194,7 @@ class Round:
         """
         balance = _balance(self.subject, cuts, recompute)
         limit_s = self.request.limit_s
-        trial = Trial(
+        trial = PipelineTrial(
             loaded=self.subject.loaded,
             chain=self.subject.chain,
             balance=balance,
@@ -217,7 +217,7 @@ class Round:
         relative = _together(found)
         return found, largest_problem(relative, self._noise)
 
-    def _run(self, trial: Trial) -> list[Differences]:
+    def _run(self, trial: PipelineTrial) -> list[Differences]:
         """Run all ranks of a pipeline, each in a process, and return the differences of each rank."""
         rendezvous = Path(tempfile.mkdtemp(dir=self.folder.parent)) / "store"
         ranks = range(trial.balance.num_processes)
@@ -269,7 +269,7 @@ class Round:
     def _perturbed_reference(self, steps: int, seed: int) -> ReferenceState:
         """Train the reference for `steps` steps, with changed parameters in the last one; return its last state."""
         options = replace(self.subject.options, steps=steps, updates=steps > 1)
-        folder = self._trained_again(options, shaking(self.subject.loaded.precision, seed))
+        folder = self._trained_again(options, perturbation(self.subject.loaded.precision, seed))
         return ReferenceState.load(folder / f"gradients-{steps - 1}")
 
     def _trained_again(self, options: ReferenceOptions, shake: Shake | None) -> Path:
@@ -319,7 +319,7 @@ class _GroupResult(NamedTuple):
         return _together(self.found)
 
 
-def _run_rank(trial: Trial, rank: int, rendezvous: Path, _connection: Connection) -> Differences:
+def _run_rank(trial: PipelineTrial, rank: int, rendezvous: Path, _connection: Connection) -> Differences:
     if not trial.options.updates:
         return_large_blocks()
     return run_rank(trial, rank, rendezvous)

@@ -52,7 +52,7 @@ _POLL_S = 0.01
 
 
 @dataclass(frozen=True, kw_only=True)
-class Trial:
+class PipelineTrial:
     """Pipeline to train and compare with the reference: a model, some cuts, and options."""
 
     loaded: LoadedModel
@@ -65,7 +65,7 @@ class Trial:
     limit_s: float
 
 
-def run_rank(trial: Trial, rank: int, rendezvous: Path) -> Differences:
+def run_rank(trial: PipelineTrial, rank: int, rendezvous: Path) -> Differences:
     """Train the stages of one rank, and compare them with the reference. The process must run nothing else.
 
     Args:
@@ -88,7 +88,7 @@ def run_rank(trial: Trial, rank: int, rendezvous: Path) -> Differences:
 class _Rank:
     """Training of one rank, with comparisons with the reference."""
 
-    def __init__(self, trial: Trial, pipeline: Pipeline) -> None:
+    def __init__(self, trial: PipelineTrial, pipeline: Pipeline) -> None:
         self._trial, self._pipeline = trial, pipeline
         # A tied tensor may have different names on different ranks, so use its first name.
         first = pipeline.first_names

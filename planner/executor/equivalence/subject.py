@@ -8,7 +8,7 @@ import torch
 from planner.core.errors import ModelError
 from planner.core.values.units import format_bytes
 from planner.executor.build.building import build_structure
-from planner.executor.equivalence.coverage import Coverage, coverage_of
+from planner.executor.equivalence.coverage import Coverage, find_coverage
 from planner.executor.equivalence.isolation import ChildError
 from planner.executor.run.shapes import shapes_of
 from planner.model.chain import Chain
@@ -72,7 +72,7 @@ class Subject:
     """Reason why the optimizer is not compared."""
 
     @classmethod
-    def of(cls, request: CheckRequest, whole: Chain, size: int, *, lean: bool) -> "Subject":
+    def choose(cls, request: CheckRequest, whole: Chain, size: int, *, lean: bool) -> "Subject":
         """Choose the model to train.
 
         Args:
@@ -100,7 +100,7 @@ class Subject:
             loaded=loaded,
             chain=whole,
             whole=whole,
-            coverage=coverage_of(whole, shapes, request.digests(whole, loaded)),
+            coverage=find_coverage(whole, shapes, request.digests(whole, loaded)),
             options=options,
         )
         if not is_large(whole) or request.ends is not None:

@@ -232,7 +232,7 @@ def test_a_model_that_does_not_train_is_not_compared() -> None:
     )
     assert (found.proof.cuts, found.proof.recomputed) == (0, False)
     with pytest.raises(ModelError, match="cannot be compared with the model in a plain loop: ValueError: no such"):
-        found.expect_comparison()
+        found.raise_if_not_compared()
 
 
 @pytest.mark.slow
