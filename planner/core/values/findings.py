@@ -201,7 +201,7 @@ RULES: Final = (
         title="a step takes longer than before",
         meaning="Compared with the plan given by `--against`, fewer samples per second are predicted.",
         why="A layer has become slower, or the cuts no longer suit the costs.",
-        remedy="Find the stage that grew in the table. Solving again may find better cuts.",
+        remedy="In the table of stages, find the stage whose time has grown. Solving again may find better cuts.",
     ),
 )
 
