@@ -152,7 +152,7 @@ class Pipeline:
         """
         if build is not self.model.build_optimizer and self.balance.num_stages > 1:
             check_optimizer(build, self._assembly.whole_parameters, self.device)  # it was not profiled
-        optimizer = ModelOptimizer(build, self._assembly.whole_parameters).over(self._assembly.own_of_whole())
+        optimizer = ModelOptimizer(build, self._assembly.whole_parameters).build_for(self._assembly.own_of_whole())
         self._trainer.record_learning_rates(optimizer)
         return optimizer
 

@@ -122,7 +122,7 @@ class AttributeSnapshot:
                 self._look_into(path, (*keys, key), inside)
 
 
-def put_back(model: nn.Module, change: AttributeChange, leaves: Sequence[Any]) -> None:
+def repeat_change(model: nn.Module, change: AttributeChange, leaves: Sequence[Any]) -> None:
     """Repeat a recorded attribute change on `model`, with the given values.
 
     Args:
@@ -143,7 +143,7 @@ def put_back(model: nn.Module, change: AttributeChange, leaves: Sequence[Any]) -
         container[change.keys[-1]] = value
 
 
-def left_leaves(model: nn.Module, change: AttributeChange) -> list[Any]:
+def stored_leaves(model: nn.Module, change: AttributeChange) -> list[Any]:
     """Return the leaves of the value that a call has just stored in the attribute of a recorded change.
 
     Raises:

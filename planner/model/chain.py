@@ -40,11 +40,11 @@ class Layer:
     name: str
     module: nn.Module
 
-    def parameter_names(self) -> dict[str, nn.Parameter]:
+    def parameters_by_name(self) -> dict[str, nn.Parameter]:
         """Return the parameters of the layer by their full names in the model."""
         return {f"{self._prefix}{name}": parameter for name, parameter in self.module.named_parameters()}
 
-    def buffer_names(self) -> dict[str, Tensor]:
+    def buffers_by_name(self) -> dict[str, Tensor]:
         """Return the buffers of the layer by their full names in the model."""
         return {f"{self._prefix}{name}": buffer for name, buffer in self.module.named_buffers()}
 
@@ -197,7 +197,7 @@ def shared_parameters(layers: Sequence[Layer]) -> list[list[tuple[int, str]]]:
     """
     by_memory: dict[tuple[object, ...], list[tuple[int, str]]] = {}
     for index, layer in enumerate(layers):
-        for name, parameter in layer.parameter_names().items():
+        for name, parameter in layer.parameters_by_name().items():
             by_memory.setdefault(memory_key(parameter), []).append((index, name))
     return [owners for owners in by_memory.values() if len({index for index, _ in owners}) > 1]
 

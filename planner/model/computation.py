@@ -25,7 +25,7 @@ _SCALARS: Final = (bool, int, float, str, type(None))
 _INSTALLED: Final = ("site-packages", "dist-packages")
 
 
-def computation_of(model: nn.Module, loaded: LoadedModel) -> dict[str, str]:
+def code_digests(model: nn.Module, loaded: LoadedModel) -> dict[str, str]:
     """Return two digests, under `loss` and `layers`, of the code of a model; the model may be on any device."""
     # The constants that a loss reads count as well. Those of a layer are mostly sizes, which its tensors show.
     reader = _CodeReader(constants=True)

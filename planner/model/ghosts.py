@@ -6,7 +6,7 @@ So if a stage lacks a tensor by mistake, its results are ghosts, never wrong num
 
 There are two kinds of ghosts. A lean ghost belongs to a model of which only shapes are needed. An absent ghost
 replaces, in a stage, a tensor that another stage has. Results computed from an absent ghost are absent, too, so that
-`expect_present` finds every output and sent tensor that depends on one.
+`check_present` finds every output and sent tensor that depends on one.
 
 A ghost contains one of torch's fake tensors. The model does not get the fake tensor itself, because libraries take fake
 tensors for a sign of compilation and then run other code.
@@ -66,7 +66,7 @@ class Ghost(Tensor):
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         """Run an operator on the fake tensors inside its arguments, and wrap the results."""
-        if func._schema.name in SHAPE_ONLY and isinstance(args[0], Absent):
+        if func._schema.name in SHAPE_ONLY and isinstance(args[0], AbsentGhost):
             # The result has values, although the tensor whose shape it copies has none.
             like = zeros_without_memory(args[0].shape, args[0].dtype, args[0].device)
             return func(like, *args[1:], **(kwargs or {}))
@@ -110,11 +110,11 @@ class Ghost(Tensor):
         return f"{type(self).__name__}({list(self.shape)}, {self.dtype}, {self.device})"
 
 
-class Absent(Ghost):
+class AbsentGhost(Ghost):
     """Ghost of a tensor that another stage has."""
 
 
-def absent(like: Tensor, device: torch.device, origin: str) -> Absent:
+def absent_ghost(like: Tensor, device: torch.device, origin: str) -> AbsentGhost:
     """Return an absent ghost, which replaces a tensor that another stage has.
 
     Args:
@@ -125,21 +125,21 @@ def absent(like: Tensor, device: torch.device, origin: str) -> Absent:
     Returns:
         The ghost.
     """
-    ghost: Absent = Tensor._make_wrapper_subclass(
-        Absent, like.shape, strides=like.stride(), dtype=like.dtype, device=device
+    ghost: AbsentGhost = Tensor._make_wrapper_subclass(
+        AbsentGhost, like.shape, strides=like.stride(), dtype=like.dtype, device=device
     )
     ghost.origin = origin
     return ghost
 
 
-def expect_present(tensors: Iterable[Any], where: str) -> None:
+def check_present(tensors: Iterable[Any], where: str) -> None:
     """Check that no tensor depends on an absent ghost.
 
     Raises:
         ModelError: One of `tensors` is absent.
     """
     for tensor in tensors:
-        if isinstance(tensor, Absent):
+        if isinstance(tensor, AbsentGhost):
             raise other_path_error(f'{where} depends on "{tensor.origin}", which another stage has')
 
 
@@ -151,7 +151,7 @@ def ghost_like(tensor: Tensor, device: torch.device) -> Ghost:
     return ghost
 
 
-def drop_computed(value: Any) -> Any:
+def drop_graphs(value: Any) -> Any:
     """Replace every tensor with an autograd graph in `value` by a ghost, and return the result.
 
     Objects, lists and dicts in `value` are changed in place. This frees the graphs, which keep parameters in memory.
@@ -235,7 +235,7 @@ def _needs_values(func: Any, origin: str) -> Exception:
 
 
 def _wrapped(inner: FakeTensor, origin: str) -> Ghost:
-    ghost = absent(inner, inner.device, origin) if origin else ghost_like(inner, inner.device)
+    ghost = absent_ghost(inner, inner.device, origin) if origin else ghost_like(inner, inner.device)
     ghost._fake = inner
     return ghost
 

@@ -86,7 +86,7 @@ def shapes_in_both(recording: Recording, other: Recording, cuts: Sequence[int]) 
     return shapes, varying
 
 
-def refusals_of_cuts(
+def cut_errors(
     cuts: Iterable[tuple[int, str, Sequence[int]]], shapes: Shapes, varying: Sequence[Call]
 ) -> dict[int, ModelError]:
     """Return an error for each cut through a call whose code path varies, or where a tensor's shape depends on data.

@@ -31,7 +31,7 @@ from planner.model.nests import tensors_in
 from planner.model.optimizers import Builder, optimizer_builder
 from planner.model.settings import public_names, typed_settings
 from planner.model.shared_memory import check_separate_memory
-from planner.model.user_errors import user_code
+from planner.model.user_errors import explain_user_errors
 from planner.model.variables import undo_changes
 
 
@@ -156,7 +156,7 @@ def load_model(
     return replace(loaded, uncut=tuple(uncut))
 
 
-def model_of(
+def load_object(
     model: Any,
     *,
     example_batch: Callable[[int], tuple[Any, Any]] | None = None,
@@ -244,7 +244,7 @@ def _import(source: str) -> tuple[str, ModuleType, str | None]:
     assert spec is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # pickling and dataclasses look up modules there
-    with user_code(path, "importing it"):
+    with explain_user_errors(path, "importing it"):
         loader.exec_module(module)
     return path, module, entry if colon else None
 
@@ -272,7 +272,7 @@ def _builder(
     typed = typed_settings(f"{path}:{name}", value, settings)
 
     def build() -> nn.Module:
-        with user_code(path, f"`{name}()`"):
+        with explain_user_errors(path, f"`{name}()`"):
             model = value(**typed)
         if not isinstance(model, nn.Module):
             raise ModelError(
@@ -335,7 +335,7 @@ def _example_batch(
     arguments = {name: value for name, value in settings.items() if name in accepted}
 
     def example(size: int) -> Batch:
-        with user_code(path, f"`example_batch({size})`"):
+        with explain_user_errors(path, f"`example_batch({size})`"):
             pair = function(size, **arguments)
         # A list of two items is accepted, because `next(iter(loader))` returns one.
         if not isinstance(pair, tuple | list) or len(pair) != 2:
@@ -366,7 +366,7 @@ _PARAMETERS = (
 
 def _checked_optimizer(path: str, build: Builder) -> Builder:
     def checked(parameters: Iterable[Tensor]) -> torch.optim.Optimizer:
-        with user_code(path, "`build_optimizer(parameters)`", hint=_PARAMETERS):
+        with explain_user_errors(path, "`build_optimizer(parameters)`", hint=_PARAMETERS):
             optimizer: Any = build(parameters)
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise ModelError(

@@ -126,7 +126,7 @@ def _stepped(
         ModelError: `step()` draws random numbers, needs a closure, or fails.
     """
     tensors = {n: nn.Parameter(_random(sample[n], n).to(device)) for n in part}
-    optimizer = whole.over((sample[n], tensor) for n, tensor in tensors.items())
+    optimizer = whole.build_for((sample[n], tensor) for n, tensor in tensors.items())
     results: dict[int, list[Tensor]] = {n: [tensor] for n, tensor in tensors.items()}
     before = torch.get_rng_state()
     for step, scales in enumerate(steps):

@@ -69,7 +69,7 @@ class ModelOptimizer:
         self._positions = {id(parameter): n for n, parameter in enumerate(self._parameters)}
         self._placeholders = [_placeholder(parameter) for parameter in self._parameters]
 
-    def over(self, present: Iterable[tuple[Tensor, Tensor]]) -> torch.optim.Optimizer:
+    def build_for(self, present: Iterable[tuple[Tensor, Tensor]]) -> torch.optim.Optimizer:
         """Return a new optimizer that has only the parameters that are present.
 
         Args:

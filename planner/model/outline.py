@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from planner.core.errors import ModelError
 from planner.core.values.profile import Granularity
 from planner.model.cuts import Cuts
-from planner.model.growth import SIZES, Shapes, candidates_in_both, refusals_of_cuts, shape_at, shapes_in_both
+from planner.model.growth import SIZES, Shapes, candidates_in_both, cut_errors, shape_at, shapes_in_both
 from planner.model.layout import meta_tensor_like
 from planner.model.nests import flatten, unflatten
 from planner.model.recorder import record
@@ -177,7 +177,7 @@ def outline_of(
     # No call returns a join, so the shapes of joins are added here.
     shapes |= {join.value: candidates[join] for join in cuts.joins}
     crossings = ((cut, name, cuts.crossing(cut).values) for cut, name in _ends(recording, model, chosen))
-    chosen = _without(refusals_of_cuts(crossings, shapes, varying), chosen, problems)
+    chosen = _without(cut_errors(crossings, shapes, varying), chosen, problems)
     # These names are those before `uncut` removes cuts, because `uncut` refers to them.
     ends = [(cut, name) for cut, name in _ends(recording, model, chosen) if name not in uncut]
     if uncut:

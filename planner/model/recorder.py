@@ -12,11 +12,11 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from planner.model.attributes import AttributeSnapshot, left_leaves
+from planner.model.attributes import AttributeSnapshot, stored_leaves
 from planner.model.calling import arguments_of, intercept_calls
 from planner.model.differentiation import DifferentiatesError, quiet_about_shapes, watching_gradients
 from planner.model.functions import Called, FunctionWatch, is_in_vmap
-from planner.model.ghosts import SHAPE_ONLY, NeedsValuesError, drop_computed, storage_of
+from planner.model.ghosts import SHAPE_ONLY, NeedsValuesError, drop_graphs, storage_of
 from planner.model.held import as_ghosts, replaced_tensors
 from planner.model.kept_state import Key, SecondForward, attribute_states, key_of, written_states
 from planner.model.leaves import ArgumentLeaf, ConstantLeaf, Leaf, ParameterLeaf, TensorLeaf, TensorMeta, is_plain
@@ -24,7 +24,7 @@ from planner.model.loss_reads import addresses_read
 from planner.model.nests import flatten, tensors_in
 from planner.model.operators import OperatorWatch, depends_on_values, written_tensors
 from planner.model.recording import END, Call, Join, KeptState, Operator, Recording
-from planner.model.refusals import explained_refusals, refuse_backward
+from planner.model.refusals import explain_refusals, refuse_backward
 from planner.model.regions import Region, RegionFinder, without_reentrance
 from planner.model.seeding import host_generator_states
 from planner.model.variables import undo_changes
@@ -85,7 +85,7 @@ def _record(
         del output
         states = written_states(recorder.recording, *recorder.changed_tensors(model))
         recorder.recording.states = (*states, *_attribute_states(recorder, model, inputs))
-    recorder.drop_computed()
+    recorder.drop_graphs()
     return recorder.recording
 
 
@@ -142,7 +142,7 @@ class _ForwardRecorder:
                 return model(*args, **kwargs)
         except RuntimeError:
             path = self.recording.calls[self._stack[-1]].path if self._stack else ""
-            with explained_refusals(f'"{path}"' if path else "the model's own code"):
+            with explain_refusals(f'"{path}"' if path else "the model's own code"):
                 raise
         finally:
             self._watch.end_gap()
@@ -192,12 +192,12 @@ class _ForwardRecorder:
         self.recording.outputs, self.recording.output_nest = tuple(versions), nest
         self.recording.unread = frozenset(versions).difference(used, (-1,))
 
-    def drop_computed(self) -> None:
+    def drop_graphs(self) -> None:
         """Drop tensors in recorded objects (a key-value cache), whose graphs would keep the parameters in memory."""
         for call in self.recording.calls:
             for leaf in (*call.leaves, *(leaf for change in call.changes for leaf in change.leaves)):
                 if isinstance(leaf, ConstantLeaf) and not is_plain(leaf.value):
-                    drop_computed(leaf.value)
+                    drop_graphs(leaf.value)
 
     def begin_gradient(self, inputs: Any) -> Callable[[], None]:
         """Begin a region for a call of `torch.autograd.grad`, and return the function that ends the region."""
@@ -228,7 +228,7 @@ class _ForwardRecorder:
         left: dict[Key, list[Tensor]] = {}
         for change in self.recording.calls[0].changes:
             with suppress(LookupError):
-                left[key_of(change)] = tensors_in(left_leaves(model, change)) if change.holds_tensors else []
+                left[key_of(change)] = tensors_in(stored_leaves(model, change)) if change.holds_tensors else []
         return {key: tensors for key, tensors in left.items() if tensors}
 
     def is_tainted(self, tensor: Tensor) -> bool:

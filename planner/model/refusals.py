@@ -65,7 +65,7 @@ def sparse_gradient_error(where: str) -> ModelError:
 
 
 @contextmanager
-def explained_refusals(where: str) -> Iterator[None]:
+def explain_refusals(where: str) -> Iterator[None]:
     """Convert errors of torch, raised inside the block, to errors that say what to write instead.
 
     These are the errors for in-place writes that backward forbids, and for hooks on tensors without gradients.

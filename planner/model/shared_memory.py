@@ -126,7 +126,7 @@ def _after_hooks(parameter: nn.Parameter, gradient: Tensor) -> Tensor:
 
 def _spans(layers: Sequence[Layer]) -> Iterator[_MemorySpan]:
     for index, layer in enumerate(layers):
-        for name, tensor in (*layer.parameter_names().items(), *layer.buffer_names().items()):
+        for name, tensor in (*layer.parameters_by_name().items(), *layer.buffers_by_name().items()):
             if tensor.layout is not torch.strided or not tensor.numel():
                 continue
             begin = int(tensor.storage_offset()) * tensor.itemsize

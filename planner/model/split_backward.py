@@ -70,7 +70,7 @@ DeferredUses = list[_DeferredUse]
 """Deferred weight gradients of one micro-batch on a stage, between I and W."""
 
 
-def additions_of(deferred: DeferredUses) -> Counter[nn.Parameter]:
+def count_additions(deferred: DeferredUses) -> Counter[nn.Parameter]:
     """Return how many times W adds to the gradient of each parameter: once per backward that reached the parameter."""
     backwards = (together for _, together in groupby(deferred, key=lambda use: use.backward))
     return Counter(leaf for uses in backwards for leaf in {id(p): p for use in uses for p in use.leaves}.values())

@@ -78,17 +78,17 @@ class ModelStage(nn.Module):
         self._part.keep_state()
 
     @property
-    def running(self) -> list[str]:
+    def running_paths(self) -> list[str]:
         """Paths of the modules whose code runs in the stage."""
-        return self._part.running
+        return self._part.running_paths
 
     @property
-    def begun(self) -> list[str]:
+    def begun_before(self) -> list[str]:
         """Paths of the modules whose code begins before the stage and runs again in the stage, from its start."""
-        return self._part.begun
+        return self._part.begun_before
 
     @property
-    def finished(self) -> dict[str, nn.Module]:
+    def finished_modules(self) -> dict[str, nn.Module]:
         """Modules whose forward ends in this stage, by path; parts of these modules may run in earlier stages."""
         part, calls = self._part, self._part.outline.recording.calls
         paths = {call.path for call in calls if part.begin <= call.exit and (call.exit < part.stop or part.stop == END)}

@@ -20,10 +20,10 @@ import torch
 from torch import Tensor, nn
 
 from planner.core.errors import ModelError
-from planner.model.attributes import left_leaves, put_back, undo_attribute_changes
+from planner.model.attributes import repeat_change, stored_leaves, undo_attribute_changes
 from planner.model.calling import arguments_of, intercept_calls
 from planner.model.functions import Called, FunctionWatch, is_in_vmap
-from planner.model.ghosts import expect_present
+from planner.model.ghosts import check_present
 from planner.model.leaves import ArgumentLeaf, ConstantLeaf, Leaf, ParameterLeaf, SampleCount, TensorLeaf
 from planner.model.nests import ABSENT, align_leaves, flatten, leaf_names, unflatten
 from planner.model.recording import END, Call, Join
@@ -105,7 +105,7 @@ class StageForward:
         if self._recording.unread:
             output = self._with_stand_ins(output)
         # Apart from stand-ins, no output may depend on tensors that this stage does not have.
-        expect_present(flatten(output)[0], "the model's output")
+        check_present(flatten(output)[0], "the model's output")
         return output
 
     def _size_of_inputs(self, inputs: Any) -> int:
@@ -120,7 +120,7 @@ class StageForward:
         if not self._tensors.keys() >= set(self._part.sent):
             raise other_path_error("it did not return what the next stage needs") from None
         sent = tuple(self._tensors[value] for value in self._part.sent)
-        expect_present(sent, "what is sent to the next stage")
+        check_present(sent, "what is sent to the next stage")
         return sent
 
     def _run(self, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -255,7 +255,7 @@ class StageForward:
             if not any(isinstance(leaf, TensorLeaf) and leaf.number in self._part.sent for leaf in change.leaves):
                 continue
             try:
-                self._keep(left_leaves(self._part.model, change), change.leaves)
+                self._keep(stored_leaves(self._part.model, change), change.leaves)
             except LookupError:
                 raise other_path_error(f'"{call.path}" left other values in attributes') from None
 
@@ -263,7 +263,7 @@ class StageForward:
         """Return the result of a call that does not run, and set the attributes that the call would set."""
         for change in call.changes:
             try:
-                put_back(self._part.model, change, [self._leaf(leaf, arguments) for leaf in change.leaves])
+                repeat_change(self._part.model, change, [self._leaf(leaf, arguments) for leaf in change.leaves])
             except LookupError:
                 raise other_path_error(f'"{call.path}" cannot leave values in attributes') from None
         return self._rebuilt(call.leaves, call.nest, arguments)

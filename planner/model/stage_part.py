@@ -56,7 +56,7 @@ class StagePart:
         self._watch([self.begin, self.stop])
 
     @property
-    def running(self) -> list[str]:
+    def running_paths(self) -> list[str]:
         """Paths of the modules whose code runs in the stage, partly or as a whole, including submodules."""
         calls = self.outline.recording.calls
         whole = [path for layer in self._layers for path in self.outline.modules[layer]]
@@ -64,7 +64,7 @@ class StagePart:
         return sorted({calls[number].path for number in self.open}.union(inside))
 
     @property
-    def begun(self) -> list[str]:
+    def begun_before(self) -> list[str]:
         """Paths of the modules whose code begins before the stage and runs again in the stage, from its start."""
         return sorted({call.path for call in self.outline.recording.calls if call.enter < self.begin <= call.exit})
 

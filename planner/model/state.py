@@ -118,7 +118,7 @@ def _owners(name: str, layer: nn.Module) -> Iterator[StateOwner]:
         for path, module in layer.named_modules(prefix=name):
             yield StateOwner.of(path, module)
         return
-    held: dict[str, set[str]] = {path: set() for path in layer.running}
+    held: dict[str, set[str]] = {path: set() for path in layer.running_paths}
     for tensors in (layer.named_parameters(remove_duplicate=False), layer.named_buffers(remove_duplicate=False)):
         for full, _ in tensors:
             path, _, last = full.rpartition(".")

@@ -19,7 +19,7 @@ _UNFIT = "the torchvision that is installed does not fit torch: install the one 
 
 
 @contextmanager
-def user_code(path: str, action: str, *, hint: str = _DEBUG) -> Iterator[None]:
+def explain_user_errors(path: str, action: str, *, hint: str = _DEBUG) -> Iterator[None]:
     """Convert any error that the user's code raises inside the block to a `ModelError` with the line in the file.
 
     Inside the block, modules next to the file can be imported, as in a script. Printed output goes to stderr, because

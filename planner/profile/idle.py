@@ -31,7 +31,9 @@ def idle_parameters(task: ProfilingTask, records: UnitRecords) -> dict[str, froz
         found[digest] = _without_gradient(unit, records.inputs[digest, records.sizes[0]])
     tied = tied_parameters(task.chain.layers)
     for layer, unit in zip(task.chain.layers, records.units, strict=True):
-        names = zip(layer.parameter_names(), dict(records.distinct[unit.digest].module.named_parameters()), strict=True)
+        names = zip(
+            layer.parameters_by_name(), dict(records.distinct[unit.digest].module.named_parameters()), strict=True
+        )
         found[unit.digest] -= {name for full, name in names if full in tied}
     return found
 

@@ -103,7 +103,7 @@ def has_additive_peaks(module: nn.Module, whole: ModelOptimizer, *, meter: Meter
         whole: Optimizer of the whole model.
         meter: Meter of the device.
     """
-    twice, thrice = (_step_peak_bytes(trained_parameters(module), whole.over, meter, times) for times in (2, 3))
+    twice, thrice = (_step_peak_bytes(trained_parameters(module), whole.build_for, meter, times) for times in (2, 3))
     return thrice > 1.25 * twice > 0
 
 
@@ -112,7 +112,7 @@ def _in_place(
 ) -> Callable[[Copies], torch.optim.Optimizer]:
     """Return a function that builds the optimizer for copies of parameters, as if they belonged to `stands_for`."""
     place = {id(p): at for p, at in zip(module.parameters(), stands_for.parameters(), strict=True)}
-    return lambda copies: whole.over((place[id(p)], copy) for p, copy in copies)
+    return lambda copies: whole.build_for((place[id(p)], copy) for p, copy in copies)
 
 
 def trained_parameters(module: nn.Module, idle: Collection[str] = ()) -> list[nn.Parameter]:
@@ -190,7 +190,7 @@ def _peak_of_two(first: Tensor, second: Tensor, whole: ModelOptimizer, *, device
     copies = [nn.Parameter(torch.zeros_like(_part(p.detach(), share), device=device)) for p in (first, second)]
     for copy in copies:
         copy.grad = torch.zeros_like(copy)
-    optimizer = whole.over(zip((first, second), copies, strict=True))
+    optimizer = whole.build_for(zip((first, second), copies, strict=True))
     optimizer.step()
     return round(meter.measure(optimizer.step).peak_bytes / share)
 

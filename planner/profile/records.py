@@ -12,7 +12,7 @@ from planner.core.values.profile import MemoryDetail, SplitMemory
 from planner.device.kinds import kind_of
 from planner.device.machine import release_freed_memory
 from planner.device.meter import Meter
-from planner.model.refusals import TooFewSamplesError, explained_refusals
+from planner.model.refusals import TooFewSamplesError, explain_refusals
 from planner.profile.memory import measure_memory
 from planner.profile.split_memory import measure_split_memory
 from planner.profile.task import ProfilingTask
@@ -68,7 +68,7 @@ class UnitRecords:
         """Name of the first unit with each digest."""
         return {digest: unit.name for digest, unit in self.distinct.items()}
 
-    def of_each(self, figure: Callable[[Unit, UnitInput], int]) -> dict[str, int]:
+    def measure_distinct(self, figure: Callable[[Unit, UnitInput], int]) -> dict[str, int]:
         """Return `figure(unit, input)` for every distinct unit at the smallest micro-batch size, by digest."""
         return {digest: figure(unit, self.inputs[digest, self.sizes[0]]) for digest, unit in self.distinct.items()}
 
@@ -136,7 +136,7 @@ def record_memory(sized_units: Sequence[SizedUnit], task: ProfilingTask, meter: 
     names = {digest: sized.unit.name for (digest, _), sized in missing.items()}
     for key in task.steps.each(list(missing), names, passes=_MEMORY_PASSES):
         sized = missing[key]
-        with explained_refusals(f'layer "{sized.unit.name}"'):
+        with explain_refusals(f'layer "{sized.unit.name}"'):
             measurements.memory[key] = measure_memory(
                 sized.unit, sized.received, meter, task.buffer_bytes[sized.unit.name]
             )

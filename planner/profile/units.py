@@ -28,7 +28,7 @@ from planner.model.operators import OperatorWatch
 from planner.model.refusals import explain_error
 from planner.model.regions import without_reentrance
 from planner.model.stage import ModelStage
-from planner.model.user_errors import user_code
+from planner.model.user_errors import explain_user_errors
 from planner.model.variables import undo_changes
 
 Key = tuple[str, int]
@@ -217,7 +217,7 @@ def _call(layer: Layer, value: Any, size: int) -> Any:
 
 
 def _check_loss(loaded: LoadedModel, chain: Chain, targets: Any, output: Any) -> None:
-    with user_code(loaded.source.rpartition(":")[0], "`loss_fn(output, target)`"):
+    with explain_user_errors(loaded.source.rpartition(":")[0], "`loss_fn(output, target)`"):
         loss: Any = loaded.loss_fn(output, targets)
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         shape = list(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__

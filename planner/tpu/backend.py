@@ -121,7 +121,7 @@ class CompiledBackend:
             optimizer = _optimizer_costs(records, compiler, rule)
             costs = UnitCosts(
                 records=records,
-                casts_bytes=records.of_each(partial(measure_casts, meter=GhostMeter())),
+                casts_bytes=records.measure_distinct(partial(measure_casts, meter=GhostMeter())),
                 # A program writes into no buffer.
                 rewritten_bytes=dict.fromkeys(distinct, 0),
                 idle=dict.fromkeys(distinct, ()),  # a program computes all gradients

@@ -27,7 +27,7 @@ from planner.executor.run.stage_module import StageModule, evaluation_mode
 from planner.executor.run.ties import TiedGradients
 from planner.model.batch_norm import BatchStatistics
 from planner.model.chain import Chain, Layer, shared_parameters
-from planner.model.computation import computation_of
+from planner.model.computation import code_digests
 from planner.model.ghosts import memory_key
 from planner.model.held import named_tensors
 from planner.model.load import LoadedModel, to_device
@@ -67,7 +67,7 @@ class Assembly:
         stage_of = [k for k, count in enumerate(balance.balance) for _ in range(count)]
         named = {name: p for module in self.modules for name, p in module.named_parameters(remove_duplicate=False)}
         layers = self._chain.layers
-        trained = {name for layer in layers for name, p in layer.parameter_names().items() if p.requires_grad}
+        trained = {name for layer in layers for name, p in layer.parameters_by_name().items() if p.requires_grad}
         self.tied = TiedGradients(shared_parameters(layers), named, place, stage_of, trained=trained)
         with recorder.paused():  # a thread of gloo may release the sent tensors later than this process does
             equalize_copies(self._tensors_by_first_name())
@@ -77,7 +77,7 @@ class Assembly:
     @cached_property
     def computation(self) -> dict[str, str]:
         """Digests of the code of the whole model: of its loss (`loss`) and of its layers (`layers`)."""
-        return computation_of(self._chain.model, self._model)
+        return code_digests(self._chain.model, self._model)
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Return the parameters of this process's stages with their names in the whole model, without repetition."""

@@ -16,7 +16,7 @@ from planner.executor.build.own_stage import BuildError, build_only, to_meta
 from planner.executor.run.shapes import shapes_of
 from planner.model.chain import Chain, Layer, chain_digest, chain_from_outline, refuse_sparse
 from planner.model.closures import outlying_tensors
-from planner.model.ghosts import Ghost, absent
+from planner.model.ghosts import Ghost, absent_ghost
 from planner.model.growth import SIZES
 from planner.model.held import copy_attributes, loose_tensors, move_loose_tensors, named_tensors, replace_tensors
 from planner.model.lean import allocate_parameters
@@ -206,7 +206,7 @@ def keep_only(model: nn.Module, keep: Callable[[Tensor], Tensor | None], device:
 
     def other(tensor: Tensor) -> Tensor:
         instead = keep(tensor)
-        return absent(tensor, device, names[id(tensor)]) if instead is None else instead
+        return absent_ghost(tensor, device, names[id(tensor)]) if instead is None else instead
 
     replace_tensors(model, other)
 
@@ -233,7 +233,7 @@ def _with_its_parameters(tensor: Tensor, held_ids: Collection[int], device: torc
         seen.add(node)
         variable = getattr(node, "variable", None)
         if variable is not None and id(variable) not in held_ids:
-            return absent(tensor, device, "a tensor computed from parameters of another stage")
+            return absent_ghost(tensor, device, "a tensor computed from parameters of another stage")
         nodes.extend(above for above, _ in node.next_functions)
     return tensor.to(device)
 

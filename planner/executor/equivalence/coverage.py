@@ -68,7 +68,7 @@ def _layer_keys(chain: Chain, digests: Sequence[str]) -> list[Hashable]:
         (
             digests[index] if digests else next(distinct),
             _num_hooks(layer.module),
-            tuple(name in shared for name in layer.parameter_names()),
+            tuple(name in shared for name in layer.parameters_by_name()),
         )
         for index, layer in enumerate(chain.layers)
     ]
@@ -76,7 +76,7 @@ def _layer_keys(chain: Chain, digests: Sequence[str]) -> list[Hashable]:
 
 def _num_hooks(module: nn.Module) -> int:
     """Return the number of hooks on the modules and parameters of a layer."""
-    modules = list(module.finished.values()) if isinstance(module, ModelStage) else list(module.modules())
+    modules = list(module.finished_modules.values()) if isinstance(module, ModelStage) else list(module.modules())
     tables = [
         table
         for part in modules

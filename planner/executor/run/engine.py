@@ -47,7 +47,7 @@ from planner.executor.run.stage_module import StageModule
 from planner.executor.run.transfers import Message, Transfers
 from planner.executor.watch.position import Position
 from planner.model.autocast import forward_context, weight_cast_cache
-from planner.model.split_backward import DeferredUses, SplitBackward, additions_of
+from planner.model.split_backward import DeferredUses, SplitBackward, count_additions
 
 
 class Timer(Protocol):
@@ -267,7 +267,7 @@ class Engine:
             run(action)
             return
         deferred = self._deferred[action.message[1:]] if action.message.kind == "W" else None
-        with action.stage.last_backward(None if deferred is None else additions_of(deferred)):
+        with action.stage.last_backward(None if deferred is None else count_additions(deferred)):
             run(action)
 
     def _input_backward(self, action: _Action) -> None:

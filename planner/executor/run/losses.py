@@ -17,7 +17,7 @@ from planner.core.errors import ModelError
 from planner.executor.run.parts import MiniBatchPart
 from planner.model.nests import tensors_in
 from planner.model.stand_ins import UnreadOutput
-from planner.model.user_errors import user_code
+from planner.model.user_errors import explain_user_errors
 
 UNCOUNTED: Final = object()
 """Placeholder of targets without items, whose mean would be 0 / 0."""
@@ -39,7 +39,7 @@ def loss_counts(loss_count: Callable[[Any], Any], targets: Sequence[Any], source
     """
     counts = []
     for target in targets:
-        with user_code(source.rpartition(":")[0], "`loss_count(target)`"):
+        with explain_user_errors(source.rpartition(":")[0], "`loss_count(target)`"):
             count = float(loss_count(target))
         if not 0 <= count < float("inf"):
             raise ModelError(

@@ -117,7 +117,7 @@ class StageModule(nn.Module):
         self._state = LayerState((layer.name, layer.module) for layer in layers)
         self._states = {n: LayerState([(layers[n].name, layers[n].module)]) for n in self._recomputed}
         self._opened = [
-            LayerState([(layer.name, layer.module)], only=layer.module.begun)
+            LayerState([(layer.name, layer.module)], only=layer.module.begun_before)
             for layer in layers[1:]
             if isinstance(layer.module, ModelStage)
         ]
@@ -149,7 +149,9 @@ class StageModule(nn.Module):
         """Return the modules whose forward ends in this stage, by their paths in the whole model."""
         finished: dict[str, nn.Module] = {}
         for name, layer in zip(self._names, self._layers, strict=True):
-            finished |= layer.finished if isinstance(layer, ModelStage) else dict(layer.named_modules(prefix=name))
+            finished |= (
+                layer.finished_modules if isinstance(layer, ModelStage) else dict(layer.named_modules(prefix=name))
+            )
         return finished
 
     def forget_state(self) -> None:

@@ -111,7 +111,7 @@ class EstimatedBackend:
         )
         with as_ghosts_if_lean(task):
             records = record_sizes(task, hooks)
-            flops = records.of_each(clock.flops_of)
+            flops = records.measure_distinct(clock.flops_of)
             clock = self.clock(experts=clock.has_experts)
             peaks_add = _peaks_add(task)
             whole = ModelOptimizer(task.loaded.build_optimizer, task.chain.model.parameters())
@@ -133,8 +133,8 @@ class EstimatedBackend:
             times, half_times_us = _times(task, records, clock)
             costs = UnitCosts(
                 records=records,
-                casts_bytes=records.of_each(partial(measure_casts, meter=meter)),
-                rewritten_bytes=records.of_each(rewritten_bytes),
+                casts_bytes=records.measure_distinct(partial(measure_casts, meter=meter)),
+                rewritten_bytes=records.measure_distinct(rewritten_bytes),
                 idle=idle,
                 optimizer=optimizer,
                 optimizer_boundary_peaks=optimizer_boundary_peaks(stepped, whole, device=self.device, meter=meter),
@@ -242,7 +242,7 @@ class RooflineClock:
 
 def _peaks_add(task: ProfilingTask) -> bool:
     """Return True if the optimizer updates all parameters at once, as torch's optimizers do on a GPU by default."""
-    one = ModelOptimizer(task.loaded.build_optimizer, task.chain.model.parameters()).over(())
+    one = ModelOptimizer(task.loaded.build_optimizer, task.chain.model.parameters()).build_for(())
     return one.defaults.get("foreach", False) is None and not one.defaults.get("fused")
 
 

@@ -75,8 +75,8 @@ class MeasuredBackend:
         release_freed_memory()
         if not self._kind.has_own_memory:
             keep_freed_memory()
-        casts_bytes = records.of_each(partial(measure_casts, meter=meter))
-        rewritten = records.of_each(rewritten_bytes)
+        casts_bytes = records.measure_distinct(partial(measure_casts, meter=meter))
+        rewritten = records.measure_distinct(rewritten_bytes)
         idle = idle_parameters(task, records)
         before = _optimizer_costs(task, records, idle, meter=meter, clock=clock)
         release_freed_memory()
@@ -98,7 +98,7 @@ class MeasuredBackend:
             idle=idle,
             optimizer=optimizer,
             optimizer_boundary_peaks=_boundary_peaks(task, records, idle, device=self.device, meter=meter),
-            flops=records.of_each(forward_flops),
+            flops=records.measure_distinct(forward_flops),
             times=times,
             half_times_us={
                 key: half_times_of(task.measurements.half_samples[key], times[key]) for key in records.inputs

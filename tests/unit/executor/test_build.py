@@ -13,7 +13,7 @@ from planner.device.meter import CpuMeter
 from planner.executor.build.building import StageRange, build_stages, build_structure
 from planner.executor.run.shapes import shapes_of
 from planner.model.chain import Chain, Layer, chain_digest, chain_of, tied_parameters
-from planner.model.ghosts import Absent
+from planner.model.ghosts import AbsentGhost
 from planner.model.load import LoadedModel
 from planner.model.stage import ModelStage
 from tests.support.measure import loaded_model
@@ -255,7 +255,7 @@ def test_a_weight_computed_from_parameters_of_another_stage_is_not_held() -> Non
     ((layer,),) = build_stages(loaded, chain, [StageRange(0, 1)], seed=1, device=CPU)
     assert isinstance(layer.module, ModelStage)
     weights = [vars(part)["weight"] for part in layer.module.model.layers]
-    assert [isinstance(weight, Absent) for weight in weights] == [False, True, True]
+    assert [isinstance(weight, AbsentGhost) for weight in weights] == [False, True, True]
 
 
 def test_a_sparse_buffer_is_refused_before_a_dense_one_takes_its_place() -> None:

@@ -97,7 +97,7 @@ def check_gradients(build: Callable[[], nn.Module]) -> None:
     assert isinstance(value, Tensor)
     value.sum().backward()
     for layers in stages:
-        gradients |= {name: p.grad for layer in layers for name, p in layer.parameter_names().items()}
+        gradients |= {name: p.grad for layer in layers for name, p in layer.parameters_by_name().items()}
     expected = {name: parameter.grad for name, parameter in whole.named_parameters()}
     assert gradients.keys() == expected.keys()
     for name, gradient in expected.items():

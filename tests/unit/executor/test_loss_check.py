@@ -172,7 +172,7 @@ def loss_fn(output, target):
     return (output["scale"].exp() * loss + output["scale"]).sum()
 """
     loaded = loaded_of(tmp_path, text)
-    assert "scale" in build_structure(loaded).layers[-1].parameter_names()
+    assert "scale" in build_structure(loaded).layers[-1].parameters_by_name()
     proof = check_equivalence(loaded, budget_s=20.0).proof
     assert (proof.cuts, proof.gradients) == (2, 6)
 

@@ -79,7 +79,7 @@ def test_options_of_groups_are_restored_under_another_plan() -> None:
         return torch.optim.SGD([{"params": [(f"p{n}", p)], "lr": 0.1} for n, p in enumerate(given)])
 
     def state(*numbers: int) -> tuple[OptimizerState, torch.optim.Optimizer]:
-        optimizer = ModelOptimizer(build, parameters).over([(parameters[n], parameters[n]) for n in numbers])
+        optimizer = ModelOptimizer(build, parameters).build_for([(parameters[n], parameters[n]) for n in numbers])
         own = {names[n]: parameters[n] for n in numbers}
         return OptimizerState(optimizer, own, {name: name for name in names}), optimizer
 

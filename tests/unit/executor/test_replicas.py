@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 from planner.executor.run import replicas as replicas_module
 from planner.executor.run.replicas import ReplicaGradients, is_of_replicas
-from planner.model.split_backward import SplitBackward, additions_of
+from planner.model.split_backward import SplitBackward, count_additions
 
 
 @pytest.fixture(autouse=True)
@@ -153,7 +153,7 @@ def test_weights_that_are_put_off_go_out_while_the_last_w_runs(sent: Sent) -> No
         assert [len(put_off) for put_off in kept] == [2, 2]
         split.backward_weight(kept[0])
         assert sent == []
-        with gradients.last_backward(0, additions_of(kept[1])):
+        with gradients.last_backward(0, count_additions(kept[1])):
             sent.append("W")
             split.backward_weight(kept[1])
             sent.append("over")

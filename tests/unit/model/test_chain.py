@@ -123,7 +123,7 @@ def test_what_cannot_be_cut_is_refused(model: nn.Module, told: str | None) -> No
 def test_parameter_names_are_those_of_the_model() -> None:
     """Layer path and name within the layer."""
     model = nested()
-    names = [name for layer in chain_of(model).layers for name in layer.parameter_names()]
+    names = [name for layer in chain_of(model).layers for name in layer.parameters_by_name()]
     assert names == [name for name, _ in model.named_parameters()]
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from planner.model.computation import computation_of
+from planner.model.computation import code_digests
 from planner.model.load import load_model
 
 MODEL = '''
@@ -66,7 +66,7 @@ def computed(folder: Path, text: str) -> dict[str, str]:
     path = folder / f"model_{next(numbers)}.py"
     path.write_text(text)
     loaded = load_model(str(path))
-    return computation_of(loaded.build(), loaded)
+    return code_digests(loaded.build(), loaded)
 
 
 @pytest.mark.parametrize(

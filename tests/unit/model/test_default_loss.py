@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from planner.core.errors import ModelError
 from planner.model.default_loss import DefaultLoss
-from planner.model.load import LoadedModel, model_of
+from planner.model.load import LoadedModel, load_object
 from planner.profile import ProfilerOptions, profile_model
 
 WORDS, WIDTH = 11, 8
@@ -52,7 +52,7 @@ def batch(size: int) -> tuple[Any, None]:
 
 def loaded(model: nn.Module) -> LoadedModel:
     """As from Python, where nothing else is given."""
-    return model_of(model, example_batch=batch)
+    return load_object(model, example_batch=batch)
 
 
 @pytest.mark.parametrize(
@@ -136,7 +136,7 @@ class Split(nn.Module):
 def test_the_loss_of_a_sequential_is_known_with_its_chain() -> None:
     """Its last stage may first run where no graph is made."""
     model = nn.Sequential(nn.Linear(4, 4), Split())
-    without = model_of(model, example_batch=lambda size: (torch.ones(size, 4), None))
+    without = load_object(model, example_batch=lambda size: (torch.ones(size, 4), None))
     without.chain(model)
     assert 'output "1"' in without.notes[0]
     told: list[str] = []

@@ -225,7 +225,7 @@ def test_absent_parameters_leave_their_groups_and_their_state() -> None:
         named = [(f"p{n}", p) for n, p in enumerate(given)]
         return torch.optim.Adagrad([{"params": named[:3]}, {"params": named[3:], "lr": 0.5}])
 
-    optimizer = ModelOptimizer(build, parameters).over([(parameters[n], parameters[n]) for n in (4, 5)])
+    optimizer = ModelOptimizer(build, parameters).build_for([(parameters[n], parameters[n]) for n in (4, 5)])
     assert [group["params"] for group in optimizer.param_groups] == [[], parameters[4:6]]
     assert [group["param_names"] for group in optimizer.param_groups] == [[], ["p4", "p5"]]
     assert list(optimizer.state) == parameters[4:6]

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from planner.executor.run.recompute import RecomputedLayer, run_recomputed
 from planner.model.autocast import forward_context
-from planner.model.split_backward import DeferredUses, SplitBackward, additions_of
+from planner.model.split_backward import DeferredUses, SplitBackward, count_additions
 
 MICRO_BATCHES = 3
 
@@ -506,7 +506,7 @@ def test_w_says_beforehand_how_often_it_adds(build: Build, dtype: torch.dtype | 
         with autocast, split.splitting():
             loss = loss_of(model(torch.randint(10, (2, 5))))
         put_off = split.backward_input([loss], [torch.ones(())])
-        expected = additions_of(put_off)
+        expected = count_additions(put_off)
         added.clear()
         split.backward_weight(put_off)
     assert expected == added

@@ -304,7 +304,7 @@ class ClassToken(Blocks):
 def test_parameters_outside_modules_are_held_where_they_are_read() -> None:
     """And are tied where several layers read them; the token is held by the first alone."""
     layers = compared(ClassToken()).chain.layers
-    held = [{name for name in layer.parameter_names() if not name.startswith("blocks")} for layer in layers]
+    held = [{name for name in layer.parameters_by_name() if not name.startswith("blocks")} for layer in layers]
     assert held == [{"token"}, *[{"scale"}] * 4]
     assert [set(dict(layer.module.named_buffers())) for layer in layers] == [set(), *[{"shift"}] * 4]
     assert tied_parameters(layers) == {"scale": ("blocks.2", "blocks.3", "rest", "blocks.1")}
@@ -496,7 +496,7 @@ class Positioned(Blocks):
 def test_a_parameter_that_goes_into_a_sum_is_held_where_that_is_made() -> None:
     """And by no stage behind, which would share it."""
     chain = compared(Positioned()).chain
-    assert [layer.name for layer in chain.layers if "places" in layer.parameter_names()] == ["blocks.1"]
+    assert [layer.name for layer in chain.layers if "places" in layer.parameters_by_name()] == ["blocks.1"]
     assert not tied_parameters(chain.layers)
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from planner.model import model_of
+from planner.model import load_object
 from planner.model.load import LoadedModel
 from planner.profile.structure import find_chain
 from planner.profile.units import trace_units
@@ -71,7 +71,7 @@ class Residual(nn.Module):
 
 
 def model() -> LoadedModel:
-    return model_of(
+    return load_object(
         nn.Sequential(nn.Linear(8, 8), nn.ReLU(), Residual(), nn.Linear(8, 8)),
         example_batch=lambda size: (torch.randn(size, 8), torch.randn(size, 8)),
         loss_fn=nn.functional.mse_loss,

@@ -17,7 +17,7 @@ from planner import api
 from planner.core.errors import MeasurementError, ModelError, UsageError
 from planner.core.values.profile import Profile
 from planner.core.values.rates import rates_of
-from planner.model import LoadedModel, in_precision, load_model, model_of
+from planner.model import LoadedModel, in_precision, load_model, load_object
 from planner.model.optimizers import OPTIMIZERS, Builder
 from planner.profile import ProfilerOptions, profile_model
 from planner.profile.structure import find_chain
@@ -72,7 +72,7 @@ def perceptron(width: int = 128) -> LoadedModel:
             return hidden + self.inner(hidden)
 
     model = nn.Sequential(*(Layer() for _ in range(4)))
-    return model_of(
+    return load_object(
         model,
         example_batch=lambda size: (torch.randn(size, width), torch.randn(size, width)),
         loss_fn=nn.functional.mse_loss,
@@ -235,7 +235,7 @@ def test_what_was_compiled_is_remembered(tmp_path: Path, monkeypatch: pytest.Mon
 @pytest.mark.slow
 def test_layers_with_dropout_are_compiled() -> None:
     """Their programs take a random key, which has no dimensions and lies in memory as a vector of integers."""
-    loaded = model_of(
+    loaded = load_object(
         nn.Sequential(nn.Linear(128, 128), nn.Dropout(0.1), nn.Linear(128, 128)),
         example_batch=lambda size: (torch.randn(size, 128), torch.randn(size, 128)),
         loss_fn=nn.functional.mse_loss,
@@ -292,7 +292,7 @@ def test_operators_that_torchax_lacks_are_named() -> None:
         return nn.functional.ctc_loss(output.log_softmax(2).transpose(0, 1), target, lengths, lengths // 2)
 
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
-    loaded = model_of(
+    loaded = load_object(
         model, example_batch=lambda size: (torch.randn(size, 4, 8), torch.ones(size, 2, dtype=torch.int64)), loss_fn=ctc
     )
     with pytest.raises(ModelError, match=r'cannot translate operators of some layers for the TPU: "1": .*ctc'):
