@@ -120,7 +120,8 @@ def emit_native(
         input_paths: Paths of plans and profile, which the command to replan contains.
         repeat_options: Function that returns the `solve` options of a plan's request.
 
-    Returns: Texts of the files.
+    Returns:
+        Texts of the files.
 
     Raises:
         UsageError: A plan does not match the profile or has groups of GPUs, the profile names no model, or a plan in
@@ -202,7 +203,8 @@ def emit_with(
         planned: Predictions with which a run compares itself.
         **more: Additional values of the template.
 
-    Returns: Texts of the files.
+    Returns:
+        Texts of the files.
 
     Raises:
         UsageError: The profile names no model.
