@@ -52,7 +52,7 @@ def solve(
     from planner.core.cost.evaluate import Evaluation
     from planner.core.judge.certainty import certainty_of, tight_findings
     from planner.show.terminal.plan import plan_text
-    from planner.show.terminal.rendering import plain
+    from planner.show.terminal.rendering import printable_text
     from planner.solve.deadline import SearchObserver
 
     console = Console(quiet=quiet)
@@ -82,7 +82,7 @@ def solve(
         for finding in tight_findings(plan, certainty):
             console.warning(f"{finding.message}: {finding.hint}")
         for smaller in plans[1:]:
-            console.result(plain(_in_a_line(smaller, certainty_of(smaller, read)), style_for_stdout()))
+            console.result(printable_text(_in_a_line(smaller, certainty_of(smaller, read)), style_for_stdout()))
     _notes(console, plan, read, extrapolated=options.extrapolate)
     if not quiet and not is_stopped():
         _with_replicas(console, plan, replicas_for(read, plan, options))

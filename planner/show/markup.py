@@ -5,7 +5,7 @@ from html import escape
 from planner.core.values.printable import escape_unprintable
 
 
-def safe(text: str) -> str:
+def escape_text(text: str) -> str:
     """Return `text` escaped for content and quoted attributes; control and direction characters become codes."""
     shown = escape_unprintable(text)
     return escape(shown, quote=True)
@@ -27,5 +27,5 @@ def element(tag: str, *content: str, **values: str | float | None) -> str:
         values: Attributes, which are escaped. None leaves an attribute out; `_` in a name becomes `-`.
     """
     written = ((name.strip("_").replace("_", "-"), value) for name, value in values.items() if value is not None)
-    attributes = "".join(f' {n}="{safe(v) if isinstance(v, str) else number(v)}"' for n, v in written)
+    attributes = "".join(f' {n}="{escape_text(v) if isinstance(v, str) else number(v)}"' for n, v in written)
     return f"<{tag}{attributes}>{''.join(content)}</{tag}>"

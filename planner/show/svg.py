@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from string import Template
 
-from planner.show.markup import element, number, safe
+from planner.show.markup import element, escape_text, number
 from planner.show.step import Span, Step
 from planner.show.views.numbers import percent, row_noun, time_ticks
 from planner.show.views.spans import (
@@ -22,7 +22,7 @@ from planner.show.views.spans import (
     legend_looks,
     look_of,
     micro_batch_text,
-    redone_look,
+    recompute_look,
 )
 
 _WIDTH = 1200.0
@@ -106,7 +106,7 @@ def timeline_svg(step: Step, title: str, *, standalone: bool = True) -> str:
     legend_height = _LEGEND + (len(_legend_rows(step)) - 1) * _LEGEND_LINE
     height = frame.bottom + _AXIS + (legend_height if standalone else 0)
     # A page may contain other pictures; only this one's patterns have this name.
-    parts = [element("title", safe(title)), _pattern()]
+    parts = [element("title", escape_text(title)), _pattern()]
     if standalone:
         parts += [element("style", _STYLE), _rect("paper", x=0, y=0, width=_WIDTH, height=height)]
     parts.append(_axis(frame))
@@ -194,7 +194,7 @@ def _bubbles(frame: _Frame) -> str:
         for device, share in enumerate(bubbles_of(frame.step))
         if device % frame.every == 0
     ]
-    return element("g", element("title", safe(BUBBLE_WORDS)), *texts, class_="bubbles")
+    return element("g", element("title", escape_text(BUBBLE_WORDS)), *texts, class_="bubbles")
 
 
 _Box = tuple[str, float, float]
@@ -277,13 +277,13 @@ def _legend(frame: _Frame) -> str:
         for item in row:
             look, words = item
             parts += _sample(frame, look, x, y)
-            parts.append(element("text", safe(words), x=x + (24 if look else 0), y=y + 9.5))
+            parts.append(element("text", escape_text(words), x=x + (24 if look else 0), y=y + 9.5))
             x += _legend_width(item)
     return element("g", *parts, class_="legend")
 
 
 def _sample(frame: _Frame, look: str, x: float, y: float) -> Iterator[str]:
     if look:
-        yield _rect(redone_look(frame.step) if look == "again" else look, x=x, y=y, width=18, height=11)
+        yield _rect(recompute_look(frame.step) if look == "again" else look, x=x, y=y, width=18, height=11)
     if look == "again":
         yield f'<rect style="fill:url(#again)" x="{number(x)}" y="{number(y)}" width="18" height="11"/>'

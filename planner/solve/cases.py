@@ -14,7 +14,7 @@ from planner.core.values.plan import Inputs, Recompute
 from planner.core.values.profile import Profile
 from planner.core.values.units import pluralize
 from planner.solve.request import Request
-from planner.solve.space.case import Case, Rules, positions
+from planner.solve.space.case import Case, StageRules, layer_indices
 
 
 def check_request(profile: Profile, request: Request) -> None:
@@ -79,7 +79,7 @@ def cases_of(profile: Profile, request: Request, *, tables: WidthTables | None =
     """
     inputs = request.inputs
     names = [layer.name for layer in profile.layers]
-    rules = Rules(
+    rules = StageRules(
         together=_named(inputs.together, names, "--together"),
         apart=_named(inputs.apart, names, "--apart"),
         balance=request.balance,
@@ -233,7 +233,7 @@ def micro_batch_counts(
 
 def _named(groups: Sequence[Sequence[str]], names: Sequence[str], option: str) -> tuple[tuple[int, ...], ...]:
     try:
-        return positions([tuple(dict.fromkeys(group)) for group in groups], names)
+        return layer_indices([tuple(dict.fromkeys(group)) for group in groups], names)
     except KeyError as error:
         near = f'the layers are "{names[0]}" to "{names[-1]}"; `gpipe-plan show` lists them'
         raise UsageError(

@@ -6,12 +6,12 @@ from planner import __version__
 from planner.core.values.units import pluralize
 from planner.show.explore.data import PageData, page_data
 from planner.show.explore.request import ExplorerRequest
-from planner.show.html.assets import asset, policy_for, scripts, style
+from planner.show.html.assets import asset, policy_for, scripts, style_sheet
 from planner.show.html.parts import Section, legend, scroll, section_markup
 from planner.show.html.timeline import live_canvas
-from planner.show.markup import element, safe
+from planner.show.markup import element, escape_text
 from planner.show.views.memory import COMPONENTS, component_title
-from planner.show.views.numbers import not_measured
+from planner.show.views.numbers import not_measured_warning
 from planner.show.views.plan import headline
 
 _SCRIPTS = ("tables.js", "evaluate.js", "units.js", "command.js", "drawing.js", "explore.js")
@@ -27,18 +27,20 @@ def explore_html(request: ExplorerRequest) -> str:
     plan, profile = request.plan, request.profile
     script, data = page_script(), page_data(request)
     sections = (_handles(request, data), _timeline(), _memory(), _stages(), _command())
-    links = [element("a", safe(section.title), href=f"#{section.anchor}") for section in sections]
+    links = [element("a", escape_text(section.title), href=f"#{section.anchor}") for section in sections]
     return Template(asset("explore.html.txt", __package__)).substitute(
-        title=safe(headline(plan, of=" of ", by=", ")),
-        lead=safe("; ".join(filter(None, (profile.model.source, not_measured(plan.inputs.profile.how), _BEGIN)))),
+        title=escape_text(headline(plan, of=" of ", by=", ")),
+        lead=escape_text(
+            "; ".join(filter(None, (profile.model.source, not_measured_warning(plan.inputs.profile.how), _BEGIN)))
+        ),
         policy=policy_for(script),
-        style=style() + asset("explore.css", __package__),
+        style=style_sheet() + asset("explore.css", __package__),
         script=script,
         data=data.text,
         figures=_figures(),
         links="".join(links),
         sections="".join(map(section_markup, sections)),
-        version=safe(__version__),
+        version=escape_text(__version__),
     )
 
 
@@ -55,13 +57,14 @@ def page_script() -> str:
 
 def _figures() -> str:
     cards = [
-        element("div", element("dt", safe(name)), element("dd", element("span"), element("small"))) for name in _FIGURES
+        element("div", element("dt", escape_text(name)), element("dd", element("span"), element("small")))
+        for name in _FIGURES
     ]
     return element("dl", *cards, class_="figures live-figures", id="figures")
 
 
 def _knob(name: str, words: str, control: str) -> str:
-    return element("label", element("span", safe(words)), control, element("b", id=f"{name}-words"))
+    return element("label", element("span", escape_text(words)), control, element("b", id=f"{name}-words"))
 
 
 def _handles(request: ExplorerRequest, data: PageData) -> Section:
@@ -74,7 +77,7 @@ def _handles(request: ExplorerRequest, data: PageData) -> Section:
     ]
     chain = element("div", id="chain", class_="chain")
     reset = element("button", "reset to the plan", type="button", id="reset")
-    remarks = element("ul", *(element("li", safe(text)) for text in _remarks(request, data)), class_="remarks")
+    remarks = element("ul", *(element("li", escape_text(text)) for text in _remarks(request, data)), class_="remarks")
     return Section(
         anchor="handles",
         title="Cuts and schedule",

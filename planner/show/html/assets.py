@@ -11,7 +11,7 @@ from planner.show.views.spans import ink_rules, kind_rules
 
 
 @cache
-def style() -> str:
+def style_sheet() -> str:
     """Return the style sheet of all pages, with the colors of the kinds of action."""
     colors = {"forward": FORWARD.paper[0], "backward": BACKWARD.paper[0]}
     return Template(asset("report.css")).substitute(inks=ink_rules(), kinds=kind_rules(), **colors)

@@ -7,7 +7,7 @@ from itertools import pairwise
 from planner.core.values.plan import FrontierPoint, Plan
 from planner.core.values.units import format_bytes, format_us
 from planner.show.html.parts import Section, details, figure, line, note, values_table
-from planner.show.markup import element, number, safe
+from planner.show.markup import element, escape_text, number
 from planner.show.views.numbers import NOTHING, percent
 from planner.show.views.plan import frontier_table, has_several_replicas
 from planner.show.views.table import Table
@@ -94,11 +94,11 @@ def _point(x: float, y: float, name: str, *, value: str, chosen: bool, labelled:
     written = [_text(x, max(11, y - 9), value, side, look="chosen" if chosen else None)] if labelled else []
     if chosen:
         return [_text(x, y + 5, "◆", "middle", look="mark", tip=tip), *written]
-    return [element("circle", element("title", safe(tip)), cx=f"{number(x)}%", cy=y, r=3.5), *written]
+    return [element("circle", element("title", escape_text(tip)), cx=f"{number(x)}%", cy=y, r=3.5), *written]
 
 
 def _text(x: float, y: float, text: str, anchor: str, *, look: str | None = None, tip: str = "") -> str:
-    inner = (element("title", safe(tip)) if tip else "") + safe(text)
+    inner = (element("title", escape_text(tip)) if tip else "") + escape_text(text)
     return element("text", inner, class_=look, x=f"{number(x)}%", y=y, text_anchor=anchor)
 
 

@@ -9,7 +9,7 @@ from planner.core.values.plan import Plan
 from planner.core.values.profile import LayerProfile, Profile
 from planner.core.values.units import format_bytes, format_us, pluralize
 from planner.show.html.parts import Section, details, figure, legend, line, note, scroll, values_table
-from planner.show.markup import element, number, safe
+from planner.show.markup import element, escape_text, number
 from planner.show.views.table import column, table
 
 _HEIGHT = 150.0
@@ -106,7 +106,7 @@ def _layer(
     text: Callable[[float], str],
 ) -> str:
     tip = f"{layer.name}: " + ", ".join(f"{part.words} {text(part.of(layer))}" for part in parts)
-    drawn, foot = [element("title", safe(tip))], _HEIGHT
+    drawn, foot = [element("title", escape_text(tip))], _HEIGHT
     for part in parts:
         tall = part.of(layer) / top * (_HEIGHT - 6)
         foot -= tall

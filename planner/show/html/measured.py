@@ -10,8 +10,8 @@ from planner.core.values.plan import Plan
 from planner.core.values.printable import printable
 from planner.core.values.run_report import RunReport
 from planner.core.values.units import format_bytes, format_us
-from planner.show.html.parts import Section, bar, figure, layer_name, legend, line, note, table
-from planner.show.markup import element, safe
+from planner.show.html.parts import Section, bar, figure, html_table, layer_name, legend, line, note
+from planner.show.markup import element, escape_text
 from planner.show.views.measured import (
     HEADERS,
     OF_REPLICAS,
@@ -47,7 +47,7 @@ def measured_section(plan: Plan, report: RunReport | None) -> Section:
         for text, quantities in _SCALES
         for row in _rows([figure for figure in figures if figure.what in quantities], text, place)
     ]
-    body = table(("", *HEADERS, ""), rows)
+    body = html_table(("", *HEADERS, ""), rows)
     body += legend([("t-predicted", "predicted"), ("t-measured", "measured")])
     machine = f"{report.device.kind} {report.device.name}".strip()
     lead = f"Median of {len(timed_steps_us(report))} steps on {machine}. Difference: measured relative to predicted."
@@ -73,7 +73,7 @@ def _rows(figures: Sequence[ComparedFigure], text: Callable[[float], str], place
         track = bar("t-predicted", 0, row.predicted / full) + bar("t-measured", 0, row.measured / full)
         measured = text(row.measured) if row.measured else NOTHING
         bars = element("div", track, class_="pair", aria_hidden="true")
-        yield [safe(label_of(row, place)), text(row.predicted), measured, difference_words(row), bars]
+        yield [escape_text(label_of(row, place)), text(row.predicted), measured, difference_words(row), bars]
 
 
 def run_section(report: RunReport) -> Section:
@@ -85,7 +85,7 @@ def run_section(report: RunReport) -> Section:
     shown = run_table(report).with_titles(recompute="recomputation")
     layers = [layer_name(printable(text)) for text in shown.column("layers").texts()]
     rows = [[f"{stage}: {names}", *rest] for names, (stage, _, *rest) in zip(layers, shown.rows(), strict=True)]
-    stages = table([column.heading for column in shown.columns if column.name != "layers"], rows)
+    stages = html_table([column.heading for column in shown.columns if column.name != "layers"], rows)
     lead = (
         f"{len(report.losses)} steps, including {report.warmup_steps} for warm-up. Times are per micro-batch. Transfer "
         "times (waiting for data that was ready) and idle times (waiting for data that was not) are per step."

@@ -10,7 +10,7 @@ from planner.core.values.plan import Plan
 from planner.core.values.profile import Profile
 from planner.core.values.run_report import RunReport
 from planner.core.values.units import format_bytes, format_rate, format_us
-from planner.show.html.assets import asset, policy_for, scripts, style
+from planner.show.html.assets import asset, policy_for, scripts, style_sheet
 from planner.show.html.frontier import frontier_section
 from planner.show.html.layers import layers_section
 from planner.show.html.measured import measured_section, run_section
@@ -18,13 +18,13 @@ from planner.show.html.memory import memory_section
 from planner.show.html.parts import Section, definitions, scroll, section_markup, values_table
 from planner.show.html.schedules import schedules_section
 from planner.show.html.timeline import timeline_data, timeline_section
-from planner.show.markup import element, safe
+from planner.show.markup import element, escape_text
 from planner.show.step import Step
 from planner.show.views.certainty import accuracy_words, amount_words, fit_words, peak_words, rate_words, step_words
 from planner.show.views.cluster import days_words, hours_words, length_words, run_ratios, tokens_words
 from planner.show.views.measured import pipeline_words
 from planner.show.views.memory import device_memory, fullest
-from planner.show.views.numbers import method_name, not_measured, percent
+from planner.show.views.numbers import method_name, not_measured_warning, percent
 from planner.show.views.plan import claim_words, headline, ideal_bubble_words, stage_table
 
 _MANY = 24
@@ -47,7 +47,7 @@ def plan_html(plan: Plan, profile: Profile | None, step: Step | None, report: Ru
         The text of the page.
     """
     certainty = certainty_of(plan, profile) if profile else None
-    lead = (profile.model.source if profile else "", not_measured(plan.inputs.profile.how))
+    lead = (profile.model.source if profile else "", not_measured_warning(plan.inputs.profile.how))
     sections = [
         timeline_section(plan, step),
         memory_section(plan, step),
@@ -84,7 +84,7 @@ def profile_html(profile: Profile) -> str:
     origin = Section(anchor="provenance", title="Provenance", body=definitions(_profile_facts(profile)))
     return _page(
         title=f"Profile of {profile.model.source or 'a chain of layers'}",
-        lead=f"{device.kind} {device.name}, {not_measured(device.how) or device.how}",
+        lead=f"{device.kind} {device.name}, {not_measured_warning(device.how) or device.how}",
         figures=[*counts, *_marked(costs, device.how)],
         sections=[layers_section(profile, None), origin],
     )
@@ -216,24 +216,24 @@ def _versions(torch: str, python: str, dtype: str) -> str:
 def _card(name: str, value: str, remark: str) -> str:
     # A card's line is too short for a value with its range, as `530 ms (500 to 590)`; the range is on the next line.
     figure, bracket, range_ = value.partition(" (")
-    below = element("small", safe(f"({range_}"), class_="range") if bracket else ""
-    card = element("dd", safe(figure), below, element("small", safe(remark)))
-    return element("div", element("dt", safe(name)), card)
+    below = element("small", escape_text(f"({range_}"), class_="range") if bracket else ""
+    card = element("dd", escape_text(figure), below, element("small", escape_text(remark)))
+    return element("div", element("dt", escape_text(name)), card)
 
 
 def _page(*, title: str, lead: str, figures: Sequence[_Figure], sections: Sequence[Section], data: str = "{}") -> str:
     script = scripts("theme.js", "timeline.js", "report.js")
     cards = [_card(*figure) for figure in figures]
-    links = [element("a", safe(section.title), href=f"#{section.anchor}") for section in sections]
+    links = [element("a", escape_text(section.title), href=f"#{section.anchor}") for section in sections]
     return Template(asset("report.html.txt")).substitute(
-        title=safe(title),
-        lead=safe(lead),
+        title=escape_text(title),
+        lead=escape_text(lead),
         policy=policy_for(script),
-        style=style(),
+        style=style_sheet(),
         script=script,
         data=data,
         figures=element("dl", *cards, class_="figures") if cards else "",
         links="".join(links),
         sections="".join(map(section_markup, sections)),
-        version=safe(__version__),
+        version=escape_text(__version__),
     )

@@ -1,10 +1,10 @@
-"""Building blocks of the report's sections. They escape texts with `safe`, but not arguments described as markup."""
+"""Building blocks of the report's sections. They escape texts, but not arguments that are described as markup."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from planner.core.values.printable import printable
-from planner.show.markup import element, number, safe
+from planner.show.markup import element, escape_text, number
 from planner.show.views.table import Column, Table
 
 
@@ -23,10 +23,10 @@ class Section:
 
 def layer_name(name: str) -> str:
     """Return the name of a layer, or of a range of layers, as markup that may be broken after dots."""
-    return element("span", safe(name).replace(".", ".<wbr>"), class_="name")
+    return element("span", escape_text(name).replace(".", ".<wbr>"), class_="name")
 
 
-def table(header: Sequence[str], rows: Iterable[Sequence[str]], *, text: int = 1, caption: str = "") -> str:
+def html_table(header: Sequence[str], rows: Iterable[Sequence[str]], *, text: int = 1, caption: str = "") -> str:
     """Return a table; its first columns are texts, and the remaining columns are numbers.
 
     Args:
@@ -42,9 +42,9 @@ def table(header: Sequence[str], rows: Iterable[Sequence[str]], *, text: int = 1
     def cells(tag: str, row: Sequence[str]) -> str:
         return "".join(element(tag, cell, class_=None if n < text else "n") for n, cell in enumerate(row))
 
-    head = element("thead", element("tr", cells("th", [safe(name) for name in header])))
+    head = element("thead", element("tr", cells("th", [escape_text(name) for name in header])))
     body = element("tbody", *(element("tr", cells("td", row)) for row in rows))
-    title = element("caption", safe(caption)) if caption else ""
+    title = element("caption", escape_text(caption)) if caption else ""
     return element("div", element("table", title, head, body), class_="wide", tabindex="0", role="group")
 
 
@@ -60,13 +60,13 @@ def values_table(shown: Table, *, text: int = 1, marks: Mapping[str, str] | None
         The markup of the table.
     """
     columns = [_cells(column, (marks or {}).get(column.name, "")) for column in shown.columns]
-    return table([column.heading for column in shown.columns], zip(*columns, strict=True), text=text)
+    return html_table([column.heading for column in shown.columns], zip(*columns, strict=True), text=text)
 
 
 def _cells(column: Column, mark: str) -> list[str]:
     if column.name in ("layer", "layers"):
         return [layer_name(text if column.name == "layer" else printable(text)) for text in column.texts()]
-    return [f"{safe(text)}{mark if row in column.marked else ''}" for row, text in enumerate(column.texts())]
+    return [f"{escape_text(text)}{mark if row in column.marked else ''}" for row, text in enumerate(column.texts())]
 
 
 def scroll(content: str, label: str) -> str:
@@ -81,7 +81,9 @@ def scroll(content: str, label: str) -> str:
 
 def definitions(items: Iterable[tuple[str, str]]) -> str:
     """Return a list of pairs of name and text; pairs with an empty text are left out."""
-    return element("dl", *(element("div", element("dt", safe(k)), element("dd", safe(v))) for k, v in items if v))
+    return element(
+        "dl", *(element("div", element("dt", escape_text(k)), element("dd", escape_text(v))) for k, v in items if v)
+    )
 
 
 def figure(caption: str, *drawn: str, height: float, label: str = "", below: str = "", look: str | None = None) -> str:
@@ -99,7 +101,7 @@ def figure(caption: str, *drawn: str, height: float, label: str = "", below: str
         The markup of the figure.
     """
     picture = element("svg", *drawn, width="100%", height=height, role="img", aria_label=label or caption)
-    return element("figure", element("figcaption", safe(caption)), picture, below, class_=look)
+    return element("figure", element("figcaption", escape_text(caption)), picture, below, class_=look)
 
 
 def line(look: str, x: tuple[float, float], y: tuple[float, float]) -> str:
@@ -119,18 +121,20 @@ def line(look: str, x: tuple[float, float], y: tuple[float, float]) -> str:
 
 def note(text: str) -> str:
     """Return a paragraph with a remark."""
-    return element("p", safe(text), class_="note")
+    return element("p", escape_text(text), class_="note")
 
 
 def details(summary: str, content: str) -> str:
     """Return content that a click on its summary shows or hides; it is hidden at first."""
-    return element("details", element("summary", safe(summary)), content)
+    return element("details", element("summary", escape_text(summary)), content)
 
 
 def legend(items: Iterable[tuple[str, str]]) -> str:
     """Return a legend: a colored sample and a label for each pair of style class and text."""
     return element(
-        "ul", *(element("li", element("i", class_=f"key {look}"), safe(text)) for look, text in items), class_="legend"
+        "ul",
+        *(element("li", element("i", class_=f"key {look}"), escape_text(text)) for look, text in items),
+        class_="legend",
     )
 
 
@@ -152,6 +156,6 @@ def bar(look: str, start: float, width: float, tip: str = "") -> str:
 
 def section_markup(section: Section) -> str:
     """Return the markup of a section with its heading."""
-    heading = element("h2", safe(section.title), id=f"h-{section.anchor}")
-    lead = element("p", safe(section.lead), class_="lead") if section.lead else ""
+    heading = element("h2", escape_text(section.title), id=f"h-{section.anchor}")
+    lead = element("p", escape_text(section.lead), class_="lead") if section.lead else ""
     return element("section", heading, lead, section.body, id=section.anchor, aria_labelledby=f"h-{section.anchor}")

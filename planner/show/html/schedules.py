@@ -6,7 +6,7 @@ from planner.core.schedule import schedule_of
 from planner.core.values.plan import FrontierPoint, Plan
 from planner.core.values.units import format_bytes
 from planner.show.html.parts import Section, figure, line, note, values_table
-from planner.show.markup import element, number, safe
+from planner.show.markup import element, escape_text, number
 from planner.show.views.numbers import percent
 from planner.show.views.plan import schedules_table, untried_words
 
@@ -73,9 +73,9 @@ def _point(position: tuple[float, float], tip: str, *, chosen: bool) -> list[str
     x, y = position
     if chosen:
         return [_text(x, y + 5, "◆", "middle", look="mark", tip=tip)]
-    return [element("circle", element("title", safe(tip)), cx=f"{number(x)}%", cy=y, r=3.5)]
+    return [element("circle", element("title", escape_text(tip)), cx=f"{number(x)}%", cy=y, r=3.5)]
 
 
 def _text(x: float, y: float, text: str, anchor: str, *, look: str | None = None, tip: str = "") -> str:
-    inner = (element("title", safe(tip)) if tip else "") + safe(text)
+    inner = (element("title", escape_text(tip)) if tip else "") + escape_text(text)
     return element("text", inner, class_=look, x=f"{number(x)}%", y=y, text_anchor=anchor)

@@ -11,7 +11,7 @@ from planner.show.markup import element
 from planner.show.step import Span, Step
 from planner.show.svg import has_lanes, legend_kinds, timeline_svg
 from planner.show.views.numbers import layer_range, percent, row_noun
-from planner.show.views.spans import BUBBLE_WORDS, BY_LABEL, REDONE, bubbles_of, redone_look
+from planner.show.views.spans import BUBBLE_WORDS, BY_LABEL, REDONE, bubbles_of, recompute_look
 
 _KINDS = (*BY_LABEL, "receive", "optimizer", "send forward", "send backward")
 """Kinds of spans; in the data for the script, a kind is encoded as its index in this list."""
@@ -86,7 +86,7 @@ def _lead(plan: Plan, step: Step) -> str:
 
 def _looks(step: Step) -> list[tuple[str, str]]:
     # Recomputation is drawn over its backward, so its sample in the legend has the backward's style class, too.
-    below = {"again": f"again {redone_look(step)}"}
+    below = {"again": f"again {recompute_look(step)}"}
     return [(below.get(look, look), words) for look, words in legend_kinds(step)]
 
 

@@ -41,7 +41,7 @@ def facts_table(rows: Sequence[tuple[str, str | Text]], style: Style) -> Table:
     return drawn
 
 
-def table(columns: Sequence[TextColumn], rows: Iterable[Sequence[str | Text] | None], style: Style) -> Table:
+def rich_table(columns: Sequence[TextColumn], rows: Iterable[Sequence[str | Text] | None], style: Style) -> Table:
     """Return a table with a line below its header, and above its footer if it has one.
 
     Args:

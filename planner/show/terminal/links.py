@@ -2,8 +2,8 @@
 
 from planner.core.values.links import Links
 from planner.core.values.units import format_bytes, format_rate, format_us, pluralize
-from planner.show.terminal.grids import TextColumn, table
-from planner.show.terminal.rendering import BLANK, heading, plain, render, wrap_items
+from planner.show.terminal.grids import TextColumn, rich_table
+from planner.show.terminal.rendering import BLANK, heading, printable_text, render, wrap_items
 from planner.show.terminal.style import Style
 from planner.show.views.numbers import NOTHING
 
@@ -29,7 +29,7 @@ def links_text(links: Links, style: Style) -> str:
     return render(
         style,
         heading(f"{pluralize(len(links.boundaries), 'link')} between neighbors"),
-        wrap_items((plain(item, style) for item in machine), style, gap=f" {style.glyphs.dot} "),
+        wrap_items((printable_text(item, style) for item in machine), style, gap=f" {style.glyphs.dot} "),
         BLANK,
-        table(columns, rows, style),
+        rich_table(columns, rows, style),
     )

@@ -15,13 +15,13 @@ from planner.show.terminal.frontier import frontier_parts, schedules_parts
 from planner.show.terminal.grids import facts_table
 from planner.show.terminal.memory import memory_parts
 from planner.show.terminal.memory_over_time import memory_over_time_parts
-from planner.show.terminal.rendering import BLANK, heading, plain, render, wrap_items
+from planner.show.terminal.rendering import BLANK, heading, printable_text, render, wrap_items
 from planner.show.terminal.stages import recomputed_layers, stages_table
 from planner.show.terminal.style import Style
 from planner.show.terminal.timeline import timeline_parts
 from planner.show.views.certainty import accuracy_words, fit_words, peak_words
 from planner.show.views.cluster import throughput_words, training_words
-from planner.show.views.numbers import method_name, not_measured, percent, row_noun
+from planner.show.views.numbers import method_name, not_measured_warning, percent, row_noun
 from planner.show.views.plan import claim_words, figure_words, has_unlike_devices, headline, ideal_bubble_words
 
 _LEAST_GAP = 0.0005
@@ -48,10 +48,10 @@ def plan_text(
     Returns:
         The text.
     """
-    first: list[RenderableType] = [heading(plain(headline(plan), style))]
+    first: list[RenderableType] = [heading(printable_text(headline(plan), style))]
     first += [*_figures(plan, certainty, style), Text(_status(plan, style))]
     if certainty is not None:
-        reasons = plain(accuracy_words(certainty, plus_minus=style.glyphs.plus_minus), style)
+        reasons = printable_text(accuracy_words(certainty, plus_minus=style.glyphs.plus_minus), style)
         first.append(wrap_items(reasons.split(), style, gap=" "))
     sections = [first, *_sections(plan, events, style, step)]
     parts = [part for section in sections if section for part in (*section, BLANK)]
@@ -59,7 +59,7 @@ def plan_text(
 
 
 def _sections(plan: Plan, events: Sequence[Event], style: Style, step: Step | None) -> list[list[RenderableType]]:
-    notes = [not_measured(plan.inputs.profile.how), _not_a_pipeline(plan), _divided(plan), _unused(plan)]
+    notes = [not_measured_warning(plan.inputs.profile.how), _not_a_pipeline(plan), _divided(plan), _unused(plan)]
     return [
         [wrap_items([note], style) for note in notes if note],
         [stages_table(plan, style)],
@@ -91,7 +91,7 @@ def _figures(plan: Plan, certainty: Certainty | None, style: Style) -> list[Text
 
 def _status(plan: Plan, style: Style) -> str:
     solver = plan.solver
-    method = plain(method_name(solver.method), style)
+    method = printable_text(method_name(solver.method), style)
     if solver.status == "optimal":
         return f"optimal: {claim_words(plan)} ({method})"
     if solver.status == "feasible":
@@ -147,10 +147,13 @@ def insight_parts(plan: Plan, style: Style) -> list[RenderableType]:
 
 
 def _facts(plan: Plan, insight: Insight, style: Style) -> Iterator[tuple[str, str]]:
-    yield "bottleneck", plain(insight.pace, style)
+    yield "bottleneck", printable_text(insight.pace, style)
     yield "tightest", _tightest(plan, insight)
     for n, what_if in enumerate(insight.what_if):
-        yield "" if n else "what if", f"{plain(what_if.change, style)}: {_gain(what_if, plan.predicted.step_us)}"
+        yield (
+            "" if n else "what if",
+            f"{printable_text(what_if.change, style)}: {_gain(what_if, plan.predicted.step_us)}",
+        )
     if insight.noise is not None:
         yield "noise", _noise(insight.noise, style)
 

@@ -8,7 +8,7 @@ from rich.text import Text
 from planner.core.judge.difference import ComparedPlan, Comparison, Difference
 from planner.core.values.sweep import Sweep
 from planner.core.values.units import exact_bytes_option
-from planner.show.terminal.rendering import BLANK, heading, plain, render
+from planner.show.terminal.rendering import BLANK, heading, printable_text, render
 from planner.show.terminal.style import Style
 from planner.show.terminal.tables import fit_columns, terminal_table
 from planner.show.views.comparison import best_words, comparison_table, difference_table, sweep_table
@@ -24,7 +24,7 @@ def plans_text(comparison: Comparison, style: Style) -> str:
     notes = [row.path for row in comparison.plans if not row.recomputed]
     if notes:
         said = f"numbers are as stored, because the profile is missing: {', '.join(notes)}"
-        parts += [BLANK, Text(plain(said, style))]
+        parts += [BLANK, Text(printable_text(said, style))]
     if comparison.difference is not None:
         parts += [BLANK, *difference_parts(comparison.difference, style)]
     return render(style, *parts)
@@ -32,7 +32,7 @@ def plans_text(comparison: Comparison, style: Style) -> str:
 
 def _chart(plans: Sequence[ComparedPlan], style: Style) -> list[RenderableType]:
     most = max(row.plan.predicted.samples_per_s for row in plans) or 1.0
-    labels = [plain(row.path, style) for row in plans]
+    labels = [printable_text(row.path, style) for row in plans]
     width = max(map(len, labels))
     room = min(_LONGEST_BAR, max(8, style.columns - width - 14))
     lines = [heading("samples per second")]
@@ -45,7 +45,7 @@ def _chart(plans: Sequence[ComparedPlan], style: Style) -> list[RenderableType]:
 
 def difference_parts(difference: Difference, style: Style) -> list[RenderableType]:
     """Return a title and a table of the memory and time of each stage, in an earlier plan (before) and now."""
-    title = heading(plain(f"against {difference.against}", style))
+    title = heading(printable_text(f"against {difference.against}", style))
     if not difference.recomputed:
         title.append(", whose numbers are as stored, because its profile is missing", "not bold")
     return [title, terminal_table(fit_columns(difference_table(difference), style), style)]

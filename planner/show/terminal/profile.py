@@ -11,8 +11,8 @@ from rich.text import Text
 from planner.core.cost.width import widths_of
 from planner.core.values.profile import Device, LayerProfile, Profile
 from planner.core.values.units import format_bytes, pluralize
-from planner.show.terminal.grids import TextColumn, table
-from planner.show.terminal.rendering import BLANK, heading, plain, render, wrap_items
+from planner.show.terminal.grids import TextColumn, rich_table
+from planner.show.terminal.rendering import BLANK, heading, printable_text, render, wrap_items
 from planner.show.terminal.style import Style
 from planner.show.views.numbers import NOTHING, TimeScale, format_count, layer_range, percent
 
@@ -39,7 +39,7 @@ def profile_text(profile: Profile, style: Style) -> str:
     Successive layers with the same costs, of which one was measured, share a row, such as `block_0 … block_7 (8)`. The
     row has the costs of one of these layers.
     """
-    title = plain(profile.model.source, style) or "profile"
+    title = printable_text(profile.model.source, style) or "profile"
     size = _largest(profile)
     caption = f"one micro-batch of {profile.micro_batch_sizes[size]}; rows of several layers give the costs of each"
     return render(
@@ -70,16 +70,16 @@ def _facts(profile: Profile, style: Style) -> list[Text]:
         pluralize(len(profile.layers), "layer"),
         f"shared by {', '.join(map(str, widths_of(profile)))} GPUs" if max(widths_of(profile)) > 1 else "",
         f"{profile.model.parameters:,} parameters" if profile.model.parameters else "",
-        plain(f"optimizer {profile.optimizer}", style) if profile.optimizer else "",
-        *(plain(f"{name}={value}", style) for name, value in profile.model.settings.items()),
+        printable_text(f"optimizer {profile.optimizer}", style) if profile.optimizer else "",
+        *(printable_text(f"{name}={value}", style) for name, value in profile.model.settings.items()),
     ]
     machine = [
-        plain(f"{device.kind} {device.name}".strip(), style),
+        printable_text(f"{device.kind} {device.name}".strip(), style),
         format_bytes(device.memory_bytes) if device.memory_bytes else "",
         device.how,
         _reserve(device),
-        plain(environment.dtype, style),
-        plain(f"torch {environment.torch}", style) if environment.torch else "",
+        printable_text(environment.dtype, style),
+        printable_text(f"torch {environment.torch}", style) if environment.torch else "",
         pluralize(environment.threads, "thread"),
     ]
     sizes = ", ".join(map(str, profile.micro_batch_sizes))
@@ -87,7 +87,7 @@ def _facts(profile: Profile, style: Style) -> list[Text]:
         wrap_items(filter(None, model), style, gap=gap),
         wrap_items(filter(None, machine), style, gap=gap),
         Text(f"micro-batch sizes {sizes}"),
-        *([] if profile.proof is None else [wrap_items([plain(str(profile.proof), style)], style, gap=gap)]),
+        *([] if profile.proof is None else [wrap_items([printable_text(str(profile.proof), style)], style, gap=gap)]),
     ]
 
 
@@ -100,9 +100,9 @@ def _layer_table(profile: Profile, style: Style) -> Table:
     rows = []
     for group in _alike(profile.layers):
         first, last = group[0], group[-1]
-        name = plain(layer_range(first.name, last.name, len(group) if len(group) > 1 else None), style)
+        name = printable_text(layer_range(first.name, last.name, len(group) if len(group) > 1 else None), style)
         rows.append([name, *(figure.text(figure.of(first)) for figure in figures)])
-    return table(columns, rows, style)
+    return rich_table(columns, rows, style)
 
 
 def _alike(layers: Sequence[LayerProfile]) -> list[list[LayerProfile]]:
@@ -157,13 +157,13 @@ def _us_per_sample(profile: Profile, size: int, layer: LayerProfile) -> float:
 
 def _notes(profile: Profile, style: Style) -> list[Text]:
     notes = [
-        wrap_items([head, *(plain(name, style) for name in names)], style, gap=" ")
+        wrap_items([head, *(printable_text(name, style) for name in names)], style, gap=" ")
         for head, names in _ties(profile, style)
     ]
     spreads = [(spread, x.name, n) for x in profile.layers for n, spread in enumerate(x.spread)]
     if spreads and max(spreads)[0] > 0:
         spread, name, n = max(spreads)
-        at = f"{plain(name, style)} at {profile.micro_batch_sizes[n]}"
+        at = f"{printable_text(name, style)} at {profile.micro_batch_sizes[n]}"
         notes.append(Text(f"least certain time: {at}, {style.glyphs.plus_minus}{percent(spread)}", style="dim"))
     return notes
 
@@ -182,4 +182,4 @@ def _ties(profile: Profile, style: Style) -> Iterator[tuple[str, tuple[str, ...]
         if len(layers) > 1:
             yield f"{len(layers)} layers share parameters:", tuple(layer.name for layer in layers)
         else:
-            yield f"{plain(layers[0].name, style)} shares", layers[0].tied
+            yield f"{printable_text(layers[0].name, style)} shares", layers[0].tied

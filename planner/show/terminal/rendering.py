@@ -1,7 +1,7 @@
 """Conversion of rich's renderables to lines of text. Only this module uses rich's layout and colors.
 
-Text from files (names of layers and devices, messages) must pass through `plain` first. Otherwise a terminal would obey
-escape codes in it, and a stream could be unable to encode it.
+Text from files (names of layers and devices, messages) must pass through `printable_text` first. Otherwise a terminal
+would obey escape codes in it, and a stream could be unable to encode it.
 """
 
 from collections.abc import Iterable, Sequence
@@ -21,7 +21,7 @@ _ENDLESS = 1_000_000
 _ASCII_SPELLING = str.maketrans({"…": "...", "\u00d7": "x", "·": "|", "→": "->", "≤": "<=", "≥": ">=", "\u2013": "-"})
 
 
-def plain(text: str, style: Style) -> str:
+def printable_text(text: str, style: Style) -> str:
     """Return `text` with control characters escaped, and with ASCII instead of characters that cannot be printed."""
     shown = printable(text)
     if style.unicode:

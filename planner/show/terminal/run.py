@@ -16,8 +16,8 @@ from planner.core.judge.verification import ComparedFigure, Quantity, Verificati
 from planner.core.values.plan import Plan
 from planner.core.values.run_report import RunReport
 from planner.core.values.units import format_bytes, format_rate, format_us, pluralize
-from planner.show.terminal.grids import TextColumn, table
-from planner.show.terminal.rendering import BLANK, heading, plain, render, wrap_items
+from planner.show.terminal.grids import TextColumn, rich_table
+from planner.show.terminal.rendering import BLANK, heading, printable_text, render, wrap_items
 from planner.show.terminal.style import Style
 from planner.show.terminal.tables import terminal_table
 from planner.show.views.measured import (
@@ -83,9 +83,9 @@ def comparison_text(plan: Plan, report: RunReport, style: Style) -> str:
 def _facts(report: RunReport, style: Style) -> Text:
     device, environment = report.device, report.environment
     facts = [
-        plain(f"{device.kind} {device.name}".strip(), style),
-        plain(environment.dtype, style),
-        plain(f"torch {environment.torch}", style) if environment.torch else "",
+        printable_text(f"{device.kind} {device.name}".strip(), style),
+        printable_text(environment.dtype, style),
+        printable_text(f"torch {environment.torch}", style) if environment.torch else "",
         "" if report.seed is None else f"seed {report.seed}",
     ]
     if report.losses:
@@ -136,7 +136,7 @@ def _comparison(plan: Plan, report: RunReport, style: Style) -> list[RenderableT
 
 def _table(rows: Sequence[_Row | None], style: Style, *more: TextColumn) -> Table:
     columns = [TextColumn(header="", number=False), *(TextColumn(header=name) for name in HEADERS), *more]
-    return table(columns, rows, style)
+    return rich_table(columns, rows, style)
 
 
 def _compared(rows: Sequence[ComparedFigure], plan: Plan) -> Iterator[_Row]:

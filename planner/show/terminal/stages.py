@@ -8,7 +8,7 @@ from rich.table import Table
 from rich.text import Text
 
 from planner.core.values.plan import Plan, Stage
-from planner.show.terminal.rendering import plain, wrap_items
+from planner.show.terminal.rendering import printable_text, wrap_items
 from planner.show.terminal.style import Style
 from planner.show.terminal.tables import terminal_table
 from planner.show.views.numbers import layer_range
@@ -61,13 +61,13 @@ def _names(stage: Stage, style: Style) -> list[str]:
     """Return the names of a stage's recomputed layers; consecutive numbers are joined, as `block_4 … block_6 (3)`."""
     names = stage.recomputed
     if len(names) == stage.layers:
-        return [plain(layer_range(stage.first, stage.last, stage.layers), style)]
+        return [printable_text(layer_range(stage.first, stage.last, stage.layers), style)]
     counting = groupby(enumerate(map(_numbered, names)), key=lambda item: (*item[1][::2], item[1][1] - item[0]))
     texts: list[str] = []
     for _, group in counting:
         run = [names[place] for place, _ in group]
         texts += [layer_range(run[0], run[-1], len(run))] if len(run) > 2 else run
-    return [plain(name, style) for name in texts]
+    return [printable_text(name, style) for name in texts]
 
 
 def _numbered(name: str) -> tuple[str, int, str]:

@@ -7,7 +7,7 @@ from rich.table import Table as Drawn
 from rich.text import Text
 
 from planner.show.terminal import grids
-from planner.show.terminal.rendering import plain
+from planner.show.terminal.rendering import printable_text
 from planner.show.terminal.style import Style
 from planner.show.views.table import Column, Table
 
@@ -32,7 +32,7 @@ def terminal_table(view: Table, style: Style, marks: Mapping[str, tuple[str, str
     for number, row in enumerate(rows):
         lines += [None] if view.group and number and number % view.group == 0 else []
         lines.append(row)
-    return grids.table(columns, lines, style)
+    return grids.rich_table(columns, lines, style)
 
 
 def fit_columns(view: Table, style: Style) -> Table:
@@ -60,6 +60,8 @@ def _cells(column: Column, view: Table, style: Style, marks: Mapping[str, tuple[
     mark, look = (marks or {}).get(column.name, ("", ""))
     texts = column.texts(view.scales().get(column.per))
     return [
-        Text(f"{plain(text, style)}{mark}", style=look) if row in column.marked else Text(plain(text, style))
+        Text(f"{printable_text(text, style)}{mark}", style=look)
+        if row in column.marked
+        else Text(printable_text(text, style))
         for row, text in enumerate(texts)
     ]

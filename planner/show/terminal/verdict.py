@@ -11,7 +11,7 @@ from planner.core.values.findings import Finding, Rule
 from planner.core.values.findings import rule as rule_of
 from planner.core.values.units import pluralize
 from planner.show.terminal.memory import memory_parts
-from planner.show.terminal.rendering import BLANK, heading, plain, render
+from planner.show.terminal.rendering import BLANK, heading, printable_text, render
 from planner.show.terminal.style import Style
 
 _COLOR_OF_ANSWER = {"fits": "bold green", "tight": "bold yellow"}
@@ -29,7 +29,7 @@ def verdict_text(verdict: Verdict, style: Style) -> str:
     for finding in verdict.findings:
         parts += [*_finding(finding, style), BLANK]
     if verdict.would_fit:
-        lines = [Text("what would fit:"), *(Text(f"      {plain(line, style)}") for line in verdict.would_fit)]
+        lines = [Text("what would fit:"), *(Text(f"      {printable_text(line, style)}") for line in verdict.would_fit)]
         parts += [*lines, BLANK]
     if verdict.difference is not None:
         from planner.show.terminal.plans import difference_parts  # noqa: PLC0415 - tables, which few verdicts have
@@ -42,7 +42,7 @@ def verdict_text(verdict: Verdict, style: Style) -> str:
 
 def _finding(finding: Finding, style: Style) -> Iterator[RenderableType]:
     code = Text(f"{finding.code} {finding.severity}:", style=_COLORS[finding.severity])
-    yield Text.assemble(code, f" {plain(finding.message, style)}")
+    yield Text.assemble(code, f" {printable_text(finding.message, style)}")
     if finding.hint:
         yield _indented(f"hint: {finding.hint}", 6, style)
 
@@ -75,7 +75,7 @@ def rules_text(rules: Sequence[Rule], style: Style) -> str:
     """Return for each kind of finding its code, then its meaning, importance and remedy."""
     parts: list[RenderableType] = []
     for rule in rules:
-        parts.append(heading(plain(f"{rule.code} ({rule.severity}): {rule.title}", style)))
+        parts.append(heading(printable_text(f"{rule.code} ({rule.severity}): {rule.title}", style)))
         for title, text in (("meaning", rule.meaning), ("why", rule.why), ("what to do", rule.remedy)):
             parts.append(_indented(f"{title}: {text}", 2, style))
         parts.append(BLANK)
@@ -83,4 +83,4 @@ def rules_text(rules: Sequence[Rule], style: Style) -> str:
 
 
 def _indented(text: str, columns: int, style: Style) -> Padding:
-    return Padding(Text(plain(text, style)), (0, 0, 0, columns), expand=False)
+    return Padding(Text(printable_text(text, style)), (0, 0, 0, columns), expand=False)

@@ -121,7 +121,7 @@ def row_noun(chunks: int) -> str:
     return "stage" if chunks == 1 else "device"
 
 
-def not_measured(how: str) -> str:
+def not_measured_warning(how: str) -> str:
     """Return a warning about numbers from a compiled or estimated profile; empty for a measured profile.
 
     Args:

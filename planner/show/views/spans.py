@@ -49,7 +49,7 @@ def bubbles_of(step: Step) -> list[float]:
     return [bubble_of(spans) for spans in busy]
 
 
-def redone_look(step: Step) -> str:
+def recompute_look(step: Step) -> str:
     """Return the look of a backward that includes recomputation, for the legend; empty if nothing is recomputed."""
     recomputed = {span.kind for span in step.spans if span.recompute_us > 0}
     return next((_look(kind, 0) for label, kind in BY_LABEL.items() if label in recomputed), "")

@@ -80,7 +80,7 @@ class BottleneckSearch:
         self.bound_us = self._whole.root_bound_us()
         """Lower bound of the step time of all partitions; infinite if none fits."""
 
-    def first(self, *, upper_us: float = np.inf) -> ChainCuts | None:
+    def find_first(self, *, upper_us: float = np.inf) -> ChainCuts | None:
         """Return a good partition faster than `upper_us`, or None; if that is infinite, None means that none fits."""
         for slack in _SLACKS:
             allowed_us = min(upper_us, self.bound_us * slack)
@@ -90,11 +90,11 @@ class BottleneckSearch:
                 break
         return self.best_so_far
 
-    def best(self, *, upper_us: float = np.inf) -> ChainCuts | None:
+    def find_best(self, *, upper_us: float = np.inf) -> ChainCuts | None:
         """Return the fastest partition, or None if none is faster than `upper_us`."""
         # With a good plan or a limit, go to the boxes directly.
         if self.best_so_far is None and upper_us == np.inf:
-            self.first()
+            self.find_first()
         least = self._whole.least_of_chain()
         boxes = [
             _Box(
@@ -114,7 +114,9 @@ class BottleneckSearch:
             if box.number:
                 box = self._clipped(box, self._upper_us(upper_us))
                 search = LabelSearch(
-                    self._problem.within(box.most), GPipeRecurrence(self._M, box.least), deadline=self._deadline
+                    self._problem.without_slower_stages(box.most),
+                    GPipeRecurrence(self._M, box.least),
+                    deadline=self._deadline,
                 )
                 box = box._replace(
                     bound_us=max(box.bound_us, search.root_bound_us()), passes_us=search.least_of_chain()["passes"]

@@ -95,8 +95,8 @@ class LabelSearch:
         self.is_exhaustive = True
         """True if the last run dropped no label because of a limit on the number of labels."""
         self._deadline = deadline
-        self._work = (problem.sums.forward_us + problem.sums.backward_us) / problem.fastest
-        self._own_us = float(problem.sums.own_us(np.array([0]), np.array([1]), problem.fastest)[0])
+        self._work = (problem.sums.forward_us + problem.sums.backward_us) / problem.highest_speed
+        self._own_us = float(problem.sums.own_us(np.array([0]), np.array([1]), problem.highest_speed)[0])
         self.prefixes = PrefixBounds(problem, recurrence.needs, deadline=deadline)
         self._least = self.prefixes.least
 
@@ -110,7 +110,7 @@ class LabelSearch:
         """Return the lower bounds of the whole chain, by their names in `needs` of the recurrence."""
         return {name: float(tables[-1][self.problem.num_layers]) for name, tables in self._least.items()}
 
-    def best(self, *, upper_us: float = np.inf) -> ChainCuts | None:
+    def find_best(self, *, upper_us: float = np.inf) -> ChainCuts | None:
         """Return the partition with the smallest step time, or None if none is faster than `upper_us`."""
         root_us = self.root_bound_us()
         if not root_us < just_below(upper_us):
@@ -175,7 +175,7 @@ class LabelSearch:
                     upper_us = best.step_us
         return best
 
-    def all_below(self, upper_us: float, most: int) -> tuple[list[ChainCuts], bool]:
+    def partitions_below(self, upper_us: float, most: int) -> tuple[list[ChainCuts], bool]:
         """Return partitions whose lower bound is below `upper_us`, and True if these are all such partitions.
 
         If more than `most` partial plans have the same number of stages, only the most promising ones are kept.

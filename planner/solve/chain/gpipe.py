@@ -50,7 +50,7 @@ class TableWidth:
         """
         case = self.case
         limit_us = case.longest_us(upper_us)
-        even_us = case.work_us * case.fastest / case.num_devices
+        even_us = case.work_us * case.highest_speed / case.num_devices
         longest_layer = float((case.costs.forward_us + case.costs.backward_us).max(initial=0.0))
         self._longest_us = max(2 * self._longest_us, _FIRST_WINDOW * max(even_us, longest_layer))
         if np.isfinite(upper_us) and self.width:
@@ -91,12 +91,12 @@ def search_gpipe(case: Case, *, upper_us: float = np.inf, deadline: Deadline = N
         # A first plan limits the stages of better plans, so search for the best one only after that.
         while table_width.widen(upper_us):
             for search in gpipe_searches(case, table_width.width, deadline):
-                best = best or search.first(upper_us=upper_us)
+                best = best or search.find_first(upper_us=upper_us)
                 upper_us = best.step_us if best is not None else upper_us
         searches = (search,) if case.is_homogeneous and search else gpipe_searches(case, table_width.width, deadline)
         is_wide = True
         for search in searches:
-            best = _faster(best, search.best(upper_us=upper_us))
+            best = _faster(best, search.find_best(upper_us=upper_us))
             upper_us = best.step_us if best is not None else upper_us
         bound_us = upper_us
     except OutOfTimeError:

@@ -64,7 +64,7 @@ def _search_stages(progress: Progress, num_stages: int) -> bool:
             return False
         problem = case.problem(num_stages, width=table_width.width, exact=True)
         search = LabelSearch(problem, recurrence, deadline=progress.deadline)
-        least = search.best(upper_us=progress.upper_us)
+        least = search.find_best(upper_us=progress.upper_us)
         if least is None:
             continue
         effort.spent += (_ORDER if effort.is_bounded else _FIRST_ORDER) * evaluator.num_actions
@@ -83,7 +83,7 @@ def _simulate_below(progress: Progress, evaluator: Evaluator, search: LabelSearc
     most = progress.effort.affordable_partitions(evaluator)
     if not most:
         return False
-    partitions, are_all = search.all_below(progress.upper_us, most)
+    partitions, are_all = search.partitions_below(progress.upper_us, most)
     for start in range(0, len(partitions), BLOCK):
         block = partitions[start : start + BLOCK]
         _race(progress, evaluator, np.array([p.cuts for p in block]), np.array([p.choices for p in block]))

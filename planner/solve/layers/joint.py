@@ -79,7 +79,7 @@ def search_gpipe_by_layers(case: Case, *, upper_us: float = np.inf, deadline: De
 def _best_cuts(case: Case, width: int, upper_us: float, deadline: Deadline) -> ChainCuts | None:
     best: ChainCuts | None = None
     for search in gpipe_searches(case, width, deadline):
-        best = search.best(upper_us=best.step_us if best is not None else upper_us) or best
+        best = search.find_best(upper_us=best.step_us if best is not None else upper_us) or best
     return best
 
 
@@ -145,7 +145,7 @@ class _StageCountSearch:
         for _ in range(_FEW_ROUNDS if self._progress.effort.is_bounded else _ROUNDS):
             problem = self._case.problem(self._evaluator.num_stages, width=width, exact=True)
             search = LabelSearch(problem, self._recurrence, deadline=self._progress.deadline)
-            least = search.best(upper_us=self._progress.upper_us)
+            least = search.find_best(upper_us=self._progress.upper_us)
             solved = self._layers.num_exact
             if least is None:
                 break
@@ -161,7 +161,7 @@ class _StageCountSearch:
         most = progress.effort.affordable_partitions(self._evaluator)
         if not most:
             return False
-        partitions, are_all = search.all_below(progress.upper_us, most)
+        partitions, are_all = search.partitions_below(progress.upper_us, most)
         if self._num_unsolved(partitions) > (_FEW_SOLVED if progress.effort.is_bounded else _MOST_SOLVED):
             return False
         for start in range(0, len(partitions), BLOCK):

@@ -14,7 +14,7 @@ from planner.core.cost.memory import linear_moments
 from planner.core.cost.moments import Moments
 from planner.solve.layers.cheapest import RELATIVE, LayerChoice, cheapest_layers
 from planner.solve.space.arrays import FloatArray, IntArray
-from planner.solve.space.tables import windowed
+from planner.solve.space.tables import fill_stage_tables
 
 _MOST_RATIOS = 64
 """Largest number of times per byte that `least_recompute_us` tries; if layers have more, the bound is slightly lower.
@@ -56,7 +56,7 @@ class RecomputeTimes:
         device = _DeviceKey(limit_bytes, moments.in_flight)
         table = self._tables.get(device)
         if table is None or table.shape[1] != width:
-            (table,) = windowed(
+            (table,) = fill_stage_tables(
                 self._costs.num_layers,
                 width,
                 1,

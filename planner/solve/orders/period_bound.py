@@ -147,7 +147,7 @@ def least_windows_us(
 def least_trip_us(case: Case) -> float:
     """Return a lower bound of the step time of all partitions: the round trip of one micro-batch."""
     gradient_us = np.minimum(case.costs.backward_us, case.costs.halves.input_us)
-    return float((case.costs.forward_us + gradient_us).sum()) / case.fastest
+    return float((case.costs.forward_us + gradient_us).sum()) / case.highest_speed
 
 
 def least_of_all_cuts_us(evaluator: Evaluator, upper_us: float, most_actions: int) -> float:

@@ -121,7 +121,7 @@ class _JointSearch:
             found = self._find_order(partition)
             if found is None:
                 break
-            under_order = self._evaluator.under(ListedSchedule(found.rows))
+            under_order = self._evaluator.with_schedule(ListedSchedule(found.rows))
             cuts, choices = partition
             self._progress.simulate_fitting(under_order, cuts[None], choices[None], np.array([True]))
             is_better, before_us = found.period_us < before_us * (1 - 1e-9), found.period_us
@@ -154,7 +154,7 @@ class _JointSearch:
         cuts, choices = partition[0][None], partition[1][None]
 
         def fits(rows: Rows) -> bool:
-            return bool((evaluator.under(ListedSchedule(rows)).over_bytes(cuts, choices) <= 0).all())
+            return bool((evaluator.with_schedule(ListedSchedule(rows)).over_bytes(cuts, choices) <= 0).all())
 
         best: SimulatedOrder | None = None
         for is_whole in self._kinds:
@@ -177,7 +177,7 @@ def _named_schedules(evaluator: Evaluator) -> list[Evaluator]:
     able = []
     for schedule in SCHEDULES.values():
         if not schedule.has_closed_form and schedule.placement == evaluator.case.schedule.placement:
-            named = evaluator.under(schedule)
+            named = evaluator.with_schedule(schedule)
             with suppress(UsageError):
                 able += [named] if named.actions else []
     return able

@@ -44,7 +44,7 @@ _HALVINGS = 50
 
 def any_order_us(case: "Case") -> float:
     """Return a lower bound of the step time of all plans of a case, with any action order, in microseconds."""
-    pair_us = case.micro_batches * (case.costs.forward_us + case.least_backward_us) / case.fastest
+    pair_us = case.micro_batches * (case.costs.forward_us + case.least_backward_us) / case.highest_speed
     return max(_whole_layers_us(pair_us, case.num_devices), _least_recomputation_us(case)) * _SAFE
 
 
@@ -80,7 +80,7 @@ def _least_recomputation_us(case: "Case") -> float:
     gradient_us = costs.backward_us
     if case.schedule.splits_backward:
         gradient_us = np.minimum(gradient_us, costs.halves.input_us)
-    stay_us = np.cumsum((costs.forward_us + gradient_us)[::-1])[::-1] / case.fastest
+    stay_us = np.cumsum((costs.forward_us + gradient_us)[::-1])[::-1] / case.highest_speed
     held = num * least_saved_bytes(costs) * stay_us
     if room <= 0 or held.sum() <= work_us * room:
         return work_us

@@ -22,7 +22,7 @@ from planner.solve.space.tables import NO_CHOICE, MemoryTable
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Rules:
+class StageRules:
     """Rules that forbid some stages, from the options `--together` and `--apart` and from fixed cuts."""
 
     together: tuple[tuple[int, ...], ...] = ()
@@ -65,7 +65,7 @@ class Case:
     num_devices: int
     replicas: int
     policy: RecomputePolicy
-    rules: Rules
+    rules: StageRules
     chunks: int = 1
     least_recompute_us: Callable[[int, float, Moments], FloatArray] | None = None
     """Function of a table width, a memory limit in bytes, and the points in the step at which memory may peak. It
@@ -121,14 +121,14 @@ class Case:
         return tuple(limit - self.cluster.reserve_bytes for limit in self.cluster.memory_bytes[: self.num_devices])
 
     @cached_property
-    def fastest(self) -> float:
+    def highest_speed(self) -> float:
         """Highest speed of a device, relative to the profiled device."""
         return max(self.cluster.speed(d) for d in range(self.num_devices))
 
     @property
     def work_us(self) -> float:
         """Forward plus backward time of one micro-batch through all layers on the fastest device."""
-        return float(self.costs_at_size.forward_us.sum() + self.least_backward_us.sum()) / self.fastest
+        return float(self.costs_at_size.forward_us.sum() + self.least_backward_us.sum()) / self.highest_speed
 
     @cached_property
     def least_backward_us(self) -> FloatArray:
@@ -162,13 +162,13 @@ class Case:
 
     def _bottleneck_us(self, times: FloatArray) -> float:
         speeds = sum(self.cluster.speed(d) for d in range(self.num_devices))
-        return max(float(times.max(initial=0.0)) / self.fastest, float(times.sum()) / speeds)
+        return max(float(times.max(initial=0.0)) / self.highest_speed, float(times.sum()) / speeds)
 
     def longest_us(self, upper_us: float) -> float:
         """Return an upper bound of a stage's forward plus backward time, at speed 1, in plans below `upper_us`."""
         if not np.isfinite(upper_us):
             return np.inf
-        return self.schedule.longest_us(upper_us, self.work_us, self.micro_batches) * self.fastest
+        return self.schedule.longest_us(upper_us, self.work_us, self.micro_batches) * self.highest_speed
 
     def least_us(self, num_stages: int) -> float:
         """Return a lower bound of the step time with `num_stages` stages; more stages never give a higher bound."""
@@ -304,7 +304,7 @@ class Case:
         return (nothing, *behind, nothing)
 
 
-def positions(groups: Sequence[Sequence[str]], names: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+def layer_indices(groups: Sequence[Sequence[str]], names: Sequence[str]) -> tuple[tuple[int, ...], ...]:
     """Convert groups of layer names to groups of layer indices; raise `KeyError` for an unknown name."""
     places = {name: n for n, name in enumerate(names)}
     return tuple(tuple(places[name] for name in group) for group in groups)

@@ -28,7 +28,7 @@ from planner.core.values.placement import device_of, stages_on
 from planner.solve.space.arrays import BoolArray, FloatArray, IntArray
 from planner.solve.space.case import Case
 from planner.solve.space.problem import LinkTimes
-from planner.solve.space.tables import allowed_choices, windowed
+from planner.solve.space.tables import allowed_choices, fill_stage_tables
 
 _STEPS = (-4, -2, -1, 1, 2, 4)
 
@@ -89,7 +89,7 @@ class Evaluator:
         case = self.case
         return case.schedule.actions(self.num_devices, case.micro_batches, case.chunks)
 
-    def under(self, schedule: Schedule) -> "Evaluator":
+    def with_schedule(self, schedule: Schedule) -> "Evaluator":
         """Return an evaluator for another schedule with the same placement; it reuses the memory tables."""
         other = copy(self)
         other.case = replace(self.case, schedule=schedule)
@@ -258,7 +258,7 @@ class Evaluator:
                 )
                 return list(totals)
 
-            parts[choice] = np.stack(windowed(num, self.width, count, block), axis=-1)
+            parts[choice] = np.stack(fill_stage_tables(num, self.width, count, block), axis=-1)
         return parts
 
     @cached_property
@@ -273,7 +273,7 @@ class Evaluator:
             )
             return list(totals)
 
-        return np.stack(windowed(case.costs.num_layers, self.width, 1 + len(PARTS), block), axis=-1)
+        return np.stack(fill_stage_tables(case.costs.num_layers, self.width, 1 + len(PARTS), block), axis=-1)
 
     @cached_property
     def _any_by_layers(self) -> ChunkByLayers:

@@ -155,15 +155,15 @@ class ChainProblem:
         return self.tables[0][0].width
 
     @property
-    def fastest(self) -> float:
+    def highest_speed(self) -> float:
         """Highest speed of a device, relative to the profiled device."""
         return max(table.speed for variants in self.tables for table in variants)
 
-    def within(self, most: Bottlenecks) -> "ChainProblem":
+    def without_slower_stages(self, most: Bottlenecks) -> "ChainProblem":
         """Return the problem without stages whose times exceed `most`, with tables as narrow as possible."""
         ends = np.arange(1, self.num_layers + 1)
         # Rounding depends on the order of sums: the tables may be a layer too wide, never too narrow.
-        limits = [limit_us * self.fastest * (1 + 1e-9) for limit_us in most]
+        limits = [limit_us * self.highest_speed * (1 + 1e-9) for limit_us in most]
         firsts = [
             np.searchsorted(sums, sums[1:] - limit)
             for sums, limit in zip((self.sums.forward_us, self.sums.backward_us), limits, strict=True)

@@ -52,7 +52,7 @@ class MemoryTable:
             columns = width if by_length else slice(int(firsts[0]), stop)
             return totals_of(costs, firsts, columns, moments, choices=choices)
 
-        tables = windowed(costs.num_layers, width, len(allowed), block, by_length=by_length)
+        tables = fill_stage_tables(costs.num_layers, width, len(allowed), block, by_length=by_length)
         return cls(totals=dict(zip(allowed, tables, strict=True)))
 
     @property
@@ -93,7 +93,7 @@ def allowed_choices(policy: RecomputePolicy, micro_batches: int) -> list[int]:
     return sorted(set(allowed))
 
 
-def windowed(
+def fill_stage_tables(
     num_layers: int,
     width: int,
     count: int,

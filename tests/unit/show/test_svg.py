@@ -5,7 +5,7 @@ from xml.etree import ElementTree as ET
 
 import pytest
 
-from planner.show.markup import number, safe
+from planner.show.markup import escape_text, number
 from planner.show.svg import legend_kinds, timeline_svg
 from tests.unit.show.samples import interleaved, plan, step_of_sample
 
@@ -77,5 +77,5 @@ def test_it_is_repeatable():
 
 def test_text_is_made_harmless():
     """Markup is escaped, control and direction characters are spelled out."""
-    assert safe('<b a="x">\'&\x1b\u202e\x00') == "&lt;b a=&quot;x&quot;&gt;&#x27;&amp;\\x1b\\u202e\\x00"
+    assert escape_text('<b a="x">\'&\x1b\u202e\x00') == "&lt;b a=&quot;x&quot;&gt;&#x27;&amp;\\x1b\\u202e\\x00"
     assert [number(12.50), number(3.0), number(-0.001), number(100.0, 0)] == ["12.5", "3", "0", "100"]

@@ -62,12 +62,12 @@ def test_boxes_hold_the_fastest_partition(seed: int, policy: RecomputePolicy, mi
     problem = case.problem(4, width=12)
     alone = LabelSearch(problem, GPipeRecurrence(micro_batches)).run(upper_us=np.inf)
     search = BottleneckSearch(problem, micro_batches)
-    best = search.best()
+    best = search.find_best()
     assert (best is None) == (alone is None)
     if best is not None and alone is not None:
         assert best.step_us == pytest.approx(alone.step_us, rel=1e-11)
         assert search.bound_us == best.step_us
-        assert search.best(upper_us=best.step_us) == best
+        assert search.find_best(upper_us=best.step_us) == best
 
 
 @pytest.mark.parametrize("seed", range(0, 8, 2))
@@ -89,7 +89,7 @@ def test_the_bound_is_true_whenever_time_runs_out(seed: int) -> None:
     """It rises while boxes are searched, and never above the best partition."""
     case = case_of(seed)
     problem = case.problem(4, width=12)
-    best = BottleneckSearch(problem, 8).best()
+    best = BottleneckSearch(problem, 8).find_best()
     assert best is not None
     bounds = []
     for looks in range(4, 400, 5):
@@ -99,7 +99,7 @@ def test_the_bound_is_true_whenever_time_runs_out(seed: int) -> None:
         except OutOfTimeError:
             continue
         try:
-            search.best()
+            search.find_best()
         except OutOfTimeError:
             assert search.best_so_far is None or search.best_so_far.step_us >= best.step_us * (1 - 1e-12)
         bounds.append(search.bound_us)
@@ -117,7 +117,7 @@ def test_a_problem_within_bottlenecks_has_the_same_stages_but_longer_ones() -> N
         stages = problem.stages(level, 0, ends)
         fits = np.isfinite(stages.forward)
         most = Bottlenecks(float(np.median(stages.forward[fits])), float(np.median(stages.backward[fits])))
-        within = problem.within(most)
+        within = problem.without_slower_stages(most)
         some = within.stages(level, 0, ends)
         narrow = slice(problem.width - within.width, None)
         link = np.broadcast_to(stages.link, stages.forward.shape)
@@ -140,5 +140,5 @@ def test_the_limit_of_a_first_plan_is_raised_in_small_steps(monkeypatch: pytest.
         return found if upper_us > found.step_us else None
 
     monkeypatch.setattr(LabelSearch, "run", run)
-    assert search.first() == found
+    assert search.find_first() == found
     assert limits_us[-1] <= 1.1 * search.bound_us

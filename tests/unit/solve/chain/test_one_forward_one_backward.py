@@ -47,7 +47,7 @@ def test_the_bound_of_1f1b_is_below_every_plan(seed: int, policy: RecomputePolic
                 if (block.micro_batches, block.num_devices) == (case.micro_batches, count)
             ]
             search = LabelSearch(case.problem(count, width=6, exact=True), recurrence)
-            found = search.best()
+            found = search.find_best()
             assert search.root_bound_us() <= min(times) * (1 + 1e-9)
             assert (found is None) == (min(times) == float("inf"))
             assert found is None or found.step_us <= min(times) * (1 + 1e-9)
