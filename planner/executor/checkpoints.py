@@ -345,9 +345,9 @@ class Checkpoints:
     def _restore_others(self, saved: Mapping[str, Any], path: str) -> None:
         if set(saved) != set(self._others):
             raise UsageError(
-                f"the checkpoint holds the state of {sorted(saved) or 'nothing else'}, "
-                f"the script keeps that of {sorted(self._others) or 'nothing else'}",
-                hint="give `checkpoints` the same objects under the same names",
+                f"the checkpoint has the state of {sorted(saved) or 'no further objects'}, "
+                f"but the script passes {sorted(self._others) or 'no further objects'} to `checkpoints`",
+                hint="pass the same objects under the same names",
             )
         for name, other in self._others.items():
             restore_object(f'"{name}"', other.load_state_dict, saved[name], path)

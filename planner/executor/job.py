@@ -10,9 +10,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-# Imported before `init_process_group`: default arguments of its functions refer to the group of all processes at import
-# time. A later import, which much of torch does, would keep the group forever. Its threads would then outlive the
-# interpreter and occasionally abort the process at its end.
+# This module must be imported before `init_process_group`, because default arguments of its functions refer to the
+# group of all processes at import time. A later import, which much of torch does, would keep the group forever. Threads
+# of the group would then outlive the interpreter, and occasionally abort the process at its end.
 import torch.distributed.nn.functional
 
 from planner.core.errors import UsageError
@@ -142,13 +142,13 @@ def _stage_name(balance: Balance, stage: int) -> str:
 
 
 def _device_of_rank(name: str) -> torch.device:
-    if name not in DEVICE_KINDS:  # such as a device with its number
+    if name not in DEVICE_KINDS:  # a device with an index, such as `cuda:1`
         return torch.device(name)
     kind, local = DEVICE_KINDS[name], int(os.environ.get("LOCAL_RANK", "0"))
     if kind.count() <= local:
         raise UsageError(
-            f"the plan is for {kind.title}, and this machine has {kind.count()} {kind.title} devices for rank {local}",
-            hint="run on the machine it was planned for, or pass `--device cpu` to try it out",
+            f"the plan is for {kind.title}, but this machine has {kind.count()} {kind.title} devices for rank {local}",
+            hint="run on the machine for which the plan was made, or pass `--device cpu` to try the script",
         )
     return kind.of_rank(local)
 

@@ -89,7 +89,7 @@ class MiniBatches:
                     hint="drop the last mini-batch (`drop_last=True`), or choose a batch that fits the data",
                 )
             first, end = size * replica // replicas, size * (replica + 1) // replicas
-            # Copies: views would keep the other replicas' samples in memory.
+            # Copy, because views would keep the other replicas' samples in memory.
             batch = Batch(*tree_map_only(Tensor, lambda t: t[first:end].clone(), tuple(batch)))
         return self._needed(*batch)
 
@@ -105,7 +105,7 @@ class MiniBatches:
         return Batch(inputs, targets if place.is_last else to_device(targets, _META))
 
     def compare(self) -> None:
-        """Compare the first mini-batch over all ranks; every rank must call it before its first step.
+        """Compare the first mini-batch over all ranks; every rank must call this method before its first step.
 
         Raises:
             UsageError: Two ranks have different inputs or targets.
@@ -126,7 +126,7 @@ class MiniBatches:
         size = size_of(batch) or planned
         if planned < size <= balance.batch:
             raise UsageError(
-                f"got a mini-batch of {size} samples for a pipeline that is one of {balance.replicas}",
+                f"got a mini-batch of {size} samples, but each of the {balance.replicas} pipelines gets {planned}",
                 hint="give each pipeline its own part: `inputs, targets = pipeline.own_part(inputs, targets)`",
             )
         if size > planned:

@@ -83,7 +83,7 @@ class Pipeline:
         self._recorder = Recorder(job.device)
         self._is_joined = False
         try:
-            seed_process(seed)  # a model that is made while its file is imported starts from it, too
+            seed_process(seed)  # before the model file is imported, because the import may build the model
             self.model, structure = built or (load_planned(job.balance, _folder_of(balance_path)), None)
             with self._recorder.paused():  # a thread of gloo may be the last to release memory of joining
                 self._is_joined = join(job, timeout_s)
@@ -151,7 +151,7 @@ class Pipeline:
                 other ranks.
         """
         if build is not self.model.build_optimizer and self.balance.num_stages > 1:
-            check_optimizer(build, self._assembly.whole_parameters, self.device)  # it was not profiled
+            check_optimizer(build, self._assembly.whole_parameters, self.device)  # the profile had another optimizer
         optimizer = ModelOptimizer(build, self._assembly.whole_parameters).build_for(self._assembly.own_of_whole())
         self._trainer.record_learning_rates(optimizer)
         return optimizer

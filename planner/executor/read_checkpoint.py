@@ -58,12 +58,12 @@ def read_checkpoint(source: Path, pipeline: Pipeline, optimizer: OptimizerState)
     # Under another plan, state that is equal on all ranks (loader, schedules) is taken from the first.
     own = stored.file(pipeline.rank if is_same_plan else 0)
     if is_same_plan:
-        stored.file(place.rank_of(place.stages[0], replica=0))  # has all tensors of this rank, tied ones too
+        stored.file(place.rank_of(place.stages[0], replica=0))  # has all tensors of this rank, including tied ones
     load_weights(stored, pipeline.named_tensors(), pipeline.first_names)
     optimizer_state = optimizer.read_from(stored)
     state = {part: own.value(part) for part in ("random", "device_random", "pipeline", "others")}
     if state["pipeline"].get("step_index") != index.step:
-        raise FileError("has the state after another number of steps than its index states", path=str(source))
+        raise FileError("has the state of another step than its index", path=str(source))
     return ReadCheckpoint(
         index=index,
         optimizer_state=optimizer_state,
@@ -89,7 +89,7 @@ def restore_object(name: str, restore: Callable[[Any], Any], state: Any, path: s
         restore(state)
     except Exception as error:
         raise FileError(
-            f"the state of {name} in it cannot be restored: {type(error).__name__}: {first_line(error)}",
+            f"the state of {name} cannot be restored: {type(error).__name__}: {first_line(error)}",
             path=path,
             hint="use another checkpoint, or start from its weights only with `--weights`",
         ) from error

@@ -228,7 +228,7 @@ def _kept_outputs(compiled: Sequence[CompiledLayer]) -> list[dict[int, bool]]:
 
 
 def _received(compiled: Sequence[CompiledLayer]) -> list[list[tuple[int, int]]]:
-    """Return two sizes in bytes for each tensor that a layer receives: as sent, and the largest in any later layer."""
+    """Return, for each tensor that a layer receives, its bytes as sent and the most in the layouts of later layers."""
     wanted: list[Sequence[int]] = [compiled[-1].wanted]
     for layer in reversed(compiled[:-1]):
         sizes = list(layer.wanted)

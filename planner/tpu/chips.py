@@ -33,7 +33,7 @@ def chip_devices(name: str, num: int) -> list[jax.Device]:
         UsageError: No known topology of this TPU has `num` devices.
     """
     if not jax._src.xla_bridge._backends:
-        # No TPU is attached, and the search for one takes long.
+        # Prevent JAX from searching for an attached TPU, which takes long.
         jax.config.update("jax_platforms", "cpu")
     shapes, options = TOPOLOGIES[name]
     for shape in shapes:
@@ -60,7 +60,7 @@ def platform_devices(platform: str | None, num: int) -> Sequence[jax.Device]:
         jax.config.update("jax_num_cpu_devices", num)
     devices = jax.devices(platform) if platform else jax.devices()
     if len(devices) < num:
-        raise UsageError(f"the plan has {num} stages, JAX finds {len(devices)} devices ({devices[0].device_kind})")
+        raise UsageError(f"the plan has {num} stages, but JAX finds {len(devices)} devices ({devices[0].device_kind})")
     return list(devices[:num])
 
 

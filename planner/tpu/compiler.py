@@ -165,7 +165,10 @@ class Compiler:
 
 
 def unit_function(unit: Unit, received: UnitInput) -> "LayerFunction":
-    """Return a unit as a function of JAX arrays: inputs, then targets. For the last unit, it returns the loss."""
+    """Return a unit (distinct layer) as a function of JAX arrays: its inputs, then targets.
+
+    The function of the last unit returns the loss.
+    """
     from planner.tpu.halves import layer_function  # noqa: PLC0415 - jax
 
     targets, nest = tree_flatten(received.targets)

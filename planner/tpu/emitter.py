@@ -51,8 +51,8 @@ def emit(
     Raises:
         UsageError: The plan does not cut the profile's chain, the profile names no model to train, or one program for
             all stages cannot run the plan.
-        InfeasibleError: The program needs more memory than the limit, as the compiler reports; if it is not installed,
-            as predicted.
+        InfeasibleError: The program needs more memory than the limit, according to the compiler, or according to the
+            prediction if the compiler is not installed.
     """
     layout = Layout.of(plan, profile)
     _check_program(plan, layout)
@@ -115,7 +115,7 @@ def _check_can_ask(profile: Profile, refused: InfeasibleError) -> None:
 def _check_program(plan: Plan, layout: Layout) -> None:
     if not layout.schedule.is_forwards_first:
         raise UsageError(
-            f"the JAX program runs GPipe's schedule, and the plan is for {plan.schedule}",
+            f"the JAX program runs GPipe's schedule, but the plan is for {plan.schedule}",
             hint="solve with `--schedule gpipe`",
         )
     if plan.replicas > 1:

@@ -187,7 +187,7 @@ _LOOPS: Final = frozenset(("cond", "scan", "while"))
 
 @dataclass(frozen=True, kw_only=True)
 class MatmulOperands:
-    """Flags of a layer's arrays that are only matmul operands, which the compiler stores in 16 instead of 32 bits."""
+    """Flags for a layer's arrays: True if an array is only a matmul operand, which the compiler stores in 16 bits."""
 
     received: tuple[bool, ...]
     """True for inputs that forward and backward read only as matmul operands."""

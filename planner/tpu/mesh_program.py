@@ -158,7 +158,7 @@ class MeshProgram:
         self.trained = Packing([list(stage.trained.values()) for stage in stages])
         self.fixed = Packing([list(stage.fixed.values()) for stage in stages])
         self.kept = Packing([stage.kept for stage in stages], in_loops=True)
-        # The first stage reads the mini-batch, and the last stage returns the loss.
+        # Only tensors between stages: the first stage reads the mini-batch, and the last stage returns the loss.
         self.edges = Packing([[], *(stage.inputs for stage in stages[1:])], in_loops=True)
         self.gradient_edges = Packing([[], *(_floating(stage.inputs) for stage in stages[1:])], in_loops=True)
 

@@ -77,8 +77,9 @@ class CompiledLayer:
         """Return the layer's memory within an executable that contains all layers.
 
         Args:
-            kept_outputs: Index of each output kept for some backward; True if it is only a matmul operand there.
-            received: Two sizes in bytes of each received tensor: as sent, and the largest in any later layer.
+            kept_outputs: For the index of each output kept for some backward, True if backwards read the output only
+                as a matmul operand.
+            received: Two sizes in bytes of each received tensor: as sent, and the largest in the layouts of layers.
 
         Returns:
             The memory record.

@@ -98,7 +98,7 @@ def _check(loaded: LoadedModel, balance: Balance) -> None:
         )
     if schedule_of(balance.schedule) is not GPIPE:
         raise UsageError(
-            f"the JAX program runs GPipe's schedule, the plan is for {balance.schedule}",
+            f"the JAX program runs GPipe's schedule, but the plan is for {balance.schedule}",
             hint="solve with `--schedule gpipe`",
         )
 

@@ -111,7 +111,7 @@ class JaxTraining:
         if how.save:
             check_writable(how.save)
         self._seed, self._chip = how.seed, how.compile
-        torch.manual_seed(how.seed)  # a model that is made while its file is imported starts from it, too
+        torch.manual_seed(how.seed)  # before the model file is imported, because the import may build the model
         self.model = load_planned(self.balance, Path(balance_path).parent)
         torch.manual_seed(how.seed)
         self._built = built = converted(self.model.build(), self.model.precision)
@@ -154,7 +154,9 @@ class JaxTraining:
         return self._step.run(state, *self.pipeline.batch(inputs, targets), number)
 
     def save(self, state: TrainingState, path: str) -> None:
-        """Write trained parameters and buffers as one state dict, as `.safetensors` or else with `torch.save`.
+        """Write trained parameters and buffers as one state dict, in safetensors format or with `torch.save`.
+
+        The path's suffix selects the format.
 
         Raises:
             FileError: The file cannot be written.

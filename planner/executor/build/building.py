@@ -33,7 +33,7 @@ class StageRange(NamedTuple):
     """True if each layer must be a separate module; otherwise a model with an outline has one module for all."""
 
     def layers_of(self, chain: Chain) -> tuple[Layer, ...]:
-        """Return the layers of this stage; a model with an outline has one module for all of them, unless `apart`."""
+        """Return the layers of this stage; they are one module if the model has a recorded forward (outline)."""
         if chain.outline is None or self.apart:
             return chain.layers[self.first : self.end]
         return (Layer(chain.names[self.first], chain.stage(self.first, self.end)),)

@@ -176,7 +176,7 @@ def _refuse_parameters_in_loss(loaded: LoadedModel, model: nn.Module, output: An
             "parameters of other stages, so this part of their gradients would be lost",
             hint="for a penalty on weights give the optimizer a `weight_decay` (k * sum(p ** 2) is a weight decay of "
             "2 * k with SGD), or compute it in the `forward` of the module that has the parameters and return it; let "
-            "`forward` return what the loss learns (weights of tasks, say)",
+            "`forward` return parameters that the loss trains (for example weights of tasks)",
         )
 
 

@@ -1,13 +1,13 @@
-"""Build a model of which only some tensors exist, with exactly the values they have when the whole model is built.
+"""Build a model in which only some tensors take memory; their values are the same as in the whole model.
 
 Initial values come from a random generator that every layer advances in turn, so a rank cannot build its own layers
 alone. The model is built twice with fake tensors, which have a shape and no memory. The first time, the storages that
 every operator reads and writes are recorded. This gives the operators that the wanted tensors depend on (backward
-slice). The second time, those operators run for real; the others stay fake. A fake operator that draws random numbers
-draws them into a scratch tensor, which is dropped at once. Peak memory: the wanted tensors, their operands, and the
-largest single tensor.
+slice). The second time, these operators run on real tensors, and all others on fake ones. A fake operator that draws
+random numbers draws them into a scratch tensor, which is dropped at once. Peak memory: the wanted tensors, their
+operands, and the largest single tensor.
 
-The meta device would not do: `nn.init` skips meta tensors, including their random draws.
+The meta device cannot be used instead, because `nn.init` draws no random numbers for meta tensors.
 """
 
 from collections.abc import Callable, Iterable
@@ -190,5 +190,5 @@ def _writes(func: Any) -> bool:
 def _scratch(tensor: Tensor) -> Tensor:
     if not _is_empty(tensor):
         return tensor.clone()
-    # Zeros: uninitialized values might be invalid arguments, such as a probability.
+    # Fill with zeros, because uninitialized values might be invalid arguments, such as a probability.
     return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device="cpu").zero_()

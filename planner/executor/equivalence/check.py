@@ -110,7 +110,8 @@ def check_equivalence(
             raise ModelError(
                 f"the model trains differently every time, also in a plain loop ({found.random}): stages cannot be "
                 "compared with it",
-                hint="let it draw from the generators of torch, NumPy or Python that a seed reaches, and read no clock",
+                hint="let the model draw only from generators of torch, NumPy or Python that a seed sets, and not read "
+                "the clock",
             )
         if len(found.wrong) == found.num_cuts:
             why = next(iter(found.wrong.values()))

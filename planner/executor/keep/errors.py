@@ -57,5 +57,5 @@ def check_file(path: Path, *, most_bytes: int) -> int:
         raise ValueError("it is not a regular file")
     size = path.stat().st_size
     if size > most_bytes:
-        raise ValueError(f"it has {size} bytes, more than the {most_bytes} that it may have")
+        raise ValueError(f"it has {size} bytes, more than the allowed {most_bytes}")
     return size

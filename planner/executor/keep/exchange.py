@@ -65,7 +65,7 @@ class Exchange:
         return self.decide(value, lambda values: values[0])
 
     def close(self) -> None:
-        """On the first rank, wait until all ranks have read the last result, because its process may hold the store."""
+        """Wait, on the first rank, until all ranks have read the last result: this process may hold the store."""
         if self._store is not None and self._rank == 0 and self._round:
             try:
                 self._store.wait([f"exchange/{self._round}/done"], _JOINING)

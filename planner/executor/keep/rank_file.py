@@ -141,4 +141,4 @@ def check_size(path: Path, entry: FileEntry) -> None:
     """
     size = check_file(path, most_bytes=entry.size_bytes)
     if size < entry.size_bytes:
-        raise ValueError(f"it has {size} bytes of {entry.size_bytes}")
+        raise ValueError(f"it has {size} bytes instead of {entry.size_bytes}")

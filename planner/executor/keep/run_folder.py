@@ -55,7 +55,7 @@ class RunFolder:
             FileError: There is no checkpoint to resume.
         """
         if resume == "auto" and self.path is None:
-            raise UsageError("`--resume auto` needs the folder to look in", hint="add `--checkpoint DIR`")
+            raise UsageError("`--resume auto` needs a checkpoint folder", hint="add `--checkpoint DIR`")
         if resume is None:
             self._check_empty()
             return []
@@ -138,7 +138,7 @@ class RunFolder:
         )
         if names:
             raise UsageError(
-                f"{self.path} holds checkpoints of another run ({names}), and this is a new run",
+                f"{self.path} holds checkpoints of another run ({names}), but this is a new run",
                 hint="continue that run (`--resume auto`), or pass another folder to `--checkpoint`",
             )
 

@@ -54,7 +54,7 @@ class Lineage:
 
 
 def latest_checkpoint(folder: str) -> Path | None:
-    """Return the latest checkpoint in a folder, or the folder if it is a checkpoint itself; None without any."""
+    """Return the latest checkpoint in a folder, or the folder if it is itself a checkpoint; else None."""
     path = Path(folder)
     if is_checkpoint(path):
         return path

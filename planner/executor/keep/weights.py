@@ -140,7 +140,7 @@ def whole_state(model: nn.Module) -> dict[str, Tensor]:
 
 
 def write_weights(state: dict[str, Tensor], path: str) -> None:
-    """Write a state dict to a file atomically: as `.safetensors` if the path ends so, else with `torch.save`.
+    """Write a state dict to a file atomically: in safetensors format for `.safetensors`, else with `torch.save`.
 
     Raises:
         FileError: The file cannot be written.

@@ -71,7 +71,10 @@ class OutputObserver:
         self.samples += size
 
     def outputs(self) -> Any:
-        """Return all kept outputs, concatenated along their first dimension (scalars are stacked); None without any."""
+        """Return all kept outputs, concatenated along their first dimension; None if no outputs were kept.
+
+        Scalars are stacked.
+        """
         if not self._outputs:
             return None
         return tree_map(_together, *self._outputs)
@@ -144,7 +147,7 @@ def _numbers(values: Any) -> dict[str, float]:
     except (AttributeError, TypeError, ValueError, RuntimeError) as error:
         raise UsageError(
             f"`metrics(output, target)` gave {str(values)[:80]}, expected a dict of numbers ({error})",
-            hint='such as `{"accuracy": (output.argmax(-1) == target).float().mean()}`',
+            hint='return, for example, `{"accuracy": (output.argmax(-1) == target).float().mean()}`',
         ) from error
 
 

@@ -24,7 +24,7 @@ def expect_values(parameters: Mapping[str, Tensor]) -> None:
         if isinstance(gradient, Ghost | FakeTensor) or (gradient is not None and gradient.is_meta):
             raise ModelError(
                 f'a hook on "{name}" reads a tensor that this stage does not have, such as another stage\'s parameter',
-                hint="let hooks read the gradient, tensors of the same module, and nothing else",
+                hint="let hooks read only the gradient and tensors of the same module",
             )
 
 
@@ -47,7 +47,7 @@ def check_losses(losses: Sequence[Tensor], mean: float, position: Position) -> N
     raise TrainingError(
         f"the loss of micro-batch {micro_batch} of step {position.step} is {float(losses[micro_batch])}, "
         f"computed on {position.name}",
-        hint="run again with `--check-nan` to see in which stage it begins; a lower learning rate or clipped "
+        hint="run again with `--check-nan` to find the stage that causes it; a lower learning rate or clipped "
         "gradients may help",
     )
 

@@ -25,7 +25,7 @@ _SAMPLERS = ("", "sampler", "batch_sampler", "batch_sampler.sampler")
 
 
 def seeded_batches(batches: Iterable[Any], seed: int) -> Iterator[Any]:
-    """Yield `batches`, drawn with separate random states that start at `seed`; drawing must not have begun before."""
+    """Yield `batches`, drawn with separate random states that start at `seed`; they must not be iterated before."""
     states = SeparateStates(HostStates.seeded(seed))
     source = chain.from_iterable([batches])  # lazily, since `iter` of a loader draws, too
 

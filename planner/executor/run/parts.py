@@ -84,7 +84,7 @@ def parts_of(batch: Batch, size: int, micro_batch_size: int, *, rounds_of: int =
 
 
 def micro_batches_of(value: Any, count: int) -> list[Any]:
-    """Cut a nested value into `count` micro-batches: views along the first dimension of its tensors."""
+    """Cut a nested value into `count` equal micro-batches, which are views along the first dimension of its tensors."""
     tensors, rebuild = split_tensors(value)
     size = tensors[0].shape[0] // count if tensors else 0
     return [rebuild([tensor.narrow(0, number * size, size) for tensor in tensors]) for number in range(count)]

@@ -27,14 +27,14 @@ class ProcessPlace:
     num_replicas: int
     """Number of replicas (R)."""
     position: int
-    """Position in the pipeline: the index of the first stage that it runs."""
+    """Position in the pipeline: the index of the first stage that the process runs."""
     num_devices: int
-    """Devices of a pipeline (K)."""
+    """Number of devices of a pipeline (K)."""
     stages: tuple[int, ...]
-    """Stages that it runs, first to last."""
+    """Stages that the process runs, first to last."""
     placement: Placement = "loop"
     num_stages: int
-    """Stages of the whole pipeline (K V)."""
+    """Number of stages of the whole pipeline: K times the number of stages per device."""
 
     @property
     def is_first(self) -> bool:

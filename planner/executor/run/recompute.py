@@ -8,7 +8,7 @@ layer needs no more memory than a layer that keeps its activations:
   end of the backward.
 - The state of the random generators, 5 kB, is not stored: every run of the layer seeds them first (see
   `random_state`).
-- Outputs of the layer without a gradient do not get one.
+- Outputs that carry no gradient do not get a gradient of zeros.
 """
 
 from collections.abc import Callable, Sequence

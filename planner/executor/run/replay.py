@@ -306,7 +306,7 @@ class _Clones:
         self._moved: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}
 
     def of(self, entry: _Entry, tensor: Tensor) -> Tensor:
-        """Return a clone of a tensor, which is the value of an entry or its clone.
+        """Return a lazy clone of a tensor that belongs to an entry.
 
         Raises:
             ModelError: The tensor cannot be cloned.
@@ -331,7 +331,7 @@ class _Clones:
         return _laid_out(tensor, base.untyped_storage())
 
     def _move(self, tensor: Tensor) -> None:
-        """Move a tensor from memory that torch has not allocated (shared, mapped, NumPy's) to memory that it has."""
+        """Move a tensor from memory that torch has not allocated (shared, mapped, NumPy's) to memory of torch."""
         storage = tensor.untyped_storage()
         # Keep the old storage, so that its address is not reused for another storage.
         _, moved = self._moved.setdefault(storage._cdata, (storage, storage.clone()))

@@ -20,7 +20,7 @@ class BatchDigest(NamedTuple):
     """Digests of a mini-batch on one rank; None for values that the rank does not have."""
 
     replica: int | None
-    """Replica whose part of a mini-batch it is; None for a whole mini-batch."""
+    """Replica whose part of a mini-batch was digested; None for a whole mini-batch."""
     inputs: str | None
     targets: str | None
 

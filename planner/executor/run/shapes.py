@@ -119,13 +119,13 @@ class Shapes:
         """Return the properties that are needed to recompute `layer` in a stage whose last layer is `end - 1`."""
         carries = tuple(tensor.requires_grad for tensor in self.boundaries[layer + 1].tensors)
         if layer == len(self.writes) - 1:
-            carries = (any(carries),)  # of the loss, which belongs to the last layer
+            carries = (any(carries),)  # the output of the last layer is the loss
         # The recomputation begins with this layer and reads the kept input a second time, as a stage would.
         return RecomputedLayer(self.stage_writes_input(layer, end), carries)
 
 
 def shapes_of(chain: Chain, inputs: Any, *, precision: Precision = "", device: torch.device | None = None) -> Shapes:
-    """Find the boundary tensors of a chain: from the model's outline, or by running the layers without values.
+    """Find the boundary tensors of a chain: in the recorded forward (outline), or by running layers without values.
 
     Args:
         chain: The chain, on the meta device.
@@ -233,9 +233,9 @@ def _not_run(layer: Layer, received: Boundary, error: BaseException, with_values
     if type(error) is type(with_values):  # an error in the user's code: the layer's input does not fit
         return explain_error(where, with_values, _described(received.leaves))
     return ModelError(
-        f"{where} does not run on random values, on which every rank finds the shapes that it sends: "
+        f"{where} does not run on random values, with which every rank finds the shapes at the boundaries: "
         f"{type(with_values).__name__}: {with_values}",
-        hint="its output shapes must follow from its input shapes alone: move checks of values into the data loader",
+        hint="output shapes must depend only on input shapes: move checks of values into the data loader",
     )
 
 

@@ -1,16 +1,16 @@
 """Run one stage as a module: its layers under their original names, recomputed as the plan says.
 
-Only plain contiguous tensors cross a boundary; tuples and other nests are flattened before it and rebuilt after it. The
-last stage runs the loss inside its forward. If the stage recomputes, the logits are then not kept in flight. And the
-engine holds the scalar loss of every micro-batch instead of the logits.
+Only plain tensors without gaps in memory cross a boundary; tuples and other nested values are flattened before the
+boundary and rebuilt after it. The last stage computes the loss in its forward. So the engine keeps only the scalar loss
+of each micro-batch, and a stage that is recomputed keeps no logits.
 
-If the plan recomputes single layers, each of them is a separate checkpoint: its input is kept, and its other saved
-tensors are computed again just before its backward. The last layer of the last stage forms one checkpoint with the
-loss.
+If the plan recomputes single layers, each of them is recomputed separately: the layer's input is kept, and its other
+saved tensors are computed again just before its backward. The last layer of the last stage is recomputed together with
+the loss.
 
-Before each layer the random generators are seeded for it (`random_state`), so that it draws the same when it runs
-again. Running statistics of batch normalization are not changed until the end of the mini-batch (`batch_norm`). Other
-buffers that a layer writes have their first values when it runs again (`replay`).
+The random generators are seeded before each layer (`random_state`), so that a recomputation draws the same numbers.
+Running statistics of batch normalization are not changed until the end of the mini-batch (`batch_norm`). Other buffers
+that a layer writes are set to their previous values for a recomputation (`replay`).
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -61,8 +61,8 @@ class StageModule(nn.Module):
     Args:
         layers: The layers.
         received: Boundary before the first layer.
-        sent: Boundary after the last layer, with the layout of its tensors. If None, tensors are sent contiguously.
-            None on the last stage.
+        sent: Boundary after the last layer, with the layout of its tensors. None on the last stage, or to send
+            contiguous tensors.
         recompute: Micro-batches for which the whole stage is recomputed; `layers` if only layers in `recomputed` are.
         micro_batches: Number of micro-batches (M).
         loss_fn: Loss function on the last stage; None on other stages.

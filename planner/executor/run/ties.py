@@ -58,24 +58,24 @@ class TiedGradients:
                 if place.rank != min(place.rank_of(stage) for stage in stages):
                     self.counted_elsewhere.append(parameters[name])
         for among, held in by_ranks.items():
-            # Every rank must take part in making every group, its own or not.
+            # torch requires every rank to create every group, even one that does not contain the rank.
             group = dist.new_group(list(among))
             if held:
                 self._groups.append((held, group))
 
     def begin(self) -> None:
-        """Drop the gradients of all copies but one before backward: existing gradients are the same on all ranks."""
+        """Drop existing gradients of all copies except one before backward: equal gradients must count only once."""
         self._summed.clear()
         for parameter in self._kept_elsewhere:
             parameter.grad = None
 
     @property
     def parameters(self) -> Iterator[nn.Parameter]:
-        """Parameters of this rank that ranks of other stages hold as well."""
+        """Parameters of this rank of which ranks of other stages have copies."""
         return (parameter for parameters, _ in self._groups for parameter in parameters)
 
     def sum(self) -> None:
-        """Sum the gradients of all copies after backward; if no rank has a gradient, there is none afterwards."""
+        """Sum the gradients of all copies after backward; a parameter without any gradient gets no gradient."""
         for parameters, group in self._groups:
             present = torch.tensor([p.grad is not None for p in parameters], dtype=torch.int32)
             present = present.to(parameters[0].device)

@@ -1,6 +1,6 @@
 """Send and receive tensors over stage boundaries, and release them as early as possible.
 
-    receive   A buffer lives from the begin of its receive to the end of the forward or backward that takes it.
+    receive   A buffer lives from the start of the receive to the end of the forward or backward that takes the tensor.
     output    A sent activation lives until the backward of its micro-batch, long after it was delivered.
     gradient  A sent gradient lives until the send of the next gradient has begun and its own send has ended. This wait
               blocks no rank (see `planner.core.schedule.instruction_lists`), and delays no step if the number of
@@ -23,7 +23,7 @@ from planner.model.layout import in_memory_order, match_layout
 
 
 class Message(NamedTuple):
-    """Key of a message: kind, stage and micro-batch of the action that needs it as input."""
+    """Key of a message: kind, stage and micro-batch of the action that needs the message as input."""
 
     kind: Letter
     stage: int
@@ -38,14 +38,14 @@ class _Coming(NamedTuple):
 
 
 class _Sent(NamedTuple):
-    """Message that is being sent; its tensors must live until then."""
+    """Message that is being sent; its tensors must live until the send has ended."""
 
     tensors: tuple[Tensor, ...]
     works: tuple[dist.Work, ...]
 
 
 class Transfers:
-    """Messages between this process and other processes of `group`; if `group` is None, of all processes."""
+    """Sender and receiver of messages between this process and other processes of `group` (None: all processes)."""
 
     def __init__(self, device: torch.device, group: ProcessGroup | None) -> None:
         self._device, self._group = device, group

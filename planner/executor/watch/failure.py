@@ -117,9 +117,9 @@ class Watch:
     def stops_after(self, steps: int, *, steps_ahead: int = 1) -> int:
         """Return the signal that ends the run after `steps` steps; 0 if the run continues.
 
-        Every rank must call this method after every step. The first rank announces the stop `steps_ahead` steps before
-        it. No rank can finish a step that the first rank has not begun, so all ranks read the announcement in time and
-        stop after the same step.
+        Every rank must call this method after every step. The first rank announces the stop `steps_ahead` steps in
+        advance. No rank can finish a step that the first rank has not begun, so all ranks read the announcement in time
+        and stop after the same step.
 
         Args:
             steps: Number of steps done.
@@ -227,7 +227,7 @@ class Watch:
         name = self.position.names.get(ANY if waits_for is None else waits_for, "another stage")
         return TrainingError(
             f"{self.position.name} lost contact with {name} {self.position.where}",
-            hint="all processes still run, so look at the network between them",
+            hint="all processes are still running, so check the network between them",
         )
 
     def _gone(self, silent: Sequence[int], liveness: Liveness) -> PlannerError:

@@ -77,8 +77,8 @@ class Liveness:
     def silent(self) -> list[int]:
         """Return the silent ranks that did not call `leave`; on ranks other than the reader, always an empty list.
 
-        Must be called about once per beat. A rank is silent if it has no beat for `silent_s` seconds during which this
-        rank called the method.
+        Must be called about once per beat. A rank is silent if calls of this method have seen no new beat of it for
+        `silent_s` seconds.
         """
         is_reader = self._is_reader()
         others = [rank for rank in range(self._world) if rank != self._rank] if is_reader else [self._reader]

@@ -108,7 +108,7 @@ def _answer_all(store: Store, start: str, world: int, timeout: timedelta) -> Non
             raise _missing(missing, timeout)
         if now - reported > _REPORTED_EVERY_S:
             reported = now
-            print(f"waiting for {_names(missing)} to join since {now - begin:.0f} s", file=sys.stderr, flush=True)
+            print(f"waiting for {_names(missing)} to join for {now - begin:.0f} s", file=sys.stderr, flush=True)
         time.sleep(_ASKED_EVERY_S)
 
 

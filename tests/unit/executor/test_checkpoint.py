@@ -169,12 +169,12 @@ def test_files_are_written_while_training_goes_on(tmp_path: Path) -> None:
 def test_what_cannot_be_resumed_is_refused(tmp_path: Path) -> None:
     """No folder, an empty one, other things to restore, another model."""
     path, folder = balance_of(tmp_path, MODEL + GROUPS), str(tmp_path / "saved")
-    with pytest.raises(UsageError, match="`--resume auto` needs the folder"):
+    with pytest.raises(UsageError, match="`--resume auto` needs a checkpoint folder"):
         train(path, 2, resume="auto")
     with pytest.raises(FileError, match="the folder has no checkpoint"):
         train(path, 2, resume=str(tmp_path))
     train(path, 2, folder=folder)
-    with pytest.raises(UsageError, match=r"the checkpoint holds the state of \['schedule'\], the script keeps"):
+    with pytest.raises(UsageError, match=r"the checkpoint has the state of \['schedule'\], but the script"):
         train(path, 3, schedule=None, resume=folder)
     (tmp_path / "saved/step-00000002/checkpoint.json").write_text("{")
     with pytest.raises(FileError, match=r"checkpoint\.json cannot be read"):

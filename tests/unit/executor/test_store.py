@@ -58,4 +58,4 @@ def test_ranks_that_are_awaited_are_named_meanwhile(
         store_module._agree(server, 0, 6, timedelta(seconds=1.0))
     lines = capsys.readouterr().err.splitlines()
     assert 1 < len(lines) < 5
-    assert all(line.startswith("waiting for rank 1, rank 2, rank 3, 2 others to join since ") for line in lines)
+    assert all(line.startswith("waiting for rank 1, rank 2, rank 3, 2 others to join for ") for line in lines)
