@@ -46,7 +46,7 @@ class PeakWatch(Protocol):
         """Stop watching.
 
         Returns:
-            Peak memory since `begin`, or since the creation, if `end` was not called; None if it was, or on a GPU.
+            Peak memory since `begin`, or else since the creation; None after a call of `end`, and for GPUs.
         """
         ...
 

@@ -93,7 +93,7 @@ def stage_lines(path: str) -> tuple[int, ...]:
 
 
 def is_replayable(path: str) -> bool:
-    """Return True if a path names a regular file, which can be read twice; False for a pipe or standard input."""
+    """Return True if a file can be read twice: a regular (or missing) file, not standard input or another pipe."""
     try:
         return path != "-" and (Path(path).is_file() or not Path(path).exists())
     except OSError:  # an invalid path is reported when the file is opened
