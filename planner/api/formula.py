@@ -164,7 +164,7 @@ def _configured(configuration: Configuration, options: ProfileOptions) -> Transf
         )
     sequence = options.sequence or configuration.usual_sequence
     if options.sequence is None:
-        options.note(f"samples have {sequence} tokens; change with `--sequence`")
+        options.note(f"samples have {sequence} tokens; change this with `--sequence`")
     if configuration.content.get("num_nextn_predict_layers") and not options.mtp_layers:
         options.note("multi-token prediction is left out, as transformers does; `--mtp-layers 1` includes it")
     return shape_of(configuration.content, sequence, source=configuration.name, note=options.note)
@@ -330,7 +330,7 @@ def chosen_precision(options: ProfileOptions, *, default: Precision = "") -> Pre
     if options.device.startswith(_ESTIMATE):
         default = usual_precision(accelerator(options.device.removeprefix(_ESTIMATE)).name)
     if default:
-        options.note(f"numbers are {default}, as in most training; change with `--dtype`")
+        options.note(f"precision {default}, as in most training; change this with `--dtype`")
     return default
 
 
@@ -351,7 +351,7 @@ def _pace(options: ProfileOptions, *, half: bool, experts: bool) -> tuple[Pace, 
         rate = sustained.flops_per_s
         options.note(
             f"times assume {rate / 1e12:g} TFLOP/s, which published runs on {sustained.chip} sustained; "
-            "change with `--rate`"
+            "change this with `--rate`"
         )
     if rate is None:
         rate = rates.half_flops_per_s if half else rates.float32_flops_per_s

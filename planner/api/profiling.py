@@ -131,7 +131,7 @@ def _with_settings(configuration: Configuration, options: ProfileOptions) -> Pro
     """Return the options; sequence and task of a configuration are settings of the model that transformers builds."""
     note_part(configuration, options)
     if options.sequence is None:
-        options.note(f"samples have {configuration.usual_sequence} tokens; change with `--sequence`")
+        options.note(f"samples have {configuration.usual_sequence} tokens; change this with `--sequence`")
     own = {"sequence": options.sequence or configuration.usual_sequence, "task": options.task}
     settings = {name: str(value) for name, value in own.items() if value is not None}
     return replace(

@@ -160,7 +160,7 @@ def _solved(source: ReadProfile, options: SolveOptions, output: str | None) -> P
     if share and options.headroom in (AUTO, None):
         otherwise = "" if options.headroom else "; `--headroom 0%` uses all memory"
         kept = f"headroom {100 * share:.4g}% of every memory limit"
-        options.note(f"{kept}, the error range of such predictions{otherwise}")
+        options.note(f"{kept}, as much as earlier predictions of this kind were too low{otherwise}")
     if CostTable(read).halves_assumed and all(each.splits_backward for each in request.schedules):
         options.note(
             "the profile has no split backward times: each pass is assumed to take half of the backward, and saved "
@@ -175,7 +175,7 @@ def _solved(source: ReadProfile, options: SolveOptions, output: str | None) -> P
     if read.proof is not None and read.proof.uncovered and len(plan.stages) > 1:
         options.note(
             f"{pluralize(read.proof.uncovered, 'cut')} of {len(read.layers) - 1} were not compared with "
-            "the unpartitioned model; `gpipe-plan verify` compares those of this plan"
+            "the unpartitioned model; `gpipe-plan verify` compares the cuts of this plan"
         )
     if plan.solver.status == "feasible" and lacks_bound(request.schedules):
         options.note(

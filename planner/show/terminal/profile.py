@@ -163,7 +163,7 @@ def _notes(profile: Profile, style: Style) -> list[Text]:
     spreads = [(spread, x.name, n) for x in profile.layers for n, spread in enumerate(x.spread)]
     if spreads and max(spreads)[0] > 0:
         spread, name, n = max(spreads)
-        at = f"{printable_text(name, style)} at {profile.micro_batch_sizes[n]}"
+        at = f"{printable_text(name, style)} at micro-batch size {profile.micro_batch_sizes[n]}"
         notes.append(Text(f"least certain time: {at}, {style.glyphs.plus_minus}{percent(spread)}", style="dim"))
     return notes
 

@@ -75,7 +75,7 @@ def test_precision_and_rate_of_a_device(device: str, options: dict[str, str], dt
     assert profile.environment.dtype == dtype
     assert profile.model.settings["rate"] == rate
     assert any(rate in note for note in notes)
-    assert any("change with `--dtype`" in note for note in notes) == dtype.endswith("-mixed")
+    assert any("change this with `--dtype`" in note for note in notes) == dtype.endswith("-mixed")
 
 
 @pytest.mark.parametrize(

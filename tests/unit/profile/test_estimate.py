@@ -281,7 +281,7 @@ def test_a_gpu_that_is_estimated_computes_in_mixed_precision(tmp_path: Path) -> 
     options: dict[str, Any] = {"device": "estimate:h100", "batch_sizes": [1], "proof_budget": "0s"}
     path = tmp_path / "model.py"
     assert api.profile(path, **options, note=notes.append).environment.dtype == "bf16-mixed"
-    assert any("numbers are bf16-mixed" in note for note in notes)
+    assert any("precision bf16-mixed" in note for note in notes)
     assert api.profile(path, **options, dtype="fp32").environment.dtype == "fp32"
 
 

@@ -76,7 +76,7 @@ def test_tied_layers_and_noise_are_told():
     layers = (layer("wte"), layer("head", tied=("wte.weight",)))
     text = profile_text(replace(profile(), layers=layers), WIDE)
     assert "head shares wte.weight" in text
-    assert "±2.0 %" in text
+    assert "at micro-batch size 2, ±2.0 %" in text
 
 
 def test_layers_that_all_share_are_told_once():
