@@ -36,7 +36,7 @@ import torch.distributed as dist
 
 from planner.device.machine import cpu_name
 from planner.executor.watch import failure
-from planner.executor.watch.failure import Stopped, Watch
+from planner.executor.watch.failure import StoppedBySignal, Watch
 from planner.executor.watch.position import ANY
 
 STEP_S = 1.0
@@ -151,7 +151,7 @@ class Simulation:
             code = 1
             try:
                 code = self._be(rank)
-            except Stopped as stopped:
+            except StoppedBySignal as stopped:
                 code = int(str(stopped.code))
             finally:
                 sys.stderr.flush()
@@ -186,7 +186,7 @@ class Simulation:
                 watch.position.set_activity("forward of micro-batch 0", waits_for=ANY)
             signalled = watch.stops_after(step)
             if signalled:
-                raise Stopped(128 + signalled)
+                raise StoppedBySignal(128 + signalled)
 
 
 def main() -> None:

@@ -45,7 +45,7 @@ from planner.executor.keep.writing import CheckpointWriter, RankState, WrittenFi
 from planner.executor.pipeline import Pipeline
 from planner.executor.read_checkpoint import ReadCheckpoint, read_checkpoint, restore_object
 from planner.executor.run.random_state import HostStates
-from planner.executor.watch.failure import Stopped
+from planner.executor.watch.failure import StoppedBySignal
 from planner.executor.watch.position import STORE
 
 _NO_ROOM = "free space, then use `--resume auto`"
@@ -146,7 +146,7 @@ class Checkpoints:
         if signalled:
             name = signal.Signals(signalled).name
             self._tell(f"stopped by {name} after {step} steps; continue with `--resume auto`")
-            raise Stopped(128 + signalled)
+            raise StoppedBySignal(128 + signalled)
 
     def close(self) -> None:
         """Save the state at the end of the loop, which may end before `steps` steps, for example by early stopping.

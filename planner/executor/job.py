@@ -101,7 +101,7 @@ def load_planned(balance: Balance, folder: Path) -> LoadedModel:
     return reload_model(source, balance.model, balance.dtype, optimizer=balance.optimizer)
 
 
-def join(job: RankJob, timeout_s: float) -> bool:
+def join_process_group(job: RankJob, timeout_s: float) -> bool:
     """Wait for the other processes, and initialize the default process group unless it exists.
 
     Returns:

@@ -20,7 +20,7 @@ from planner.executor.run.loader import (
     seeded_batches,
 )
 from planner.executor.run.losses import UNCOUNTED, loss_counts
-from planner.executor.run.parts import MiniBatchPart, micro_batches_of, parts_of, size_of, tensors_of
+from planner.executor.run.parts import MiniBatchPart, count_samples, micro_batches_of, parts_of, tensors_of
 from planner.executor.run.same_batch import BatchDigest, check_same_batch, digest_of_batch
 from planner.model.label_counts import label_count
 from planner.model.load import Batch, LoadedModel, to_device
@@ -81,7 +81,7 @@ class MiniBatches:
         place = self._job.place
         batch = Batch(inputs, targets)
         self._note(batch, is_whole=True)
-        size, replica, replicas = size_of(batch), place.replica, place.num_replicas
+        size, replica, replicas = count_samples(batch), place.replica, place.num_replicas
         if replicas > 1 and size is not None:
             if size < replicas:
                 raise UsageError(
@@ -123,7 +123,7 @@ class MiniBatches:
         balance = self._job.balance
         self._note(batch, is_whole=False)
         planned = balance.replica_batch
-        size = size_of(batch) or planned
+        size = count_samples(batch) or planned
         if planned < size <= balance.batch:
             raise UsageError(
                 f"got a mini-batch of {size} samples, but each of the {balance.replicas} pipelines gets {planned}",
@@ -139,7 +139,9 @@ class MiniBatches:
 
     def parts_of_any_size(self, batch: Batch) -> list[MiniBatchPart]:
         """Return the parts of a batch to evaluate, which may be larger than planned."""
-        return list(parts_of(batch, size_of(batch) or self._job.balance.replica_batch, self._job.micro_batch_size))
+        return list(
+            parts_of(batch, count_samples(batch) or self._job.balance.replica_batch, self._job.micro_batch_size)
+        )
 
     def counts(self, parts: Sequence[MiniBatchPart]) -> list[float]:
         """Return the number of items that each micro-batch's loss averages over; empty without the last stage.

@@ -16,13 +16,13 @@ from planner.core.values.run_report import RunReport
 from planner.device.kinds import kind_of
 from planner.device.machine import keep_freed_memory
 from planner.executor.build.assembly import Assembly
-from planner.executor.job import job_of, join, load_planned
+from planner.executor.job import job_of, join_process_group, load_planned
 from planner.executor.measure.recorder import Recorder
 from planner.executor.measure.reporting import run_report
 from planner.executor.measure.step_record import OnStep
 from planner.executor.mini_batches import MiniBatches
 from planner.executor.run.evaluation import EvaluationResult, Metrics
-from planner.executor.run.placement import Groups
+from planner.executor.run.placement import ProcessGroups
 from planner.executor.trainer import Trainer
 from planner.executor.watch.failure import Watch
 from planner.executor.watch.position import ANY
@@ -86,8 +86,8 @@ class Pipeline:
             seed_process(seed)  # before the model file is imported, because the import may build the model
             self.model, structure = built or (load_planned(job.balance, _folder_of(balance_path)), None)
             with self._recorder.paused():  # a thread of gloo may be the last to release memory of joining
-                self._is_joined = join(job, timeout_s)
-            groups = Groups.of(job.place)
+                self._is_joined = join_process_group(job, timeout_s)
+            groups = ProcessGroups.of(job.place)
             job.position.set_activity("building the model")
             self._mini_batches = MiniBatches(job, self.model)
             self._assembly = Assembly(job, self.model, groups, self._recorder, structure=structure)
@@ -152,7 +152,7 @@ class Pipeline:
         """
         if build is not self.model.build_optimizer and self.balance.num_stages > 1:
             check_optimizer(build, self._assembly.whole_parameters, self.device)  # the profile had another optimizer
-        optimizer = ModelOptimizer(build, self._assembly.whole_parameters).build_for(self._assembly.own_of_whole())
+        optimizer = ModelOptimizer(build, self._assembly.whole_parameters).build_for(self._assembly.parameter_pairs())
         self._trainer.record_learning_rates(optimizer)
         return optimizer
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from planner.core.errors import FileError
 from planner.executor.keep.errors import first_line
 from planner.executor.keep.index import CheckpointIndex, check_same_computation, check_whole
-from planner.executor.keep.optimizer_state import Groups, OptimizerState
+from planner.executor.keep.optimizer_state import OptimizerState, ParameterGroups
 from planner.executor.keep.stored import StoredCheckpoint
 from planner.executor.keep.weights import load_weights
 from planner.executor.pipeline import Pipeline
@@ -27,7 +27,7 @@ class ReadCheckpoint:
 
     index: CheckpointIndex
     optimizer_state: Mapping[str, dict[str, Any]]
-    groups: Groups
+    groups: ParameterGroups
     """Parameter groups of the optimizers in all files that this rank opened."""
     state: Mapping[str, Any]
     """Other state: random states, step, loader, and further objects of the script."""

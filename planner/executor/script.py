@@ -24,7 +24,7 @@ from planner.executor.measure.drift_note import drift_note, plan_paths
 from planner.executor.measure.step_record import OnStep
 from planner.executor.measure.trace import trace_json
 from planner.executor.pipeline import Pipeline
-from planner.executor.watch.failure import Stopped, Watch
+from planner.executor.watch.failure import StoppedBySignal, Watch
 from planner.files import check_outputs, write, write_text
 
 
@@ -121,7 +121,7 @@ def pipeline_script(
             _finish(pipeline, options, Path(balance_path).parent)
         except BaseException as error:
             # If other ranks have failed, too, closing the pipeline might never end.
-            if pipeline is not None and (isinstance(error, Stopped) or dist.get_world_size() == 1):
+            if pipeline is not None and (isinstance(error, StoppedBySignal) or dist.get_world_size() == 1):
                 pipeline.close()
             raise
         pipeline.close()

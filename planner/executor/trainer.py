@@ -18,9 +18,9 @@ from planner.executor.measure.step_record import OnStep, StepHook, StepRecord, l
 from planner.executor.mini_batches import MiniBatches
 from planner.executor.run.agreement import Agreement, Phase
 from planner.executor.run.evaluation import EvaluationResult, ForwardRunner, Metrics, OutputObserver
-from planner.executor.run.gradients import check_gradients, check_losses, expect_values
+from planner.executor.run.gradients import check_gradients, check_have_values, check_losses
 from planner.executor.run.loss_scale import LossScale
-from planner.executor.run.losses import sum_of, weighted
+from planner.executor.run.losses import sum_of, weigh_losses
 from planner.executor.run.parts import MiniBatchPart, micro_batches_of
 from planner.executor.run.random_state import StepSeeds, keeping_random_state
 from planner.executor.run.relay import MetricsRelay
@@ -155,7 +155,7 @@ class Trainer:
             self._job.position.set_activity("the comparison of the mini-batch", waits_for=ANY)
             with self._recorder.paused() if not self.losses else nullcontext():
                 self._mini_batches.compare()
-        return weighted(parts, counts, total)
+        return weigh_losses(parts, counts, total)
 
     def _make_engine(self, part: MiniBatchPart) -> None:
         """Make the engine for a part before anything is sent: all ranks then reject a micro-batch that is too small."""
@@ -199,7 +199,7 @@ class Trainer:
 
     def _run(self, part: MiniBatchPart, weights: Sequence[float]) -> list[Tensor]:
         engine = self._assembly.engine(part.micro_batches, part.micro_batch_size)
-        self._assembly.expect(part, training=True)
+        self._assembly.set_shapes(part, training=True)
         if self._loss_scale is not None:
             engine.loss_scale = self._loss_scale.value
         return engine.step(self._mini_batches.input_tensors(part), self._mini_batches.targets(part, weights), weights)
@@ -209,9 +209,9 @@ class Trainer:
         self._job.position.set_activity("the gradients", waits_for=ANY)
         # Release snapshots before running statistics are written: otherwise the write would copy them.
         for module in self._assembly.modules:
-            module.forget_state()
+            module.release_snapshots()
         self._assembly.statistics.commit(self._groups.replicas)
-        expect_values(self._parameters)
+        check_have_values(self._parameters)
         if self._assembly.replicas is not None:
             self._assembly.replicas.finish()
         self._assembly.tied.sum()
@@ -248,13 +248,13 @@ class Trainer:
         """Run forwards without gradients; return the weighted loss of each micro-batch on the last stage."""
         job, modules, batches = self._job, self._assembly.modules, self._mini_batches
         forward = ForwardRunner(modules=modules, place=job.place, device=job.device, precision=job.balance.dtype)
-        self._assembly.expect(part, training=False)
+        self._assembly.set_shapes(part, training=False)
         last = modules[-1]
         last.targets = batches.targets(part, weights)
         if job.place.is_last:
             # Metrics also read targets whose weight in the loss is zero.
             targets = batches.targets(part, [1.0] * len(weights))
-            last.seen = partial(observed.see, part.micro_batch_size, targets)
+            last.seen = partial(observed.observe, part.micro_batch_size, targets)
         try:
             losses = forward.run(micro_batches_of(batches.input_tensors(part), part.micro_batches))
         finally:

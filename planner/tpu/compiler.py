@@ -29,7 +29,7 @@ from planner.tpu.outcomes import CompiledLayer, CompiledStep
 
 if TYPE_CHECKING:
     from planner.tpu.halves import LayerFunction
-    from planner.tpu.programs import Program
+    from planner.tpu.programs import CompiledProgram
 
 _REVISION = 7
 """Revision of the cache; increase it when the content of cached results or the compilation changes."""
@@ -115,7 +115,7 @@ class Compiler:
 
         return compile_step(parameters, rule, target_device(self._chip), self._time_us)
 
-    def _time_us(self, program: "Program", shapes: Any) -> float:
+    def _time_us(self, program: "CompiledProgram", shapes: Any) -> float:
         """Return the time measured on an attached device, else the compiler's estimate, else a roofline estimate."""
         if not self._chip:
             from planner.tpu.programs import measure_time_us  # noqa: PLC0415

@@ -28,7 +28,7 @@ from planner.tpu.halves import LayerFunction, SplitFunction, random_key_shape, s
 from planner.tpu.optimizers import OptimizerRule
 from planner.tpu.outcomes import CompiledLayer, CompiledStep
 from planner.tpu.programs import (
-    Program,
+    CompiledProgram,
     bytes_in_loops,
     compile_program,
     kinds_in_loops,
@@ -40,7 +40,7 @@ from planner.tpu.programs import (
 )
 from planner.tpu.torchax_adapter import jax_shape_of
 
-Timer = Callable[[Program, Any], float]
+Timer = Callable[[CompiledProgram, Any], float]
 """Function (executable, shapes of its arguments) -> microseconds."""
 
 _LEAST_FILLING_BYTES = 2**24
@@ -124,7 +124,7 @@ def compile_step(parameters: Sequence[Tensor], rule: OptimizerRule, device: jax.
 
 
 def _layer_of(
-    function: LayerFunction, halves: SplitFunction, programs: Sequence[Program], times_us: Sequence[float]
+    function: LayerFunction, halves: SplitFunction, programs: Sequence[CompiledProgram], times_us: Sequence[float]
 ) -> CompiledLayer:
     forward, readers, trained = programs[0], matmul_operands_of(function, halves), list(function.trained.values())
     inputs = tuple(map(padded_bytes, function.inputs))

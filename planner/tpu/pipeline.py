@@ -53,7 +53,7 @@ class JaxPipeline:
             ),
         )
 
-    def batch(self, inputs: Any, targets: Any) -> tuple[list[Any], list[Any]]:
+    def split_batch(self, inputs: Any, targets: Any) -> tuple[list[Any], list[Any]]:
         """Return inputs and targets of a mini-batch on every device, as arrays of shape (micro-batch, sample, …).
 
         Raises:

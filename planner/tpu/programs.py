@@ -21,7 +21,7 @@ _ROW = 1024
 
 
 @dataclass(frozen=True, kw_only=True)
-class Program:
+class CompiledProgram:
     """Executable and the costs that the compiler reports; sizes are bytes of device memory, padding included."""
 
     arguments: tuple[int, ...]
@@ -67,7 +67,7 @@ def compile_lowered(lowered: Any) -> Any:
 
 def compile_program(
     function: Callable[..., Any], shapes: Sequence[Any], device: Any, donated: Sequence[int] = ()
-) -> Program:
+) -> CompiledProgram:
     """Compile a function for a device; the compiler chooses the layouts of arguments and results.
 
     Args:
@@ -89,7 +89,7 @@ def compile_program(
         warnings.filterwarnings("ignore", message="Some donated buffers were not usable")
         executable = compile_lowered(jitted.lower(*shapes))
     memory, cost = executable.memory_analysis(), executable.cost_analysis() or {}
-    return Program(
+    return CompiledProgram(
         arguments=laid_out_sizes(shapes, executable.input_formats[0]),
         output_bytes=memory.output_size_in_bytes,
         outputs=laid_out_sizes(executable.out_info, executable.output_formats),
@@ -119,7 +119,7 @@ def make_depend_on_array(outputs: Sequence[Any], gradients: Sequence[Any], num_b
     return [gradient + jnp.sum(filling).astype(gradient.dtype) for gradient in gradients]
 
 
-def measure_time_us(program: Program, shapes: Any, repeats: int) -> float:
+def measure_time_us(program: CompiledProgram, shapes: Any, repeats: int) -> float:
     """Return the median time of several runs of an executable on its device, in microseconds.
 
     Args:

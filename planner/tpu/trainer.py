@@ -20,7 +20,7 @@ from planner.core.values.devices import accelerator
 from planner.core.values.units import format_bytes
 from planner.executor.build.building import check_same_model
 from planner.executor.job import load_planned
-from planner.executor.keep.weights import begin_with_weights, first_names, whole_state, write_weights
+from planner.executor.keep.weights import begin_with_weights, first_names, model_state_dict, write_weights
 from planner.executor.run.loader import example_of, repeat_train_batches
 from planner.executor.run.parts import micro_batches_of
 from planner.files import check_writable, read_balance
@@ -151,7 +151,7 @@ class JaxTraining:
             targets: Targets of the mini-batch.
             number: Index of the step, from 0.
         """
-        return self._step.run(state, *self.pipeline.batch(inputs, targets), number)
+        return self._step.run(state, *self.pipeline.split_batch(inputs, targets), number)
 
     def save(self, state: TrainingState, path: str) -> None:
         """Write trained parameters and buffers as one state dict, in safetensors format or with `torch.save`.
@@ -165,10 +165,10 @@ class JaxTraining:
         with torch.no_grad():
             for name, array in self.pipeline.arrays_by_name(state.trained).items():
                 parameters[name].copy_(torch.from_numpy(array.astype("float32")))
-        write_weights(whole_state(self._built), path)  # before the host may run out of memory in the estimation
+        write_weights(model_state_dict(self._built), path)  # before the host may run out of memory in the estimation
         estimated = self._estimate_statistics()
         if estimated:
-            write_weights(whole_state(self._built), path)
+            write_weights(model_state_dict(self._built), path)
         text = f" (running statistics of {estimated} layers: over {_ESTIMATED} micro-batches)" if estimated else ""
         print(f"wrote {path}{text}", flush=True)
 

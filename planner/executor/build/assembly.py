@@ -20,7 +20,7 @@ from planner.executor.measure.recorder import Recorder
 from planner.executor.run.engine import Engine, EngineStage
 from planner.executor.run.loader import example_of
 from planner.executor.run.parts import MiniBatchPart
-from planner.executor.run.placement import Groups
+from planner.executor.run.placement import ProcessGroups
 from planner.executor.run.replicas import ReplicaGradients
 from planner.executor.run.shapes import Shapes, shapes_of
 from planner.executor.run.stage_module import StageModule, evaluation_mode
@@ -41,7 +41,13 @@ class Assembly:
     """
 
     def __init__(
-        self, job: RankJob, model: LoadedModel, groups: Groups, recorder: Recorder, *, structure: Chain | None = None
+        self,
+        job: RankJob,
+        model: LoadedModel,
+        groups: ProcessGroups,
+        recorder: Recorder,
+        *,
+        structure: Chain | None = None,
     ) -> None:
         self._job, self._model, self.groups, self.recorder = job, model, groups, recorder
         balance, place = job.balance, job.place
@@ -92,7 +98,7 @@ class Assembly:
         """Parameters of the whole model, in the model's order and without values."""
         return list(self._chain.model.parameters())
 
-    def own_of_whole(self) -> list[tuple[nn.Parameter, nn.Parameter]]:
+    def parameter_pairs(self) -> list[tuple[nn.Parameter, nn.Parameter]]:
         """Return pairs of parameters: one of the whole model, without values, and the same one in this process."""
         whole = dict(self._chain.model.named_parameters(remove_duplicate=False))
         return [(whole[name], parameter) for name, parameter in self.named_parameters()]
@@ -102,7 +108,7 @@ class Assembly:
         held = (pair for module in self.modules for pair in named_tensors(module))
         return {name: tensor for name, tensor in held if name in self.first_names}
 
-    def expect(self, part: MiniBatchPart, *, training: bool) -> None:
+    def set_shapes(self, part: MiniBatchPart, *, training: bool) -> None:
         """Tell the stages the shapes of the tensors to receive and send for the micro-batches of `part`."""
         boundaries = self._shapes(part.micro_batch_size, training=training).boundaries
         for module, layers in zip(self.modules, self._ranges, strict=True):

@@ -111,4 +111,4 @@ def _plant(now: list[int], first: int, layer: int) -> None:
         first: Index of the stage's first layer.
         layer: Index of the layer within the stage.
     """
-    StepSeeds(0, now[0]).plant(first + layer, 0)
+    StepSeeds(0, now[0]).seed_generators(first + layer, 0)

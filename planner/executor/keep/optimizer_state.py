@@ -9,7 +9,7 @@ from torch.utils._pytree import tree_map_only
 
 from planner.executor.keep.stored import StoredCheckpoint
 
-Groups = list[tuple[list[str], dict[str, Any]]]
+ParameterGroups = list[tuple[list[str], dict[str, Any]]]
 
 _MEMBERS = ("params", "param_names")
 """Keys of a parameter group under which torch lists the group's parameters."""
@@ -28,7 +28,7 @@ class OptimizerState:
         """Return the optimizer's state of each parameter that has a state, by name."""
         return {name: dict(self._optimizer.state[p]) for name, p in self._trained() if p in self._optimizer.state}
 
-    def groups(self) -> Groups:
+    def groups(self) -> ParameterGroups:
         """Return, for every parameter group, the names of its parameters on this rank, and its options."""
         names = {id(p): name for name, p in self._trained()}
         return [

@@ -133,7 +133,7 @@ def export_weights(folder: str, path: str) -> int:
     return len(state)
 
 
-def whole_state(model: nn.Module) -> dict[str, Tensor]:
+def model_state_dict(model: nn.Module) -> dict[str, Tensor]:
     """Return the state dict of a model, in which a tied tensor is the same object under all its names."""
     state = model.state_dict()
     return {name: state[first].contiguous() for name, first in first_names(model).items()}

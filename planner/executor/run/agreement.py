@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from planner.core.errors import TrainingError
 from planner.core.values.units import pluralize
-from planner.executor.run.placement import Groups, ProcessPlace
+from planner.executor.run.placement import ProcessGroups, ProcessPlace
 from planner.executor.run.relay import transfer
 from planner.executor.watch.position import ANY, Position
 
@@ -77,7 +77,7 @@ class _Begun(NamedTuple):
 class Agreement:
     """Comparison of the phases that ranks begin. Every rank of the job has one; messages are tensors on `device`."""
 
-    def __init__(self, place: ProcessPlace, groups: Groups, device: torch.device, position: Position) -> None:
+    def __init__(self, place: ProcessPlace, groups: ProcessGroups, device: torch.device, position: Position) -> None:
         self._place, self._groups, self._position = place, groups, position
         self._own = torch.zeros(2 + _NUM_SIZES, dtype=torch.float64, device=device)
         self._received = torch.zeros_like(self._own)

@@ -42,7 +42,7 @@ from planner.core.schedule import (
 )
 from planner.core.values.precision import Precision
 from planner.executor.run.gradients import check_output
-from planner.executor.run.replicas import is_of_replicas
+from planner.executor.run.replicas import is_replica_hook
 from planner.executor.run.stage_module import StageModule
 from planner.executor.run.transfers import Message, Transfers
 from planner.executor.watch.position import Position
@@ -139,7 +139,7 @@ class Engine:
         self._devices = devices_of(order)
         self._device_index = self._devices[stages[0].index]
         self._stage_at = {stage.index: stage for stage in stages}
-        self._split = SplitBackward(counts_only=is_of_replicas)
+        self._split = SplitBackward(counts_only=is_replica_hook)
         self._deferred: dict[tuple[int, int], DeferredUses] = {}
         """Operands of deferred weight gradients, between I and W."""
         self._transfers = Transfers(device, group)

@@ -46,7 +46,7 @@ class OutputObserver:
         self.sums: dict[str, float] = {}
         """Sum of each metric over the samples seen."""
 
-    def see(self, size: int, targets: Sequence[Any], micro_batch: int, output: Any) -> None:
+    def observe(self, size: int, targets: Sequence[Any], micro_batch: int, output: Any) -> None:
         """Add the metrics of one micro-batch's output, and keep the output if requested.
 
         Args:

@@ -55,7 +55,7 @@ def weights_of(counts: Sequence[float], total: float) -> list[float]:
     return [count / total if total else 0.0 for count in counts]
 
 
-def weighted(
+def weigh_losses(
     parts: Sequence[MiniBatchPart], counts: Sequence[float], total: float
 ) -> list[tuple[MiniBatchPart, int, list[float]]]:
     """Return each part with the index of its first micro-batch, and the weights of its micro-batches' losses.

@@ -48,7 +48,7 @@ def split_tensors(value: Any) -> tuple[list[Tensor], Callable[[Sequence[Tensor]]
     return tensors_of(leaves), rebuild
 
 
-def size_of(batch: Batch) -> int | None:
+def count_samples(batch: Batch) -> int | None:
     """Return the number of samples in a mini-batch; None if it has no tensors.
 
     Raises:

@@ -91,7 +91,7 @@ def place_of(balance: Balance, rank: int, num_processes: int) -> ProcessPlace:
 
 
 @dataclass(frozen=True)
-class Groups:
+class ProcessGroups:
     """Process groups of one process. A group is None if it would contain all processes, or only this one."""
 
     pipeline: dist.ProcessGroup | None
@@ -100,7 +100,7 @@ class Groups:
     """Processes that run the same stages."""
 
     @classmethod
-    def of(cls, place: ProcessPlace) -> "Groups":
+    def of(cls, place: ProcessPlace) -> "ProcessGroups":
         """Create the process groups for the process at `place`; every process must call this function."""
         if place.num_replicas == 1:
             return cls(None, None)

@@ -34,7 +34,7 @@ class StepSeeds:
     first_micro_batch: int = 0
     """Number of micro-batches of the step before the first one of this part."""
 
-    def plant(self, layer: int, micro_batch: int) -> None:
+    def seed_generators(self, layer: int, micro_batch: int) -> None:
         """Seed this process's generators for the draws of `layer` in `micro_batch`."""
         _seed_generators(layer_seed(self.seed, self.step, layer, self.first_micro_batch + micro_batch))
 

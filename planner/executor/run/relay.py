@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from planner.executor.run.placement import Groups, ProcessPlace
+from planner.executor.run.placement import ProcessGroups, ProcessPlace
 
 
 class MetricsRelay:
@@ -20,7 +20,7 @@ class MetricsRelay:
     Every rank calls the same methods after the same steps. Tensors are float64 on `device`.
     """
 
-    def __init__(self, place: ProcessPlace, groups: Groups, device: torch.device) -> None:
+    def __init__(self, place: ProcessPlace, groups: ProcessGroups, device: torch.device) -> None:
         self._place, self._groups, self._device = place, groups, device
         self._sent: tuple[list[dist.Work], Tensor] | None = None
 

@@ -156,7 +156,7 @@ class LayerState:
         self._rewritten: set[tuple[int, str]] = set()
         """Locations that a forward has changed; their values are not compared in later forwards."""
 
-    def forget(self) -> None:
+    def release_snapshot(self) -> None:
         """Release the last snapshot. Later writes into the state then need not copy its tensors."""
         self._last = None
 
@@ -168,7 +168,7 @@ class LayerState:
         """Set the state to that of a snapshot."""
         self._begin(snapshot, self._now())
 
-    def replaying(self, run: Callable[..., Any]) -> Callable[..., Any]:
+    def with_same_state(self, run: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap a function that is called once in forward and once in backward: both calls begin with the same state."""
         before: list[_Snapshot] = []
 

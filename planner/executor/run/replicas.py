@@ -126,7 +126,7 @@ class ReplicaGradients:
         return 0 < self._usual.get(parameter, 0) <= self._additions[parameter]
 
 
-def is_of_replicas(hook: Callable[..., object]) -> bool:
+def is_replica_hook(hook: Callable[..., object]) -> bool:
     """Return True if a hook on a parameter belongs to `ReplicaGradients`, whose hook only counts its calls."""
     return isinstance(getattr(hook, "__self__", None), ReplicaGradients)
 

@@ -56,7 +56,7 @@ class Boundary:
         rest = iter(tensors)
         return tree_unflatten([next(rest) if isinstance(leaf, Tensor) else leaf for leaf in self.leaves], self.spec)
 
-    def expect(self, leaves: Sequence[Any], spec: TreeSpec, received: Sequence[Tensor]) -> None:
+    def check_matches(self, leaves: Sequence[Any], spec: TreeSpec, received: Sequence[Tensor]) -> None:
         """Check that the value that a stage will send has the structure and shapes that the next stage expects.
 
         Args:

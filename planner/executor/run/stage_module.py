@@ -154,10 +154,10 @@ class StageModule(nn.Module):
             )
         return finished
 
-    def forget_state(self) -> None:
+    def release_snapshots(self) -> None:
         """Release the state that is kept for recomputation, after the last recomputation of a step."""
         for state in (self._state, *self._states.values(), *self._opened):
-            state.forget()
+            state.release_snapshot()
 
     def evaluation_mode(self) -> AbstractContextManager[None]:
         """Return a context in which all modules of this stage are in evaluation mode."""
@@ -171,7 +171,7 @@ class StageModule(nn.Module):
         # needs an input that requires a gradient. The first stage has none, so `anchor` is this input.
         anchor = torch.zeros((), requires_grad=True)
         arguments = (anchor, self.micro_batch, targets, *tensors)
-        timed = self._timed(self._state.replaying(self._run))
+        timed = self._timed(self._state.with_same_state(self._run))
 
         carries, others = self._carries, list[Tensor]()
         splits = any(carries) and not all(carries)
@@ -231,7 +231,7 @@ class StageModule(nn.Module):
                 value = run(value)
                 continue
             is_all = index == last and self._loss_fn is not None
-            run = self._states[index].replaying(partial(self._loss_of, run, targets) if is_all else run)
+            run = self._states[index].with_same_state(partial(self._loss_of, run, targets) if is_all else run)
             value = run_recomputed(self._timed(run), again, value)
             if is_all:
                 loss: Tensor = value
@@ -242,7 +242,7 @@ class StageModule(nn.Module):
         outputs = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         if self.sent is None:
             return tuple(tensor.contiguous() for tensor in outputs)
-        self.sent.expect(leaves, spec, tensors)
+        self.sent.check_matches(leaves, spec, tensors)
         return tuple(match_layout(tensor, shape) for tensor, shape in zip(outputs, self.sent.tensors, strict=True))
 
     def _run_layer(self, index: int, micro_batch: int, value: Any) -> Any:
@@ -261,7 +261,7 @@ class StageModule(nn.Module):
         return zero_loss_of(output) if targets is UNCOUNTED else self._loss_fn(output, targets)
 
     def _seed(self, index: int, further: int = 0) -> None:
-        self.seeds.plant(self._first_layer + index + further, self._running)
+        self.seeds.seed_generators(self._first_layer + index + further, self._running)
 
 
 def _with_graph(result: Any, anchor: Tensor) -> Any:

@@ -49,7 +49,7 @@ _FEW_RANKS = 64
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
-class Stopped(SystemExit):
+class StoppedBySignal(SystemExit):
     """Exit of the script on every rank after the same step, because of a signal."""
 
 
@@ -107,7 +107,7 @@ class Watch:
         if os.getpid() != self._process:
             return  # a forked child process leaves the block; it is not a rank
         try:
-            if isinstance(error, SystemExit) and not isinstance(error, Stopped):
+            if isinstance(error, SystemExit) and not isinstance(error, StoppedBySignal):
                 self._end_by_exit(error)
             elif error is not None and not isinstance(error, SystemExit):
                 self._end(error)

@@ -283,7 +283,7 @@ def quantized() -> nn.Module:
 def test_recomputation_of_resized_buffers_is_refused() -> None:
     """Observers give their buffers more memory in the first forward."""
     model = quantized()
-    run = LayerState([("0", model)]).replaying(model)
+    run = LayerState([("0", model)]).with_same_state(model)
     with pytest.raises(ModelError, match="a layer resizes one of its buffers"):
         run(torch.randn(2, WIDTH))
 

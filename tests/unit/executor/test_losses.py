@@ -7,7 +7,7 @@ import torch
 
 from planner.core.errors import ModelError, UsageError
 from planner.executor.run.losses import loss_counts, weights_of, zero_loss_of
-from planner.executor.run.parts import micro_batches_of, parts_of, size_of
+from planner.executor.run.parts import count_samples, micro_batches_of, parts_of
 from planner.model.load import Batch
 
 
@@ -58,7 +58,7 @@ def test_a_smaller_mini_batch_has_fewer_micro_batches(size: int, expected: list[
 
 def test_sizes() -> None:
     """None where there is nothing to tell it by."""
-    assert size_of(Batch(torch.zeros(3, 2), {"x": torch.zeros(3)})) == 3
-    assert size_of(Batch(None, None)) is None
+    assert count_samples(Batch(torch.zeros(3, 2), {"x": torch.zeros(3)})) == 3
+    assert count_samples(Batch(None, None)) is None
     with pytest.raises(UsageError, match="hold 2 and 3 samples"):
-        size_of(Batch(torch.zeros(3), torch.zeros(2)))
+        count_samples(Batch(torch.zeros(3), torch.zeros(2)))

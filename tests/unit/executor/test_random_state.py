@@ -21,7 +21,7 @@ def test_what_is_planted_comes_up_again() -> None:
     """In whichever order, and counted on where a mini-batch comes in parts."""
 
     def drawn(seeds: StepSeeds, layer: int, micro_batch: int) -> list[float]:
-        seeds.plant(layer, micro_batch)
+        seeds.seed_generators(layer, micro_batch)
         return torch.rand(3).tolist()  # type: ignore[no-any-return]
 
     seeds = StepSeeds(seed=3, step=5)
@@ -39,7 +39,7 @@ def test_a_step_leaves_no_trace() -> None:
     expected = torch.rand(2), random.random()
     seed_process(4)
     with keeping_random_state():
-        StepSeeds(0, 0).plant(0, 0)
+        StepSeeds(0, 0).seed_generators(0, 0)
         torch.rand(5)
     assert torch.equal(torch.rand(2), expected[0])
     assert random.random() == expected[1]

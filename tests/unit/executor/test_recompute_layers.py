@@ -142,7 +142,7 @@ def test_loss_and_gradients_equal_the_unpipelined_model(name: str, settings: dic
     def of_model(model: nn.Module, index: int) -> Tensor:
         value = pieces[index][0]
         for number, layer in enumerate(chain_of(model).layers):
-            StepSeeds(0, 0).plant(number, index)
+            StepSeeds(0, 0).seed_generators(number, index)
             value = layer.module(value)
         return loaded.loss_fn(value, pieces[index][1])
 

@@ -282,7 +282,7 @@ def test_what_is_written_is_held_once_for_each_micro_batch(calls: int, copies: i
         layer.register_buffer("mean", torch.ones(MEAN // 4))
         mean, mask = layer.get_buffer("mean"), layer.get_buffer("mask")
         state = LayerState([("layer", layer)])
-        runs = [state.replaying(lambda: layer.get_buffer("mean").add_(mask[1] + 1)) for _ in range(TIMES)]
+        runs = [state.with_same_state(lambda: layer.get_buffer("mean").add_(mask[1] + 1)) for _ in range(TIMES)]
         for n in range(calls):
             runs[n % TIMES]()
         alive.extend((mean, mask, runs))
@@ -308,7 +308,7 @@ def test_forwards_that_begin_with_the_same_state_share_what_is_remembered(step: 
         return [*layer.get_buffer("codes").tolist(), *layer.get_buffer("front").tolist(), layer.calls]
 
     state = LayerState([("layer", layer)])
-    runs = [state.replaying(partial(run, is_changing=n % 2 == 1)) for n in range(6)]
+    runs = [state.with_same_state(partial(run, is_changing=n % 2 == 1)) for n in range(6)]
     first = [run() for run in runs]
     assert first == [[n] * 4 for n in (0, 1, 1, 2, 2, 3)]
     assert [run() for run in runs[::step]] == first[::step]
@@ -324,11 +324,11 @@ def test_what_stays_the_same_is_remembered_once_a_step(monkeypatch: pytest.Monke
     monkeypatch.setattr(torch, "_lazy_clone", lambda tensor: clones.append(tensor) or clone(tensor))
     state = LayerState([("layer", layer)])
     for steps in (1, 2):
-        runs = [state.replaying(lambda: None) for _ in range(4)]
+        runs = [state.with_same_state(lambda: None) for _ in range(4)]
         for run in (*runs, *runs):
             run()
         assert len(clones) == steps * len(buffers)
-        state.forget()
+        state.release_snapshot()
         del runs, run
         addresses = [torch._C._data_address(buffer) for buffer in buffers.values()]
         for buffer in buffers.values():
@@ -351,7 +351,7 @@ def test_tensors_that_share_memory_still_do_so_when_run_again() -> None:
         return [*layer.get_buffer("other.same").tolist(), *layer.get_buffer("foreign").tolist()]
 
     state = LayerState([("layer", layer)])
-    first, second = state.replaying(run), state.replaying(run)
+    first, second = state.with_same_state(run), state.with_same_state(run)
     assert (first(), second()) == ([1, 1, 0, 0, 1, 1], [2, 2, 0, 0, 2, 2])
     assert (first(), second()) == ([1, 1, 0, 0, 1, 1], [2, 2, 0, 0, 2, 2])
     assert layer.get_buffer("whole").tolist() == [2, 2, 0, 0]
@@ -365,7 +365,7 @@ def test_what_asks_for_memory_only_to_read_it_takes_it_once(times: int) -> None:
         layer = nn.Module()
         layer.register_buffer("weight", torch.ones(MEAN // 4))
         state = LayerState([("layer", layer)])
-        runs = [state.replaying(lambda: layer.get_buffer("weight").data_ptr()) for _ in range(TIMES)]
+        runs = [state.with_same_state(lambda: layer.get_buffer("weight").data_ptr()) for _ in range(TIMES)]
         for run in runs * times:
             run()
         alive.extend((layer, runs))
@@ -387,7 +387,7 @@ def test_other_buffers_made_on_the_way_are_made_again() -> None:
         return int(layer.get_buffer("table").sum())
 
     state = LayerState([("layer", layer)])
-    runs = [state.replaying(run) for _ in range(3)]
+    runs = [state.with_same_state(run) for _ in range(3)]
     assert [run() for run in runs] == [run() for run in runs] == [2, 4, 6]
     assert {name: b.tolist() for name, b in layer.named_buffers()} == {"table": [3, 3]}
 
@@ -396,8 +396,8 @@ def test_tensors_of_other_kinds_must_not_be_written() -> None:
     """A sparse one that is read is nobody's business; one that is written cannot be what it was."""
     layer = nn.Module()
     layer.register_buffer("graph", torch.eye(3).to_sparse())
-    reads = LayerState([("layer", layer)]).replaying(lambda: float(torch.sparse.sum(layer.get_buffer("graph"))))
+    reads = LayerState([("layer", layer)]).with_same_state(lambda: float(torch.sparse.sum(layer.get_buffer("graph"))))
     assert reads() == reads() == 3
-    writes = LayerState([("layer", layer)]).replaying(lambda: layer.get_buffer("graph").mul_(2))
+    writes = LayerState([("layer", layer)]).with_same_state(lambda: layer.get_buffer("graph").mul_(2))
     with pytest.raises(ModelError, match='"graph" of the layer "layer" is a Tensor that a forward writes into'):
         writes()

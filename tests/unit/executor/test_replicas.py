@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from planner.executor.run import replicas as replicas_module
-from planner.executor.run.replicas import ReplicaGradients, is_of_replicas
+from planner.executor.run.replicas import ReplicaGradients, is_replica_hook
 from planner.model.split_backward import SplitBackward, count_additions
 
 
@@ -141,7 +141,7 @@ def test_weights_that_are_put_off_go_out_while_the_last_w_runs(sent: Sent) -> No
     model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 16), nn.LayerNorm(16))
     gradients, split = (
         ReplicaGradients([model.parameters()], group(), keeps_earlier=True),
-        SplitBackward(counts_only=is_of_replicas),
+        SplitBackward(counts_only=is_replica_hook),
     )
     expected = torch.autograd.grad(2 * model(torch.ones(2, 4)).square().sum(), [*model.parameters()])
     for _ in range(2):

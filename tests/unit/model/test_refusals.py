@@ -12,7 +12,7 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from planner.core.errors import ModelError, UsageError
 from planner.core.values.profile import Profile
 from planner.executor.build.building import build_structure, keep_only
-from planner.executor.run.parts import size_of
+from planner.executor.run.parts import count_samples
 from planner.executor.run.shapes import shapes_of
 from planner.model.chain import chain_of
 from planner.model.load import Batch, load_model
@@ -233,7 +233,7 @@ def test_a_sequence_first_batch_is_told_to_be_batch_first(tmp_path: Path) -> Non
     assert "`batch_first=True`" in refused.value.hint
     batch: tuple[Any, Any] = torch.randn(7, 2, 4), torch.randn(2)
     with pytest.raises(UsageError, match="2 and 7 samples") as uneven:
-        size_of(Batch(*batch))
+        count_samples(Batch(*batch))
     assert "`batch_first=True`" in uneven.value.hint
 
 

@@ -130,7 +130,7 @@ def agrees(
     inputs, targets = loaded.example_batch(8)
     trained, fixed = pipeline.parameters()
     step = jax.jit(pipeline.loss_and_gradients, compiler_options=options)
-    loss, packed = step(trained, fixed, StageInput(*pipeline.batch(inputs, targets), jax.random.key(0)))
+    loss, packed = step(trained, fixed, StageInput(*pipeline.split_batch(inputs, targets), jax.random.key(0)))
     model.zero_grad()
     expected = torch.zeros(())
     for some, wanted in zip(inputs.chunk(balance.micro_batches), targets.chunk(balance.micro_batches), strict=True):
@@ -303,10 +303,10 @@ def test_micro_batches_with_different_numbers_of_labels_are_refused() -> None:
     loaded = replace(uneven(), counted_labels="all")
     pipeline = JaxPipeline(loaded, loaded.chain(loaded.build()), balance_of(loaded, (5,), 2), jax.devices()[:1])
     labels = torch.ones(4, 3, dtype=torch.int64)
-    pipeline.batch({"labels": labels}, None)
+    pipeline.split_batch({"labels": labels}, None)
     labels[0, 0] = -100
     with pytest.raises(UsageError, match="between 5 and 6 labels"):
-        pipeline.batch({"labels": labels}, None)
+        pipeline.split_batch({"labels": labels}, None)
 
 
 def test_packing_keeps_shapes_apart_while_that_wastes_little() -> None:
