@@ -94,7 +94,7 @@ def keep_freed_memory(*, below: int | None = None) -> None:
 
 
 def release_freed_memory() -> None:
-    """Return freed memory that `keep_freed_memory` has kept so far to the system. Without glibc this does nothing."""
+    """Give freed memory, which `keep_freed_memory` keeps, back to the system once. Without glibc, do nothing."""
     try:
         ctypes.CDLL("libc.so.6").malloc_trim(0)
     except (OSError, AttributeError):
@@ -104,7 +104,7 @@ def release_freed_memory() -> None:
 def release_file_pages(address: int, size_bytes: int) -> None:
     """Let the system take back pages of a mapped file now; it reads them again if they are used.
 
-    Pages that this process has changed, or that are of no file, stay. Without Linux this does nothing.
+    Pages that this process has changed, or that belong to no file, stay in memory. Without Linux this does nothing.
 
     Args:
         address: First byte.

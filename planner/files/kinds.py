@@ -32,13 +32,13 @@ class FileKind(NamedTuple):
 
     @property
     def value_class(self) -> "type[Value]":
-        """Dataclass of the content of such files."""
+        """Dataclass of the content of files of this kind."""
         kind: type[Value] = getattr(import_module(f"planner.core.values.{self.module}"), self.class_name)
         return kind
 
     @property
     def schema(self) -> str:
-        """Value of the key `schema` in such files."""
+        """Value of the key `schema` in files of this kind."""
         return next(str(field.default) for field in fields(self.value_class) if field.name == "schema")
 
 

@@ -285,9 +285,9 @@ class Cuts:
         return narrow
 
     def _narrowest(self, cuts: list[int], ends: list[int], *, widest: float = float("inf")) -> list[int]:
-        """Return, between each two cuts in `ends`, those of `cuts` that nearly the fewest bytes cross.
+        """Return, for each two neighbors in `ends`, the cuts between them with nearly the fewest bytes across.
 
-        At most `widest` times as many bytes cross them as cross the two `ends`.
+        Cuts with more than `widest` times the bytes across the two neighbors are left out.
         """
         narrow: list[int] = []
         for first, end in zip([0, *ends], [*ends, END], strict=True):

@@ -39,7 +39,7 @@ def shape_at(pair: ShapePair, size: int) -> tuple[int, ...]:
 
 
 def candidates_in_both(recording: Recording, other: Recording) -> dict[Join, ShapePair]:
-    """Return the join candidates of `recording` that `other`, of another batch size, has as well, with their shapes."""
+    """Return the join candidates that occur in recordings of two batch sizes, with their shapes in both."""
     other_shapes = {place: other.values[join.value][1].shape for place, join in _candidates_by_place(other)}
     pairs = {}
     for place, join in _candidates_by_place(recording):

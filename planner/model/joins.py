@@ -84,7 +84,7 @@ class _Finder:
         return replaced_bytes + needs_held > self._num_bytes(candidate.value)
 
     def _sources(self, operator: int, cut: int) -> Iterator[int]:
-        """Yield the versions that an operator reads and that no other code after the cut reads."""
+        """Yield the tensors (versions of storages) that an operator reads and no other code after the cut reads."""
         # A tensor that other code reads after the cut is sent anyway, so the join would not replace it.
         for version in dict.fromkeys(self._recording.reads[operator]):
             if all(self._is_over(time, operator, cut) for time in self._flow[version]["uses"]):

@@ -270,7 +270,7 @@ class _ForwardRecorder:
         return result
 
     def note_operator(self, func: Any, args: Any, kwargs: dict[str, Any], result: Any) -> None:
-        """Record an operator after it has run, and the versions that it created."""
+        """Record an operator that has run, and a new version of each storage that the operator wrote or created."""
         recording, time = self.recording, self._tick()
         name = func._schema.name
         arguments = [] if name in SHAPE_ONLY else tensors_in((args, kwargs))

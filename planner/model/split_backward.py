@@ -71,7 +71,7 @@ DeferredUses = list[_DeferredUse]
 
 
 def count_additions(deferred: DeferredUses) -> Counter[nn.Parameter]:
-    """Return how many times W adds to the gradient of each parameter: once per backward that reached the parameter."""
+    """Return how often the weight-gradient pass W adds to each parameter's gradient: once per backward reaching it."""
     backwards = (together for _, together in groupby(deferred, key=lambda use: use.backward))
     return Counter(leaf for uses in backwards for leaf in {id(p): p for use in uses for p in use.leaves}.values())
 

@@ -60,12 +60,12 @@ class UnitRecords:
 
     @cached_property
     def distinct(self) -> dict[str, Unit]:
-        """First unit with each digest."""
+        """Units to measure, by digest: of units with equal digests, the first one."""
         return {unit.digest: unit for unit in reversed(self.units)}
 
     @property
     def names(self) -> dict[str, str]:
-        """Name of the first unit with each digest."""
+        """Names of the units to measure, by digest."""
         return {digest: unit.name for digest, unit in self.distinct.items()}
 
     def measure_distinct(self, figure: Callable[[Unit, UnitInput], int]) -> dict[str, int]:

@@ -23,13 +23,13 @@ class Fields:
         """Keys of sizes that the file leaves out, with the defaults that were used."""
 
     def integer(self, *names: str, default: int | None = None, least: int = 1, most: int = _LARGEST) -> int:
-        """Return the integer of the first of several keys with one meaning that is present.
+        """Return an integer that may be stored under one of several equivalent keys.
 
         If no key is present, return the family's default or else `default`. If there is no default either, or the value
         is wrong, return a placeholder, and let `check` raise an error.
 
         Args:
-            names: Keys with the same meaning.
+            names: Equivalent keys, in order of precedence.
             default: Default if the family has none; None if a key is required.
             least: Smallest valid integer.
             most: Largest valid integer.
