@@ -17,7 +17,7 @@ class DifferentiatesError(BaseException):
 
 @contextmanager
 def watching_gradients(begin: Callable[[Any], Callable[[], None]]) -> Iterator[None]:
-    """Call `begin(inputs)` before each `torch.autograd.grad` in the block; afterwards, call the function it returned."""
+    """Call `begin(inputs)` before each `torch.autograd.grad` in the block; afterwards, call the function it returns."""
     grad = torch.autograd.grad
 
     def watched(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
