@@ -204,14 +204,14 @@ def micro_batch_counts(
         which = truncate(", ".join(map(str, divisors)), 200)
         raise UsageError(
             f"a batch of {batch} cannot be split into {request.micro_batches} equal micro-batches",
-            hint=f"M must divide {'its' if replicas > 1 else 'the'} batch: one of {which}",
+            hint=f"M must divide the batch{' of each replica' if replicas > 1 else ''}: one of {which}",
         )
     wanted = [m for m in divisors if request.micro_batches in (None, m) and batch // m >= inputs.min_micro_batch]
     if required and not wanted:
         m = request.micro_batches or 1
         raise UsageError(
             f"a batch of {batch} gives micro-batches of at most {batch // m} samples, "
-            f"`--min-micro-batch {inputs.min_micro_batch}` asks for more",
+            f"but `--min-micro-batch {inputs.min_micro_batch}` requires more",
             hint="choose a larger `--batch`, fewer `--micro-batches`, or a smaller `--min-micro-batch`",
         )
     covered = [m for m in wanted if covers_size(profile, batch // m, extrapolate=inputs.extrapolate)]
@@ -274,7 +274,7 @@ def _check_balance(request: Request, balance: tuple[int, ...], num_layers: int) 
 
 def _check_replicas(profile: Profile, inputs: Inputs) -> None:
     if inputs.replicas != 1 and not inputs.are_devices_alike:
-        raise UsageError("replicas of a pipeline need devices that are all alike, got unequal memory limits or speeds")
+        raise UsageError("replicas of a pipeline need equal devices, got unequal memory limits or speeds")
     if inputs.replicas > inputs.devices:
         raise UsageError(f"{inputs.replicas} replicas need at least as many devices, there are {inputs.devices}")
     if inputs.replicas > 1 and inputs.batch % inputs.replicas:
@@ -300,7 +300,7 @@ def _check_split_backward(profile: Profile, request: Request) -> None:
     is_compiled = profile.device.how == "compiled"
     if is_compiled and all(schedule.splits_backward for schedule in request.schedules):
         raise UsageError(
-            f"`{request.inputs.schedule}` splits backwards in halves, but the programs that train on "
+            f"`{request.inputs.schedule}` splits the backward, but programs that train on "
             f"`{profile.device.kind}` do not",
             hint="use `--schedule gpipe`",
         )

@@ -87,7 +87,7 @@ def test_micro_batches_have_at_least_as_many_samples_as_asked() -> None:
     profile = random_profile(1, 2, sizes=(1, 16))
     asked = Request(inputs=dataclasses.replace(inputs_of(1, 16), min_micro_batch=4))
     assert micro_batch_counts(profile, asked) == (1, 2, 4)
-    with pytest.raises(UsageError, match="micro-batches of at most 2 samples, `--min-micro-batch 4`"):
+    with pytest.raises(UsageError, match="micro-batches of at most 2 samples, but `--min-micro-batch 4`"):
         micro_batch_counts(profile, dataclasses.replace(asked, micro_batches=8))
 
 
@@ -150,8 +150,8 @@ def test_1f1b_is_planned_for_by_its_own_times() -> None:
         ({"chunks": 3, "schedule": "interleaved"}, {}, "3 chunks on each of 2 devices or more: .* only 5 layers"),
         ({"speeds": (1.0,)}, {}, "1 speeds for 2 devices"),
         ({"speeds": (1.0,) * 3}, {}, "3 speeds for 2 devices"),
-        ({"replicas": 2, "speeds": (1.0, 2.0)}, {}, "replicas .* all alike"),
-        ({"replicas": 0, "memory_bytes": (1, 2)}, {}, "replicas .* all alike"),
+        ({"replicas": 2, "speeds": (1.0, 2.0)}, {}, "replicas .* equal devices"),
+        ({"replicas": 0, "memory_bytes": (1, 2)}, {}, "replicas .* equal devices"),
         ({"replicas": 3}, {}, "3 replicas need at least as many devices, there are 2"),
         ({"replicas": 2, "batch": 5}, {}, "a batch of 5 cannot be shared equally by 2 replicas"),
         ({"replicas": 2}, {"micro_batches": 4}, "a batch of 2 cannot be split into 4 equal micro-batches"),
@@ -264,7 +264,7 @@ def test_halves_are_refused_where_programs_run_backwards_whole() -> None:
     profile = profile_of([1.0] * 4, [2.0] * 4)
     compiled = dataclasses.replace(profile, device=dataclasses.replace(profile.device, kind="tpu:v2", how="compiled"))
     asked = dataclasses.replace(inputs_of(2, 4), schedule="zb-h1")
-    with pytest.raises(UsageError, match=r"`zb-h1` splits backwards in halves, .*`tpu:v2`") as refused:
+    with pytest.raises(UsageError, match=r"`zb-h1` splits the backward, .*`tpu:v2`") as refused:
         solve(compiled, Request(inputs=asked, micro_batches=4))
     assert "--schedule gpipe" in refused.value.hint
     assert solve(profile, Request(inputs=asked, micro_batches=4)).schedule == "zb-h1"
