@@ -54,7 +54,7 @@ RULES: Final = (
         code="GP102",
         severity="warning",
         title="a stage leaves less memory free than requested",
-        meaning="The stage fits its memory limit, but less than the share given by `--headroom` stays free.",
+        meaning="The stage fits its memory limit, but a smaller share of the limit than `--headroom` stays free.",
         why="Predictions are accurate to a few percent, and fragmentation and libraries differ between "
         "releases. A plan that fills a device completely may run out of memory after an upgrade.",
         remedy="Solve with the same headroom (`gpipe-plan solve --headroom 5%`), so that the search keeps "
@@ -96,8 +96,8 @@ RULES: Final = (
         "plan's profile.",
         why="The plan was edited by hand. This is allowed, and the edited cuts were checked. But "
         "the numbers and the solver's certificate in the file belong to the original cuts.",
-        remedy="None, if the edit is intended. To get the new numbers, use `gpipe-plan check --format json`, or "
-        "solve with `--balance` set to the edited cuts.",
+        remedy="If the edit is intended, nothing needs to be done. To get the new numbers, use "
+        "`gpipe-plan check --format json`, or solve with `--balance` set to the edited cuts.",
     ),
     Rule(
         code="GP204",
@@ -159,7 +159,8 @@ RULES: Final = (
         severity="error",
         title="a recomputed stage computes a different result",
         meaning="When the model was profiled, its stages were compared with the unpartitioned model. Without "
-        "recomputation they were equal. With recomputation, loss, gradients, buffers or module attributes differed.",
+        "recomputation, the results were equal. With recomputation, loss, gradients, buffers or module attributes "
+        "differed.",
         why="A layer changes state in each forward, and the executor cannot restore this state (such as a counter in "
         "an attribute). Training would continue with wrong gradients, without an error message.",
         remedy="Solve again: the solver never recomputes such a model. To allow recomputation, let the layer store "
@@ -184,14 +185,14 @@ RULES: Final = (
         "ran out. The finding gives their number.",
         why="Stages at a cut that was not compared may train with wrong gradients, without an error message.",
         remedy="Profile with more time (`--proof-budget 300s`) or on a machine with more memory; or build a smaller "
-        "instance of the model (`--set layers=4`) and profile that once.",
+        "instance of the model (`--set layers=4`) and profile the smaller model once.",
     ),
     Rule(
         code="GP401",
         severity="note",
         title="a stage needs more memory than before",
         meaning="Compared with the plan given by `--against`, a device's predicted peak has grown.",
-        why="It may still fit. Unintended growth is best noticed in the change that causes it.",
+        why="The device may still fit its limit. Unintended growth is best noticed in the change that causes it.",
         remedy="Read the table of stages: bytes before, now, and the difference. The memory limits and "
         "`--headroom` decide.",
     ),
