@@ -44,6 +44,7 @@ def main() -> None:
         _formula_times,
         _golden_memory,
         _rates,
+        _given_rates,
         _other_chips,
         _left_out,
     ):
@@ -316,6 +317,22 @@ def _rates() -> None:
     )
     table(
         "kind | model | source | reached, TFLOP/s: | others, TFLOP/s: | difference:",
+        ([*row.name, percent(row.error)] for row in rows),
+    )
+
+
+def _given_rates() -> None:
+    rows = list(rates.given_rate_rows())
+    print("## A rate that is given\n")
+    say(
+        f"""`--rate` is usually what another model or layout reached with the same engine on the same cluster. Here
+        each run is predicted at the median of the other runs of its source, chip and kind: {span(rows)}. This is the
+        range of a prediction at a given rate. If the rate is that of the same model and layout, with other lengths or
+        vocabularies, the range is narrower ([above](#time-by-formula)). BLOOM's runs with one sample, models with
+        experts on H100, and the two layouts of GPT 7B on GB200 differ most."""
+    )
+    table(
+        "kind | model | source | reached, TFLOP/s: | same source, TFLOP/s: | difference:",
         ([*row.name, percent(row.error)] for row in rows),
     )
 

@@ -6,7 +6,7 @@ model says for the chip's NVLink. Other communication lowers the rate. Recomputa
 states it.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from statistics import median
@@ -96,10 +96,24 @@ def rate_rows() -> Iterator[Row]:
     """Steps predicted at the rate of the other runs of the same kind."""
     runs = reached()
     for run in runs:
-        others = _median(each for each in runs if _is_alike(each, run) and each is not run)
-        kind = f"{run.chip}, experts" if run.experts else run.chip
-        cells = (kind, run.model, run.source, f"{run.rate:.0f}", f"{others:.0f}")
-        yield Row(name=cells, measured=run.step_s, predicted=run.predicted_s(others))
+        yield _at_rate_of(run, [each for each in runs if _is_alike(each, run) and each is not run])
+
+
+def given_rate_rows() -> Iterator[Row]:
+    """Steps predicted at the rate of the other runs of the same kind and source, as of a user who gives `--rate`."""
+    runs = reached()
+    for run in runs:
+        same = [each for each in runs if _is_alike(each, run) and each.source == run.source and each is not run]
+        if same:
+            yield _at_rate_of(run, same)
+
+
+def _at_rate_of(run: Run, others: Sequence[Run]) -> Row:
+    """Return the step of a run as predicted at the rate of others."""
+    rate = _median(others)
+    kind = f"{run.chip}, experts" if run.experts else run.chip
+    cells = (kind, run.model, run.source, f"{run.rate:.0f}", f"{rate:.0f}")
+    return Row(name=cells, measured=run.step_s, predicted=run.predicted_s(rate))
 
 
 def _is_alike(run: Run, other: Run) -> bool:

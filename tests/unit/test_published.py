@@ -43,6 +43,7 @@ MET = {
     "A100 and H100": (lambda: (row for row in chips.other_chip_rows() if "GB200" not in row.name), 4, (-9.1, 10.0)),
     "H100 and GB200": (lambda: (row for row in chips.other_chip_rows() if "GB200" in row.name), 4, (-10.6, 11.9)),
     "rates": (rates.rate_rows, 40, (-42.7, 42.9)),
+    "given rates": (rates.given_rate_rows, 39, (-21.0, 30.9)),
 }
 
 

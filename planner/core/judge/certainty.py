@@ -43,8 +43,8 @@ STEPS: Final = {
     "calibrated": StepErrors(source="calibrated by a run", least=0.954, most=1.067),
     # Published layer times and step times: published.md.
     "cuda": StepErrors(source="measured on GPUs", least=0.986, most=1.171),
-    # Formulas with the rate of another run, and with the peak rate of the data sheet: published.md.
-    "rate": StepErrors(source="estimated by formula at a sustained rate", least=0.970, most=1.019),
+    # Formulas with the rate of another run of the same engine and cluster, and with the peak rate: published.md.
+    "rate": StepErrors(source="estimated by formula at a given rate", least=0.764, most=1.266),
     "A100": StepErrors(source="estimated by formula at the rate of published runs on A100", least=0.829, most=1.225),
     "H100": StepErrors(source="estimated by formula at the rate of published runs on H100", least=0.700, most=1.250),
     # Fewer than three sources say little about the next run, so that this range covers the errors of all kinds of runs.

@@ -81,7 +81,7 @@ SEEN = {
         "OPT-350M on GH200: one number fitted",
         "Schedules with backwards in halves, on A100",
     ),
-    "rate": lambda: published("Time by formula"),
+    "rate": lambda: published("A rate that is given", "Steps of another chip", "Time by formula"),
     "A100": lambda: [1 / (1 + shares(cells)[0]) for cells in rates_reached() if cells[0] == "A100"],
     "H100": lambda: [1 / (1 + shares(cells)[0]) for cells in rates_reached() if cells[0] == "H100"],
     "few runs": lambda: [1 / (1 + shares(cells)[0]) for cells in rates_reached()],
